@@ -11,7 +11,7 @@ from torch import Tensor
 import tilewise as tw
 from tests.test_tiles import BATCH, HEADS, grid_of, matrix
 from tilewise import bit_tiles
-from tilewise.bit_tiles import EVERYTHING, LINES, NOTHING, BitTiles, bits_bytes, most_partial
+from tilewise.bit_tiles import EVERYTHING, LINES, NOTHING, BitTiles, Sections, bits_bytes, most_partial
 from tilewise.masks import Mask
 from tilewise.tiles import PARTIAL, Grid, TileMap
 
@@ -97,21 +97,24 @@ def test_by_columns_too(name, crossing):
     ("name", "crossing", "by_columns"),
     [("keep", 128, False), ("odd-blocks", 64, True), ("causal-or-documents", 128, True), ("dense", 64, False)],
 )
-def test_kernels_write_the_same_lists_and_bits(name, crossing, by_columns):
+@pytest.mark.parametrize("programs", [1, 8192])  # one for all tiles of a line, or one for each
+def test_kernels_write_the_same_lists_bits_and_sections(name, crossing, by_columns, programs, monkeypatch):
     from tilewise.backends import triton
+    from tilewise.backends.triton.host import tile_map
 
     if not triton.interpreting():
         pytest.skip("kernels are not interpreted (tests/conftest.py)")
+    monkeypatch.setattr(tile_map, "PROGRAMS", programs)
     lengths = (200, 150)
     grid = grid_of(MASKS[name](), *lengths)
-    tiles = BitTiles.build(grid, crossing, by_columns, HEADS // 2)
-    again = BitTiles(*(torch.zeros_like(x) for x in (tiles.blocks, tiles.work, tiles.bits)))
+    sections = Sections(BATCH * HEADS * 4, 2, 6, HEADS // 2)
+    tiles = BitTiles.build(grid, crossing, by_columns, sections)
+    again = BitTiles(*(torch.zeros_like(x) for x in (tiles.blocks, tiles.work, tiles.bits, tiles.section)))
     status = TileMap.build(grid, *((crossing, LINES) if by_columns else (LINES, crossing)), by_columns).status
-    ragged = bool(lengths[1] % (LINES if by_columns else crossing))
-    assert triton.lists_of_tiles(again, status.contiguous(), grid, by_columns, HEADS // 2, ragged)
+    assert triton.bits_of_tiles(again, status.contiguous(), grid, crossing, by_columns, sections)
     assert torch.equal(again.work, tiles.work)
+    assert torch.equal(again.section, tiles.section)
     assert torch.equal(again.bits[: EVERYTHING + 1], tiles.bits[: EVERYTHING + 1])
-    triton.bits_of_tiles(again, grid, crossing, by_columns)
     check(name, lengths, crossing, by_columns, again)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ THREADS = 256  # that hold it: two warpgroups
 BUDGET = 256 << 20  # bytes of bits that a mask may take
 NOTHING, EVERYTHING = 0, 1  # slots in which no bit is set, and every bit; those of partial tiles follow
 RESERVED = 3  # slots beside those of partial tiles: these two, and a last one for what nobody reads
+LATE = 50  # by which part of a pass's work, one of so many, the last section's longest tile may outlast all others
 
 
 def line_of(thread: Any, r: int) -> Any:
@@ -101,6 +102,23 @@ def bits_bytes(region: Region, shape: tuple[int, int, int, int], crossing: int, 
 # -- The tiles -----------------------------------------------------------------------------------------------------
 
 
+class Sections(NamedTuple):
+    """The heads that a launch takes at a time.
+
+    Attributes:
+        heads: of all batch elements, those of keys by columns. least: of a section. ctas: of the launch.
+        group: query heads that take their lines in one order, and count as one of ``heads``.
+    """
+
+    heads: int = 1
+    least: int = 1
+    ctas: int = 1
+    group: int = 1
+
+
+ALONE = Sections()  # of one head, for whom sections make no difference
+
+
 @dataclass(frozen=True)
 class BitTiles:
     """The tiles that each line of tiles visits, and the order in which kernels take lines.
@@ -108,53 +126,53 @@ class BitTiles:
     Attributes:
         blocks: int32 ``(b|1, h|1, line of tiles, step)``, the crossing tiles that a line visits, partial ones first.
         work: int32 ``(b|1, h|1, line, 4)``. Its first column is the order in which lines are taken, those first that visit most; the
-            heads of a group take their lines of keys in one order. The others say of each line how many partial tiles it visits,
+            heads of a group take theirs in one order. The others say of each line how many partial tiles it visits,
             how many tiles, and the slot of the first one's bits; the others' follow it.
             Every line of queries visits a tile, and the first one counts as partial: it has the bits of EVERYTHING where none is, and
             where none is visited those of NOTHING, one past the last tile, whose keys kernels read as zeros.
         bits: int32 ``(slot, THREADS, words)``: a bit for each pair of a partial tile.
+        section: int32 ``(1,)``, the heads of a section (:func:`even_section`).
     """
 
     blocks: Tensor
     work: Tensor
     bits: Tensor
+    section: Tensor
 
     @classmethod
-    def build(cls, grid: Grid, crossing: int, by_columns: bool = False, group: int = 1) -> BitTiles:
-        """The tiles of a grid, of LINES queries by ``crossing`` keys, or of LINES keys by ``crossing`` queries ``by_columns``, which
-        ``group`` query heads share.
+    def build(cls, grid: Grid, crossing: int, by_columns: bool = False, sections: Sections = ALONE) -> BitTiles:
+        """The tiles of a grid, of LINES queries by ``crossing`` keys, or of LINES keys by ``crossing`` queries ``by_columns``.
 
         Everything is made on the grid's device, and nothing is read back from there.
         """
-        tile = (crossing, LINES) if by_columns else (LINES, crossing)
-        tile_map, ragged = TileMap.build(grid, *tile, by_columns), bool(grid.keys % tile[1])
+        tile_map = TileMap.build(grid, *((crossing, LINES) if by_columns else (LINES, crossing)), by_columns)
         status = tile_map.status.mT if by_columns else tile_map.status
         most = most_partial(grid.region, *status.shape[2:], (LINES, crossing), by_columns)
         new = partial(torch.empty, dtype=torch.int32, device=status.device)
         slots = status.shape[0] * status.shape[1] * most + RESERVED
-        found = cls(new(status.shape), new((*status.shape[:3], 4)), new((slots, THREADS, words_of(crossing))))
-        if not found._listed_by_kernel(tile_map, grid, by_columns, group, ragged):
-            found._list(tile_map, by_columns, group, ragged)
-        found.fill(grid, crossing, by_columns)
+        lines = status.shape[:3]
+        found = cls(new(status.shape), new((*lines, 4)), new((slots, THREADS, words_of(crossing))), new(1))
+        if not found._by_kernels(tile_map.status, grid, crossing, by_columns, sections):
+            found._list(tile_map, grid, by_columns, sections)
+            found._fill(grid, crossing, by_columns)
         return found
 
-    def visits(self, group: int) -> Tensor:
-        """How many tiles a line visits for all of the ``group`` heads that share it, or for one of them where they are the same: int32
-        (b|1, h|1, line), h of groups."""
-        count = self.work[..., 2]
-        return count.unflatten(1, (-1, group)).sum(2) if group > 1 and count.shape[1] > 1 else count
+    def ragged(self, grid: Grid, by_columns: bool) -> bool:
+        """Whether the last key tiles end past the last key: keys there are zeros, not hidden, and such a tile counts as partial."""
+        tile_n = LINES if by_columns else 64 * self.bits.shape[2]
+        return grid.keys % tile_n > 0
 
-    def _listed_by_kernel(self, tile_map: TileMap, grid: Grid, by_columns: bool, group: int, ragged: bool) -> bool:
-        """Whether kernels on the grid's GPU have listed the tiles."""
-        if not _has_kernels(grid):
+    def _by_kernels(self, status: Tensor, grid: Grid, crossing: int, by_columns: bool, sections: Sections) -> bool:
+        """Whether kernels on the grid's GPU have written all of it."""
+        if grid.b.device.type != "cuda" or torch.compiler.is_compiling():
             return False
         from tilewise.backends import triton
 
-        return triton.lists_of_tiles(self, tile_map.status.contiguous(), grid, by_columns, group, ragged)
+        return triton.bits_of_tiles(self, status.contiguous(), grid, crossing, by_columns, sections)
 
-    def _list(self, tile_map: TileMap, by_columns: bool, group: int, ragged: bool) -> None:
-        """Writes ``blocks`` and ``work``, and the bits of NOTHING and EVERYTHING."""
-        if ragged:  # keys past the last one are zeros, not hidden
+    def _list(self, tile_map: TileMap, grid: Grid, by_columns: bool, sections: Sections) -> None:
+        """Writes ``blocks``, ``work`` and ``section``, and the bits of NOTHING and EVERYTHING."""
+        if self.ragged(grid, by_columns):
             tile_map.status[..., -1:].clamp_(max=PARTIAL)
         blocks, counts = tile_map.visits(by_columns)
         parts, count = counts.unbind(-1)
@@ -166,20 +184,18 @@ class BitTiles:
         )
         first = RESERVED - 1 + start + parts.cumsum(-1) - parts
         first = torch.where(parts > 0, first, torch.where(count > 0, EVERYTHING, NOTHING))
-        visited = count
-        if by_columns and group > 1 and count.shape[1] > 1:
-            visited = count.unflatten(1, (-1, group)).sum(2).repeat_interleave(group, 1)
-        order = torch.argsort(visited, dim=-1, descending=True, stable=True)
+        group = sections.group if count.shape[1] > 1 else 1
+        visited = count.unflatten(1, (-1, group)).sum(2)  # by all heads of a group
+        order = torch.argsort(visited, dim=-1, descending=True, stable=True).repeat_interleave(group, 1)
         if not by_columns:
-            parts, count = parts.clamp(min=1), count.clamp(min=1)
+            parts, count, visited = (x.clamp(min=1) for x in (parts, count, visited))
+        self.section.copy_(even_section(visited, sections))
         self.blocks.copy_(blocks)
         self.work.copy_(torch.stack([order, parts, count, first], -1))
         self.bits[NOTHING], self.bits[EVERYTHING] = 0, -1
 
-    def fill(self, grid: Grid, crossing: int, by_columns: bool) -> None:
+    def _fill(self, grid: Grid, crossing: int, by_columns: bool) -> None:
         """Writes the bits of every partial tile."""
-        if _by_kernel(self, grid, crossing, by_columns):
-            return
         lines, steps = self.blocks.shape[2:]
         step = torch.arange(steps, device=self.blocks.device)
         for line in range(lines):
@@ -207,15 +223,17 @@ class BitTiles:
         return torch.where(total >= 1 << 31, total - (1 << 32), total).int()
 
 
-def _by_kernel(tiles: BitTiles, grid: Grid, crossing: int, by_columns: bool) -> bool:
-    """Whether a kernel on the grid's GPU has written the bits of all partial tiles."""
-    if not _has_kernels(grid):
-        return False
-    from tilewise.backends.triton import bits_of_tiles
+def even_section(visits: Tensor, sections: Sections) -> Tensor:
+    """The heads of a section, such that the longest tile of the last section, which comes first in it, ends at most a LATE-th of the time
+    after all others: int32 (1,), on the device, which alone knows the lengths of lists.
 
-    return bits_of_tiles(tiles, grid, crossing, by_columns)
-
-
-def _has_kernels(grid: Grid) -> bool:
-    """Whether a grid lies on a GPU, and no tracer runs."""
-    return grid.b.device.type == "cuda" and not torch.compiler.is_compiling()
+    Args:
+        visits: (batch|1, heads|1, line), int: the tiles that each line visits.
+    """
+    each, heads = visits.numel() // visits.shape[-1], sections.heads  # heads whose lines are told apart, and all
+    total = visits.sum() * heads
+    # By how much the longest line outlasts a LATE-th, of all CTAs' work. The last of n even sections has an n-th of it: the longest fits.
+    over = (visits.amax().long() * (sections.ctas * each * LATE) - total).clamp_(min=heads * LATE)
+    # Of no number of sections that will do, one.
+    found = (total * LATE // over).clamp_(min=1)
+    return ((heads - 1 + found) // found).clamp_(min=sections.least).int().view(1)

@@ -52,8 +52,8 @@ class Grid:
     def whole(cls, kept: Region, leaves: Sequence[Tensor], shape: tuple[int, int, int, int], device) -> Grid:
         """The grid of a whole attention of ``shape`` (batch, heads_q, seqlen_q, seqlen_k)."""
         batch, heads, seqlen_q, seqlen_k = shape
-        b, h = torch.arange(batch, device=device), torch.arange(heads, device=device)
-        return cls(kept, leaves, seqlen_q, seqlen_k, b, h, seqlen_k)
+        index = torch.arange(max(batch, heads), device=device)  # one launch for both
+        return cls(kept, leaves, seqlen_q, seqlen_k, index[:batch], index[:heads], seqlen_k)
 
     def env(self, i: Tensor | None = None, j: Tensor | None = None) -> dict[str, Tensor]:
         """Symbols as tensors ``(b, h, i, j)``, each with its own axis alone; ``i``, ``j`` are 1-d and local."""

@@ -50,6 +50,14 @@ def test_kinds_of_predicates_have_exact_states_and_seen_keys():
     assert set.union(*found) == {EMPTY, PARTIAL, FULL}
 
 
+def test_programs_take_the_tiles_of_a_key_tile_in_spans(monkeypatch):
+    """Spans that divide the query tiles and spans that do not, one of all tiles, and heads of one key head in several programs."""
+    mask = tw.keep(lambda b, h, i, j: (i * j + h) % 7 > b) & tw.causal()
+    for programs in (1, 20, 50, 100):
+        monkeypatch.setattr(tile_map, "PROGRAMS", programs)
+        check(mask, 33, 40, (5, 16))
+
+
 @pytest.mark.parametrize("name", MONOTONE)
 def test_a_predicate_that_rises_or_falls_is_judged_as_its_pairs_say(name):
     check(MONOTONE[name][0](130), 33, 130, (24, 48))

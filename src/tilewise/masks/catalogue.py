@@ -216,12 +216,9 @@ def documents(ids: torch.Tensor) -> Mask:
 
 def _ends_of_documents(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The first key of each key's document, and one past the last; int32, of the shape of ``ids``."""
-    position = torch.arange(ids.shape[-1], dtype=torch.int32, device=ids.device).expand(ids.shape)
-    start = end = position
-    if ids.shape[-1]:  # cummax knows no empty dimension
-        # What the first id is compared with is not looked at: it is at position 0.
-        start = (position * (ids != ids.roll(1, -1))).cummax(-1).values
-        end = torch.searchsorted(start, start, right=True, out_int32=True)  # starts never decrease
+    # The number of the document at each position, from 0 or from 1: the first id is compared with the last.
+    document = (ids != ids.roll(1, -1)).cumsum(-1, dtype=torch.int32)
+    start, end = (torch.searchsorted(document, document, right=right, out_int32=True) for right in (False, True))
     return start, end
 
 

@@ -23,8 +23,8 @@ from tilewise.backends.hopper.config import ALIGNMENT, SHARED_LIMIT, registers_t
 from tilewise.backends.hopper.forward import config as forward_config
 from tilewise.backends.hopper.forward import reasons as forward_reasons
 from tilewise.backends.hopper.host import backward_call, library
-from tilewise.backends.hopper.host.masks import even_section
 from tilewise.backends.hopper.kit import schedule
+from tilewise.bit_tiles import Sections, even_section
 from tilewise.reference import Reference
 
 COLUMNS = ("two_passes", "softcap", "softcap_band", "pairs", "predicate")
@@ -328,7 +328,7 @@ def test_a_section_has_heads_enough_that_the_longest_tile_of_the_last_one_does_n
     visits, heads, found
 ):
     visits = torch.tensor(visits, dtype=torch.int32)[None]
-    assert even_section(visits, heads, 2, 132).tolist() == [found]
+    assert even_section(visits, Sections(heads, 2, 132)).tolist() == [found]
 
 
 # -- What a launch is given ----------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ from tilewise.backends.triton.kernels.distant import distances_read, parts_of
 from tilewise.backends.triton.kernels.leaf_reads import PairReads, described_lookup, predicate_blocks
 from tilewise.backends.triton.kernels.writer import OPERATIONS
 from tilewise.backends.triton.paging import choose_paged, few_queries
-from tilewise.bit_tiles import BitTiles
+from tilewise.bit_tiles import BitTiles, Sections
 from tilewise.leaf_gradients import DIAGONALS, SCATTER, TILES, classify
 from tilewise.problem import Problem
 from tilewise.tiles import Grid
@@ -73,27 +73,25 @@ def ends_of_lines(grid: Grid, lines: Tensor, by_columns: bool) -> tuple[Tensor, 
         return tile_map.ends(grid, lines, by_columns)
 
 
-def lists_of_tiles(tiles: BitTiles, status: Tensor, grid: Grid, by_columns: bool, group: int, ragged: bool) -> bool:
-    """Whether kernels have written the lists of a mask's tiles, whose state ``status`` is, and their order (:func:`tile_map.lists`)."""
-    if not _plans(grid):
-        return False
-    with on_device(status):
-        tile_map.lists(tiles, status, by_columns, group, ragged)
-    return True
-
-
-def bits_of_tiles(tiles: BitTiles, grid: Grid, crossing: int, by_columns: bool) -> bool:
-    """Whether a kernel has written the bits of a mask's partial tiles (:func:`tile_map.bits`)."""
+def bits_of_tiles(
+    tiles: BitTiles, status: Tensor, grid: Grid, crossing: int, by_columns: bool, sections: Sections
+) -> bool:
+    """Whether kernels have written all of ``tiles`` from the state of every tile (:func:`tile_map.bits`)."""
     if not _plans(grid):
         return False
     with on_device(grid.b):
-        tile_map.bits(tiles, grid, crossing, by_columns)
+        tile_map.bits(tiles, status, grid, crossing, by_columns, sections)
     return True
 
 
 def _plans(grid: Grid) -> bool:
     """Whether kernels here can plan a mask."""
-    return installed() and not _device_reasons(grid.b.device) and tile_map.can_judge(grid)
+    return _launches_on(grid.b.device) and tile_map.can_judge(grid)
+
+
+@lru_cache(maxsize=64)  # a new mask of a known text is planned in the time of a few launches
+def _launches_on(device: torch.device) -> bool:
+    return installed() and not _device_reasons(device)
 
 
 _HERE = nullcontext()

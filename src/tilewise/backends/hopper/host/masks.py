@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.base import Inputs
-from tilewise.bit_tiles import BitTiles, only_seen_keys
+from tilewise.bit_tiles import BitTiles, Sections, only_seen_keys
 from tilewise.masks.facts import every_key_seen
 from tilewise.problem import Problem
 from tilewise.tiles import PARTIAL, Grid, TileMap, seen_keys
-
-LATE = 0.02  # of a pass: how long the last section's longest tile may outlast all others
 
 
 class Sized(Protocol):
@@ -58,29 +56,16 @@ def visits(problem: Problem, inputs: Inputs, tiles: Sized, by_columns: bool = Fa
 def tiles_with_bits(
     problem: Problem, inputs: Inputs, tiles: Sized, section: int, ctas: int, by_columns: bool = False
 ) -> tuple[Tensor, ...]:
-    """``(blocks, work, bits)`` of :class:`tilewise.bit_tiles.BitTiles`, the first two expanded to every batch element and head, then the
-    heads of a section by :func:`even_section`."""
-    crossing, group = (tiles.tile_m, problem.group) if by_columns else (tiles.tile_n, 1)
-    found = BitTiles.build(grid_of(problem, inputs), crossing, by_columns, problem.group)
-    each = (x.expand(problem.batch, problem.heads_q, -1, -1) for x in (found.blocks, found.work))
-    heads = problem.batch * problem.heads_q // group
-    return *each, found.bits, even_section(found.visits(group), heads, section, ctas)
-
-
-def even_section(visits: Tensor, heads: int, least: int, ctas: int) -> Tensor:
-    """The heads of a section, at least ``least``, such that the longest tile of the last section, which comes first in it, ends at most
-    LATE of the time after all others: int32 (1,), on the device, which alone knows the lengths of lists.
+    """``(blocks, work, bits, section)`` of :class:`tilewise.bit_tiles.BitTiles`, the first two expanded to every batch element and head.
 
     Args:
-        visits: (batch|1, heads|1, tile), int32: the blocks of each tile.
-        heads: of all batch elements. ctas: of the launch.
+        section: heads that a section has at least. ctas: of the launch.
     """
-    each, total = visits.numel() // visits.shape[-1], visits.sum()  # heads whose tiles are told apart, and their blocks
-    # By how much the longest tile outlasts LATE, of all CTAs' work. The last of n even sections has an n-th of it: the longest fits there.
-    over = (visits.amax() * (ctas * each / heads)).sub_(total, alpha=LATE)
-    sections = total // over.clamp_(min=1)
-    # Heads in each, rounded up; all where no number of sections will do, which divides by zero.
-    return (-heads // sections).clamp_(-heads, -least).neg_().int().view(1)
+    crossing, group = (tiles.tile_m, problem.group) if by_columns else (tiles.tile_n, 1)
+    sections = Sections(problem.batch * problem.heads_q // group, section, ctas, group)
+    found = BitTiles.build(grid_of(problem, inputs), crossing, by_columns, sections)
+    each = (x.expand(problem.batch, problem.heads_q, -1, -1) for x in (found.blocks, found.work))
+    return *each, found.bits, found.section
 
 
 def seen(problem: Problem, inputs: Inputs, tile: tuple[int, int] | None = None) -> Tensor | None:

@@ -30,7 +30,7 @@ from tilewise.backends.triton.kernels.distant import distances_read
 from tilewise.backends.triton.paging import Machine, paged_config, paged_memory
 from tilewise.backends.triton.tiles import Streams, Tiles, columns, fit, pieces, program_limit
 from tilewise.backends.triton.tiles import shared_memory as promised_memory
-from tilewise.bit_tiles import THREADS, BitTiles, words_of
+from tilewise.bit_tiles import THREADS, BitTiles, Sections, words_of
 from tilewise.masks.catalogue import block_sparse, causal, dense, keep, window
 from tilewise.problem import Problem, check
 from tilewise.scores.catalogue import alibi, bias, score, softcap
@@ -221,10 +221,10 @@ def recorded(item: Launch) -> Iterator[tuple]:
         arguments = tensors, runtime.opaque(sizes), runtime.opaque(numbers), facts
         found.append(("tile_map", runtime.kernels().tile_map, tile_map.PROGRAM, arguments))
         new = partial(torch.empty, dtype=torch.int32, device="meta")
-        tiles = BitTiles(new(1, 1, 2, 2), new(1, 1, 2, 4), new(5, THREADS, words_of(128)))
+        tiles = BitTiles(new(1, 1, 2, 2), new(1, 1, 2, 4), new(5, THREADS, words_of(128)), new(1))
         status, lists = torch.empty((1, 1, 2, 2), dtype=torch.uint8, device="meta"), runtime.kernels().lists
         for by_columns in (False, True):
-            tensors, sizes, facts = tile_map.list_arguments_of(tiles, status, by_columns, 1, False)
+            tensors, sizes, facts = tile_map.list_arguments_of(tiles, status, grid, by_columns, Sections())
             for kernel in (lists.tile_lists_kernel, lists.tile_order_kernel):
                 arguments = tensors, runtime.opaque(sizes), (), facts
                 name = kernel.fn.__name__.removesuffix("_kernel").replace("tile", "key" if by_columns else "tile")

@@ -32,7 +32,7 @@ class BitSizes(NamedTuple):
     """The whole numbers of a launch, passed as those of :class:`arguments.Sizes`.
 
     Attributes:
-        heads: of ``work``. lines: of tiles. steps: of ``blocks``. slots: of ``bits``.
+        heads: of ``work``. lines: of tiles. steps: of ``blocks``. slots: of ``bits``. programs: of a line.
         extents: size and stride of each axis, for each leaf.
     """
 
@@ -40,6 +40,7 @@ class BitSizes(NamedTuple):
     lines: int
     steps: int
     slots: int
+    programs: int
     seqlen_q: int
     seqlen_k: int
     extents: tuple
@@ -47,20 +48,22 @@ class BitSizes(NamedTuple):
 
 @triton.jit
 def tile_bits_kernel(tensors, sizes, numbers, FACTS: tl.constexpr):
-    """Writes the bits of one partial tile of 128 lines by ``FACTS.crossing``; a program without one ends at once.
+    """Writes the bits of some partial tiles of one line, of 128 lines by ``FACTS.crossing`` each.
 
-    Grid: (batch * heads * lines * steps); the step changes first. ``FACTS.by_columns``: lines are of keys, not of queries.
+    Grid: (batch * heads * lines * programs); a line's programs, which take its tiles in turn, change first. ``FACTS.by_columns``: lines are
+    of keys, not of queries.
     """
-    steps, lines, heads = plain(sizes.steps), plain(sizes.lines), plain(sizes.heads)
+    steps, lines, heads, programs = plain(sizes.steps), plain(sizes.lines), plain(sizes.heads), plain(sizes.programs)
     pid = tl.program_id(0)
-    step, each = pid % steps, pid // steps
+    each = pid // programs
     outer, line = each // lines, each % lines
     work = tensors.work + each.to(tl.int64) * 4
     partial, first = tl.load(work + 1), tl.load(work + 3)
+    b, head = tl.load(tensors.b + outer // heads).to(tl.int32), tl.load(tensors.h + outer % heads).to(tl.int32)
     # The slots of no pair and of every pair are those before slot 2; a slot past the last one would be a wrong bound.
-    if (step < partial) & (first > 1) & (first + step < plain(sizes.slots)):
-        b, head = tl.load(tensors.b + outer // heads).to(tl.int32), tl.load(tensors.h + outer % heads).to(tl.int32)
-        block = tl.load(tensors.blocks + (each * steps).to(tl.int64) + step)
+    stop = tl.where(first > 1, tl.minimum(partial, plain(sizes.slots) - first), 0)
+    for step in range(pid % programs, stop, programs):
+        block = tl.load(tensors.blocks + each.to(tl.int64) * steps + step)
         of_thread: tl.constexpr = FACTS.crossing // 64
         to = tensors.bits + (first + step).to(tl.int64) * (256 * of_thread)
         for n in range(0, 256 * of_thread, WORDS):

@@ -3,14 +3,17 @@
 
 A line of tiles is a query tile with all key tiles, or the other way round. The first kernel lists the tiles of a line, partial ones
 first, and counts them; the second compares the counts of all lines of a head: which line comes where in the order, and where its bits lie.
+One of its programs also says from all counts how many heads a section has.
 """
 
 from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+from tilewise import bit_tiles
 from tilewise.backends.triton.kernels.maths import plain
 
+LATE = tl.constexpr(bit_tiles.LATE)
 BLOCK = tl.constexpr(256)  # tiles, or lines, that a program looks at at a time
 
 
@@ -20,7 +23,7 @@ class ListTensors(NamedTuple):
     Attributes:
         status: uint8 (batch, heads, query tiles, key tiles), contiguous.
         counts: int32 (batch, heads, lines, 2): how many partial tiles a line visits, and how many tiles. The first kernel writes them.
-        blocks, work, bits: those of :class:`tilewise.bit_tiles.BitTiles`, written; of ``bits`` the first two slots.
+        blocks, work, bits, section: those of :class:`tilewise.bit_tiles.BitTiles`, written; of ``bits`` the first two slots.
         b: any tensor of the launch's device.
         leaves: none.
     """
@@ -30,6 +33,7 @@ class ListTensors(NamedTuple):
     blocks: Any
     work: Any
     bits: Any
+    section: Any
     b: Any
     leaves: Any
 
@@ -42,6 +46,7 @@ class ListSizes(NamedTuple):
         lines, steps: how many lines there are, and tiles in a line.
         ragged: whether keys past the last one are in the last key tiles, which then count as partial: 1 or 0.
         most: the slots of a head's bits. words: of a slot.
+        all_heads, least, ctas: those of :class:`tilewise.bit_tiles.Sections`.
     """
 
     heads: int
@@ -51,6 +56,9 @@ class ListSizes(NamedTuple):
     ragged: int
     most: int
     words: int
+    all_heads: int
+    least: int
+    ctas: int
 
 
 @triton.jit
@@ -129,6 +137,26 @@ def tile_order_kernel(tensors, sizes, numbers, FACTS: tl.constexpr):
         for start in range(0, 2 * words, BLOCK):
             word = start + tl.arange(0, BLOCK)
             tl.store(tensors.bits + word, tl.where(word < words, 0, -1), mask=word < 2 * words)
+        tl.store(tensors.section, even_section(tensors, sizes, FACTS))
+
+
+@triton.jit
+def even_section(tensors, sizes, FACTS: tl.constexpr):
+    """The heads of a section, int32: :func:`tilewise.bit_tiles.even_section` of the counts of all lines."""
+    lines, group = plain(sizes.lines), plain(sizes.group)
+    apart, heads = tl.num_programs(0) // lines, plain(sizes.all_heads).to(tl.int64)
+    longest, total = lines * 0, heads * 0
+    for outer in range(0, apart, group):
+        for start in range(0, lines, BLOCK):
+            line = start + tl.arange(0, BLOCK)
+            # Every line of queries visits a tile.
+            least: tl.constexpr = 0 if FACTS.by_columns else 1
+            found = tl.where(line < lines, tl.maximum(visited(outer, line, tensors, sizes), least), 0)
+            longest = tl.maximum(longest, tl.max(found, 0))
+            total += tl.sum(found, 0)
+    over = longest.to(tl.int64) * plain(sizes.ctas) * (apart // group) * LATE - total * heads
+    sections = tl.maximum(total * heads * LATE // tl.maximum(over, heads * LATE), 1)
+    return tl.maximum((heads + sections - 1) // sections, plain(sizes.least)).to(tl.int32)
 
 
 @triton.jit

@@ -1,9 +1,9 @@
 """The state of every tile of a mask, empty, partial or full, and the keys that some query sees, in one launch.
 
-Each program judges one tile, by blocks of its keys. A block is first judged by what costs little: by its columns'
-intervals ``[first, last)``, and where the predicate rises or falls by its values at the block's corners
-(``FACTS.some``, ``FACTS.every``). Only where these do not tell is the predicate evaluated, for every ``step``-th row:
-on ``step`` rows from there it is the same.
+Each program judges some query tiles of one key tile, one after the other, by blocks of its keys. A block is first
+judged by what costs little: by its columns' intervals ``[first, last)``, and where the predicate rises or falls by its
+values at the block's corners (``FACTS.some``, ``FACTS.every``). Only where these do not tell is the predicate
+evaluated, for every ``step``-th row: on ``step`` rows from there it is the same.
 
                  n0                              n_end
             m0   +----------+----------+-----------+
@@ -47,6 +47,7 @@ class MapSizes(NamedTuple):
         heads: of ``status``. seen_heads: of ``seen``; each is that of ``group`` heads.
         tile_m, tile_n: queries and keys of a tile; any numbers.
         step: the predicate is the same for queries of one ``i // step``; it divides tile_m.
+        span: query tiles of a program.
         extents: size and stride of each axis, for each leaf.
     """
 
@@ -58,14 +59,15 @@ class MapSizes(NamedTuple):
     tile_m: int
     tile_n: int
     step: int
+    span: int
     extents: tuple
 
 
 @triton.jit
 def tile_map_kernel(tensors, sizes, numbers, FACTS: tl.constexpr):
-    """Judges one tile.
+    """Judges ``span`` query tiles of one key tile.
 
-    Grid: (batch * heads * query tiles * key tiles); the key tile changes first.
+    Grid: (batch * heads * spans * key tiles); the key tile changes first.
 
     Args:
         numbers: those of the mask's expressions.
@@ -73,24 +75,29 @@ def tile_map_kernel(tensors, sizes, numbers, FACTS: tl.constexpr):
     pid = tl.program_id(0)
     seqlen_q, seqlen_k = plain(sizes.seqlen_q), plain(sizes.seqlen_k)
     tile_m, tile_n, heads = plain(sizes.tile_m), plain(sizes.tile_n), plain(sizes.heads)
-    n, line = pid % tl.cdiv(seqlen_k, tile_n), pid // tl.cdiv(seqlen_k, tile_n)
-    m, outer = line % tl.cdiv(seqlen_q, tile_m), line // tl.cdiv(seqlen_q, tile_m)
+    tiles_m, tiles_n, span = tl.cdiv(seqlen_q, tile_m), tl.cdiv(seqlen_k, tile_n), plain(sizes.span)
+    n, chunk = pid % tiles_n, pid // tiles_n
+    spans = tl.cdiv(tiles_m, span)
+    first_m, outer = chunk % spans * span, chunk // spans
     # The grid may be a part of the batch and of the heads; expressions see the indices in the whole.
     b, head = tl.load(tensors.b + outer // heads).to(tl.int32), tl.load(tensors.h + outer % heads).to(tl.int32)
     work = whole_sequence(b, tensors, sizes, numbers)
-    m0, n_end = m * tile_m, tl.minimum((n + 1) * tile_n, seqlen_k)
-    m_end = tl.minimum(m0 + tile_m, seqlen_q)
-    some, every = m0 * 0, m0 * 0 + 1
-    # A loop of run time over blocks of one size: one compiled kernel serves tiles of every size.
-    for n0 in range(n * tile_n, n_end, BLOCK_N):
-        seen, whole = judged_block(m0, m_end, n0, n_end, head, work, plain(sizes.step), FACTS)
-        some, every = tl.maximum(some, tl.max(seen.to(tl.int32), 0)), tl.minimum(every, whole)
-        if tensors.seen is not None:
-            of_head = outer // heads * plain(sizes.seen_heads) + outer % heads // plain(sizes.group)
-            # Other tiles of these keys store the same 1: in whichever order, the result is one.
-            keys = n0 + tl.arange(0, BLOCK_N)
-            tl.store(tensors.seen + of_head.to(tl.int64) * seqlen_k + keys, 1, mask=seen)
-    tl.store(tensors.status + pid, some + tl.minimum(some, every))
+    n_end = tl.minimum((n + 1) * tile_n, seqlen_k)
+    # The columns' intervals are the same for all tiles of the span: after the first they come from L1.
+    for m in range(first_m, tl.minimum(first_m + span, tiles_m)):
+        m0 = m * tile_m
+        m_end = tl.minimum(m0 + tile_m, seqlen_q)
+        some, every = m0 * 0, m0 * 0 + 1
+        # A loop of run time over blocks of one size: one compiled kernel serves tiles of every size.
+        for n0 in range(n * tile_n, n_end, BLOCK_N):
+            seen, whole = judged_block(m0, m_end, n0, n_end, head, work, plain(sizes.step), FACTS)
+            some, every = tl.maximum(some, tl.max(seen.to(tl.int32), 0)), tl.minimum(every, whole)
+            if tensors.seen is not None:
+                of_head = outer // heads * plain(sizes.seen_heads) + outer % heads // plain(sizes.group)
+                # Other tiles of these keys store the same 1: in whichever order, the result is one.
+                keys = n0 + tl.arange(0, BLOCK_N)
+                tl.store(tensors.seen + of_head.to(tl.int64) * seqlen_k + keys, 1, mask=seen)
+        tl.store(tensors.status + (outer * tiles_m + m).to(tl.int64) * tiles_n + n, some + tl.minimum(some, every))
 
 
 @triton.jit

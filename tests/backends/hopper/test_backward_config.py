@@ -238,11 +238,20 @@ def test_a_call_whose_backward_is_missing_is_refused_from_its_forward_on():
     slopes = torch.ones(4)
     assert not Hopper().refused(small(score=tw.alibi(slopes)).p)
     wanted, each = slopes.clone().requires_grad_(), torch.ones(1, 4, requires_grad=True)
-    others = {}, {"causal": True, "deterministic": True}, {"causal": True, "d": 256}, {"mask": tw.window(9, 0)}
-    for options in others:  # keys on either side, one order of additions, no such tiles, ends on both sides
+    others = {
+        "a mask other than causal": {},  # keys on either side
+        "deterministic=True": {"causal": True, "deterministic": True},
+        "head_dim 256, above 128": {"causal": True, "d": 256},
+        "dropout": {"causal": True, "dropout_p": 0.1, "dropout_seed": 1},
+    }
+    for reason, options in others.items():
         p = small(score=tw.alibi(wanted), **options).p
         assert p.spec.needs_grad
-        assert any("gradients" in reason and "score" in reason for reason in Hopper().unsupported(p))
+        assert Hopper().refused(p) == [f"the gradient of ALiBi's slopes with {reason}"]
+    in_fp32 = replace(
+        small(score=tw.alibi(wanted), causal=True).p, **{x: replace(getattr(p, x), dtype=torch.float32) for x in "qkv"}
+    )
+    assert Hopper().refused(in_fp32) == ["torch.float32: its kernels take float16 and bfloat16"]
     assert Hopper().refused(small(score=tw.alibi(each), causal=True).p)  # slopes of batch elements
     assert Hopper().refused(small(score=tw.alibi(wanted) >> tw.softcap(5.0), causal=True).p)
 

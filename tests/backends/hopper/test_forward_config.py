@@ -124,17 +124,21 @@ def test_packed_sequences_with_alibi_are_shipped_however_few_they_are(d, mask, h
     assert (found.packed, found.alibi) == (True, True)
 
 
-ANOTHER = "packed sequences with a score other than one softcap and causal ALiBi of one fp32 slope a head"
+ALIBI = "packed sequences with ALiBi and "
 
 
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"mask": tw.window(9, 0)}, ANOTHER),
-        ({"mask": tw.window(None, 1)}, ANOTHER),  # a key on the other side of a row's own place
-        ({"mask": None}, ANOTHER),
-        ({"slopes": torch.ones(2, 4)}, ANOTHER),
-        ({"slopes": torch.ones(4, dtype=torch.float64)}, ANOTHER),
+        ({"mask": tw.window(9, 0)}, ALIBI + "a mask other than causal"),
+        (
+            {"mask": tw.window(None, 1)},
+            ALIBI + "a mask other than causal",
+        ),  # a key on the other side of a row's own place
+        ({"mask": None}, ALIBI + "a mask other than causal"),
+        ({"slopes": torch.ones(2, 4)}, ALIBI + "slopes (2, 4) float32 in place of one fp32 number a head"),
+        ({"slopes": torch.ones(4).double()}, ALIBI + "slopes (4,) float64 in place of one fp32 number a head"),
+        ({"dropout_p": 0.1, "dropout_seed": 1}, ALIBI + "dropout"),
         ({"d": 136}, "packed sequences with ALiBi and head_dim 136, above 128"),
         ({"deterministic": True}, "packed sequences with ALiBi and deterministic=True"),
         ({"dtype": torch.float32}, "torch.float32: its kernels take float16 and bfloat16"),

@@ -184,19 +184,41 @@ def is_traced(problem: Problem) -> bool:
     return problem.spec.score is not None and math.isnan(cap_of(problem))
 
 
-_ALIBI = re.compile(r"s - \(float(\d+)\[h\] \* abs\(\(i \+ off\) - j\)\)")
+_ALIBI = re.compile(r"s - \((?:fitted_)?float(\d+)\[(?:\w+, )?h\] \* abs\(\(i \+ off\) - j\)\)")
 
 
 def slopes_of(problem: Problem) -> int | None:
-    """The place among the extras of ALiBi's slopes, where these are one fp32 number for each head and no query sees a key past its own
-    place, so that the bias is linear (:mod:`tilewise.backends.hopper.kit.slopes`). None for any other score or mask."""
-    found, (form, band) = _ALIBI.fullmatch(str(problem.spec.score)), keys_of(problem)
-    if found is None or form != "upper" or problem.paged or problem.softmax_scale <= 0:
+    """The place among the extras of ALiBi's slopes, where its bias is linear (:mod:`tilewise.backends.hopper.kit.slopes`); None for any
+    other score, and where there are :func:`reasons_of_slopes`."""
+    found = reasons_of_slopes(problem)
+    return None if found is None or found else alibi_of(problem)
+
+
+def alibi_of(problem: Problem) -> int | None:
+    """The place among the extras of the slopes of a score that is ALiBi; None for any other."""
+    found = _ALIBI.fullmatch(str(problem.spec.score))
+    return int(found[1]) if found else None
+
+
+def reasons_of_slopes(problem: Problem) -> list[str] | None:
+    """Every reason why no kernel takes ALiBi's bias as linear: it is where slopes are one fp32 number for each head and no query sees a
+    key past its own place. None where the score is not ALiBi."""
+    place = alibi_of(problem)
+    if place is None:
         return None
-    facts = problem.extras[int(found[1])]
+    form, band = keys_of(problem)
     # Packed sequences add their own offsets to the band's end.
     own = band.hi == 1 + (0 if problem.packed else problem.seqlen_k - problem.seqlen_q)
-    return int(found[1]) if own and str(facts.dtype) == "torch.float32" and len(facts.shape) == 1 else None
+    facts, found = problem.extras[place], ["pages"] if problem.paged else []
+    if form != "upper" or not own:
+        found.append("a mask other than causal")
+    if str(facts.dtype) != "torch.float32" or len(facts.shape) != 1:
+        found.append(
+            f"slopes {facts.shape} {str(facts.dtype).removeprefix('torch.')} in place of one fp32 number a head"
+        )
+    if problem.softmax_scale <= 0:
+        found.append(f"softmax_scale {problem.softmax_scale}, which is not above 0")
+    return found
 
 
 # -- Expressions ---------------------------------------------------------------------------------------------------

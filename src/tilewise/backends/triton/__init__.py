@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tilewise import device as devices
+from tilewise import expr
 from tilewise.backends.base import (
     Backend,
     Directions,
@@ -252,8 +253,13 @@ def _pair_reasons(problem: Problem) -> list[str]:
 
 def _scattered(problem: Problem) -> list[str]:
     reads = [part for read in classify(problem) for part in parts_of(problem, read) if part.how == SCATTER]
-    return [
-        f"deterministic: the gradient of a tensor read at [{', '.join(str(x) for x in read.expr.args[1:])}] is scattered "
-        "by atomic additions, in any order"
-        for read in reads
-    ]
+    reasons = []
+    for read in reads:
+        index = read.expr.args[1:]
+        # An index that each batch element has for itself is scattered, packed or not.
+        where = " in packed sequences" if problem.packed and not expr.depends_on(*index) & {"b", "s"} else ""
+        reasons.append(
+            f"deterministic: the gradient of a tensor read at [{', '.join(map(str, index))}]{where} is scattered by atomic additions, "
+            "in any order"
+        )
+    return reasons

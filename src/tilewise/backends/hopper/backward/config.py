@@ -35,10 +35,11 @@ from tilewise.backends.hopper.config import (
     Expressions,
     Formed,
     Traced,
+    alibi_of,
     band_of,
-    is_traced,
     keys_of,
     mean_keys_per_query,
+    reasons_of_slopes,
     slopes_of,
     why_no_bits,
 )
@@ -347,9 +348,6 @@ TABLE = {
     ),
 }
 BANDS = ("full", "upper", "band")  # forms whose rows' ends are numbers
-SUMMED_SLOPES = (
-    "up to head_dim 128 of causal ALiBi's slopes (heads_q,) in fp32, unless deterministic=True or sequences are packed"
-)
 LEAST_SCALE = 1e-12  # products subtract lse / softmax_scale
 ORDERED_FROM = 1500  # keys a query: additions in order pay then where tiles are unequal, and wait for longer ones
 ORDERED_ROUNDS = 1.5  # of tiles of one sequence: additions in order pay then, as its first tiles wait for each other
@@ -418,17 +416,34 @@ def exists(keys: KeyTiles, form: str, packed: bool) -> bool:
 
 def reasons(p: Problem) -> list[str]:
     """Every reason why these kernels cannot run the backward of a problem whose forward they can. Another backend then runs both."""
-    if p.spec.lookups and with_slopes(p) is None:
-        return [
-            f"a tensor that a score reads wants a gradient: its backward has gradients of q, k, v and sink, and {SUMMED_SLOPES}"
-        ]
-    if p.packed and p.spec.dropout_p and p.spec.deterministic:
-        return ["packed sequences with dropout and deterministic=True"]
-    if p.packed and is_traced(p) and p.spec.deterministic:
-        return ["packed sequences with ALiBi and deterministic=True"]
+    found = _reasons_of_leaves(p) if p.spec.lookups else []
+    if p.packed and p.spec.deterministic:
+        if p.spec.dropout_p:
+            found.append("packed sequences with dropout and deterministic=True")
+        if alibi_of(p) is not None:
+            found.append("packed sequences with ALiBi and deterministic=True")
     if chosen_row(p) is None:
-        return [f"its backward has no tiles for head dims {p.head_dim} and {p.head_dim_v}"]
-    return []
+        found.append(f"its backward has no tiles for head dims {p.head_dim} and {p.head_dim_v}")
+    return found
+
+
+def _reasons_of_leaves(p: Problem) -> list[str]:
+    """Every reason why no kernel has the gradient of a tensor that the score reads: there are kernels for ALiBi's slopes alone."""
+    why = reasons_of_slopes(p)
+    if why is None:
+        return [
+            "a tensor that a score reads wants a gradient: its backward has those of q, k, v, sink and causal ALiBi's slopes; "
+            "detach the tensor if it needs none"
+        ]
+    wide, widest = max(p.head_dim, p.head_dim_v), max(max(dims) for dims, row in TABLE.items() if row.alibi)
+    # The kernels that sum slopes are of dense calls, which know a band that is cut by its rows' ends.
+    cut = p.packed and (band := band_of(p)) is not None and (band.start, band.stop) != (0, p.seqlen_k)
+    why += ["a mask other than causal"] if cut else []
+    why += ["packed sequences"] if p.packed else []
+    why += ["dropout"] if p.spec.dropout_p else []
+    why += ["deterministic=True"] if p.spec.deterministic else []
+    why += [f"head_dim {wide}, above {widest}"] if wide > widest else []
+    return [f"the gradient of ALiBi's slopes with {reason}" for reason in why]
 
 
 def rows_for(p: Problem) -> Iterator[BackwardRow]:

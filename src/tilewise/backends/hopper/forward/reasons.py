@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from tilewise.backends.hopper.config import DROPPED, DTYPES, LONG, MULTIPLE, Expressions, band_of, is_traced, slopes_of
+from tilewise.backends.hopper.config import (
+    DROPPED,
+    DTYPES,
+    LONG,
+    MULTIPLE,
+    Expressions,
+    band_of,
+    is_traced,
+    reasons_of_slopes,
+)
 from tilewise.backends.hopper.forward.config import MAX_HEAD_DIM, TABLE
 from tilewise.problem import Problem
 
@@ -37,10 +46,13 @@ def _reasons_of_packed(problem: Problem) -> list[str]:
 
 
 def _reasons_of_packed_score(problem: Problem) -> list[str]:
-    if slopes_of(problem) is None or problem.spec.dropout_p:
-        return ["packed sequences with a score other than one softcap and causal ALiBi of one fp32 slope a head"]
+    why = reasons_of_slopes(problem)
+    if why is None:
+        return ["packed sequences with a score other than one softcap and ALiBi"]
     wide, widest = max(problem.head_dim, problem.head_dim_v), max(t.width for r in TABLE.values() if (t := r.alibi))
-    return [f"packed sequences with ALiBi and head_dim {wide}, above {widest}"] if wide > widest else []
+    why += ["dropout"] if problem.spec.dropout_p else []
+    why += [f"head_dim {wide}, above {widest}"] if wide > widest else []
+    return [f"packed sequences with ALiBi and {reason}" for reason in why]
 
 
 def _reasons_of_packed_dropout(problem: Problem) -> list[str]:

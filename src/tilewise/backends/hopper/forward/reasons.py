@@ -50,6 +50,7 @@ def _reasons_of_packed_score(problem: Problem) -> list[str]:
     if why is None:
         return ["packed sequences with a score other than one softcap and ALiBi"]
     wide, widest = max(problem.head_dim, problem.head_dim_v), max(t.width for r in TABLE.values() if (t := r.alibi))
+    # No kernel has both: a pair's draw takes the registers of its bias.
     why += ["dropout"] if problem.spec.dropout_p else []
     why += [f"head_dim {wide}, above {widest}"] if wide > widest else []
     return [f"packed sequences with ALiBi and {reason}" for reason in why]

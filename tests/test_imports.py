@@ -32,7 +32,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "masks": ("masks.catalogue", "masks.regions"),
     "masks.patterns": (),
     "masks.derived": ("device",),
-    "masks.catalogue": ("masks.patterns", "masks.derived", "expr"),
+    "masks.catalogue": ("masks.patterns", "masks.derived", "device", "expr"),
     "masks.regions": ("expr",),
     "masks.facts": ("masks.regions", "expr"),
     "scores": ("scores.catalogue", "scores.reading"),

@@ -1,9 +1,11 @@
-"""Facts of the machines that attention runs on: a table, and one look at the device at hand."""
+"""Facts of the machines that attention runs on, one look at the device at hand, and the streams of a GPU."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields, is_dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -33,6 +35,49 @@ def of(device: torch.device) -> Device:
 def is_captured() -> bool:
     """Whether what is launched now goes into a CUDA graph."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+# The number of the stream that torch uses on a device: 10 times as fast as torch.cuda.current_stream. Builds without CUDA have none.
+stream_of = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
+
+
+class Ready:
+    """The moment at which tensors are there that kernels of the current CUDA stream make, for other streams that read them later."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]):
+        self._tensors = [t for t in tensors if t.is_cuda and torch.cuda.is_initialized()]  # a tensor may have no memory
+        if self._tensors:
+            self._device = self._tensors[0].device
+            self._made = torch.cuda.current_stream(self._device).record_event()
+            self._streams = {stream_of(self._device.index)}  # that may read them
+
+    def await_here(self) -> None:
+        """Has the current stream wait for the tensors, and their memory outlive what it reads of them; the first time that it asks."""
+        if not self._tensors or stream_of(self._device.index) in self._streams:
+            return
+        # A capture depends on nothing outside of it; what was launched before has ended by then, and what a graph reads is kept.
+        if is_captured():
+            return
+        stream = torch.cuda.current_stream(self._device)
+        stream.wait_event(self._made)
+        for t in self._tensors:
+            t.record_stream(stream)
+        self._streams.add(stream.cuda_stream)
+
+
+def tensors_in(made: Any) -> Iterator[torch.Tensor]:
+    """The tensors of a value of tensors, containers and dataclasses."""
+    if isinstance(made, torch.Tensor):
+        yield made
+    elif isinstance(made, dict):
+        for x in made.values():
+            yield from tensors_in(x)
+    elif isinstance(made, (list, tuple)):
+        for x in made:
+            yield from tensors_in(x)
+    elif is_dataclass(made) and not isinstance(made, type):
+        for field in fields(made):
+            yield from tensors_in(getattr(made, field.name))
 
 
 @lru_cache(maxsize=64)

@@ -7,7 +7,7 @@ import weakref
 import torch
 
 from tilewise.backends import base
-from tilewise.backends.base import PerProblem, PerTensors
+from tilewise.backends.base import Output, PerProblem, PerTensors
 
 
 def test_what_was_made_of_tensors_is_made_again_when_one_changes_or_is_another():
@@ -37,6 +37,23 @@ def test_nothing_is_kept_of_inference_tensors():
         a = torch.zeros(3)
     results = [made.of("sum", [a], a.sum) for _ in range(2)]
     assert results[0] is not results[1]
+
+
+def test_what_is_kept_is_awaited_with_all_its_tensors_by_whoever_gets_it(monkeypatch):
+    asked = []
+
+    class Noted:
+        def __init__(self, tensors):
+            self.tensors = list(tensors)
+
+        def await_here(self):
+            asked.append(self.tensors)
+
+    monkeypatch.setattr(base, "Ready", Noted)
+    kept, source, x, y = PerTensors(), torch.zeros(2), torch.zeros(3), torch.zeros(4)
+    for _ in range(3):
+        kept.of("key", [source], lambda: ({"x": x}, None, [Output(y, x), 7]))
+    assert [[id(t) for t in tensors] for tensors in asked] == [[id(x), id(y), id(x)]] * 2
 
 
 def test_what_was_made_of_no_tensors_is_not_kept_without_end(monkeypatch):

@@ -106,3 +106,29 @@ def test_a_graph_follows_what_a_mask_s_tensor_holds(dtype):
         ids.copy_(torch.arange(300, device="cuda") // rows)
         graph.replay()
         assert torch.equal(o, tw.attention(q, k, v, mask=tw.causal() & tw.documents(ids.clone())))
+
+
+@pytest.mark.parametrize("prepared", [False, True], ids=["plain", "prepared"])
+@pytest.mark.parametrize("backend", ["hopper", "triton"])
+def test_another_stream_waits_for_what_one_makes_of_a_mask(backend, prepared):
+    q, k, v = (x.cuda() for x in qkv(nq=2000, nk=2000, d=64, dv=64, dtype=torch.bfloat16))
+    rows = torch.arange(2000, device="cuda")
+
+    def mask(length: int) -> tw.Mask:
+        mask = (tw.causal() & tw.documents(rows // length)) | tw.key_range(0, 5)
+        return mask.prepare(q, k) if prepared else mask
+
+    expected = tw.attention(q, k, v, mask=mask(77), backend=backend)
+    tw.attention(
+        q, k, v, mask=mask(500), backend=backend
+    )  # what lies in memory that is free is that of other documents
+    torch.cuda.synchronize()
+    one, other = torch.cuda.Stream(), torch.cuda.Stream()
+    with torch.cuda.stream(one):
+        torch.cuda._sleep(1 << 28)
+        shared = mask(77)
+        tw.attention(q, k, v, mask=shared, backend=backend)
+    with torch.cuda.stream(other):
+        o = tw.attention(q, k, v, mask=shared, backend=backend)
+    other.synchronize()
+    assert torch.equal(o, expected)

@@ -29,7 +29,7 @@ MASKS = {
 
 def calls_of(parallel) -> list[Gathered]:
     """The plans that a group of ranks has made."""
-    return [made for made, _ in parallel.plans._found.values()]
+    return [made for made, *_ in parallel.plans._found.values()]
 
 
 def whole(mask, ranks: int, layout, **options):

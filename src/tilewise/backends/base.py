@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tilewise import expr
-from tilewise.device import is_captured
+from tilewise.device import Ready, is_captured, tensors_in
 from tilewise.problem import Problem
 
 
@@ -211,8 +211,9 @@ _NOTHING = object()  # what was made may be None
 class PerTensors:
     """Memory of what was made of some tensors, while they are the same ones, unchanged; forgotten when one of them is gone.
 
-    Nothing is kept of inference tensors, which count no versions. While a CUDA graph is captured, nothing is kept, its memory
-    being the graph's, and what was made of tensors is made anew, since a replay has to see what they hold by then.
+    Nothing is kept of inference tensors, which count no versions. Another CUDA stream waits for what one has made. While a CUDA graph
+    is captured, nothing is kept, its memory being the graph's, and what was made of tensors is made anew, since a replay has to see
+    what they hold by then.
 
     Attributes:
         captured: by id, what captures were given of what earlier calls made. A graph tells nobody how long it lives, so these stay.
@@ -222,7 +223,7 @@ class PerTensors:
 
     def __init__(self):
         # By key and the tensors' ids, so that masks of one text take turns.
-        self._found: dict[Any, tuple[Any, list]] = {}
+        self._found: dict[Any, tuple[Any, list, Ready]] = {}
         self.captured: dict[int, Any] = {}
 
     def of(self, key: Any, tensors: Sequence[Tensor], make: Callable[[], Any]) -> Any:
@@ -238,13 +239,14 @@ class PerTensors:
             if len(self._found) >= self.LIMIT:
                 self._found.clear()
             known = [(weakref.ref(t, lambda _: self._found.pop(place, None)), t._version) for t in tensors]
-            self._found[place] = (made, known)
+            self._found[place] = made, known, Ready(tensors_in(made))
         return made
 
     def kept(self, key: Any, tensors: Sequence[Tensor], default: Any = None) -> Any:
         """The thing that was made of these tensors, unchanged since, or the default: nothing is kept."""
         found = self._found.get((key, *[id(t) for t in tensors]))
         if found and all(x() is t and n == t._version for t, (x, n) in zip(tensors, found[1], strict=True)):
+            found[2].await_here()
             return found[0]
         return default
 

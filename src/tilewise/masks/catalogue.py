@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tilewise import expr
+from tilewise.device import Ready
 from tilewise.expr import Expr, fitted_lookup, number, symbol, trace
 from tilewise.masks.derived import Derived
 from tilewise.masks.patterns import at_least
@@ -104,6 +105,7 @@ class _Prepared(Mask):
     def __init__(self, text: str, of: Mask, lists: tuple[torch.Tensor, ...]):
         super().__init__(text, (*of.leaves, *lists))
         self.of = of
+        self._ready = Ready(lists)
         # Inference tensors count no versions.
         self._versions = [None if t.is_inference() else t._version for t in of.sources]
 
@@ -120,6 +122,7 @@ class _Prepared(Mask):
                         f"a tensor of shape {tuple(t.shape)} that the prepared mask {self.of.text} reads was written since: its tiles "
                         "are those of before; call mask.prepare(q, k) again, or pass the mask without prepare"
                     )
+            self._ready.await_here()
         return super().leaves
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.device import is_captured
+from tilewise.device import Ready, is_captured
 
 
 class Derived:
@@ -22,7 +22,7 @@ class Derived:
     def __init__(self, source: Tensor, make: Callable[[Tensor], tuple[Tensor, ...]]):
         self.source, self._make = source, make
         self.held = False
-        self._made: tuple[int, tuple[Tensor, ...]] | None = None  # with the source's version
+        self._made: tuple[int, tuple[Tensor, ...], Ready] | None = None  # with the source's version
         if not torch.compiler.is_compiling():
             self.tensors()  # now: threads that share the mask then have the same ones
 
@@ -41,5 +41,7 @@ class Derived:
         if is_captured() and (made is None or not self.held):
             return self._make(self.source)
         if made is None:
-            made = self._made = version, self._make(self.source)
+            found = self._make(self.source)
+            made = self._made = version, found, Ready(found)
+        made[2].await_here()
         return made[1]

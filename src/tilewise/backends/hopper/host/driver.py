@@ -15,6 +15,7 @@ import torch
 from tilewise import settings
 from tilewise.backends.base import why_not_built
 from tilewise.backends.hopper.host.recipe import PreparedLaunch, Recipe, TensorArgument, flat
+from tilewise.device import stream_of
 
 VERSION = 1
 _FILE = Path(__file__).parents[1] / "libtilewise_launcher.so"
@@ -66,11 +67,6 @@ def load() -> ctypes.CDLL | str:
 def failed(library: ctypes.CDLL) -> RuntimeError:
     """The error that says why this thread's last call of the launcher failed."""
     return RuntimeError(f"the hopper backend failed: {library.tw_launcher_error().decode()}")
-
-
-# The number of the stream that torch uses on a device. The code that torch generates calls this function too; it is 10 times as
-# fast as torch.cuda.current_stream. Builds of torch without CUDA have none.
-stream_of = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
 
 
 class Kernels:

@@ -152,6 +152,24 @@ def test_compile_draws_dropout_and_varlen_works():
     assert torch.isfinite(first).all()
 
 
+def test_a_compiled_function_sees_what_the_tensor_of_its_mask_holds():
+    torch._dynamo.reset()
+    q, k, v = qkv(nq=40, nk=40)
+    ids = torch.arange(40) // 7
+    mask = tw.causal() & tw.documents(ids)  # made outside
+    prepared = mask.prepare(q, k)
+
+    def compiled(mask):
+        return torch.compile(lambda q, k, v: tw.attention(q, k, v, mask=mask), fullgraph=True, backend="aot_eager")
+
+    plain = compiled(mask)
+    for forward in (plain, compiled(prepared)):
+        torch.testing.assert_close(forward(q, k, v), tw.attention(q, k, v, mask=mask))
+    ids.copy_(torch.arange(40) // 13)
+    expected = tw.attention(q, k, v, mask=tw.causal() & tw.documents(torch.arange(40) // 13))
+    torch.testing.assert_close(plain(q, k, v), expected)
+
+
 def test_export_keeps_the_operator():
     class Layer(torch.nn.Module):
         def __init__(self):

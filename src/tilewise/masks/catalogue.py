@@ -37,10 +37,14 @@ class Mask:
     @property
     def leaves(self) -> tuple[torch.Tensor, ...]:
         """The tensors that the text reads, in its order, as they are now."""
+        self._ask()
         found: list[torch.Tensor] = []
         for part in self.parts:
             found += part.tensors() if isinstance(part, Derived) else [part]
         return tuple(found)
+
+    def _ask(self) -> None:
+        """Raises ValueError where the parts are no longer what the sources say."""
 
     @property
     def sources(self) -> tuple[torch.Tensor, ...]:
@@ -113,17 +117,16 @@ class _Prepared(Mask):
         # The versions of a copy's tensors count from 0.
         return _Prepared, (self.text, self.of, self.parts[-2:])
 
-    @property
-    def leaves(self) -> tuple[torch.Tensor, ...]:
-        if not torch.compiler.is_compiling():
-            for t, version in zip(self.of.sources, self._versions, strict=True):
-                if version is not None and t._version != version:
-                    raise ValueError(
-                        f"a tensor of shape {tuple(t.shape)} that the prepared mask {self.of.text} reads was written since: its tiles "
-                        "are those of before; call mask.prepare(q, k) again, or pass the mask without prepare"
-                    )
-            self._ready.await_here()
-        return super().leaves
+    def _ask(self) -> None:
+        if torch.compiler.is_compiling():
+            return
+        for t, version in zip(self.of.sources, self._versions, strict=True):
+            if version is not None and t._version != version:
+                raise ValueError(
+                    f"a tensor of shape {tuple(t.shape)} that the prepared mask {self.of.text} reads was written since: its tiles "
+                    "are those of before; call mask.prepare(q, k) again, or pass the mask without prepare"
+                )
+        self._ready.await_here()
 
 
 def _unprepared(mask: object) -> Mask:

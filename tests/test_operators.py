@@ -1,5 +1,6 @@
 """The operators as PyTorch sees them: autograd, compile, export, autocast, checkpoint, and what is refused."""
 
+import operator
 import warnings
 from dataclasses import replace
 from functools import partial
@@ -138,6 +139,59 @@ def test_compile_takes_a_traced_function_with_lookups_and_dynamic_lengths():
         o = tw.attention(q, k, v, causal=True, score=lambda s, b, h, i, j: s + slopes[h] * (i - j))
         for x, y in zip(got, torch.autograd.grad(o.square().sum(), (q, slopes)), strict=True):
             torch.testing.assert_close(x, y)
+
+
+# What a score may compute of s, h, i, j, a length n, a number t and a table.
+COMPILED = {
+    "where": lambda s, h, i, j, n, t, table: torch.where(i >= j, s, s - 2),
+    "tanh": lambda s, h, i, j, n, t, table: 20 * torch.tanh(s / 20),
+    "maximum": lambda s, h, i, j, n, t, table: torch.maximum(s, t),
+    "silu": lambda s, h, i, j, n, t, table: torch.nn.functional.silu(s),
+    "logsigmoid": lambda s, h, i, j, n, t, table: torch.nn.functional.logsigmoid(s),
+    "expit": lambda s, h, i, j, n, t, table: torch.special.expit(s),
+    "rsub": lambda s, h, i, j, n, t, table: torch.rsub(s, 1.0),
+    "a number divided": lambda s, h, i, j, n, t, table: s / t + t / (1 + s.abs()),
+    "a table": lambda s, h, i, j, n, t, table: s + table[h, (i - j).clamp(-2, 2) + 2],
+    "a changed table": lambda s, h, i, j, n, t, table: s + (2 * table)[h, i % 5],
+    "a length": lambda s, h, i, j, n, t, table: torch.where(j - n // 2 < 0, s, s * (n - j) / n),
+    "a compared length": lambda s, h, i, j, n, t, table: torch.where(j < operator.index(n) - 3, s, s - 1),
+    "a scale of a length": lambda s, h, i, j, n, t, table: s * n**0.5,
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compile_traces_functions_of_torch_tables_and_lengths(name):
+    torch._dynamo.reset()
+    table, t = wanting_grad(normal(4, 5), normal())
+
+    def forward(q):
+        n = q.shape[1]
+        return tw.attention(q, q, q, score=lambda s, b, h, i, j: COMPILED[name](s, h, i, j, n, t, table))
+
+    compiled = torch.compile(forward, fullgraph=True, backend="aot_eager", dynamic=True)
+    for n in (17, 30):
+        q = normal(2, n, 4, 8).requires_grad_()
+        results = [
+            torch.autograd.grad(f(q).square().sum(), (q, table, t), allow_unused=True) for f in (compiled, forward)
+        ]
+        for x, y in zip(*results, strict=True):
+            assert (x is None) == (y is None)
+            if x is not None:
+                torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize("compare", [lambda j, n: (j == n) | (j < 3), lambda j, n: j != n])
+def test_compile_never_takes_an_answer_of_its_own_for_a_compared_length(compare):
+    torch._dynamo.reset()
+
+    def forward(q):
+        n = q.shape[1] - 2
+        return tw.attention(q, q, q, mask=tw.keep(lambda b, h, i, j: compare(j, n)))
+
+    with pytest.raises(
+        torch._dynamo.exc.TorchDynamoException
+    ):  # where Dynamo learns to ask, compare with the eager call
+        torch.compile(forward, fullgraph=True, backend="eager", dynamic=True)(normal(1, 17, 2, 8))
 
 
 def test_compile_draws_dropout_and_varlen_works():

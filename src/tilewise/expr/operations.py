@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
 import torch
@@ -148,6 +149,13 @@ def is_number(e: Expr, value: float) -> bool:
     return e.op == "number" and not isinstance(e.args[0], bool) and e.args[0] == value
 
 
+# Of `j == n`, n a length that is a symbol, PyTorch 2.13's Dynamo does not ask Expr.__eq__: it answers False.
+_SYMBOLIC = (
+    "it may be PyTorch's own answer to `j == n`, n a length that is a symbol there: write operator.index(n), or j - n == 0. "
+    "Where it is a flag, choose between two functions by it"
+)
+
+
 def as_expr(x: Any) -> Expr:
     """A Python number, a 0-dim tensor or an expression, as an expression."""
     if isinstance(x, Expr):
@@ -162,15 +170,23 @@ def as_expr(x: Any) -> Expr:
     if hasattr(type(x), "refuse"):  # a tensor that was read with too few indices says so itself
         x.refuse()
     if isinstance(x, bool):
+        if torch.compiler.is_dynamo_compiling():
+            raise untraceable(f"the constant {x} inside torch.compile", _SYMBOLIC)
         return number(x)
-    if isinstance(x, (int, float)):  # int() and float(): of a symbol of torch.compile they make a number
-        return number(int(x) if isinstance(x, int) else float(x))
+    if isinstance(x, int):
+        return number(
+            index(x)
+        )  # of a length that torch.compile holds as a symbol it makes a number, where int() keeps the symbol
+    if isinstance(x, float):
+        return number(
+            float(f"{x!r}") if torch.compiler.is_dynamo_compiling() else float(x)
+        )  # the text does, where float() does not
     raise NotImplementedError(f"a traced mask or score function used a {type(x).__name__} as a value")
 
 
 def lookup(tensor: torch.Tensor, *index: Any) -> Expr:
     """``tensor[index]`` as an expression; an index out of range is clamped. What traced functions write as
-    ``tensor[h, i, j]``; inside ``torch.compile`` this call is needed.
+    ``tensor[h, i, j]``.
 
     Args:
         tensor: any floating, integer or bool tensor. Floating leaves of a score get gradients.

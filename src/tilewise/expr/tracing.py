@@ -36,6 +36,7 @@ ALIASES = {
 }
 # fmt: on
 
+_GETITEM = (torch.Tensor.__getitem__, torch._C.TensorBase.__getitem__)  # the second is torch.compile's, and has no name
 _ALLOWED = "allowed are elementwise arithmetic, comparisons, & | ~, torch.where and " + ", ".join(
     sorted(name for name, operation in OPERATIONS.items() if operation.infix is None and name != "not")
 )
@@ -56,11 +57,11 @@ def method(value: Expr, name: str) -> Callable[..., Any]:
 
 def torch_function(func: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
     """A torch function of which an argument is a traced value."""
-    if func in (torch.Tensor.__getitem__, torch._C.TensorBase.__getitem__):  # which has no name inside torch.compile
+    if func in _GETITEM:
         return _index(*args)
     if func is torch.Tensor.where:
         args = (args[1], args[0], *args[2:])
-    return call(func.__name__, args, kwargs)
+    return call(_NAMES[func] if func in _NAMES else func.__name__, args, kwargs)
 
 
 def call(name: str, args: tuple, kwargs: Mapping[str, Any]) -> Any:
@@ -201,6 +202,7 @@ _COMPOSED = {
     "to": _to,
     "type": _to,
     "type_as": lambda x, other: _to(x, other.dtype),
+    "rsub": lambda x, other: other - x,
     "lshift": lambda x, n: shift("mul", x, n),
     "rshift": lambda x, n: shift("floordiv", x, n),
     "bitwise_left_shift": lambda x, n: shift("mul", x, n),
@@ -227,6 +229,23 @@ _COMPOSED = {
     "isinf": _isinf,
     "isnan": _isnan,
 }
+
+
+def _named() -> dict[Callable, str]:
+    """The functions of torch that traced values know, with their names, since Dynamo of PyTorch 2.13 reads the names of no others than
+    Tensor's Python methods."""
+    names = {*OPERATIONS, *ALIASES, *_COMPOSED}
+    spelt = [form.format(name) for name in names for form in ("{}", "{}_", "__{}__", "__r{}__")]
+    owners = (torch, torch.special, torch.nn.functional, torch._C._nn, torch.Tensor)
+    found = [getattr(owner, name, None) for owner in owners for name in spelt]
+    return {
+        f: f.__name__.removeprefix("special_")
+        for f in found
+        if inspect.isroutine(f) and getattr(f, "__module__", None) != "torch._tensor"
+    }
+
+
+_NAMES = _named()
 
 
 class PartialIndex:
@@ -270,7 +289,7 @@ class _IndexMode(TorchFunctionMode):
     """While tracing: ``tensor[h, i, j]`` with traced indices becomes a lookup; all else is torch's own."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is torch.Tensor.__getitem__:
+        if func in _GETITEM:
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
             if any(isinstance(x, Expr) for x in index):
                 return _index(args[0], index)
@@ -282,8 +301,10 @@ def trace(fn: Callable, names: Sequence[str]) -> Expr:
     arguments = [symbol(name) for name in names]
     if not callable(fn):
         raise ValueError(f"a function of ({', '.join(names)}) is needed, got {type(fn).__name__}")
-    if torch.compiler.is_dynamo_compiling():  # a function mode cannot be entered there: t[h, i] is spelt tw.lookup
-        return as_expr(fn(*arguments))
+    if torch.compiler.is_dynamo_compiling():  # which cannot look at parameters, and has errors of its own
+        with _IndexMode():
+            result = fn(*arguments)
+        return as_expr(result)
     try:
         with _IndexMode():
             result = fn(*arguments)

@@ -61,7 +61,7 @@ def torch_function(func: Callable, args: tuple, kwargs: Mapping[str, Any]) -> An
         return _index(*args)
     if func is torch.Tensor.where:
         args = (args[1], args[0], *args[2:])
-    return call(_NAMES[func] if func in _NAMES else func.__name__, args, kwargs)
+    return call(_NAMES.get(func, func.__name__), args, kwargs)
 
 
 def call(name: str, args: tuple, kwargs: Mapping[str, Any]) -> Any:

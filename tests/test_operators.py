@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
@@ -237,6 +238,39 @@ def test_export_keeps_the_operator():
     exported = torch.export.export(Layer(), (q, k, v))
     assert any(n.target is torch.ops.tilewise.attention.default for n in exported.graph.nodes)
     torch.testing.assert_close(exported.module()(q, k, v), Layer()(q, k, v))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.filterwarnings(
+    "ignore:While compiling, we found certain side effects"
+)  # the mode in which a function is traced
+def test_export_traces_a_function_that_reads_a_table_and_a_length(strict):
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = torch.nn.Parameter(normal(4, 9))
+
+        def forward(self, q):
+            n = q.shape[1] // 2
+            score = lambda s, b, h, i, j: torch.tanh(s) + self.table[h, (i - j).clamp(-4, 4) + 4] * (j - n)  # noqa: E731
+            return tw.attention(q, q, q, score=score)
+
+    q = normal(2, 20, 4, 8)
+    batch = torch.export.Dim("batch", min=2, max=8)
+    layer = Layer()
+    exported = torch.export.export(layer, (q,), strict=strict, dynamic_shapes=({0: batch},)).module()
+    other = normal(3, 20, 4, 8)
+    torch.testing.assert_close(exported(other), layer(other))
+
+
+def test_a_length_that_is_a_symbol_is_a_number_of_a_traced_function():
+    def forward(q):
+        n = q.shape[1] // 2
+        return tw.attention(q, q, q, mask=lambda b, h, i, j: (j < n) | (i == n), score=lambda s, b, h, i, j: s * n**0.5)
+
+    q = normal(2, 20, 4, 8)
+    traced = make_fx(forward, tracing_mode="symbolic")(q)
+    torch.testing.assert_close(traced(q), forward(q))
 
 
 def test_checkpoint_repeats_the_dropout_of_the_forward():

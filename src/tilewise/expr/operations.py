@@ -173,14 +173,11 @@ def as_expr(x: Any) -> Expr:
         if torch.compiler.is_dynamo_compiling():
             raise untraceable(f"the constant {x} inside torch.compile", _SYMBOLIC)
         return number(x)
-    if isinstance(x, int):
-        return number(
-            index(x)
-        )  # of a length that torch.compile holds as a symbol it makes a number, where int() keeps the symbol
-    if isinstance(x, float):
-        return number(
-            float(f"{x!r}") if torch.compiler.is_dynamo_compiling() else float(x)
-        )  # the text does, where float() does not
+    # A length that torch.compile or export holds as a symbol becomes a number; int() and float() would keep the symbol.
+    if isinstance(x, (int, torch.SymInt)):
+        return number(index(x))
+    if isinstance(x, (float, torch.SymFloat)):
+        return number(float(f"{x!r}") if torch.compiler.is_dynamo_compiling() else float(x))
     raise NotImplementedError(f"a traced mask or score function used a {type(x).__name__} as a value")
 
 

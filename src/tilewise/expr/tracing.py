@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -36,7 +37,8 @@ ALIASES = {
 }
 # fmt: on
 
-_GETITEM = (torch.Tensor.__getitem__, torch._C.TensorBase.__getitem__)  # the second is torch.compile's, and has no name
+# torch.compile calls the second, which has no name, and torch.export(strict=True) the third.
+_GETITEM = (torch.Tensor.__getitem__, torch._C.TensorBase.__getitem__, operator.getitem)
 _ALLOWED = "allowed are elementwise arithmetic, comparisons, & | ~, torch.where and " + ", ".join(
     sorted(name for name, operation in OPERATIONS.items() if operation.infix is None and name != "not")
 )

@@ -392,8 +392,10 @@ def _type_reasons(q: Tensor, k: Tensor, v: Tensor, o: Options) -> list[str]:
     if o.cu_seqlens_k is not None and o.block_table is not None:
         reasons.append("cu_seqlens_k comes with a cache, whose seqlens_k are its lengths; leave cu_seqlens_k out")
     if not (o.softmax_scale is None or isinstance(o.softmax_scale, (int, float))) or isinstance(o.softmax_scale, bool):
-        learned = "; a learned scale is a score: score=lambda s, b, h, i, j: s * scale"
-        reasons.append(f"softmax_scale must be a number, got {type(o.softmax_scale).__name__}{learned}")
+        instead = "a learned scale is a score: score=lambda s, b, h, i, j: s * scale"
+        if not isinstance(o.softmax_scale, Tensor) and hasattr(o.softmax_scale, "__float__"):
+            instead = "convert it: float(softmax_scale)"
+        reasons.append(f"softmax_scale must be a number, got {type(o.softmax_scale).__name__}; {instead}")
     if not isinstance(o.dropout_p, (int, float)):
         reasons.append(f"dropout_p must be a number, got {type(o.dropout_p).__name__}")
     seed = o.dropout_seed

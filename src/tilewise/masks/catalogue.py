@@ -291,6 +291,10 @@ def as_mask(mask: Mask | torch.Tensor | MaskFunction | None, causal_too: bool = 
             hint = "; give its .mask_mod" if hasattr(mask, "mask_mod") else ""  # FlexAttention's BlockMask
             hint += "; a mask by name is causal=True or mask=tw.causal()" if isinstance(mask, str) else ""
             hint += "; it goes to score=" if hasattr(mask, "text") else ""
+            hint += "; make it a tensor: torch.from_numpy(mask)" if type(mask).__name__ == "ndarray" else ""
+            hint += (
+                "; a window is mask=tw.window(left, right), with None for unbounded" if isinstance(mask, tuple) else ""
+            )
             raise ValueError(
                 f"mask= takes a Mask, a bool tensor or a function of (b, h, i, j), got {type(mask).__name__}{hint}"
             )
@@ -314,6 +318,7 @@ def _per_batch(who: str, n: int | torch.Tensor) -> Expr:
     if isinstance(n, torch.Tensor):
         if n.ndim > 2 or n.dtype.is_floating_point or n.dtype == torch.bool:
             hint = "; the lengths of a mask of kept keys are mask.sum(-1)" if n.dtype == torch.bool else ""
+            hint += "; convert: x.long()" if n.dtype.is_floating_point else ""
             raise ValueError(
                 f"{who} takes ints or integer tensors (), (batch,) or (batch, heads_q), got {n.dtype} {tuple(n.shape)}{hint}"
             )

@@ -39,7 +39,7 @@ takes. `tests/test_architectures.py` runs each call at odd sizes on the CPU and 
 textbook. `python -m tests.support --write` writes this page from the functions' own sources and from what each backend
 answers at the model's size, in bf16, forward and backward. Layouts are `(batch, seqlen, heads, head_dim)`, and every
 block begins with `import math`, `import torch` and `import tilewise as tw`. All functions compile as they stand, with
-`torch.compile(fullgraph=True)`; for that they read tables by `tw.lookup(t, h, i)`, where `t[h, i]` would do otherwise."""
+`torch.compile(fullgraph=True)`. `tw.lookup(t, h, i)` reads a table as `t[h, i]` does."""
 
 # README's rows: what a user would look for, and the cases that must run for a tick.
 FEATURES = {

@@ -225,6 +225,24 @@ def test_a_compiled_function_sees_what_the_tensor_of_its_mask_holds():
     torch.testing.assert_close(plain(q, k, v), expected)
 
 
+def test_compiled_autograd_traces_the_backward_of_an_eager_call():
+    torch._dynamo.reset()
+    q, k, v = wanting_grad(*qkv(nq=20, nk=20))
+    table, sink = wanting_grad(normal(4, 9), normal(4))
+
+    def loss():
+        score = tw.score(lambda s, b, h, i, j: s + table[h, (i - j).clamp(0, 8)])
+        o, lse = tw.attention_with_lse(q, k, v, causal=True, score=score, sink=sink)
+        return o.square().sum() + lse.square().sum()
+
+    wanted = (q, k, v, table, sink)
+    expected = torch.autograd.grad(loss(), wanted)
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
+        loss().backward()
+    for x, y in zip(wanted, expected, strict=True):
+        torch.testing.assert_close(x.grad, y)
+
+
 def test_export_keeps_the_operator():
     class Layer(torch.nn.Module):
         def __init__(self):

@@ -162,8 +162,9 @@ class _Attention(torch.autograd.Function):
             return (None,) * (6 + len(extras))
         do = torch.zeros_like(o) if do is None else do
         dlse = torch.zeros_like(lse) if dlse is None else dlse
-        quiet = not torch.is_grad_enabled() and _nobody_watches(q, k, v, *extras, do, dlse)
-        quiet = quiet and not _gradients_are_mapped()
+        # Compiled autograd traces this.
+        quiet = not torch.compiler.is_compiling() and not torch.is_grad_enabled()
+        quiet = quiet and _nobody_watches(q, k, v, *extras, do, dlse) and not _gradients_are_mapped()
         run = _backward if quiet else _attention_backward
         dq, dk, dv, dextras = run(do, dlse, q, k, v, o, lse, extras, seed, ctx.spec)
         if not extras:

@@ -234,6 +234,13 @@ def test_what_is_chosen_is_shipped(d, mask, score):
     assert backward_config.choose(p) in shipped()
 
 
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize(("score", "keys"), [(None, 1000), (tw.softcap(20.0), 450)], ids=["plain", "softcap"])
+def test_one_pass_is_taken_where_it_pays_which_a_softcap_makes_sooner(d, score, keys):
+    assert backward_config.choose(small(d=d, nk=keys, score=score).p).queries is None
+    assert backward_config.choose(small(d=d, nk=keys * 5 // 9, score=score).p).queries is not None
+
+
 def test_a_call_whose_backward_is_missing_is_refused_from_its_forward_on():
     slopes = torch.ones(4)
     assert not Hopper().refused(small(score=tw.alibi(slopes)).p)
@@ -269,7 +276,10 @@ def test_what_asks_about_every_pair_gets_tiles_of_its_own_and_is_never_summed(op
     monkeypatch.setattr(
         backward_config,
         "TABLE",
-        {dims: replace(row, one_pass_from=0, overlapping_from=None, packed_from=None) for dims, row in TABLE.items()},
+        {
+            dims: replace(row, one_pass_from=0, overlapping_from=None, packed_from=None, softcap_from=None)
+            for dims, row in TABLE.items()
+        },
     )
     monkeypatch.setattr(sizes, "BUDGET", 0)  # else bits say what a predicate keeps
     for d in (64, 96, 128, 256):
@@ -350,7 +360,10 @@ def launched(monkeypatch):
     monkeypatch.setattr(
         backward_config,
         "TABLE",
-        {dims: replace(row, one_pass_from=0, overlapping_from=None, packed_from=None) for dims, row in TABLE.items()},
+        {
+            dims: replace(row, one_pass_from=0, overlapping_from=None, packed_from=None, softcap_from=None)
+            for dims, row in TABLE.items()
+        },
     )
     put = lambda x, numbers: lambda *tensors: found.append((x.name, tensors[:7], tensors[7:], numbers))  # noqa: E731
     bound = lambda x: SimpleNamespace(bound=lambda given, made, numbers: put(x, numbers))  # noqa: E731

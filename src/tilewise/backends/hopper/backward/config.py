@@ -216,6 +216,7 @@ class BackwardRow:
         one_pass_from: keys that a query must see on average for one pass to pay (docs/decisions.md#hopper-two-or-one-pass).
         overlapping_from: the same where tiles overlap, which hides a part of that; None: as many.
         packed_from: the same of packed sequences, which are taken to be equally long: others see more. None: as many.
+        softcap_from: the same with a softcap, each tanh of which two passes compute twice, of equal sequences. None: as many.
     """
 
     two_passes: Passes
@@ -231,11 +232,14 @@ class BackwardRow:
     one_pass_from: int = 0
     overlapping_from: int | None = None
     packed_from: int | None = None
+    softcap_from: int | None = None
 
-    def least_keys(self, keys: KeyTiles, packed: bool) -> int:
+    def least_keys(self, keys: KeyTiles, packed: bool, softcap: bool) -> int:
         """How many keys a query must see on average for these tiles of ``one_pass``."""
         if packed and self.packed_from is not None:
             return self.packed_from
+        if softcap and not packed and self.softcap_from is not None:
+            return self.softcap_from
         return self.one_pass_from if self.overlapping_from is None or not keys.overlaps else self.overlapping_from
 
     @property
@@ -290,6 +294,7 @@ TABLE = {
         one_pass_from=1100,
         overlapping_from=900,
         packed_from=650,
+        softcap_from=400,
     ),
     (96, 96): BackwardRow(
         two_passes=Passes(
@@ -316,6 +321,7 @@ TABLE = {
         alibi=True,
         bits=replace(_BITS, dq_first=True),
         one_pass_from=560,
+        softcap_from=400,
     ),
     (192, 128): BackwardRow(
         two_passes=Passes(
@@ -498,7 +504,9 @@ def one_pass(row: BackwardRow, p: Problem, form: str, softcap: bool = False) -> 
     if p.spec.dropout_p:  # of additions in order there are no tiles with dropout
         return Passes(row.summed(form, p.packed, dropout=True)) if row.dropout and not p.spec.deterministic else None
     keys = row.ordered if p.spec.deterministic else row.summed(form, p.packed, softcap=softcap)
-    if keys is None or mean_keys_per_query(p) < row.least_keys(keys, p.packed) or not exists(keys, form, p.packed):
+    if keys is None or not exists(keys, form, p.packed):
+        return None
+    if mean_keys_per_query(p) < row.least_keys(keys, p.packed, softcap):
         return None
     if keys.subtracts and p.softmax_scale < LEAST_SCALE:
         return None

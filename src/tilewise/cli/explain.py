@@ -59,9 +59,9 @@ def _keywords(o: ExplainOptions) -> dict:
     masks += [] if o.window is None else [tw.window(left=o.window, right=0)]
     score = read_score(o.score) if o.score else None
     mask = masks[0] & masks[1] if len(masks) > 1 else next(iter(masks), None)
-    for made in (mask, score):
-        if made is not None:
-            made.leaves = tuple(x.to(device) for x in made.leaves)
+    mask, score = (
+        None if x is None else type(x)(x.text, tuple([leaf.to(device) for leaf in x.leaves])) for x in (mask, score)
+    )
     return {"causal": o.causal, "mask": mask, "score": score, "dropout_p": o.dropout, "backend": o.backend}
 
 

@@ -736,7 +736,8 @@ def test_the_text_that_a_call_is_assembled_into_says_what_was_asked_for(mask, sc
     assert seed is None
 
 
-PLAIN = {
+IDS, LEARNED = torch.tensor([0, 0, 1]), torch.zeros(8, requires_grad=True)
+BRIEF = {
     "nothing": {},
     "causal": {"causal": True},
     "numbers": {"softmax_scale": 0.5, "deterministic": True, "max_logit": True},
@@ -744,19 +745,34 @@ PLAIN = {
     "mask": {"mask": tw.window(5), "max_logit": True},
     "two masks": {"mask": tw.window(5) | tw.prefix(2), "causal": True},
     "score": {"score": tw.softcap(9) >> tw.score(lambda s, b, h, i, j: s - i), "causal": True},
-    "tensors": {"mask": tw.documents(torch.tensor([0, 0, 1])), "score": tw.bias(torch.zeros(8))},
+    "tensors": {"mask": tw.documents(IDS), "score": tw.bias(torch.zeros(8)), "causal": True},
+    "a learned tensor": {"score": tw.bias(LEARNED), "mask": tw.window(5)},
+    "a tensor twice": {"score": tw.alibi(LEARNED) >> tw.bias(torch.zeros(3)) >> tw.alibi(LEARNED)},
+    "a tensor of both": {
+        "score": tw.score(lambda s, b, h, i, j: s + IDS[j]),
+        "mask": tw.keep(lambda b, h, i, j: IDS[j] < 1),
+    },
+    "prepared": {
+        "mask": tw.documents(torch.tensor([0, 0, 1, 1])).prepare(torch.ones(1, 4, 1, 1), torch.ones(1, 4, 1, 1))
+    },
+    "prepared, then causal": {
+        "mask": tw.window(2).prepare(torch.ones(1, 4, 1, 1), torch.ones(1, 4, 1, 1)),
+        "causal": True,
+    },
 }
 
 
-@pytest.mark.parametrize("options", PLAIN.values(), ids=PLAIN)
+@pytest.mark.parametrize("options", BRIEF.values(), ids=BRIEF)
 @pytest.mark.parametrize("watched", [None, "q", "v"])
-def test_a_plain_call_has_the_text_that_assembling_it_gives(options, watched, monkeypatch):
+def test_a_brief_call_has_the_tensors_and_the_text_that_assembling_it_gives(options, watched, monkeypatch):
     x = inputs()
     if watched:
         x[watched].requires_grad_()
-    found = assemble(**x, o=Options(**options))
-    monkeypatch.setattr(spec, "_is_plain", lambda *_: False)
-    assert found == assemble(**x, o=Options(**options))
+    tensors, *found = assemble(**x, o=Options(**options))
+    monkeypatch.setattr(spec, "_is_brief", lambda *_: False)
+    assembled, *expected = assemble(**x, o=Options(**options))
+    assert found == expected
+    assert [id(t) for t in tensors] == [id(t) for t in assembled]
 
 
 def test_each_tensor_travels_once():

@@ -14,7 +14,7 @@ from tilewise.cache import PagedCache, QuantizedCache, SharedCache, cache_as_opt
 from tilewise.masks import Mask, MaskFunction, as_mask, region
 from tilewise.problem import show_reasons
 from tilewise.scores import Score, ScoreFunction
-from tilewise.spec import Options, Words, assemble, plain_text
+from tilewise.spec import Options, Words, assemble, brief
 from tilewise.tiles import Grid
 
 
@@ -104,13 +104,13 @@ def _without_options(sink: object, dropout_p: object, dropout_seed: object, para
     return not given and type(dropout_p) is float and dropout_p == 0.0
 
 
-def _plain(q: Tensor, k: Tensor, v: Tensor, given: Words) -> tuple[Tensor, Tensor] | None:
+def _brief(q: Tensor, k: Tensor, v: Tensor, given: Words) -> tuple[Tensor, Tensor] | None:
     """:func:`_run` of a call without options that need assembling, or None where there is more to look at."""
     if torch.compiler.is_compiling():
         return None
-    text = plain_text(q, k, v, given)
+    found = brief(q, k, v, given)
     if (
-        text is None
+        found is None
         or q.is_nested
         or k.is_nested
         or v.is_nested
@@ -119,7 +119,7 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, given: Words) -> tuple[Tensor, Tenso
         or k.size(0) != q.size(0)
     ):
         return None
-    return autograd.attention(q, k, v, [], None, text)
+    return autograd.attention(q, k, v, found[0], None, found[1])
 
 
 def _run_paged(
@@ -190,9 +190,9 @@ def attention(
     if others:
         raise words.refused("attention", others)
     if _without_options(sink, dropout_p, dropout_seed, parallel):
-        plain = _plain(q, k, v, (causal, mask, score, softmax_scale, deterministic, backend, False))
-        if plain is not None:
-            return plain[0]
+        found = _brief(q, k, v, (causal, mask, score, softmax_scale, deterministic, backend, False))
+        if found is not None:
+            return found[0]
     # fmt: off
     o = Options(causal, mask, score, softmax_scale, sink, dropout_p, dropout_seed, deterministic, backend)
     # fmt: on
@@ -225,9 +225,9 @@ def attention_with_lse(
     if others:
         raise words.refused("attention_with_lse", others)
     if _without_options(sink, dropout_p, dropout_seed, parallel):
-        plain = _plain(q, k, v, (causal, mask, score, softmax_scale, deterministic, backend, False))
-        if plain is not None:
-            return plain
+        found = _brief(q, k, v, (causal, mask, score, softmax_scale, deterministic, backend, False))
+        if found is not None:
+            return found
     o = Options(causal, mask, score, softmax_scale, sink, dropout_p, dropout_seed, deterministic, backend)
     return _run(q, k, v, o, parallel)
 

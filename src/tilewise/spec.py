@@ -216,11 +216,10 @@ def assemble(q: Tensor, k: Tensor, v: Tensor, o: Options) -> tuple[list[Tensor],
     Raises:
         ValueError: an argument of a type that the operator could not even take. All else is the operator's to check.
     """
-    if not torch.compiler.is_compiling() and _is_plain(o):
-        words = (o.causal, o.mask, o.score, o.softmax_scale, o.deterministic, o.backend, o.max_logit)
-        text = plain_text(q, k, v, words)
-        if text is not None:
-            return [], None, text
+    if not torch.compiler.is_compiling() and _is_brief(o):
+        found = brief(q, k, v, (o.causal, o.mask, o.score, o.softmax_scale, o.deterministic, o.backend, o.max_logit))
+        if found is not None:
+            return found[0], None, found[1]
     reasons = _type_reasons(q, k, v, o)
     if reasons:
         name = _called(o.block_table is not None, o.cu_seqlens_q is not None)
@@ -279,8 +278,8 @@ _TENSORS = {Tensor, torch.nn.Parameter}
 _SCALES, _TRUTH, _NAMES = {type(None), float}, {type(None), bool}, {type(None), str}
 
 
-def _is_plain(o: Options) -> bool:
-    """Whether the options name no tensor or piece, so that :func:`plain_text` may know the whole call."""
+def _is_brief(o: Options) -> bool:
+    """Whether the options beside mask and score are words, so that :func:`brief` may know the whole call."""
     return (
         o.sink is None and o.cu_seqlens_q is None and o.cu_seqlens_k is None
         and o.piece is None and o.block_table is None and o.seqlens_k is None
@@ -292,9 +291,9 @@ Words = tuple[bool, object, object, float | None, bool | None, str | None, bool]
 """causal, mask, score, softmax_scale, deterministic, backend and max_logit, as they were given."""
 
 
-def plain_text(q: Tensor, k: Tensor, v: Tensor, words: Words) -> str | None:
-    """The spec of a call of nothing but q, k, v and a few words, or None if one of them is not of the type that it should be, or is
-    a mask or a score that reads tensors.
+def brief(q: Tensor, k: Tensor, v: Tensor, words: Words) -> tuple[list[Tensor], str] | None:
+    """The extras and the spec of a call of q, k, v, a Mask, a Score and a few words, or None if one of them is not of the type that
+    it should be.
 
     Such a call needs no assembling (`python -m bench.overhead` shows what that saves).
     """
@@ -303,18 +302,28 @@ def plain_text(q: Tensor, k: Tensor, v: Tensor, words: Words) -> str | None:
         type(causal) is bool and type(deterministic) in _TRUTH and type(softmax_scale) in _SCALES and type(backend) in _NAMES
         and type(q) in _TENSORS and type(k) in _TENSORS and type(v) in _TENSORS
         and q.layout is k.layout is v.layout is torch.strided
-        and (mask is None or (type(mask) is Mask and not mask.parts))
-        and (score is None or (type(score) is Score and not score.leaves))
+        and (mask is None or type(mask) is Mask or (isinstance(mask, Mask) and not causal))  # which undoes a mask's preparation
+        and (score is None or type(score) is Score)
     ):  # fmt: skip
         return None
     mask_text, score_text = "" if mask is None else mask.text, "" if score is None else score.text
-    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    grads = torch.is_grad_enabled()
+    needs_grad = grads and (q.requires_grad or k.requires_grad or v.requires_grad)
     deterministic = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
-    return _plain_text(causal, mask_text, score_text, softmax_scale, deterministic, needs_grad, backend, max_logit)
+    given = causal, mask_text, score_text, softmax_scale, deterministic
+    if not ((mask is not None and mask.parts) or (score is not None and score.leaves)):
+        return [], _brief_text(*given, needs_grad, backend, max_logit)
+    extras = Extras()
+    mask_slots = extras.slots(mask.leaves) if mask is not None else ()
+    score_slots = extras.slots(score.leaves) if score is not None else ()
+    tensors = extras.tensors
+    grad_slots = tuple([n for n in range(len(tensors)) if tensors[n].requires_grad]) if grads else ()
+    slots = grad_slots, mask_slots, score_slots
+    return tensors, _brief_text(*given, needs_grad or bool(grad_slots), backend, max_logit, *slots)
 
 
 @lru_cache(maxsize=256)
-def _plain_text(
+def _brief_text(
     causal: bool,
     mask_text: str,
     score_text: str,
@@ -323,6 +332,9 @@ def _plain_text(
     needs_grad: bool,
     backend: str | None,
     max_logit: bool,
+    grad_slots: tuple[int, ...] = (),
+    mask_slots: tuple[int, ...] = (),
+    score_slots: tuple[int, ...] = (),
 ) -> str:
     kept = masks.as_mask(Mask(mask_text) if mask_text else None, causal).text
     return _text(
@@ -332,6 +344,9 @@ def _plain_text(
         deterministic=deterministic,
         needs_grad=needs_grad,
         max_logit=max_logit,
+        grad_slots=grad_slots,
+        mask_slots=mask_slots,
+        score_slots=score_slots,
         backend=backend,
     )
 

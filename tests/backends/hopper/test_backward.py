@@ -115,7 +115,7 @@ def wrong(c: Call, grads: Grads) -> list[str]:
 
 def extras_of(plan: backward_call.BackwardPlan, c: Call) -> list[dict]:
     """By name what the pass over keys and that over queries have beside what all do."""
-    tensors, numbers = (array(None, t) for t in plan.extra(c.t)), plan.numbers[9:]
+    tensors, numbers = (array(None, t) for t in [*plan.made_of_mask(c.t), *plan.of_call(c.t)]), plan.numbers[9:]
     numbers = [np.float32(n) if isinstance(n, float) else n for n in numbers]
     params = emulated.modules(emulated.load("keys"))["backward.params"]
     found = params.optional_params(list(tensors), numbers, plan.config)
@@ -361,7 +361,7 @@ def test_the_launch_that_is_kept_of_a_packed_call_reads_each_calls_own_starts(mo
         written = [x.data_ptr() for x in recorder.launches[-1][11:14]]
         assert written == [x.data_ptr() for x in (grads.dq, grads.dk, grads.dv)]
     assert recorder.prepared == 1
-    assert plan.bound is recorder
+    assert plan.kept.bound is recorder
     assert len(recorder.launches[0]) == len(recorder.launches[1])
 
 
@@ -375,11 +375,3 @@ def test_a_gradient_that_kernels_cannot_read_in_place_is_copied_also_once_a_laun
     assert all(torch.equal(launch[4], do) for launch in recorder.launches)
     assert recorder.launches[1][4].data_ptr() % 16 == 0
     assert recorder.prepared == 2  # for the strides of the turned one
-
-
-@pytest.mark.parametrize("name", ["sink", "keys", "prefix", "dropout", "alibi"])
-def test_no_launch_is_kept_of_a_call_that_reads_or_writes_more(name, monkeypatch):
-    tensors, options = (CASES | FORWARD)[name]
-    _, plan, given = recorded(call(*tensors, **options), monkeypatch)
-    plan.backward(*given)
-    assert plan.bound is None

@@ -51,7 +51,10 @@ def emulate_kernel(c: Call, x: config.Config, ctas: int) -> Output:
     plan = hopper.ForwardPlan(c.p, x)
     lo, hi, section, _, *rest = plan.numbers
     names = [*plan.config.extra, *plan.config.traced.tensors]
-    extra = [array(name, x) for name, x in zip_longest(names, plan.extra(c.t))]
+    extra = [
+        array(name, x)
+        for name, x in zip_longest(names, plan.extra([*plan.states(c.t), *plan.made_of_mask(c.t), *plan.of_call(c.t)]))
+    ]
     numbers = lo, hi, section, min(ctas, plan.grid.tiles), *rest, *extra
     keys = slice(plan.band.start, plan.band.stop)
     tensors = (c.t.q, c.t.k[:, keys], plan.values(c.t)[:, keys])
@@ -334,7 +337,7 @@ def test_the_launch_that_is_kept_gets_the_addresses_of_the_tensors_that_the_firs
     monkeypatch.setattr(hopper.library, "function", lambda config: recorder)
     plan = hopper.ForwardPlan(c.p, replace(config.choose(c.p), split=split))
     outputs = [plan.forward(c.t) for _ in range(2)]
-    assert plan.bound is recorder
+    assert plan.kept.bound is recorder
     for launch, out in zip(recorder.launches, outputs, strict=True):
         assert launch[:5] == tuple(x.data_ptr() for x in (c.t.q, c.t.k, c.t.v, out.o, out.lse))
         assert len(launch) == 6 + 2 * split
@@ -359,7 +362,7 @@ def test_the_launch_that_is_kept_of_a_packed_call_reads_each_calls_own_starts_an
         out = plan.forward(replace(c.t, cu_seqlens_q=cu, cu_seqlens_k=cu))
         assert read[-1] == [starts, starts, [0]]
         shapes.append((out.o.shape, out.lse.shape))
-    assert plan.bound is recorder
+    assert plan.kept.bound is recorder
     assert len(read) == 2
     assert shapes[0] == shapes[1] == ((130, *c.t.q.shape[1:]), (c.p.heads_q, 130))
 

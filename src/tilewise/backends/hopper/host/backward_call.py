@@ -16,11 +16,11 @@ from tilewise import state
 from tilewise.backends.base import Grads, Inputs, Output, gradients_of_no_pair, has_no_pair
 from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.backward.grids import grids
-from tilewise.backends.hopper.config import PLAIN, Band, band_of, keys_of, slopes_of, strides_addressable
+from tilewise.backends.hopper.config import PLAIN, Band, band_of, keys_of, strides_addressable
 from tilewise.backends.hopper.host import library, masks
 from tilewise.backends.hopper.host.backward_memory import BackwardMemory
 from tilewise.backends.hopper.host.driver import PerStrides
-from tilewise.backends.hopper.host.plan import ALIGNED, LOG2_E, LaunchPlan, addressed, ends_of, leaf
+from tilewise.backends.hopper.host.plan import ALIGNED, LOG2_E, KeptLaunch, LaunchPlan, addressed, ends_of, leaf
 from tilewise.caching import cached_property
 from tilewise.dropout import keep_scale, threshold
 
@@ -29,7 +29,7 @@ TENSORS = 32  # of a launch at most but for leaves; the problem fixes the sizes 
 
 @dataclass(eq=False)
 class BackwardPlan(LaunchPlan):
-    """The decisions for one problem's backward; ``written``: dq, dk, dv, and what the launch needs beside them."""
+    """The decisions for one problem's backward. Its launch writes dq, dk and dv, and what it needs beside them."""
 
     config: Backward
 
@@ -52,12 +52,6 @@ class BackwardPlan(LaunchPlan):
         return (self.keys.start, self.keys.stop) != (0, self.problem.seqlen_k)
 
     @cached_property
-    def direct(self) -> bool:
-        """Whether the kernels take the caller's tensors as they are, and no others but what they write and :meth:`starts`."""
-        reads_more = any(self.config.extra) or self.config.traced != PLAIN or self.problem.spec.sink_slot is not None
-        return all(self.addressable) and not (reads_more or self.cut)
-
-    @cached_property
     def memory(self) -> BackwardMemory:
         """The sizes of what the launch writes."""
         return BackwardMemory(self.problem, self.config)
@@ -73,30 +67,34 @@ class BackwardPlan(LaunchPlan):
         found += () if self.config.traced == PLAIN else self.expressions.numbers
         return (*found, self.band.start, self.band.stop) if problem.packed else found
 
+    def made_of_mask(self, inputs: Inputs) -> tuple[Tensor, ...]:
+        """The tensors that are made of the mask's, in the launch's order."""
+        config, (section_k, ctas_k, section_q, ctas_q) = self.config, self.numbers[2:6]
+        of_keys = self.of_mask_fields(inputs, config.keys, (section_k, ctas_k), by_columns=True)
+        if not config.extra.queries:
+            return of_keys
+        return of_keys + self.of_mask_fields(inputs, config.queries, (section_q, ctas_q))
+
+    def of_call(self, inputs: Inputs) -> list[Tensor]:
+        """The tensors that a launch reads beside q, k, v, o, their gradients, statistics and those of the mask, in its order: of dropout
+        and ALiBi, what expressions read, the starts of packed sequences, and zeros that count the tiles of the two passes."""
+        config = self.config
+        of_both = {"seed": inputs.seed, "slopes": self.slopes(inputs) if config.alibi else None}
+        found = [of_both[name] for name in config.extra.both]
+        if config.traced != PLAIN:
+            found += [leaf(inputs.leaves[n]) for n in self.expressions.slots]
+        return found + self.starts(inputs) if self.problem.packed else found
+
     def starts(self, inputs: Inputs) -> list[Tensor]:
         """The starts of packed sequences, and zeros that count the tiles of the two passes."""
-        if not self.problem.packed:
-            return []
         cu = [x.int().contiguous() for x in (inputs.cu_seqlens_q, inputs.cu_seqlens_k)]
         return [*cu, *torch.zeros((2, 1), dtype=torch.int32, device=inputs.q.device)]
-
-    def extra(self, inputs: Inputs) -> list[Tensor]:
-        """The tensors of ``config.extra``, in its order, then those that expressions read."""
-        config, (section_k, ctas_k, section_q, ctas_q) = self.config, self.numbers[2:6]
-        of_mask = self.mask_tensors(inputs, config.keys, (section_k, ctas_k), by_columns=True)
-        found = [of_mask[name] for name in config.extra.keys]
-        if config.extra.queries:
-            of_mask = self.mask_tensors(inputs, config.queries, (section_q, ctas_q))
-            found += [of_mask[name] for name in config.extra.queries]
-        of_both = {"seed": inputs.seed, "slopes": self.slopes(inputs) if config.alibi else None}
-        found += [of_both[name] for name in config.extra.both]
-        return found + ([] if config.traced == PLAIN else [leaf(inputs.leaves[n]) for n in self.expressions.slots])
 
     def slope_gradient(self, parts: Tensor) -> dict[int, Tensor]:
         """The gradient of ALiBi's slopes, (heads_q,), by their slot, of its parts (batch, heads_q, warp); fp32."""
         # Kernels get the keys that are seen: nobody writes the parts of tiles past these.
         written = self.memory.slope_sums_of(self.keys.stop - self.keys.start)
-        return {slopes_of(self.problem): parts[..., :written].sum((0, 2))}
+        return {self.slopes_slot: parts[..., :written].sum((0, 2))}
 
     def without_unseen(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """k and v, or copies with zeros for the keys that no query sees, where kernels are not kept from these otherwise."""
@@ -112,11 +110,22 @@ class BackwardPlan(LaunchPlan):
     def backward(self, inputs: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads:
         """The gradients, by the launch that is kept if there is one and the tensors lie where it can read them."""
         given = inputs.q, inputs.k, inputs.v, out.o, do, out.lse, dlse
-        if self.bound is not None and as_they_are(given):
-            made = [torch.empty_like(x) for x in self.written]
-            self.bound(*given, *self.starts(inputs), *made)
-            return Grads(made[0], made[1], made[2], None, {})
+        kept = self.repeated(inputs)
+        if kept is not None and as_they_are(given):
+            made = [torch.empty_like(x) for x in kept.written]
+            kept.bound(*given, *kept.of_mask, *self.of_call(inputs), *made)
+            return self.gradients(inputs, out.lse, made)
         return backward(self, inputs, out, do, dlse)
+
+    def gradients(self, inputs: Inputs, lse: Tensor, made: Sequence[Tensor]) -> Grads:
+        """The gradients, of all that a launch has written."""
+        dq, dk, dv, lse2, delta = made[:5]
+        leaves = self.slope_gradient(made[-1]) if self.config.dslopes else {}
+        if inputs.sink is None:
+            return Grads(dq, dk, dv, None, leaves)
+        if self.problem.packed:  # rows lie where the statistics have them
+            return Grads(dq, dk, dv, sink_gradient(inputs, lse_of(self, lse2), delta), leaves)
+        return Grads(dq, dk, dv, sink_gradient(inputs, lse, delta[..., : self.problem.seqlen_q]), leaves)
 
 
 def as_they_are(given: Sequence[Tensor]) -> bool:
@@ -138,6 +147,8 @@ def backward(plan: BackwardPlan, inputs: Inputs, out: Output, do: Tensor, dlse: 
     q, k, v = (addressed(x, good) for x, good in zip(tensors, plan.addressable, strict=True))
     o, do = (addressed(x, x.is_contiguous() or strides_addressable(x.shape, x.stride())) for x in (out.o, do))
     lse, dlse = out.lse.contiguous(), dlse.contiguous()
+    # Of q, o and do there may be copies by now, which a later call need not make.
+    in_place = k is inputs.k and v is inputs.v and as_they_are((*qkv, o, do, lse, dlse))
     if packed:  # one batch element
         q, k, v, o, do, lse, dlse, dq, dk, dv = (x.unsqueeze(0) for x in (q, k, v, o, do, lse, dlse, dq, dk, dv))
     if plan.cut:
@@ -145,18 +156,14 @@ def backward(plan: BackwardPlan, inputs: Inputs, out: Output, do: Tensor, dlse: 
             x[:, : keys.start].zero_()
             x[:, keys.stop :].zero_()
         k, v, dk, dv = (x[:, keys] for x in (k, v, dk, dv))
-    given = q, k, v, o, do, lse, dlse, *plan.extra(inputs), *plan.starts(inputs)
-    made = plan.memory.written((dq, dk, dv), lse, holes=packed and inputs.sink is not None)
-    lse2, delta = made[3:5]
+    of_mask, holes = plan.made_of_mask(inputs), packed and inputs.sink is not None
+    given = q, k, v, o, do, lse, dlse, *of_mask, *plan.of_call(inputs)
+    made = plan.memory.written((dq, dk, dv), lse, holes)
     bound = plan.launch((*given, *made), lambda: (given, made, plan.numbers))
-    if plan.direct and as_they_are((*qkv, o, do, lse, dlse)):  # some may be copies by now, which lie so
-        plan.keep(bound, [*grads, *made[3:]])
-    leaves = plan.slope_gradient(made[-1]) if plan.config.dslopes else {}
-    if inputs.sink is None:
-        return Grads(*grads, None, leaves)
-    if packed:  # rows lie where the statistics have them
-        return Grads(*grads, sink_gradient(inputs, lse_of(plan, lse2), delta), leaves)
-    return Grads(*grads, sink_gradient(inputs, lse, delta[..., : problem.seqlen_q]), leaves)
+    made = *grads, *made[3:]
+    if all(plan.addressable) and in_place and not (plan.cut or holes):
+        plan.keep(inputs, KeptLaunch(bound, made, of_mask))
+    return plan.gradients(inputs, lse, made)
 
 
 def lse_of(plan: BackwardPlan, lse2: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ A :class:`ForwardPlan` holds the decisions that depend on the problem alone; :fu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,18 +18,14 @@ from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.forward.grids import Grid, spread
 from tilewise.backends.hopper.host import library, masks
 from tilewise.backends.hopper.host.driver import PerStrides
-from tilewise.backends.hopper.host.plan import ALIGNED, LaunchPlan, addressed, ends_of, leaf
+from tilewise.backends.hopper.host.plan import ALIGNED, KeptLaunch, LaunchPlan, addressed, ends_of, leaf
 from tilewise.caching import cached_property
 from tilewise.dropout import keep_scale, threshold
-
-DIRECT = frozenset(
-    ("part_o", "part_lse", "cu_q", "cu_k", "first", "last", "queue")
-)  # what a launch that is kept may have
 
 
 @dataclass(eq=False)
 class ForwardPlan(LaunchPlan):
-    """The decisions for one problem's forward; ``written``: o and lse, then the states of splits of keys."""
+    """The decisions for one problem's forward. Its launch writes o and lse, then the states of splits of keys."""
 
     config: Config
 
@@ -40,13 +37,6 @@ class ForwardPlan(LaunchPlan):
     def cut(self) -> bool:
         """Whether some keys at either end are seen by no query and are cut off. Packed, the kernel sees to that."""
         return not self.problem.packed and (self.band.start, self.band.stop) != (0, self.problem.seqlen_k)
-
-    @cached_property
-    def direct(self) -> bool:
-        """Whether the kernel takes the caller's tensors as they are, and no others but what it writes and :meth:`of_packed`."""
-        reads_more = not DIRECT.issuperset(self.config.extra) or self.config.traced != PLAIN
-        reads_more = reads_more or self.problem.spec.sink_slot is not None
-        return all(self.addressable) and not (self.cut or reads_more)
 
     @cached_property
     def grid(self) -> Grid:
@@ -63,38 +53,47 @@ class ForwardPlan(LaunchPlan):
         sinks = int(self.problem.spec.sink_slot is not None)
         return lo, hi, self.grid.section, self.grid.ctas, sinks, scale2, cap2
 
-    def extra(self, inputs: Inputs) -> tuple[Tensor | int | float, ...]:
-        """The tensors and numbers that only some kernels have: those that ``config.extra`` names, then those that expressions read."""
-        if not self.config.extra and self.config.traced == PLAIN:
-            return ()
-        found = {}
-        if self.config.split:
-            states = self.grid.splits, self.problem.batch, self.problem.heads_q, self.problem.seqlen_q
-            part_o = inputs.q.new_empty((*states, self.config.tiles.width_v), dtype=torch.float32)
-            found |= {"part_o": part_o, "part_lse": inputs.q.new_empty(states, dtype=torch.float32)}
-        found |= self.mask_tensors(inputs, self.config.tiles, (self.grid.section, self.grid.ctas))
-        if self.config.packed:
-            found |= dict(zip(("cu_q", "cu_k", "queue"), self.of_packed(inputs), strict=True))
-            found |= {"first": self.band.start, "last": self.band.stop}
-        elif self.config.queued:
-            found["queue"] = torch.zeros(1, dtype=torch.int32, device=inputs.q.device)
-        if self.config.dropout:
-            p_drop = self.problem.spec.dropout_p
-            found |= {"seed": inputs.seed, "threshold": threshold(p_drop), "keep": keep_scale(p_drop)}
-        if self.config.alibi:
-            found["slopes"] = self.slopes(inputs)
-        named = tuple(found[name] for name in self.config.extra)
-        if self.config.traced == PLAIN:
-            return named
-        traced = self.expressions
-        return *named, *(leaf(inputs.leaves[n]) for n in traced.slots), *traced.numbers
-
-    def of_packed(self, inputs: Inputs) -> list[Tensor]:
-        """The starts of packed sequences, and a zero that counts the tiles that are taken; of no packed sequences, nothing."""
-        if not self.config.packed:
+    def states(self, inputs: Inputs) -> list[Tensor]:
+        """Memory for the states of splits of keys, if there are any: their o and their lse, fp32."""
+        if not self.config.split:
             return []
-        cu = [x.int().contiguous() for x in (inputs.cu_seqlens_q, inputs.cu_seqlens_k)]
-        return [*cu, torch.zeros(1, dtype=torch.int32, device=inputs.q.device)]
+        shape = self.grid.splits, self.problem.batch, self.problem.heads_q, self.problem.seqlen_q
+        return [inputs.q.new_empty(x, dtype=torch.float32) for x in ((*shape, self.config.tiles.width_v), shape)]
+
+    def made_of_mask(self, inputs: Inputs) -> tuple[Tensor, ...]:
+        """The tensors that are made of the mask's, in the launch's order."""
+        return self.of_mask_fields(inputs, self.config.tiles, (self.grid.section, self.grid.ctas))
+
+    def of_call(self, inputs: Inputs) -> list[Tensor]:
+        """The tensors that a launch reads beside q, k, v, the sink and those of the mask, in its order: of dropout and ALiBi, the starts
+        of packed sequences, a zero that counts the tiles that are taken, and what expressions read."""
+        config, found = self.config, []
+        if config.dropout:
+            found.append(inputs.seed)
+        if config.alibi:
+            found.append(self.slopes(inputs))
+        if config.packed:
+            found += [x.int().contiguous() for x in (inputs.cu_seqlens_q, inputs.cu_seqlens_k)]
+        if config.queued:
+            found.append(torch.zeros(1, dtype=torch.int32, device=inputs.q.device))
+        return found if config.traced == PLAIN else found + [leaf(inputs.leaves[n]) for n in self.expressions.slots]
+
+    def extra(self, tensors: Sequence[Tensor]) -> tuple[Tensor | int | float, ...]:
+        """The values of ``config.extra``, then those that expressions read: these tensors in their order, and numbers between them."""
+        p_drop = self.problem.spec.dropout_p
+        numbers = {
+            "first": self.band.start,
+            "last": self.band.stop,
+            "threshold": threshold(p_drop),
+            "keep": keep_scale(p_drop),
+        }
+        rest = iter(tensors)
+        found = tuple(numbers[name] if name in numbers else next(rest) for name in self.config.extra)
+        return found + tuple(rest) + (() if self.config.traced == PLAIN else self.expressions.numbers)
+
+    def sink(self, inputs: Inputs, lse: Tensor) -> Tensor:
+        """The sinks, (heads_q,), fp32; without sinks any memory will do, as it is not read."""
+        return lse if inputs.sink is None else inputs.sink.detach().float().contiguous()
 
     def values(self, inputs: Inputs) -> Tensor:
         """v, or a copy with zeros for the keys that no query sees, where kernels are not kept from these otherwise.
@@ -114,14 +113,12 @@ class ForwardPlan(LaunchPlan):
 
     def forward(self, inputs: Inputs) -> Output:
         """The output, by the launch that is kept if there is one and the tensors lie where it can read them."""
-        if self.bound is not None:
-            q, k, v = inputs.q.data_ptr(), inputs.k.data_ptr(), inputs.v.data_ptr()
-            if not (q | k | v) % ALIGNED:
-                o, lse, *states = [torch.empty_like(x) for x in self.written]
-                sink = lse.data_ptr()  # any memory will do: without sinks it is not read
-                more = [*states, *self.of_packed(inputs)]
-                self.bound.at(q, k, v, o.data_ptr(), lse.data_ptr(), sink, *[x.data_ptr() for x in more])
-                return Output(o, lse)
+        kept = self.repeated(inputs)
+        if kept is not None and not (inputs.q.data_ptr() | inputs.k.data_ptr() | inputs.v.data_ptr()) % ALIGNED:
+            o, lse, *states = [torch.empty_like(x) for x in kept.written]
+            given = inputs.q, inputs.k, inputs.v, o, lse, self.sink(inputs, lse)
+            kept.bound(*given, *states, *kept.of_mask, *self.of_call(inputs))
+            return Output(o, lse)
         return forward(self, inputs)
 
 
@@ -132,9 +129,6 @@ def forward(plan: ForwardPlan, inputs: Inputs) -> Output:
     if has_no_pair(problem) or (band.start == band.stop and not problem.packed):
         return output_of_no_pair(problem, inputs)
     out = empty_output(problem, inputs.q, inputs.v)
-    # Without sinks any memory will do: it is not read.
-    given = inputs.sink
-    sink = out.lse.as_strided((problem.heads_q,), (1,)) if given is None else given.detach().float().contiguous()
     qkv = inputs.q, inputs.k, plan.values(inputs)
     q, k, v = (addressed(x, good) for x, good in zip(qkv, plan.addressable, strict=True))
     if plan.cut:
@@ -143,9 +137,10 @@ def forward(plan: ForwardPlan, inputs: Inputs) -> Output:
     in_place = q is inputs.q and k is inputs.k and v is inputs.v
     if problem.packed:
         q, k, v, o, lse = (x.unsqueeze(0) for x in (q, k, v, o, lse))
-    tensors, extra = (q, k, v, o, lse, sink), plan.extra(inputs)
-    named = [x for x in extra if isinstance(x, Tensor)]
-    bound = plan.launch((*tensors, *named), lambda: (*tensors, (*plan.numbers, *extra)))
-    if plan.direct and in_place:
-        plan.keep(bound, [out.o, out.lse, *named[: 2 * plan.config.split]])
+    sink = plan.sink(inputs, out.lse.as_strided((problem.heads_q,), (1,)))
+    states, of_mask = plan.states(inputs), plan.made_of_mask(inputs)
+    tensors, more = (q, k, v, o, lse, sink), [*states, *of_mask, *plan.of_call(inputs)]
+    bound = plan.launch((*tensors, *more), lambda: (*tensors, (*plan.numbers, *plan.extra(more))))
+    if in_place and not plan.cut:
+        plan.keep(inputs, KeptLaunch(bound, [out.o, out.lse, *states], of_mask))
     return out

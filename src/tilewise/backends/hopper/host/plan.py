@@ -17,6 +17,7 @@ from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.host import masks
 from tilewise.backends.hopper.host.driver import Bound
 from tilewise.caching import cached_property
+from tilewise.device import is_captured
 from tilewise.problem import Problem, TensorFacts
 
 LOG2_E = math.log2(math.e)
@@ -40,10 +41,26 @@ class Plan:
     def expressions(self) -> Expressions:
         return Expressions.of(self.problem)
 
+    def mask_leaves(self, inputs: Inputs) -> list[Tensor]:
+        """The tensors that the mask reads."""
+        return [inputs.leaves[n] for n in self.problem.spec.mask_slots]
+
     def of_mask(self, inputs: Inputs, make: Callable[..., Any], *more: Any) -> Any:
         """The result of a function of the mask's tensors, kept while they are the same."""
-        leaves = [inputs.leaves[n] for n in self.problem.spec.mask_slots]
-        return self.made.of((make, *more), leaves, lambda: make(self.problem, inputs, *more))
+        return self.made.of((make, *more), self.mask_leaves(inputs), lambda: make(self.problem, inputs, *more))
+
+
+class KeptLaunch:
+    """A launch that needs nothing but addresses.
+
+    Attributes:
+        written: tensors without memory, like those that the launch writes.
+        of_mask: the tensors that were made of the mask's, in the launch's order.
+    """
+
+    def __init__(self, bound: Bound, written: Sequence[Tensor], of_mask: Sequence[Tensor]):
+        self.bound, self.of_mask = bound, tuple(of_mask)
+        self.written = [without_memory(torch.empty_like(x)) for x in written]
 
 
 @dataclass(eq=False)
@@ -51,23 +68,35 @@ class LaunchPlan(Plan):
     """The decisions for one launch of a problem, of the forward's kernels or of the backward's.
 
     Attributes:
-        bound: the launch that needs nothing but addresses, once there was one that read the caller's tensors as they are.
-        written: tensors without memory, like those that this launch writes.
+        kept: the launch that later calls repeat, once there was one that read the caller's tensors as they are; where kernels read
+            what was made of the mask's tensors, ``made`` has it, while these are the same.
     """
 
     config: Config | Backward
-    bound: Bound | None = field(default=None, kw_only=True)
-    written: list[Tensor] = field(default_factory=list, kw_only=True)
+    kept: KeptLaunch | None = field(default=None, kw_only=True)
 
-    def keep(self, bound: Bound, written: Sequence[Tensor]) -> None:
-        """Keeps a launch for later calls, and the sizes of the tensors that it writes."""
-        self.written = [without_memory(torch.empty_like(x)) for x in written]
-        self.bound = bound
+    @cached_property
+    def reads_mask(self) -> bool:
+        """Whether kernels read what is made of the mask's tensors."""
+        return bool(self.config.mask_fields)
 
-    def mask_tensors(
+    def keep(self, inputs: Inputs, launch: KeptLaunch) -> None:
+        """Keeps a launch for later calls."""
+        if self.reads_mask:
+            self.made.of(KeptLaunch, self.mask_leaves(inputs), lambda: (launch.of_mask, launch))
+        else:
+            self.kept = launch
+
+    def repeated(self, inputs: Inputs) -> KeptLaunch | None:
+        """The launch that was kept, if a call may repeat it; a capture makes anew what it reads of the mask's tensors."""
+        if not self.reads_mask:
+            return self.kept
+        return None if is_captured() else self.made.kept(KeptLaunch, self.mask_leaves(inputs), (None, None))[1]
+
+    def of_mask_fields(
         self, inputs: Inputs, tiles: masks.Sized, grid: tuple[int, int], by_columns: bool = False
-    ) -> dict[str, Tensor]:
-        """The tensors of ``config.mask_fields``, by name.
+    ) -> tuple[Tensor, ...]:
+        """The tensors of ``config.mask_fields``.
 
         Args:
             tiles: of the pass. grid: the heads of a section and the CTAs of its launch.
@@ -80,11 +109,16 @@ class LaunchPlan(Plan):
             found += self.of_mask(inputs, masks.visits, tiles, by_columns)
         if config.form == "bits":
             found += self.of_mask(inputs, masks.tiles_with_bits, tiles, *grid, by_columns)
-        return dict(zip(config.mask_fields, found, strict=True))
+        return found
+
+    @cached_property
+    def slopes_slot(self) -> int:
+        """The leaf that holds ALiBi's slopes."""
+        return slopes_of(self.problem)
 
     def slopes(self, inputs: Inputs) -> Tensor:
         """ALiBi's slopes, (heads_q,), fp32."""
-        return inputs.leaves[slopes_of(self.problem)].detach().contiguous()
+        return inputs.leaves[self.slopes_slot].detach().contiguous()
 
     @property
     def scales(self) -> tuple[float, float]:

@@ -122,6 +122,32 @@ def test_a_second_backward_is_the_first_with_new_addresses(launches):
     assert isinstance(launches[8][1][0].q, torch.Tensor)
 
 
+def test_later_calls_of_a_predicate_walk_over_the_lists_of_their_own_mask(launches):
+    rows = [torch.rand(130) > 0.3 for _ in range(2)]
+    hides = [tw.keep(lambda b, h, i, j, x=x: x[i] & (j <= i)) for x in rows]
+    tensors = qkv(nq=130, nk=130, d=64, dv=64, dtype=torch.bfloat16)
+    calls = [call(*tensors, mask=mask) for mask in hides]
+    plan = Plan(calls[0].p, TMA)
+    for c in calls * 2:
+        out = launch.forward(plan, c.t)
+        launch.backward(plan, c.t, out, c.do, c.dlse)
+    assert len(launches) == 16
+    of_mask = []  # by mask: the addresses of the lists of its forward, its dQ, and its dK and dV
+    for turn in range(4):
+        forward, _, dq, dkdv = launches[4 * turn : 4 * turn + 4]
+        found = [args[0].lists for _, args in (forward, dq, dkdv)]
+        of_mask.append([[x if turn > 1 else x.data_ptr() for x in lists] for lists in found])
+    assert of_mask[0] == of_mask[2]
+    assert of_mask[1] == of_mask[3]
+    assert all(a != b for a, b in zip(*of_mask[:2], strict=True))
+    assert all(isinstance(args[0].q, int) for _, args in launches[8:])
+    written = calls[0].t.leaves[0]
+    written[:70] = ~written[:70]
+    launch.forward(plan, calls[0].t)
+    lists = launches[-1][1][0].lists
+    assert [x.data_ptr() for x in lists] != of_mask[0][0]
+
+
 LISTS = ("tile_lists", "tile_order", "key_lists", "key_order")
 
 

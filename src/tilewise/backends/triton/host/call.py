@@ -137,8 +137,7 @@ class Call:
         plan = self.plan
         if not plan.lists:
             return None
-        leaves = [self.inputs.leaves[n] for n in plan.problem.spec.mask_slots]
-        key = tiles.tile_m, tiles.tile_n, by_columns
+        key, leaves = (tiles.tile_m, tiles.tile_n, by_columns), plan.mask_leaves(self.inputs)
         return plan.tile_lists.of(key, leaves, lambda: new_tile_lists(plan.problem, self.inputs, tiles, by_columns))
 
 

@@ -45,7 +45,7 @@ def forward(plan: Plan, inputs: Inputs) -> Output:
         problem = plan.problem
         return _ungrouped(problem, forward(plan.regrouped, replace(inputs, q=regrouped_queries(problem, inputs.q))))
     out = empty_output(plan.problem, inputs.q, inputs.v)
-    relaunch = plan.forward_relaunch
+    relaunch = plan.relaunch(inputs)
     if relaunch is not None and relaunch(inputs, out):
         return out
     if has_no_pair(plan.problem):
@@ -59,7 +59,8 @@ def forward(plan: Plan, inputs: Inputs) -> Output:
         states = partial_states(out, splits.number)
         main = _attend(call, states, splits)
         relaunch = ForwardRelaunch.of(call, main, _merge(call, out, states), splits.number)
-    plan.forward_relaunch = relaunch or plan.forward_relaunch
+    if relaunch is not None:
+        plan.keep(inputs, relaunch)
     return out
 
 
@@ -133,7 +134,7 @@ def _ungrouped(problem: Problem, out: Output) -> Output:
 
 
 def backward(plan: Plan, inputs: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads:
-    problem, relaunch = plan.problem, plan.backward_relaunch.get(do.stride())
+    problem, relaunch = plan.problem, plan.relaunch(inputs, do.stride())
     if relaunch is None and has_no_pair(problem):
         return gradients_of_no_pair(problem, inputs, dlse)
     buffers = BackwardBuffers.empty(problem, inputs)
@@ -168,7 +169,7 @@ def _first_backward(
     leaves = sums.totals()
     relaunch = BackwardRelaunch.of(call, [statistics, *passes])
     if relaunch is not None:
-        plan.backward_relaunch[do.stride()] = relaunch
+        plan.keep(inputs, relaunch, do.stride())
     return leaves
 
 

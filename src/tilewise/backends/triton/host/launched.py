@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -64,8 +64,10 @@ class Launched:
         compiled: the kernel; None where the launch cannot be repeated.
         tensors: the Tensors of the first launch, until :meth:`prepare`.
         between: the arguments between the bundles and the facts: views and constants.
-        leaf_names, grad_names: of the addresses of a score's tensors and of their gradients' buffers.
+        tuples: by field of Tensors that is a tuple, the names of its addresses.
+        lists: the mask's lists that the kernel reads, which are the same in every call.
         prepared: the launch in the driver's form; None where there is none.
+        of_lists: the addresses of ``lists``, by name.
     """
 
     compiled: Any
@@ -75,18 +77,18 @@ class Launched:
     scales: Any
     between: tuple[object, ...]
     facts: Facts
-    leaf_names: tuple[str, ...] = ()
-    grad_names: tuple[str, ...] = ()
+    tuples: Mapping[str, tuple[str, ...]]
+    lists: tuple[Tensor, ...] = ()
     prepared: Prepared | None = None
+    of_lists: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, compiled, grid: tuple[int, ...], bundles: tuple, between: tuple, facts: Facts) -> Launched:
         """The launch of a compiled kernel with these ``bundles``: its Tensors, Sizes and Scales."""
         tensors = bundles[0]
-        leaf_names, grad_names = (
-            tuple(f"{field}[{n}]" for n in range(len(getattr(tensors, field)))) for field in ("leaves", "grads")
-        )
-        return cls(compiled, (*grid, 1, 1)[:3], *bundles, between, facts, leaf_names, grad_names)
+        tuples = {name: x for name, x in zip(tensors._fields, tensors, strict=True) if isinstance(x, tuple)}
+        names = {field: tuple(f"{field}[{n}]" for n in range(len(x))) for field, x in tuples.items()}
+        return cls(compiled, (*grid, 1, 1)[:3], *bundles, between, facts, names, tensors.lists or ())
 
     def prepare(self) -> None:
         """Lays the arguments out for more launches, and lets go of the first launch's tensors."""
@@ -98,20 +100,21 @@ class Launched:
             self.prepared = Prepared.of(self.compiled, self.grid, arguments, names)
         self.between = tuple(x.without_memory() if isinstance(x, View) else x for x in self.between)
         self.tensors = None
+        self.of_lists = {f"lists[{n}]": x.data_ptr() for n, x in enumerate(self.lists)}
 
     def __call__(self, addresses: Mapping[str, int]) -> None:
         """Launches with tensors at these addresses, among which there may be others that this kernel does not read."""
+        if self.of_lists:
+            addresses = {**addresses, **self.of_lists}
         if self.prepared is not None and not runtime.listening() and self.prepared(addresses):
             return
-        tensors = tensors_at(addresses, self.leaf_names, self.grad_names)
+        tensors = tensors_at(addresses, self.tuples)
         between = [x.at(addresses.get(x.name, 0)) if isinstance(x, View) else x for x in self.between]
         runtime.run_compiled(self.compiled, self.grid, tensors, self.sizes, self.scales, *between, self.facts)
 
 
-def tensors_at(addresses: Mapping[str, int], leaf_names: tuple[str, ...], grad_names: tuple[str, ...]):
+def tensors_at(addresses: Mapping[str, int], tuples: Mapping[str, tuple[str, ...]]):
     """The bundle of pointers with addresses in place of tensors; None where the address is 0 or there is none."""
     bundle = runtime.kernels().Tensors
     named = {field: addresses.get(field) or None for field in bundle._fields}
-    named["leaves"] = tuple(addresses[name] for name in leaf_names)
-    named["grads"] = tuple(addresses[name] for name in grad_names)
-    return bundle(**named)
+    return bundle(**named | {field: tuple(addresses[name] for name in names) for field, names in tuples.items()})

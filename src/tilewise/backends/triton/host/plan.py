@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tilewise import dropout, expr
-from tilewise.backends.base import Inputs, Output, PerTensors
+from tilewise.backends.base import Inputs, PerTensors
 from tilewise.backends.triton.config import TERM_PRODUCTS, TERMS, Config, decoding
 from tilewise.backends.triton.host import runtime
 from tilewise.backends.triton.host.facts import Facts
@@ -20,6 +20,7 @@ from tilewise.backends.triton.kernels.leaf_reads import PairReads, described_loo
 from tilewise.backends.triton.sheet import SheetPart, sheet_parts
 from tilewise.backends.triton.tiles import Tiles, pieces
 from tilewise.caching import cached_property
+from tilewise.device import is_captured
 from tilewise.leaf_gradients import DIAGONALS, ROWS, TILES
 from tilewise.masks.facts import every_key_seen, every_pair_kept
 from tilewise.problem import Problem, regrouped_problem
@@ -199,9 +200,8 @@ class Plan(Decisions):
             function, sizes and facts.
         tile_lists: lists of a predicate's tiles. lines: ``Emitted.lines`` by device.
         indices: at which elements of a leaf the distances of a read by distance are read.
-        forward_relaunch: launches a forward once more; False, and nothing launched, where a tensor is not aligned as the first call's.
-        backward_relaunch: by dO's strides, what launches a backward once more, given what it writes, and gives the leaves' gradients; None
-            as above.
+        relaunches: what launches a forward once more, and, by dO's strides, a backward; where kernels walk over lists, ``tile_lists``
+            has them, while the mask's tensors are the same.
     """
 
     record: Callable[..., None] | None = None
@@ -213,8 +213,28 @@ class Plan(Decisions):
     tile_lists: PerTensors = field(default_factory=PerTensors)
     lines: Memo[torch.device, tuple[Tensor, ...]] = field(default_factory=Memo)
     indices: Memo[tuple, list[Tensor]] = field(default_factory=Memo)
-    forward_relaunch: Callable[[Inputs, Output], bool] | None = None
-    backward_relaunch: dict[tuple[int, ...], Callable[..., dict[int, Tensor] | None]] = field(default_factory=dict)
+    relaunches: dict[tuple[int, ...] | None, Any] = field(default_factory=dict)
+
+    def mask_leaves(self, inputs: Inputs) -> list[Tensor]:
+        """The tensors that the mask reads."""
+        return [inputs.leaves[n] for n in self.problem.spec.mask_slots]
+
+    def keep(self, inputs: Inputs, relaunch: Any, do_strides: tuple[int, ...] | None = None) -> None:
+        """Keeps what launches a call once more; ``do_strides``: of a backward."""
+        if self.lists:
+            # The method, since what is made of tensors is searched for those that it holds.
+            made = relaunch.lists, relaunch.__call__
+            self.tile_lists.of(("relaunch", do_strides), self.mask_leaves(inputs), lambda: made)
+        else:
+            self.relaunches[do_strides] = relaunch
+
+    def relaunch(self, inputs: Inputs, do_strides: tuple[int, ...] | None = None) -> Any:
+        """What :meth:`keep` was given, if a call may repeat it; a capture makes anew what it reads of the mask's tensors."""
+        if not self.lists:
+            return self.relaunches.get(do_strides)
+        if is_captured():
+            return None
+        return self.tile_lists.kept(("relaunch", do_strides), self.mask_leaves(inputs), (None, None))[1]
 
     def start(self, kernel, grid: tuple[int, ...], tiles: Tiles, *arguments: object) -> object:
         """Launches a kernel; with sizes and facts of an earlier launch, straight through the compiled one.

@@ -25,10 +25,10 @@ from tilewise.backends.triton.host.terms import TermsLaunch
 def prepared(call: Call, launches: list[Launched]) -> bool:
     """Prepares a call's launches for later calls; False, and nothing is done, where these may need other numbers.
 
-    They may where tensors were unaligned or copied, or tiles come in lists.
+    They may where tensors were unaligned or copied.
     """
     launches = launches if call.terms is None else [call.terms.launched, *launches]
-    if call.copied or call.plan.lists or any(launch.compiled is None for launch in launches):
+    if call.copied or any(launch.compiled is None for launch in launches):
         return False
     for launch in launches:
         launch.prepare()
@@ -77,6 +77,11 @@ class ForwardRelaunch:
         launches = [main] if merge is None else [main, merge]
         return cls(call.plan, call.terms, main, merge, num_splits) if prepared(call, launches) else None
 
+    @property
+    def lists(self) -> tuple[Tensor, ...]:
+        """The mask's lists that its kernels read."""
+        return self.main.lists
+
     def __call__(self, inputs: Inputs, out: Output) -> bool:
         """Launches; False, and nothing is launched, where a tensor is not aligned as those of the first call were."""
         shared = shared_states(self.plan, out) if self.plan.config.shares else None
@@ -112,6 +117,11 @@ class BackwardRelaunch:
     def of(cls, call: Call, passes: list[Launched]) -> BackwardRelaunch | None:
         """The launches that repeat a backward; None where another call may need other numbers."""
         return cls(call.plan, call.terms, passes) if prepared(call, passes) else None
+
+    @property
+    def lists(self) -> tuple[Tensor, ...]:
+        """As of :class:`ForwardRelaunch`."""
+        return tuple(x for launch in self.passes for x in launch.lists)
 
     def __call__(
         self, inputs: Inputs, out: Output, do: Tensor, dlse: Tensor, buffers: BackwardBuffers

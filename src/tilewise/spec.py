@@ -310,32 +310,26 @@ def brief(q: Tensor, k: Tensor, v: Tensor, words: Words) -> tuple[list[Tensor], 
     grads = torch.is_grad_enabled()
     needs_grad = grads and (q.requires_grad or k.requires_grad or v.requires_grad)
     deterministic = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
-    given = causal, mask_text, score_text, softmax_scale, deterministic
+    said = causal, mask_text, score_text, softmax_scale, deterministic, backend, max_logit
     if not ((mask is not None and mask.parts) or (score is not None and score.leaves)):
-        return [], _brief_text(*given, needs_grad, backend, max_logit)
+        return [], _brief_text(said, needs_grad)
     extras = Extras()
     mask_slots = extras.slots(mask.leaves) if mask is not None else ()
     score_slots = extras.slots(score.leaves) if score is not None else ()
     tensors = extras.tensors
     grad_slots = tuple([n for n in range(len(tensors)) if tensors[n].requires_grad]) if grads else ()
-    slots = grad_slots, mask_slots, score_slots
-    return tensors, _brief_text(*given, needs_grad or bool(grad_slots), backend, max_logit, *slots)
+    return tensors, _brief_text(said, needs_grad or bool(grad_slots), (grad_slots, mask_slots, score_slots))
 
 
 @lru_cache(maxsize=256)
-def _brief_text(
-    causal: bool,
-    mask_text: str,
-    score_text: str,
-    softmax_scale: float | None,
-    deterministic: bool,
-    needs_grad: bool,
-    backend: str | None,
-    max_logit: bool,
-    grad_slots: tuple[int, ...] = (),
-    mask_slots: tuple[int, ...] = (),
-    score_slots: tuple[int, ...] = (),
-) -> str:
+def _brief_text(said: tuple, needs_grad: bool, slots: tuple[tuple[int, ...], ...] = ((), (), ())) -> str:
+    """The spec of Words whose mask and score are texts.
+
+    Args:
+        slots: of the tensors that want a gradient, of the mask's, and of the score's.
+    """
+    causal, mask_text, score_text, softmax_scale, deterministic, backend, max_logit = said
+    grad_slots, mask_slots, score_slots = slots
     kept = masks.as_mask(Mask(mask_text) if mask_text else None, causal).text
     return _text(
         mask_text=kept,

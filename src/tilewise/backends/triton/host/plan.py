@@ -229,7 +229,7 @@ class Plan(Decisions):
             self.relaunches[do_strides] = relaunch
 
     def relaunch(self, inputs: Inputs, do_strides: tuple[int, ...] | None = None) -> Any:
-        """What :meth:`keep` was given, if a call may repeat it; a capture makes anew what it reads of the mask's tensors."""
+        """The launches that were kept, if a call may repeat them; a capture makes anew what they read of the mask's tensors."""
         if not self.lists:
             return self.relaunches.get(do_strides)
         if is_captured():

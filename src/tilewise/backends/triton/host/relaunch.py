@@ -120,7 +120,7 @@ class BackwardRelaunch:
 
     @property
     def lists(self) -> tuple[Tensor, ...]:
-        """As of :class:`ForwardRelaunch`."""
+        """The mask's lists that its kernels read."""
         return tuple(x for launch in self.passes for x in launch.lists)
 
     def __call__(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, is_dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,33 @@ def of(device: torch.device) -> Device:
 def is_captured() -> bool:
     """Whether what is launched now goes into a CUDA graph."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def is_warming_up() -> bool:
+    """Whether torch.compile runs this thread on the memory of a CUDA graph that it is about to capture (``mode="reduce-overhead"``).
+
+    Its graphs reuse that memory: what is kept of it would be overwritten, and PyTorch raises an error where something is.
+    """
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")
+    if trees is None or not torch.cuda.is_initialized():
+        return False
+    device = torch.cuda.current_device()
+    manager = trees.get_manager(device, create_if_none_exists=False)
+    return manager is not None and manager.stream.cuda_stream == stream_of(device)
+
+
+def lasting(make: Callable[[], Made]) -> Made:
+    """The result of a function whose tensors are kept, on memory that no CUDA graph reuses."""
+    if not is_warming_up():
+        return make()
+    stream = torch.cuda.current_stream()
+
+    def elsewhere() -> Made:
+        with torch.no_grad(), torch.cuda.stream(stream):
+            return make()
+
+    with ThreadPoolExecutor(1) as other:  # the graph's memory is for its own thread
+        return other.submit(elsewhere).result()
 
 
 # The number of the stream that torch uses on a device: 10 times as fast as torch.cuda.current_stream. Builds without CUDA have none.

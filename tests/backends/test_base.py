@@ -39,6 +39,20 @@ def test_nothing_is_kept_of_inference_tensors():
     assert results[0] is not results[1]
 
 
+def test_what_is_made_while_a_graph_is_warmed_up_is_kept_only_of_no_tensors_and_on_lasting_memory(monkeypatch):
+    made, source, lasted = PerTensors(), torch.zeros(3), []
+    before = made.of("of a tensor", [source], lambda: torch.zeros(2))
+    monkeypatch.setattr(base, "is_warming_up", lambda: True)
+    monkeypatch.setattr(base, "lasting", lambda make: lasted.append(make()) or lasted[-1])
+    of_tensor = [made.of("of a tensor", [source], lambda: torch.ones(2)) for _ in range(2)]
+    of_none = [made.of("of none", [], lambda: torch.ones(2)) for _ in range(2)]
+    assert of_tensor[0] is not of_tensor[1]
+    assert of_none[0] is of_none[1] is lasted[0]
+    assert len(lasted) == 1
+    monkeypatch.setattr(base, "is_warming_up", lambda: False)
+    assert made.of("of a tensor", [source], None) is before
+
+
 def test_what_is_kept_is_awaited_with_all_its_tensors_by_whoever_gets_it(monkeypatch):
     asked = []
 

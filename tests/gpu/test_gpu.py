@@ -108,6 +108,60 @@ def test_a_graph_follows_what_a_mask_s_tensor_holds(dtype):
         assert torch.equal(o, tw.attention(q, k, v, mask=tw.causal() & tw.documents(ids.clone())))
 
 
+def _distances(t: torch.Tensor):
+    return tw.score(lambda s, b, h, i, j: s + t[h, (i - j).abs().clamp(0, 31)])
+
+
+N = 640
+OF_TENSORS = {  # options, of integers (N,) that each step writes anew
+    "causal": lambda x: {"causal": True},
+    "documents": lambda x: {"mask": tw.causal() & tw.documents(x)},
+    "documents-whole": lambda x: {"mask": tw.documents(x)},
+    "block-causal": lambda x: {"mask": tw.keep(lambda b, h, i, j: j // 128 <= i // 128)},
+    "keep": lambda x: {"mask": tw.keep(lambda b, h, i, j: (x[i] == x[j]) | (j < 9))},
+    "lengths": lambda x: {"mask": tw.key_lengths(x[-2:] + 100)},
+    "prefix": lambda x: {"mask": tw.prefix(x[-1])},
+    "block-sparse": lambda x: {"mask": tw.block_sparse(tw.butterfly(10), 64, 64)},
+    "table": lambda x: {"causal": True, "score": _distances(torch.randn(4, 32, device="cuda", requires_grad=True))},
+}
+
+
+@pytest.mark.parametrize("backend", ["hopper", "triton"])
+@pytest.mark.parametrize("name", OF_TENSORS)
+def test_what_is_kept_lies_outside_of_the_graphs_that_torch_compile_captures(name, backend):
+    ids = torch.arange(N, device="cuda") // 90
+    options, leaves = (
+        OF_TENSORS[name](ids),
+        [torch.zeros(2, N, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)],
+    )
+    leaves = [x.requires_grad_() for x in leaves]
+    if "score" in options:
+        leaves += options["score"].leaves
+    if backend == "hopper" and tw.explain(*leaves[:3], **options).backend != "hopper":
+        pytest.skip("runs on triton")
+
+    def attend(q, k, v):
+        return tw.attention(q * 1.5, k, v, backend=backend, **options)
+
+    def other(x):  # a graph of its own, in the same memory
+        return (x.float().exp().sum(1, keepdim=True) * x).relu().cumsum(1)
+
+    torch._dynamo.reset()
+    compiled, beside = (torch.compile(f, mode="reduce-overhead") for f in (attend, other))
+    for step in range(5):
+        with torch.no_grad():
+            for x in leaves[:3]:
+                x.normal_()
+            ids.copy_(torch.arange(N, device="cuda") // (90 + 10 * step))
+        torch.compiler.cudagraph_mark_step_begin()
+        o = compiled(*leaves[:3])
+        found = [o.clone(), *(x.clone() for x in torch.autograd.grad(o.sum(), leaves))]
+        beside(found[0].detach())
+        expected = attend(*leaves[:3])
+        for x, y in zip(found, (expected, *torch.autograd.grad(expected.sum(), leaves)), strict=True):
+            torch.testing.assert_close(x, y, rtol=0.02, atol=0.02)
+
+
 @pytest.mark.parametrize("prepared", [False, True], ids=["plain", "prepared"])
 @pytest.mark.parametrize("backend", ["hopper", "triton"])
 def test_another_stream_waits_for_what_one_makes_of_a_mask(backend, prepared):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tilewise import expr
-from tilewise.device import Ready, is_captured, tensors_in
+from tilewise.device import Ready, is_captured, is_warming_up, lasting, tensors_in
 from tilewise.problem import Problem
 
 
@@ -213,7 +213,7 @@ class PerTensors:
 
     Nothing is kept of inference tensors, which count no versions. Another CUDA stream waits for what one has made. While a CUDA graph
     is captured, nothing is kept, its memory being the graph's, and what was made of tensors is made anew, since a replay has to see
-    what they hold by then.
+    what they hold by then; so while torch.compile warms one up, which has to launch what it will capture.
 
     Attributes:
         captured: by id, what captures were given of what earlier calls made. A graph tells nobody how long it lives, so these stay.
@@ -228,13 +228,14 @@ class PerTensors:
 
     def of(self, key: Any, tensors: Sequence[Tensor], make: Callable[[], Any]) -> Any:
         capturing = is_captured()
-        found = _NOTHING if capturing and tensors else self.kept(key, tensors, _NOTHING)
+        anew = bool(tensors) and (capturing or is_warming_up())
+        found = _NOTHING if anew else self.kept(key, tensors, _NOTHING)
         if found is not _NOTHING:
             if capturing:
                 self.captured[id(found)] = found
             return found
-        made = make()
-        if not capturing and not any(t.is_inference() for t in tensors):
+        made = make() if anew else lasting(make)
+        if not (capturing or anew or any(t.is_inference() for t in tensors)):
             place = (key, *[id(t) for t in tensors])
             if len(self._found) >= self.LIMIT:
                 self._found.clear()

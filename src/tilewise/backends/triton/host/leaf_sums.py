@@ -151,7 +151,8 @@ class LeafSums:
             read_adjoint(grad, read.expr, env, self.inputs.leaves, sums)
         else:  # the index is known before a call: nothing is copied from the host but at the first
             index = self.plan.indices.of(
-                (read.expr, first, grad.device), lambda: _index(problem, read.expr, first, last, grad)
+                (read.expr, first, grad.device),
+                lambda: devices.lasting(lambda: _index(problem, read.expr, first, last, grad)),
             )
             add_at(grad, read.expr, index, sums)
 

@@ -20,7 +20,7 @@ from tilewise.backends.triton.kernels.leaf_reads import PairReads, described_loo
 from tilewise.backends.triton.sheet import SheetPart, sheet_parts
 from tilewise.backends.triton.tiles import Tiles, pieces
 from tilewise.caching import cached_property
-from tilewise.device import is_captured
+from tilewise.device import is_captured, lasting
 from tilewise.leaf_gradients import DIAGONALS, ROWS, TILES
 from tilewise.masks.facts import every_key_seen, every_pair_kept
 from tilewise.problem import Problem, regrouped_problem
@@ -165,7 +165,7 @@ class Decisions:
         piece = self.problem.spec.piece
         if piece is None or not self.problem.spec.dropout_p:
             return None
-        return torch.tensor([piece.q_start, piece.k_start], device=self.problem.device)
+        return lasting(lambda: torch.tensor([piece.q_start, piece.k_start], device=self.problem.device))
 
     @cached_property
     def pair_leaf(self) -> tuple[int, tuple] | None:
@@ -269,7 +269,7 @@ class Plan(Decisions):
     def leaves(self, inputs: Inputs) -> list[Tensor]:
         """The tensors that kernels read as ``work.leaves``: those of the mask and the score, then lines."""
         device = inputs.q.device
-        lines = self.lines.of(device, lambda: tuple(x.to(device) for x in self.emitted.lines))
+        lines = self.lines.of(device, lambda: lasting(lambda: tuple(x.to(device) for x in self.emitted.lines)))
         return [*[inputs.leaves[slot] for slot in self.emitted.slots], *lines]
 
     @cached_property

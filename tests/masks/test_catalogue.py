@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 import tilewise as tw
 from tilewise.masks import Mask, as_mask, catalogue, derived, region
@@ -362,6 +363,32 @@ def test_what_a_mask_makes_of_a_tensor_is_made_once_and_in_each_capture(monkeypa
     assert found.tensors()[0] is made[1]
     source.add_(1)  # in the capture, or before it and after the last call
     assert torch.equal(found.tensors()[0], torch.full((3,), 2.0))
+
+
+@pytest.mark.parametrize(
+    "make", [lambda ids: tw.documents(ids), lambda ids: tw.keep(lambda b, h, i, j: ids[i] == ids[j])]
+)
+def test_what_inference_makes_of_a_mask_serves_training_afterwards(make):
+    ids, (q, k, v) = torch.zeros(40, dtype=torch.int64), (torch.randn(1, 40, 2, 8) for _ in range(3))
+    mask = make(ids)
+    ids.copy_(torch.arange(40) // 9)
+    with torch.inference_mode():
+        tw.attention(q, k, v, mask=mask)
+        masks = mask, make(ids), mask.prepare(q, k)
+    expected = tw.attention(q, k, v, mask=make(ids))
+    for x in masks:
+        o = tw.attention(q.clone().requires_grad_(), k, v, mask=x)
+        o.sum().backward()
+        assert torch.equal(o, expected)
+
+
+def test_what_a_mode_of_fake_tensors_makes_of_a_mask_is_not_kept():
+    ids, (q, k, v) = torch.zeros(40, dtype=torch.int64), (torch.randn(1, 40, 2, 8) for _ in range(3))
+    mask = tw.documents(ids)
+    ids.copy_(torch.arange(40) // 9)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert tw.attention(*map(mode.from_tensor, (q, k, v)), mask=mask).shape == q.shape
+    assert torch.equal(tw.attention(q, k, v, mask=mask), tw.attention(q, k, v, mask=tw.documents(ids.clone())))
 
 
 # -- Bad arguments -------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import torch
 from tilewise import expr
 from tilewise.device import Ready
 from tilewise.expr import Expr, fitted_lookup, number, symbol, trace
-from tilewise.masks.derived import Derived
+from tilewise.masks.derived import Derived, outside_inference
 from tilewise.masks.patterns import at_least
 
 B, H, I, J, OFF = (symbol(name) for name in ("b", "h", "i", "j", "off"))
@@ -94,7 +94,7 @@ class Mask:
         """
         from tilewise import tiles  # tiles read masks; only this convenience looks the other way
 
-        return tiles.prepare(self, q, k)
+        return outside_inference(tiles.prepare, self, q, k)
 
 
 def with_lists(mask: Mask, block: int, shape: tuple[int, ...], status: torch.Tensor, seen: torch.Tensor) -> Mask:

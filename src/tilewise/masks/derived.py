@@ -11,6 +11,14 @@ from torch import Tensor
 from tilewise.device import Ready, is_captured
 
 
+def outside_inference(make: Callable[..., Any], *arguments: Any) -> Any:
+    """``make(*arguments)``, to be kept: tensors of inference mode could not be saved for the backward of a later training step."""
+    if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
+        return make(*arguments)
+    with torch.inference_mode(False):
+        return make(*arguments)
+
+
 class Derived:
     """The result of a function of a tensor, as the tensor is when the result is asked for.
 
@@ -31,8 +39,8 @@ class Derived:
         return {**self.__dict__, "_made": None}
 
     def tensors(self) -> tuple[Tensor, ...]:
-        # A trace makes them as part of its graph, and inference tensors count no versions.
-        if torch.compiler.is_compiling() or self.source.is_inference():
+        # A trace makes them as part of its graph, a mode of the dispatcher perhaps fake ones, and inference tensors count no versions.
+        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or self.source.is_inference():
             return self._make(self.source)
         made, version = self._made, self.source._version
         if made is not None and made[0] != version:
@@ -41,7 +49,7 @@ class Derived:
         if is_captured() and (made is None or not self.held):
             return self._make(self.source)
         if made is None:
-            found = self._make(self.source)
+            found = outside_inference(self._make, self.source)
             made = self._made = version, found, Ready(found)
         made[2].await_here()
         return made[1]

@@ -1,6 +1,7 @@
 """The operators as PyTorch sees them: autograd, compile, export, autocast, checkpoint, and what is refused."""
 
 import operator
+import os
 import warnings
 from dataclasses import replace
 from functools import partial
@@ -241,6 +242,38 @@ def test_compiled_autograd_traces_the_backward_of_an_eager_call():
         loss().backward()
     for x, y in zip(wanted, expected, strict=True):
         torch.testing.assert_close(x.grad, y)
+
+
+def _backward(q, attend):
+    return torch.autograd.grad(attend(q).square().sum(), q)[0]
+
+
+def _checkpointed_backward(q, attend):
+    return _backward(q, partial(checkpoint, attend, use_reentrant=False))
+
+
+def _second_derivative(q, attend):
+    dq = torch.autograd.grad(attend(q).square().sum(), q, create_graph=True)[0]
+    return torch.autograd.grad(dq.square().sum(), q)[0]
+
+
+@pytest.mark.parametrize("step", [_backward, _checkpointed_backward, _second_derivative])
+def test_a_compiled_step_that_calls_eager_attention_compiles_none_of_its_insides(step, monkeypatch):
+    """PyTorch calls kernels and backwards from C++, where Dynamo takes each for a function of the user's."""
+    torch._dynamo.reset()
+    (q,), ids, files = wanting_grad(normal(1, 20, 2, 8)), torch.arange(20) // 6, []
+    attend = torch.compiler.disable(lambda q: tw.attention(q, q, q, mask=tw.documents(ids), score=tw.softcap(3.0)))
+    original = torch._dynamo.convert_frame._compile
+
+    def compiled(code, *given, **named):
+        files.append(code.co_filename)
+        return original(code, *given, **named)
+
+    monkeypatch.setattr(torch._dynamo.convert_frame, "_compile", compiled)
+    found = torch.compile(lambda q: step(q, attend), backend="eager")(q)
+    torch.testing.assert_close(found, step(q, attend))
+    assert __file__ in files
+    assert not [name for name in files if name.startswith(os.path.dirname(tw.__file__))]
 
 
 def test_export_keeps_the_operator():

@@ -18,6 +18,7 @@ from tilewise import derivatives, dispatch
 from tilewise.backends.base import Output, empty_gradients, empty_output, unit_last
 from tilewise.problem import check
 from tilewise.spec import parse_spec
+from tilewise.untraced import untraced
 
 # The cheapest way through the dispatcher: docs/decisions.md#operator-at-autograd-key.
 library = torch.library.Library("tilewise", "DEF")
@@ -95,9 +96,9 @@ def _fake_backward(*arguments):
 
 
 for _name in _FORWARDS:
-    library.impl(_name, _forward, "CompositeExplicitAutograd")
+    library.impl(_name, untraced(_forward), "CompositeExplicitAutograd")
     torch.library.register_fake(f"tilewise::{_name}", _fake_forward, lib=library)
-library.impl("attention_backward", _backward, "CompositeExplicitAutograd")
+library.impl("attention_backward", untraced(_backward), "CompositeExplicitAutograd")
 torch.library.register_fake("tilewise::attention_backward", _fake_backward, lib=library)
 
 
@@ -144,6 +145,7 @@ def _gradients_are_mapped() -> bool:
     return mapped or torch._C._are_functorch_transforms_active()
 
 
+@untraced
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, seed, spec, run, *extras):
@@ -214,8 +216,8 @@ def _backward_autograd(*arguments):
 
 
 for _name in _FORWARDS:
-    library.impl(_name, _forward_autograd, "Autograd")
-library.impl("attention_backward", _backward_autograd, "Autograd")
+    library.impl(_name, untraced(_forward_autograd), "Autograd")
+library.impl("attention_backward", untraced(_backward_autograd), "Autograd")
 
 
 # -- Autocast ------------------------------------------------------------------------------------------------------
@@ -236,7 +238,7 @@ def _autocast(device_type: str, key: str) -> None:
             return derivatives.operator_of(spec)(*_cast(q, k, v, device_type, spec), extras, seed, spec)
 
     for name in _FORWARDS:
-        library.impl(name, kernel, key)
+        library.impl(name, untraced(kernel), key)
 
 
 _autocast("cpu", "AutocastCPU")

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from tilewise import autograd, derivatives, expr, state
 from tilewise.mapped import Mapped
 from tilewise.spec import parse_spec
+from tilewise.untraced import untraced
 
 Dims = Sequence[int | None]
 
@@ -192,5 +193,5 @@ for _name, _rule in {
     "attention_jvp": _jvp,
     "attention_backward_jvp": _backward_jvp,
 }.items():
-    torch.library.register_vmap(f"tilewise::{_name}", _rule, lib=autograd.library)
-    autograd.library.impl(_name, _legacy(_rule), "Batched")
+    torch.library.register_vmap(f"tilewise::{_name}", untraced(_rule), lib=autograd.library)
+    autograd.library.impl(_name, untraced(_legacy(_rule)), "Batched")

@@ -18,6 +18,7 @@ from torch import Tensor
 from tilewise import dispatch, pages, settings
 from tilewise.problem import DTYPES
 from tilewise.spec import Options
+from tilewise.untraced import untraced
 
 _library = torch.library.Library("tilewise", "FRAGMENT")
 _library.define(
@@ -299,8 +300,8 @@ def _append_autograd(*tensors: Tensor | None) -> None:
         _append(*tensors)
 
 
-_library.impl("append", _append_into, "CompositeExplicitAutograd")
-_library.impl("append", _append_autograd, "Autograd")
+_library.impl("append", untraced(_append_into), "CompositeExplicitAutograd")
+_library.impl("append", untraced(_append_autograd), "Autograd")
 torch.library.register_fake("tilewise::append", _fake_append, lib=_library)
 
 

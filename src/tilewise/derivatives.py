@@ -27,6 +27,7 @@ from tilewise import dispatch
 from tilewise.backends.base import Directions, Output, OutputGrads, empty_gradients, empty_output, unit_last
 from tilewise.problem import Problem, check
 from tilewise.spec import parse_spec
+from tilewise.untraced import untraced
 
 _library = torch.library.Library("tilewise", "FRAGMENT")
 _library.define(
@@ -84,7 +85,7 @@ for _name, _kernel, _fake in (
     ("attention_jvp", _run_jvp, _fake_jvp),
     ("attention_backward_jvp", _run_backward_jvp, _fake_backward_jvp),
 ):
-    _library.impl(_name, _kernel, "CompositeExplicitAutograd")
+    _library.impl(_name, untraced(_kernel), "CompositeExplicitAutograd")
     torch.library.register_fake(f"tilewise::{_name}", _fake, lib=_library)
 
 
@@ -127,6 +128,7 @@ def _save(ctx: Any, *tensors: Tensor | None) -> None:
     ctx.set_materialize_grads(False)
 
 
+@untraced
 class Attention(torch.autograd.Function):
     """The attention, ``(o, lse)`` and, where the spec asks for it, max_logit, for calls inside torch.func, and calls of dual tensors."""
 
@@ -161,6 +163,7 @@ class Attention(torch.autograd.Function):
         return (*moved, None) if parse_spec(ctx.spec).max_logit else moved
 
 
+@untraced
 class AttentionBackward(torch.autograd.Function):
     """The backward, ``(dq, dk, dv, *dextras)``. Its derivatives with respect to q, k and v are whole: they hold what o and lse,
     which follow from these, contribute."""
@@ -198,6 +201,7 @@ class AttentionBackward(torch.autograd.Function):
         return AttentionBackwardJvp.apply(seed, ctx.spec, count, *grads, *moved, *tensors, *along)
 
 
+@untraced
 class AttentionJvp(torch.autograd.Function):
     """The tangents of o and lse. ``tensors`` are q, k, v, o, lse, then ``count`` extras, then the tangents of q, k, v and the extras."""
 
@@ -238,6 +242,7 @@ class AttentionJvp(torch.autograd.Function):
         raise _third("forward mode inside forward mode")
 
 
+@untraced
 class AttentionBackwardJvp(torch.autograd.Function):
     """The tangents of dq, dk, dv and the extras' gradients, which are differentiated no further.
 

@@ -15,6 +15,7 @@ from tilewise.parallel.exchange import Exchange, ordered_sum
 from tilewise.parallel.layout import Layout, chunks, contiguous, zigzag
 from tilewise.parallel.symmetric import group_of
 from tilewise.spec import Options, assemble
+from tilewise.untraced import untraced
 
 LAYOUTS: dict[str, Callable[[int, int], Layout]] = {
     "zigzag": zigzag,
@@ -207,6 +208,7 @@ def _autocast(*tensors: Tensor) -> list[Tensor]:
     return [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors]
 
 
+@untraced
 class _Unshard(torch.autograd.Function):
     @staticmethod
     def forward(ctx, parallel: ContextParallel, x, dim):

@@ -22,6 +22,7 @@ from tilewise.parallel import calls, gathered, heads, ring
 from tilewise.parallel.calls import Call
 from tilewise.parallel.exchange import Gradients
 from tilewise.spec import parse_spec
+from tilewise.untraced import untraced
 
 if TYPE_CHECKING:
     from tilewise.parallel.context import ContextParallel
@@ -69,6 +70,7 @@ def attention(
     return _Attention.apply(call, q, k, v, seed, *extras)
 
 
+@untraced
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call: Call, q, k, v, seed, *extras):
@@ -153,6 +155,7 @@ def _backward_kernel(*arguments):
     return dq, dk, dv, [dextras[slot] for slot in call.grad_slots]
 
 
+@untraced
 class _Compiled(torch.autograd.Function):
     @staticmethod
     def forward(ctx, spec, ranks, with_lse, q, k, v, seed, *extras):
@@ -193,9 +196,9 @@ for _name, _run, _shapes in (
     ("attention_over_ranks", _kernel, _fake),
     ("attention_over_ranks_backward", _backward_kernel, _backward_kernel),
 ):
-    library.impl(_name, _run, "CompositeExplicitAutograd")
+    library.impl(_name, untraced(_run), "CompositeExplicitAutograd")
     torch.library.register_fake(f"tilewise::{_name}", _shapes, lib=library)
-library.impl("attention_over_ranks", _autograd, "Autograd")
+library.impl("attention_over_ranks", untraced(_autograd), "Autograd")
 
 
 def _group(name: str) -> ContextParallel:

@@ -69,6 +69,26 @@ def _compiled(parallel: tw.parallel.ContextParallel, scheme: str) -> list[torch.
     return [a - b for a, b in zip(*found, strict=True)]
 
 
+def _compiled_dtensors(size: int) -> dict[str, list[torch.Tensor]]:
+    """Differences of o and all gradients of DTensors, between one graph and the same function run eagerly, by how they are sharded."""
+    documents = tw.documents(torch.arange(20) // 6)
+
+    def function(q, k, v):
+        return tw.attention(q * 1.5, k, v, mask=documents).sin()
+
+    found = {}
+    for name, (shape, names, placements) in SHARDINGS.items():
+        torch._dynamo.reset()
+        mesh, results = dist.device_mesh.init_device_mesh("cpu", shape(size), mesh_dim_names=names), []
+        for run in (function, torch.compile(function, fullgraph=True, backend="aot_eager")):
+            *local, do = (distribute_tensor(x[:, :20].clone(), mesh, placements) for x in _whole())
+            local = [x.requires_grad_() for x in local]
+            o = run(*local)
+            results.append([x.full_tensor().detach() for x in (o, *torch.autograd.grad(o, local, do))])
+        found[name] = [a - b for a, b in zip(*results, strict=True)]
+    return found
+
+
 def _left_alone(size: int) -> str:
     """What the first rank raises in a call that no other rank makes, after the group's timeout."""
     parallel = tw.context_parallel(dist.new_group(range(size), timeout=timedelta(seconds=2)))
@@ -134,6 +154,7 @@ def _process(rank: int, size: int, folder: str) -> None:
             by_heads = tw.context_parallel(mesh["cp"], scheme="heads")
             ways = {scheme: tw.context_parallel(mesh["cp"], scheme=scheme) for scheme in ("gather", "heads", "ring")}
             found["compiled"] = {scheme: _compiled(way, scheme) for scheme, way in ways.items()}
+            found["compiled DTensors"] = _compiled_dtensors(size)
             found["uneven"] = _refused_in_a_graph(ways["gather"])
             found |= {f"heads {name}": on_this_rank(by_heads, name) for name in CALLS if "dropout" not in name}
         ring = tw.context_parallel(mesh["cp"], scheme="ring")
@@ -215,4 +236,6 @@ def test_a_sharded_call_is_a_node_of_one_graph_with_the_same_bits(parts):
     for part in parts:
         assert set(part["compiled"]) == {"gather", "heads", "ring"}
         assert not any(bool(x.any()) for found in part["compiled"].values() for x in found)
+        assert set(part["compiled DTensors"]) == set(SHARDINGS)
+        assert not any(bool(x.any()) for found in part["compiled DTensors"].values() for x in found)
         assert "inside torch.compile ranks hold as many rows each, or layout= is a Layout" in part["uneven"]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 
@@ -400,6 +403,16 @@ def test_rows_that_are_not_those_of_the_layout_are_refused_on_every_rank():
 def test_a_wrong_group_or_layout_says_what_is_allowed(make, said):
     with pytest.raises(ValueError, match=said):
         make(_Alone(2))
+
+
+def test_a_copied_module_has_the_same_ranks_and_a_saved_one_says_what_to_save():
+    def ask(rank):
+        parallel = tw.context_parallel(rank)
+        with pytest.raises(TypeError, match=r"save state_dict\(\), and call context_parallel"):
+            pickle.dumps(parallel)
+        return copy.deepcopy({"parallel": parallel})["parallel"] is parallel
+
+    assert simulate(2, ask) == [True, True]
 
 
 def test_a_piece_of_an_attention_is_refused_by_name():

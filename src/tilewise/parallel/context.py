@@ -73,6 +73,11 @@ def context_parallel(
     return ContextParallel(exchange, layout, scheme, sum_leaf_gradients, neighbours)
 
 
+_NOT_SAVED = (
+    "a group of ranks belongs to its processes; save state_dict(), and call context_parallel where it is loaded"
+)
+
+
 class ContextParallel:
     """A group of ranks that share a sequence; made by :func:`context_parallel`.
 
@@ -91,6 +96,12 @@ class ContextParallel:
         self.memory = 0  # of the rank that has the least, in bytes, once a call has told it
         self.plans = calls.Plans()
         self.name = operators.named(self)
+
+    def __deepcopy__(self, memo: dict) -> ContextParallel:
+        return self  # a copy of a module that holds it is a module of the same ranks
+
+    def __getstate__(self) -> object:
+        raise TypeError(_NOT_SAVED)
 
     @property
     def rank(self) -> int:
@@ -168,9 +179,9 @@ class ContextParallel:
         if self.size == 1:
             assembled = assemble(q, k, v, options)
             return autograd.attention(q, k, v, *assembled, derivatives.operator_of(assembled[2]))
-        q, k, v = _autocast(q, k, v)
         if torch.compiler.is_compiling():
-            return operators.compiled(q, k, v, *assemble(q, k, v, options), self.name, with_lse)
+            return compiled(self.name, q, k, v, options, with_lse)
+        q, k, v = _autocast(q, k, v)
         agreed, call = calls.agreed_call(self, q, k, v, lambda: assemble(q, k, v, options), with_lse)
         return operators.attention(call, q, k, v, agreed.extras, agreed.seed)
 
@@ -187,6 +198,15 @@ class ContextParallel:
         return plan.explained(
             calls.wish(self, False), calls.agreed(self, q, k, v, lambda: assemble(q, k, v, options), {})
         )
+
+
+def compiled(
+    ranks: str, q: Tensor, k: Tensor, v: Tensor, options: Options, with_lse: bool
+) -> tuple[Tensor | None, ...]:
+    """:meth:`ContextParallel.attention` in a graph, of the ranks that have this name."""
+    _refuse(options)
+    q, k, v = _autocast(q, k, v)
+    return operators.compiled(q, k, v, *assemble(q, k, v, options), ranks, with_lse)
 
 
 def _refuse(options: Options) -> None:

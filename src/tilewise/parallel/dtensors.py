@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tilewise import autograd, expr
-from tilewise.parallel.context import ContextParallel, context_parallel
+from tilewise.parallel.context import ContextParallel, compiled, context_parallel
 from tilewise.spec import Options, assemble, parse_spec
 
 if TYPE_CHECKING:
@@ -42,8 +42,11 @@ def attention(q: DTensor, k: DTensor, v: DTensor, options: Options, with_lse: bo
     local_q, local_k, local_v = (x.to_local() for x in (q, k, v))
     call = assemble(local_q, local_k, local_v, options)
     _refuse(cut, *call)
-    sequence = [n for n, what in cut.items() if what == "sequence"]
-    if sequence:
+    sequence = [n for n, what in cut.items() if what == "sequence" and q.device_mesh.size(n) > 1]
+    if sequence and torch.compiler.is_compiling():
+        ranks = _name(q.device_mesh, sequence[0])
+        o, lse, *_ = compiled(ranks, local_q, local_k, local_v, options, with_lse)
+    elif sequence:
         parallel = _context(q.device_mesh, sequence[0])
         o, lse, *_ = parallel.attention(local_q, local_k, local_v, options, with_lse)
     else:
@@ -71,9 +74,7 @@ def _what(placement: Any, axes: dict[int, str]) -> str:
 
 def _refuse(cut: dict[int, str], extras: list[Tensor], seed: Tensor | None, text: str) -> None:
     """Refuses what of a call depends on an index that the mesh cuts, and placements that are no place of rows."""
-    spec = parse_spec(text)
-    roots = [*spec.whole_region.parts, *(() if spec.whole_score is None else (spec.whole_score,))]
-    reads = expr.depends_on(*roots)
+    reads = _reads(text)
     found = (
         ["a mask, score or sink tensor is a DTensor; pass its full_tensor()"] if any(map(_is_sharded, extras)) else []
     )
@@ -82,16 +83,28 @@ def _refuse(cut: dict[int, str], extras: list[Tensor], seed: Tensor | None, text
     for what in cut.values():
         if what not in ("sequence", "batch", "heads"):
             found.append(f"placement {what}; redistribute q, k and v")
-        elif what != "sequence" and (
-            what[0] in reads or seed is not None or (what == "heads" and spec.sink_slot is not None)
-        ):
+        elif what != "sequence" and (what[0] in reads or seed is not None or (what == "heads" and "sink" in reads)):
             found.append(f"the {what} are sharded, and the mask, score, sink or dropout depends on them")
     if found:
         raise NotImplementedError("attention of these DTensors is not built" + "".join(f"\n  {x}" for x in found))
 
 
+@torch.compiler.assume_constant_result  # which Dynamo calls, as it cannot read the text itself
+def _reads(text: str) -> list[str]:
+    """The indices that the mask or score of a spec depends on, and "sink" where there is one."""
+    spec = parse_spec(text)
+    roots = [*spec.whole_region.parts, *(() if spec.whole_score is None else (spec.whole_score,))]
+    return [*sorted(expr.depends_on(*roots)), *(() if spec.sink_slot is None else ("sink",))]
+
+
 def _is_sharded(x: Tensor) -> bool:
     return hasattr(x, "device_mesh")
+
+
+@torch.compiler.assume_constant_result  # as above
+def _name(mesh: Any, dim: int) -> str:
+    """The name of the ranks of a mesh dimension in a compiled graph."""
+    return _context(mesh, dim).name
 
 
 def _context(mesh: Any, dim: int) -> ContextParallel:

@@ -371,6 +371,23 @@ def test_a_wrong_append_is_refused(k, v, message):
         tw.append(empty_cache(), torch.zeros(k), torch.zeros(v))
 
 
+def test_what_is_no_tensor_is_named_by_append():
+    rows, cache = torch.zeros(2, 1, 2, 8), empty_cache()
+    with pytest.raises(
+        ValueError,
+        match=r"seqlens_k must be a tensor.*got list; make it one: torch\.tensor\(seqlens_k",
+    ):
+        tw.append(cache._replace(seqlens_k=[1, 2]), rows, rows)
+    with pytest.raises(ValueError, match="k must be a tensor, got list\n  v must be a tensor or None, got float"):
+        tw.append(cache, [0.0], 1.0)
+
+
+def test_append_inside_vmap_says_what_to_write_instead():
+    rows, cache = torch.zeros(3, 4, 1, 2, 16), empty_cache()
+    with pytest.raises(NotImplementedError, match="the examples as sequences of the cache"):
+        torch.vmap(lambda k: tw.append(cache, k, k[..., :8]))(rows)
+
+
 def test_appending_what_wants_a_gradient_is_refused():
     k, v = normal(4, 1, 2, 16).requires_grad_(), normal(4, 1, 2, 8)
     with pytest.raises(ValueError, match="a cache has no gradient"):

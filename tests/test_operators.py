@@ -276,6 +276,11 @@ def test_a_compiled_step_that_calls_eager_attention_compiles_none_of_its_insides
     assert not [name for name in files if name.startswith(os.path.dirname(tw.__file__))]
 
 
+def test_what_symbolic_trace_gives_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"q must be a tensor, got Proxy; torch\.fx\.symbolic_trace has none"):
+        torch.fx.symbolic_trace(lambda q: tw.attention(q, q, q))
+
+
 def test_export_keeps_the_operator():
     class Layer(torch.nn.Module):
         def __init__(self):

@@ -72,7 +72,7 @@ def _run_nested(q: Tensor, k: Tensor, v: Tensor, o: Options, parallel: Parallel 
 
 
 def _is_dtensor(x: Tensor) -> bool:
-    return type(x) is not Tensor and hasattr(x, "device_mesh")
+    return type(x) is not Tensor and isinstance(x, Tensor) and hasattr(x, "device_mesh")
 
 
 def _ranks(parallel: Parallel) -> Parallel:

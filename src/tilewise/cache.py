@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tilewise import dispatch, pages, settings
 from tilewise.problem import DTYPES
-from tilewise.spec import Options
+from tilewise.spec import Options, not_tensors
 from tilewise.untraced import untraced
 
 _library = torch.library.Library("tilewise", "FRAGMENT")
@@ -213,6 +213,10 @@ def append(cache: Cache, k: Tensor, v: Tensor | None = None, cu_seqlens_q: Tenso
     if not hasattr(cache, "k_pages"):
         raise ValueError(f"append was called wrongly\n  {not_a_cache(cache)}")
     k_pages, v_pages, block_table, seqlens_k, *scales = cache
+    named = *zip(cache._fields, cache, strict=True), ("k", k), ("v", v), ("cu_seqlens_q", cu_seqlens_q)
+    reasons = not_tensors(named, ("k", "k_pages", "v_pages"))
+    if reasons:
+        raise ValueError("append was called wrongly" + "".join(f"\n  {reason}" for reason in reasons))
     _append(k_pages, v_pages, k, v, block_table, seqlens_k, cu_seqlens_q, *scales)
     new = k.shape[1] if cu_seqlens_q is None else cu_seqlens_q.diff().to(torch.int32)
     return cache._replace(seqlens_k=cache.seqlens_k + new)
@@ -303,6 +307,16 @@ def _append_autograd(*tensors: Tensor | None) -> None:
 _library.impl("append", untraced(_append_into), "CompositeExplicitAutograd")
 _library.impl("append", untraced(_append_autograd), "Autograd")
 torch.library.register_fake("tilewise::append", _fake_append, lib=_library)
+
+
+def _mapped_append(*_: object) -> None:
+    raise NotImplementedError(
+        "append inside torch.vmap: a cache is written in place, and all examples would write the same pages; call it outside, with the "
+        "examples as sequences of the cache"
+    )
+
+
+torch.library.register_vmap("tilewise::append", untraced(_mapped_append), lib=_library)
 
 
 def _write(cache: PagedCache | QuantizedCache, k: Tensor, v: Tensor | None, cu_seqlens_q: Tensor | None) -> None:

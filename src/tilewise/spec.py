@@ -356,11 +356,22 @@ def _called(paged: bool, packed: bool) -> str:
     return "attention_paged" if paged else "attention_varlen" if packed else "attention"
 
 
-def _as_tensor(name: str, x: object) -> str:
-    """The way from an argument that is no tensor to one; empty where there is none."""
-    if isinstance(x, (int, float, list, tuple)) and name not in "qkv":
+def not_tensors(named: Sequence[tuple[str, object]], needed: Sequence[str]) -> list[str]:
+    """The reasons against arguments that are no tensors; those that are not ``needed`` may be None."""
+    return [
+        f"{name} must be a tensor{'' if name in needed else ' or None'}, got {type(x).__name__}{_as_tensor(name, x, needed)}"
+        for name, x in named
+        if not isinstance(x, Tensor) and (x is not None or name in needed)
+    ]
+
+
+def _as_tensor(name: str, x: object, needed: Sequence[str]) -> str:
+    """The way from an argument that is no tensor to one, on the device of one that is ``needed``; empty where there is none."""
+    if isinstance(x, (int, float, list, tuple)) and name not in needed:
         dtype = "float32" if name == "sink" or name.endswith("scale") else "int32"
-        return f"; make it one: torch.tensor({name}, dtype=torch.{dtype}, device=q.device)"
+        return f"; make it one: torch.tensor({name}, dtype=torch.{dtype}, device={needed[0]}.device)"
+    if isinstance(x, torch.fx.Proxy):
+        return "; torch.fx.symbolic_trace has none to give: trace by make_fx or torch.export"
     return f"; make it one: torch.from_numpy({name})" if type(x).__name__ == "ndarray" else ""
 
 
@@ -377,11 +388,7 @@ def _type_reasons(q: Tensor, k: Tensor, v: Tensor, o: Options) -> list[str]:
         ("k_scale", o.k_scale),
         ("v_scale", o.v_scale),
     )
-    reasons = [
-        f"{name} must be a tensor{'' if name in 'qkv' else ' or None'}, got {type(x).__name__}{_as_tensor(name, x)}"
-        for name, x in named
-        if not isinstance(x, Tensor) and (x is not None or name in "qkv")
-    ]
+    reasons = not_tensors(named, ("q", "k", "v"))
     for name, x in named[:3]:
         if isinstance(x, Tensor) and x.is_nested:
             reasons.append(

@@ -277,7 +277,9 @@ def block_sparse(pattern: torch.Tensor, block_q: int, block_k: int) -> Mask:
             blocks need not match any kernel's tiles. ``butterfly``, ``strided`` and ``local_global`` make patterns.
     """
     if not isinstance(pattern, torch.Tensor) or pattern.dtype != torch.bool:
-        raise ValueError("block_sparse(pattern, ...) takes a bool tensor")
+        found = pattern.dtype if isinstance(pattern, torch.Tensor) else type(pattern).__name__
+        instead = "pattern.bool()" if isinstance(pattern, torch.Tensor) else "torch.tensor(pattern, dtype=torch.bool)"
+        raise ValueError(f"block_sparse(pattern, ...) takes a bool tensor, got {found}; convert it: {instead}")
     at_least(1, "block_sparse", block_q=block_q, block_k=block_k)
     return _atom("keep", broadcast_lookup(pattern, (B, H, I // block_q, J // block_k), "block_sparse(pattern)"))
 

@@ -85,7 +85,16 @@ def softcap(cap: float) -> Score:
 def alibi(slopes: torch.Tensor) -> Score:
     """``s - slope * |i + off - j|`` (Press et al. 2022); ``slopes`` floating, ``(heads_q,)`` or ``(batch, heads_q)``."""
     if not isinstance(slopes, torch.Tensor) or not slopes.dtype.is_floating_point or slopes.ndim not in (1, 2):
-        raise ValueError("alibi(slopes) takes a floating tensor (heads_q,) or (batch, heads_q)")
+        found = f"{slopes.dtype} {tuple(slopes.shape)}" if isinstance(slopes, torch.Tensor) else type(slopes).__name__
+        instead = (
+            "convert it: slopes.float()"
+            if isinstance(slopes, torch.Tensor) and slopes.ndim in (1, 2)
+            else "one slope a head"
+        )
+        instead = "make it one: torch.tensor(slopes)" if isinstance(slopes, (list, tuple)) else instead
+        raise ValueError(
+            f"alibi(slopes) takes a floating tensor (heads_q,) or (batch, heads_q), got {found}; {instead}"
+        )
     index = (H,) if slopes.ndim == 1 else (B, H)
     return _made(S - broadcast_lookup(slopes, index, "alibi(slopes)") * apply("abs", I + OFF - J))
 

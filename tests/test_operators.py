@@ -276,6 +276,31 @@ def test_a_compiled_step_that_calls_eager_attention_compiles_none_of_its_insides
     assert not [name for name in files if name.startswith(os.path.dirname(tw.__file__))]
 
 
+@pytest.mark.parametrize("place", ["outside", "inside"])
+def test_a_traced_function_and_a_checkpoint_are_one_compiled_graph(place):
+    """Made inside, Dynamo counts its mode of functions as a side effect, which that setting allows (docs/switching.md)."""
+    torch._dynamo.reset()
+    q, table = wanting_grad(normal(1, 20, 2, 8), normal(2, 20, 20))
+
+    def learned(table):
+        return tw.score(lambda s, b, h, i, j: s + table[h, i, j])
+
+    def outside(q, table):
+        score = learned(table)
+        return checkpoint(lambda q: tw.attention(q, q, q, score=score), q, use_reentrant=False)
+
+    def inside(q, table):
+        return checkpoint(lambda q, table: tw.attention(q, q, q, score=learned(table)), q, table, use_reentrant=False)
+
+    run = {"outside": outside, "inside": inside}[place]
+    with torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=place == "inside"):
+        o = torch.compile(run, fullgraph=True, backend="aot_eager")(q, table)
+    found = [o, *torch.autograd.grad(o.square().sum(), (q, table))]
+    o = tw.attention(q, q, q, score=learned(table))
+    for x, y in zip(found, [o, *torch.autograd.grad(o.square().sum(), (q, table))], strict=True):
+        torch.testing.assert_close(x, y)
+
+
 def test_what_symbolic_trace_gives_is_refused_by_name():
     with pytest.raises(ValueError, match=r"q must be a tensor, got Proxy; torch\.fx\.symbolic_trace has none"):
         torch.fx.symbolic_trace(lambda q: tw.attention(q, q, q))

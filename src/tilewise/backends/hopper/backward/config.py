@@ -46,7 +46,7 @@ from tilewise.backends.hopper.config import (
 from tilewise.backends.hopper.expected import Expected
 from tilewise.problem import Problem
 
-FLAGS = "softcap", "dropout", "alibi", "dslopes", "packed"  # fields that are words of a name, in this order
+FLAGS = "softcap", "dropout", "alibi", "dslopes", "table", "packed"  # fields that are words of a name, in this order
 
 
 class ExtraFields(NamedTuple):
@@ -71,7 +71,7 @@ class Backward(Formed):
 
     Attributes:
         queries: None where the pass over key tiles accumulates dQ. dslopes: whether ALiBi's slopes want a gradient.
-        dtype, form, softcap, packed, traced, dropout, alibi: as of :class:`tilewise.backends.hopper.forward.config.Config`.
+        dtype, form, softcap, packed, traced, dropout, alibi, table: as of :class:`tilewise.backends.hopper.forward.config.Config`.
     """
 
     keys: KeyTiles
@@ -84,11 +84,17 @@ class Backward(Formed):
     dropout: bool = False
     alibi: bool = False
     dslopes: bool = False
+    table: bool = False
+
+    @property
+    def biased(self) -> bool:
+        """Whether a bias is added, which is known in base 2."""
+        return self.alibi or self.table
 
     @property
     def subtracts(self) -> bool:
         """Whether products subtract lse and delta (:mod:`tilewise.backends.hopper.backward.subtrahends`); untried with dropout or ALiBi."""
-        return self.dtype == "bf16" and self.keys.subtracts and not (self.dropout or self.alibi)
+        return self.dtype == "bf16" and self.keys.subtracts and not (self.dropout or self.biased)
 
     @property
     def stores_first(self) -> bool:
@@ -137,9 +143,9 @@ class Backward(Formed):
     @property
     def extra(self) -> ExtraFields:
         """The optional fields of a launch of these kernels. Packed sequences have parameters of their own, which follow these."""
-        both = ("seed",) * self.dropout + ("slopes",) * self.alibi
+        both = ("seed",) * self.dropout + ("slopes",) * self.alibi + ("line",) * self.table
         found = ExtraFields(self.mask_fields, self.mask_fields if self.queries else (), both)
-        return found._replace(numbers=("threshold", "keep")) if self.dropout else found
+        return found._replace(numbers=("threshold", "keep") * self.dropout + ("start",) * self.table)
 
     @property
     def tile_m(self) -> int:

@@ -47,7 +47,7 @@ def fake_arguments(config: Backward) -> tuple:
     # lo, hi, a section and a grid for each pass; scale, scale2, cap2.
     numbers = *[fake.I32] * 6, *[fake.F32] * 3
     given = *given, *_optional(config, (batch, heads_q), (seqlen_k, seqlen_q))
-    kinds = {"threshold": fake.I32, "keep": fake.F32}
+    kinds = {"threshold": fake.I32, "keep": fake.F32, "start": fake.I32}
     numbers = *numbers, *(kinds[name] for name in config.extra.numbers)
     numbers = *numbers, *(fake.NUMBERS[kind] for kind in config.traced.numbers)
     if config.packed:
@@ -69,5 +69,6 @@ def _optional(config: Backward, heads: tuple, lengths: tuple) -> list:
         made["bits"] = fake.packed(cutlass.Int32, (cute.sym_int(), THREADS, words_of(config.keys.tile_m)))
         found += [made[name] for name in names]
     of_both = {"seed": fake.vector(cutlass.Int64, 1), "slopes": fake.vector(cutlass.Float32, heads[1])}
+    of_both["line"] = fake.strided(cutlass.Float32, (cute.sym_int(), cute.sym_int()))
     found += [of_both[name] for name in fields.both]
     return found + [fake.leaf(dtype, rank) for dtype, rank in config.traced.tensors]

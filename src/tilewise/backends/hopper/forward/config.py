@@ -26,6 +26,8 @@ from tilewise.backends.hopper.config import (
     why_no_bits,
 )
 from tilewise.backends.hopper.expected import Expected
+from tilewise.backends.hopper.tables import FORMS as LINED
+from tilewise.backends.hopper.tables import line_of
 from tilewise.problem import Problem
 
 # -- Sizes of a kernel ---------------------------------------------------------------------------------------------
@@ -139,6 +141,7 @@ class Config(Formed):
         traced: the expressions of this call alone: such a kernel is compiled at the first call.
         dropout: some pairs are dropped.
         alibi: ALiBi's bias is added, linear in the key (:mod:`tilewise.backends.hopper.kit.slopes`).
+        table: a bias is added that a line has by distance (:mod:`tilewise.backends.hopper.kit.lines`).
     """
 
     tiles: Tiles
@@ -152,6 +155,12 @@ class Config(Formed):
     dropout: bool = False
     paged: int = 0
     alibi: bool = False
+    table: bool = False
+
+    @property
+    def biased(self) -> bool:
+        """Whether a bias is added, which is known in base 2."""
+        return self.alibi or self.table
 
     @property
     def queries(self) -> int:
@@ -169,6 +178,7 @@ class Config(Formed):
         found = (("part_o", "part_lse") if self.split else ()) + self.mask_fields
         found += ("seed", "threshold", "keep") if self.dropout else ()
         found += ("slopes",) if self.alibi else ()
+        found += ("line", "start") if self.table else ()
         if self.paged:
             return (*found, "cu_q", "queue", "seqlens_k", "block_table", "num_pages", "page_rows")
         found += ("cu_q", "cu_k", "first", "last") if self.packed else ()
@@ -212,7 +222,7 @@ class Config(Formed):
         """The kernel's name: its symbol in the cubin, and its file."""
         tiles = self.tiles
         dims = f"d{tiles.width}" + (f"v{tiles.width_v}" if tiles.width_v != tiles.width else "")
-        flags = "".join(f"_{name}" for name in ("softcap", "dropout", "alibi", "split") if getattr(self, name))
+        flags = "".join(f"_{name}" for name in ("softcap", "dropout", "alibi", "table", "split") if getattr(self, name))
         flags += f"_paged{self.paged}" if self.paged else "_packed" if self.packed else ""
         flags += f"_heads{self.heads}" if self.heads > 1 else ""
         traced = "" if self.traced == PLAIN else f"_{self.traced.digest}"
@@ -256,7 +266,7 @@ class TileRow:
         fewer_ends: tiles beside ``ends`` that short sequences may get.
         bits: for lists and bits of tiles of 128 x 128; None: the tiles of the next row that has some.
         dropout: with dropout and neither a score nor a predicate; None: the tiles of a next row that has some, else ``traced``.
-        alibi: with ALiBi whose bias is linear; None: the tiles of a next row that has some, else none does.
+        alibi: with ALiBi whose bias is linear, or a line of biases; None: the tiles of a next row that has some, else none does.
         softcap: whether these head dims are shipped with a softcap, and with split keys; others take the next row that is.
         candidates: what else is worth a measurement, for "full" and "upper" in bf16.
     """
@@ -410,7 +420,8 @@ def shipped() -> list[Config]:
     with_alibi = [row.alibi for row in TABLE.values() if row.alibi]
     sloped = [Config(tiles, dtype, "upper", alibi=True) for tiles in with_alibi for dtype in DTYPES.values()]
     packed += [replace(c, packed=True) for c in sloped]
-    return list(dict.fromkeys((*whole, *split, *packed, *paged, *both, *bits, *dropped, *sloped)))
+    lined = [replace(c, form=form, alibi=False, table=True) for c in sloped for form in LINED]
+    return list(dict.fromkeys((*whole, *split, *packed, *paged, *both, *bits, *dropped, *sloped, *lined)))
 
 
 @lru_cache(maxsize=1)
@@ -468,9 +479,9 @@ def choose(problem: Problem) -> Config:
     # Ends that tensors hold are slower than bits (docs/decisions.md#hopper-list-tiles).
     if form in ("rows", "lists") and bits and not why_no_bits(problem, bits.tile_n):
         return Config(bits, DTYPES[str(problem.dtype)], "bits")
-    sloped = with_slopes(problem)
-    if sloped is not None:
-        return sloped
+    biased = with_slopes(problem) or with_line(problem)
+    if biased is not None:
+        return biased
     row = row_for(problem, capped, dropout and traced == PLAIN)
     tiles, dtype = row.of_form(form, capped, traced, dropout), DTYPES[str(problem.dtype)]
     config = Config(tiles, dtype, form, capped, packed=problem.packed, traced=traced, dropout=dropout)
@@ -499,6 +510,15 @@ def with_slopes(problem: Problem) -> Config | None:
         return None
     config = Config(tiles, DTYPES[str(problem.dtype)], "upper", packed=problem.packed, alibi=True)
     return config if problem.packed or 2 * tile_count(config, problem) >= devices.of(problem.device).cores else None
+
+
+def with_line(problem: Problem) -> Config | None:
+    """The kernel that reads a bias by distance from a line; None where the score is something else, or keys would be split."""
+    tiles = next((row.alibi for row in rows_for(problem.head_dim, problem.head_dim_v) if row.alibi), None)
+    if tiles is None or line_of(problem) is None:
+        return None
+    config = Config(tiles, DTYPES[str(problem.dtype)], keys_of(problem)[0], table=True)
+    return config if 2 * tile_count(config, problem) >= devices.of(problem.device).cores else None
 
 
 def row_for(problem: Problem, capped: bool, dropped: bool) -> TileRow:

@@ -62,8 +62,10 @@ class BackwardPlan(LaunchPlan):
         problem, scale = self.problem, self.problem.softmax_scale
         launched = grids(self.config, problem, self.keys.stop - self.keys.start, devices.of(problem.device).cores)
         found = (*ends_of(self.band, self.keys.start), *launched, scale, *self.scales)
-        dropout = {"threshold": threshold, "keep": keep_scale}
-        found += tuple(dropout[name](problem.spec.dropout_p) for name in self.config.extra.numbers)
+        dropped = problem.spec.dropout_p
+        kinds = {"threshold": lambda: threshold(dropped), "keep": lambda: keep_scale(dropped)}
+        kinds["start"] = lambda: self.line_of.start
+        found += tuple(kinds[name]() for name in self.config.extra.numbers)
         found += () if self.config.traced == PLAIN else self.expressions.numbers
         return (*found, self.band.start, self.band.stop) if problem.packed else found
 
@@ -77,9 +79,10 @@ class BackwardPlan(LaunchPlan):
 
     def of_call(self, inputs: Inputs) -> list[Tensor]:
         """The tensors that a launch reads beside q, k, v, o, their gradients, statistics and those of the mask, in its order: of dropout
-        and ALiBi, what expressions read, the starts of packed sequences, and zeros that count the tiles of the two passes."""
+        and of a bias, what expressions read, the starts of packed sequences, and zeros that count the tiles of the two passes."""
         config = self.config
         of_both = {"seed": inputs.seed, "slopes": self.slopes(inputs) if config.alibi else None}
+        of_both |= {"line": self.line(inputs)} if config.table else {}
         found = [of_both[name] for name in config.extra.both]
         if config.traced != PLAIN:
             found += [leaf(inputs.leaves[n]) for n in self.expressions.slots]

@@ -65,13 +65,15 @@ class ForwardPlan(LaunchPlan):
         return self.of_mask_fields(inputs, self.config.tiles, (self.grid.section, self.grid.ctas))
 
     def of_call(self, inputs: Inputs) -> list[Tensor]:
-        """The tensors that a launch reads beside q, k, v, the sink and those of the mask, in its order: of dropout and ALiBi, the starts
+        """The tensors that a launch reads beside q, k, v, the sink and those of the mask, in its order: of dropout and of a bias, the starts
         of packed sequences, a zero that counts the tiles that are taken, and what expressions read."""
         config, found = self.config, []
         if config.dropout:
             found.append(inputs.seed)
         if config.alibi:
             found.append(self.slopes(inputs))
+        if config.table:
+            found.append(self.line(inputs))
         if config.packed:
             found += [x.int().contiguous() for x in (inputs.cu_seqlens_q, inputs.cu_seqlens_k)]
         if config.queued:
@@ -87,6 +89,7 @@ class ForwardPlan(LaunchPlan):
             "threshold": threshold(p_drop),
             "keep": keep_scale(p_drop),
         }
+        numbers |= {"start": self.line_of.start} if self.config.table else {}
         rest = iter(tensors)
         found = tuple(numbers[name] if name in numbers else next(rest) for name in self.config.extra)
         return found + tuple(rest) + (() if self.config.traced == PLAIN else self.expressions.numbers)

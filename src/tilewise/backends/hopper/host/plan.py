@@ -16,6 +16,7 @@ from tilewise.backends.hopper.config import Band, Expressions, cap_of, slopes_of
 from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.host import masks
 from tilewise.backends.hopper.host.driver import Bound
+from tilewise.backends.hopper.tables import Line, line_of
 from tilewise.caching import cached_property
 from tilewise.device import is_captured
 from tilewise.problem import Problem, TensorFacts
@@ -120,11 +121,19 @@ class LaunchPlan(Plan):
         """ALiBi's slopes, (heads_q,), fp32."""
         return inputs.leaves[self.slopes_slot].detach().contiguous()
 
+    @cached_property
+    def line_of(self) -> Line:
+        return line_of(self.problem)
+
+    def line(self, inputs: Inputs) -> Tensor:
+        """The biases of a table by distance, (1 or heads_q, count), fp32, in base 2; in whatever order they lie."""
+        return self.line_of.of(inputs.leaves[self.line_of.slot].detach()).float() * LOG2_E
+
     @property
     def scales(self) -> tuple[float, float]:
         """``(scale2, cap2)``: what takes the kernel's scores to base 2, and what a softcap multiplies products by, 0 without one."""
         problem = self.problem
-        cap = None if self.config.alibi else cap_of(problem)
+        cap = None if self.config.biased else cap_of(problem)
         if self.config.traced.score:
             return LOG2_E, 0.0
         if cap is None:

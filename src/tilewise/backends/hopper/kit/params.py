@@ -30,6 +30,8 @@ class OptionalParams(NamedTuple):
         seed: (1,), int64: the seed of dropout.
         threshold, keep: a pair is kept where its 16-bit value is below ``threshold``; ``keep`` is the factor of a kept pair.
         slopes: (heads_q,), fp32: the slopes of ALiBi (:mod:`tilewise.backends.hopper.kit.slopes`).
+        line: (1 or heads_q, distance), fp32: biases by distance i - j from ``start`` on, in base 2
+            (:mod:`tilewise.backends.hopper.kit.lines`).
         dslopes: (batch, heads_q, warp), fp32: the parts of the gradient of each head's slope, written by the pass over keys.
         leaves, numbers: the tensors and numbers that expressions read.
     """
@@ -64,5 +66,7 @@ class OptionalParams(NamedTuple):
     keep: F32 | None = None
     slopes: cute.Tensor | None = None
     dslopes: cute.Tensor | None = None
+    line: cute.Tensor | None = None
+    start: I32 | None = None
     leaves: tuple | None = None
     numbers: tuple | None = None

@@ -1,0 +1,72 @@
+"""A bias by distance i - j, read from a line of biases (:mod:`tilewise.backends.hopper.tables`).
+
+Where all pairs of a block lie past an end of the line they share one bias: it is taken off the row's maximum, and costs no instruction a
+pair. Elsewhere a thread reads one element for each distance of its pairs: of two rows 8 apart and columns 8 apart that is about half of
+the pairs.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+
+from tilewise.backends.hopper.kit.dtypes import F32, I32
+from tilewise.backends.hopper.kit.scheduler import PICK
+from tilewise.backends.hopper.kit.tiles import constant_column
+
+
+class RowLine(NamedTuple):
+    """The biases of a thread's two rows in all blocks of a tile.
+
+    Attributes:
+        line: (distance,), fp32: the head's biases, in base 2.
+        at: the distance of the thread's first row from key 0, less its first column, and less the line's first distance.
+        ends: the biases of whole blocks: of those past the line's last distance and, where keys follow a row's own place, of those before
+            its first one.
+    """
+
+    line: cute.Tensor
+    at: I32
+    ends: list
+
+    def within(self, first) -> BlockLine:
+        """The biases in the block whose first key is ``first``."""
+        at, far = self.at - first, self.ends[0]
+        if len(self.ends) > 1:
+            # A whole block lies on one side: its pairs are all before the first distance, or all past the last one.
+            far = F32(cutlass.select_(at < 0, self.ends[1], far))
+        return BlockLine(self.line, at, far)
+
+
+def line_of_head(line: cute.Tensor, head) -> cute.Tensor:
+    """The biases of one head, (distance,), of those of all heads, or of what all heads share."""
+    return line[PICK.smaller(head, cute.size(line, mode=[0]) - 1), None]
+
+
+class BlockLine(NamedTuple):
+    """The biases of a thread's two rows in one block: ``at`` as in :class:`RowLine`, from its first key; ``far``: where it is whole."""
+
+    line: cute.Tensor
+    at: I32
+    far: F32
+
+    def add(self, s: cute.Tensor, scale2) -> None:
+        """Turns products into scores with their bias, in base 2."""
+        last, read = cute.size(self.line) - 1, {}
+
+        def bias(r: int, c: int):
+            # Rows are 8 apart: pairs of one distance share what was read.
+            distance = 8 * r - constant_column(c)
+            if distance not in read:
+                read[distance] = self.line[PICK.smaller(PICK.larger(self.at + distance, 0), last)]
+            return read[distance]
+
+        for c in range(cute.size(s, mode=[1])):
+            for r in range(2):
+                s[r, c] = s[r, c] * scale2 + bias(r, c)
+
+    def below(self, m2, r: int, columns: int) -> list:
+        """The maximum less the bias, for each column of row r in a block that has one bias."""
+        return [m2 - self.far] * columns

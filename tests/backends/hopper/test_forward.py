@@ -73,6 +73,7 @@ def qkv(nq, nk, d=64, dv=None, heads=(4, 2), dtype=torch.bfloat16, batch=1):
 
 
 BUCKETS, TEMPERATURE = normal(4, 33), torch.tensor(1.5)
+WORDS = normal(33, 4, dtype=torch.bfloat16, seed=9)  # biases as an embedding of distances has them
 STEEP = torch.tensor([1.0, 0.1, -0.3, 0.0])  # ALiBi's slopes; one of them favours what is far away
 RUNS = torch.tensor([0] * 70 + [1] + [2] * 199 + [3] * 30)
 CASES = {
@@ -106,6 +107,22 @@ CASES = {
     "bias": (qkv(130, 200, batch=2), {"score": tw.bias(normal(2, 4, 130, 200))}),
     "bias-keys": (qkv(130, 200), {"score": tw.bias(normal(1, 1, 1, 200).bfloat16()) >> tw.softcap(2.0)}),
     "buckets": (qkv(130, 200), {"score": lambda s, b, h, i, j: s + BUCKETS[h, (i - j).clamp(-16, 16) + 16]}),
+    "table": (qkv(400, 400), {"score": lambda s, b, h, i, j: s + BUCKETS[h, (i - j).clamp(0, 32)], "causal": True}),
+    "table-wide": (
+        qkv(150, 500),
+        {"score": lambda s, b, h, i, j: WORDS[(i + 350 - j) // 9 % 30, h] + s, "causal": True},
+    ),
+    "table-empty-rows": (
+        qkv(400, 150),
+        {"score": lambda s, b, h, i, j: s + BUCKETS[1, (i - j).clamp(260, 290) - 260], "causal": True},
+    ),
+    "table-both-ways": (
+        qkv(400, 700, batch=2),
+        {"score": lambda s, b, h, i, j: s + WORDS[(i - j).clamp(-16, 16) + 16, h]},
+    ),
+    "table-before": (qkv(200, 700), {"score": lambda s, b, h, i, j: s + BUCKETS[h, (i + 450 - j).clamp(0, 32)]}),
+    "table-behind": (qkv(700, 200), {"score": lambda s, b, h, i, j: s + BUCKETS[h, (i - 500 - j).clamp(0, 32)]}),
+    "table-outside": (qkv(200, 300), {"score": lambda s, b, h, i, j: s + BUCKETS[h, (i - 700 - j).clamp(0, 32)]}),
     "score-hides": (qkv(130, 200), {"score": lambda s, b, h, i, j: torch.where((i + j) % 3 == 0, s, -torch.inf)}),
     "score-ignores-s": (qkv(130, 200), {"score": lambda s, b, h, i, j: BUCKETS[h, j % 33] * TEMPERATURE}),
     "scale": (qkv(130, 200), {"score": lambda s, b, h, i, j: -s, "softmax_scale": -0.3}),
@@ -142,6 +159,17 @@ def test_the_source_computes_attention(name, tiles):
     out = emulate(c, tiles, ctas=3)
     errors = accuracy.Expected.of(c.p, c.t).judge(accuracy.tensors(out, None))
     assert not [str(e) for e in errors if not e.ok]
+
+
+TABLES = [name for name in CASES if name.startswith(("table", "buckets"))]
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_by_distance_is_read_from_a_line(name):
+    tensors, options = CASES[name]
+    chosen = config.choose(without_gradient(call(*tensors, **options)).p)
+    assert chosen.table
+    assert chosen in config.shipped()
 
 
 LISTED = [name for name in CASES if form_of(name) == "lists" and "score" not in CASES[name][1]]
@@ -222,7 +250,7 @@ def small_splits(monkeypatch):
     monkeypatch.setattr(config, "MIN_SPLIT_KEYS", 64)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if form_of(name) != "lists"])
+@pytest.mark.parametrize("name", [name for name in CASES if form_of(name) != "lists" and name not in TABLES])
 def test_splits_of_keys_merge_into_attention(name, small_splits):
     tensors, options = CASES[name]
     c = without_gradient(call(*tensors, **options))

@@ -69,6 +69,6 @@ def _optional(config: Backward, heads: tuple, lengths: tuple) -> list:
         made["bits"] = fake.packed(cutlass.Int32, (cute.sym_int(), THREADS, words_of(config.keys.tile_m)))
         found += [made[name] for name in names]
     of_both = {"seed": fake.vector(cutlass.Int64, 1), "slopes": fake.vector(cutlass.Float32, heads[1])}
-    of_both["line"] = fake.strided(cutlass.Float32, (cute.sym_int(), cute.sym_int()))
+    of_both["line"] = fake.rows(cutlass.Float32, (cute.sym_int(), cute.sym_int()))
     found += [of_both[name] for name in fields.both]
     return found + [fake.leaf(dtype, rank) for dtype, rank in config.traced.tensors]

@@ -30,6 +30,7 @@ from tilewise.backends.hopper.forward.storage import ForwardStorage
 from tilewise.backends.hopper.kit import bits, dropout, expression, schedule, softmax
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
 from tilewise.backends.hopper.kit.instructions import all_agree, both, choose, keep_words_above, pack
+from tilewise.backends.hopper.kit.lines import BlockLine, RowLine, line_of_head
 from tilewise.backends.hopper.kit.ring import PipelineState, acquire, new_reader, release
 from tilewise.backends.hopper.kit.scheduler import PICK
 from tilewise.backends.hopper.kit.slopes import BlockSlopes, RowSlopes
@@ -177,7 +178,7 @@ def compute_tile(
     ``n_q`` is the tile of Q in shared memory. Returns the state at the last product's V.
     """
     row, band = query_tile.row + w * config.queries, band_of_tile(query_tile, params, config)
-    hidden, whole, rest = whole_steps(query_tile, row, band, config)
+    hidden, whole, rest = whole_steps(query_tile, row, band, params, config)
     ends = row_ends(query_tile, row, cute.arch.thread_idx()[0] % 128, band, params, config)
     whole_block = steady_block if config.steady else key_block
     operands.o.fill(0.0)
@@ -187,10 +188,10 @@ def compute_tile(
     state = first_block(operands, state, block, smem, params, config)
     if cutlass.const_expr(config.skips):
         state = skip(hidden, state, w, smem, config, turn=False)
-    if cutlass.const_expr(config.has_upper):
+    if cutlass.const_expr(config.has_upper or config.table):
         for step in cutlass.range(
             whole - 1 - hidden, unroll=1
-        ):  # the right edge, or blocks that need the predicate or bits
+        ):  # the right edge, or blocks that need the predicate or bits, or a bias for each pair
             words = kept_words(query_tile, hidden + 1 + step, w, params, config)  # under the products that follow
             block = KeyBlock(ends, block_at(query_tile, hidden + 1 + step, params, config), partial=True, words=words)
             state = key_block(operands, n_q, state, block, smem, params, config)
@@ -217,7 +218,7 @@ def first_scores(
         cute.arch.mbarrier_wait(smem.q_full + n_q, q_phase)  # the loading warp
         if cutlass.const_expr(config.skips):
             row = query_tile.row + w * config.queries
-            hidden, _, _ = whole_steps(query_tile, row, band_of_tile(query_tile, params, config), config)
+            hidden, _, _ = whole_steps(query_tile, row, band_of_tile(query_tile, params, config), params, config)
             state = skip(hidden, state, w, smem, config, turn=True)
         acquire(smem.full, state)  # K: the loading warp
     # S = Q Kᵀ, 64 × tile_n, fp32
@@ -240,7 +241,7 @@ class RowEnds(NamedTuple):
     """The keys of a thread's two rows in a tile.
 
     ``i`` are the rows, ``column`` is the thread's first column. ``lower`` and ``upper`` are the first key that a row keeps and
-    the first one past them, less that column; None means that there is no end. ``slopes``: the rows' ALiBi.
+    the first one past them, less that column; None means that there is no end. ``bias``: of the rows' scores.
     """
 
     batch: I32
@@ -249,7 +250,7 @@ class RowEnds(NamedTuple):
     column: I32
     lower: list | None
     upper: list
-    slopes: RowSlopes | None = None
+    bias: RowSlopes | RowLine | None = None
 
 
 class KeyBlock(NamedTuple):
@@ -261,9 +262,9 @@ class KeyBlock(NamedTuple):
     partial: bool
     words: list | None = None
 
-    def slopes(self, config: Config) -> BlockSlopes | None:
-        """The bias of ALiBi in this block; None without."""
-        return self.ends.slopes.within(self.n * config.tiles.tile_n) if config.alibi else None
+    def bias(self, config: Config) -> BlockSlopes | BlockLine | None:
+        """The bias in this block; None without."""
+        return self.ends.bias.within(self.n * config.tiles.tile_n) if config.biased else None
 
 
 def row_ends(query_tile: QueryTile, row, thread, band: schedule.Band, params: ForwardParams, config: Config) -> RowEnds:
@@ -271,12 +272,16 @@ def row_ends(query_tile: QueryTile, row, thread, band: schedule.Band, params: Fo
     rows, start = [row + row_of(thread, r) // config.heads for r in range(2)], column_of(thread, 0)
     upper = [schedule.row_stop(i, band, PICK) - start for i in rows]
     lower = [schedule.row_start(i, band, PICK) - start for i in rows] if config.has_lower else None
-    slopes = None
+    bias = None
     if config.alibi:
         # The band ends with a row's own place: the last key that it may see is at distance 0.
         slope2 = params.extra.slopes[query_tile.head] * softmax.LOG2_E
-        slopes = RowSlopes(slope2, [F32(i + band.hi - 1 - start) for i in rows])
-    return RowEnds(query_tile.batch, query_tile.head, rows, start, lower, upper, slopes)
+        bias = RowSlopes(slope2, [F32(i + band.hi - 1 - start) for i in rows])
+    if config.table:
+        line = line_of_head(params.extra.line, query_tile.head)
+        ends = [line[cute.size(line) - 1], *([line[0]] if config.form == "full" else [])]
+        bias = RowLine(line, rows[0] - start - params.extra.start, ends)
+    return RowEnds(query_tile.batch, query_tile.head, rows, start, lower, upper, bias)
 
 
 def first_block(
@@ -330,10 +335,10 @@ def steady_block(
     v_state = both_products(operands, n_q, state, smem, config)
     masks = dropout_masks(block, smem, params, config)  # under both products
     warpgroup.wait_group(1)  # S; O may still be under way
-    # ALiBi is added to the maximum here, not to S, which saves two instructions a pair; a softcap takes the maximum along.
+    # A bias is taken off the maximum here, not added to S, which saves two instructions a pair; a softcap takes the maximum along.
     s = rows_columns(operands.s)
     capped = softmax.Capped(params.cap2, config.softcap_columns) if config.softcap else None
-    totals = softmax.steady_softmax(s, operands.rows, params.scale2, block.slopes(config), capped)
+    totals = softmax.steady_softmax(s, operands.rows, params.scale2, block.bias(config), capped)
     served = both(totals[0] <= softmax.MOST, totals[1] <= softmax.MOST)
     # All four warps answer, as they read S and P together; it holds the exponentials above the wait (softmax.hold_exponentials).
     served = all_agree(served, 1 + n_q // config.tiles.q_stages)
@@ -386,13 +391,13 @@ def both_products(
 
 
 def masked_scores(operands: ForwardOperands, block: KeyBlock, params: ForwardParams, config: Config) -> cute.Tensor:
-    """The accumulator of S as (2 rows, columns), capped or scored, and masked; with ALiBi or capped in base 2 (:func:`left_scale`)."""
+    """The accumulator of S as (2 rows, columns), capped or scored, and masked; with a bias or capped in base 2 (:func:`left_scale`)."""
     s, ends, first = rows_columns(operands.s), block.ends, block.n * config.tiles.tile_n
     pairs = expression.pairs_of(ends, first, params) if config.traced != PLAIN else None
     if config.softcap:
         softmax.softcap(s, params.cap2, params.scale2, config.softcap_columns)
-    if config.alibi:
-        block.slopes(config).add(s, params.scale2)
+    if config.biased:
+        block.bias(config).add(s, params.scale2)
     if config.traced.score:
         expression.scored(s, config.traced.score, params.score_scale, pairs)
     if block.partial and block.words is not None:
@@ -411,7 +416,7 @@ def masked_scores(operands: ForwardOperands, block: KeyBlock, params: ForwardPar
 def left_scale(params: ForwardParams, config: Config):
     """The factor that takes :func:`masked_scores` to base 2."""
     # A bias is added where S is scaled already, because it is known in base 2; a softcap's last factor is this one.
-    return F32(1.0) if config.alibi or config.softcap else params.scale2
+    return F32(1.0) if config.biased or config.softcap else params.scale2
 
 
 def dropout_masks(block: KeyBlock, smem: ForwardStorage, params: ForwardParams, config: Config) -> list:

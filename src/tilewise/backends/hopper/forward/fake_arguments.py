@@ -52,7 +52,7 @@ def fake_arguments(config: Config) -> tuple:
         "threshold": lambda: fake.I32,
         "keep": lambda: fake.F32,
         "slopes": lambda: fake.vector(cutlass.Float32, heads_q),
-        "line": lambda: fake.strided(cutlass.Float32, (cute.sym_int(), cute.sym_int())),
+        "line": lambda: fake.rows(cutlass.Float32, (cute.sym_int(), cute.sym_int())),
         "start": lambda: fake.I32,
     }
     traced = [fake.leaf(dtype, rank) for dtype, rank in config.traced.tensors]

@@ -12,6 +12,7 @@ from tilewise.backends.hopper.forward.pages import place_pages
 from tilewise.backends.hopper.forward.params import ForwardParams
 from tilewise.backends.hopper.kit import bits, packed, schedule
 from tilewise.backends.hopper.kit.dtypes import I32
+from tilewise.backends.hopper.kit.params import OptionalParams
 from tilewise.backends.hopper.kit.scheduler import PICK
 from tilewise.backends.hopper.kit.tiles import QueryTile, row_of, tma_tiles
 
@@ -159,11 +160,35 @@ def place_packed(packed_tile: packed.PackedTile, params: ForwardParams, config: 
 
 
 def block_at(query_tile: QueryTile, step, params: ForwardParams, config: Config):
-    """The key block that a tile visits at a step: from the last to the first, or in the order of its list."""
+    """The key block that a tile visits at a step: from the last to the first, or in the order of its list; with a line of biases around
+    the tile's own place those around it come before all others but the last."""
     if config.listed:
         m_block = query_tile.row // config.tile_queries
         return params.extra.blocks[query_tile.batch, query_tile.head, m_block, step]
-    return query_tile.stop - 1 - step
+    block = query_tile.stop - 1 - step
+    if not (config.table and config.form == "full"):
+        return block
+    first, stop = near_blocks(query_tile, params, config)
+    step, near = I32(step), stop - first
+    # Of the others, those behind come first.
+    others = I32(cutlass.select_(block + near >= stop, block + near, block))
+    return I32(cutlass.select_(step == 0, block, I32(cutlass.select_(step <= near, stop - step, others))))
+
+
+def near_blocks(query_tile: QueryTile, params: ForwardParams, config: Config):
+    """``(first, stop)``: the key blocks, the last one left out, of which a tile sees pairs between the ends of a line of biases."""
+    extra, tile_n = params.extra, config.tiles.tile_n
+    before, last = query_tile.row - last_distance(extra) + 1, query_tile.row + config.tile_queries - 1
+    # Keys are past the line's last distance below `before`, and before its first one from the last row's on; not below 0, where a
+    # quotient would be rounded towards 0.
+    first = PICK.smaller(PICK.larger(before, 0) // tile_n, query_tile.stop - 1)
+    stop = (PICK.larger(last - extra.start, 0) + tile_n - 1) // tile_n
+    return first, PICK.larger(PICK.smaller(stop, query_tile.stop - 1), first)
+
+
+def last_distance(extra: OptionalParams):
+    """The distance of a line's last bias, which all larger distances share."""
+    return extra.start + cute.size(extra.line, mode=[1]) - 1
 
 
 def kept_words(query_tile: QueryTile, step, w, params: ForwardParams, config: Config) -> list | None:
@@ -174,12 +199,12 @@ def kept_words(query_tile: QueryTile, step, w, params: ForwardParams, config: Co
     return bits.words_of(params.extra.bits, query_tile.bits + step, thread)
 
 
-def whole_steps(query_tile: QueryTile, row, band: schedule.Band, config: Config):
+def whole_steps(query_tile: QueryTile, row, band: schedule.Band, params: ForwardParams, config: Config):
     """``(hidden, first, stop)`` of the warpgroup whose first query is ``row``.
 
     ``hidden`` is 1 if the warpgroup leaves out the first step, since it sees nothing there. At steps ``[first, stop)`` it sees
-    whole blocks; its first step is none of these. It could not leave out two steps: while it waits for the next tile's first K,
-    this tile's last V is still held.
+    whole blocks, whose pairs have one bias where there is a line of biases; its first step is none of these. It could not leave out two
+    steps: while it waits for the next tile's first K, this tile's last V is still held.
     """
     if config.listed:
         return I32(0), query_tile.partial, query_tile.stop
@@ -187,6 +212,12 @@ def whole_steps(query_tile: QueryTile, row, band: schedule.Band, config: Config)
     start, stop = query_tile.start, query_tile.stop
     # Blocks are visited from the last to the first: the steps [stop - last, stop - first) are the whole ones.
     hidden = PICK.smaller(schedule.hidden_blocks(*rows, (start, stop), PICK), 1) if config.skips else I32(0)
+    if config.table and config.form == "full":
+        near = near_blocks(query_tile, params, config)
+        return hidden, 1 + near[1] - near[0], stop - start
+    if config.table:
+        # Keys below row + hi are past the line's last distance.
+        rows = *rows[:-1], band._replace(hi=1 - last_distance(params.extra))
     first, last = schedule.whole_blocks(*rows, (start, stop - 1 - hidden), PICK)
     return hidden, stop - last, stop - first
 

@@ -126,8 +126,8 @@ class LaunchPlan(Plan):
         return line_of(self.problem)
 
     def line(self, inputs: Inputs) -> Tensor:
-        """The biases of a table by distance, (1 or heads_q, count), fp32, in base 2; in whatever order they lie."""
-        return self.line_of.of(inputs.leaves[self.line_of.slot].detach()).float() * LOG2_E
+        """The biases of a table by distance, (1 or heads_q, count), fp32, in base 2."""
+        return (self.line_of.of(inputs.leaves[self.line_of.slot].detach()).float() * LOG2_E).contiguous()
 
     @property
     def scales(self) -> tuple[float, float]:

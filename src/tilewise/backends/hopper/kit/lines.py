@@ -13,8 +13,11 @@ import cutlass
 import cutlass.cute as cute
 
 from tilewise.backends.hopper.kit.dtypes import F32, I32
+from tilewise.backends.hopper.kit.instructions import after
 from tilewise.backends.hopper.kit.scheduler import PICK
 from tilewise.backends.hopper.kit.tiles import constant_column
+
+TOGETHER = 8  # columns of a thread that read at a time
 
 
 class RowLine(NamedTuple):
@@ -36,7 +39,7 @@ class RowLine(NamedTuple):
         at, far = self.at - first, self.ends[0]
         if len(self.ends) > 1:
             # A whole block lies on one side: its pairs are all before the first distance, or all past the last one.
-            far = F32(cutlass.select_(at < 0, self.ends[1], far))
+            far = F32(cutlass.select_(at <= 0, self.ends[1], far))
         return BlockLine(self.line, at, far)
 
 
@@ -54,18 +57,17 @@ class BlockLine(NamedTuple):
 
     def add(self, s: cute.Tensor, scale2) -> None:
         """Turns products into scores with their bias, in base 2."""
-        last, read = cute.size(self.line) - 1, {}
-
-        def bias(r: int, c: int):
-            # Rows are 8 apart: pairs of one distance share what was read.
-            distance = 8 * r - constant_column(c)
-            if distance not in read:
-                read[distance] = self.line[PICK.smaller(PICK.larger(self.at + distance, 0), last)]
-            return read[distance]
-
+        at, last, read = self.at, cute.size(self.line) - 1, {}
         for c in range(cute.size(s, mode=[1])):
+            # The next columns wait for these: what all columns read would take too many registers at once.
+            if c % TOGETHER == 0 and c > 0:
+                at = after(at, s[1, c - 1])
             for r in range(2):
-                s[r, c] = s[r, c] * scale2 + bias(r, c)
+                # Rows are 8 apart: pairs of one distance share what was read.
+                distance = 8 * r - constant_column(c)
+                if distance not in read:
+                    read[distance] = self.line[PICK.smaller(PICK.larger(at + distance, 0), last)]
+                s[r, c] = s[r, c] * scale2 + read[distance]
 
     def below(self, m2, r: int, columns: int) -> list:
         """The maximum less the bias, for each column of row r in a block that has one bias."""

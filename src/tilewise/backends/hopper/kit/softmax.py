@@ -13,6 +13,7 @@ import cutlass.cute as cute
 
 from tilewise.backends.hopper.kit.dtypes import F32
 from tilewise.backends.hopper.kit.instructions import after, choose, clamp, held, keep_above, reaches_two, rough_tanh
+from tilewise.backends.hopper.kit.lines import BlockLine
 from tilewise.backends.hopper.kit.slopes import BlockSlopes
 from tilewise.backends.hopper.kit.tiles import constant_column, reduce_quad, rows_columns
 
@@ -222,7 +223,7 @@ def online_softmax(s: cute.Tensor, rows: SoftmaxState, scale2, first: bool, mask
 
 
 def steady_softmax(
-    s: cute.Tensor, rows: SoftmaxState, scale2, slopes: BlockSlopes | None, capped: Capped | None
+    s: cute.Tensor, rows: SoftmaxState, scale2, bias: BlockSlopes | BlockLine | None, capped: Capped | None
 ) -> list:
     """Turns a block's scores into ``P = 2**(s scale2 - m)`` with the maxima m of the blocks before.
 
@@ -230,7 +231,7 @@ def steady_softmax(
     left out, and nothing waits for them. The sums tell whether m served (MOST).
 
     Args:
-        slopes: ALiBi's bias of the scores, where they have it.
+        bias: of the scores, where they have one.
         capped: of a softcap which the scores are yet to pass; None without one.
 
     Returns:
@@ -241,7 +242,7 @@ def steady_softmax(
     totals = []
     for r in range(2):
         sums, columns = [F32(0.0), F32(0.0)], cute.size(s, mode=[1])
-        below = slopes and slopes.below(rows.m2[r], r, columns)
+        below = bias and bias.below(rows.m2[r], r, columns)
         for c in range(columns):
             if not capped:
                 s[r, c] = cute.math.exp2(s[r, c] * scale2 - (below[c] if below else rows.m2[r]), fastmath=True)

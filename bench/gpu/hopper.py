@@ -104,6 +104,7 @@ class Kind(NamedTuple):
     e4m3: bool = False  # whether a latent cache is in 8 bits
     alibi: bool = False
     dslopes: bool = False
+    table: bool = False
 
     @classmethod
     def of(cls, x: Config | Backward) -> "Kind":
@@ -121,6 +122,7 @@ class Kind(NamedTuple):
             latent and x.e4m3,
             getattr(x, "alibi", False),
             getattr(x, "dslopes", False),
+            getattr(x, "table", False),
         )
 
     @property
@@ -128,6 +130,8 @@ class Kind(NamedTuple):
         """The options of the calls of this kind, masks of tensors by their names."""
         if self.alibi:  # the bias of other masks is not linear, or comes as ends of rows
             return [{"causal": True}]
+        if self.table:  # other masks' ends of rows come as tensors, or cut keys off
+            return [{"causal": True} if self.form == "upper" else {}]
         if self.packed and self.dropout:  # one kernel serves both
             return [*PLACED_OPTIONS["upper"], *PLACED_OPTIONS["full"]]
         return (PLACED_OPTIONS if self.dropout else FORM_OPTIONS)[self.form]
@@ -138,6 +142,9 @@ class Kind(NamedTuple):
         if self.alibi:
             slopes = 0.5 ** torch.linspace(0, 8, q.shape[-2], device=q.device)
             found = {"score": tw.alibi(slopes.requires_grad_(self.dslopes))}
+        if self.table:  # of which a row of 500 keys reads both ends
+            table = torch.linspace(-4, 4, 70 * q.shape[-2], device=q.device).cos().view(q.shape[-2], 70)
+            found = {"score": lambda s, b, h, i, j: s + table[h, (i - j).clamp(-30, 39) + 30]}
         return found | ({"dropout_p": 0.2, "dropout_seed": 2**62 + 12345} if self.dropout else {})
 
 
@@ -186,7 +193,7 @@ def unpacked_calls(kind: Kind, new: Callable[..., Tensor], sizes: Sizes) -> Name
         return options_of(kind, shape, device)[0]
 
     # One query sees all keys, and one head's slope is read as a number: such calls have other kernels.
-    for n, shape in enumerate(s for s in sizes.shapes if not kind.alibi or min(s[1], s[3]) > 1):
+    for n, shape in enumerate(s for s in sizes.shapes if not (kind.alibi or kind.table) or min(s[1], s[3]) > 1):
         for m, options in enumerate(options_of(kind, shape, device)):
             if m == n % len(kind.options) or n in (2, 3):
                 yield f"{shape}-{m}", made(shape, width, width_v, **options)
@@ -356,6 +363,7 @@ class HopperSubject(Subject):
                 x.packed,
                 x.dropout,
                 getattr(x, "alibi", False),
+                getattr(x, "table", False),
             )
 
         chosen, found = Hopper().config(c.p), Timed({}, {})

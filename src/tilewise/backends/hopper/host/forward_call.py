@@ -65,7 +65,7 @@ class ForwardPlan(LaunchPlan):
         return self.of_mask_fields(inputs, self.config.tiles, (self.grid.section, self.grid.ctas))
 
     def of_call(self, inputs: Inputs) -> list[Tensor]:
-        """The tensors that a launch reads beside q, k, v, the sink and those of the mask, in its order: of dropout and of a bias, the starts
+        """The tensors that a launch reads beside q, k, v, the sink and those of the mask, in its order: of dropout and a bias, the starts
         of packed sequences, a zero that counts the tiles that are taken, and what expressions read."""
         config, found = self.config, []
         if config.dropout:

@@ -65,8 +65,10 @@ ARROWS: dict[str, tuple[str, ...]] = {
     # A kernel's key holds the expressions traced into it.
     "backends.hopper.expected": (),
     "backends.hopper.config": ("bit_tiles", "problem", "masks.facts", "expr"),
+    "backends.hopper.tables": ("backends.hopper.config", "backends.base", "distances", "expr", "problem"),
     "backends.hopper.*.config": (
         "backends.hopper.config",
+        "backends.hopper.tables",
         "backends.hopper.backward.tiles",
         "backends.hopper.expected",
         "problem",

@@ -57,9 +57,16 @@ def registers_together(warpgroups: int) -> int:
 
 
 class Formed:
-    """The facts that follow from the ``form`` of a kernel, one of FORMS."""
+    """The facts that follow from the ``form`` of a kernel, one of FORMS, and from whether it adds a bias."""
 
     form: str
+    alibi: bool
+    table: bool
+
+    @property
+    def biased(self) -> bool:
+        """Whether a bias is added, which is known in base 2."""
+        return self.alibi or self.table
 
     @property
     def by_rows(self) -> bool:

@@ -87,11 +87,6 @@ class Backward(Formed):
     table: bool = False
 
     @property
-    def biased(self) -> bool:
-        """Whether a bias is added, which is known in base 2."""
-        return self.alibi or self.table
-
-    @property
     def subtracts(self) -> bool:
         """Whether products subtract lse and delta (:mod:`tilewise.backends.hopper.backward.subtrahends`); untried with dropout or ALiBi."""
         return self.dtype == "bf16" and self.keys.subtracts and not (self.dropout or self.biased)
@@ -123,10 +118,9 @@ class Backward(Formed):
         k = self.keys
         dims = f"d{k.width}" + (f"v{k.width_v}" if k.width_v != k.width else "")
         second = self.queries.name if self.queries else "ordered" if k.ordered else "queue" if k.queued else "sum"
-        second += "_counted" if k.counts else ""
         flags = "".join(f"_{name}" for name in FLAGS if getattr(self, name))
         flags += "" if self.traced == PLAIN else f"_{self.traced.digest}"
-        return f"backward_{self.dtype}_{dims}_{self.form}{flags}_{k.name}_{second}"
+        return f"backward_{self.dtype}_{dims}_{self.form}{flags}_{k.name}_{second}{'_counted' * k.counts}"
 
     @property
     def expected(self) -> tuple[Expected, ...]:

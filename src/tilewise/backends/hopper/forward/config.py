@@ -158,11 +158,6 @@ class Config(Formed):
     table: bool = False
 
     @property
-    def biased(self) -> bool:
-        """Whether a bias is added, which is known in base 2."""
-        return self.alibi or self.table
-
-    @property
     def queries(self) -> int:
         """Queries of one warpgroup's tile."""
         return ROWS // self.heads

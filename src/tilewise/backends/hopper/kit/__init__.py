@@ -2,7 +2,7 @@
 
 ``ring``: stages of shared memory and their barriers. ``tiles``: tiles for the copy engine, and where an accumulator's numbers lie
 (``layout`` checks that). ``softmax``: a row's maximum, sum and finish. ``schedule``: which tile and which blocks, as pure functions;
-``scheduler``: the loops over them. ``packed``: lookups among packed sequences. ``expression``, ``bits``, ``dropout``, ``slopes``: masks
-and scores of the user, a bit for each pair, dropped pairs, and ALiBi, on a thread's registers. ``instructions``: PTX. ``params``,
-``dtypes``, ``fake``: types and stand-ins for tensors.
+``scheduler``: the loops over them. ``packed``: lookups among packed sequences. ``expression``, ``bits``, ``dropout``, ``slopes``,
+``lines``: masks and scores of the user, a bit for each pair, dropped pairs, ALiBi, and biases by distance, on a thread's registers.
+``instructions``: PTX. ``params``, ``dtypes``, ``fake``: types and stand-ins for tensors.
 """

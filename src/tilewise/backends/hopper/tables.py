@@ -15,6 +15,7 @@ from torch import Tensor
 from tilewise import distances, expr
 from tilewise.backends.base import PerProblem
 from tilewise.backends.hopper.config import is_traced, keys_of
+from tilewise.device import lasting
 from tilewise.expr import Expr
 from tilewise.problem import Problem
 
@@ -64,7 +65,7 @@ class Line:
 
 @lru_cache(maxsize=64)
 def _index(index: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor(index, device=device)
+    return lasting(lambda: torch.tensor(index, device=device))
 
 
 def line_of(p: Problem) -> Line | None:

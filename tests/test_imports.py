@@ -65,7 +65,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     # A kernel's key holds the expressions traced into it.
     "backends.hopper.expected": (),
     "backends.hopper.config": ("bit_tiles", "problem", "masks.facts", "expr"),
-    "backends.hopper.tables": ("backends.hopper.config", "backends.base", "distances", "expr", "problem"),
+    "backends.hopper.tables": ("backends.hopper.config", "backends.base", "device", "distances", "expr", "problem"),
     "backends.hopper.*.config": (
         "backends.hopper.config",
         "backends.hopper.tables",

@@ -1,10 +1,12 @@
-"""Properties that an object computes once."""
+"""Properties that an object computes once, and what tells whether a tensor is still the one that something was computed from."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
 from typing import Any
+
+from torch import Tensor
 
 if sys.version_info >= (3, 12):
     from functools import cached_property
@@ -27,4 +29,17 @@ else:
             return value
 
 
-__all__ = ["cached_property"]
+def edition(t: Tensor) -> tuple[int, int] | None:
+    """Another one after each write that PyTorch counts, and after ``t.data = x`` and ``swap_tensors``, which it does not count.
+
+    None of an inference tensor, whose writes are not counted.
+    """
+    try:
+        return t._version, t.data_ptr() if type(
+            t
+        ) is Tensor else 0  # a subclass may have no memory, and warn when it is asked
+    except RuntimeError:  # nor has a tensor of torch.func's
+        return None if t.is_inference() else (t._version, 0)
+
+
+__all__ = ["cached_property", "edition"]

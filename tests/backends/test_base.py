@@ -22,6 +22,14 @@ def test_what_was_made_of_tensors_is_made_again_when_one_changes_or_is_another()
     assert make(a, b.clone()) is not second
 
 
+def test_what_was_made_of_a_tensor_is_made_anew_when_it_was_given_other_memory():
+    made, a = PerTensors(), torch.zeros(3)
+    assert made.of("sum", [a], lambda: float(a.sum())) == 0
+    a.data = torch.ones(3)
+    assert made.kept("sum", [a]) is None
+    assert made.of("sum", [a], lambda: float(a.sum())) == 3
+
+
 def test_what_was_made_of_two_tensors_in_turns_is_made_once_each_and_forgotten_with_them():
     made, a, b = PerTensors(), torch.zeros(3), torch.ones(3)
     first, second = made.of("sum", [a], a.sum), made.of("sum", [b], b.sum)

@@ -348,6 +348,23 @@ def test_a_prepared_mask_whose_tensor_was_written_since_is_refused(make, before,
     )
 
 
+def _by_data(held, later):
+    held.data = later
+
+
+@pytest.mark.parametrize("replace", [_by_data, torch.utils.swap_tensors])
+def test_a_tensor_that_was_given_other_memory_is_another_one(replace):
+    q, k, v = (torch.randn(1, 40, 2, 8) for _ in range(3))
+    held, later = torch.arange(40) // 9, torch.arange(40) // 13
+    expected = tw.attention(q, k, v, mask=tw.documents(later.clone()))
+    mask = tw.documents(held)
+    prepared = tw.keep(lambda b, h, i, j: held[i] == held[j]).prepare(q, k)
+    replace(held, later)
+    assert torch.equal(tw.attention(q, k, v, mask=mask), expected)
+    with pytest.raises(ValueError, match="was written since"):
+        tw.attention(q, k, v, mask=prepared)
+
+
 def test_what_a_mask_makes_of_a_tensor_is_made_once_and_in_each_capture(monkeypatch):
     made = []
     source = torch.zeros(3)

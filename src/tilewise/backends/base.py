@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tilewise import expr
+from tilewise.caching import edition
 from tilewise.device import Ready, is_captured, is_warming_up, lasting, tensors_in
 from tilewise.problem import Problem
 
@@ -235,18 +236,20 @@ class PerTensors:
                 self.captured[id(found)] = found
             return found
         made = make() if anew else lasting(make)
-        if not (capturing or anew or any(t.is_inference() for t in tensors)):
+        editions = [edition(t) for t in tensors]
+        if not (capturing or anew or None in editions):
             place = (key, *[id(t) for t in tensors])
             if len(self._found) >= self.LIMIT:
                 self._found.clear()
-            known = [(weakref.ref(t, lambda _: self._found.pop(place, None)), t._version) for t in tensors]
+            gone = [weakref.ref(t, lambda _: self._found.pop(place, None)) for t in tensors]
+            known = list(zip(gone, editions, strict=True))
             self._found[place] = made, known, Ready(tensors_in(made))
         return made
 
     def kept(self, key: Any, tensors: Sequence[Tensor], default: Any = None) -> Any:
         """The thing that was made of these tensors, unchanged since, or the default: nothing is kept."""
         found = self._found.get((key, *[id(t) for t in tensors]))
-        if found and all(x() is t and n == t._version for t, (x, n) in zip(tensors, found[1], strict=True)):
+        if found and all(x() is t and known == edition(t) for t, (x, known) in zip(tensors, found[1], strict=True)):
             found[2].await_here()
             return found[0]
         return default

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tilewise import expr
+from tilewise.caching import edition
 from tilewise.device import Ready
 from tilewise.expr import Expr, fitted_lookup, number, symbol, trace
 from tilewise.masks.derived import Derived, outside_inference
@@ -26,8 +27,9 @@ _ENDLESS = 1 << 48  # keys; beyond every sequence, and far from where int64 woul
 class Mask:
     """The pairs that are kept; made by the functions of this module, combined by ``&`` and ``|``.
 
-    A call keeps what the mask's tensors hold by then. What was made of them is kept by their version, as PyTorch counts it: it counts
-    neither ``t.data`` nor a NumPy view nor kernels of your own, after which ``torch.autograd.graph.increment_version(t)`` says so.
+    A call keeps what the mask's tensors hold by then. What was made of them is kept until PyTorch counts a write, and it counts none by
+    ``t.data``, a NumPy view, kernels of your own, or ``torch.distributed`` (``broadcast``, ``scatter``, ``recv``, ``all_reduce`` and
+    ``all_to_all_single`` into a tensor that a mask reads), after which ``torch.autograd.graph.increment_version(t)`` says so.
     """
 
     def __init__(self, text: str, parts: tuple[torch.Tensor | Derived, ...] = ()):
@@ -110,8 +112,7 @@ class _Prepared(Mask):
         super().__init__(text, (*of.leaves, *lists))
         self.of = of
         self._ready = Ready(lists)
-        # Inference tensors count no versions.
-        self._versions = [None if t.is_inference() else t._version for t in of.sources]
+        self._editions = [None if torch.compiler.is_compiling() else edition(t) for t in of.sources]
 
     def __reduce__(self) -> tuple:
         # The versions of a copy's tensors count from 0.
@@ -120,8 +121,8 @@ class _Prepared(Mask):
     def _ask(self) -> None:
         if torch.compiler.is_compiling():
             return
-        for t, version in zip(self.of.sources, self._versions, strict=True):
-            if version is not None and t._version != version:
+        for t, known in zip(self.of.sources, self._editions, strict=True):
+            if known is not None and edition(t) != known:
                 raise ValueError(
                     f"a tensor of shape {tuple(t.shape)} that the prepared mask {self.of.text} reads was written since: its tiles "
                     "are those of before; call mask.prepare(q, k) again, or pass the mask without prepare"

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewise.caching import edition
 from tilewise.device import Ready, is_captured
 
 
@@ -30,7 +31,7 @@ class Derived:
     def __init__(self, source: Tensor, make: Callable[[Tensor], tuple[Tensor, ...]]):
         self.source, self._make = source, make
         self.held = False
-        self._made: tuple[int, tuple[Tensor, ...], Ready] | None = None  # with the source's version
+        self._made: tuple[tuple[int, int], tuple[Tensor, ...], Ready] | None = None  # with the source's edition
         if not torch.compiler.is_compiling():
             self.tensors()  # now: threads that share the mask then have the same ones
 
@@ -42,14 +43,14 @@ class Derived:
         # A trace makes them as part of its graph, a mode of the dispatcher perhaps fake ones, and inference tensors count no versions.
         if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or self.source.is_inference():
             return self._make(self.source)
-        made, version = self._made, self.source._version
-        if made is not None and made[0] != version:
+        made, now = self._made, edition(self.source)
+        if made is not None and made[0] != now:
             made = None
         # So does a capture: a replay has to see what the source holds by then.
         if is_captured() and (made is None or not self.held):
             return self._make(self.source)
         if made is None:
             found = outside_inference(self._make, self.source)
-            made = self._made = version, found, Ready(found)
+            made = self._made = now, found, Ready(found)
         made[2].await_here()
         return made[1]

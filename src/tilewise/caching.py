@@ -34,10 +34,9 @@ def edition(t: Tensor) -> tuple[int, int] | None:
 
     None of an inference tensor, whose writes are not counted.
     """
+    plain = type(t) is Tensor  # a subclass may have no memory, and warn when it is asked
     try:
-        return t._version, t.data_ptr() if type(
-            t
-        ) is Tensor else 0  # a subclass may have no memory, and warn when it is asked
+        return t._version, t.data_ptr() if plain else 0
     except RuntimeError:  # nor has a tensor of torch.func's
         return None if t.is_inference() else (t._version, 0)
 

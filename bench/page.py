@@ -315,7 +315,8 @@ def masks() -> list[str]:
     text = (
         f"TFLOP/s of kept pairs, forward / backward, in brackets as a packed call; a dash: it cannot. Another is faster than tilewise in "
         f"{behind['forward']} of {len(rows)} forwards and {behind['backward']} backwards. {found.source(MASKED[2])} Of an earlier "
-        f"run: FlexAttention and the peers' plans; of later ones: ALiBi and the table, whose forward is that of calls without gradients. Ours: `{found.runs[PLANS]['command']}`."
+        f"run: FlexAttention and the peers' plans; of later ones: ALiBi and the table, whose forward is "
+        f"that of calls without gradients. Ours: `{found.runs[PLANS]['command']}`."
     )
     header = ["mask and score", "tilewise", "its Triton", "cudnn.flex", "FlexAttention"]
     header.append("plan, ms: tilewise / cudnn.flex / Flex")

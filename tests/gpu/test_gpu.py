@@ -137,7 +137,7 @@ def test_what_is_kept_lies_outside_of_the_graphs_that_torch_compile_captures(nam
     leaves = [x.requires_grad_() for x in leaves]
     if "score" in options:
         leaves += options["score"].leaves
-    if backend == "hopper" and tw.explain(*leaves[:3], **options).backend != "hopper":
+    if backend == "hopper" and tw.explain(*leaves[:3], **options).chosen != "hopper":
         pytest.skip("runs on triton")
 
     def attend(q, k, v):

@@ -50,7 +50,10 @@ def is_warming_up() -> bool:
     if trees is None or not torch.cuda.is_initialized():
         return False
     device = torch.cuda.current_device()
-    manager = trees.get_manager(device, create_if_none_exists=False)
+    try:
+        manager = trees.get_manager(device, create_if_none_exists=False)
+    except AssertionError:  # PyTorch 2.11, in a thread that has no such graphs
+        return False
     return manager is not None and manager.stream.cuda_stream == stream_of(device)
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
+from types import SimpleNamespace
 
+import pytest
 import torch
 
+from tilewise import device
 from tilewise.backends import base
 from tilewise.backends.base import Output, PerProblem, PerTensors
 
@@ -59,6 +63,23 @@ def test_what_is_made_while_a_graph_is_warmed_up_is_kept_only_of_no_tensors_and_
     assert len(lasted) == 1
     monkeypatch.setattr(base, "is_warming_up", lambda: False)
     assert made.of("of a tensor", [source], None) is before
+
+
+@pytest.mark.parametrize(
+    ("stream", "warm"),
+    [(7, True), (0, False), (None, False), ("other thread", False)],
+    ids=["its", "another", "none", "thread"],
+)
+def test_a_graph_is_warmed_up_on_the_stream_of_its_manager(stream, warm, monkeypatch):
+    def manager(device, create_if_none_exists):
+        assert stream != "other thread"
+        return None if stream is None else SimpleNamespace(stream=SimpleNamespace(cuda_stream=stream))
+
+    monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", SimpleNamespace(get_manager=manager))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(device, "stream_of", lambda _: 7)
+    assert device.is_warming_up() == warm
 
 
 def test_what_is_kept_is_awaited_with_all_its_tensors_by_whoever_gets_it(monkeypatch):

@@ -52,7 +52,7 @@ def is_warming_up() -> bool:
     device = torch.cuda.current_device()
     try:
         manager = trees.get_manager(device, create_if_none_exists=False)
-    except AssertionError:  # PyTorch 2.11, in a thread that has no such graphs
+    except (AssertionError, RuntimeError):  # PyTorch 2.11, in a thread that has no such graphs
         return False
     return manager is not None and manager.stream.cuda_stream == stream_of(device)
 

@@ -764,13 +764,15 @@ BRIEF = {
 
 @pytest.mark.parametrize("options", BRIEF.values(), ids=BRIEF)
 @pytest.mark.parametrize("watched", [None, "q", "v"])
-def test_a_brief_call_has_the_tensors_and_the_text_that_assembling_it_gives(options, watched, monkeypatch):
+@pytest.mark.parametrize("grads", [True, False], ids=["grad", "no-grad"])
+def test_a_brief_call_has_the_tensors_and_the_text_that_assembling_it_gives(options, watched, grads, monkeypatch):
     x = inputs()
     if watched:
         x[watched].requires_grad_()
-    tensors, *found = assemble(**x, o=Options(**options))
-    monkeypatch.setattr(spec, "_is_brief", lambda *_: False)
-    assembled, *expected = assemble(**x, o=Options(**options))
+    with torch.set_grad_enabled(grads):
+        tensors, *found = assemble(**x, o=Options(**options))
+        monkeypatch.setattr(spec, "_is_brief", lambda *_: False)
+        assembled, *expected = assemble(**x, o=Options(**options))
     assert found == expected
     assert [id(t) for t in tensors] == [id(t) for t in assembled]
 

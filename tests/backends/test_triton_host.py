@@ -12,9 +12,10 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 
 import tilewise as tw
 from tests.backends.contract import call, normal, qkv
+from tilewise.backends import base
 from tilewise.backends.triton import interpreting
 from tilewise.backends.triton.config import Config
-from tilewise.backends.triton.host import compile_all, launch, runtime
+from tilewise.backends.triton.host import compile_all, launch, plan, runtime
 from tilewise.backends.triton.host.descriptors import four_axes
 from tilewise.backends.triton.host.facts import MEANINGS, Facts
 from tilewise.backends.triton.host.plan import Plan
@@ -146,6 +147,20 @@ def test_later_calls_of_a_predicate_walk_over_the_lists_of_their_own_mask(launch
     launch.forward(plan, calls[0].t)
     lists = launches[-1][1][0].lists
     assert [x.data_ptr() for x in lists] != of_mask[0][0]
+
+
+def test_a_capture_makes_its_lists_anew(launches, monkeypatch):
+    rows = torch.rand(130) > 0.3
+    c = call(
+        *qkv(nq=130, nk=130, d=64, dv=64, dtype=torch.bfloat16), mask=tw.keep(lambda b, h, i, j: rows[i] & (j <= i))
+    )
+    of_lists = Plan(c.p, TMA)
+    launch.forward(of_lists, c.t)
+    monkeypatch.setattr(plan, "is_captured", lambda: True)
+    monkeypatch.setattr(base, "is_captured", lambda: True)
+    launch.forward(of_lists, c.t)
+    first, captured = (args[0].lists for _, args in launches)
+    assert all(x is not y and torch.equal(x, y) for x, y in zip(first, captured, strict=True))
 
 
 LISTS = ("tile_lists", "tile_order", "key_lists", "key_order")

@@ -14,8 +14,10 @@ from tests.backends.contract import Call, call, normal, poisoned
 from tests.backends.hopper.test_backward import CASES as BACKWARD
 from tests.backends.hopper.test_forward import CASES as FORWARD
 from tests.backends.hopper.test_forward import PACKED, packed_call, qkv, without_gradient
+from tilewise.backends import base
 from tilewise.backends.hopper import Hopper
 from tilewise.backends.hopper.host import library
+from tilewise.backends.hopper.host import plan as of_hopper
 from tilewise.backends.hopper.host.plan import KeptLaunch, LaunchPlan
 from tilewise.reference import Reference
 
@@ -149,3 +151,20 @@ def test_launches_of_two_masks_of_one_text_are_kept_apart(monkeypatch):
     assert kept[0] is not kept[1]
     for n in range(2):
         same(*(read(x, calls[n]) for x in recorder.launches[n::2]))
+
+
+def test_a_capture_makes_anew_what_it_reads_of_a_mask(monkeypatch):
+    recorder, backend = Recorder(monkeypatch), Hopper()
+    c = without_gradient(call(*qkv(300, 300, batch=2), mask=tw.prefix(torch.tensor([40, 170]))))
+    plan = backend._plan(c.p)
+    with poisoned():
+        plan.forward(c.t)
+    kept = plan.repeated(c.t)
+    monkeypatch.setattr(of_hopper, "is_captured", lambda: True)
+    monkeypatch.setattr(base, "is_captured", lambda: True)
+    assert plan.repeated(c.t) is None
+    with poisoned():
+        plan.forward(c.t)
+    same(*(read(x, c) for x in recorder.launches))
+    monkeypatch.setattr(of_hopper, "is_captured", lambda: False)
+    assert plan.repeated(c.t) is kept  # what the capture made is the graph's

@@ -111,6 +111,18 @@ def test_a_softcap_is_right_to_its_own_size(largest, together):
     assert np.abs(s / power - 1).max() < 20 * 6e-7
 
 
+@pytest.mark.parametrize("together", [8, 12, 16])
+@pytest.mark.parametrize("largest", [0.45, 1.4, 9.5])
+def test_one_large_score_decides_for_its_columns(largest, together):
+    """At any row and column, of one thread alone: the polynomial of the others would miss it."""
+    exact = 20.0 * np.tanh(np.float64(np.float32(largest)))
+    for row, column in np.ndindex(2, 32):
+        s = np.full((2, 32, N), 0.01, np.float32)
+        s[row, column, 5] = largest
+        SOFTMAX.softcap(s, np.float32(2 * np.log2(np.e)), np.float32(20.0), together)
+        assert abs(s[row, column, 5] / exact - 1) < 6e-7
+
+
 def test_a_softcap_keeps_nan_and_ends_infinity():
     s = np.full((2, 8, N), np.inf, np.float32)
     s[0, 0], s[1, 1] = np.nan, -np.inf

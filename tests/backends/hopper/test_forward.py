@@ -209,6 +209,35 @@ def test_infinite_sums_of_a_block_are_taken_for_what_they_are():
     assert not [str(e) for e in errors if not e.ok]
 
 
+# Sizes of scores, of a digit for each block of keys as they are visited; of each but the first, whether it is computed once more.
+OUTGROWN = {"00900": ".!..", "9900": "...", "0999": "!.."}
+
+
+@pytest.mark.parametrize("sizes", OUTGROWN)
+def test_capped_scores_beyond_the_maxima_are_computed_once_more(sizes, monkeypatch):
+    done, load_kernel = [], emulated.load_kernel
+
+    def watched():
+        kernel = load_kernel()
+        once_more = kernel.compute.once_more
+
+        def watched_once_more(served, *rest):
+            done.append("." if served else "!")
+            once_more(served, *rest)
+
+        kernel.compute.once_more = watched_once_more
+        return kernel
+
+    monkeypatch.setattr(emulated, "load_kernel", watched)
+    q, k, v = qkv(64, 64 * len(sizes), heads=(1, 1))
+    by_key = 0.1 + torch.tensor([float(n) for n in reversed(sizes)]).repeat_interleave(64)
+    c = without_gradient(call(q, (k * by_key[:, None, None]).to(k.dtype), v, score=tw.softcap(30.0)))
+    out = emulate(c, replace(STEADY, warpgroups=1), ctas=1)
+    errors = accuracy.Expected.of(c.p, c.t).judge(accuracy.tensors(out, None))
+    assert not [str(e) for e in errors if not e.ok]
+    assert "".join(done) == OUTGROWN[sizes]
+
+
 @pytest.mark.parametrize("hiding", HIDING)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf], ids=["nan", "inf"])
 def test_keys_that_no_query_sees_never_touch_a_result(hiding, bad):

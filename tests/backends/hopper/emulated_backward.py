@@ -79,7 +79,7 @@ def load(name: str) -> ModuleType:
     stand_in_for_queues(found["kit.instructions"], found["kit.packed"])
     stand_in(found["kit.tiles"], tma_tiles=cut, rows_columns=lambda acc: acc.values)
     pair = lambda low, high, dtype: (rounded(low, dtype), rounded(high, dtype))  # noqa: E731
-    stand_in(found["kit.instructions"], pack=pair, count_up=count_up, await_count=await_count)
+    stand_in(found["kit.instructions"], pack=pair, count_up=count_up, await_count=await_count, add_where=add_where)
     stand_in_for_fragments(found["backward.fragments"], found["kit.tiles"], places)
     if name == "queries":
         stand_in_for_queries(found["backward.queries_compute"])
@@ -274,6 +274,12 @@ def count_up(t: Global, place: tuple) -> None:
         t[place] = t[place] + 1
 
 
+def add_where(condition, sums: Global, n, number) -> None:
+    with counting:
+        condition, n, number = (np.broadcast_to(x, THREADS.shape) for x in (condition, n, number))
+        np.add.at(sums.values, n[condition], number[condition])
+
+
 def await_count(t: Global, place: tuple, count: int) -> None:
     assert (t[place] == count).all(), "the pass before has not written all"
 
@@ -301,9 +307,9 @@ def _key_operands(mmas, smem, w: int, config: Backward):
     s = [Registers(tiles.tile_m) for _ in range(4)]
     rooms = smem.k, smem.v, smem.q, smem.do, Turned(smem.q), Turned(smem.do)
     subtrahends = Subtrahends(smem.statistics) if config.subtracts else None
-    dslope = RegisterRow(1) if config.dslopes else None
+    dbias = RegisterRow(1) if config.sums_bias else None
     grads = Registers(tiles.width), Registers(tiles.width_v)
-    return mmas.make(mmas.names, *rooms, *s, *grads, total, None, subtrahends, dslope)
+    return mmas.make(mmas.names, *rooms, *s, *grads, total, None, subtrahends, dbias)
 
 
 def _query_operands(mmas, smem, config: Backward):

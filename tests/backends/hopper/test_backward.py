@@ -59,7 +59,8 @@ def emulate(c: Call, tiles: KeyTiles | None, ctas: int) -> Grads:
     with ExitStack() as patches:
         if tiles and not tiles.sums_dq:
             patches.enter_context(patch.object(shared, "BUDGET", 0))
-            patches.enter_context(patch.object(backward_config, "with_slopes", lambda p: None))
+            for biased in ("with_slopes", "with_line"):
+                patches.enter_context(patch.object(backward_config, biased, lambda p: None))
         x = backward_config.choose(c.p)
     queries = None if not tiles or tiles.sums_dq else QUERIES if tiles.split else FIRST
     return emulate_kernels(c, replace(x, keys=tiles, queries=queries) if tiles else x, ctas)
@@ -85,7 +86,9 @@ def emulate_kernels(c: Call, x: backward_config.Backward, ctas: int) -> Grads:
     if x.makes_queue:
         extras[0]["queue"] = np.zeros(1, np.int32)
     if x.dslopes:
-        extras[0]["dslopes"] = np.full(plan.memory.slope_sums_shape, np.nan, np.float32)
+        extras[0]["dbias"] = np.full(plan.memory.slope_sums_shape, np.nan, np.float32)
+    if x.table:
+        extras[0]["dbias"] = np.zeros(plan.memory.line_sums_shape, np.float32)
     lo, hi, section_k, ctas_k, section_q, ctas_q, *scales = plan.numbers
     scales, ends = scales[:3], scales[-2:]
 
@@ -104,7 +107,12 @@ def emulate_kernels(c: Call, x: backward_config.Backward, ctas: int) -> Grads:
     grads = (torch.from_numpy(g[0] if c.p.packed else g).to(c.p.dtype) for g in (dq, *whole))
     lse, delta = torch.from_numpy(t["lse2"]) / LOG2_E, torch.from_numpy(t["delta"])
     sink = backward_call.sink_gradient(c.t, lse, delta) if c.p.packed else None
-    return Grads(*grads, sink, plan.slope_gradient(torch.from_numpy(extras[0]["dslopes"])) if x.dslopes else {})
+    leaves = plan.slope_gradient(torch.from_numpy(extras[0]["dbias"])) if x.dslopes else {}
+    if x.table and c.p.spec.lookups:
+        leaves = plan.line_gradient(
+            torch.from_numpy(extras[0]["dbias"]), c.t, out.lse, c.dlse, delta[..., : c.p.seqlen_q]
+        )
+    return Grads(*grads, sink, leaves)
 
 
 def wrong(c: Call, grads: Grads) -> list[str]:
@@ -142,7 +150,7 @@ CASES = {
 ENDS = ("prefix", "prefix-lengths", "documents", "documents-whole", "documents-wide", "documents-empty-rows", "lengths",
         "ranges-per-head")  # fmt: skip
 PAIRED = [name for name in FORWARD if name.startswith(("dropout", "keep", "dense", "block", "union", "alibi", "bias", "buckets",
-          "score", "scale"))]  # fmt: skip
+          "table", "score", "scale"))]  # fmt: skip
 OTHERS = {
     "dropout-softcap": (qkv(130, 200), {"dropout_p": 0.3, "dropout_seed": 5, "score": tw.softcap(2.0), "causal": True}),
     "dropout-documents": (
@@ -155,6 +163,7 @@ OTHERS = {
 }
 CASES |= {name: FORWARD[name] for name in (*ENDS, *PAIRED)} | OTHERS
 # Every case for some form of the pass over keys, and what is a form's own for each.
+LINES = [name for name in FORWARD if name.startswith(("buckets", "table"))]
 LINEAR = ("alibi", "alibi-wide", "alibi-empty-rows")
 PAIRS = [(name, form) for form in ("whole", "split") for name in CASES if name not in LINEAR[1:]]
 PAIRS += [(name, "summed") for name in ("full", "causal-wide", "window", "keys", "large-scores", "softcap")]
@@ -165,6 +174,7 @@ PAIRS += [(name, "ordered-wide") for name in ("one", "causal", "causal-empty-row
 PAIRS += [(name, "queued") for name in ("one", "causal-wide", "window", "documents")]
 PAIRS += [("dropout", "queued"), ("dropout-documents", "queued")]
 PAIRS += list(zip(LINEAR, ("queued", "queued", "queued-wide"), strict=True))
+PAIRS += [(name, form) for name in LINES for form in ("queued", "queued-wide")]
 PAIRS += [(name, "queued-wide") for name in ("causal-empty-rows", "keys", "softcap")]
 PAIRS += [
     (name, "subtracting") for name in ("one", "causal-empty-rows", "documents-empty-rows", "fp16", "large-scores")
@@ -205,6 +215,36 @@ def test_the_source_sums_the_gradient_of_slopes(name, form):
     assert backward_config.choose(c.p).dslopes
     grads = emulate(c, KEYS[form], ctas=3)
     assert {*grads.leaves} == {shared.slopes_of(c.p)}
+    assert not wrong(c, grads)
+
+
+TABLE = normal(4, 40, seed=9)
+LINED = {
+    "clipped": (qkv(400, 400, batch=2), TABLE, lambda t, h, d: t[h, d.clamp(0, 32)], {"causal": True}),
+    "buckets": (qkv(400, 400), TABLE, lambda t, h, d: t[h, torch.where(d < 20, d, 20 + d // 20)], {"causal": True}),
+    "later": (qkv(500, 500), TABLE, lambda t, h, d: t[h, d.clamp(200, 230) - 200], {"causal": True}),
+    "wide": (qkv(150, 500), TABLE, lambda t, h, d: t[h, (d + 350).clamp(0, 39)], {"causal": True}),
+    "empty-rows": (qkv(400, 150), TABLE, lambda t, h, d: t[h, (d - 250).clamp(0, 39)], {"causal": True}),
+    "sink": (qkv(200, 200), TABLE, lambda t, h, d: t[h, d.clamp(0, 32)], {"causal": True, "sink": normal(4, seed=8)}),
+    "fp16": (qkv(300, 300, dtype=torch.float16), TABLE, lambda t, h, d: t[h, d.clamp(0, 9)], {"causal": True}),
+    "narrow": (qkv(200, 300, d=40, dv=24), TABLE, lambda t, h, d: t[h, d.clamp(0, 9)], {}),
+    "shared": (qkv(300, 300), TABLE.bfloat16(), lambda t, h, d: t[2, d.clamp(-16, 16) + 16], {}),
+    "both-ways": (qkv(400, 700, batch=2), TABLE.mT, lambda t, h, d: t[d.clamp(-16, 16) + 16, h], {}),
+    "both-ways-sink": (qkv(400, 300), TABLE, lambda t, h, d: t[h, d.clamp(-9, 9) + 9], {"sink": normal(4, seed=8)}),
+    "behind": (qkv(700, 200), TABLE, lambda t, h, d: t[h, (d - 500).clamp(0, 32)], {}),
+    "outside": (qkv(200, 300), TABLE, lambda t, h, d: t[h, (d - 700).clamp(0, 32)], {}),
+}
+LINED_PAIRS = [(name, form) for name in LINED for form in ("queued", "queued-wide")] + [("both-ways", "summed")]
+
+
+@pytest.mark.parametrize(("name", "form"), LINED_PAIRS, ids=lambda x: x)
+def test_the_source_sums_the_gradient_of_a_table(name, form):
+    tensors, table, read, options = LINED[name]
+    table = table.clone().requires_grad_()
+    c = call(*tensors, score=lambda s, b, h, i, j: s + read(table, h, i - j), **options)
+    assert backward_config.choose(c.p).table
+    grads = emulate(c, KEYS[form], ctas=3)
+    assert [x.dtype for x in grads.leaves.values()] == [table.dtype]
     assert not wrong(c, grads)
 
 

@@ -62,6 +62,17 @@ class Line:
             return found.view(1, self.count)
         return found if self.by_head < self.axis else found.t()
 
+    def gradient(self, found: Tensor, table: Tensor) -> Tensor:
+        """The gradient of a table, in its shape and dtype, of those of its biases, (heads_q, count), fp32."""
+        grad = torch.zeros(table.shape, dtype=found.dtype, device=table.device)
+        part = grad
+        for axis, n in sorted(self.at, reverse=True):
+            part = part.select(axis, n)
+        # What is left is the line of all heads, or a line for each, along either axis.
+        found = found.sum(0) if self.by_head is None else found if self.by_head < self.axis else found.t()
+        part.index_add_(int(found.ndim > 1 and self.by_head < self.axis), _index(self.index, table.device), found)
+        return grad.to(table.dtype)
+
 
 @lru_cache(maxsize=64)
 def _index(index: tuple[int, ...], device: torch.device) -> Tensor:

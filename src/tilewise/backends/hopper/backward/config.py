@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 from tilewise import device as devices
 from tilewise.backends.hopper.backward.tiles import (
-    KEY_GROUPS,
     STATISTICS_ALIGNMENT,
     ClusterTiles,
     KeyTiles,
@@ -44,6 +43,8 @@ from tilewise.backends.hopper.config import (
     why_no_bits,
 )
 from tilewise.backends.hopper.expected import Expected
+from tilewise.backends.hopper.tables import FORMS as LINED
+from tilewise.backends.hopper.tables import line_of
 from tilewise.problem import Problem
 
 FLAGS = "softcap", "dropout", "alibi", "dslopes", "table", "packed"  # fields that are words of a name, in this order
@@ -112,6 +113,11 @@ class Backward(Formed):
         return self.softcap or self.dropout or self.traced.sloped
 
     @property
+    def sums_bias(self) -> bool:
+        """Whether the pass over keys sums the gradient of a bias: a table's always, which few pairs take part in."""
+        return self.dslopes or self.table
+
+    @property
     def name(self) -> str:
         """How its kernels' symbols begin. They end in ``_rows`` (preprocess), ``_keys`` (keys, cluster), ``_queries`` or ``_sum``
         (postprocess): symbols are among the bits of shipped kernels, so that modules may be renamed and they may not."""
@@ -178,10 +184,6 @@ class Backward(Formed):
         flags = -(-p.seqlen_q // (16 * self.tile_m)) * 16 if self.flagged else 16 if self.keys.counts else 0
         return flags + max(-(-p.seqlen_q // m) * m for m in (self.keys.tile_m, self.tile_m))
 
-    def semaphores(self, p: Problem) -> int:
-        """The number of semaphores of a head: each counts the key tiles that have been added to one part of a block of dQ."""
-        return KEY_GROUPS * self.blocks(p)
-
     def blocks(self, p: Problem) -> int:
         """The number of query blocks of a head whose dQ is accumulated."""
         m = self.keys.tile_m
@@ -211,7 +213,7 @@ class BackwardRow:
         one_pass: where the pass over keys accumulates dQ; at 256 by clusters (docs/decisions.md#hopper-d256-pairs).
         softcap_one_pass: as one_pass, with a softcap: its slope takes registers, so that a tile has fewer queries.
         dropout: as one_pass, with dropout and neither a score nor a predicate, however few the keys are: pairs are then drawn once.
-        alibi: whether one_pass is shipped with ALiBi whose bias is linear.
+        alibi: whether one_pass is shipped with ALiBi whose bias is linear, and with a table's bias by distance.
         bits: where the pass over keys accumulates dQ, with listed blocks of 64 or 128 queries and a bit for each pair of a partial one.
         one_pass_from: keys that a query must see on average for one pass to pay (docs/decisions.md#hopper-two-or-one-pass).
         overlapping_from: the same where tiles overlap, which hides a part of that; None: as many.
@@ -407,6 +409,12 @@ def shipped() -> list[Backward]:
         for row in rows
         if row.alibi
     ]
+    found += [
+        (Passes(row.summed(form, packed=False)), {"form": form, "table": True})
+        for row in rows
+        if row.alibi
+        for form in LINED
+    ]
     dtypes = DTYPES.values()
     return [Backward(*passes, dtype=dtype, **options) for passes, options in found if passes for dtype in dtypes]
 
@@ -434,12 +442,14 @@ def reasons(p: Problem) -> list[str]:
 
 
 def _reasons_of_leaves(p: Problem) -> list[str]:
-    """Every reason why no kernel has the gradient of a tensor that the score reads: there are kernels for ALiBi's slopes alone."""
-    why = reasons_of_slopes(p)
+    """Every reason why no kernel has the gradient of a tensor that the score reads: there are kernels for ALiBi's slopes and for a table by
+    distance."""
+    lined = line_of(p) is not None
+    why = [] if lined else reasons_of_slopes(p)
     if why is None:
         return [
-            "a tensor that a score reads wants a gradient: its backward has those of q, k, v, sink and causal ALiBi's slopes; "
-            "detach the tensor if it needs none"
+            "a tensor that a score reads wants a gradient: its backward has those of q, k, v, sink, causal ALiBi's slopes and a table that "
+            "is read by distance; detach the tensor if it needs none"
         ]
     wide, widest = max(p.head_dim, p.head_dim_v), max(max(dims) for dims, row in TABLE.items() if row.alibi)
     # The kernels that sum slopes are of dense calls, which know a band that is cut by its rows' ends.
@@ -449,7 +459,8 @@ def _reasons_of_leaves(p: Problem) -> list[str]:
     why += ["dropout"] if p.spec.dropout_p else []
     why += ["deterministic=True"] if p.spec.deterministic else []
     why += [f"head_dim {wide}, above {widest}"] if wide > widest else []
-    return [f"the gradient of ALiBi's slopes with {reason}" for reason in why]
+    what = "a table by distance" if lined else "ALiBi's slopes"
+    return [f"the gradient of {what} with {reason}" for reason in why]
 
 
 def rows_for(p: Problem) -> Iterator[BackwardRow]:
@@ -471,8 +482,8 @@ def choose(p: Problem) -> Backward:
     bits = bit_tiles_of(p)
     if form in ("rows", "lists") and bits and not why_no_bits(p, bits.tile_m, by_columns=True):
         return Backward(bits, None, DTYPES[str(p.dtype)], "bits")
-    if (sloped := with_slopes(p)) is not None:
-        return sloped
+    if (biased := with_slopes(p) or with_line(p)) is not None:
+        return biased
     row, passes = chosen_row(p)
     if traced == PLAIN:
         passes = one_pass(row, p, form, softcap) or passes
@@ -490,6 +501,15 @@ def with_slopes(p: Problem) -> Backward | None:
         return None
     keys = row.summed("upper", p.packed)
     return Backward(keys, None, DTYPES[str(p.dtype)], "upper", packed=p.packed, alibi=True, dslopes=wanted)
+
+
+def with_line(p: Problem) -> Backward | None:
+    """The kernels that read a bias by distance from a line: as :func:`with_slopes`."""
+    row = next((row for row in rows_for(p) if row.alibi), None)
+    if row is None or p.spec.deterministic or line_of(p) is None:
+        return None
+    form = keys_of(p)[0]
+    return Backward(row.summed(form, packed=False), None, DTYPES[str(p.dtype)], form, table=True)
 
 
 def bit_tiles_of(p: Problem) -> KeyTiles | None:

@@ -42,8 +42,8 @@ def fake_arguments(config: Backward) -> tuple:
         made = *made, fake.rows(cutlass.Int32, (batch, heads_q, cute.sym_int()))
     if config.makes_queue:
         made = *made, fake.vector(cutlass.Int32, 1)
-    if config.dslopes:
-        made = *made, fake.rows(cutlass.Float32, (batch, heads_q, cute.sym_int()))
+    if config.sums_bias:
+        made = *made, fake.rows(cutlass.Float32, (cute.sym_int() if config.table else batch, heads_q, cute.sym_int()))
     # lo, hi, a section and a grid for each pass; scale, scale2, cap2.
     numbers = *[fake.I32] * 6, *[fake.F32] * 3
     given = *given, *_optional(config, (batch, heads_q), (seqlen_k, seqlen_q))

@@ -18,10 +18,11 @@ from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.backward.params import BackwardParams, column_band, number_band
 from tilewise.backends.hopper.backward.scores import ColumnLimits, ScoreBlock, pairs_of_block, thread_rows
 from tilewise.backends.hopper.backward.sequences import BackwardSeqlenInfo, PackedSequence, seqlen_info
-from tilewise.backends.hopper.backward.tiles import CLUSTER, KEY_GROUPS, STATISTICS_ALIGNMENT
+from tilewise.backends.hopper.backward.tiles import CLUSTER, KEY_GROUPS, LINE_SLOTS, STATISTICS_ALIGNMENT
 from tilewise.backends.hopper.config import ROWS
 from tilewise.backends.hopper.kit import bits, packed, schedule
 from tilewise.backends.hopper.kit.dtypes import F32, I32
+from tilewise.backends.hopper.kit.lines import KeyLine, line_of_head
 from tilewise.backends.hopper.kit.scheduler import PICK, TileScheduler, nth_packed_tile, nth_tile_by_size
 from tilewise.backends.hopper.kit.slopes import RowSlopes
 from tilewise.backends.hopper.kit.softmax import LOG2_E
@@ -220,7 +221,9 @@ class VisibleBlocks(NamedTuple):
     Attributes:
         start, stop: the blocks ``[start, stop)`` are seen as a whole; of the others, what is within ``limits``.
         hidden: of the first ``hidden`` blocks nothing is seen.
-        slopes: ALiBi of the tile's query head, where there is ALiBi.
+        bias: of the tile's query head, where there is one.
+        near: with a table by distance: blocks before ``near`` have the bias of its line's first distance, those from ``start`` on that of
+            its last one.
     """
 
     column: I32
@@ -229,10 +232,13 @@ class VisibleBlocks(NamedTuple):
     stop: I32
     limits: ColumnLimits | None
     hidden: I32 | int = 0
-    slopes: RowSlopes | None = None
+    bias: RowSlopes | KeyLine | None = None
+    near: I32 | None = None
 
     def whole_block(self, n, params: BackwardParams, config: Backward) -> ScoreBlock:
         """The n-th of the tile's blocks, or of its list, of which every key is seen by every query."""
+        if config.table:
+            return ScoreBlock(bias=self.bias.beyond(before=False))
         if not (config.pairs or config.alibi):
             return ScoreBlock()
         return self._block(n, None, params, config)
@@ -251,7 +257,7 @@ class VisibleBlocks(NamedTuple):
         first = block_at(self.tile, n, params, config) * config.keys.tile_m
         limits = None if limits is None else limits.within(first)
         pairs = pairs_of_block(self.tile, ("j", "i"), self.column, first, params) if config.pairs else None
-        return ScoreBlock(limits, pairs, slopes=self.slopes and self.slopes.within(first))
+        return ScoreBlock(limits, pairs, bias=self.bias and self.bias.within(first))
 
 
 def visible_blocks(column, tile: KeyTile, params: BackwardParams, config: Backward) -> VisibleBlocks:
@@ -260,6 +266,9 @@ def visible_blocks(column, tile: KeyTile, params: BackwardParams, config: Backwa
         return VisibleBlocks(column, tile, tile.partial, tile.stop, None)
     start, stop = whole_blocks(column, tile, params, config)
     limits = limits_of(column, tile, params, config)
+    if config.table:
+        near, start = far_blocks(column, tile, params, config)
+        return VisibleBlocks(column, tile, start, tile.stop, limits, near=near)
     return VisibleBlocks(column, tile, start, stop, limits, hidden_blocks(column, tile, start, params, config))
 
 
@@ -274,6 +283,17 @@ def whole_blocks(column, tile: KeyTile, params: BackwardParams, config: Backward
         # No block is whole for a warpgroup that holds keys past the last one.
         stop = start + (stop - start) * clamped(params.seqlen_k - column - ROWS + 1, 0, 1)
     return start, stop
+
+
+def far_blocks(column, tile: KeyTile, params: BackwardParams, config: Backward):
+    """``(near, start)``: the tile's blocks before ``near`` lie before the line's first distance, and those from ``start`` on past its last
+    one, for all 64 keys from ``column`` on; both see all of these keys. Keys past the last one leave no such block."""
+    first, tile_m = params.extra.start, config.keys.tile_m
+    last = first + cute.size(params.extra.line, mode=[1]) - 1
+    start = clamped((PICK.larger(column + ROWS - 1 + last, 0) + tile_m - 1) // tile_m, tile.start, tile.stop)
+    near = clamped(PICK.larger(column + first + 1, 0) // tile_m, tile.start, start) if config.form == "full" else tile.start
+    whole = clamped(params.seqlen_k - column - ROWS + 1, 0, 1)
+    return tile.start + (near - tile.start) * whole, tile.stop - (tile.stop - start) * whole
 
 
 def hidden_blocks(column, tile: KeyTile, start, params: BackwardParams, config: Backward):
@@ -310,7 +330,9 @@ def blocks_of_head(
     if not config.of_numbers:
         return visible_blocks(column, tile, params, config)
     if config.alibi:
-        blocks = blocks._replace(slopes=slopes_of_head(column, tile.head, params))
+        blocks = blocks._replace(bias=slopes_of_head(column, tile.head, params))
+    if config.table:
+        blocks = blocks._replace(bias=key_line(column, tile.head, params, config))
     return blocks._replace(tile=tile) if config.pairs else blocks
 
 
@@ -321,3 +343,13 @@ def slopes_of_head(column, head, params: BackwardParams) -> RowSlopes:
     return RowSlopes(
         -params.extra.slopes[head] * LOG2_E, [F32(j - start - (params.hi - 1)) for j in thread_rows(column)]
     )
+
+
+def key_line(column, head, params: BackwardParams, config: Backward) -> KeyLine:
+    """The biases by distance of a query head for a thread's keys, and where their gradients are added up: CTAs have several places, so that
+    few of them add to one number at a time."""
+    extra, (key, _) = params.extra, thread_rows(column)
+    sums = extra.dbias[cute.arch.block_idx()[0] % LINE_SLOTS, head, None]
+    at = column_of(cute.arch.thread_idx()[0] % 128, 0) - key - extra.start
+    line = line_of_head(extra.line, head)
+    return KeyLine(line, at, sums, [line[cute.size(line) - 1], *([line[0]] if config.form == "full" else [])])

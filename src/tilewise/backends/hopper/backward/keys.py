@@ -133,7 +133,7 @@ def tiled_mmas(config: Backward) -> KeysMmas:
         mma(major.MN, tiles.width_v, registers),  # dV += Pᵀ dO
         dq_accumulate.tiled_mma(config) if tiles.sums_dq else None,
         mma(major.K, tiles.tile_m, registers)
-        if v_register_steps(tiles, config.statistics, config.packed, config.dslopes) or config.subtracts
+        if v_register_steps(tiles, config.statistics, config.packed, config.sums_bias) or config.subtracts
         else None,
     )
 

@@ -17,7 +17,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import warpgroup
 
-from tilewise.backends.hopper.backward import dq_accumulate, dslopes
+from tilewise.backends.hopper.backward import dlines, dq_accumulate, dslopes
 from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.backward.fragments import (
     HeldStatistic,
@@ -67,7 +67,8 @@ class DkDvOperands(NamedTuple):
         dq: the operands of a part of dQ, where it is accumulated.
         v_registers: the first columns of V in registers, if any are there.
         subtrahends: where products subtract the statistics.
-        dslope: (1,), fp32: what the thread's keys add to the gradient of a query head's slope, where that is summed.
+        dbias: (1,), fp32: what the thread's keys add to the gradient of a query head's slope, or of its line's first bias, where that is
+            summed.
     """
 
     mmas: KeysMmas
@@ -86,13 +87,13 @@ class DkDvOperands(NamedTuple):
     dq: dq_accumulate.SumOperands | None = None
     v_registers: RegisterOperand | None = None
     subtrahends: Subtrahends | None = None
-    dslope: cute.Tensor | None = None
+    dbias: cute.Tensor | None = None
 
 
 def make_operands(mmas: KeysMmas, smem: KeysStorage, w, config: Backward) -> DkDvOperands:
     """The operands of warpgroup w."""
     tiles, score, dk, dv = config.keys, *(mma.get_slice(0) for mma in mmas[:3])
-    v_columns = K_STEP * v_register_steps(tiles, config.statistics, config.packed, config.dslopes)
+    v_columns = K_STEP * v_register_steps(tiles, config.statistics, config.packed, config.sums_bias)
 
     def accumulator(mma, columns):
         return cute.make_rmem_tensor(mma.partition_shape_C((ROWS, columns)), F32)
@@ -113,7 +114,7 @@ def make_operands(mmas: KeysMmas, smem: KeysStorage, w, config: Backward) -> DkD
         dq_accumulate.make_operands(mmas.dq, smem.dq, smem.k, w, config) if tiles.sums_dq else None,
         RegisterOperand(mmas.dp_registers, operand(mmas.dp_registers, v_columns)) if v_columns else None,
         make_subtrahends(mmas, smem, operand(mmas.dp_registers, K_STEP)) if config.subtracts else None,
-        cute.make_rmem_tensor((1,), F32) if config.dslopes else None,
+        cute.make_rmem_tensor((1,), F32) if config.sums_bias else None,
     )  # fmt: skip
 
 
@@ -358,27 +359,34 @@ def summing_tile(
     if cutlass.const_expr(tiles.overlaps):
         cute.arch.mbarrier_wait(smem.left, 1 - held_phase)  # dK and dV of the tile before have left, from store
     state = state.restart()
-    if cutlass.const_expr(config.dslopes):
-        operands.dslope.fill(0.0)
+    if cutlass.const_expr(config.sums_bias):
+        operands.dbias.fill(0.0)
     for g in cutlass.range(params.group, unroll=1):
         blocks = blocks_of_head(group_blocks, column, key_tile, g, params, config)
-        if cutlass.const_expr(config.has_upper):
-            for step in cutlass.range(blocks.start - blocks.tile.start, unroll=1):
-                block = blocks.partial_block(blocks.tile.start + step, params, config)
+        if cutlass.const_expr(config.table and config.form == "full"):
+            for step in cutlass.range(blocks.near - blocks.tile.start, unroll=1):
+                block = ScoreBlock(bias=blocks.bias.beyond(before=True))
+                state = summing_block(operands, w, state, block, smem, params, config)
+        if cutlass.const_expr(config.has_upper or config.table):
+            first = blocks.near if config.table else blocks.tile.start
+            for step in cutlass.range(blocks.start - first, unroll=1):
+                block = blocks.partial_block(first + step, params, config)
                 state = summing_block(operands, w, state, block, smem, params, config)
         for step in cutlass.range(blocks.stop - blocks.start, unroll=1):
             block = ScoreBlock()
-            if cutlass.const_expr(config.pairs or config.alibi):
+            if cutlass.const_expr(config.pairs or config.biased):
                 block = blocks.whole_block(blocks.start + step, params, config)
             state = summing_block(operands, w, state, block, smem, params, config)
-        if cutlass.const_expr(not config.listed):
+        if cutlass.const_expr(not (config.listed or config.table)):
             # Blocks at the lower end of the band, or all blocks where keys past the last one are in the tile
             for step in cutlass.range(blocks.tile.stop - blocks.stop, unroll=1):
                 block = blocks.partial_block(blocks.stop + step, params, config)
                 state = summing_block(operands, w, state, block, smem, params, config)
         if cutlass.const_expr(config.dslopes):
             head = key_tile.head * params.group + g
-            dslopes.store(operands.dslope, params.extra.dslopes, key_tile.batch, head, column // ROWS)
+            dslopes.store(operands.dbias, params.extra.dbias, key_tile.batch, head, column // ROWS)
+        if cutlass.const_expr(config.table):
+            dlines.store(operands.dbias, blocks.bias.sums)
     dq_accumulate.begin_part(operands.dq, smem.dq, state.count - 1, config)  # of the last block
     warpgroup.wait_group(0)
     if cutlass.const_expr(tiles.overlaps):
@@ -444,7 +452,9 @@ def summing_block(
     p = rounded_p(operands, sloped if config.softcap else operands.p, config)
     score_gradients(rows_columns(operands.dp), p, delta, kept, params, by_columns=config.keys.reads_late)
     if config.dslopes:
-        dslopes.add_block(operands.dslope, rows_columns(operands.dp), block.slopes)
+        dslopes.add_block(operands.dbias, rows_columns(operands.dp), block.bias)
+    if config.table:
+        dlines.add_block(operands.dbias, rows_columns(operands.dp), block.bias)
     round_to_operand(operands.ds, operands.dp, config.dtype)
     if config.dropout:
         dropout.drop(operands.p, kept.masks(config.keys.tile_m // 4))
@@ -477,7 +487,7 @@ def rounded_p(operands: DkDvOperands, p: cute.Tensor, config: Backward) -> cute.
     """An operand as P as fp32 numbers at a thread's (row, column). Tiles with columns of V in registers, and those whose products subtract
     statistics, take fewer instructions for it; the bits of other kernels without dropout are left as they were proven."""
     few = (
-        v_register_steps(config.keys, config.statistics, config.packed, config.dslopes)
+        v_register_steps(config.keys, config.statistics, config.packed, config.sums_bias)
         or config.subtracts
         or config.separate_ds
     )

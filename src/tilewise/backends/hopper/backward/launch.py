@@ -40,14 +40,14 @@ def launch(given: tuple, made: tuple, numbers: tuple, stream: cuda.CUstream, con
             that count the tiles of each pass.
         made: dq, dk, dv, and lse2, delta (batch, heads_q, at least seqlen_q and a whole number of blocks). Where dQ is accumulated,
             its sums (batch, heads_q, block, 2, part), and in order its semaphores (batch, heads_q, block x 2). Where key tiles come from
-            a queue, (1,) that counts them. Where slopes want a gradient, its parts (batch, heads_q, warp).
+            a queue, (1,) that counts them. Where a bias is summed, its parts: of slopes (batch, heads_q, warp), of a line zeros (slot, heads_q, distance).
         numbers: lo and hi of the band; heads of a section and CTAs of the pass over keys, then of the pass over queries; scale, scale2,
             cap2; the numbers of :func:`optional_params`; of packed sequences the first and the end of the keys that each may see.
     """
     # Tensors come in the order in which host/backward_call.py gives them.
     q, k, v, o, do, lse, dlse, *more = given
     dq, dk, dv, *buffers = made
-    dslopes = buffers.pop() if config.dslopes else None
+    dbias = buffers.pop() if config.sums_bias else None
     queue = buffers.pop() if config.makes_queue else None
     buffers = RowBuffers(*buffers)
     lo, hi, section_k, ctas_k, section_q, ctas_q, scale, scale2, cap2, *ends = numbers
@@ -58,7 +58,7 @@ def launch(given: tuple, made: tuple, numbers: tuple, stream: cuda.CUstream, con
         *ends, first, last = ends
         starts = PackedParams(cu_q, cu_k, queue_k, first, last)
     extra_k, extra_q = optional_params(more, ends, config)
-    extra_k = extra_k._replace(queue=queue, dslopes=dslopes)
+    extra_k = extra_k._replace(queue=queue, dbias=dbias)
     # heads are key heads here: a key tile serves the whole group.
     params_k = BackwardParams(
         q.shape[1], k.shape[1], k.shape[2], group, q.shape[0], section_k, lo, hi, scale, scale2, cap2, starts, extra_k

@@ -5,8 +5,8 @@ Sᵀ = K Qᵀ: rows are keys, columns are queries, and lse2 and delta belong to 
 
 Masks, softcaps, traced scores and dropout all act here: :func:`probabilities` makes P (and drops pairs of it),
 :func:`score_gradients` makes dS = slope · P (dP − delta), where dropout acts on dP. The gradient of a tensor that a score reads would
-be summed there from P (dP − delta), before the slope is multiplied in (docs/algorithm.md, (17)), as that of ALiBi's slopes is
-(:mod:`tilewise.backends.hopper.backward.dslopes`).
+be summed there from P (dP − delta), before the slope is multiplied in (docs/algorithm.md, (17)), as those of ALiBi's slopes and of a table
+by distance are (:mod:`tilewise.backends.hopper.backward.dslopes`, :mod:`tilewise.backends.hopper.backward.dlines`).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from tilewise.backends.hopper.config import PLAIN
 from tilewise.backends.hopper.kit import bits, dropout, expression
 from tilewise.backends.hopper.kit.dtypes import F32
 from tilewise.backends.hopper.kit.instructions import choose, pack
+from tilewise.backends.hopper.kit.lines import FarLine, NearLine
 from tilewise.backends.hopper.kit.slopes import BlockSlopes
 from tilewise.backends.hopper.kit.softmax import softcap_roughly
 from tilewise.backends.hopper.kit.tiles import column_of, constant_column, row_of, rows_columns
@@ -62,13 +63,13 @@ class ScoreBlock(NamedTuple):
         limits: the ends of its two rows' kept columns, counted as in :class:`ColumnLimits`; None where all columns are kept.
         pairs: the pairs of a query and a key, where there are expressions or dropout.
         words: a bit for each pair of a partial block, where bits say which are kept.
-        slopes: ALiBi's bias, where there is ALiBi.
+        bias: ALiBi's bias or that of a table by distance, where there is one.
     """
 
     limits: list | None = None
     pairs: expression.Pairs | None = None
     words: list | None = None
-    slopes: BlockSlopes | None = None
+    bias: BlockSlopes | NearLine | FarLine | None = None
 
     def dropout_keeps(self, acc: cute.Tensor, params: BackwardParams, config: Backward) -> dropout.Kept | None:
         """The pairs of an accumulator that dropout keeps; None without dropout."""
@@ -118,9 +119,9 @@ def probabilities(
         kept: dropout's condition of a thread's row and column; it acts on ``p`` alone, since dS takes it from dP.
         sloped: as ``p``, for slope · P rounded; None where its fp32 numbers are what is wanted.
     """
-    if block.slopes is not None:
+    if block.bias is not None:
         # The bias joins lse2, of which an exponent takes one number anyway.
-        lse2 = block.slopes.less(lse2)
+        lse2 = block.bias.less(lse2, s)
     # None without expressions; otherwise each node of the trees is computed once for what it depends on.
     values = block.values(config)
     if config.softcap:

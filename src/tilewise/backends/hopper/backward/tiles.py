@@ -13,6 +13,7 @@ CLUSTER = 2  # CTAs of a cluster, where two share a key tile
 HALF = 128  # columns of the parts in which a cluster keeps its tiles
 ADDITION = 1024  # bytes of dQ that a warp of a cluster adds at a time
 ADDITIONS = 2  # such additions that it has in flight
+LINE_SLOTS = 8  # places in which the gradient of a table by distance is added up: CTAs share them
 CONSTANT_BYTES = 128  # of the constant by which a product subtracts lse
 # A packed sequence's statistics begin at a multiple of so many rows, so that a preprocessing CTA has rows of one sequence.
 STATISTICS_ALIGNMENT = 128
@@ -289,10 +290,10 @@ def shared_of(tiles: KeyTiles, statistics: StatisticSlots) -> int:
     return tiles.shared_with(statistics.count * statistics.words, CONSTANT_BYTES)
 
 
-def v_register_steps(tiles: KeyTiles, statistics: StatisticSlots, packed: bool, dslopes: bool) -> int:
+def v_register_steps(tiles: KeyTiles, statistics: StatisticSlots, packed: bool, dbias: bool) -> int:
     """:attr:`KeyTiles.v_register_steps`, as far as registers last: computing warps use 236 to 238 of 240."""
     if statistics.subtracted:
         # The constant that products subtract by takes four, statistics none.
         return 0 if tiles.dq_transposed else tiles.v_register_steps
-    # The numbers of a sequence take registers, too, and a thread's part of the slopes' gradient takes more.
-    return min(tiles.v_register_steps, 2 if dslopes else 3 if packed else tiles.v_register_steps)
+    # The numbers of a sequence take registers, too, and a thread's part of a bias' gradient takes more.
+    return min(tiles.v_register_steps, 2 if dbias else 3 if packed else tiles.v_register_steps)

@@ -99,6 +99,18 @@ class BackwardPlan(LaunchPlan):
         written = self.memory.slope_sums_of(self.keys.stop - self.keys.start)
         return {self.slopes_slot: parts[..., :written].sum((0, 2))}
 
+    def line_gradient(self, sums: Tensor, inputs: Inputs, lse: Tensor, dlse: Tensor, delta: Tensor) -> dict[int, Tensor]:
+        """The gradient of the table whose line was read, by its slot, of the sums (slot, heads_q, count) that the launch has added up.
+
+        A row's dS = P (dP - delta) add up to dlse where its P add up to 1; what a sink has of these is its own gradient. So the pairs that
+        no sum has, those of the line's last bias, have what is left.
+        """
+        line, found, rows = self.line_of, sums.sum(0), dlse.masked_fill(lse == -torch.inf, 0.0)
+        if inputs.sink is not None:
+            rows = rows - sink_gradients(inputs, lse, delta)
+        found[:, -1] = rows.sum((0, 2)) - found[:, :-1].sum(1)
+        return {line.slot: line.gradient(found, inputs.leaves[line.slot])}
+
     def without_unseen(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """k and v, or copies with zeros for the keys that no query sees, where kernels are not kept from these otherwise."""
         keys = self.config.keys
@@ -116,14 +128,18 @@ class BackwardPlan(LaunchPlan):
         kept = self.repeated(inputs)
         if kept is not None and as_they_are(given):
             made = [torch.empty_like(x) for x in kept.written]
+            if self.config.table:
+                made[-1].zero_()
             kept.bound(*given, *kept.of_mask, *self.of_call(inputs), *made)
-            return self.gradients(inputs, out.lse, made)
+            return self.gradients(inputs, out.lse, dlse, made)
         return backward(self, inputs, out, do, dlse)
 
-    def gradients(self, inputs: Inputs, lse: Tensor, made: Sequence[Tensor]) -> Grads:
+    def gradients(self, inputs: Inputs, lse: Tensor, dlse: Tensor, made: Sequence[Tensor]) -> Grads:
         """The gradients, of all that a launch has written."""
         dq, dk, dv, lse2, delta = made[:5]
         leaves = self.slope_gradient(made[-1]) if self.config.dslopes else {}
+        if self.config.table and self.problem.spec.lookups:
+            leaves = self.line_gradient(made[-1], inputs, lse, dlse, delta[..., : self.problem.seqlen_q])
         if inputs.sink is None:
             return Grads(dq, dk, dv, None, leaves)
         if self.problem.packed:  # rows lie where the statistics have them
@@ -166,7 +182,7 @@ def backward(plan: BackwardPlan, inputs: Inputs, out: Output, do: Tensor, dlse: 
     made = *grads, *made[3:]
     if all(plan.addressable) and in_place and not (plan.cut or holes):
         plan.keep(inputs, KeptLaunch(bound, made, of_mask))
-    return plan.gradients(inputs, lse, made)
+    return plan.gradients(inputs, lse, dlse, made)
 
 
 def lse_of(plan: BackwardPlan, lse2: Tensor) -> Tensor:
@@ -181,5 +197,10 @@ def sink_gradient(inputs: Inputs, lse: Tensor, delta: Tensor) -> Tensor | None:
     """The gradient of the sink, if there is one; ``lse``, ``delta``: (batch, heads_q, row), or without batch."""
     if inputs.sink is None:
         return None
-    found = state.sink_gradient(inputs.sink.float().view(-1, 1), lse, delta)
+    found = sink_gradients(inputs, lse, delta)
     return found.sum_to_size(inputs.sink.shape[0], 1).view(-1).to(inputs.sink.dtype)
+
+
+def sink_gradients(inputs: Inputs, lse: Tensor, delta: Tensor) -> Tensor:
+    """What each row adds to the gradient of the sink, as :func:`sink_gradient` has the rows."""
+    return state.sink_gradient(inputs.sink.float().view(-1, 1), lse, delta)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.hopper.backward.config import Backward
-from tilewise.backends.hopper.backward.tiles import KEY_GROUPS
+from tilewise.backends.hopper.backward.tiles import KEY_GROUPS, LINE_SLOTS
+from tilewise.backends.hopper.tables import line_of
 from tilewise.caching import cached_property
 from tilewise.problem import Problem
 
@@ -36,6 +37,8 @@ class BackwardMemory:
             found += (lse.new_empty(self.semaphores_shape, dtype=torch.int32),)
         if self.config.makes_queue:
             found += (lse.new_empty(1, dtype=torch.int32),)
+        if self.config.table:
+            return (*found, lse.new_zeros(self.line_sums_shape))
         return (*found, lse.new_empty(self.slope_sums_shape)) if self.config.dslopes else found
 
     def statistics(self, lse: Tensor, holes: bool) -> tuple[Tensor, Tensor]:
@@ -67,8 +70,14 @@ class BackwardMemory:
         return WARPS * KEY_GROUPS * -(-keys // self.config.keys.tile_n)
 
     @cached_property
+    def line_sums_shape(self) -> tuple[int, ...]:
+        """The shape of the sums to which the pass over key tiles adds the gradients of a line's biases."""
+        return LINE_SLOTS, self.problem.heads_q, line_of(self.problem).count
+
+    @cached_property
     def semaphores_shape(self) -> tuple[int, ...] | None:
         """The shape of the semaphores of these additions, where the first one is a store."""
         if not self.config.stores_first:
             return None
-        return self.problem.batch_dim, self.problem.heads_q, self.config.semaphores(self.problem)
+        # Each counts the key tiles that have been added to one part of a block of dQ.
+        return self.problem.batch_dim, self.problem.heads_q, KEY_GROUPS * self.config.blocks(self.problem)

@@ -178,6 +178,13 @@ def put_words_if(condition, pointer, words: list) -> None:
     cute.arch.inline_ptx(code, read_only_args=[flag, pointer.toint(), *words])
 
 
+def add_where(condition, sums: cute.Tensor, n, number) -> None:
+    """Adds an fp32 number to element n of a vector in global memory, where the condition holds; without a branch."""
+    code = "{ .reg .pred p; setp.ne.s32 p, {$r0}, 0; @p red.global.add.f32 [{$r1}], {$r2}; }"
+    flag = cutlass.select_(condition, cutlass.Int32(1), cutlass.Int32(0))
+    cute.arch.inline_ptx(code, read_only_args=[flag, (sums.iterator + n).toint(), number])
+
+
 def count_up(counts: cute.Tensor, place: tuple) -> None:
     """One thread adds 1 to an fp32 count in global memory; whoever sees the new count sees all that this thread wrote before."""
     cute.arch.atomic_add(cute.domain_offset(place, counts).iterator, F32(1.0), sem="release", scope="gpu")

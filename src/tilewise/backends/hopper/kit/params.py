@@ -32,7 +32,8 @@ class OptionalParams(NamedTuple):
         slopes: (heads_q,), fp32: the slopes of ALiBi (:mod:`tilewise.backends.hopper.kit.slopes`).
         line: (1 or heads_q, distance), fp32: biases by distance i - j from ``start`` on, in base 2
             (:mod:`tilewise.backends.hopper.kit.lines`).
-        dslopes: (batch, heads_q, warp), fp32: the parts of the gradient of each head's slope, written by the pass over keys.
+        dbias: fp32, written by the pass over keys: the parts of the gradient of each head's slope, (batch, heads_q, warp), or of its line,
+            (slot, heads_q, distance).
         leaves, numbers: the tensors and numbers that expressions read.
     """
 
@@ -65,7 +66,7 @@ class OptionalParams(NamedTuple):
     threshold: I32 | None = None
     keep: F32 | None = None
     slopes: cute.Tensor | None = None
-    dslopes: cute.Tensor | None = None
+    dbias: cute.Tensor | None = None
     line: cute.Tensor | None = None
     start: I32 | None = None
     leaves: tuple | None = None

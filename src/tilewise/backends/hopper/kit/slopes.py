@@ -61,7 +61,7 @@ class BlockSlopes(NamedTuple):
         # One multiply-add a pair: the constants are part of the instructions.
         return [base + self.slope2 * (last - constant_column(c)) for c in range(columns)]
 
-    def less(self, statistic):
+    def less(self, statistic, s: cute.Tensor):
         """A statistic of columns, as a function of a thread's row and column, less the bias: P is 2**(s scale2 - it)."""
         of_rows = [distance * self.slope2 for distance in self.distance]
         # Once for both rows of a column.

@@ -143,7 +143,9 @@ class Kind(NamedTuple):
             slopes = 0.5 ** torch.linspace(0, 8, q.shape[-2], device=q.device)
             found = {"score": tw.alibi(slopes.requires_grad_(self.dslopes))}
         if self.table:  # of which a row of 500 keys reads both ends
-            table = torch.linspace(-4, 4, 70 * q.shape[-2], device=q.device).cos().view(q.shape[-2], 70)
+            table = (
+                torch.linspace(-4, 4, 70 * q.shape[-2], device=q.device).cos().view(q.shape[-2], 70).requires_grad_()
+            )
             found = {"score": lambda s, b, h, i, j: s + table[h, (i - j).clamp(-30, 39) + 30]}
         return found | ({"dropout_p": 0.2, "dropout_seed": 2**62 + 12345} if self.dropout else {})
 

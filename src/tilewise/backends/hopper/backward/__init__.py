@@ -18,7 +18,7 @@ To change one thing, edit one file:
 =================================================== ==================================================================
 tile sizes, registers, which kernels a call gets    config, tiles (no DSL); a row of config's TABLE
 P of a score, masks, softcap, dropout, dS           scores: ``probabilities``, ``score_gradients``
-the gradient of a tensor that a score reads         dslopes; others: scores: ``score_gradients``; config: ``reasons``
+the gradient of a tensor that a score reads         dslopes, dlines; others: scores: ``score_gradients``; config: ``reasons``
 the order of tiles, which blocks a tile visits      key_tiles, query_tiles; packed: sequences
 CTAs of a launch, heads at work at a time           grids (no DSL)
 shared memory and barriers                          keys_storage, cluster_storage, queries_storage

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from tilewise import device as devices
 from tilewise.backends.hopper.backward.tiles import (
+    KEY_GROUPS,
     STATISTICS_ALIGNMENT,
     ClusterTiles,
     KeyTiles,
@@ -172,7 +173,6 @@ class Backward(Formed):
     def flagged(self) -> bool:
         """Whether the pass over keys begins on multiprocessors that the pass over queries has left, before all have: its first tiles
         then wait for the flags of their heads' statistics (docs/decisions.md#hopper-flags).
-
         Tiles of other forms are dealt out by length, and all end at about the same time; only the device knows packed ones."""
         return self.queries_first and self.form == "full" and not self.packed
 

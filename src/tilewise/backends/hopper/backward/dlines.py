@@ -1,20 +1,21 @@
-"""The gradient of a line of biases by distance, summed by the pass over key tiles from the dS that it makes anyway (docs/algorithm.md, (17)).
+"""The gradient of a line of biases by distance, summed by the pass over key tiles of the dS that it makes anyway (docs/algorithm.md, (17)).
 
-The gradient of a bias is the sum of dS over all pairs of its distance. That of the line's last bias, which all larger distances share, is
-summed by no kernel: a row's dS add up to what the gradient of its lse and of the sink leave, so that it is the rest
+A bias' gradient is the sum of dS over all pairs of its distance. That of the line's last bias, which all larger distances share, no kernel
+sums: a row's dS add up to what the gradient of its lse and of the sink leave, so that it is the rest
 (:meth:`tilewise.backends.hopper.host.backward_call.BackwardPlan.line_gradient`). That of its first bias, which all smaller distances
 share, is one number of a thread.
 
 Between the two ends a thread adds the pairs of one distance first, as :mod:`tilewise.backends.hopper.backward.dslopes` says: its sums are
-of the distances ``at + 8 m`` and one more. Lane ``4 x + y`` of a warp has ``at = a + 2 y - x``, so that for each m the 32 lanes have sums of
-15 distances. A shuffle brings those of distance ``a + x`` modulo 8 to the lanes ``4 x`` to ``4 x + 3``, which then add up theirs: each
-lane ends with every fourth m, and adds one number to memory where two sums of each of 32 lanes were. The order of these additions is
-whatever warps happen to take.
+of the distances ``at + 8 m`` and one more. Lane ``4 x + y`` of a warp has ``at = a + 2 y - x``, so that for each m the lanes have sums
+of 15 distances. A shuffle brings those of distance ``a + x`` modulo 8 to the lanes ``4 x`` to ``4 x + 3``, which then add up theirs: each
+lane ends with every fourth m, and of eight sums of as many lanes one is added to memory. The order of these additions is whatever warps
+happen to take.
 """
 
 from __future__ import annotations
 
-import cutlass
+from itertools import pairwise
+
 import cutlass.cute as cute
 
 from tilewise.backends.hopper.backward.dslopes import APART, sum_of
@@ -63,7 +64,7 @@ def sums_of_warp(mine: list, row, place) -> list:
         source = QUAD * ((ahead + APART) % APART) + place
         brought = [zero, *(cute.arch.shuffle_sync(pair[n], source) for pair in mine), zero]
         # Where the row is past that distance, it is one of the next m.
-        parts.append([choose(ahead < 0, b, a) for a, b in zip(brought, brought[1:], strict=False)])
+        parts.append([choose(ahead < 0, b, a) for a, b in pairwise(brought)])
     found = [even + odd for even, odd in zip(*parts, strict=True)]
     found += [zero] * (-len(found) % QUAD)
     return [of_quad(found[m : m + QUAD], place) for m in range(0, len(found), QUAD)]

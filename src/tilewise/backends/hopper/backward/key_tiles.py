@@ -291,7 +291,11 @@ def far_blocks(column, tile: KeyTile, params: BackwardParams, config: Backward):
     first, tile_m = params.extra.start, config.keys.tile_m
     last = first + cute.size(params.extra.line, mode=[1]) - 1
     start = clamped((PICK.larger(column + ROWS - 1 + last, 0) + tile_m - 1) // tile_m, tile.start, tile.stop)
-    near = clamped(PICK.larger(column + first + 1, 0) // tile_m, tile.start, start) if config.form == "full" else tile.start
+    near = (
+        clamped(PICK.larger(column + first + 1, 0) // tile_m, tile.start, start)
+        if config.form == "full"
+        else tile.start
+    )
     whole = clamped(params.seqlen_k - column - ROWS + 1, 0, 1)
     return tile.start + (near - tile.start) * whole, tile.stop - (tile.stop - start) * whole
 

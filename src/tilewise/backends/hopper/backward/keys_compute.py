@@ -364,7 +364,7 @@ def summing_tile(
     for g in cutlass.range(params.group, unroll=1):
         blocks = blocks_of_head(group_blocks, column, key_tile, g, params, config)
         if cutlass.const_expr(config.table and config.form == "full"):
-            for step in cutlass.range(blocks.near - blocks.tile.start, unroll=1):
+            for _ in cutlass.range(blocks.near - blocks.tile.start, unroll=1):
                 block = ScoreBlock(bias=blocks.bias.beyond(before=True))
                 state = summing_block(operands, w, state, block, smem, params, config)
         if cutlass.const_expr(config.has_upper or config.table):

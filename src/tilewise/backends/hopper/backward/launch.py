@@ -40,7 +40,8 @@ def launch(given: tuple, made: tuple, numbers: tuple, stream: cuda.CUstream, con
             that count the tiles of each pass.
         made: dq, dk, dv, and lse2, delta (batch, heads_q, at least seqlen_q and a whole number of blocks). Where dQ is accumulated,
             its sums (batch, heads_q, block, 2, part), and in order its semaphores (batch, heads_q, block x 2). Where key tiles come from
-            a queue, (1,) that counts them. Where a bias is summed, its parts: of slopes (batch, heads_q, warp), of a line zeros (slot, heads_q, distance).
+            a queue, (1,) that counts them. Of a bias that is summed, its parts: of slopes (batch, heads_q, warp), of a line zeros (slot,
+            heads_q, distance).
         numbers: lo and hi of the band; heads of a section and CTAs of the pass over keys, then of the pass over queries; scale, scale2,
             cap2; the numbers of :func:`optional_params`; of packed sequences the first and the end of the keys that each may see.
     """

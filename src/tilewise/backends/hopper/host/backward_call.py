@@ -99,7 +99,9 @@ class BackwardPlan(LaunchPlan):
         written = self.memory.slope_sums_of(self.keys.stop - self.keys.start)
         return {self.slopes_slot: parts[..., :written].sum((0, 2))}
 
-    def line_gradient(self, sums: Tensor, inputs: Inputs, lse: Tensor, dlse: Tensor, delta: Tensor) -> dict[int, Tensor]:
+    def line_gradient(
+        self, sums: Tensor, inputs: Inputs, lse: Tensor, dlse: Tensor, delta: Tensor
+    ) -> dict[int, Tensor]:
         """The gradient of the table whose line was read, by its slot, of the sums (slot, heads_q, count) that the launch has added up.
 
         A row's dS = P (dP - delta) add up to dlse where its P add up to 1; what a sink has of these is its own gradient. So the pairs that

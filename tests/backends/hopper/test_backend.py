@@ -145,6 +145,14 @@ def test_slopes_of_calls_without_keys_have_gradients_of_zero(launched):
     assert not launched
 
 
+def test_a_table_of_a_call_without_keys_has_a_gradient_of_zero(launched):
+    table = normal(4, 9).requires_grad_()
+    c = call(*qkv(nk=0), score=lambda s, b, h, i, j: s + table[h, (i - j).clamp(0, 8)])
+    assert not Hopper().refused(c.p)
+    assert not wrong(Hopper(), c)
+    assert not launched
+
+
 def test_a_launch_gets_the_tensors_themselves_and_the_numbers_of_the_call(launched):
     c = plain(*qkv(), causal=True, softmax_scale=0.25)
     out = Hopper().forward(c.p, c.t)

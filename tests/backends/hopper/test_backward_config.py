@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -261,6 +262,47 @@ def test_a_call_whose_backward_is_missing_is_refused_from_its_forward_on():
     assert Hopper().refused(in_fp32) == ["torch.float32: its kernels take float16 and bfloat16"]
     assert Hopper().refused(small(score=tw.alibi(each), causal=True).p)  # slopes of batch elements
     assert Hopper().refused(small(score=tw.alibi(wanted) >> tw.softcap(5.0), causal=True).p)
+
+
+def by_distance(table: torch.Tensor) -> Callable:
+    return lambda s, b, h, i, j: s + table[h, (i - j).clamp(0, 8)]
+
+
+@pytest.mark.parametrize("d", [8, 64, 96, 128])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_a_table_by_distance_has_one_pass_that_is_shipped_and_sums_its_gradient(causal, d):
+    for table in (torch.ones(4, 9), torch.ones(4, 9, requires_grad=True)):
+        p = small(d=d, causal=causal, score=by_distance(table)).p
+        x = backward_config.choose(p)
+        assert not Hopper().refused(p)
+        assert x in shipped()
+        assert (x.table, x.sums_bias, x.queries) == (True, True, None)
+        assert (x.form, x.keys.sums_dq) == ("upper" if causal else "full", True)
+
+
+def test_a_table_whose_gradient_no_kernel_has_is_refused_from_its_forward_on():
+    wanted = by_distance(torch.ones(4, 9, requires_grad=True))
+    lined = {
+        "deterministic=True": {"deterministic": True},
+        "head_dim 256, above 128": {"d": 256},
+    }
+    for reason, options in lined.items():
+        p = small(score=wanted, causal=True, **options).p
+        assert Hopper().refused(p) == [f"the gradient of a table by distance with {reason}"]
+    # What no line holds: ends of rows on both sides, dropped pairs, another score behind it, a table of each batch element.
+    pairs = torch.ones(1, 4, 9, requires_grad=True)
+    others = (
+        {"score": wanted, "mask": tw.window(9, 0)},
+        {"score": wanted, "causal": True, "dropout_p": 0.1, "dropout_seed": 1},
+        {"score": tw.score(wanted) >> tw.softcap(5.0), "causal": True},
+        {"score": lambda s, b, h, i, j: s + pairs[b, h, (i - j).clamp(0, 8)], "causal": True},
+    )
+    for options in others:
+        (reason,) = Hopper().refused(small(**options).p)
+        assert "a table that is read by distance; detach the tensor" in reason
+    frozen = by_distance(torch.ones(4, 9))
+    assert not Hopper().refused(small(score=frozen, causal=True, deterministic=True).p)
+    assert not backward_config.choose(small(score=frozen, causal=True, deterministic=True).p).table
 
 
 @pytest.mark.parametrize(

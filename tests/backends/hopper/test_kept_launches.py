@@ -23,16 +23,20 @@ from tilewise.reference import Reference
 
 Arguments = tuple[Tensor, ...]
 LEARNED = torch.tensor([0.5, 0.1, 0.2, 0.3], requires_grad=True)
+TABLE = normal(4, 33, seed=9).requires_grad_()
 CALLS: dict[str, Callable[[], Call]] = {
     **{name: lambda x=x: call(*x[0], **x[1]) for name, x in (FORWARD | BACKWARD).items()},
     **{f"packed-{name}": lambda name=name: packed_call(name) for name in PACKED},
     "learned-slopes": lambda: call(*qkv(300, 300), score=tw.alibi(LEARNED), causal=True),
+    "learned-table": lambda: call(
+        *qkv(300, 300), score=lambda s, b, h, i, j: s + TABLE[h, (i - j).clamp(0, 32)], causal=True
+    ),
     "sink-16-bits": lambda: call(*qkv(300, 300), sink=normal(4).bfloat16()),
     "two-passes": lambda: call(*qkv(300, 300), causal=True, deterministic=True),
 }
 KEPT = ("full", "causal", "window", "softcap", "sink", "sink-16-bits", "prefix", "prefix-lengths", "documents", "documents-whole",
-        "alibi", "learned-slopes", "dropout", "bias", "buckets", "curve", "two-passes", "packed-causal", "packed-alibi",
-        "packed-dropout")  # fmt: skip
+        "alibi", "learned-slopes", "table", "learned-table", "dropout", "bias", "buckets", "curve", "two-passes", "packed-causal",
+        "packed-alibi", "packed-dropout")  # fmt: skip
 """Calls whose launch is kept: not those of which kernels get a part of the keys, or copies without keys that nobody sees."""
 
 

@@ -32,6 +32,7 @@ def add_block(total: cute.Tensor, ds: cute.Tensor, bias: NearLine | FarLine) -> 
     ``ds``: (2 rows, columns of the thread), fp32, where hidden pairs are 0.
     """
     if isinstance(bias, FarLine):
+        # Blocks past the last distance are not summed: most blocks of a long call are such, and their bias gets the rest.
         if bias.before:
             columns = [ds[0, c] + ds[1, c] for c in range(cute.size(ds, mode=[1]))]
             total[0] = total[0] + tree(columns)
@@ -73,6 +74,7 @@ def sums_of_warp(mine: list, row, place) -> list:
 def of_quad(numbers: list, place):
     """The sum over a quad's lanes of number n of four, in its lane n."""
     for offset in (2, 1):
+        # A lane gives its partner the half that the partner keeps, so that each number is added up in one lane only.
         upper, half = place // offset % 2 == 1, len(numbers) // 2
         kept = [choose(upper, b, a) for a, b in zip(numbers[:half], numbers[half:], strict=True)]
         given = [choose(upper, a, b) for a, b in zip(numbers[:half], numbers[half:], strict=True)]

@@ -204,5 +204,5 @@ def sink_gradient(inputs: Inputs, lse: Tensor, delta: Tensor) -> Tensor | None:
 
 
 def sink_gradients(inputs: Inputs, lse: Tensor, delta: Tensor) -> Tensor:
-    """What each row adds to the gradient of the sink, as :func:`sink_gradient` has the rows."""
+    """The part of each row in the gradient of the sink, as :func:`sink_gradient` has the rows."""
     return state.sink_gradient(inputs.sink.float().view(-1, 1), lse, delta)

@@ -122,11 +122,13 @@ class NearLine(NamedTuple):
     sums: cute.Tensor
 
     def less(self, statistic, s: cute.Tensor):
-        """As :meth:`FarLine.less`; the elements of TOGETHER columns are read when ``s`` before them has been replaced."""
+        """A statistic less the biases, as in :meth:`FarLine.less`; elements of TOGETHER columns are read when ``s`` before them has been
+        replaced."""
         at, last, read = self.at, cute.size(self.line) - 1, {}
 
         def found(r: int, c: int):
             nonlocal at
+            # Rows are keys, 8 apart: pairs of one distance share what was read.
             distance = constant_column(c) - 8 * r
             if distance not in read:
                 if (r, c % TOGETHER) == (0, 0) and c > 0:

@@ -192,6 +192,14 @@ def test_a_square_is_timed_by_the_kernels_that_are_right(monkeypatch):
     assert made.timed(case, {one}).backward == {}
 
 
+def test_a_tables_backward_is_checked_beside_the_tables_forward_also_where_few_queries_would_take_another():
+    tables = [x for x in hopper.every() if isinstance(x, hopper.Backward) and x.table]
+    found = [hopper.kernel_of(x).backend() for x in tables]
+    assert len(found) == 8
+    assert all(b.override.table and b.override_backward == x for b, x in zip(found, tables, strict=True))
+    assert len({b.override.name for b in found}) == 8
+
+
 def test_calls_of_every_form_of_kernel_are_made_on_a_cpu():
     sizes = hopper.Sizes(shapes=[(1, 9, 12, 2, 1)] * 4, packed=hopper.PACKED[2:], device="cpu")
     for form in hopper.FORM_OPTIONS:

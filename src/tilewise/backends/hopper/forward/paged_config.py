@@ -22,7 +22,7 @@ def reasons(problem: Problem) -> list[str]:
         found.append("a cache without room for a key")
     if problem.spec.score is not None:
         found.append("pages with a score")
-    return found + _mask_reasons(problem) + _pool_reasons(problem)
+    return found + _mask_reasons(problem) + pool_reasons(problem)
 
 
 def _reasons_of_8_bits(problem: Problem) -> list[str]:
@@ -67,7 +67,8 @@ def _sizes_of_parts(problem: Problem) -> tuple[int, ...]:
     return (latent_config.KEYS,) if problem.latent else PAGE_ROWS
 
 
-def _pool_reasons(problem: Problem) -> list[str]:
+def pool_reasons(problem: Problem) -> list[str]:
+    """Every reason why the copy engine cannot bring keys and values from their pools."""
     pools = problem.k, problem.v
     # A pool is not copied to where the copy engine could address it.
     if any(not _addressable(x) for x in pools):

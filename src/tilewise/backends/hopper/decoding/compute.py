@@ -1,0 +1,153 @@
+"""The computing warpgroup of decoding: the heads of a group are the first rows of a tile of 64, which one warp holds.
+
+A block takes ``S = Q Kᵀ`` (64 × tile_n), the online softmax, and ``O += P V`` (64 × width), Q and P from registers. Memory is what bounds
+it: the products and the softmax of a block take half of the time in which its keys come.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.nvgpu import warpgroup
+
+from tilewise.backends.hopper.config import ROWS
+from tilewise.backends.hopper.decoding.config import DecodingConfig
+from tilewise.backends.hopper.decoding.merge import finish
+from tilewise.backends.hopper.decoding.params import DecodingParams
+from tilewise.backends.hopper.decoding.shares import batch_of, blocks_of, head_of, next_place, share_of
+from tilewise.backends.hopper.decoding.storage import DecodingStorage
+from tilewise.backends.hopper.kit import softmax
+from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
+from tilewise.backends.hopper.kit.instructions import pack
+from tilewise.backends.hopper.kit.ring import PipelineState, acquire, new_reader, release
+from tilewise.backends.hopper.kit.scheduler import PICK
+from tilewise.backends.hopper.kit.tiles import begin_product, column_of, row_of, rows_columns
+
+
+class DecodingOperands(NamedTuple):
+    """The atoms, shared operands and registers of the warpgroup.
+
+    Attributes:
+        qk, pv: the atoms of ``S = Q Kᵀ`` and ``O += P V``. k, v: shared operands (1, 1, k step, stage).
+        q: 64 × width. s, o: accumulators of 64 × tile_n and 64 × width, fp32. p: 64 × tile_n. rows: the softmax state of a thread's rows.
+    """
+
+    qk: cute.TiledMma
+    pv: cute.TiledMma
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    s: cute.Tensor
+    o: cute.Tensor
+    p: cute.Tensor
+    rows: softmax.SoftmaxState
+
+
+def new_operands(
+    qk: cute.TiledMma, pv: cute.TiledMma, smem: DecodingStorage, config: DecodingConfig
+) -> DecodingOperands:
+    """The operands of the warpgroup; the accumulators hold nothing yet."""
+    tiles, element = config.tiles, ELEMENT[config.dtype]
+    return DecodingOperands(
+        qk, pv,
+        cute.make_rmem_tensor(qk.partition_shape_A((ROWS, tiles.width)), element),  # Q
+        qk.make_fragment_B(qk.get_slice(0).partition_B(smem.k)),  # K, tile_n × width, of each stage
+        pv.make_fragment_B(pv.get_slice(0).partition_B(smem.v)),  # V, width × tile_n, of each stage
+        cute.make_rmem_tensor(qk.partition_shape_C((ROWS, tiles.tile_n)), F32),  # S
+        cute.make_rmem_tensor(pv.partition_shape_C((ROWS, tiles.width)), F32),  # O
+        cute.make_rmem_tensor(pv.partition_shape_A((ROWS, tiles.tile_n)), element),  # P
+        softmax.new_state(),
+    )  # fmt: skip
+
+
+@cute.jit
+def compute(
+    smem: DecodingStorage, qk: cute.TiledMma, pv: cute.TiledMma, params: DecodingParams, config: cutlass.Constexpr
+):
+    """The warpgroup attends to the blocks of the share, sequence after sequence."""
+    share, place = share_of(params, config)
+    operands = new_operands(qk, pv, smem, config)
+    state, turn, begin = new_reader(), I32(0), share.begin
+    load_query(operands, place.sequence, params)
+    while begin < share.end:
+        stop = PICK.smaller(place.at + blocks_of(place.keys, config), share.end)
+        operands.o.fill(0.0)
+        operands.rows.m2.fill(-softmax.INF)
+        operands.rows.l.fill(0.0)
+        for n in cutlass.range(begin - place.at, stop - place.at, unroll=1):
+            state = attend(operands, state, place.keys - n * config.tiles.tile_n, smem, params, config)
+        following = next_place(place, params, config)
+        load_query(operands, following.sequence, params)  # on its way while this sequence ends
+        finish(operands, smem.told + turn, place, share, params, config)
+        turn, place, begin = turn ^ 1, following, stop
+
+
+def attend(
+    operands: DecodingOperands, state: PipelineState, keys, smem: DecodingStorage, params: DecodingParams,
+    config: DecodingConfig,
+) -> PipelineState:  # fmt: skip
+    """A block, of which rows see the first ``keys``. Returns the next state."""
+    acquire(smem.full_k, state)  # the loading warp
+    # S = Q Kᵀ, 64 × tile_n, fp32
+    begin_product(operands.qk, operands.s, operands.q, operands.k[None, None, None, state.index], overwrite=True)
+    warpgroup.wait_group(0)
+    s = rows_columns(operands.s)
+    hide(s, keys, config)
+    # P = exp(S - m), 64 × tile_n, unnormalised
+    softmax.online_softmax(s, operands.rows, params.scale2, first=False, masked=True, lazy=True)
+    softmax.rescale(operands.o, operands.rows.factor, True)
+    round_p(operands, config)
+    acquire(smem.full_v, state)  # the loading warp
+    # O += P V, 64 × width, fp32
+    begin_product(operands.pv, operands.o, operands.p, operands.v[None, None, None, state.index], overwrite=False)
+    warpgroup.wait_group(0)
+    release(smem.empty + state.index)  # the loading warp
+    return state.advance(config.tiles.stages)
+
+
+@cute.jit
+def hide(s: cute.Tensor, keys, config: cutlass.Constexpr):
+    """Sets the scores of keys past the sequence's last to -inf; all but its last block have none."""
+    if keys < config.tiles.tile_n:
+        end = keys - column_of(cute.arch.thread_idx()[0] % 128, 0)
+        softmax.mask_scores(s, None, (end, end))
+
+
+def round_p(operands: DecodingOperands, config: DecodingConfig) -> None:
+    """Rounds the exponentials into P: the same registers in the same order, no shuffle."""
+    words, values = words_of(operands.p), cute.make_tensor(operands.s.iterator, cute.make_layout(cute.size(operands.s)))
+    for n in range(cute.size(words)):
+        words[n] = pack(values[2 * n], values[2 * n + 1], config.dtype)
+
+
+def words_of(fragment: cute.Tensor) -> cute.Tensor:
+    """A left operand in registers as words of two numbers."""
+    flat = cute.make_tensor(fragment.iterator, cute.make_layout(cute.size(fragment)))
+    return cute.recast_tensor(flat, I32)
+
+
+# -- Queries -------------------------------------------------------------------------------------------------------
+
+
+def load_query(operands: DecodingOperands, sequence, params: DecodingParams) -> None:
+    """Brings the group's heads of a sequence's query; rows that there are not are zeros."""
+    words, row = words_of(operands.q), row_of(cute.arch.thread_idx()[0] % 128, 0)
+    sequence, inside = PICK.smaller(sequence, batch_of(params) - 1), params.group > row
+    start = params.q[0, sequence, head_of_row(row, params), None].iterator + cute.arch.thread_idx()[0] % 4 * 2
+    for piece in range(cute.size(words) // 2):  # of 8 columns, of which a thread holds two
+        words[2 * piece] = take_word(start + 8 * piece, inside)
+        words[2 * piece + 1] = I32(0)  # of the rows from the ninth on
+
+
+def head_of_row(row, params: DecodingParams):
+    """The query head of a row; of one that there is not, the group's first."""
+    return head_of(params) * params.group + cutlass.select_(params.group > row, I32(row), I32(0))
+
+
+def take_word(pointer, inside) -> I32:
+    """Two neighbouring numbers of 16 bits, zeros where ``inside`` does not hold."""
+    code = "{ .reg .pred p; setp.ne.s32 p, {$r0}, 0; mov.b32 {$w0}, 0; @p ld.global.nc.b32 {$w0}, [{$r1}]; }"
+    flag = cutlass.select_(inside, I32(1), I32(0))
+    return cute.arch.inline_ptx(code, write_only_types=[I32], read_only_args=[flag, pointer.toint()])

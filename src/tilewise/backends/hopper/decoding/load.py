@@ -1,0 +1,74 @@
+"""The warp that loads: K and V of a share's blocks, sequence after sequence, as far ahead as stages are empty."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+
+from tilewise.backends.hopper.config import ELEMENT_BYTES
+from tilewise.backends.hopper.decoding.config import PART
+from tilewise.backends.hopper.decoding.params import DecodingParams, KeyMaps
+from tilewise.backends.hopper.decoding.shares import Place, blocks_of, head_of, next_place, share_of
+from tilewise.backends.hopper.decoding.storage import DecodingStorage
+from tilewise.backends.hopper.forward.pages import KeyParts, box_of, copy_part, in_parts
+from tilewise.backends.hopper.kit.dtypes import I32
+from tilewise.backends.hopper.kit.ring import PipelineState, new_writer
+from tilewise.backends.hopper.kit.scheduler import PICK
+
+
+@cute.jit
+def load(maps: KeyMaps, smem: DecodingStorage, params: DecodingParams, config: cutlass.Constexpr):
+    """One warp brings the blocks of the share."""
+    share, place = share_of(params, config)
+    state, begin = new_writer(), share.begin
+    while begin < share.end:
+        stop = PICK.smaller(place.at + blocks_of(place.keys, config), share.end)
+        state = load_blocks(maps, smem, place, (begin - place.at, stop - place.at), state, params, config)
+        place = next_place(place, params, config)
+        begin = stop
+
+
+@cute.jit
+def load_blocks(
+    maps: KeyMaps, smem: DecodingStorage, place: Place, blocks: tuple, state: PipelineState, params: DecodingParams,
+    config: cutlass.Constexpr,
+):  # fmt: skip
+    """Brings the blocks ``[first, last)`` of a sequence. Each lane reads the table for one part of 32."""
+    k = KeyParts(maps.k, head_of(params), in_parts(smem.k, config, 0), 0)
+    v = KeyParts(maps.v, head_of(params), in_parts(smem.v, config, 1), 1)
+    first, last = blocks
+    lane, parts = cute.arch.thread_idx()[0] % 32, config.tiles.parts
+    for begin in cutlass.range(first, last, 32 // parts, unroll=1):
+        mine = row_of_part(place.sequence, begin * parts + lane, params)
+        for n in cutlass.range(PICK.smaller(last - begin, 32 // parts), unroll=1):
+            boxes = []
+            for m in cutlass.range_constexpr(parts):
+                start = cute.arch.make_warp_uniform(cute.arch.shuffle_sync(mine, n * parts + m))
+                boxes.append(box_of(start, PART, place.keys - ((begin + n) * parts + m) * PART, None))
+            cute.arch.mbarrier_wait(smem.empty + state.index, state.phase)  # every computing warp
+            size = ELEMENT_BYTES * config.tiles.block
+            with cute.arch.elect_one():
+                # Before the copies, so that no bytes come that a barrier does not expect; these are their only arrivals.
+                cute.arch.mbarrier_arrive_and_expect_tx(smem.full_k + state.index, size)
+                cute.arch.mbarrier_arrive_and_expect_tx(smem.full_v + state.index, size)
+            for m in cutlass.range_constexpr(parts):
+                copy_part(k, boxes[m], m, state.index, smem.full_k + state.index, config)
+            for m in cutlass.range_constexpr(parts):
+                copy_part(v, boxes[m], m, state.index, smem.full_v + state.index, config)
+            state = state.advance(config.tiles.stages)
+    return state
+
+
+@cute.jit
+def row_of_part(sequence, n, params: DecodingParams):
+    """The row of the pool at which a sequence's n-th part of PART keys begins."""
+    page, row = I32(sequence), I32(n * PART)
+    if params.cached != 0:
+        table = params.extra.block_table
+        # Unsigned, since a signed division takes twice the instructions; seqlen_k is the size of a page.
+        number = I32(cutlass.Uint32(row) // cutlass.Uint32(params.seqlen_k))
+        entry = PICK.smaller(number, cute.size(table, mode=[1]) - 1)
+        # The table is checked by no host: a number outside the pool must not become an address.
+        page = I32(PICK.larger(PICK.smaller(table[sequence, entry], params.extra.num_pages - 1), 0))
+        row = row - number * params.seqlen_k
+    return I32(page * params.extra.page_rows + row)

@@ -1,0 +1,47 @@
+"""The arguments of the decoding kernel: numbers, tensors and descriptors."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass.cute as cute
+from cutlass.cute.nvgpu import cpasync
+
+from tilewise.backends.hopper.kit.dtypes import F32, I32
+from tilewise.backends.hopper.kit.params import OptionalParams
+
+
+class DecodingParams(NamedTuple):
+    """The numbers and tensors of a launch.
+
+    Attributes:
+        seqlen_k: rows of a page.
+        heads_k, group: key heads, and query heads that share one.
+        shares: of all blocks of a key head.
+        cached: whether lengths and a table say where keys are; without, each sequence has all rows of one page, in order.
+        sinks: whether there are sinks; without them the sink tensor is not read.
+        scale2: softmax_scale · log2(e).
+        q, o: (1, sequence, head, column). lse: (1, head, sequence), fp32. sink: (head,), fp32.
+        extra: ``seqlens_k``, ``block_table``, ``num_pages``, ``page_rows``; of states ``part_o`` (state, four, lane, 4) and ``part_lse``
+            (state, lane, 2), fp32; ``counts`` (sequence · heads_k + head,), int32: how many states of a sequence are there.
+    """
+
+    seqlen_k: I32
+    heads_k: I32
+    group: I32
+    shares: I32
+    cached: I32
+    sinks: I32
+    scale2: F32
+    q: cute.Tensor
+    o: cute.Tensor
+    lse: cute.Tensor
+    sink: cute.Tensor
+    extra: OptionalParams
+
+
+class KeyMaps(NamedTuple):
+    """The descriptors of the pools, with the modes of :func:`packed.ragged`."""
+
+    k: cpasync.TmaInfo
+    v: cpasync.TmaInfo

@@ -1,0 +1,131 @@
+"""Even shares of all key blocks (Stream-K, Osama et al. 2023): which blocks of which sequences a CTA has.
+
+The blocks of all sequences stand in one line, by sequence and position, and share n of it is ``n · each`` to ``(n + 1) · each``. Each key
+head has a CTA for each share, and the CTAs of a share, which read neighbouring memory, stand side by side. Lengths are read on the device:
+a graph replays with others. A sequence without keys has a block, too, so that somebody writes its rows.
+
+A sequence whose blocks lie in one share is finished by its CTA. Others leave a state for each share. A CTA leaves two states at most: one
+of blocks that continue a sequence, one of blocks that begin one.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+
+from tilewise.backends.hopper.decoding.config import LEAST_KEYS, DecodingConfig
+from tilewise.backends.hopper.decoding.params import DecodingParams
+from tilewise.backends.hopper.forward import pages
+from tilewise.backends.hopper.kit.dtypes import I32
+from tilewise.backends.hopper.kit.scheduler import PICK
+
+
+class Share(NamedTuple):
+    """This CTA's part of the line.
+
+    Attributes:
+        begin, end: its blocks. each: the blocks of a share.
+    """
+
+    begin: I32
+    end: I32
+    each: I32
+
+
+class Place(NamedTuple):
+    """A sequence in the line.
+
+    Attributes:
+        sequence, keys: which one, and how many keys it has. at: its first block in the line.
+    """
+
+    sequence: I32
+    keys: I32
+    at: I32
+
+
+@cute.jit
+def keys_of(sequence, params: DecodingParams):
+    """How many keys a sequence has; of one past the last, of whatever stands there."""
+    keys = I32(params.seqlen_k)
+    if params.cached != 0:
+        keys = pages.keys_of(PICK.smaller(sequence, batch_of(params) - 1), params)
+    return keys
+
+
+def blocks_of(keys, config: DecodingConfig):
+    """The blocks of a sequence with so many keys."""
+    return PICK.larger((keys + config.tiles.tile_n - 1) // config.tiles.tile_n, 1)
+
+
+def batch_of(params: DecodingParams):
+    """How many sequences there are."""
+    return params.q.shape[1]
+
+
+def head_of(params: DecodingParams):
+    """This CTA's key head."""
+    return cute.arch.block_idx()[0] % params.heads_k
+
+
+@cute.jit
+def share_of(params: DecodingParams, config: cutlass.Constexpr):
+    """This CTA's :class:`Share`, and the :class:`Place` of its first block's sequence. A warp counts 32 sequences at a time."""
+    lane, batch = cute.arch.thread_idx()[0] % 32, batch_of(params)
+    share = cute.arch.block_idx()[0] // params.heads_k
+    total, begin, each = I32(0), I32(0), I32(0)
+    sequence, keys, at = I32(0), I32(params.seqlen_k), I32(0)
+    if params.cached == 0:  # all are equally long, and nothing is looked up
+        blocks = blocks_of(params.seqlen_k, config)
+        total = I32(blocks * batch)
+        each = each_of(total, params, config)
+        begin = I32(share * each)
+        sequence = I32(begin // blocks)
+        at = I32(sequence * blocks)
+    else:
+        for first in cutlass.range(0, batch, 32, unroll=1):
+            total = total + own_blocks(first, lane, params, config)
+        for step in cutlass.range_constexpr(5):
+            total = total + cute.arch.shuffle_sync_bfly(total, offset=1 << step)
+        each = each_of(total, params, config)
+        begin = I32(share * each)
+        before = I32(0)
+        for first in cutlass.range(0, batch, 32, unroll=1):
+            own = own_blocks(first, lane, params, config)
+            upto = own  # of this and the lanes before
+            for step in cutlass.range_constexpr(5):
+                other = cute.arch.shuffle_sync(upto, lane - (1 << step))
+                upto = upto + I32(cutlass.select_(lane >= 1 << step, I32(other), I32(0)))
+            whole = cute.arch.popc(
+                cute.arch.vote_ballot_sync(upto <= begin - before)
+            )  # sequences that end before the share
+            here = PICK.smaller(begin - before, 31 - whole) >= 0
+            start = before + cute.arch.shuffle_sync(upto - own, PICK.smaller(whole, 31))
+            sequence = I32(cutlass.select_(here, I32(first + whole), sequence))
+            at = I32(cutlass.select_(here, I32(start), at))
+            before = before + cute.arch.shuffle_sync(upto, 31)
+        sequence = cute.arch.make_warp_uniform(sequence)
+        keys = keys_of(sequence, params)
+    end = PICK.smaller(begin + each, total)
+    begin, end, each, at = (cute.arch.make_warp_uniform(I32(x)) for x in (begin, end, each, at))
+    return Share(begin, end, each), Place(sequence, keys, at)
+
+
+def own_blocks(first, lane, params: DecodingParams, config: DecodingConfig) -> I32:
+    """The blocks of the lane's sequence, of 32 from ``first`` on; 0 past the last."""
+    blocks = blocks_of(keys_of(first + lane, params), config)
+    return I32(cutlass.select_(first + lane < batch_of(params), I32(blocks), I32(0)))
+
+
+def each_of(total, params: DecodingParams, config: DecodingConfig) -> I32:
+    """The blocks of a share, of so many in all."""
+    least = max(1, LEAST_KEYS // config.tiles.tile_n)
+    return I32(PICK.larger((total + params.shares - 1) // params.shares, least))
+
+
+def next_place(place: Place, params: DecodingParams, config: DecodingConfig) -> Place:
+    """The sequence that follows."""
+    at = place.at + blocks_of(place.keys, config)
+    return Place(place.sequence + 1, keys_of(place.sequence + 1, params), at)

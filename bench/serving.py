@@ -69,6 +69,7 @@ CHOSEN = {"rates": ("pages-64", "cudnn"), "peers": ("pages-64", "cache", "fa2", 
 ROUNDS = 7
 REPLAYED = (
     ("decode", "triton", 64, 1),
+    ("decode", "hopper", 64, 1),
     ("pages of 16", "triton", 16, 1),
     ("chunk", "triton", 64, 70),
     ("chunk", "hopper", 64, 300),

@@ -20,6 +20,8 @@ from tilewise.backends.hopper.forward import config
 from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.host import kernel_files
 from tilewise.backends.hopper.host import proven as proofs
+from tilewise.backends.hopper.decoding import config as decoding_config
+from tilewise.backends.hopper.decoding.config import DecodingConfig
 from tilewise.backends.hopper.latent import config as latent_config
 from tilewise.backends.hopper.latent.config import LatentConfig
 from tilewise.testing import HIDING, Call, call, of_case, paged_call, qkv
@@ -105,6 +107,7 @@ class Kind(NamedTuple):
     alibi: bool = False
     dslopes: bool = False
     table: bool = False
+    decoding: bool = False
 
     @classmethod
     def of(cls, x: Config | Backward) -> "Kind":
@@ -123,6 +126,7 @@ class Kind(NamedTuple):
             getattr(x, "alibi", False),
             getattr(x, "dslopes", False),
             getattr(x, "table", False),
+            isinstance(x, DecodingConfig),
         )
 
     @property
@@ -178,7 +182,7 @@ def check_calls(x: Config | Backward, sizes: Sizes | None = None) -> Named:
         return torch.randn(shape, generator=generator, device=sizes.device).to(dtype)
 
     calls = paged_calls if kind.paged else packed_calls if kind.packed else unpacked_calls
-    yield from calls(kind, new, sizes)
+    yield from (decoding_calls if kind.decoding else calls)(kind, new, sizes)
 
 
 def unpacked_calls(kind: Kind, new: Callable[..., Tensor], sizes: Sizes) -> Named:
@@ -246,6 +250,21 @@ def paged_calls(kind: Kind, new: Callable[..., Tensor], sizes: Sizes) -> Named:
             yield f"paged-{n}-{m}", paged_call(q, cache, cu_seqlens_q=cu_q, sink=sink, **kind.score(q), **options)
 
 
+def decoding_calls(kind: Kind, new: Callable[..., Tensor], sizes: Sizes) -> Named:
+    """One query for each of the sequences of :func:`paged_calls`, over pages; and over dense keys, in which heads may come first."""
+    d = kind.dims[0]
+    for n, (parts, lengths, _) in enumerate(sizes.paged):
+        keys = [length for _, length in lengths]
+        for m, (heads, heads_k) in enumerate(((4, 2), (8, 1), (3, 3), (14, 2))):
+            q, cache = new(len(keys), 1, heads, d), cache_of(new, parts * kind.paged, keys, (heads_k, d, d), m == 1)
+            sink = torch.randn(heads, device=sizes.device) if (n + m) % 2 else None
+            yield f"decoding-{n}-{m}", paged_call(q, cache, sink=sink, causal=m == 0)
+    for n, (batch, keys) in enumerate(((3, 1), (1, 300), (5, 1000), (40, 65))):
+        q, k, v = new(batch, 1, 8, d), *(new(batch, 2, keys, d).transpose(1, 2) for _ in range(2))
+        yield f"dense-{n}", call(q, k, v).forward_only()
+        yield f"dense-{n}-rows", call(q, k.contiguous(), v.contiguous(), causal=True).forward_only()
+
+
 def latent_cache(cache: tw.PagedCache, columns: int, e4m3: bool) -> tw.PagedCache:
     """The cache with v as the first columns of k; with ``e4m3`` in 8 bits, with a scale for each head."""
     k = cache.k_pages
@@ -291,7 +310,7 @@ def cache_of(
 
 def every() -> list[Config | Backward]:
     """All configurations that are shipped or candidates."""
-    forwards = [*config.shipped(), *config.candidates(), *latent_config.shipped()]
+    forwards = [*config.shipped(), *config.candidates(), *latent_config.shipped(), *decoding_config.shipped()]
     return [*forwards, *backward_config.shipped(), *backward_config.candidates()]
 
 

@@ -5,6 +5,7 @@ Importing this imports no DSL. Where to look:
 - ``config``: what both passes share: limits, dtypes, forms of masks, expressions that are compiled in. No DSL.
 - ``forward/``, ``backward/``: the kernels of a pass, and ``config``, which chooses among them: tiles, registers, shared memory.
 - ``latent/``: the forward over pages where V lies in K's memory.
+- ``decoding/``: the forward of one query a sequence, over pages or dense keys.
 - ``kit/``: what every kernel uses: rings of stages, tiles, softmax, schedulers, expressions, dropout.
 - ``host/``: from a call to a launch, and from a kernel's source to the file that is shipped.
 - ``tables``: scores that add a table's bias by distance, as a line of biases.
@@ -33,6 +34,8 @@ from tilewise.backends.hopper import operations
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.config import why_no_bits
+from tilewise.backends.hopper.decoding import config as decoding_config
+from tilewise.backends.hopper.decoding.config import DecodingConfig
 from tilewise.backends.hopper.forward import config as forward_config
 from tilewise.backends.hopper.forward import paged_config
 from tilewise.backends.hopper.forward import reasons as forward_reasons
@@ -75,8 +78,13 @@ class Hopper(Backend):
             reasons.append("the largest score of each row (attention_with_stats): its kernels do not keep it")
         return reasons + (backward_config.reasons(p) if p.spec.needs_grad else [])
 
-    def config(self, p: Problem) -> Config | LatentConfig:
-        return self.override or (paged_config if p.paged else forward_config).choose(as_packed(p))
+    def preferred(self, p: Problem) -> str:
+        return "shares out the keys of all sequences evenly" if decoding_config.choose(p) else ""
+
+    def config(self, p: Problem) -> Config | LatentConfig | DecodingConfig:
+        if self.override is not None:
+            return self.override
+        return decoding_config.choose(p) or (paged_config if p.paged else forward_config).choose(as_packed(p))
 
     def tile(self, p: Problem) -> tuple[int, int]:
         return self.config(p).tile_queries, self.config(p).tiles.tile_n
@@ -95,7 +103,9 @@ class Hopper(Backend):
         return self._backward_plans.of(p).backward(t, out, do, dlse)
 
     def _plan(self, p: Problem):
-        if p.latent:
+        if isinstance(self.config(p), DecodingConfig):
+            from tilewise.backends.hopper.host.decoding_call import DecodingPlan as ForwardPlan
+        elif p.latent:
             from tilewise.backends.hopper.host.latent_call import LatentPlan as ForwardPlan
         elif p.paged:
             from tilewise.backends.hopper.host.paged_call import PagedPlan as ForwardPlan
@@ -110,7 +120,7 @@ class Hopper(Backend):
 
     def _plan_of_class(self, p: Problem, plan: type, config: AnyConfig):
         """The plan of a problem, of the class ``plan``; of a padded problem that of the packed one that it equals."""
-        if not config.packed or p.packed or p.paged:
+        if not config.packed or p.packed or p.paged or isinstance(config, DecodingConfig):
             return plan(p, config)
         from tilewise.backends.hopper.host.padded_call import PaddedPlan
 

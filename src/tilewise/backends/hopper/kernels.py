@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.backward.config import Backward
+from tilewise.backends.hopper.decoding import config as decoding_config
+from tilewise.backends.hopper.decoding.config import DecodingConfig
 from tilewise.backends.hopper.forward import config as forward_config
 from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.latent import config as latent_config
 from tilewise.backends.hopper.latent.config import LatentConfig
 
-AnyConfig = Config | LatentConfig | Backward
+AnyConfig = Config | LatentConfig | DecodingConfig | Backward
 
 
 def shipped() -> list[AnyConfig]:
     """Every kernel that is compiled ahead of time."""
-    return [*forward_config.shipped(), *backward_config.shipped(), *latent_config.shipped()]
+    forwards = [*forward_config.shipped(), *latent_config.shipped(), *decoding_config.shipped()]
+    return [*forwards, *backward_config.shipped()]

@@ -43,8 +43,8 @@ def launch(
     o is as q; lse is (1, heads_q, sequences), fp32; sink is (heads_q,), fp32.
 
     Args:
-        numbers: shares, whether lengths and a table say where keys are, whether there are sinks (else sink is not read), scale2, and those of
-            :attr:`DecodingConfig.extra`.
+        numbers: shares, whether lengths and a table say where keys are, whether there are sinks (else sink is not read), scale2, and
+            those of :attr:`DecodingConfig.extra`.
     """
     tiles, element, major = config.tiles, ELEMENT[config.dtype], OperandMajorMode
     shares, cached, sinks, scale2, *extra = numbers

@@ -1,7 +1,7 @@
 """The counts of a launch, set to zero by a kernel before it.
 
-The other kernel begins beside this one, and waits for its end before it counts, when this one is long over. So a launch needs no memory that
-outlives it: none that a second stream, or a second graph, might count on.
+The other kernel begins beside this one, and waits for its end before it counts, when this one is long over. So a launch needs no memory
+that outlives it, on which a second stream or a second graph might count.
 """
 
 from __future__ import annotations

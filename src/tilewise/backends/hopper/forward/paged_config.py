@@ -86,7 +86,7 @@ def _addressable(pool: TensorFacts) -> bool:
     rows = strides_addressable(
         pool.shape, [n * pool.dtype.itemsize // ELEMENT_BYTES for n in pool.stride[:-1]] + [pool.stride[-1]]
     )
-    return rows and (pool.shape[0] < 2 or pool.stride[0] % pool.stride[1] == 0)
+    return rows and pool.stride[1] > 0 and (pool.shape[0] < 2 or pool.stride[0] % pool.stride[1] == 0)
 
 
 def page_rows(pool: TensorFacts) -> int:

@@ -31,6 +31,7 @@ from tilewise import settings
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.config import SHARED_LIMIT
+from tilewise.backends.hopper.decoding.config import DecodingConfig
 from tilewise.backends.hopper.expected import Expected
 from tilewise.backends.hopper.forward import config as forward_config
 from tilewise.backends.hopper.host import hostcode, kernel_files, proven, sass
@@ -56,6 +57,9 @@ def compiled(config: AnyConfig, scratch: Path, options: str = OPTIONS) -> tuple[
     elif isinstance(config, LatentConfig):
         from tilewise.backends.hopper.latent.fake_arguments import fake_arguments
         from tilewise.backends.hopper.latent.kernel import launch
+    elif isinstance(config, DecodingConfig):
+        from tilewise.backends.hopper.decoding.fake_arguments import fake_arguments
+        from tilewise.backends.hopper.decoding.kernel import launch
     else:
         from tilewise.backends.hopper.forward.fake_arguments import fake_arguments
         from tilewise.backends.hopper.forward.kernel import launch

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.config import DTYPES, SHIPPED
+from tilewise.backends.hopper.decoding.config import DecodingConfig
 from tilewise.backends.hopper.forward import config as forward_config
 from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.kernels import AnyConfig, shipped
@@ -15,8 +16,9 @@ from tilewise.backends.hopper.latent.config import LatentConfig
 
 FORMS = dict(zip(("full", "causal", "window", "rows", "bits"), (*SHIPPED, "bits"), strict=True))
 """The word for each form: every key, up to a moving end, between two such ends, between ends that tensors hold, by a bit for each pair."""
-PASSES = {"forward": (Config, LatentConfig), "backward": (Backward,)}
-FEATURES = ("softcap", "dropout", "packed", "paged", "latent")
+PASSES = {"forward": (Config, LatentConfig, DecodingConfig), "backward": (Backward,)}
+FEATURES = ("softcap", "dropout", "packed", "paged", "latent", "decoding")
+OWN = {LatentConfig: "latent", DecodingConfig: "decoding"}  # kernels of calls that one word names, whatever their form
 _DIMS = re.compile(r"d(\d+)(?:v(\d+))?")
 _OFTEN = ((128, 128), (64, 64))  # head dims that most models have
 
@@ -53,21 +55,21 @@ def dims_of(config: AnyConfig) -> tuple[int, int]:
 
 def paged(config: AnyConfig) -> bool:
     """Whether a kernel reads keys from pages; no backward does."""
-    return isinstance(config, LatentConfig) or (isinstance(config, Config) and config.paged > 0)
+    return type(config) in OWN or (isinstance(config, Config) and config.paged > 0)
 
 
 def features_of(config: AnyConfig) -> set[str]:
     """The words of FEATURES that name a kernel; one that reads pages takes packed queries without saying so, and latent ones read pages."""
-    if isinstance(config, LatentConfig):
-        return {"latent"}
+    if type(config) in OWN:
+        return {OWN[type(config)]}
     kind = "paged" if paged(config) else "packed"
     has = {"softcap": config.softcap, "dropout": config.dropout, kind: config.packed}
     return {name for name in FEATURES if has.get(name)}
 
 
 def forms_of(config: AnyConfig) -> set[str]:
-    """The forms of the calls that a kernel serves: latent ones serve all, and a packed one with dropout serves calls without a mask too."""
-    if isinstance(config, LatentConfig):
+    """The forms of the calls that a kernel serves: those of OWN serve all, a packed one with dropout calls without a mask too."""
+    if type(config) in OWN:
         return set(FORMS.values())
     return {config.form, "full"} if config.packed and config.dropout else {config.form}
 
@@ -75,7 +77,7 @@ def forms_of(config: AnyConfig) -> set[str]:
 def words_of(config: AnyConfig) -> str:
     """The words that name a shipped kernel, together with others of its kind."""
     dim, dim_v = dims_of(config)
-    form = [word for word, form in FORMS.items() if form == config.form and not isinstance(config, LatentConfig)]
+    form = [word for word, form in FORMS.items() if form == config.form and type(config) not in OWN]
     features = (name for name in FEATURES if name in features_of(config))
     return " ".join([config.dtype, f"d{dim}" + (f"v{dim_v}" if dim_v != dim else ""), *form, *features])
 
@@ -84,8 +86,8 @@ def selected(text: str) -> list[AnyConfig]:
     """The shipped kernels of calls that these words describe, in the order of use.
 
     Words of one kind are alternatives: ``bf16 fp16``; ``d80``, ``d192v128`` (a call's head dims); ``full causal window rows``;
-    ``forward backward``. A kind without a word is not restricted, but those of FEATURES are only named by their words; ``latent``
-    kernels serve every form.
+    ``forward backward``. A kind without a word is not restricted, but those of FEATURES are only named by their words; ``latent`` and
+    ``decoding`` kernels serve every form.
     Or the words are names of kernels.
 
     Raises:
@@ -122,5 +124,5 @@ def _with_dims(configs: Sequence[AnyConfig], dim: int, dim_v: int) -> list[AnyCo
     few = [c for c in forwards if holding and c.tiles == forward_config.short(holding[0].full)]
     rows = [dims for dims in backward_config.TABLE if dim <= dims[0] and dim_v <= dims[1]]
     backwards = ([c for c in configs if isinstance(c, Backward) and dims_of(c) == dims] for dims in rows)
-    latent = [c for c in configs if isinstance(c, LatentConfig) and dims_of(c) == (dim, dim_v)]
-    return [*next(filter(None, by_row), []), *few, *next(filter(None, backwards), []), *latent]
+    own = [c for c in configs if type(c) in OWN and dims_of(c) == (dim, dim_v)]
+    return [*next(filter(None, by_row), []), *few, *next(filter(None, backwards), []), *own]

@@ -1,0 +1,47 @@
+"""The launch of a decoding step: one query a sequence, over pages, or over dense keys as if each sequence had one page."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tilewise.backends.base import Inputs, Output
+from tilewise.backends.hopper.decoding.config import shares_of
+from tilewise.backends.hopper.forward.paged_config import page_rows
+from tilewise.backends.hopper.host.paged_call import PagedPlan
+from tilewise.backends.hopper.host.plan import LOG2_E
+from tilewise.caching import cached_property
+
+
+class DecodingPlan(PagedPlan):
+    """The decisions for one problem with one query a sequence."""
+
+    @cached_property
+    def shares(self) -> int:
+        return shares_of(self.problem)
+
+    @cached_property
+    def numbers(self) -> tuple[int | float, ...]:
+        """The first numbers of :func:`tilewise.backends.hopper.decoding.kernel.launch`."""
+        problem = self.problem
+        return self.shares, int(problem.paged), int(problem.spec.sink_slot is not None), LOG2_E * problem.softmax_scale
+
+    def lse_by_rows(self, out: Output, rows: int) -> Tensor:
+        return out.lse[..., 0].mT  # (sequence, head, 1) as (head, row): the kernel takes any strides
+
+    def extra(self, inputs: Inputs) -> tuple[Tensor | int | float, ...]:
+        problem, width = self.problem, self.config.tiles.width
+        new, states = inputs.q.new_empty, 2 * self.shares * problem.heads_k
+        counts = new(problem.batch * problem.heads_k, dtype=torch.int32)
+        found = {
+            "seqlens_k": inputs.seqlens_k
+            if problem.paged
+            else counts,  # without pages any memory will do: it is not read
+            "block_table": inputs.block_table if problem.paged else counts[None],
+            "part_o": new((states, width // 16, 32, 4), dtype=torch.float32),
+            "part_lse": new((states, 32, 2), dtype=torch.float32),
+            "counts": counts,
+            "num_pages": problem.k.shape[0],
+            "page_rows": page_rows(problem.k),
+        }
+        return tuple(found[name] for name in self.config.extra)

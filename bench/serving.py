@@ -1,10 +1,11 @@
-"""Attention where models answer, on a GPU: `python -m bench.serving --out FILE [--parts check,replay,append,time,peers,rates,tiles]`.
+"""Attention where models answer, on a GPU: `python -m bench.serving --out FILE [--parts check,replay,append,time,decode,peers,rates,tiles]`.
 
 check   every kind of page, row and mask against float64
 replay  one CUDA graph replayed with other lengths, tables and keys, over each backend that a graph can hold: each result against a
         call without a graph, some against float64
 append  one new key for each of 64 sequences, by Triton's kernel and by PyTorch's operations
 time    decoding and prefill of a chunk, over dense keys and over pages, in CUDA graphs, beside PyTorch's SDPA
+decode  decoding alone, in more shapes: over dense keys and over pages of 64, by each backend, beside cuDNN
 peers   decoding beside FlexAttention too, whose compiler takes seconds for each shape
 rates   decoding over sequences of ever more keys, which ``--draw PICTURE`` shows
 tiles   decoding over pages with other tiles and splits than the configured ones
@@ -63,9 +64,13 @@ PEERS |= {f"pages-{size}": f"tw.attention_paged over pages of {size} keys" for s
 PEERS |= {f"pages-{size}-triton": f"the same over pages of {size} keys, by the triton backend" for size in PAGE_SIZES}
 FP8 = re.compile(r"(fp8(-each)?)?$")  # what a contestant's name says of its numbers
 POOLS = ("k_pages", "v_pages", "k_scale", "v_scale")
-PARTS = ("check", "replay", "append", "time", "peers", "rates", "tiles")
+PARTS = ("check", "replay", "append", "time", "decode", "peers", "rates", "tiles")
 # The contestants of some parts; of the others all but FlexAttention.
-CHOSEN = {"rates": ("pages-64", "cudnn"), "peers": ("pages-64", "cache", "fa2", "cudnn", "flex")}
+CHOSEN = {
+    "rates": ("pages-64", "cudnn"),
+    "decode": ("dense", "dense-triton", "pages-64", "pages-64-triton", "cudnn"),
+    "peers": ("pages-64", "cache", "fa2", "cudnn", "flex"),
+}
 ROUNDS = 7
 REPLAYED = (
     ("decode", "triton", 64, 1),
@@ -77,6 +82,7 @@ REPLAYED = (
 JUDGED = 20  # of so many replays one is held against float64; all of them against a call without a graph
 ROWS = {
     "tiles": ("b1-1k", "b1-16k", "b1-128k", "b8-32k", "b64-4k", "b2-200"),
+    "decode": ("b1-1k", "b1-16k", "b1-128k", "b8-32k", "b64-1k", "b64-4k", "b16-8k-d64", "b8-8k-h16", "b2-200"),
     "peers": ("b1-16k", "b8-32k", "b64-4k", "b2-200"),
 }  # the cases of some parts
 ROTATED = 400 << 20  # bytes of K and V that one graph reads at least: an H200's L2 has 50 MiB
@@ -226,9 +232,7 @@ def contestants(keys: Keys) -> Iterator[tuple[str, Attend]]:
     yield "cache", over(keys.dense_caches())
     for page_size in case.pages:
         yield f"pages-{page_size}", over(keys.paged(page_size))
-        if (
-            causal or case.values
-        ) and keys.device == "cuda":  # chunks of a prompt, and v in k, which Hopper's kernels take
+        if keys.device == "cuda":  # where Hopper has kernels, it takes the calls before
             yield f"pages-{page_size}-triton", over(keys.paged(page_size), "triton")
     if case.fp8:
         yield "pages-64-fp8", over(keys.quantised(64, False))
@@ -510,8 +514,8 @@ def results_of(part: str, run: str, device: str) -> Iterator[dict]:
     if part == "append":
         yield from time_append(run, device)
         return
-    for case in swept(device) if part == "rates" else CASES[device]:
-        if case.name not in ROWS.get(part, (case.name,)):
+    for case in swept(device) if part == "rates" else [*CASES[device], *(shapes(device) if part == "decode" else ())]:
+        if case in CASES[device] and case.name not in ROWS.get(part, (case.name,)):
             continue
         with torch.no_grad():
             keys = Keys(case, device)
@@ -529,6 +533,14 @@ def results_of(part: str, run: str, device: str) -> Iterator[dict]:
             yield records.result(
                 run, f"serving-{case.name}", name, "forward", "time", None, why=[why], shape=case.shape
             )
+
+
+def shapes(device: str) -> Iterator[Case]:
+    """Decoding steps whose sequences even shares cut at their ends, or anywhere; beside those of the other parts."""
+    for batch, keys in (
+        ((8, 1024), (4, 4096), (8, 4096), (12, 4096), (20, 2048), (32, 8192)) if device == "cuda" else ()
+    ):
+        yield Case(f"b{batch}-{keys // 1024}k", batch, keys)
 
 
 def swept(device: str) -> Iterator[Case]:

@@ -16,12 +16,12 @@ from tilewise.backends.hopper import Hopper
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.config import PLAIN
+from tilewise.backends.hopper.decoding import config as decoding_config
+from tilewise.backends.hopper.decoding.config import DecodingConfig
 from tilewise.backends.hopper.forward import config
 from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.host import kernel_files
 from tilewise.backends.hopper.host import proven as proofs
-from tilewise.backends.hopper.decoding import config as decoding_config
-from tilewise.backends.hopper.decoding.config import DecodingConfig
 from tilewise.backends.hopper.latent import config as latent_config
 from tilewise.backends.hopper.latent.config import LatentConfig
 from tilewise.testing import HIDING, Call, call, of_case, paged_call, qkv

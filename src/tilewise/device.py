@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, is_dataclass
@@ -73,6 +74,53 @@ def lasting(make: Callable[[], Made]) -> Made:
 
 # The number of the stream that torch uses on a device: 10 times as fast as torch.cuda.current_stream. Builds without CUDA have none.
 stream_of = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
+
+
+class _Counts:
+    """Zeros of one device: slices of them by stream, and how many are given away."""
+
+    SIZE = 1 << 20
+
+    def __init__(self, device: torch.device):
+        with torch.inference_mode(False):
+            self.zeros = torch.zeros(self.SIZE, dtype=torch.int32, device=device)
+        torch.cuda.current_stream(device).synchronize()  # other streams, and graphs, need not wait
+        self.by_stream: dict[int, torch.Tensor] = {}
+        self.used = 0
+
+    def take(self, count: int) -> torch.Tensor | None:
+        """Some that nobody has; None: there are not so many left."""
+        with _counts_lock:
+            start, self.used = self.used, min(self.used + count, self.SIZE)
+        return self.zeros[start : start + count] if start + count <= self.SIZE else None
+
+
+_counts: dict[torch.device, _Counts] = {}
+_counts_lock = threading.Lock()
+
+
+def counts(device: torch.device, count: int) -> torch.Tensor:
+    """Zeros, int32 ``(count,)``, for a kernel that counts on them and leaves them zero: only launches that come one after the other have
+    the same ones.
+
+    Those of a stream do. In a CUDA graph every launch has its own, as its replays may run beside anything else but themselves; where none
+    are left, the graph sets some to zero at each replay.
+    """
+    captured = is_captured()
+    kept = _counts.get(device)
+    if kept is None and not captured:
+        kept = _counts.setdefault(device, lasting(lambda: _Counts(device)))
+    if kept is None or captured:
+        own = kept and kept.take(count)
+        return torch.zeros(count, dtype=torch.int32, device=device) if own is None else own
+    stream = stream_of(device.index)
+    found = kept.by_stream.get(stream)
+    if found is None or len(found) < count:
+        found = kept.take(1 << (count - 1).bit_length())
+        if found is None:
+            return torch.zeros(count, dtype=torch.int32, device=device)
+        kept.by_stream[stream] = found
+    return found[:count]
 
 
 class Ready:

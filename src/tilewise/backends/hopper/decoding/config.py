@@ -92,7 +92,7 @@ class DecodingConfig(Formed):
 
     @property
     def expected(self) -> tuple[Expected, ...]:
-        """The facts that the compiled kernel is held to; the kernel that sets counts to zero has no roles."""
+        """The facts that the compiled kernel is held to."""
         return (Expected(self.name, (), self.tiles.shared, None, stores=False),)
 
     def describe(self) -> str:
@@ -127,6 +127,8 @@ def choose(problem: Problem) -> DecodingConfig | None:
         return None
     tiles = TILES.get(problem.head_dim)
     if tiles is None or problem.head_dim_v != problem.head_dim or str(problem.dtype) not in DTYPES or band is None:
+        return None
+    if problem.paged and problem.batch == 1:  # splits that another kernel merges take less time (docs/decisions.md#hopper-decoding)
         return None
     keys = problem.capacity if problem.paged else problem.seqlen_k
     band = band if problem.paged else band.cut(1)

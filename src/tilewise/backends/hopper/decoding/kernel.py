@@ -20,7 +20,6 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.utils import LayoutEnum
 
 from tilewise.backends.hopper.config import ROWS
-from tilewise.backends.hopper.decoding import reset
 from tilewise.backends.hopper.decoding.compute import compute
 from tilewise.backends.hopper.decoding.config import THREADS
 from tilewise.backends.hopper.decoding.load import load
@@ -61,14 +60,13 @@ def launch(
     params = DecodingParams(
         k.shape[1], heads_k, q.shape[2] // heads_k, shares, cached, sinks, scale2, q, o, lse, sink, optional
     )
-    reset.launch(optional.counts, stream, config)
     kernel.set_name_prefix(config.name, remove_cutlass_symbol=True, keep_mangled_name=False)
     kernel(
         paged_map(packed.ragged(k), layout_k, config, 0),
         paged_map(packed.ragged(v, columns_first=True), layout_v, config, 1),
         qk, pv, params, config,
     ).launch(
-        grid=[shares * heads_k, 1, 1], block=[THREADS, 1, 1], min_blocks_per_mp=1, stream=stream, use_pdl=True
+        grid=[shares * heads_k, 1, 1], block=[THREADS, 1, 1], min_blocks_per_mp=1, stream=stream
     )  # fmt: skip
 
 

@@ -56,13 +56,12 @@ def finish(operands, told: cute.Pointer, place: Place, share: Share, params: Dec
 
 @cute.jit
 def tell(told: cute.Pointer, place: Place, parts: Parts, params: DecodingParams):
-    """One thread counts this CTA's state, and tells the warpgroup whether all others are counted."""
-    cute.arch.griddepcontrol_wait()  # the counts are zero when the kernel before has ended
+    """One thread counts this CTA's state, and tells the warpgroup whether all others are counted; the last one leaves the count zero."""
     if cute.arch.thread_idx()[0] == 0:
-        at = place.sequence * params.heads_k + head_of(params)
-        found = cute.arch.atomic_add(
-            cute.domain_offset((at,), params.extra.counts).iterator, I32(1), sem="acq_rel", scope="gpu"
-        )
+        counts, at = params.extra.counts, place.sequence * params.heads_k + head_of(params)
+        found = cute.arch.atomic_add(cute.domain_offset((at,), counts).iterator, I32(1), sem="acq_rel", scope="gpu")
+        if found == parts.last - parts.first:
+            counts[at] = I32(0)
         put_words(told, [cutlass.select_(found == parts.last - parts.first, I32(1), I32(0))])
 
 

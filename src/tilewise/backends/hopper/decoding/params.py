@@ -23,7 +23,8 @@ class DecodingParams(NamedTuple):
         scale2: softmax_scale · log2(e).
         q, o: (1, sequence, head, column). lse: (1, head, sequence), fp32. sink: (head,), fp32.
         extra: ``seqlens_k``, ``block_table``, ``num_pages``, ``page_rows``; of states ``part_o`` (state, four, lane, 4) and ``part_lse``
-            (state, lane, 2), fp32; ``counts`` (sequence · heads_k + head,), int32: how many states of a sequence are there.
+            (state, lane, 2), fp32; ``counts`` (sequence · heads_k + head,), int32: how many states of a sequence are there; the kernel
+            finds zeros and leaves zeros.
     """
 
     seqlen_k: I32

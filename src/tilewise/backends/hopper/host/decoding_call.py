@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tilewise import device as devices
 from tilewise.backends.base import Inputs, Output
 from tilewise.backends.hopper.decoding.config import shares_of
 from tilewise.backends.hopper.forward.paged_config import page_rows
@@ -32,7 +33,7 @@ class DecodingPlan(PagedPlan):
     def extra(self, inputs: Inputs) -> tuple[Tensor | int | float, ...]:
         problem, width = self.problem, self.config.tiles.width
         new, states = inputs.q.new_empty, 2 * self.shares * problem.heads_k
-        counts = new(problem.batch * problem.heads_k, dtype=torch.int32)
+        counts = devices.counts(inputs.q.device, problem.batch * problem.heads_k)
         found = {
             "seqlens_k": inputs.seqlens_k
             if problem.paged

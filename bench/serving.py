@@ -1,4 +1,4 @@
-"""Attention where models answer, on a GPU: `python -m bench.serving --out FILE [--parts check,replay,append,time,decode,peers,rates,tiles]`.
+"""Attention where models answer, on a GPU: `python -m bench.serving --out FILE [--parts check,replay,append,...]`.
 
 check   every kind of page, row and mask against float64
 replay  one CUDA graph replayed with other lengths, tables and keys, over each backend that a graph can hold: each result against a

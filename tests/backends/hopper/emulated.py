@@ -333,8 +333,16 @@ def wait_group(left: int) -> None:
 def kernel_modules() -> list[str]:
     """The modules that are traced into kernels: all of the kit's and both passes' but the configs, which need no DSL."""
     folder = Path(importlib.util.find_spec(HOPPER).submodule_search_locations[0])
-    files = (file for room in ("kit", "forward", "backward", "latent") for file in sorted((folder / room).glob("*.py")))
-    return [f"{HOPPER}.{file.parent.name}.{file.stem}" for file in files if file.stem not in ("__init__", "config")]
+    files = (
+        file
+        for room in ("kit", "forward", "backward", "latent", "decoding")
+        for file in sorted((folder / room).glob("*.py"))
+    )
+    return [
+        f"{HOPPER}.{file.parent.name}.{file.stem}"
+        for file in files
+        if file.stem not in ("__init__", "config", "choice")
+    ]
 
 
 def imported(*kernels: str) -> list[types.ModuleType]:

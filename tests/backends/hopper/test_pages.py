@@ -142,7 +142,10 @@ def problem(queries: int | tuple[int, ...], heads: tuple[int, int] = (32, 8), ba
 ORDER = {  # whether Hopper's kernel goes before Triton's, which splits keys
     "a-chunk": (problem(512), True),
     "decoding": (problem(1), False),
-    "decoding-of-many": (problem(1, batch=64), False),
+    "decoding-of-many": (problem(1, batch=64), True),
+    "decoding-of-two": (problem(1, batch=2), True),
+    "decoding-of-many-heads": (problem(1, batch=64, heads=(18, 2)), False),
+    "decoding-deterministic": (problem(1, batch=64, deterministic=True), False),
     "a-short-chunk": (problem(64), False),
     "short-chunks-of-many": (problem(64, batch=32), False),
     "chunks-of-many": (problem(128, batch=4), True),

@@ -34,7 +34,7 @@ from tilewise.backends.hopper import operations
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.config import why_no_bits
-from tilewise.backends.hopper.decoding import config as decoding_config
+from tilewise.backends.hopper.decoding import choice as decoding
 from tilewise.backends.hopper.decoding.config import DecodingConfig
 from tilewise.backends.hopper.forward import config as forward_config
 from tilewise.backends.hopper.forward import paged_config
@@ -79,12 +79,12 @@ class Hopper(Backend):
         return reasons + (backward_config.reasons(p) if p.spec.needs_grad else [])
 
     def preferred(self, p: Problem) -> str:
-        return "shares out the keys of all sequences evenly" if decoding_config.choose(p) else ""
+        return "shares out the keys of all sequences evenly" if decoding.choose(p) else ""
 
     def config(self, p: Problem) -> Config | LatentConfig | DecodingConfig:
         if self.override is not None:
             return self.override
-        return decoding_config.choose(p) or (paged_config if p.paged else forward_config).choose(as_packed(p))
+        return decoding.choose(p) or (paged_config if p.paged else forward_config).choose(as_packed(p))
 
     def tile(self, p: Problem) -> tuple[int, int]:
         return self.config(p).tile_queries, self.config(p).tiles.tile_n

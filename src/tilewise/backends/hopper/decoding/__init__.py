@@ -1,7 +1,7 @@
 """Decoding steps: one query a sequence, whose keys are shared out evenly among CTAs, over pages or dense tensors.
 
-``config`` chooses a kernel and says what it refuses, without the DSL. ``kernel`` has the roles of a CTA and the launch; ``shares`` finds a
-CTA's part of all keys, ``load`` brings it, ``compute`` attends to it, ``merge`` brings together what several CTAs have of a sequence.
-``storage`` lays out shared memory, ``params`` holds the numbers of a launch,
-``fake_arguments`` what it is compiled for.
+``config`` has the kernels' sizes and ``choice`` says which calls get one, without the DSL. ``kernel`` has the roles of a CTA and the
+launch; ``shares`` finds a CTA's part of all keys, ``load`` brings it, ``compute`` attends to it, ``merge`` brings together what several
+CTAs have of a sequence. ``storage`` lays out shared memory, ``params`` holds the numbers of a launch, ``fake_arguments`` what it is
+compiled for.
 """

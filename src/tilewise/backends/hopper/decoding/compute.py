@@ -16,7 +16,7 @@ from tilewise.backends.hopper.config import ROWS
 from tilewise.backends.hopper.decoding.config import DecodingConfig
 from tilewise.backends.hopper.decoding.merge import finish
 from tilewise.backends.hopper.decoding.params import DecodingParams
-from tilewise.backends.hopper.decoding.shares import batch_of, blocks_of, head_of, next_place, share_of
+from tilewise.backends.hopper.decoding.shares import batch_of, blocks_of, head_of_row, next_place, share_of
 from tilewise.backends.hopper.decoding.storage import DecodingStorage
 from tilewise.backends.hopper.kit import softmax
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
@@ -31,17 +31,17 @@ class DecodingOperands(NamedTuple):
 
     Attributes:
         qk, pv: the atoms of ``S = Q Kᵀ`` and ``O += P V``. k, v: shared operands (1, 1, k step, stage).
-        q: 64 × width. s, o: accumulators of 64 × tile_n and 64 × width, fp32. p: 64 × tile_n. rows: the softmax state of a thread's rows.
+        q: 64 × width. p: 64 × tile_n. s, o: accumulators of 64 × tile_n and 64 × width, fp32. rows: the softmax state of a thread's rows.
     """
 
     qk: cute.TiledMma
     pv: cute.TiledMma
-    q: cute.Tensor
     k: cute.Tensor
     v: cute.Tensor
+    q: cute.Tensor
+    p: cute.Tensor
     s: cute.Tensor
     o: cute.Tensor
-    p: cute.Tensor
     rows: softmax.SoftmaxState
 
 
@@ -52,12 +52,12 @@ def new_operands(
     tiles, element = config.tiles, ELEMENT[config.dtype]
     return DecodingOperands(
         qk, pv,
-        cute.make_rmem_tensor(qk.partition_shape_A((ROWS, tiles.width)), element),  # Q
         qk.make_fragment_B(qk.get_slice(0).partition_B(smem.k)),  # K, tile_n × width, of each stage
         pv.make_fragment_B(pv.get_slice(0).partition_B(smem.v)),  # V, width × tile_n, of each stage
+        cute.make_rmem_tensor(qk.partition_shape_A((ROWS, tiles.width)), element),  # Q
+        cute.make_rmem_tensor(pv.partition_shape_A((ROWS, tiles.tile_n)), element),  # P
         cute.make_rmem_tensor(qk.partition_shape_C((ROWS, tiles.tile_n)), F32),  # S
         cute.make_rmem_tensor(pv.partition_shape_C((ROWS, tiles.width)), F32),  # O
-        cute.make_rmem_tensor(pv.partition_shape_A((ROWS, tiles.tile_n)), element),  # P
         softmax.new_state(),
     )  # fmt: skip
 
@@ -133,21 +133,16 @@ def words_of(fragment: cute.Tensor) -> cute.Tensor:
 
 def load_query(operands: DecodingOperands, sequence, params: DecodingParams) -> None:
     """Brings the group's heads of a sequence's query; rows that there are not are zeros."""
-    words, row = words_of(operands.q), row_of(cute.arch.thread_idx()[0] % 128, 0)
-    sequence, inside = PICK.smaller(sequence, batch_of(params) - 1), params.group > row
-    start = params.q[0, sequence, head_of_row(row, params), None].iterator + cute.arch.thread_idx()[0] % 4 * 2
+    words, thread = words_of(operands.q), cute.arch.thread_idx()[0] % 128
+    row, sequence = row_of(thread, 0), PICK.smaller(sequence, batch_of(params) - 1)
+    place, inside = (0, sequence, head_of_row(row, params)), params.group > row
     for piece in range(cute.size(words) // 2):  # of 8 columns, of which a thread holds two
-        words[2 * piece] = take_word(start + 8 * piece, inside)
+        words[2 * piece] = take_word(params.q, place, 8 * piece + thread % 4 * 2, inside)
         words[2 * piece + 1] = I32(0)  # of the rows from the ninth on
 
 
-def head_of_row(row, params: DecodingParams):
-    """The query head of a row; of one that there is not, the group's first."""
-    return head_of(params) * params.group + cutlass.select_(params.group > row, I32(row), I32(0))
-
-
-def take_word(pointer, inside) -> I32:
-    """Two neighbouring numbers of 16 bits, zeros where ``inside`` does not hold."""
+def take_word(q: cute.Tensor, place: tuple, column, inside) -> I32:
+    """Two neighbouring numbers of 16 bits of a row, zeros where ``inside`` does not hold."""
     code = "{ .reg .pred p; setp.ne.s32 p, {$r0}, 0; mov.b32 {$w0}, 0; @p ld.global.nc.b32 {$w0}, [{$r1}]; }"
-    flag = cutlass.select_(inside, I32(1), I32(0))
+    flag, pointer = cutlass.select_(inside, I32(1), I32(0)), q[(*place, None)].iterator + column
     return cute.arch.inline_ptx(code, write_only_types=[I32], read_only_args=[flag, pointer.toint()])

@@ -23,7 +23,7 @@ from tilewise.backends.hopper.config import ROWS
 from tilewise.backends.hopper.decoding.compute import compute
 from tilewise.backends.hopper.decoding.config import THREADS
 from tilewise.backends.hopper.decoding.load import load
-from tilewise.backends.hopper.decoding.params import DecodingParams, KeyMaps
+from tilewise.backends.hopper.decoding.params import DecodingParams, PoolMaps
 from tilewise.backends.hopper.decoding.storage import allocate, init_barriers
 from tilewise.backends.hopper.forward.pages import paged_map
 from tilewise.backends.hopper.kit import packed
@@ -58,7 +58,7 @@ def launch(
     optional = OptionalParams(**dict(zip(config.extra, extra, strict=True)))
     heads_k = k.shape[2]
     params = DecodingParams(
-        k.shape[1], heads_k, q.shape[2] // heads_k, shares, cached, sinks, scale2, q, o, lse, sink, optional
+        k.shape[1], heads_k, q.shape[2] // heads_k, shares, cached, scale2, q, o, lse, sinks, sink, optional
     )
     kernel.set_name_prefix(config.name, remove_cutlass_symbol=True, keep_mangled_name=False)
     kernel(
@@ -76,7 +76,7 @@ def kernel(
     config: cutlass.Constexpr,
 ):  # fmt: skip
     """One CTA: every warp finds its role and keeps it."""
-    maps = KeyMaps(k, v)
+    maps = PoolMaps(k, v)
     smem = allocate(maps, config)
     init_barriers(smem, config)
     if cute.arch.make_warp_uniform(cute.arch.warp_idx()) < 4:

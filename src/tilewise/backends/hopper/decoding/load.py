@@ -7,7 +7,7 @@ import cutlass.cute as cute
 
 from tilewise.backends.hopper.config import ELEMENT_BYTES
 from tilewise.backends.hopper.decoding.config import PART
-from tilewise.backends.hopper.decoding.params import DecodingParams, KeyMaps
+from tilewise.backends.hopper.decoding.params import DecodingParams, PoolMaps
 from tilewise.backends.hopper.decoding.shares import Place, blocks_of, head_of, next_place, share_of
 from tilewise.backends.hopper.decoding.storage import DecodingStorage
 from tilewise.backends.hopper.forward.pages import KeyParts, box_of, copy_part, in_parts
@@ -17,7 +17,7 @@ from tilewise.backends.hopper.kit.scheduler import PICK
 
 
 @cute.jit
-def load(maps: KeyMaps, smem: DecodingStorage, params: DecodingParams, config: cutlass.Constexpr):
+def load(maps: PoolMaps, smem: DecodingStorage, params: DecodingParams, config: cutlass.Constexpr):
     """One warp brings the blocks of the share."""
     share, place = share_of(params, config)
     state, begin = new_writer(), share.begin
@@ -30,7 +30,7 @@ def load(maps: KeyMaps, smem: DecodingStorage, params: DecodingParams, config: c
 
 @cute.jit
 def load_blocks(
-    maps: KeyMaps, smem: DecodingStorage, place: Place, blocks: tuple, state: PipelineState, params: DecodingParams,
+    maps: PoolMaps, smem: DecodingStorage, place: Place, blocks: tuple, state: PipelineState, params: DecodingParams,
     config: cutlass.Constexpr,
 ):  # fmt: skip
     """Brings the blocks ``[first, last)`` of a sequence. Each lane reads the table for one part of 32."""

@@ -14,7 +14,8 @@ import cutlass.cute as cute
 
 from tilewise.backends.hopper.decoding.config import DecodingConfig
 from tilewise.backends.hopper.decoding.params import DecodingParams
-from tilewise.backends.hopper.decoding.shares import Place, Share, blocks_of, head_of
+from tilewise.backends.hopper.decoding.shares import Place, Share, blocks_of, head_of, head_of_row
+from tilewise.backends.hopper.forward.epilogue import put_lse
 from tilewise.backends.hopper.kit import softmax
 from tilewise.backends.hopper.kit.dtypes import F32, I32
 from tilewise.backends.hopper.kit.instructions import choose, get_words, pack, put_four, put_pair, put_words
@@ -57,12 +58,17 @@ def finish(operands, told: cute.Pointer, place: Place, share: Share, params: Dec
 @cute.jit
 def tell(told: cute.Pointer, place: Place, parts: Parts, params: DecodingParams):
     """One thread counts this CTA's state, and tells the warpgroup whether all others are counted; the last one leaves the count zero."""
-    if cute.arch.thread_idx()[0] == 0:
-        counts, at = params.extra.counts, place.sequence * params.heads_k + head_of(params)
-        found = cute.arch.atomic_add(cute.domain_offset((at,), counts).iterator, I32(1), sem="acq_rel", scope="gpu")
-        if found == parts.last - parts.first:
-            counts[at] = I32(0)
-        put_words(told, [cutlass.select_(found == parts.last - parts.first, I32(1), I32(0))])
+    with cute.arch.elect_one():
+        at = place.sequence * params.heads_k + head_of(params)
+        found, others = count_up(params.extra.counts, at), parts.last - parts.first
+        if found == others:
+            params.extra.counts[at] = I32(0)
+        put_words(told, [cutlass.select_(found == others, I32(1), I32(0))])
+
+
+def count_up(counts: cute.Tensor, at) -> I32:
+    """Adds 1 to a count and returns what it was; whoever sees the new count sees all that was written before."""
+    return cute.arch.atomic_add(cute.domain_offset((at,), counts).iterator, I32(1), sem="acq_rel", scope="gpu")
 
 
 # -- States --------------------------------------------------------------------------------------------------------
@@ -78,8 +84,27 @@ def put_state(operands, begins, params: DecodingParams, config: DecodingConfig) 
     o, lane = rows_columns(operands.o), cute.arch.thread_idx()[0] % 32
     state = state_of(cute.arch.block_idx()[0] // params.heads_k, begins, params)
     for n in range(config.tiles.width // 16):
-        put_four(params.extra.part_o[state, n, lane, None].iterator, [o[0, 4 * n + k] for k in range(4)])
-    put_pair(params.extra.part_lse[state, lane, None].iterator, operands.rows.m2[0], operands.rows.l[0])
+        put_numbers(params.extra.part_o, (state, n, lane), [o[0, 4 * n + k] for k in range(4)])
+    put_numbers(params.extra.part_lse, (state, lane), [operands.rows.m2[0], operands.rows.l[0]])
+
+
+def put_numbers(states: cute.Tensor, place: tuple, values: list) -> None:
+    """Writes two or four neighbouring fp32 numbers."""
+    put, pointer = put_four if len(values) == 4 else put_two, states[(*place, None)].iterator
+    put(pointer, values)
+
+
+def put_two(pointer, values: list) -> None:
+    """:func:`put_pair` of a list."""
+    put_pair(pointer, *values)
+
+
+def take_numbers(states: cute.Tensor, place: tuple) -> list:
+    """Two or four neighbouring fp32 numbers that another CTA may have written: not from this multiprocessor's cache."""
+    count, pointer = states.shape[-1], states[(*place, None)].iterator
+    names = ",".join(f"{{$w{n}}}" for n in range(count))
+    code = f"ld.relaxed.gpu.global.v{count}.f32 {{{names}}}, [{{$r0}}];"
+    return list(cute.arch.inline_ptx(code, write_only_types=[F32] * count, read_only_args=[pointer.toint()]))
 
 
 @cute.jit
@@ -96,10 +121,10 @@ def merge(rows: softmax.SoftmaxState, parts: Parts, place: Place, params: Decodi
         for k in cutlass.range_constexpr(TOGETHER):
             share = PICK.smaller(begin + k, parts.last)
             state = state_of(share, share == parts.first, params)
-            m2, l = take(params.extra.part_lse[state, lane, None].iterator, 2)
+            m2, l = take_numbers(params.extra.part_lse, (state, lane))
             columns = []
             for n in cutlass.range_constexpr(fours):
-                columns += take(params.extra.part_o[state, warp * fours + n, lane, None].iterator, 4)
+                columns += take_numbers(params.extra.part_o, (state, warp * fours + n, lane))
             found.append((choose(begin + k <= parts.last, m2, -softmax.INF), l, columns))
         add(rows, sums, found)
     put(rows, [sums[n] for n in range(4 * fours)], warp, place, params, config)
@@ -123,39 +148,29 @@ def add(rows: softmax.SoftmaxState, sums: cute.Tensor, found: list) -> None:
             sums[n] = sums[n] + x * weight
 
 
-def take(pointer, count: int) -> list:
-    """Two or four neighbouring fp32 numbers that another CTA may have written: not from this multiprocessor's cache."""
-    names = ",".join(f"{{$w{n}}}" for n in range(count))
-    code = f"ld.relaxed.gpu.global.v{count}.f32 {{{names}}}, [{{$r0}}];"
-    return list(cute.arch.inline_ptx(code, write_only_types=[F32] * count, read_only_args=[pointer.toint()]))
-
-
 # -- Output --------------------------------------------------------------------------------------------------------
 
 
-@cute.jit
 def put(
-    rows: softmax.SoftmaxState, columns: list, part, place: Place, params: DecodingParams, config: cutlass.Constexpr
-):
+    rows: softmax.SoftmaxState, columns: list, part, place: Place, params: DecodingParams, config: DecodingConfig
+) -> None:
     """Normalises and stores columns of the rows: those of an accumulator from number ``part · len(columns)`` of a thread on. The first
     part has their lse."""
     lane = cute.arch.thread_idx()[0] % 32
     row = row_of(lane, 0)
-    inside = params.group > row
-    head = head_of(params) * params.group + cutlass.select_(inside, I32(row), I32(0))
+    inside, head = params.group > row, head_of_row(row, params)
     sink = choose(params.sinks > 0, params.sink[head], -softmax.INF)
     factor, statistic = softmax.finalize(rows, [sink, -softmax.INF])
-    start = params.o[0, place.sequence, head, None].iterator + (4 * len(columns) * part + lane % 4 * 2)
-    for c in cutlass.range_constexpr(0, len(columns), 2):
-        put_word(
-            start + constant_column(c), pack(columns[c] * factor[0], columns[c + 1] * factor[0], config.dtype), inside
-        )
-    if inside and lane % 4 + part == 0:
-        params.lse[0, head, place.sequence] = statistic[0]
+    start = 4 * len(columns) * part + lane % 4 * 2
+    for c in range(0, len(columns), 2):
+        word = pack(columns[c] * factor[0], columns[c + 1] * factor[0], config.dtype)
+        put_word(params.o, (0, place.sequence, head), start + constant_column(c), word, inside)
+    first = cutlass.select_(inside, I32(1) - part, I32(0)) > 0
+    put_lse(params.lse, (0, head, place.sequence), statistic[0], first)
 
 
-def put_word(pointer, word, inside) -> None:
-    """Writes two neighbouring numbers of 16 bits, where ``inside`` holds."""
+def put_word(o: cute.Tensor, place: tuple, column, word, inside) -> None:
+    """Writes two neighbouring numbers of 16 bits of a row, where ``inside`` holds."""
     code = "{ .reg .pred p; setp.ne.s32 p, {$r0}, 0; @p st.global.b32 [{$r1}], {$r2}; }"
-    flag = cutlass.select_(inside, I32(1), I32(0))
+    flag, pointer = cutlass.select_(inside, I32(1), I32(0)), o[(*place, None)].iterator + column
     cute.arch.inline_ptx(code, read_only_args=[flag, pointer.toint(), word])

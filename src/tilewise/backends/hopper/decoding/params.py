@@ -19,9 +19,9 @@ class DecodingParams(NamedTuple):
         heads_k, group: key heads, and query heads that share one.
         shares: of all blocks of a key head.
         cached: whether lengths and a table say where keys are; without, each sequence has all rows of one page, in order.
-        sinks: whether there are sinks; without them the sink tensor is not read.
         scale2: softmax_scale · log2(e).
-        q, o: (1, sequence, head, column). lse: (1, head, sequence), fp32. sink: (head,), fp32.
+        q, o: (1, sequence, head, column). lse: (1, head, sequence), fp32.
+        sinks: whether there are sinks; without them the sink tensor, (head,), fp32, is not read.
         extra: ``seqlens_k``, ``block_table``, ``num_pages``, ``page_rows``; of states ``part_o`` (state, four, lane, 4) and ``part_lse``
             (state, lane, 2), fp32; ``counts`` (sequence · heads_k + head,), int32: how many states of a sequence are there; the kernel
             finds zeros and leaves zeros.
@@ -32,16 +32,16 @@ class DecodingParams(NamedTuple):
     group: I32
     shares: I32
     cached: I32
-    sinks: I32
     scale2: F32
     q: cute.Tensor
     o: cute.Tensor
     lse: cute.Tensor
+    sinks: I32
     sink: cute.Tensor
     extra: OptionalParams
 
 
-class KeyMaps(NamedTuple):
+class PoolMaps(NamedTuple):
     """The descriptors of the pools, with the modes of :func:`packed.ragged`."""
 
     k: cpasync.TmaInfo

@@ -70,6 +70,11 @@ def head_of(params: DecodingParams):
     return cute.arch.block_idx()[0] % params.heads_k
 
 
+def head_of_row(row, params: DecodingParams):
+    """The query head of a row; of one that there is not, the group's first."""
+    return head_of(params) * params.group + cutlass.select_(params.group > row, I32(row), I32(0))
+
+
 @cute.jit
 def share_of(params: DecodingParams, config: cutlass.Constexpr):
     """This CTA's :class:`Share`, and the :class:`Place` of its first block's sequence. A warp counts 32 sequences at a time."""
@@ -89,6 +94,7 @@ def share_of(params: DecodingParams, config: cutlass.Constexpr):
             total = total + own_blocks(first, lane, params, config)
         for step in cutlass.range_constexpr(5):
             total = total + cute.arch.shuffle_sync_bfly(total, offset=1 << step)
+        total = I32(cute.arch.shuffle_sync(total, 0))
         each = each_of(total, params, config)
         begin = I32(share * each)
         before = I32(0)

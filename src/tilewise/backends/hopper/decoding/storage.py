@@ -9,7 +9,7 @@ import cutlass.cute as cute
 
 from tilewise.backends.hopper.config import ALIGNMENT
 from tilewise.backends.hopper.decoding.config import DecodingConfig
-from tilewise.backends.hopper.decoding.params import KeyMaps
+from tilewise.backends.hopper.decoding.params import PoolMaps
 from tilewise.backends.hopper.kit.dtypes import ELEMENT
 
 
@@ -30,7 +30,7 @@ class DecodingStorage(NamedTuple):
     told: cute.Pointer
 
 
-def allocate(maps: KeyMaps, config: DecodingConfig) -> DecodingStorage:
+def allocate(maps: PoolMaps, config: DecodingConfig) -> DecodingStorage:
     """The storage, in the order in which :attr:`DecodingTiles.shared` counts it."""
     allocator, stages = cutlass.utils.SmemAllocator(), config.tiles.stages
     full = allocator.allocate_array(cutlass.Int64, config.tiles.barriers + 1)

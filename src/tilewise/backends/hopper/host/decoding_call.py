@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tilewise import device as devices
 from tilewise.backends.base import Inputs, Output
-from tilewise.backends.hopper.decoding.config import shares_of
+from tilewise.backends.hopper.decoding.choice import shares_of
 from tilewise.backends.hopper.forward.paged_config import page_rows
 from tilewise.backends.hopper.host.paged_call import PagedPlan
 from tilewise.backends.hopper.host.plan import LOG2_E

@@ -74,7 +74,8 @@ def test_whoever_comes_last_merges_the_same_bits(name):
     expected = emulate(c, shares)
     for order in (ctas[::-1], random.Random(0).sample(ctas, len(ctas))):
         got = emulate(c, shares, order)
-        assert torch.equal(got.o, expected.o) and torch.equal(got.lse, expected.lse)
+        assert torch.equal(got.o, expected.o)
+        assert torch.equal(got.lse, expected.lse)
 
 
 @pytest.mark.parametrize("heads_first", [False, True])
@@ -122,7 +123,8 @@ def test_calls_that_have_no_such_kernel(name):
 
 def test_a_step_of_decoding_has_one():
     found = choice.choose(problem())
-    assert found == config.DecodingConfig("bf16", config.TILES[128]) and found in config.shipped()
+    assert found == config.DecodingConfig("bf16", config.TILES[128])
+    assert found in config.shipped()
 
 
 @pytest.mark.parametrize(("heads", "shares"), [((4, 2), 66), ((5, 5), 26), ((200, 200), 1)])

@@ -14,6 +14,7 @@ from bench.gpu import check
 from bench.gpu.hopper import Kind, check_calls, kernel_of
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.backward.config import Backward
+from tilewise.backends.hopper.decoding import config as decoding_config
 from tilewise.backends.hopper.forward.config import Config, shipped
 from tilewise.backends.hopper.host import library
 from tilewise.testing import paged_call, qkv
@@ -35,12 +36,12 @@ def by_kind(configs: list[Config | Backward]) -> dict[Kind, list[Config | Backwa
 
 
 def name_of(kind: Kind) -> str:
-    options = [name for name in ("softcap", "dropout", "alibi", "dslopes", "packed") if getattr(kind, name)]
+    options = [name for name in ("softcap", "dropout", "alibi", "dslopes", "packed", "decoding") if getattr(kind, name)]
     options += [f"pages-of-{kind.paged}"] if kind.paged else []
     return "-".join(["x".join(map(str, sorted(set(kind.dims), reverse=True))), kind.dtype, kind.form, *options])
 
 
-KINDS = by_kind([*shipped(), *backward_config.shipped()])
+KINDS = by_kind([*shipped(), *decoding_config.shipped(), *backward_config.shipped()])
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=name_of)
@@ -164,3 +165,43 @@ def test_each_device_runs_its_own():
     with torch.no_grad():
         o = [tw.attention(*(x.to(f"cuda:{n}") for x in (q, k, v)), causal=True, backend="hopper") for n in (0, 1, 0)]
     assert all(torch.equal(x.cpu(), o[0].cpu()) for x in o)
+
+
+@pytest.mark.parametrize("first", ["eager", "captured"])
+def test_decoding_on_streams_and_in_graphs_at_once_gives_the_bits_of_calls_alone(first):
+    run = textwrap.dedent(
+        """
+        import sys, torch
+        import tilewise as tw
+        torch.manual_seed(0)
+        def problem():
+            k, v = torch.randn(2, 300, 64, 8, 128, device="cuda", dtype=torch.bfloat16)
+            table = torch.randint(0, 300, (8, 40), device="cuda", dtype=torch.int32)
+            lengths = torch.randint(1, 2500, (8,), device="cuda", dtype=torch.int32)
+            q = torch.randn(8, 1, 32, 128, device="cuda", dtype=torch.bfloat16)
+            return q, tw.paged(k, v, table, lengths)
+        problems = [problem() for _ in range(4)]
+        run = lambda n: tw.attention_paged(*problems[n], backend="hopper")
+        if sys.argv[1] == "eager":
+            run(0)
+        graphs = []
+        for n in range(4):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                graphs.append((graph, [run(n) for _ in range(3)]))
+        alone = [run(n) for n in range(4)]
+        torch.cuda.synchronize()
+        streams = [torch.cuda.Stream() for _ in range(4)]
+        for _ in range(20):
+            found = []
+            for n, stream in enumerate(streams):
+                with torch.cuda.stream(stream):
+                    found.append([run(n) for _ in range(3)])
+                    graphs[n][0].replay()
+            found += [[run(n)] for n in range(4)]
+            torch.cuda.synchronize()
+            for n, outputs in enumerate([*found, *(outputs for _, outputs in graphs)]):
+                assert all(torch.equal(o, alone[n % 4]) for o in outputs)
+        """
+    )
+    subprocess.run([sys.executable, "-c", run, first], check=True)

@@ -56,6 +56,34 @@ def test_a_message_that_is_still_being_written_is_not_read(path):
         mine.exchange([1, 2])
 
 
+def test_who_waits_for_a_rank_that_is_about_to_come_does_not_sleep(path, monkeypatch):
+    mine, other = (Board(path, rank, 2, 20.0) for rank in (0, 1))
+    other.count, looks = 1, []
+
+    def comes_late() -> None:
+        looks.append(len(looks))
+        if len(looks) == board.SPINS - 1:
+            other._write([7])
+
+    monkeypatch.setattr(board.os, "sched_yield", comes_late)
+    monkeypatch.setattr(board.time, "sleep", lambda seconds: pytest.fail("a rank slept"))
+    assert mine.exchange([3]) == [[3], [7]]
+
+
+def test_who_waits_longer_leaves_the_core_to_others(path, monkeypatch):
+    mine, other = (Board(path, rank, 2, 20.0) for rank in (0, 1))
+    other.count, slept = 1, []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        other._write([7])
+
+    monkeypatch.setattr(board.os, "sched_yield", lambda: None)
+    monkeypatch.setattr(board.time, "sleep", sleep)
+    assert mine.exchange([3]) == [[3], [7]]
+    assert slept == [board.PAUSE]
+
+
 def test_ranks_that_make_other_calls_hear_of_it(path):
     said = in_threads(2, lambda rank: Board(path, rank, 2, 20.0).exchange([0] * (1 + rank)))
     assert "rank 1 says 2 numbers where rank 0 says 1" in said[0]

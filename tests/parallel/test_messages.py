@@ -2,41 +2,111 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
-from tilewise.parallel.messages import given_to, line_of, packed, shaped, summed, unpacked, widths
+import tilewise as tw
+from tilewise.parallel.exchange import Silent
+from tilewise.parallel.layout import Layout
+from tilewise.parallel.messages import Place, Taken, line_of, packed, shaped, summed, unpacked
 from tilewise.testing import normal
 
 
 @pytest.mark.parametrize("batch", [1, 2])
-def test_messages_hold_the_runs_of_rows_of_each_rank(batch):
+def test_a_message_holds_runs_of_rows(batch):
     k, v = normal(batch, 9, 2, 3, seed=1), normal(batch, 9, 2, 5, seed=2)
-    messages = [[(0, 2), (5, 3)], [], [(5, 4)]]
-    line = packed(messages, k, v)
-    found = unpacked(line, [5, 0, 4], k, v)
-    for runs, pair in zip(messages, found, strict=True):
-        for x, arrived in zip((k, v), pair, strict=True):
-            assert torch.equal(shaped(arrived, x), torch.cat([x[:, :0], *[x[:, a : a + n] for a, n in runs]], 1))
-    (first, *_), (second, _, of_v) = given_to(messages[0], *found[0], widths(k, v))
-    assert [first, second] == messages[0]
-    assert torch.equal(shaped(of_v, v), v[:, 5:8])
-    assert packed([[], []], k, v).numel() == 0
+    runs = [(0, 2), (5, 3)]
+    found = unpacked(packed(runs, k, v), runs, k, v)
+    assert [run for run, *_ in found] == runs
+    for (first, count), *lines in found:
+        for x, line in zip((k, v), lines, strict=True):
+            assert torch.equal(shaped(line, x), x[:, first : first + count])
+    assert packed([], k, v).numel() == 0
+
+
+def test_lines_are_put_together_of_any_pieces_of_others():
+    lines = [torch.arange(10), torch.arange(100, 105), torch.arange(0)]
+    wanted = [
+        [
+            Place(1, 3, 2),
+            Place(0, 2, 3),
+            Place(0, 5, 1),
+            Place(0, 4, 4),
+            Place(1, 0, 0),
+        ],  # neighbours, and numbers twice
+        [],
+        [Place(0, 0, 4), Place(0, 4, 6)],
+    ]
+    found = Taken([10, 5, 0], wanted)(*lines)
+    assert found[0].tolist() == [103, 104, 2, 3, 4, 5, 4, 5, 6, 7]
+    assert found[1].tolist() == []
+    assert found[2].tolist() == list(range(10))
+
+
+def test_a_line_that_is_all_of_another_is_not_copied():
+    line = torch.arange(10)
+    (found,) = Taken([10], [[Place(0, 0, 4), Place(0, 4, 6)]])(line)
+    assert found.data_ptr() == line.data_ptr()
+
+
+def in_order(k, v, parts, dtype, wide) -> list[torch.Tensor]:
+    """The sums by one addition after the other, rounded at the end, where rows have several parts."""
+    found = []
+    for m, like in enumerate((k, v)):
+        total, seen = torch.zeros(like.shape, dtype=wide), torch.zeros(like.shape[1], dtype=torch.bool)
+        for (first, count), *lines in parts:
+            rows, came = slice(first, first + count), shaped(lines[m], like).to(wide)
+            total[:, rows] = torch.where(seen[rows].view(1, -1, 1, 1), total[:, rows] + came, came)
+            seen[rows] = True
+        found.append(total.to(dtype))
+    return found
 
 
 @pytest.mark.parametrize("batch", [1, 2])
-def test_rows_of_several_parts_are_summed_in_order_in_wider_numbers(batch):
-    k, v = normal(batch, 12, 2, 4, dtype=torch.bfloat16), normal(batch, 12, 2, 8, dtype=torch.bfloat16)
-    runs = [(2, 7), (0, 4), (3, 6), (10, 1)]
-    parts = [
-        (run, *(line_of(normal(batch, run[1], *x.shape[2:], dtype=torch.bfloat16, seed=n)) for x in (k, v)))
-        for n, run in enumerate(runs)
-    ]
-    found = summed(k, v, parts, torch.bfloat16, torch.float32)
-    for m, (x, like) in enumerate(zip(found, (k, v), strict=True)):
-        total = torch.zeros(like.shape)
-        for run, *lines in parts:
-            total.narrow(1, *run).add_(shaped(lines[m], like))
-        assert torch.equal(x, total.bfloat16())
-    assert [x.dtype for x in summed(k, v, [], torch.float32, torch.float32)] == [torch.float32] * 2
-    assert not torch.cat(summed(k, v, [], torch.float32, torch.float32), -1).any()
+@pytest.mark.parametrize("seed", range(8))
+def test_rows_of_several_parts_are_summed_in_order_in_wider_numbers(batch, seed):
+    chance = random.Random(seed)
+    k, v = normal(batch, 24, 2, 4, dtype=torch.bfloat16), normal(batch, 24, 2, 8, dtype=torch.bfloat16)
+    parts = []
+    for n in range(seed):
+        first = chance.randrange(24)
+        run, dtype = (first, chance.randrange(25 - first)), chance.choice([torch.bfloat16, torch.float32])
+        like = [normal(batch, run[1], *x.shape[2:], dtype=dtype, seed=n + m) for m, x in enumerate((k, v))]
+        parts.append((run, *map(line_of, like)))
+    for dtype in (torch.bfloat16, torch.float32):
+        found = summed(k, v, parts, dtype, torch.float32)
+        for x, expected in zip(found, in_order(k, v, parts, dtype, torch.float32), strict=True):
+            assert x.dtype == dtype
+            assert torch.equal(x, expected)
+
+
+def test_what_is_summed_stays_as_it_was_given():
+    k, v = normal(1, 4, 1, 2), normal(1, 4, 1, 2, seed=1)
+    parts = [((0, 4), line_of(k).clone(), line_of(v).clone()) for _ in range(2)]
+    summed(k, v, parts, torch.float32, torch.float32)
+    for _, of_k, of_v in parts:
+        assert torch.equal(of_k, line_of(k))
+        assert torch.equal(of_v, line_of(v))
+
+
+def test_more_runs_of_rows_take_no_more_operations_than_their_views():
+    """In short steps the host is what costs, and every operation costs it microseconds: a split of a line gives all of its views."""
+    ranks, seqlen = 2, 512
+    mask = tw.causal() & tw.documents(torch.arange(seqlen) // 100)
+
+    def operations(runs: int) -> list[str]:
+        length = seqlen // runs
+        held = [tuple((n * length, (n + 1) * length) for n in range(rank, runs, ranks)) for rank in range(ranks)]
+        parallel = tw.context_parallel(Silent(0, ranks), layout=Layout(tuple(held)), scheme="gather")
+        *local, do = (normal(1, seqlen // ranks, 2, 16, seed=n).requires_grad_() for n in range(4))
+        for _ in range(2):  # the first one makes the plan
+            with profile(activities=[ProfilerActivity.CPU]) as seen:
+                torch.autograd.grad(tw.attention(*local, mask=mask, parallel=parallel), local, do)
+        return sorted(e.name for e in seen.events() if e.name.startswith("aten::") and e.name != "aten::as_strided")
+
+    few, many = operations(4), operations(32)
+    assert "aten::cat" in few
+    assert many == few

@@ -23,7 +23,8 @@ from tilewise.caching import cached_property
 from tilewise.derivatives import operator_of
 from tilewise.parallel import cost
 from tilewise.parallel.exchange import Exchange, Gradients, ordered_sum
-from tilewise.parallel.messages import Rows, Run, given_to, line_of, packed, run_of, shaped, summed, unpacked, widths
+from tilewise.parallel.messages import Each, Taken, line_of, shaped, widths
+from tilewise.parallel.moves import Moves, Runs
 from tilewise.parallel.route import Route
 from tilewise.spec import Spec
 
@@ -76,90 +77,60 @@ class Gathered:
         return self.keeps and cost.kept(self.route.fetched, self.route.keys.lengths, q.shape[2], k.shape[2])
 
     @property
+    def idle(self) -> bool:
+        """Whether the rank has no queries, and nothing travels: of fake tensors, whose sizes may be symbols, more is not known."""
+        return self.first_call is None and not self.route.fetched
+
+    @property
     def first_call(self) -> LocalPiece | None:
         """The rank's first piece; None: it has no queries."""
         return next(iter(self.near + self.far), None)
 
     def fetch(self, k: Tensor, v: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
         """Starts to fetch the keys that far pieces see; the result waits for K and V of them ``(batch, keys, heads_k, dim)``, in order."""
-        sending, receiving = self._counts
-        finish = self._swap(packed(self._lent, k, v), sending, receiving, sum(widths(k, v)))
+        if self.idle:
+            return lambda: (k[:, :0], v[:, :0])
+        moves, lines = self.moves(k, v), (line_of(k), line_of(v))
+        finish = self._swap(moves.sent, lines, moves.sending, moves.receiving)
 
         def gathered() -> tuple[Tensor, Tensor]:
-            came = unpacked(finish(), receiving, k, v)
-            came[self.exchange.rank] = line_of(k), line_of(v)
-            if not self._together:
-                return k[:, :0], v[:, :0]
-            keys, values = (
-                shaped(torch.cat([run_of(came[owner][n], run, width) for owner, run in self._together]), x)
-                for n, (x, width) in enumerate(zip((k, v), widths(k, v), strict=True))
-            )
-            return keys, values
+            keys, values = moves.together(*lines, finish())
+            return shaped(keys, k), shaped(values, v)
 
         return gathered
 
-    def give_back(self, dk: Tensor, dv: Tensor) -> Callable[[], list[Rows]]:
+    def give_back(self, moves: Moves, dk: Tensor, dv: Tensor) -> Callable[[], list[Tensor]]:
         """Starts to send the gradients of fetched keys to their ranks.
 
         Args:
-            dk, dv: ``(batch, keys, heads_k, dim)`` of the keys that the rank put together.
+            dk, dv: lines of the keys that the rank put together.
 
         Returns:
-            A function that waits for what others send, and returns the rank's rows with their gradients: its own first.
+            A function that waits for what others send, and returns the lines that hold gradients of the rank's rows.
         """
-        (sending, receiving), (messages, own) = self._counts, self._places
-        finish = self._swap(packed(messages, dk, dv), receiving, sending, sum(widths(dk, dv)))
+        finish = self._swap(moves.back, (dk, dv), moves.receiving, moves.sending)
+        return lambda: [dk, dv, finish()]
 
-        def returned() -> list[Rows]:
-            each, both = widths(dk, dv), (line_of(dk), line_of(dv))
-            parts: list[Rows] = [
-                (rows, run_of(both[0], run, each[0]), run_of(both[1], run, each[1])) for rows, run in own
-            ]
-            for runs, pair in zip(self._lent, unpacked(finish(), sending, dk, dv), strict=True):
-                parts += given_to(runs, *pair, each)
-            return parts
-
-        return returned
-
-    def _swap(self, sent: Tensor, counts: Sequence[int], received: Sequence[int], numbers: int) -> Callable[[], Tensor]:
-        """Starts to send so many rows of some numbers each to each rank, and to receive them."""
+    def _swap(
+        self, taken: Taken, lines: Sequence[Tensor], counts: list[int], received: list[int]
+    ) -> Callable[[], Tensor]:
+        """Starts to send so many numbers, taken of lines, to each rank, and to receive them."""
         if not self.route.fetched:  # all ranks know that nothing travels
-            return lambda: sent
-        return self.exchange.swap(sent, [n * numbers for n in counts], [n * numbers for n in received])
+            return lambda: lines[0].new_empty(0)
+        (sent,) = taken(*lines)
+        return self.exchange.swap(sent, counts, received)
+
+    def moves(self, k: Tensor, v: Tensor) -> Moves:
+        """Where the numbers of K's and V's rows lie on their ways; a plan serves one shape of rows."""
+        each = widths(k, v)
+        if each not in self._moves:
+            near, far = (tuple((x.keys.start, x.keys.stop - x.keys.start) for x in xs) for xs in (self.near, self.far))
+            self._moves[each] = Moves(Runs(self.route, self.exchange.rank), near, far, each)
+        return self._moves[each]
 
     @cached_property
-    def _counts(self) -> tuple[list[int], list[int]]:
-        """How many keys the rank sends to each rank, and receives from it."""
-        rank = self.exchange.rank
-        return list(self.route.counts[rank]), [counts[rank] for counts in self.route.counts]
-
-    @cached_property
-    def _lent(self) -> list[list[Run]]:
-        """The runs of the rank's rows that each rank fetches, by rank."""
-        return [[x.run for x in self.route.sent(self.exchange.rank, to)] for to in range(self.exchange.size)]
-
-    @cached_property
-    def _places(self) -> tuple[list[list[Run]], list[tuple[Run, Run]]]:
-        """The places of other ranks' keys among those that the rank puts together, by owner; and those of its own, with its rows."""
-        first, own = 0, []
-        others: list[list[Run]] = [[] for _ in range(self.exchange.size)]
-        for x in self.route.segments(self.exchange.rank):
-            if x.owner == self.exchange.rank:
-                own.append((x.run, (first, x.length)))
-            else:
-                others[x.owner].append((first, x.length))
-            first += x.length
-        return others, own
-
-    @cached_property
-    def _together(self) -> list[tuple[int, Run]]:
-        """The runs of keys that the rank puts together: the owner of each, and its place in what came from it; its own rows."""
-        firsts, found = [0] * self.exchange.size, []
-        for x in self.route.segments(self.exchange.rank):
-            own = x.owner == self.exchange.rank
-            found.append((x.owner, x.run if own else (firsts[x.owner], x.length)))
-            firsts[x.owner] += x.length
-        return found
+    def _moves(self) -> dict[Each, Moves]:
+        return {}
 
 
 def reasons(spec: Spec) -> list[str]:
@@ -213,9 +184,10 @@ def backward(
     alone = call.route.joined and bool(call.far)
     dq = q if alone else torch.empty_like(q)  # one call gives all of it
 
-    def compute(pieces: Sequence[LocalPiece], keys: Tensor, values: Tensor) -> list[Rows]:
+    def compute(pieces: Sequence[LocalPiece], keys: Tensor, values: Tensor) -> list[Tensor]:
+        """The lines of dK and dV of each piece."""
         nonlocal dq
-        found = []
+        found: list[Tensor] = []
         for piece in pieces:
             rows = piece.rows
             part, dk, dv, dextras = _attention_backward(
@@ -226,21 +198,22 @@ def backward(
                 dq = part
             else:
                 dq[:, rows] = part
-            run = piece.keys.start, piece.keys.stop - piece.keys.start
-            found.append((run, line_of(dk), line_of(dv)))
+            found += [line_of(dk), line_of(dv)]
             for slot, grad in zip(call.grad_slots, dextras, strict=True):
                 leaves[slot] += grad
         return found
 
-    keys, values = gathered or call.fetch(k, v)()
-    parts = compute(call.far, keys, values)
-    if alone:
-        finish = call.give_back(*(shaped(line, x) for line, x in zip(parts[0][1:], (keys, values), strict=True)))
-    else:  # joined calls of other ranks send what one call gave, which needs no wider numbers
-        wide = k.dtype if call.route.joined else dtype
-        finish = call.give_back(*summed(keys, values, parts, wide, dtype))
-    parts = [*compute(call.near, k, v), *finish()]  # the near ones under the exchange
-    dk, dv = summed(k, v, parts, k.dtype, dtype)
+    if call.idle:
+        dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+    else:
+        keys, values = gathered or call.fetch(k, v)()
+        lines, moves = compute(call.far, keys, values), call.moves(k, v)
+        if not alone:  # joined calls of other ranks send what one call gave, which needs no wider numbers
+            lines = moves.far_sum(lines, k, k.dtype if call.route.joined else dtype, dtype)
+        finish = call.give_back(moves, *lines)
+        near = compute(call.near, k, v)  # under the exchange
+        found = moves.own_sum([*finish(), *near], k, k.dtype, dtype)
+        dk, dv = (shaped(line, x) for line, x in zip(found, (k, v), strict=True))
     if call.sum_leaves:
         leaves = {slot: ordered_sum(call.exchange.gather(grad)) for slot, grad in leaves.items()}
     return dq, dk, dv, [leaves[n].to(x.dtype) if n in leaves else None for n, x in enumerate(extras)]

@@ -1,20 +1,25 @@
 """Rows of K and V as the ranks send them, and the sum of what several ranks give to one row.
 
-Rows lie in *lines* here, their numbers one row after the other. All that a rank sends is one line: for each rank K of its rows, then V. So
-a few copies put it together and take it apart, however many runs of rows it has: in short steps their launches are what costs.
+Rows lie in *lines* here, their numbers one row after the other. All that a rank sends is one line: for each rank K of its rows, then V.
+A line is put together of pieces of others, however many runs of rows it has, by one split of each line and one copy (:class:`Taken`),
+and what is added to several runs is added at once (:class:`Sum`): in short steps views and launches are what costs. Where pieces lie
+follows from the route alone, so it is computed once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, chain, pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 Run = tuple[int, int]
 """The first of some rows, and how many."""
+Each = tuple[int, int]
+"""Numbers in a row of K, and in one of V."""
 Rows = tuple[Run, Tensor, Tensor]
 """Some rows, with the lines of what belongs to them of K and of V."""
 
@@ -27,81 +32,191 @@ def line_of(x: Tensor) -> Tensor:
 def shaped(line: Tensor, like: Tensor) -> Tensor:
     """The rows of a line, shaped otherwise as ``like``: the inverse of :func:`line_of`."""
     batch, _, heads, dim = like.shape
-    rows = len(line) // max(1, batch * heads * dim)
+    rows = line.shape[0] // max(1, batch * heads * dim)
     return line.view(1, rows, heads, dim) if batch == 1 else line.view(rows, batch, heads, dim).transpose(0, 1)
 
 
-def widths(k: Tensor, v: Tensor) -> tuple[int, int]:
+def widths(k: Tensor, v: Tensor) -> Each:
     """Numbers in a row of K, and in one of V."""
     return k.shape[0] * k.shape[2] * k.shape[3], v.shape[0] * v.shape[2] * v.shape[3]
 
 
-def run_of(line: Tensor, run: Run, width: int) -> Tensor:
-    """A run of a line's rows."""
-    return line.narrow(0, run[0] * width, run[1] * width)
-
-
-def packed(messages: Sequence[Sequence[Run]], k: Tensor, v: Tensor) -> Tensor:
-    """A message after the other, each with runs of the rows of K and V ``(batch, rows, heads, dim)``."""
-    lines = list(zip((line_of(k), line_of(v)), widths(k, v), strict=True))
-    parts = [run_of(line, run, width) for runs in messages for line, width in lines for run in runs]
+def packed(runs: Sequence[Run], k: Tensor, v: Tensor) -> Tensor:
+    """A message: K of runs of the rows of ``(batch, rows, heads, dim)``, then V."""
+    lines = zip((line_of(k), line_of(v)), widths(k, v), strict=True)
+    parts = [line.narrow(0, first * width, count * width) for line, width in lines for first, count in runs]
     return torch.cat(parts) if parts else k.new_empty(0)
 
 
-def unpacked(line: Tensor, lengths: Sequence[int], k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """The lines of K and V of each message, from one line of messages of so many rows each."""
-    found = line.split([n * width for n in lengths for width in widths(k, v)])
-    return list(zip(found[::2], found[1::2], strict=True))
+def unpacked(message: Tensor, runs: Sequence[Run], k: Tensor, v: Tensor) -> list[Rows]:
+    """Runs of rows, each with its part of a message: the inverse of :func:`packed`."""
+    parts = message.split([count * width for width in widths(k, v) for _, count in runs])
+    return list(zip(runs, parts[: len(runs)], parts[len(runs) :], strict=True))
 
 
-def given_to(runs: Sequence[Run], dk: Tensor, dv: Tensor, each: tuple[int, int]) -> list[Rows]:
-    """Runs of rows, each with its part of a message that holds the gradients of all of them, in rows of so many numbers each."""
-    found, at = [], 0
-    for first, count in runs:
-        both = run_of(dk, (at, count), each[0]), run_of(dv, (at, count), each[1])
-        found.append(((first, count), *both))
-        at += count
+class Place(NamedTuple):
+    """Some numbers of one of several lines: the line's number, the first of them there, and how many."""
+
+    line: int
+    first: int
+    size: int
+
+    def part(self, first: int, size: int) -> Place:
+        return Place(self.line, self.first + first, size)
+
+
+class Given(NamedTuple):
+    """Where lines hold what is given to a run of rows: the numbers for K, and those for V."""
+
+    run: Run
+    k: Place
+    v: Place
+
+
+class Taken:
+    """Lines put together of pieces of other lines.
+
+    Args:
+        lengths: of the lines that there are.
+        wanted: the places whose numbers follow each other in each new line.
+    """
+
+    def __init__(self, lengths: Sequence[int], wanted: Sequence[Sequence[Place]]):
+        joined = [_joined(places) for places in wanted]
+        ends = [{0, length} for length in lengths]
+        for line, first, size in chain(*joined):
+            ends[line] |= {first, first + size}
+        cuts = [sorted(x) for x in ends]
+        self.sizes = [[b - a for a, b in pairwise(x)] for x in cuts]
+        firsts = accumulate(map(len, self.sizes), initial=0)
+        number = {
+            (line, end): first + n
+            for (line, x), first in zip(enumerate(cuts), firsts, strict=False)
+            for n, end in enumerate(x)
+        }
+        self.picks = [
+            [n for line, first, size in places for n in range(number[line, first], number[line, first + size])]
+            for places in joined
+        ]
+        self.whole = [
+            len(picks) == 1 and places[0].size == lengths[places[0].line]
+            for picks, places in zip(self.picks, joined, strict=True)
+        ]
+
+    def pieces(self, lines: Sequence[Tensor], first: int = 0) -> list[Tensor]:
+        """The pieces of some of the lines, from the line of this number on."""
+        sizes = self.sizes[first : first + len(lines)]
+        return [piece for line, each in zip(lines, sizes, strict=True) for piece in line.split_with_sizes(each)]
+
+    def line(self, number: int, pieces: Sequence[Tensor]) -> Tensor:
+        """A new line, of the pieces of all lines; one that is all of a line is that line."""
+        picks = self.picks[number]
+        return pieces[picks[0]] if self.whole[number] else torch.cat([pieces[n] for n in picks])
+
+    def narrowed(self, number: int, pieces: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """The new line in a dtype, to which the pieces are rounded before they are copied."""
+        picks = [pieces[n] for n in self.picks[number]]
+        picks = [x if x.dtype == dtype else x.to(dtype) for x in picks]
+        return picks[0] if self.whole[number] else torch.cat(picks)
+
+    def __call__(self, *lines: Tensor) -> list[Tensor]:
+        pieces = self.pieces(lines)
+        return [self.line(n, pieces) if self.picks[n] else lines[0].new_empty(0) for n in range(len(self.picks))]
+
+
+def _joined(places: Sequence[Place]) -> list[Place]:
+    """The same numbers, neighbours of one line as one place."""
+    found: list[Place] = []
+    for x in places:
+        if found and found[-1].line == x.line and found[-1].first + found[-1].size == x.first:
+            found[-1] = found[-1].part(0, found[-1].size + x.size)
+        elif x.size:
+            found.append(x)
     return found
 
 
-def summed(k: Tensor, v: Tensor, parts: Sequence[Rows], dtype: torch.dtype, wide: torch.dtype) -> list[Tensor]:
-    """The sums of gradients of some rows each, in order, in ``dtype``, shaped as ``k`` and ``v``.
+class Sum:
+    """The sums of gradients of some rows each, in the order in which they are given: a line for K, and one for V.
 
-    Rows of one part alone are copied; the others are summed in ``wide`` first.
+    What is given once is copied. The rest is added up in wider numbers: all first addends are put together, those with more addends
+    first, then all second ones are added to the beginning of this line, and so on.
+
+    Args:
+        rows: how many there are.
+        each: numbers in a row of K, and of V.
+        lengths: of the lines that hold what is given.
+        given: to which rows.
     """
-    cuts, (row_k, row_v) = _cuts(k.shape[1], tuple(run for run, *_ in parts)), widths(k, v)
-    several = [cut for cut in cuts if len(cut[1]) > 1]
-    sums: dict[Run, tuple[Tensor, Tensor]] = {}
 
-    def lines(number: int, run: Run) -> tuple[Tensor, Tensor]:
-        (first, _), dk, dv = parts[number]
-        first, count = run[0] - first, run[1]
-        return dk.narrow(0, first * row_k, count * row_k), dv.narrow(0, first * row_v, count * row_v)
+    def __init__(self, rows: int, each: Each, lengths: Sequence[int], given: Sequence[Given]):
+        cuts = _cuts(rows, tuple(x.run for x in given))
+        addends = [_addends(run, [given[n] for n in numbers], m) for m in (0, 1) for run, numbers in cuts]
+        counts = [run[1] * width for width in each for run, _ in cuts]
+        several = sorted((n for n, x in enumerate(addends) if len(x) > 1), key=lambda n: -len(addends[n]))
+        most = len(addends[several[0]]) if several else 0
+        rounds = [[addends[n][m] for n in several if len(addends[n]) > m] for m in range(most)]
+        self.rounds = [sum(x.size for x in found) for found in rounds]
+        self.total = len(lengths)
+        sums = {n: x[0] for n, x in enumerate(addends) if len(x) == 1}
+        sums |= _one_after_the_other(self.total, counts, several)
+        sums |= _one_after_the_other(self.total + 1, counts, [n for n, x in enumerate(addends) if not x])
+        results = [[sums[m * len(cuts) + n] for n in range(len(cuts))] for m in (0, 1)]
+        more = [sum(x.size for x in sums.values() if x.line == line) for line in (self.total, self.total + 1)]
+        self.zeros = more[1]
+        self.taken = Taken([*lengths, *more], [*rounds, *results])
 
-    if several:
-        firsts = [line for run, numbers in several for line in lines(numbers[0], run)]
-        total = torch.cat(firsts).to(wide)
-        targets = iter(total.split([len(line) for line in firsts]))
-        for run, numbers in several:
-            sum_k, sum_v = next(targets), next(targets)
-            for number in numbers[1:]:
-                dk, dv = lines(number, run)
-                sum_k += dk
-                sum_v += dv
-        found = unpacked(total.to(dtype), [count for (_, count), _ in several], k, v)
-        sums = {run: pair for (run, _), pair in zip(several, found, strict=True)}
-    pieces: list[tuple[Tensor, Tensor]] = []
-    for run, numbers in cuts:
-        if run in sums:
-            pieces.append(sums[run])
-        elif numbers:
-            dk, dv = lines(numbers[0], run)
-            pieces.append((dk.to(dtype), dv.to(dtype)))
-        else:
-            pieces.append((k.new_zeros(run[1] * row_k, dtype=dtype), k.new_zeros(run[1] * row_v, dtype=dtype)))
-    if not pieces:
-        return [x.new_empty(x.shape, dtype=dtype) for x in (k, v)]
-    return [shaped(torch.cat(found), x) for found, x in zip(zip(*pieces, strict=True), (k, v), strict=True)]
+    def __call__(self, lines: Sequence[Tensor], like: Tensor, dtype: torch.dtype, wide: torch.dtype) -> list[Tensor]:
+        """The sums of K's rows, and of V's.
+
+        Args:
+            like: a tensor on the device.
+            dtype: that of the sums. wide: in which they are summed.
+        """
+        pieces = self.taken.pieces(lines)
+        if self.rounds:
+            total = self.taken.line(0, pieces).to(wide, copy=self.taken.whole[0])
+            for n, count in enumerate(self.rounds[1:], 1):
+                total.narrow(0, 0, count).add_(self.taken.line(n, pieces))
+            pieces += self.taken.pieces([total.to(dtype)], self.total)
+        if self.zeros:
+            pieces += self.taken.pieces([like.new_zeros(self.zeros, dtype=dtype)], self.total + 1)
+        if not pieces:  # of no rows
+            return [like.new_empty(0, dtype=dtype) for _ in range(2)]
+        return [self.taken.narrowed(len(self.rounds) + m, pieces, dtype) for m in (0, 1)]
+
+
+def _addends(run: Run, given: Sequence[Given], m: int) -> list[Place]:
+    """What is given to K's numbers of a run of rows, or with 1 to V's."""
+    found = []
+    for x in given:
+        place = (x.k, x.v)[m]
+        width = place.size // x.run[1]
+        found.append(place.part((run[0] - x.run[0]) * width, run[1] * width))
+    return found
+
+
+def _one_after_the_other(line: int, counts: Sequence[int], numbers: Sequence[int]) -> dict[int, Place]:
+    """The places of some of the things with so many numbers each, one after the other in a line."""
+    firsts = accumulate((counts[n] for n in numbers), initial=0)
+    return {n: Place(line, first, counts[n]) for n, first in zip(numbers, firsts, strict=False)}
+
+
+def summed(k: Tensor, v: Tensor, parts: Sequence[Rows], dtype: torch.dtype, wide: torch.dtype) -> list[Tensor]:
+    """The sums of gradients of some rows each, in order, in ``dtype``, shaped as ``k`` and ``v``; added up in ``wide``."""
+    if not parts:
+        return [x.new_zeros(x.shape, dtype=dtype) for x in (k, v)]
+    lines = [line for _, *both in parts for line in both]
+    found = _sum_of(k.shape[1], widths(k, v), tuple(run for run, *_ in parts))(lines, k, dtype, wide)
+    return [shaped(line, x) for line, x in zip(found, (k, v), strict=True)]
+
+
+@lru_cache(maxsize=256)
+def _sum_of(rows: int, each: Each, runs: tuple[Run, ...]) -> Sum:
+    """The sum of runs of rows whose gradients have two lines each, one after the other."""
+    given = [
+        Given(run, *(Place(2 * n + m, 0, run[1] * width) for m, width in enumerate(each))) for n, run in enumerate(runs)
+    ]
+    return Sum(rows, each, [place.size for x in given for place in (x.k, x.v)], given)
 
 
 @lru_cache(maxsize=256)

@@ -24,7 +24,7 @@ from tilewise.derivatives import operator_of
 from tilewise.parallel.exchange import Exchange, Gradients, ordered_sum
 from tilewise.parallel.gathered import compute_dtype
 from tilewise.parallel.layout import Layout
-from tilewise.parallel.messages import Rows, Run, given_to, line_of, packed, shaped, summed, unpacked, widths
+from tilewise.parallel.messages import Rows, Run, line_of, packed, shaped, summed, unpacked, widths
 from tilewise.parallel.route import Route, Segment, cut, held
 from tilewise.piece import Piece
 from tilewise.spec import Spec
@@ -85,10 +85,10 @@ class Ring:
         if step == 0:
             return lambda: [k, v]
         to = (self.exchange.rank + step) % self.exchange.size
-        finish = self._shifted(packed([self._lent[to]], k, v), step, sum(widths(k, v)))
+        finish = self._shifted(packed(self._lent[to], k, v), step, sum(widths(k, v)))
 
         def fetched() -> list[Tensor]:
-            (both,) = unpacked(finish(), [self._count(step)], k, v)
+            ((_, *both),) = unpacked(finish(), [(0, self._count(step))], k, v)
             return [shaped(line, x) for line, x in zip(both, (k, v), strict=True)]
 
         return fetched
@@ -102,14 +102,10 @@ class Ring:
         Returns:
             A function that waits for what comes back, and returns runs of the rank's rows with their gradients.
         """
-        finish = self._shifted(packed([[(0, dk.shape[1])]], dk, dv), -step, sum(widths(dk, dv)))
+        finish = self._shifted(packed([(0, dk.shape[1])], dk, dv), -step, sum(widths(dk, dv)))
         lent = self._lent[(self.exchange.rank + step) % self.exchange.size]
 
-        def returned() -> list[Rows]:
-            (pair,) = unpacked(finish(), [sum(count for _, count in lent)], dk, dv)
-            return given_to(lent, *pair, widths(dk, dv))
-
-        return returned
+        return lambda: unpacked(finish(), lent, dk, dv)
 
     @cached_property
     def _lent(self) -> list[list[Run]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -16,6 +16,24 @@ Assembled = tuple[list[Tensor], Tensor | None, str]
 """The extras, the seed and the text of a call."""
 
 
+class Agreement(NamedTuple):
+    """What ranks agree on.
+
+    Attributes:
+        lengths: the queries and keys that each rank holds, by rank.
+        memory: the least of a rank, in bytes.
+        call: as the operator takes it, with this rank's seed.
+        digest: the hash of what they are about to do.
+        mark: what all say of the plan that they have; 0: some have none, or another.
+    """
+
+    lengths: list[tuple[int, int]]
+    memory: int
+    call: Assembled
+    digest: int
+    mark: int
+
+
 def agreed_lengths(
     exchange: Exchange,
     q: Tensor,
@@ -24,16 +42,15 @@ def agreed_lengths(
     assembled: Callable[[], Assembled],
     also: tuple[tuple[str, str], ...],
     memory: int = 0,
-) -> tuple[list[tuple[int, int]], int, Assembled]:
-    """``(queries, keys)`` that each rank holds, by rank, the least memory of a rank, and the call as the operator takes it, with this
-    rank's seed.
-
-    The ranks compare a hash of what they are about to do.
+    mark_of: Callable[[int, list[Tensor], str], int] = lambda digest, extras, text: 0,
+) -> Agreement:
+    """What the ranks agree on, who compare a hash of what they are about to do.
 
     Args:
         assembled: makes the call as the operator takes it.
         also: what else must be the same on all ranks, each with what a person calls it.
         memory: bytes of this rank; 0: it is not known.
+        mark_of: what this rank says of the plan that it has of this call, given the hash, the extras and the text; 0: it has none.
 
     Raises:
         ValueError: on every rank alike, where ranks differ or the call of some is wrong; it names what differs.
@@ -48,17 +65,21 @@ def agreed_lengths(
         digest, facts = _facts(
             text, dims == {3}, dims == {4}, shapes, tuple((tuple(x.shape), x.dtype) for x in extras), also
         )
-        lengths = [q.shape[-3], k.shape[-3]]
+        lengths, mark = [q.shape[-3], k.shape[-3]], mark_of(digest, extras, text)
     except Exception as error:
         # The other ranks must hear of it, whatever a user's function raised, or they would wait for this one.
-        failed, lengths = error, [0, 0]
+        failed, lengths, mark = error, [0, 0], 0
         digest, facts = _hashed({"the call": f"{type(error).__name__}: {error}"})
-    answers = exchange.numbers([digest, *lengths, memory])
+    answers = exchange.numbers([digest, *lengths, memory, mark])
     if len({answer[0] for answer in answers}) > 1:
         raise ValueError(_disagreement(exchange.objects(facts))) from failed
     if failed is not None:
         raise failed
-    return [(queries, keys) for _, queries, keys, _ in answers], min(answer[3] for answer in answers), call
+    marks = {answer[4] for answer in answers}
+    return Agreement(
+        [(answer[1], answer[2]) for answer in answers], min(answer[3] for answer in answers), call, digest,
+        marks.pop() if len(marks) == 1 else 0,
+    )  # fmt: skip
 
 
 def agree_on_tensors(exchange: Exchange, digest: int, neighbours: int = 1) -> None:

@@ -12,7 +12,7 @@ from tilewise import device
 from tilewise.backends.base import PerTensors
 from tilewise.masks import Mask
 from tilewise.parallel import cost, gathered, heads, plan, ring
-from tilewise.parallel.agreement import Assembled, agree_on_tensors, agreed_lengths
+from tilewise.parallel.agreement import Agreement, Assembled, agree_on_tensors, agreed_lengths
 from tilewise.parallel.exchange import Exchange, Silent
 from tilewise.parallel.layout import Layout
 from tilewise.spec import parse_spec
@@ -24,11 +24,20 @@ Call = heads.Heads | gathered.Gathered | ring.Ring
 """A rank's part of an attention, by scheme."""
 
 
+Sizes = tuple[tuple[tuple[int, int], ...], int]
+"""The queries and keys that each rank holds, and the least memory of a rank."""
+
+
+def _mark(digest: int, sizes: Sizes) -> int:
+    return hash((digest, *sizes)) >> 1 or 1
+
+
 class Plans(PerTensors):
     """The plans of a group's calls, each kept while the tensors of its mask are unchanged; those of prepared masks serve captures too."""
 
     def __init__(self) -> None:
         super().__init__()
+        self._agreed: dict[int, tuple[object, Sizes]] = {}  # by the hash of a call, those of its last plan
         self._prepared: dict[int, Tensor] = {}  # by id, which is no other's while the tensor lies here
 
     def prepare(self, mask: Mask) -> None:
@@ -41,6 +50,21 @@ class Plans(PerTensors):
             )
         mask.hold()
         self._prepared |= {id(leaf): leaf for leaf in mask.leaves}
+
+    def mark(self, digest: int, extras: list[Tensor], text: str) -> int:
+        """What this rank says of the plan that it has of a call with this hash: the same number on all ranks that will take plans of one
+        route, if they then hold what they held; 0: it has none, or will make another."""
+        if digest not in self._agreed or device.is_captured() or device.is_warming_up():
+            return 0
+        key, sizes = self._agreed[digest]
+        call = self.kept(key, [extras[n] for n in parse_spec(text).mask_slots])
+        return 0 if call is None else _mark(call.digest, sizes)
+
+    def agree(self, digest: int, key: object, sizes: Sizes) -> None:
+        """Notes that all ranks have plans of one route for a call with this hash."""
+        if len(self._agreed) >= self.LIMIT:
+            self._agreed.clear()
+        self._agreed[digest] = key, sizes
 
     def prepared(self, key: object, leaves: list[Tensor]) -> Call | None:
         """The plan that an earlier call made of a prepared mask's tensors, unchanged since; None: there is none."""
@@ -58,13 +82,19 @@ def agreed_call(
 ) -> tuple[plan.Agreed, Call]:
     """A call that all ranks have agreed on, and this rank's part of it."""
     also = {"lse": str(with_lse), "compiled": str(compiled), "captured in a CUDA graph": str(plan.is_captured())}
-    found = agreed(parallel, q, k, v, assembled, also)
+    found, agreement = agreed(parallel, q, k, v, assembled, also)
     if compiled:
         for layout in found.layouts:
             _even(parallel, layout)
-    call = _call(parallel, found, with_lse, compiled)
-    if call.digest:
-        agree_on_tensors(parallel.exchange, call.digest, call.exchange.size if isinstance(call, heads.Heads) else 1)
+    key = _key(parallel, found, with_lse, compiled)
+    call = _call(parallel, found, key, with_lse, compiled)
+    sizes = tuple(agreement.lengths), agreement.memory
+    # Where all ranks said beforehand that they have plans of one route, they need not say it again.
+    if call.digest and agreement.mark != _mark(call.digest, sizes):
+        neighbours = call.exchange.size if isinstance(call, heads.Heads) else 1
+        agree_on_tensors(parallel.exchange, call.digest, neighbours)
+        if neighbours == 1:  # routes of ranks with other heads may differ
+            parallel.plans.agree(agreement.digest, key, sizes)
     return found, call
 
 
@@ -82,7 +112,10 @@ def compiled_call(
     # A trace must choose the scheme that runs, and may come before the first call has told the least memory of all ranks.
     parallel.memory = parallel.memory or device.of(q.device).memory
     queries, keys = _compiled_layout(parallel, q.shape[-3]), _compiled_layout(parallel, k.shape[-3])
-    return _call(parallel, plan.Agreed((queries, keys), q, k, v, list(extras), seed, parse_spec(spec)), with_lse, True)
+    call = plan.Agreed((queries, keys), q, k, v, list(extras), seed, parse_spec(spec))
+    if isinstance(q, FakeTensor):
+        return plan.planned(wish(parallel, with_lse, True, True), call)
+    return _call(parallel, call, _key(parallel, call, with_lse, True), with_lse, True)
 
 
 def _compiled_layout(parallel: ContextParallel, rows: int) -> Layout:
@@ -102,16 +135,16 @@ def _even(parallel: ContextParallel, layout: Layout) -> Layout:
     return layout
 
 
-def _call(parallel: ContextParallel, call: plan.Agreed, with_lse: bool, compiled: bool) -> Call:
-    extras, spec, silent = call.extras, call.spec, isinstance(call.q, FakeTensor)
-    wished = wish(parallel, with_lse, compiled, silent)
-    if silent:
-        return plan.planned(wished, call)
+def _key(parallel: ContextParallel, call: plan.Agreed, with_lse: bool, compiled: bool) -> tuple:
+    """What a plan depends on beside the tensors of its mask."""
     facts: list[tuple] = [(x.shape[:-3], x.shape[-2:], x.dtype, x.device) for x in (call.q, call.k, call.v)]
     # What was checked of another tensor says nothing of this one.
-    facts += [(x.shape, x.dtype) for x in extras]
-    key = spec.text(), with_lse, compiled, parallel.memory, *call.layouts, *facts
-    leaves = [extras[n] for n in spec.mask_slots]
+    facts += [(x.shape, x.dtype) for x in call.extras]
+    return call.spec.text(), with_lse, compiled, parallel.memory, *call.layouts, *facts
+
+
+def _call(parallel: ContextParallel, call: plan.Agreed, key: tuple, with_lse: bool, compiled: bool) -> Call:
+    leaves = [call.extras[n] for n in call.spec.mask_slots]
     if leaves and not compiled and plan.is_captured():
         found = parallel.plans.prepared(key, leaves)
         # One rank without a plan makes all do without, or the others would wait for its rows.
@@ -119,7 +152,7 @@ def _call(parallel: ContextParallel, call: plan.Agreed, with_lse: bool, compiled
         if found is not None and everybody:
             parallel.plans.captured[id(found)] = found  # its tables are read by every replay
             return found
-    return parallel.plans.of(key, leaves, lambda: plan.planned(wished, call))
+    return parallel.plans.of(key, leaves, lambda: plan.planned(wish(parallel, with_lse, compiled), call))
 
 
 def wish(parallel: ContextParallel, with_lse: bool, compiled: bool = False, silent: bool = False) -> plan.Wish:
@@ -133,25 +166,27 @@ def wish(parallel: ContextParallel, with_lse: bool, compiled: bool = False, sile
 
 def agreed(
     parallel: ContextParallel, q: Tensor, k: Tensor, v: Tensor, assembled: Callable[[], Assembled], also: dict[str, str]
-) -> plan.Agreed:
-    """The call, once all ranks have said the same of it; ``also`` is what else must be alike.
+) -> tuple[plan.Agreed, Agreement]:
+    """The call, once all ranks have said the same of it, and what they said; ``also`` is what else must be alike.
 
     Raises:
         ValueError: on every rank: a wrong call, ranks that disagree. NotImplementedError: a batch of none.
     """
     also = also | {"layout": str(parallel.layout), "sum_leaf_gradients": str(parallel.sum_leaf_gradients)}
-    lengths, parallel.memory, (extras, seed, text) = agreed_lengths(
-        parallel.exchange, q, k, v, assembled, (*also.items(), ("scheme", parallel.scheme)), device.of(q.device).memory
-    )
+    agreement = agreed_lengths(
+        parallel.exchange, q, k, v, assembled, (*also.items(), ("scheme", parallel.scheme)), device.of(q.device).memory,
+        parallel.plans.mark,
+    )  # fmt: skip
+    parallel.memory, (extras, seed, text) = agreement.memory, agreement.call
     if q.ndim == 4 and not q.shape[0]:
         raise NotImplementedError("attention over ranks has an empty batch; skip the call on every rank")
     queries, keys = (
-        checked_layout(parallel, [x[n] for x in lengths], name) for n, name in enumerate(("queries", "keys"))
+        checked_layout(parallel, [x[n] for x in agreement.lengths], name) for n, name in enumerate(("queries", "keys"))
     )
     if seed is not None:
         # The first rank's, so that the pairs that are dropped are those of one device.
         seed = parallel.exchange.broadcast(seed)
-    return plan.Agreed((queries, keys), q, k, v, extras, seed, parse_spec(text))
+    return plan.Agreed((queries, keys), q, k, v, extras, seed, parse_spec(text)), agreement
 
 
 def checked_layout(parallel: ContextParallel, lengths: list[int], name: str) -> Layout:

@@ -195,9 +195,8 @@ class ContextParallel:
         if self.size == 1:
             return dispatch.explain(q, k, v, options)
         q, k, v = _autocast(q, k, v)
-        return plan.explained(
-            calls.wish(self, False), calls.agreed(self, q, k, v, lambda: assemble(q, k, v, options), {})
-        )
+        agreed, _ = calls.agreed(self, q, k, v, lambda: assemble(q, k, v, options), {})
+        return plan.explained(calls.wish(self, False), agreed)
 
 
 def compiled(

@@ -86,7 +86,7 @@ def agreed_call(
     if compiled:
         for layout in found.layouts:
             _even(parallel, layout)
-    key = _key(parallel, found, with_lse, compiled)
+    key = _key(parallel, found, agreement.call[2], with_lse, compiled)
     call = _call(parallel, found, key, with_lse, compiled)
     sizes = tuple(agreement.lengths), agreement.memory
     # Where all ranks said beforehand that they have plans of one route, they need not say it again.
@@ -115,7 +115,7 @@ def compiled_call(
     call = plan.Agreed((queries, keys), q, k, v, list(extras), seed, parse_spec(spec))
     if isinstance(q, FakeTensor):
         return plan.planned(wish(parallel, with_lse, True, True), call)
-    return _call(parallel, call, _key(parallel, call, with_lse, True), with_lse, True)
+    return _call(parallel, call, _key(parallel, call, spec, with_lse, True), with_lse, True)
 
 
 def _compiled_layout(parallel: ContextParallel, rows: int) -> Layout:
@@ -135,12 +135,12 @@ def _even(parallel: ContextParallel, layout: Layout) -> Layout:
     return layout
 
 
-def _key(parallel: ContextParallel, call: plan.Agreed, with_lse: bool, compiled: bool) -> tuple:
-    """What a plan depends on beside the tensors of its mask."""
+def _key(parallel: ContextParallel, call: plan.Agreed, text: str, with_lse: bool, compiled: bool) -> tuple:
+    """What a plan depends on beside the tensors of its mask; ``text`` is that of the spec."""
     facts: list[tuple] = [(x.shape[:-3], x.shape[-2:], x.dtype, x.device) for x in (call.q, call.k, call.v)]
     # What was checked of another tensor says nothing of this one.
     facts += [(x.shape, x.dtype) for x in call.extras]
-    return call.spec.text(), with_lse, compiled, parallel.memory, *call.layouts, *facts
+    return text, with_lse, compiled, parallel.memory, *call.layouts, *facts
 
 
 def _call(parallel: ContextParallel, call: plan.Agreed, key: tuple, with_lse: bool, compiled: bool) -> Call:
@@ -153,6 +153,10 @@ def _call(parallel: ContextParallel, call: plan.Agreed, key: tuple, with_lse: bo
             parallel.plans.captured[id(found)] = found  # its tables are read by every replay
             return found
     return parallel.plans.of(key, leaves, lambda: plan.planned(wish(parallel, with_lse, compiled), call))
+
+
+def _text_of(layout: str | Layout) -> str:
+    return layout.text if isinstance(layout, Layout) else layout
 
 
 def wish(parallel: ContextParallel, with_lse: bool, compiled: bool = False, silent: bool = False) -> plan.Wish:
@@ -172,7 +176,7 @@ def agreed(
     Raises:
         ValueError: on every rank: a wrong call, ranks that disagree. NotImplementedError: a batch of none.
     """
-    also = also | {"layout": str(parallel.layout), "sum_leaf_gradients": str(parallel.sum_leaf_gradients)}
+    also = also | {"layout": _text_of(parallel.layout), "sum_leaf_gradients": str(parallel.sum_leaf_gradients)}
     agreement = agreed_lengths(
         parallel.exchange, q, k, v, assembled, (*also.items(), ("scheme", parallel.scheme)), device.of(q.device).memory,
         parallel.plans.mark,

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tilewise.autograd import attention
 from tilewise.caching import cached_property
 from tilewise.derivatives import operator_of
 from tilewise.parallel import cost
@@ -147,7 +148,7 @@ def forward(
     if call.route.joined and call.far:
         gathered = finish()
         piece = call.far[0]
-        outputs = operator_of(piece.spec)(q, *gathered, extras, seed, piece.spec)
+        outputs = attention(q, *gathered, extras, seed, piece.spec, operator_of(piece.spec))
         return list(outputs), list(gathered) if call.kept(q, k) else []
     o = q.new_empty((*q.shape[:-1], v.shape[-1]))
     # A piece's rows see all of their keys, so its lse and largest scores are those of the whole.
@@ -156,8 +157,8 @@ def forward(
 
     def compute(pieces: Sequence[LocalPiece], keys: Tensor, values: Tensor) -> None:
         for piece in pieces:
-            part = q[:, piece.rows], keys[:, piece.keys], values[:, piece.keys]
-            o[:, piece.rows], *found = operator_of(piece.spec)(*part, extras, seed, piece.spec)
+            part = _cut(q, piece.rows), _cut(keys, piece.keys), _cut(values, piece.keys)
+            o[:, piece.rows], *found = attention(*part, extras, seed, piece.spec, operator_of(piece.spec))
             for target, x in zip(statistics, found, strict=True):
                 target[..., piece.rows] = x
 
@@ -191,8 +192,8 @@ def backward(
         for piece in pieces:
             rows = piece.rows
             part, dk, dv, dextras = _attention_backward(
-                do[:, rows], dlse[..., rows].contiguous(), q[:, rows], keys[:, piece.keys], values[:, piece.keys],
-                o[:, rows].contiguous(), lse[..., rows].contiguous(), tabled, seed, piece.spec,
+                _cut(do, rows), _cut(dlse, rows, 2).contiguous(), _cut(q, rows), _cut(keys, piece.keys), _cut(values, piece.keys),
+                _cut(o, rows).contiguous(), _cut(lse, rows, 2).contiguous(), tabled, seed, piece.spec,
             )  # fmt: skip
             if alone:
                 dq = part
@@ -217,6 +218,12 @@ def backward(
     if call.sum_leaves:
         leaves = {slot: ordered_sum(call.exchange.gather(grad)) for slot, grad in leaves.items()}
     return dq, dk, dv, [leaves[n].to(x.dtype) if n in leaves else None for n, x in enumerate(extras)]
+
+
+def _cut(x: Tensor, rows: slice, dim: int = 1) -> Tensor:
+    """Some rows of a tensor; of all of them no view is made."""
+    count = rows.stop - rows.start
+    return x if count == x.shape[dim] else x.narrow(dim, rows.start, count)
 
 
 def compute_dtype(q: Tensor) -> torch.dtype:

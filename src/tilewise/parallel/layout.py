@@ -48,6 +48,11 @@ class Layout:
         return sum(self.lengths)
 
     @cached_property
+    def text(self) -> str:
+        """The layout in words, in which ranks compare theirs."""
+        return str(self)
+
+    @cached_property
     def lengths(self) -> tuple[int, ...]:
         """How many positions each rank holds."""
         return tuple(sum(stop - start for start, stop in held) for held in self.pieces)

@@ -6,6 +6,7 @@
 - :mod:`tilewise.parallel.board`: what ranks of one machine compare, in memory that they share.
 - :mod:`tilewise.parallel.symmetric`: the same by copy engines, for ranks that reach each other's memory.
 - :mod:`tilewise.parallel.route`: which keys travel, and to whom.
+- :mod:`tilewise.parallel.moves`: where their numbers lie in what is sent, received and put together.
 - :mod:`tilewise.parallel.messages`: these keys as ranks send them, and the sum of their gradients.
 - :mod:`tilewise.parallel.gathered`: a scheme, gathering K and V.
 - :mod:`tilewise.parallel.joined`: all of a rank's queries in one call of it, for documents.

@@ -17,7 +17,7 @@ Assembled = tuple[list[Tensor], Tensor | None, str]
 
 
 class Agreement(NamedTuple):
-    """What ranks agree on.
+    """The facts of a call that ranks agree on.
 
     Attributes:
         lengths: the queries and keys that each rank holds, by rank.
@@ -44,7 +44,7 @@ def agreed_lengths(
     memory: int = 0,
     mark_of: Callable[[int, list[Tensor], str], int] = lambda digest, extras, text: 0,
 ) -> Agreement:
-    """What the ranks agree on, who compare a hash of what they are about to do.
+    """The :class:`Agreement` of the ranks, who compare a hash of what they are about to do.
 
     Args:
         assembled: makes the call as the operator takes it.

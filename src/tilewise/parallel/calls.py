@@ -52,8 +52,8 @@ class Plans(PerTensors):
         self._prepared |= {id(leaf): leaf for leaf in mask.leaves}
 
     def mark(self, digest: int, extras: list[Tensor], text: str) -> int:
-        """What this rank says of the plan that it has of a call with this hash: the same number on all ranks that will take plans of one
-        route, if they then hold what they held; 0: it has none, or will make another."""
+        """The number that tells of this rank's plan of a call with this hash: the same on all ranks that will take plans of one route, if
+        they then hold what they held; 0: it has none, or will make another."""
         if digest not in self._agreed or device.is_captured() or device.is_warming_up():
             return 0
         key, sizes = self._agreed[digest]
@@ -136,7 +136,7 @@ def _even(parallel: ContextParallel, layout: Layout) -> Layout:
 
 
 def _key(parallel: ContextParallel, call: plan.Agreed, text: str, with_lse: bool, compiled: bool) -> tuple:
-    """What a plan depends on beside the tensors of its mask; ``text`` is that of the spec."""
+    """The facts that a plan depends on beside the tensors of its mask; ``text`` is that of the spec."""
     facts: list[tuple] = [(x.shape[:-3], x.shape[-2:], x.dtype, x.device) for x in (call.q, call.k, call.v)]
     # What was checked of another tensor says nothing of this one.
     facts += [(x.shape, x.dtype) for x in call.extras]

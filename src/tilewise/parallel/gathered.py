@@ -122,7 +122,7 @@ class Gathered:
         return self.exchange.swap(sent, counts, received)
 
     def moves(self, k: Tensor, v: Tensor) -> Moves:
-        """Where the numbers of K's and V's rows lie on their ways; a plan serves one shape of rows."""
+        """The places of the numbers of K's and V's rows on their ways; a plan serves one shape of rows."""
         each = widths(k, v)
         if each not in self._moves:
             near, far = (tuple((x.keys.start, x.keys.stop - x.keys.start) for x in xs) for xs in (self.near, self.far))

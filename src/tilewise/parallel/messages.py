@@ -66,7 +66,7 @@ class Place(NamedTuple):
 
 
 class Given(NamedTuple):
-    """Where lines hold what is given to a run of rows: the numbers for K, and those for V."""
+    """The places in lines of what is given to a run of rows: the numbers for K, and those for V."""
 
     run: Run
     k: Place
@@ -186,7 +186,7 @@ class Sum:
 
 
 def _addends(run: Run, given: Sequence[Given], m: int) -> list[Place]:
-    """What is given to K's numbers of a run of rows, or with 1 to V's."""
+    """The lines that are given to K's numbers of a run of rows, or with 1 to V's."""
     found = []
     for x in given:
         place = (x.k, x.v)[m]

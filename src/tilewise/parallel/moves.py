@@ -1,4 +1,4 @@
-"""Where the numbers of gathered keys lie: in what a rank sends, in what it receives, and in the keys that it puts together.
+"""The places of the numbers of gathered keys: in what a rank sends, in what it receives, and in the keys that it puts together.
 
 Everything here follows from the route and from how many numbers a row has, so a plan computes it once, and a step makes no view for
 each run of rows.
@@ -17,7 +17,7 @@ from tilewise.parallel.route import Route, Segment
 K, V, CAME = 0, 1, 2
 """Lines: of a rank's rows of K and V, or of the gradients of the keys that it puts together, and what came from others."""
 Pair = tuple[Place, Place]
-"""Where rows of K and of V lie."""
+"""The places of rows of K and of V."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Runs:
 
     @cached_property
     def places(self) -> list[Run]:
-        """Where each segment lies among the keys that the rank puts together."""
+        """The place of each segment among the keys that the rank puts together."""
         firsts = accumulate((x.length for x in self.segments), initial=0)
         return [(first, x.length) for first, x in zip(firsts, self.segments, strict=False)]
 
@@ -86,7 +86,7 @@ class Moves:
 
     @cached_property
     def sent(self) -> Taken:
-        """What the rank sends: of the lines of its rows of K and V."""
+        """The numbers that the rank sends: of the lines of its rows of K and V."""
         pairs = [[self._in_lines(run) for run in runs] for runs in self.runs.lent]
         return Taken(self._lines(self.runs.rows), [_message(pairs)])
 
@@ -141,12 +141,12 @@ class Moves:
         return [rows * width for width in self.each]
 
     def _in_lines(self, run: Run, line: int = K) -> Pair:
-        """Where a run of rows lies in a line of K, and in the next one, of V."""
+        """The places of a run of rows in a line of K, and in the next one, of V."""
         k, v = (Place(line + m, run[0] * width, run[1] * width) for m, width in enumerate(self.each))
         return k, v
 
     def _received(self, runs: Sequence[Sequence[Run]], lengths: Sequence[int]) -> list[list[Pair]]:
-        """Where runs of rows lie in what came: of each rank K of its runs, then V.
+        """The places of runs of rows in what came: of each rank K of its runs, then V.
 
         Args:
             lengths: how many numbers came from each rank.
@@ -163,5 +163,5 @@ class Moves:
 
 
 def _message(pairs: Sequence[Sequence[Pair]]) -> list[Place]:
-    """What a rank sends: for each rank K of its rows, then V."""
+    """The places of what a rank sends: for each rank K of its rows, then V."""
     return [pair[m] for each in pairs for m in (K, V) for pair in each]

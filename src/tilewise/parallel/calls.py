@@ -22,13 +22,12 @@ if TYPE_CHECKING:
 
 Call = heads.Heads | gathered.Gathered | ring.Ring
 """A rank's part of an attention, by scheme."""
-
-
 Sizes = tuple[tuple[tuple[int, int], ...], int]
 """The queries and keys that each rank holds, and the least memory of a rank."""
 
 
 def _mark(digest: int, sizes: Sizes) -> int:
+    """A number, never 0, of a plan whose route has this hash; alike in all processes, since only numbers are hashed."""
     return hash((digest, *sizes)) >> 1 or 1
 
 
@@ -37,7 +36,9 @@ class Plans(PerTensors):
 
     def __init__(self) -> None:
         super().__init__()
-        self._agreed: dict[int, tuple[object, Sizes]] = {}  # by the hash of a call, those of its last plan
+        self._agreed: dict[
+            int, tuple[object, Sizes]
+        ] = {}  # by the hash of a call: the key of its last plan, and its sizes
         self._prepared: dict[int, Tensor] = {}  # by id, which is no other's while the tensor lies here
 
     def prepare(self, mask: Mask) -> None:
@@ -156,6 +157,7 @@ def _call(parallel: ContextParallel, call: plan.Agreed, key: tuple, with_lse: bo
 
 
 def _text_of(layout: str | Layout) -> str:
+    """The layout as ranks compare it."""
     return layout.text if isinstance(layout, Layout) else layout
 
 

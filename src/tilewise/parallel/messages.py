@@ -79,6 +79,11 @@ class Taken:
     Args:
         lengths: of the lines that there are.
         wanted: the places whose numbers follow each other in each new line.
+
+    Attributes:
+        sizes: of the pieces into which each line is split.
+        picks: which of all pieces make each new line.
+        whole: each new line is all of another, so that nothing is copied.
     """
 
     def __init__(self, lengths: Sequence[int], wanted: Sequence[Sequence[Place]]):
@@ -186,7 +191,7 @@ class Sum:
 
 
 def _addends(run: Run, given: Sequence[Given], m: int) -> list[Place]:
-    """The lines that are given to K's numbers of a run of rows, or with 1 to V's."""
+    """The places of what is given to K's numbers of a run of rows, or where m is 1 to V's."""
     found = []
     for x in given:
         place = (x.k, x.v)[m]

@@ -13,12 +13,15 @@ from concurrent.futures import ProcessPoolExecutor
 
 from bench.gpu.hopper import Sizes, check_calls
 from tests.backends.hopper.test_backward import emulate_kernels, wrong
+from tests.backends.hopper.test_decoding import emulate as emulate_decoding
 from tests.backends.hopper.test_forward import emulate_kernel
 from tests.backends.hopper.test_latent import emulate as emulate_latent
 from tests.backends.hopper.test_pages import emulate_pages
 from tilewise import accuracy
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.backward.config import Backward
+from tilewise.backends.hopper.decoding import config as decoding_config
+from tilewise.backends.hopper.decoding.config import DecodingConfig
 from tilewise.backends.hopper.forward import config
 from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.latent import config as latent_config
@@ -53,6 +56,8 @@ def faults(c: Call, x: Config | Backward) -> list[str]:
         return wrong(c, emulate_kernels(c, x, CTAS))
     if isinstance(x, LatentConfig):
         out = emulate_latent(c, x.splits(1))
+    elif isinstance(x, DecodingConfig):
+        out = emulate_decoding(c, CTAS, kernel=x)
     else:
         out = emulate_pages(c, x, CTAS) if x.paged else emulate_kernel(c, x, CTAS)
     errors = accuracy.Expected.of(c.p, c.t).judge(accuracy.tensors(out, None))
@@ -79,7 +84,7 @@ def main() -> int:
     # One dtype: the emulated machine rounds P to the inputs' in either.
     every = [
         x
-        for x in (*config.shipped(), *latent_config.shipped(), *backward_config.shipped())
+        for x in (*config.shipped(), *latent_config.shipped(), *decoding_config.shipped(), *backward_config.shipped())
         if x.dtype == "bf16" and options.only in x.name
     ]
     total, bad = 0, 0

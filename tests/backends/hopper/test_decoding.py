@@ -23,9 +23,11 @@ from tilewise.testing import Call, call, normal, paged_call
 KIND = {"heads": (4, 2), "dims": (128, 128), "dtype": torch.bfloat16}
 
 
-def emulate(c: Call, shares: int, order: list[int] | None = None) -> Output:
-    """o and lse of a call, from the source of its kernel with so many shares."""
-    p, found = c.p, choice.choose(c.p)
+def emulate(
+    c: Call, shares: int, order: list[int] | None = None, kernel: config.DecodingConfig | None = None
+) -> Output:
+    """o and lse of a call, from the source of its kernel, or of ``kernel``, with so many shares."""
+    p, found = c.p, kernel or choice.choose(c.p)
     sinks = int(p.spec.sink_slot is not None)
     lengths = c.t.seqlens_k if p.paged else torch.zeros(1, dtype=torch.int32)
     table = c.t.block_table if p.paged else lengths[None]

@@ -20,6 +20,7 @@ def machine(monkeypatch):
     monkeypatch.setattr(devices, "_counts", {})
     monkeypatch.setattr(devices, "stream_of", lambda index: at.stream)
     monkeypatch.setattr(devices, "is_captured", lambda: at.captured)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
     return at
 

@@ -108,7 +108,7 @@ def counts(device: torch.device, count: int) -> torch.Tensor:
     """
     captured = is_captured()
     kept = _counts.get(device)
-    if kept is None and not captured:
+    if kept is None and not captured and torch.cuda.is_initialized():
         kept = _counts.setdefault(device, lasting(lambda: _Counts(device)))
     if kept is None or captured:
         own = kept and kept.take(count)

@@ -107,7 +107,7 @@ class Kind(NamedTuple):
     alibi: bool = False
     dslopes: bool = False
     table: bool = False
-    decoding: bool = False
+    decoding: int = 0  # the rows of a decoding kernel
 
     @classmethod
     def of(cls, x: Config | Backward) -> "Kind":
@@ -126,7 +126,7 @@ class Kind(NamedTuple):
             getattr(x, "alibi", False),
             getattr(x, "dslopes", False),
             getattr(x, "table", False),
-            isinstance(x, DecodingConfig),
+            t.rows if isinstance(x, DecodingConfig) else 0,
         )
 
     @property
@@ -250,18 +250,27 @@ def paged_calls(kind: Kind, new: Callable[..., Tensor], sizes: Sizes) -> Named:
             yield f"paged-{n}-{m}", paged_call(q, cache, cu_seqlens_q=cu_q, sink=sink, **kind.score(q), **options)
 
 
+# By the rows of the kernel: heads, key heads and queries of a sequence, and the mask.
+DECODING = {
+    8: [((4, 2, 1), {"causal": True}), ((8, 1, 1), {"mask": tw.window(70, 0)}), ((3, 3, 8), {}), ((14, 2, 1), {})],
+    16: [((16, 1, 1), {}), ((10, 2, 3), {"mask": tw.window(70, 1)}), ((8, 2, 4), {"causal": True}), ((9, 1, 1), {})],
+}
+
+
 def decoding_calls(kind: Kind, new: Callable[..., Tensor], sizes: Sizes) -> Named:
-    """One query for each of the sequences of :func:`paged_calls`, over pages; and over dense keys, in which heads may come first."""
+    """A few queries for each of the sequences of :func:`paged_calls`, over pages; and over dense keys, in which heads may come first."""
     d = kind.dims[0]
     for n, (parts, lengths, _) in enumerate(sizes.paged):
         keys = [length for _, length in lengths]
-        for m, (heads, heads_k) in enumerate(((4, 2), (8, 1), (3, 3), (14, 2))):
-            q, cache = new(len(keys), 1, heads, d), cache_of(new, parts * kind.paged, keys, (heads_k, d, d), m == 1)
+        for m, ((heads, heads_k, rows), options) in enumerate(DECODING[kind.decoding]):
+            q, cache = new(len(keys), rows, heads, d), cache_of(new, parts * kind.paged, keys, (heads_k, d, d), m == 1)
             sink = torch.randn(heads, device=sizes.device) if (n + m) % 2 else None
-            yield f"decoding-{n}-{m}", paged_call(q, cache, sink=sink, causal=m == 0)
+            yield f"decoding-{n}-{m}", paged_call(q, cache, sink=sink, **options)
+    if kind.paged != decoding_config.PARTS[0]:  # dense keys come in the largest boxes
+        return
     for n, (batch, keys) in enumerate(((3, 1), (1, 300), (5, 1000), (40, 65))):
-        q, k, v = new(batch, 1, 8, d), *(new(batch, 2, keys, d).transpose(1, 2) for _ in range(2))
-        yield f"dense-{n}", call(q, k, v).forward_only()
+        q, k, v = new(batch, kind.decoding // 4, 8, d), *(new(batch, 2, keys, d).transpose(1, 2) for _ in range(2))
+        yield f"dense-{n}", call(q, k, v, mask=tw.window(70, 0)).forward_only()
         yield f"dense-{n}-rows", call(q, k.contiguous(), v.contiguous(), causal=True).forward_only()
 
 

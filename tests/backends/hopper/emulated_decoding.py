@@ -52,8 +52,8 @@ def _stand_in(decoding, base, softmax) -> None:
         operands.p.values[:] = rounded(operands.s.values, config.dtype)
 
     def take_word(q, place, column, inside) -> np.ndarray:
-        batch, sequence, head = place
-        return np.stack([np.where(inside, q.values[batch, sequence, head, column + n], 0) for n in range(2)])
+        query, sequence, head = place
+        return np.stack([np.where(inside, q.values[query, sequence, head, column + n], 0) for n in range(2)])
 
     def put_numbers(states, place, values) -> None:
         place = tuple(np.broadcast_to(x, THREADS.shape)[WARP] for x in place)
@@ -72,19 +72,19 @@ def _stand_in(decoding, base, softmax) -> None:
         if isinstance(part, int):  # of one warp
             role.threads = 32
             rows = softmax.SoftmaxState(*(x[:, WARP] for x in rows))
-            columns = [x[WARP] for x in columns]
+            columns = [[x[WARP] for x in own] for own in columns]
         whole(rows, columns, part, *others)
         role.threads = 128
 
     def put_word(o, place, column, word, inside) -> None:
-        batch, sequence, head = place
+        query, sequence, head = place
         for n, values in enumerate((word.real, word.imag)):
-            o.values[batch, sequence, head[inside], column[inside] + n] = values[inside]
+            o.values[query[inside], sequence, head[inside], column[inside] + n] = values[inside]
 
     def put_lse(lse, place, value, inside) -> None:
         mine = inside & (THREADS[: len(inside)] % 4 == 0)
-        batch, head, sequence = place
-        lse.values[batch, head[mine], sequence] = value[mine]
+        query, head, sequence = place
+        lse.values[query[mine], head[mine], sequence] = value[mine]
 
     whole = decoding.merge.put
     stand_in(
@@ -104,28 +104,31 @@ def _stand_in(decoding, base, softmax) -> None:
 def run(
     config: DecodingConfig, q, k, v, sink, numbers: tuple, order: Iterable[int] | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """``(o, lse)`` of q (1, sequence, head, column) over pools (page, row, head, column), one CTA after the other in an order.
+    """``(o, lse)`` of q (query, sequence, head, column) over pools (page, row, head, column), one CTA after the other in an order.
 
     Args:
-        numbers: shares, whether lengths and a table are there, whether sinks are, scale2; the lengths, the table, pages, rows of a page.
+        numbers: shares, cached, sinks, scale2, lo and hi as the kernel takes them; the lengths, the table, pages, rows of a page.
     """
     decoding = load_kernel()
-    shares, cached, sinks, scale2, seqlens_k, block_table, num_pages, page_rows = numbers
-    (_, batch, heads, width), heads_k = q.shape, k.shape[2]
-    o, lse = np.full(q.shape, np.nan, np.float32), np.full((1, heads, batch), np.nan, np.float32)
+    shares, cached, sinks, scale2, lo, hi, seqlens_k, block_table, num_pages, page_rows = numbers
+    (queries, batch, heads, _), heads_k = q.shape, k.shape[2]
+    o, lse = np.full(q.shape, np.nan, np.float32), np.full((queries, heads, batch), np.nan, np.float32)
     states, counts = 2 * shares * heads_k, np.zeros(batch * heads_k, np.int64)
     optional = decoding.optional(
         seqlens_k=Global(seqlens_k), block_table=Global(block_table), num_pages=num_pages, page_rows=page_rows, counts=Global(counts),
-        part_o=Global(np.full((states, width // 16, 32, 4), np.nan, np.float32)),
-        part_lse=Global(np.full((states, 32, 2), np.nan, np.float32)),
+        part_o=Global(np.full((states, config.tiles.fours, 32, 4), np.nan, np.float32)),
+        part_lse=Global(np.full((states, 32, config.tiles.rows // 4), np.nan, np.float32)),
     )  # fmt: skip
     params = decoding.params.DecodingParams(
         k.shape[1],
         heads_k,
         heads // heads_k,
+        queries,
         shares,
         cached,
         np.float32(scale2),
+        lo,
+        hi,
         Global(q),
         Global(o),
         Global(lse),

@@ -32,11 +32,21 @@ def emulate(
     lengths = c.t.seqlens_k if p.paged else torch.zeros(1, dtype=torch.int32)
     table = c.t.block_table if p.paged else lengths[None]
     scale2 = math.log2(math.e) * p.softmax_scale
-    numbers = shares, int(p.paged), sinks, scale2, lengths.numpy(), table.numpy(), p.k.shape[0], page_rows(p.k)
+    numbers = (
+        shares,
+        int(p.paged),
+        sinks,
+        scale2,
+        *choice.ends(p),
+        lengths.numpy(),
+        table.numpy(),
+        p.k.shape[0],
+        page_rows(p.k),
+    )
     sink = torch.full((p.heads_q,), torch.nan) if c.t.sink is None else c.t.sink.float()
-    arrays = (x.detach().float().numpy() for x in (c.t.q.flatten(0, 1)[None], c.t.k, c.t.v, sink))
-    o, lse = (torch.from_numpy(np.array(x[0])) for x in emulated_decoding.run(found, *arrays, numbers, order))
-    return Output(o.to(p.dtype).unsqueeze(1), lse.mT.unsqueeze(-1))
+    arrays = (x.detach().float().numpy() for x in (c.t.q.transpose(0, 1), c.t.k, c.t.v, sink))
+    o, lse = (torch.from_numpy(np.array(x)) for x in emulated_decoding.run(found, *arrays, numbers, order))
+    return Output(o.to(p.dtype).transpose(0, 1), lse.permute(2, 1, 0))
 
 
 def wrong(c: Call, out: Output) -> list[str]:
@@ -44,6 +54,12 @@ def wrong(c: Call, out: Output) -> list[str]:
 
 
 SINK = {"options": lambda: {"sink": normal(4, seed=3), "causal": True}}
+
+
+def window(left: int, right: int = 0) -> dict:
+    return {"options": lambda: {"mask": tw.window(left, right)}}
+
+
 CASES = {
     "lengths": (Case(64, (0, 1, 63, 64, 65, 300), **KIND), 3),
     "one-share": (Case(64, (130, 0, 65), **KIND), 1),
@@ -58,6 +74,20 @@ CASES = {
     "many-sequences": (Case(64, tuple(13 * n % 200 for n in range(70)), **KIND | {"heads": (2, 1)}), 9),
     "d64": (Case(64, (0, 1, 127, 128, 129, 700), **KIND | {"dims": (64, 64)}), 3),
     "d64-one-page": (Case(320, (320, 70, 0), **KIND | {"dims": (64, 64)} | SINK), 2),
+    "pages-of-16": (Case(16, (0, 1, 15, 16, 17, 300), **KIND), 3),
+    "pages-of-48-d64": (Case(48, (500, 0, 47, 49), **KIND | {"dims": (64, 64)} | SINK), 3),
+    "sixteen-heads": (Case(64, (300, 70), **KIND | {"heads": (16, 1)}), 3),
+    "nine-heads-d64": (Case(64, (300, 70, 0), **KIND | {"heads": (9, 1), "dims": (64, 64)}), 3),
+    "queries-see-all": (Case(64, (300, 70, 2), rows=3, **KIND), 3),
+    "more-queries-than-keys": (Case(64, (2, 65, 0, 300), rows=4, **KIND | SINK), 3),
+    "queries-of-eight-heads": (
+        Case(16, (64, 65, 129), rows=2, **KIND | {"heads": (8, 1)}, options=lambda: {"causal": True}),
+        2,
+    ),
+    "window": (Case(64, (300, 64, 40, 0, 1000), **KIND | window(63)), 3),
+    "window-of-queries": (Case(64, (300, 64, 3, 66, 1000), rows=4, **KIND | window(100)), 7),
+    "window-to-the-right": (Case(16, (300, 15, 66), rows=4, **KIND | window(15, 1)), 3),
+    "window-d64": (Case(16, (900, 130), rows=3, **KIND | {"heads": (10, 2), "dims": (64, 64)} | window(127)), 2),
 }
 
 
@@ -80,13 +110,23 @@ def test_whoever_comes_last_merges_the_same_bits(name):
         assert torch.equal(got.lse, expected.lse)
 
 
+DENSE = {
+    "causal": ((1, 4), {"causal": True}),
+    "queries": ((4, 4), {"causal": True}),
+    "window": ((1, 4), {"mask": tw.window(70, 0)}),
+    "window-of-queries": ((3, 10), {"mask": tw.window(64, 0)}),
+}
+
+
 @pytest.mark.parametrize("heads_first", [False, True])
 @pytest.mark.parametrize(("d", "keys", "shares"), [(128, 300, 3), (64, 1000, 5), (128, 1, 2)])
-def test_dense_keys_are_one_page_a_sequence(d, keys, shares, heads_first):
-    q, k, v = (normal(3, n, h, d, dtype=torch.bfloat16, seed=n + h) for n, h in ((1, 4), (keys, 2), (keys, 2)))
+@pytest.mark.parametrize("name", DENSE)
+def test_dense_keys_are_one_page_a_sequence(d, keys, shares, name, heads_first):
+    (rows, heads), options = DENSE[name]
+    q, k, v = (normal(3, n, h, d, dtype=torch.bfloat16, seed=n + h) for n, h in ((rows, heads), (keys, 2), (keys, 2)))
     if heads_first:
         k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))
-    c = call(q, k, v, causal=True).forward_only()
+    c = call(q, k, v, **options).forward_only()
     assert choice.choose(c.p) is not None
     assert not wrong(c, emulate(c, shares))
 
@@ -99,16 +139,19 @@ def problem(options: dict | None = None, **case: object):
 
 NONE = {
     "one-sequence": lambda: paged_call(normal(1, 1, 4, 128, dtype=torch.bfloat16), Case(64, (100,), **KIND).cache()).p,
-    "two-queries": lambda: problem(rows=2),
+    "nine-queries-of-two-heads": lambda: problem(rows=9),
+    "no-queries": lambda: problem(rows=0),
     "packed": lambda: problem(rows=(1, 1)),
-    "nine-heads": lambda: problem(heads=(9, 1)),
+    "seventeen-heads": lambda: problem(heads=(17, 1)),
     "d96": lambda: problem(dims=(96, 96)),
     "values-of-another-width": lambda: problem(dims=(128, 64)),
     "fp32": lambda: problem(dtype=torch.float32),
-    "window": lambda: problem({"mask": tw.window(40, 0)}),
+    "window-shorter-than-a-box": lambda: problem({"mask": tw.window(62, 0)}),
+    "band-that-ends-before-the-row": lambda: problem({"mask": lambda b, h, i, j: j < i + tw.offset}),
+    "some-keys": lambda: problem({"mask": tw.key_range(0, 60)}),
     "score": lambda: problem({"score": tw.softcap(5.0)}),
     "deterministic": lambda: problem({"deterministic": True}),
-    "pages-of-16": lambda: paged_call(*Case(16, (100, 70), **KIND).draw()[:2]).p,
+    "pages-of-8": lambda: paged_call(*Case(8, (100, 70), **KIND).draw()[:2]).p,
     "8-bits": lambda: problem(scales="heads"),
     "with-gradients": lambda: call(*(normal(2, n, 2, 128, dtype=torch.bfloat16) for n in (1, 70, 70))).p,
     "dropout": lambda: call(*(normal(2, n, 2, 128, dtype=torch.bfloat16) for n in (1, 70, 70)), dropout_p=0.5).forward_only().p,
@@ -125,7 +168,17 @@ def test_calls_that_have_no_such_kernel(name):
 
 def test_a_step_of_decoding_has_one():
     found = choice.choose(problem())
-    assert found == config.DecodingConfig("bf16", config.TILES[128])
+    assert found == config.DecodingConfig("bf16", config.TILES[128, 8])
+    assert found in config.shipped()
+
+
+@pytest.mark.parametrize(
+    ("case", "rows", "part"),
+    [(Case(16, (100, 70), **KIND), 8, 16), (Case(48, (100,) * 2, 5, **KIND), 16, 16), (Case(128, (1, 1), 4, **KIND), 8, 64)],
+)  # fmt: skip
+def test_rows_and_pages_choose_a_kernel(case, rows, part):
+    found = choice.choose(case.call().p)
+    assert found == config.DecodingConfig("bf16", config.TILES[128, rows], part)
     assert found in config.shipped()
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tilewise import device as devices
-from tilewise.backends.hopper.config import DTYPES, band_of
-from tilewise.backends.hopper.decoding.config import MOST_HEADS, PART, TILES, DecodingConfig
+from tilewise.backends.hopper.config import DTYPES, LONG, band_of
+from tilewise.backends.hopper.decoding.config import PARTS, ROWS, TILES, DecodingConfig
 from tilewise.backends.hopper.forward.paged_config import pool_reasons
 from tilewise.problem import Problem
 
@@ -12,22 +12,43 @@ from tilewise.problem import Problem
 def choose(problem: Problem) -> DecodingConfig | None:
     """The kernel for a problem that has no reasons against a forward over its keys; None where it is no step of decoding, or one whose
     results must not depend on batch-mates, as those of even shares do."""
-    spec, band = problem.spec, band_of(problem)
-    plain = not (problem.packed or problem.latent or problem.quantised or spec.needs_grad or spec.deterministic)
-    if not plain or problem.seqlen_q != 1 or problem.group > MOST_HEADS or spec.score is not None or spec.dropout_p:
+    spec = problem.spec
+    if problem.packed or problem.latent or problem.quantised or spec.needs_grad or spec.deterministic:
         return None
-    tiles = TILES.get(problem.head_dim)
-    if tiles is None or problem.head_dim_v != problem.head_dim or str(problem.dtype) not in DTYPES or band is None:
+    if spec.score is not None or spec.dropout_p or problem.head_dim_v != problem.head_dim:
         return None
     # Of one sequence splits that another kernel merges take less time (docs/decisions.md#hopper-decoding).
     if problem.paged and problem.batch == 1:
         return None
-    keys = problem.capacity if problem.paged else problem.seqlen_k
-    band = band if problem.paged else band.cut(1)
-    sees_all = band.lo is None and (band.start, band.stop) == (0, keys) and (band.hi is None or band.hi == 1)
-    if not sees_all or not keys or (problem.paged and problem.page_size % PART and problem.page_size != keys):
+    rows = next((n for n in ROWS if problem.seqlen_q * problem.group <= n), 0)
+    tiles, part, found = TILES.get((problem.head_dim, rows)), part_rows(problem), ends(problem)
+    if tiles is None or part is None or found is None or str(problem.dtype) not in DTYPES or not problem.seqlen_q:
         return None
-    return None if pool_reasons(problem) else DecodingConfig(DTYPES[str(problem.dtype)], tiles)
+    # A part of a block whose first rows no query sees must have keys to its end (pages.box_of).
+    if 1 - found[0] < part or pool_reasons(problem):
+        return None
+    return DecodingConfig(DTYPES[str(problem.dtype)], tiles, part)
+
+
+def part_rows(problem: Problem) -> int | None:
+    """The rows that one box brings, of one page; dense keys are one page a sequence. None: no kernel has boxes so small."""
+    page = problem.page_size if problem.paged else problem.seqlen_k
+    if not problem.paged or page == problem.capacity:
+        return PARTS[0] if page else None  # what a box has past the page's end are zeros
+    return next((n for n in PARTS if page % n == 0), None)
+
+
+def ends(problem: Problem) -> tuple[int, int] | None:
+    """``(lo, hi)``: row i sees the keys from ``i + off + lo`` on and below ``i + off + hi``, the sequence's last one at least where it
+    is the last row; None: the mask is no such band."""
+    band = band_of(problem)
+    keys = problem.capacity if problem.paged else problem.seqlen_k
+    if band is None or (band.start, band.stop) != (0, keys):
+        return None
+    off = 0 if problem.paged else keys - problem.seqlen_q  # which the ends of dense keys have in them
+    lo = -LONG if band.lo is None else band.lo - off
+    hi = LONG if band.hi is None else band.hi - off
+    return (max(lo, -LONG), min(hi, LONG)) if hi >= 1 else None
 
 
 def shares_of(problem: Problem) -> int:

@@ -1,4 +1,5 @@
-"""The computing warpgroup of decoding: the heads of a group are the first rows of a tile of 64, which one warp holds.
+"""The computing warpgroup of decoding: the heads of a group are the first rows of a tile of 64, which one warp holds,
+query after query.
 
 A block takes ``S = Q Kᵀ`` (64 × tile_n), the online softmax, and ``O += P V`` (64 × width), Q and P from registers. Memory is what bounds
 it: the products and the softmax of a block take half of the time in which its keys come.
@@ -16,7 +17,15 @@ from tilewise.backends.hopper.config import ROWS
 from tilewise.backends.hopper.decoding.config import DecodingConfig
 from tilewise.backends.hopper.decoding.merge import finish
 from tilewise.backends.hopper.decoding.params import DecodingParams
-from tilewise.backends.hopper.decoding.shares import batch_of, blocks_of, head_of_row, next_place, share_of
+from tilewise.backends.hopper.decoding.shares import (
+    Place,
+    batch_of,
+    blocks_of,
+    first_block_of,
+    next_place,
+    row_at,
+    share_of,
+)
 from tilewise.backends.hopper.decoding.storage import DecodingStorage
 from tilewise.backends.hopper.kit import softmax
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
@@ -70,31 +79,32 @@ def compute(
     share, place = share_of(params, config)
     operands = new_operands(qk, pv, smem, config)
     state, turn, begin = new_reader(), I32(0), share.begin
-    load_query(operands, place.sequence, params)
+    load_query(operands, place.sequence, params, config)
     while begin < share.end:
-        stop = PICK.smaller(place.at + blocks_of(place.keys, config), share.end)
+        stop = PICK.smaller(place.at + blocks_of(place.keys, params, config), share.end)
+        first = first_block_of(place.keys, params, config) - place.at  # of the line's blocks to the sequence's
         operands.o.fill(0.0)
         operands.rows.m2.fill(-softmax.INF)
         operands.rows.l.fill(0.0)
-        for n in cutlass.range(begin - place.at, stop - place.at, unroll=1):
-            state = attend(operands, state, place.keys - n * config.tiles.tile_n, smem, params, config)
+        for n in cutlass.range(begin + first, stop + first, unroll=1):
+            state = attend(operands, state, place, n, smem, params, config)
         following = next_place(place, params, config)
-        load_query(operands, following.sequence, params)  # on its way while this sequence ends
+        load_query(operands, following.sequence, params, config)  # on its way while this sequence ends
         finish(operands, smem.told + turn, place, share, params, config)
         turn, place, begin = turn ^ 1, following, stop
 
 
 def attend(
-    operands: DecodingOperands, state: PipelineState, keys, smem: DecodingStorage, params: DecodingParams,
+    operands: DecodingOperands, state: PipelineState, place: Place, n, smem: DecodingStorage, params: DecodingParams,
     config: DecodingConfig,
 ) -> PipelineState:  # fmt: skip
-    """A block, of which rows see the first ``keys``. Returns the next state."""
+    """Block n of the keys of a sequence. Returns the next state."""
     acquire(smem.full_k, state)  # the loading warp
     # S = Q Kᵀ, 64 × tile_n, fp32
     begin_product(operands.qk, operands.s, operands.q, operands.k[None, None, None, state.index], overwrite=True)
     warpgroup.wait_group(0)
     s = rows_columns(operands.s)
-    hide(s, keys, config)
+    hide(s, place.keys, n * config.tiles.tile_n, params, config)
     # P = exp(S - m), 64 × tile_n, unnormalised
     softmax.online_softmax(s, operands.rows, params.scale2, first=False, masked=True, lazy=True)
     softmax.rescale(operands.o, operands.rows.factor, True)
@@ -108,11 +118,19 @@ def attend(
 
 
 @cute.jit
-def hide(s: cute.Tensor, keys, config: cutlass.Constexpr):
-    """Sets the scores of keys past the sequence's last to -inf; all but its last block have none."""
-    if keys < config.tiles.tile_n:
-        end = keys - column_of(cute.arch.thread_idx()[0] % 128, 0)
-        softmax.mask_scores(s, None, (end, end))
+def hide(s: cute.Tensor, keys, start, params: DecodingParams, config: cutlass.Constexpr):
+    """Sets scores of a block, whose keys begin at ``start``, to -inf where a query sees no key; few blocks have any such."""
+    off = keys - params.queries
+    # The first query's end is the lowest, and the last query's beginning the highest.
+    end, begin = PICK.smaller(keys, off + params.hi), keys - 1 + params.lo
+    if PICK.smaller(end - start - config.tiles.tile_n, start - begin) < 0:
+        lower, upper = [], []
+        for r in cutlass.range_constexpr(2):
+            thread = cute.arch.thread_idx()[0] % 128
+            query, first = row_at(row_of(thread, r), params).query, start + column_of(thread, 0)
+            lower.append(off + query + params.lo - first)
+            upper.append(PICK.smaller(keys, off + query + params.hi) - first)
+        softmax.mask_scores(s, lower, upper)
 
 
 def round_p(operands: DecodingOperands, config: DecodingConfig) -> None:
@@ -131,14 +149,18 @@ def words_of(fragment: cute.Tensor) -> cute.Tensor:
 # -- Queries -------------------------------------------------------------------------------------------------------
 
 
-def load_query(operands: DecodingOperands, sequence, params: DecodingParams) -> None:
-    """Brings the group's heads of a sequence's query; rows that there are not are zeros."""
+def load_query(operands: DecodingOperands, sequence, params: DecodingParams, config: DecodingConfig) -> None:
+    """Brings a sequence's queries of the group's heads; rows that there are not are zeros."""
     words, thread = words_of(operands.q), cute.arch.thread_idx()[0] % 128
-    row, sequence = row_of(thread, 0), PICK.smaller(sequence, batch_of(params) - 1)
-    place, inside = (0, sequence, head_of_row(row, params)), params.group > row
-    for piece in range(cute.size(words) // 2):  # of 8 columns, of which a thread holds two
-        words[2 * piece] = take_word(params.q, place, 8 * piece + thread % 4 * 2, inside)
-        words[2 * piece + 1] = I32(0)  # of the rows from the ninth on
+    sequence = PICK.smaller(sequence, batch_of(params) - 1)
+    for r in range(2):
+        row = row_at(row_of(thread, r), params)
+        for piece in range(cute.size(words) // 2):  # of 8 columns, of which a thread holds two
+            word = I32(0)  # of the rows from the ninth on
+            if 8 * r < config.tiles.rows:
+                place = row.query, sequence, row.head
+                word = take_word(params.q, place, 8 * piece + thread % 4 * 2, row.inside)
+            words[2 * piece + r] = word
 
 
 def take_word(q: cute.Tensor, place: tuple, column, inside) -> I32:

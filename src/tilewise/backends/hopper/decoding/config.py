@@ -8,8 +8,8 @@ from tilewise.backends.hopper.config import ALIGNMENT, DTYPES, ELEMENT_BYTES, PL
 from tilewise.backends.hopper.expected import Expected
 from tilewise.problem import Problem
 
-PART = 64  # rows that one box brings, of one page
-MOST_HEADS = 8  # of a group: rows of which each thread of one warp has one
+PARTS = (64, 16)  # rows that one box brings, of one page; a call gets the first that divides the size of its pages
+ROWS = (8, 16)  # query heads of a group, by queries of a sequence: rows of which each thread of one warp has one or two
 THREADS = 160  # a warpgroup that computes, and a warp that loads
 STAGES = 3
 LEAST_KEYS = 128  # of a share: fewer cost more in the merge than they save
@@ -17,10 +17,11 @@ LEAST_KEYS = 128  # of a share: fewer cost more in the merge than they save
 
 @dataclass(frozen=True)
 class DecodingTiles:
-    """The sizes of a kernel. ``width``: of keys and values; ``tile_n``: keys of a block, a multiple of PART."""
+    """The sizes of a kernel. ``width``: of keys and values; ``tile_n``: keys of a block; ``rows``: how many there may be."""
 
     width: int
     tile_n: int
+    rows: int = ROWS[0]
     stages: int = STAGES
 
     @property
@@ -31,7 +32,7 @@ class DecodingTiles:
     @property
     def name(self) -> str:
         """The part of a kernel's name that tells these sizes."""
-        return f"8x{self.tile_n}_s{self.stages}"
+        return f"{self.rows}x{self.tile_n}_s{self.stages}"
 
     @property
     def block(self) -> int:
@@ -39,9 +40,9 @@ class DecodingTiles:
         return self.width * self.tile_n
 
     @property
-    def parts(self) -> int:
-        """Boxes that bring a block of K or of V."""
-        return self.tile_n // PART
+    def fours(self) -> int:
+        """How many times four numbers a lane has of a state: of each of its rows, every fourth column."""
+        return self.rows // 8 * self.width // 16
 
     @property
     def barriers(self) -> int:
@@ -55,25 +56,31 @@ class DecodingTiles:
         return barriers + 2 * ELEMENT_BYTES * self.block * self.stages
 
 
-# Head dim -> tiles: blocks of 16 KiB.
-TILES = {64: DecodingTiles(64, 128), 128: DecodingTiles(128, 64)}
+# Head dim and rows -> tiles: blocks of 16 KiB.
+TILES = {(d, rows): DecodingTiles(d, n, rows) for d, n in ((64, 128), (128, 64)) for rows in ROWS}
 
 
 @dataclass(frozen=True)
 class DecodingConfig(Formed):
-    """The compile-time facts of one kernel."""
+    """The compile-time facts of one kernel. ``paged``: the rows of a page that one box brings."""
 
     dtype: str
     tiles: DecodingTiles
-    paged: int = PART
-    # The options of other kernels, which these have not. A query sees every key.
+    paged: int = PARTS[0]
+    # The options of other kernels, which these have not. The ends of the band are numbers of the launch.
     form = "full"
     packed, softcap, dropout, traced, split, alibi, table = True, False, False, PLAIN, False, False, False
 
     @property
     def name(self) -> str:
         """The kernel's name: its symbol in the cubin, and its file."""
-        return f"decoding_{self.dtype}_d{self.tiles.width}_{self.tiles.name}"
+        paged = "" if self.paged == PARTS[0] else f"_paged{self.paged}"
+        return f"decoding_{self.dtype}_d{self.tiles.width}{paged}_{self.tiles.name}"
+
+    @property
+    def parts(self) -> int:
+        """Boxes that bring a block of K or of V."""
+        return self.tiles.tile_n // self.paged
 
     @property
     def extra(self) -> tuple[str, ...]:
@@ -82,7 +89,7 @@ class DecodingConfig(Formed):
 
     @property
     def tile_queries(self) -> int:
-        """Queries of a tile."""
+        """Queries of a tile, at least."""
         return 1
 
     @property
@@ -94,17 +101,17 @@ class DecodingConfig(Formed):
         """The kernel in a sentence, as ``explain`` shows it."""
         tiles = self.tiles
         return (
-            f"the heads of a group x {tiles.tile_n} keys, even shares of all keys, {tiles.stages} stages, "
+            f"up to {tiles.rows} rows of a group x {tiles.tile_n} keys, even shares of all keys, {tiles.stages} stages, "
             f"{tiles.shared >> 10} KiB shared"
         )
 
     def traffic(self, problem: Problem) -> int:
         """Bytes of the forward: Q and O once, K and V once for all heads of a group, where every sequence is as long as it may be."""
         keys = problem.capacity if problem.paged else problem.seqlen_k
-        rows = problem.batch * (problem.heads_q + problem.heads_k * keys)
+        rows = problem.batch * (problem.heads_q * problem.seqlen_q + problem.heads_k * keys)
         return ELEMENT_BYTES * rows * (problem.head_dim + problem.head_dim_v)
 
 
 def shipped() -> list[DecodingConfig]:
     """Every kernel that is compiled ahead of time."""
-    return [DecodingConfig(dtype, tiles) for tiles in TILES.values() for dtype in DTYPES.values()]
+    return [DecodingConfig(dtype, tiles, n) for n in PARTS for tiles in TILES.values() for dtype in DTYPES.values()]

@@ -1,8 +1,8 @@
-"""O = softmax(scale · q Kᵀ) V of one query a sequence, over pages or dense keys, on Hopper (sm_90a).
+"""O = softmax(scale · q Kᵀ) V of few queries a sequence, over pages or dense keys, on Hopper (sm_90a).
 
 A CTA has a key head and an even share of all its key blocks, those of one sequence after those of another::
 
-    1 warpgroup  computes  the heads of a group as rows of a tile of 64; the output, or states and their merge   compute.py, merge.py
+    1 warpgroup  computes  the rows of a group in a tile of 64; the output, or states and their merge   compute.py, merge.py
     1 warp       loads     K and V of block after block, across sequences                                        load.py
 
 Each mbarrier is waited for by the other side (arrivals in brackets). Of each stage ``full_k`` and ``full_v`` (1 + bytes) go load ->
@@ -37,16 +37,16 @@ def launch(
     q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, o: cute.Tensor, lse: cute.Tensor, sink: cute.Tensor,
     numbers: tuple, stream: cuda.CUstream, config: cutlass.Constexpr,
 ):  # fmt: skip
-    """Launches the forward of q (1, sequences, heads_q, D) over the pools k, v (pages, rows of a page, heads_k, D).
+    """Launches the forward of q (queries, sequences, heads_q, D) over the pools k, v (pages, rows of a page, heads_k, D).
 
-    o is as q; lse is (1, heads_q, sequences), fp32; sink is (heads_q,), fp32.
+    o is as q; lse is (queries, heads_q, sequences), fp32; sink is (heads_q,), fp32.
 
     Args:
-        numbers: shares, whether lengths and a table say where keys are, whether there are sinks (else sink is not read), scale2, and
-            those of :attr:`DecodingConfig.extra`.
+        numbers: shares, whether lengths and a table say where keys are, whether there are sinks (else sink is not read), scale2, lo
+            and hi (:class:`params.DecodingParams`), and those of :attr:`DecodingConfig.extra`.
     """
     tiles, element, major = config.tiles, ELEMENT[config.dtype], OperandMajorMode
-    shares, cached, sinks, scale2, *extra = numbers
+    shares, cached, sinks, scale2, lo, hi, *extra = numbers
     row, column = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
     k_shape, v_shape = (ROWS, tiles.tile_n, tiles.width), (ROWS, tiles.width, tiles.tile_n)
     layout_k = staged_layout(sm90.make_smem_layout_b(row, k_shape, element, 1), tiles.stages, tiles.block)
@@ -58,7 +58,21 @@ def launch(
     optional = OptionalParams(**dict(zip(config.extra, extra, strict=True)))
     heads_k = k.shape[2]
     params = DecodingParams(
-        k.shape[1], heads_k, q.shape[2] // heads_k, shares, cached, scale2, q, o, lse, sinks, sink, optional
+        k.shape[1],
+        heads_k,
+        q.shape[2] // heads_k,
+        q.shape[0],
+        shares,
+        cached,
+        scale2,
+        lo,
+        hi,
+        q,
+        o,
+        lse,
+        sinks,
+        sink,
+        optional,
     )
     kernel.set_name_prefix(config.name, remove_cutlass_symbol=True, keep_mangled_name=False)
     kernel(

@@ -6,9 +6,16 @@ import cutlass
 import cutlass.cute as cute
 
 from tilewise.backends.hopper.config import ELEMENT_BYTES
-from tilewise.backends.hopper.decoding.config import PART
 from tilewise.backends.hopper.decoding.params import DecodingParams, PoolMaps
-from tilewise.backends.hopper.decoding.shares import Place, blocks_of, head_of, next_place, share_of
+from tilewise.backends.hopper.decoding.shares import (
+    Place,
+    blocks_of,
+    first_block_of,
+    first_key_of,
+    head_of,
+    next_place,
+    share_of,
+)
 from tilewise.backends.hopper.decoding.storage import DecodingStorage
 from tilewise.backends.hopper.forward.pages import KeyParts, box_of, copy_part, in_parts
 from tilewise.backends.hopper.kit.dtypes import I32
@@ -22,8 +29,9 @@ def load(maps: PoolMaps, smem: DecodingStorage, params: DecodingParams, config: 
     share, place = share_of(params, config)
     state, begin = new_writer(), share.begin
     while begin < share.end:
-        stop = PICK.smaller(place.at + blocks_of(place.keys, config), share.end)
-        state = load_blocks(maps, smem, place, (begin - place.at, stop - place.at), state, params, config)
+        stop = PICK.smaller(place.at + blocks_of(place.keys, params, config), share.end)
+        first = first_block_of(place.keys, params, config) - place.at  # of the line's blocks to the sequence's
+        state = load_blocks(maps, smem, place, (begin + first, stop + first), state, params, config)
         place = next_place(place, params, config)
         begin = stop
 
@@ -37,14 +45,16 @@ def load_blocks(
     k = KeyParts(maps.k, head_of(params), in_parts(smem.k, config, 0), 0)
     v = KeyParts(maps.v, head_of(params), in_parts(smem.v, config, 1), 1)
     first, last = blocks
-    lane, parts = cute.arch.thread_idx()[0] % 32, config.tiles.parts
+    seen = first_key_of(place.keys, params)
+    lane, parts = cute.arch.thread_idx()[0] % 32, config.parts
     for begin in cutlass.range(first, last, 32 // parts, unroll=1):
-        mine = row_of_part(place.sequence, begin * parts + lane, params)
+        mine = row_of_part(place.sequence, begin * parts + lane, params, config)
         for n in cutlass.range(PICK.smaller(last - begin, 32 // parts), unroll=1):
             boxes = []
             for m in cutlass.range_constexpr(parts):
                 start = cute.arch.make_warp_uniform(cute.arch.shuffle_sync(mine, n * parts + m))
-                boxes.append(box_of(start, PART, place.keys - ((begin + n) * parts + m) * PART, None))
+                position = ((begin + n) * parts + m) * config.paged
+                boxes.append(box_of(start, config.paged, place.keys - position, seen - position))
             cute.arch.mbarrier_wait(smem.empty + state.index, state.phase)  # every computing warp
             size = ELEMENT_BYTES * config.tiles.block
             with cute.arch.elect_one():
@@ -60,9 +70,9 @@ def load_blocks(
 
 
 @cute.jit
-def row_of_part(sequence, n, params: DecodingParams):
-    """The row of the pool at which a sequence's n-th part of PART keys begins."""
-    page, row = I32(sequence), I32(n * PART)
+def row_of_part(sequence, n, params: DecodingParams, config: cutlass.Constexpr):
+    """The row of the pool at which a sequence's n-th part of ``config.paged`` keys begins."""
+    page, row = I32(sequence), I32(n * config.paged)
     if params.cached != 0:
         table = params.extra.block_table
         # Unsigned, since a signed division takes twice the instructions; seqlen_k is the size of a page.

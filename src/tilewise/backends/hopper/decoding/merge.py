@@ -14,7 +14,7 @@ import cutlass.cute as cute
 
 from tilewise.backends.hopper.decoding.config import DecodingConfig
 from tilewise.backends.hopper.decoding.params import DecodingParams
-from tilewise.backends.hopper.decoding.shares import Place, Share, blocks_of, head_of, head_of_row
+from tilewise.backends.hopper.decoding.shares import Place, Share, blocks_of, head_of, row_at
 from tilewise.backends.hopper.forward.epilogue import put_lse
 from tilewise.backends.hopper.kit import softmax
 from tilewise.backends.hopper.kit.dtypes import F32, I32
@@ -36,13 +36,14 @@ class Parts(NamedTuple):
 @cute.jit
 def finish(operands, told: cute.Pointer, place: Place, share: Share, params: DecodingParams, config: cutlass.Constexpr):
     """Writes o and lse of a sequence that this CTA alone has had, or that it is the last one to have had a part of; else a state."""
-    last_block = place.at + blocks_of(place.keys, config) - 1
+    last_block = place.at + blocks_of(place.keys, params, config) - 1
     parts = Parts(place.at // share.each, last_block // share.each)
     holds_rows = cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0
     if parts.first == parts.last:
         if holds_rows:
             o = rows_columns(operands.o)
-            put(operands.rows, [o[0, c] for c in range(config.tiles.width // 4)], 0, place, params, config)
+            columns = [[o[r, c] for c in range(config.tiles.width // 4)] for r in range(config.tiles.rows // 8)]
+            put(operands.rows, columns, 0, place, params, config)
     else:
         if holds_rows:
             put_state(operands, share.begin <= place.at, params, config)
@@ -83,9 +84,12 @@ def put_state(operands, begins, params: DecodingParams, config: DecodingConfig) 
     """Writes the state of a sequence's blocks in this share: four numbers of each lane side by side."""
     o, lane = rows_columns(operands.o), cute.arch.thread_idx()[0] % 32
     state = state_of(cute.arch.block_idx()[0] // params.heads_k, begins, params)
-    for n in range(config.tiles.width // 16):
-        put_numbers(params.extra.part_o, (state, n, lane), [o[0, 4 * n + k] for k in range(4)])
-    put_numbers(params.extra.part_lse, (state, lane), [operands.rows.m2[0], operands.rows.l[0]])
+    fours = config.tiles.width // 16  # of a row
+    for n in range(config.tiles.fours):
+        numbers = [o[n // fours, 4 * (n % fours) + k] for k in range(4)]
+        put_numbers(params.extra.part_o, (state, n, lane), numbers)
+    rows = range(config.tiles.rows // 8)
+    put_numbers(params.extra.part_lse, (state, lane), [x[r] for r in rows for x in (operands.rows.m2, operands.rows.l)])
 
 
 def put_numbers(states: cute.Tensor, place: tuple, values: list) -> None:
@@ -110,63 +114,69 @@ def take_numbers(states: cute.Tensor, place: tuple) -> list:
 @cute.jit
 def merge(rows: softmax.SoftmaxState, parts: Parts, place: Place, params: DecodingParams, config: cutlass.Constexpr):
     """Merges a quarter of the columns of all states, ``O = sum_c 2**(m_c - m) O_c`` and the sums likewise, and stores the output."""
-    thread, fours = cute.arch.thread_idx()[0] % 128, config.tiles.width // 16 // WARPS
-    warp, lane = thread // 32, thread % 32
-    sums = cute.make_rmem_tensor((4 * fours,), F32)
+    lane, warp = cute.arch.thread_idx()[0] % 32, cute.arch.thread_idx()[0] % 128 // 32
+    fours, count = config.tiles.width // 16, config.tiles.rows // 8  # of a row, and the lane's rows
+    mine = fours // WARPS
+    sums = cute.make_rmem_tensor((count * 4 * mine,), F32)
     sums.fill(0.0)
-    rows.m2[0] = F32(-softmax.INF)
-    rows.l[0] = F32(0.0)
+    rows.m2.fill(-softmax.INF)
+    rows.l.fill(0.0)
     for begin in cutlass.range(parts.first, parts.last + 1, TOGETHER, unroll=1):
         found = []
         for k in cutlass.range_constexpr(TOGETHER):
             share = PICK.smaller(begin + k, parts.last)
             state = state_of(share, share == parts.first, params)
-            m2, l = take_numbers(params.extra.part_lse, (state, lane))
-            columns = []
-            for n in cutlass.range_constexpr(fours):
-                columns += take_numbers(params.extra.part_o, (state, warp * fours + n, lane))
-            found.append((choose(begin + k <= parts.last, m2, -softmax.INF), l, columns))
-        add(rows, sums, found)
-    put(rows, [sums[n] for n in range(4 * fours)], warp, place, params, config)
+            statistics = take_numbers(params.extra.part_lse, (state, lane))
+            for r in cutlass.range_constexpr(count):
+                m2, l = statistics[2 * r : 2 * r + 2]
+                columns = []
+                for n in cutlass.range_constexpr(mine):
+                    columns += take_numbers(params.extra.part_o, (state, r * fours + warp * mine + n, lane))
+                found.append((r, choose(begin + k <= parts.last, m2, -softmax.INF), l, columns))
+        for r in cutlass.range_constexpr(count):
+            add(rows, r, sums, [state[1:] for state in found if state[0] == r])
+    columns = [[sums[r * 4 * mine + n] for n in range(4 * mine)] for r in range(count)]
+    put(rows, columns, warp, place, params, config)
 
 
-def add(rows: softmax.SoftmaxState, sums: cute.Tensor, found: list) -> None:
-    """Adds states, each ``(m2, l, columns)``, to what the sums hold."""
-    top = rows.m2[0]
+def add(rows: softmax.SoftmaxState, r: int, sums: cute.Tensor, found: list) -> None:
+    """Adds states of row r, each ``(m2, l, columns)``, to what its part of the sums holds."""
+    top = rows.m2[r]
     for m2, _, _ in found:
         top = cute.arch.fmax(top, m2)
     # No key so far: -inf - -inf would be NaN.
     base = choose(top == -softmax.INF, 0.0, top)
-    old = cute.math.exp2(rows.m2[0] - base, fastmath=True)
-    rows.m2[0], rows.l[0] = top, rows.l[0] * old
-    for n in range(cute.size(sums)):
+    old = cute.math.exp2(rows.m2[r] - base, fastmath=True)
+    rows.m2[r], rows.l[r] = top, rows.l[r] * old
+    first, count = r * len(found[0][2]), len(found[0][2])
+    for n in range(first, first + count):
         sums[n] = sums[n] * old
     for m2, l, columns in found:
         weight = cute.math.exp2(m2 - base, fastmath=True)
-        rows.l[0] = rows.l[0] + l * weight
+        rows.l[r] = rows.l[r] + l * weight
         for n, x in enumerate(columns):
-            sums[n] = sums[n] + x * weight
+            sums[first + n] = sums[first + n] + x * weight
 
 
 # -- Output --------------------------------------------------------------------------------------------------------
 
 
 def put(
-    rows: softmax.SoftmaxState, columns: list, part, place: Place, params: DecodingParams, config: DecodingConfig
+    rows: softmax.SoftmaxState, columns: list[list], part, place: Place, params: DecodingParams, config: DecodingConfig
 ) -> None:
-    """Normalises and stores columns of the rows: those of an accumulator from number ``part · len(columns)`` of a thread on. The first
-    part has their lse."""
+    """Normalises and stores columns of each of a thread's rows: those of an accumulator from number ``part · len(columns[0])`` of a
+    thread on. The first part has their lse."""
     lane = cute.arch.thread_idx()[0] % 32
-    row = row_of(lane, 0)
-    inside, head = params.group > row, head_of_row(row, params)
-    sink = choose(params.sinks > 0, params.sink[head], -softmax.INF)
-    factor, statistic = softmax.finalize(rows, [sink, -softmax.INF])
-    start = 4 * len(columns) * part + lane % 4 * 2
-    for c in range(0, len(columns), 2):
-        word = pack(columns[c] * factor[0], columns[c + 1] * factor[0], config.dtype)
-        put_word(params.o, (0, place.sequence, head), start + constant_column(c), word, inside)
-    first = cutlass.select_(inside, I32(1) - part, I32(0)) > 0
-    put_lse(params.lse, (0, head, place.sequence), statistic[0], first)
+    found = [row_at(row_of(lane, r), params) for r in range(len(columns))]
+    sinks = [choose(params.sinks > 0, params.sink[row.head], -softmax.INF) for row in found]
+    factors, statistics = softmax.finalize(rows, sinks + [-softmax.INF] * (2 - len(sinks)))
+    start = 4 * len(columns[0]) * part + lane % 4 * 2
+    for (query, head, inside), own, factor, statistic in zip(found, columns, factors, statistics, strict=False):
+        for c in range(0, len(own), 2):
+            word = pack(own[c] * factor, own[c + 1] * factor, config.dtype)
+            put_word(params.o, (query, place.sequence, head), start + constant_column(c), word, inside)
+        first = cutlass.select_(inside, I32(1) - part, I32(0)) > 0
+        put_lse(params.lse, (query, head, place.sequence), statistic, first)
 
 
 def put_word(o: cute.Tensor, place: tuple, column, word, inside) -> None:

@@ -16,11 +16,12 @@ class DecodingParams(NamedTuple):
 
     Attributes:
         seqlen_k: rows of a page.
-        heads_k, group: key heads, and query heads that share one.
+        heads_k, group, queries: key heads, query heads that share one, and queries of each sequence.
         shares: of all blocks of a key head.
         cached: whether lengths and a table say where keys are; without, each sequence has all rows of one page, in order.
         scale2: softmax_scale · log2(e).
-        q, o: (1, sequence, head, column). lse: (1, head, sequence), fp32.
+        lo, hi: query i sees keys from ``i + off + lo`` on and below ``i + off + hi``, ``off`` the sequence's keys less its queries.
+        q, o: (query, sequence, head, column). lse: (query, head, sequence), fp32.
         sinks: whether there are sinks; without them the sink tensor, (head,), fp32, is not read.
         extra: ``seqlens_k``, ``block_table``, ``num_pages``, ``page_rows``; of states ``part_o`` (state, four, lane, 4) and ``part_lse``
             (state, lane, 2), fp32; ``counts`` (sequence · heads_k + head,), int32: how many states of a sequence are there; the kernel
@@ -30,9 +31,12 @@ class DecodingParams(NamedTuple):
     seqlen_k: I32
     heads_k: I32
     group: I32
+    queries: I32
     shares: I32
     cached: I32
     scale2: F32
+    lo: I32
+    hi: I32
     q: cute.Tensor
     o: cute.Tensor
     lse: cute.Tensor

@@ -55,9 +55,20 @@ def keys_of(sequence, params: DecodingParams):
     return keys
 
 
-def blocks_of(keys, config: DecodingConfig):
-    """The blocks of a sequence with so many keys."""
-    return PICK.larger((keys + config.tiles.tile_n - 1) // config.tiles.tile_n, 1)
+def blocks_of(keys, params: DecodingParams, config: DecodingConfig):
+    """The blocks of a sequence with so many keys that some query sees."""
+    last = (keys + config.tiles.tile_n - 1) // config.tiles.tile_n
+    return PICK.larger(last - first_block_of(keys, params, config), 1)
+
+
+def first_block_of(keys, params: DecodingParams, config: DecodingConfig):
+    """The first block of a sequence with so many keys that some query sees."""
+    return PICK.larger(first_key_of(keys, params), 0) // config.tiles.tile_n
+
+
+def first_key_of(keys, params: DecodingParams):
+    """The first key that a sequence's first query sees; below 0 it sees all."""
+    return keys - params.queries + params.lo
 
 
 def batch_of(params: DecodingParams):
@@ -70,9 +81,20 @@ def head_of(params: DecodingParams):
     return cute.arch.block_idx()[0] % params.heads_k
 
 
-def head_of_row(row, params: DecodingParams):
-    """The query head of a row; of one that there is not, the group's first."""
-    return head_of(params) * params.group + cutlass.select_(params.group > row, I32(row), I32(0))
+class Row(NamedTuple):
+    """A row of a tile: its query and its query head, those of the first row where it is not ``inside``."""
+
+    query: I32
+    head: I32
+    inside: object
+
+
+def row_at(row, params: DecodingParams) -> Row:
+    """What a row of the tile is: a group's heads, query after query."""
+    inside = params.group * params.queries > row
+    row = I32(cutlass.select_(inside, I32(row), I32(0)))
+    query = I32(cutlass.Uint32(row) // cutlass.Uint32(params.group))  # a signed division takes twice the instructions
+    return Row(query, I32(head_of(params) * params.group + row - query * params.group), inside)
 
 
 @cute.jit
@@ -83,7 +105,7 @@ def share_of(params: DecodingParams, config: cutlass.Constexpr):
     total, begin, each = I32(0), I32(0), I32(0)
     sequence, keys, at = I32(0), I32(params.seqlen_k), I32(0)
     if params.cached == 0:  # all are equally long, and nothing is looked up
-        blocks = blocks_of(params.seqlen_k, config)
+        blocks = blocks_of(params.seqlen_k, params, config)
         total = I32(blocks * batch)
         each = each_of(total, params, config)
         begin = I32(share * each)
@@ -121,7 +143,7 @@ def share_of(params: DecodingParams, config: cutlass.Constexpr):
 
 def own_blocks(first, lane, params: DecodingParams, config: DecodingConfig) -> I32:
     """The blocks of the lane's sequence, of 32 from ``first`` on; 0 past the last."""
-    blocks = blocks_of(keys_of(first + lane, params), config)
+    blocks = blocks_of(keys_of(first + lane, params), params, config)
     return I32(cutlass.select_(first + lane < batch_of(params), I32(blocks), I32(0)))
 
 
@@ -133,5 +155,5 @@ def each_of(total, params: DecodingParams, config: DecodingConfig) -> I32:
 
 def next_place(place: Place, params: DecodingParams, config: DecodingConfig) -> Place:
     """The sequence that follows."""
-    at = place.at + blocks_of(place.keys, config)
+    at = place.at + blocks_of(place.keys, params, config)
     return Place(place.sequence + 1, keys_of(place.sequence + 1, params), at)

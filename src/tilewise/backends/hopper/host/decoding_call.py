@@ -1,4 +1,4 @@
-"""The launch of a decoding step: one query a sequence, over pages, or over dense keys as if each sequence had one page."""
+"""The launch of a decoding step: few queries a sequence, over pages, or over dense keys as if each sequence had one page."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tilewise import device as devices
 from tilewise.backends.base import Inputs, Output
-from tilewise.backends.hopper.decoding.choice import shares_of
+from tilewise.backends.hopper.decoding.choice import ends, shares_of
 from tilewise.backends.hopper.forward.paged_config import page_rows
 from tilewise.backends.hopper.host.paged_call import PagedPlan
 from tilewise.backends.hopper.host.plan import LOG2_E
@@ -15,7 +15,7 @@ from tilewise.caching import cached_property
 
 
 class DecodingPlan(PagedPlan):
-    """The decisions for one problem with one query a sequence."""
+    """The decisions for one problem with few queries a sequence."""
 
     @cached_property
     def shares(self) -> int:
@@ -25,13 +25,17 @@ class DecodingPlan(PagedPlan):
     def numbers(self) -> tuple[int | float, ...]:
         """The first numbers of :func:`tilewise.backends.hopper.decoding.kernel.launch`."""
         problem = self.problem
-        return self.shares, int(problem.paged), int(problem.spec.sink_slot is not None), LOG2_E * problem.softmax_scale
+        sinks = int(problem.spec.sink_slot is not None)
+        return self.shares, int(problem.paged), sinks, LOG2_E * problem.softmax_scale, *ends(problem)
 
-    def lse_by_rows(self, out: Output, rows: int) -> Tensor:
-        return out.lse[..., 0].mT  # (sequence, head, 1) as (head, row): the kernel takes any strides
+    def by_rows(self, x: Tensor) -> Tensor:
+        return x.transpose(0, 1)  # (query, sequence, head, column): the kernel takes any strides
+
+    def lse_by_rows(self, out: Output) -> Tensor:
+        return out.lse.permute(2, 1, 0)  # (query, head, sequence)
 
     def extra(self, inputs: Inputs) -> tuple[Tensor | int | float, ...]:
-        problem, width = self.problem, self.config.tiles.width
+        problem, tiles = self.problem, self.config.tiles
         new, states = inputs.q.new_empty, 2 * self.shares * problem.heads_k
         counts = devices.counts(inputs.q.device, problem.batch * problem.heads_k)
         found = {
@@ -39,8 +43,8 @@ class DecodingPlan(PagedPlan):
             if problem.paged
             else counts,  # without pages any memory will do: it is not read
             "block_table": inputs.block_table if problem.paged else counts[None],
-            "part_o": new((states, width // 16, 32, 4), dtype=torch.float32),
-            "part_lse": new((states, 32, 2), dtype=torch.float32),
+            "part_o": new((states, tiles.fours, 32, 4), dtype=torch.float32),
+            "part_lse": new((states, 32, tiles.rows // 4), dtype=torch.float32),
             "counts": counts,
             "num_pages": problem.k.shape[0],
             "page_rows": page_rows(problem.k),

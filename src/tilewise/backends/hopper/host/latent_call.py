@@ -36,10 +36,10 @@ class LatentPlan(PagedPlan):
     def launch(self) -> PerStrides:
         return PerStrides(lambda: library.function(self.config), fixed=5)
 
-    def lse_by_rows(self, out: Output, rows: int) -> Tensor:
-        # The kernel takes any strides: (sequence, head, 1) is (head, row) with one query each.
+    def lse_by_rows(self, out: Output) -> Tensor:
+        # The kernel takes any strides: (sequence, head, 1) is (1, head, row) with one query each.
         one = not self.problem.packed and self.problem.seqlen_q == 1
-        return out.lse[..., 0].mT if one else super().lse_by_rows(out, rows)
+        return out.lse.permute(2, 1, 0) if one else super().lse_by_rows(out)
 
     def run(self, inputs: Inputs, tensors: tuple[Tensor, ...]) -> None:
         q, k, _, o, lse, sink = tensors

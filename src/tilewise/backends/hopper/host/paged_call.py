@@ -21,25 +21,28 @@ class PagedPlan(ForwardPlan):
         if not out.o.numel():
             return out
         sink = None if inputs.sink is None else inputs.sink.detach().float().contiguous()
-        # The kernel takes packed rows; those of a batch lie one sequence after the other.
-        rows = q if problem.packed else q.flatten(0, 1)
+        rows = self.by_rows(q)
         rows = addressed(rows, strides_addressable(rows.shape, rows.stride()))
-        lse = self.lse_by_rows(out, len(rows))
+        lse = self.lse_by_rows(out)
         if sink is None:
             sink = out.lse.view(-1)[: problem.heads_q]  # any memory will do: it is not read
         # Copied is only a pool that begins between two multiples of 16 bytes.
         k, v = (addressed(x, True) for x in (inputs.k, inputs.v))
-        self.run(inputs, (rows[None], k, v, out.o.view(1, len(rows), *out.o.shape[-2:]), lse[None], sink))
+        self.run(inputs, (rows, k, v, self.by_rows(out.o), lse, sink))
         if lse.data_ptr() != out.lse.data_ptr():
-            out.lse.copy_(statistic_in_layout_of(problem, lse))
+            out.lse.copy_(statistic_in_layout_of(problem, lse[0]))
         return out
 
-    def lse_by_rows(self, out: Output, rows: int) -> Tensor:
-        """The output's lse as (heads_q, row of q), or memory from which it is to be copied."""
+    def by_rows(self, x: Tensor) -> Tensor:
+        """q or o as the kernel takes it, packed: the rows of a batch lie one sequence after the other."""
+        return x[None] if self.problem.packed else x.flatten(0, 1)[None]
+
+    def lse_by_rows(self, out: Output) -> Tensor:
+        """The output's lse as (1, heads_q, row of q), or memory from which it is to be copied."""
         heads = self.problem.heads_q
         if self.problem.packed or self.problem.batch == 1:
-            return out.lse.view(heads, -1)
-        return out.lse.new_empty((heads, rows))
+            return out.lse.view(1, heads, -1)
+        return out.lse.new_empty((1, heads, self.problem.batch * self.problem.seqlen_q))
 
     def run(self, inputs: Inputs, tensors: tuple[Tensor, ...]) -> None:
         """Launches with q, k, v, o, lse and sink as the kernel takes them."""

@@ -5,7 +5,7 @@ Importing this imports no DSL. Where to look:
 - ``config``: what both passes share: limits, dtypes, forms of masks, expressions that are compiled in. No DSL.
 - ``forward/``, ``backward/``: the kernels of a pass, and ``config``, which chooses among them: tiles, registers, shared memory.
 - ``latent/``: the forward over pages where V lies in K's memory.
-- ``decoding/``: the forward of one query a sequence, over pages or dense keys.
+- ``decoding/``: the forward of a few queries a sequence, over pages or dense keys.
 - ``kit/``: what every kernel uses: rings of stages, tiles, softmax, schedulers, expressions, dropout.
 - ``host/``: from a call to a launch, and from a kernel's source to the file that is shipped.
 - ``tables``: scores that add a table's bias by distance, as a line of biases.

@@ -1,9 +1,9 @@
-"""O = softmax(scale · q Kᵀ) V of few queries a sequence, over pages or dense keys, on Hopper (sm_90a).
+"""O = softmax(scale · q Kᵀ) V of a few queries a sequence, over pages or dense keys, on Hopper (sm_90a).
 
 A CTA has a key head and an even share of all its key blocks, those of one sequence after those of another::
 
     1 warpgroup  computes  the rows of a group in a tile of 64; the output, or states and their merge   compute.py, merge.py
-    1 warp       loads     K and V of block after block, across sequences                                        load.py
+    1 warp       loads     K and V of block after block, across sequences                               load.py
 
 Each mbarrier is waited for by the other side (arrivals in brackets). Of each stage ``full_k`` and ``full_v`` (1 + bytes) go load ->
 compute, ``empty`` (4 warps) compute -> load. The loading warp waits for nothing else, so that the copy engine has as many blocks under way

@@ -1,4 +1,4 @@
-"""The launch of a decoding step: few queries a sequence, over pages, or over dense keys as if each sequence had one page."""
+"""The launch of a decoding step: a few queries a sequence, over pages, or over dense keys as if each sequence had one page."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tilewise.caching import cached_property
 
 
 class DecodingPlan(PagedPlan):
-    """The decisions for one problem with few queries a sequence."""
+    """The decisions for one problem with a few queries a sequence."""
 
     @cached_property
     def shares(self) -> int:

@@ -81,7 +81,7 @@ def head_of(params: DecodingParams):
     return cute.arch.block_idx()[0] % params.heads_k
 
 
-class Row(NamedTuple):
+class GroupRow(NamedTuple):
     """A row of a tile: its query and its query head, those of the first row where it is not ``inside``."""
 
     query: I32
@@ -89,12 +89,12 @@ class Row(NamedTuple):
     inside: object
 
 
-def row_at(row, params: DecodingParams) -> Row:
-    """What a row of the tile is: a group's heads, query after query."""
+def row_at(row, params: DecodingParams) -> GroupRow:
+    """The query and head of a row of the tile, which has a group's heads query after query."""
     inside = params.group * params.queries > row
     row = I32(cutlass.select_(inside, I32(row), I32(0)))
     query = I32(cutlass.Uint32(row) // cutlass.Uint32(params.group))  # a signed division takes twice the instructions
-    return Row(query, I32(head_of(params) * params.group + row - query * params.group), inside)
+    return GroupRow(query, I32(head_of(params) * params.group + row - query * params.group), inside)
 
 
 @cute.jit

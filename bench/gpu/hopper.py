@@ -254,6 +254,7 @@ def paged_calls(kind: Kind, new: Callable[..., Tensor], sizes: Sizes) -> Named:
 DECODING = {
     8: [((4, 2, 1), {"causal": True}), ((8, 1, 1), {"mask": tw.window(70, 0)}), ((3, 3, 8), {}), ((14, 2, 1), {})],
     16: [((16, 1, 1), {}), ((10, 2, 3), {"mask": tw.window(70, 1)}), ((8, 2, 4), {"causal": True}), ((9, 1, 1), {})],
+    64: [((33, 1, 1), {}), ((10, 2, 12), {"mask": tw.window(70, 1)}), ((8, 2, 16), {"causal": True}), ((20, 1, 2), {})],
 }
 
 

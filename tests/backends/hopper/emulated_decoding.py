@@ -15,8 +15,6 @@ from tests.backends.hopper import emulated
 from tests.backends.hopper.emulated import THREADS, Barrier, Global, Pointer, Registers, Rooms, role, rounded, stand_in
 from tilewise.backends.hopper.decoding.config import DecodingConfig
 
-WARP = slice(0, 32)
-
 
 class Words:
     """A left operand in registers by words of two neighbouring columns, of one row and the other in turn."""
@@ -56,9 +54,10 @@ def _stand_in(decoding, base, softmax) -> None:
         return np.stack([np.where(inside, q.values[query, sequence, head, column + n], 0) for n in range(2)])
 
     def put_numbers(states, place, values) -> None:
-        place = tuple(np.broadcast_to(x, THREADS.shape)[WARP] for x in place)
+        mine = slice(0, states.shape[-2])  # the threads that have rows
+        place = tuple(np.broadcast_to(x, THREADS.shape)[mine] for x in place)
         for n, value in enumerate(values):
-            states.values[(*place, n)] = value[WARP]
+            states.values[(*place, n)] = value[mine]
 
     def take_numbers(states, place) -> list:
         place = tuple(np.broadcast_to(x, THREADS.shape) for x in place)
@@ -69,10 +68,11 @@ def _stand_in(decoding, base, softmax) -> None:
         return int(counts.values[at]) - 1
 
     def put(rows, columns, part, *others) -> None:
-        if isinstance(part, int):  # of one warp
+        warps = others[-1].tiles.row_warps
+        if isinstance(part, int) and warps == 1:
             role.threads = 32
-            rows = softmax.SoftmaxState(*(x[:, WARP] for x in rows))
-            columns = [[x[WARP] for x in own] for own in columns]
+            rows = softmax.SoftmaxState(*(x[:, :32] for x in rows))
+            columns = [[x[:32] for x in own] for own in columns]
         whole(rows, columns, part, *others)
         role.threads = 128
 
@@ -113,11 +113,12 @@ def run(
     shares, cached, sinks, scale2, lo, hi, seqlens_k, block_table, num_pages, page_rows = numbers
     (queries, batch, heads, _), heads_k = q.shape, k.shape[2]
     o, lse = np.full(q.shape, np.nan, np.float32), np.full((queries, heads, batch), np.nan, np.float32)
+    lanes = 32 * config.tiles.row_warps
     states, counts = 2 * shares * heads_k, np.zeros(batch * heads_k, np.int64)
     optional = decoding.optional(
         seqlens_k=Global(seqlens_k), block_table=Global(block_table), num_pages=num_pages, page_rows=page_rows, counts=Global(counts),
-        part_o=Global(np.full((states, config.tiles.fours, 32, 4), np.nan, np.float32)),
-        part_lse=Global(np.full((states, 32, config.tiles.rows // 4), np.nan, np.float32)),
+        part_o=Global(np.full((states, config.tiles.fours, lanes, 4), np.nan, np.float32)),
+        part_lse=Global(np.full((states, lanes, 2 * config.tiles.own_rows), np.nan, np.float32)),
     )  # fmt: skip
     params = decoding.params.DecodingParams(
         k.shape[1],

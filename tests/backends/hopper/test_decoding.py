@@ -84,6 +84,11 @@ CASES = {
         Case(16, (64, 65, 129), rows=2, **KIND | {"heads": (8, 1)}, options=lambda: {"causal": True}),
         2,
     ),
+    "four-queries-of-eight-heads": (Case(64, (300, 70, 2), rows=4, **KIND | {"heads": (8, 1)} | window(300)), 4),
+    "sixty-four-rows": (Case(16, (64, 65, 250), rows=16, **KIND | {"heads": (4, 1)} | window(300)), 2),
+    "thirty-heads-d64": (Case(16, (700, 130, 0), **KIND | {"heads": (30, 1), "dims": (64, 64)}), 9),
+    "d256": (Case(16, (0, 64, 65, 300), **KIND | {"dims": (256, 256)}), 5),
+    "d256-queries": (Case(64, (200, 65, 300), rows=5, **KIND | {"heads": (4, 1), "dims": (256, 256)} | window(63)), 5),
     "window": (Case(64, (300, 64, 40, 0, 1000), **KIND | window(63)), 3),
     "window-of-queries": (Case(64, (300, 64, 3, 66, 1000), rows=4, **KIND | window(100)), 7),
     "window-to-the-right": (Case(16, (300, 15, 66), rows=4, **KIND | window(15, 1)), 3),
@@ -99,7 +104,7 @@ def test_the_source_computes_attention(name):
     assert not wrong(c, emulate(c, shares))
 
 
-@pytest.mark.parametrize("name", ["lengths", "a-sequence-in-many", "d64"])
+@pytest.mark.parametrize("name", ["lengths", "a-sequence-in-many", "d64", "queries-of-eight-heads", "thirty-heads-d64"])
 def test_whoever_comes_last_merges_the_same_bits(name):
     case, shares = CASES[name]
     c, ctas = case.call(), list(range(shares * case.heads[1]))
@@ -139,10 +144,10 @@ def problem(options: dict | None = None, **case: object):
 
 NONE = {
     "one-sequence": lambda: paged_call(normal(1, 1, 4, 128, dtype=torch.bfloat16), Case(64, (100,), **KIND).cache()).p,
-    "nine-queries-of-two-heads": lambda: problem(rows=9),
+    "thirty-three-queries-of-two-heads": lambda: problem(rows=33),
     "no-queries": lambda: problem(rows=0),
     "packed": lambda: problem(rows=(1, 1)),
-    "seventeen-heads": lambda: problem(heads=(17, 1)),
+    "sixty-five-heads": lambda: problem(heads=(65, 1)),
     "d96": lambda: problem(dims=(96, 96)),
     "values-of-another-width": lambda: problem(dims=(128, 64)),
     "fp32": lambda: problem(dtype=torch.float32),
@@ -174,7 +179,10 @@ def test_a_step_of_decoding_has_one():
 
 @pytest.mark.parametrize(
     ("case", "rows", "part"),
-    [(Case(16, (100, 70), **KIND), 8, 16), (Case(48, (100,) * 2, 5, **KIND), 16, 16), (Case(128, (1, 1), 4, **KIND), 8, 64)],
+    [
+        (Case(16, (100, 70), **KIND), 8, 16), (Case(48, (100,) * 2, 5, **KIND), 16, 16), (Case(128, (1, 1), 4, **KIND), 8, 64),
+        (Case(64, (1, 1), 9, **KIND), 64, 64),
+    ],
 )  # fmt: skip
 def test_rows_and_pages_choose_a_kernel(case, rows, part):
     found = choice.choose(case.call().p)

@@ -72,7 +72,7 @@ class Hopper(Backend):
 
     def refused(self, p: Problem) -> list[str]:
         """Every reason why no machine runs this problem here."""
-        reasons = paged_config.reasons(p) if p.paged else forward_reasons.reasons(p)
+        reasons = paged_config.reasons(p, decoding.choose(p) is not None) if p.paged else forward_reasons.reasons(p)
         reasons += unknown_operations(p, operations.traceable()) + piece_reasons(p)
         if p.spec.max_logit:
             reasons.append("the largest score of each row (attention_with_stats): its kernels do not keep it")

@@ -9,7 +9,7 @@ from tilewise.backends.hopper.expected import Expected
 from tilewise.problem import Problem
 
 PARTS = (64, 16)  # rows that one box brings, of one page; a call gets the first that divides the size of its pages
-ROWS = (8, 16)  # query heads of a group, by queries of a sequence: rows of which each thread of one warp has one or two
+ROWS = (8, 16, 64)  # query heads of a group, by queries of a sequence: each thread of a warp has one or two of them
 THREADS = 160  # a warpgroup that computes, and a warp that loads
 STAGES = 3
 LEAST_KEYS = 128  # of a share: fewer cost more in the merge than they save
@@ -40,9 +40,19 @@ class DecodingTiles:
         return self.width * self.tile_n
 
     @property
+    def own_rows(self) -> int:
+        """Rows of a thread."""
+        return min(self.rows // 8, 2)
+
+    @property
+    def row_warps(self) -> int:
+        """Warps that have rows."""
+        return max(self.rows // 16, 1)
+
+    @property
     def fours(self) -> int:
-        """How many times four numbers a lane has of a state: of each of its rows, every fourth column."""
-        return self.rows // 8 * self.width // 16
+        """How many times four numbers a thread has of a state: of each of its rows, every fourth column."""
+        return self.own_rows * self.width // 16
 
     @property
     def barriers(self) -> int:
@@ -56,8 +66,8 @@ class DecodingTiles:
         return barriers + 2 * ELEMENT_BYTES * self.block * self.stages
 
 
-# Head dim and rows -> tiles: blocks of 16 KiB.
-TILES = {(d, rows): DecodingTiles(d, n, rows) for d, n in ((64, 128), (128, 64)) for rows in ROWS}
+# Head dim and rows -> tiles: blocks of 16 KiB, at head dim 256 of 32.
+TILES = {(d, rows): DecodingTiles(d, n, rows) for d, n in ((64, 128), (128, 64), (256, 64)) for rows in ROWS}
 
 
 @dataclass(frozen=True)
@@ -89,8 +99,8 @@ class DecodingConfig(Formed):
 
     @property
     def tile_queries(self) -> int:
-        """Queries of a tile, at least."""
-        return 1
+        """Queries of a tile, at most."""
+        return self.tiles.rows
 
     @property
     def expected(self) -> tuple[Expected, ...]:

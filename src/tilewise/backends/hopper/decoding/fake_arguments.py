@@ -14,12 +14,12 @@ def fake_arguments(config: DecodingConfig) -> tuple:
     """The arguments of :func:`tilewise.backends.hopper.decoding.kernel.launch`, but for its config."""
     # One kernel serves all lengths and heads: they are symbols, and numbers of run time.
     pages, page_size, heads_q, heads_k, batch, queries, states = (cute.sym_int() for _ in range(7))
-    width = config.tiles.width
+    width, lanes = config.tiles.width, 32 * config.tiles.row_warps
     extra = {
         "seqlens_k": fake.strided(cutlass.Int32, (cute.sym_int(),)),
         "block_table": fake.strided(cutlass.Int32, (cute.sym_int(), cute.sym_int())),
-        "part_o": fake.packed(cutlass.Float32, (states, config.tiles.fours, 32, 4)),
-        "part_lse": fake.packed(cutlass.Float32, (states, 32, config.tiles.rows // 4)),
+        "part_o": fake.packed(cutlass.Float32, (states, config.tiles.fours, lanes, 4)),
+        "part_lse": fake.packed(cutlass.Float32, (states, lanes, 2 * config.tiles.own_rows)),
         "counts": fake.vector(cutlass.Int32, cute.sym_int()),
         "num_pages": fake.I32,
         "page_rows": fake.I32,

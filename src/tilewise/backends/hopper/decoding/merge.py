@@ -36,24 +36,43 @@ class Parts(NamedTuple):
 @cute.jit
 def finish(operands, told: cute.Pointer, place: Place, share: Share, params: DecodingParams, config: cutlass.Constexpr):
     """Writes o and lse of a sequence that this CTA alone has had, or that it is the last one to have had a part of; else a state."""
+    tiles = config.tiles
     last_block = place.at + blocks_of(place.keys, params, config) - 1
     parts = Parts(place.at // share.each, last_block // share.each)
-    holds_rows = cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0
+    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     if parts.first == parts.last:
-        if holds_rows:
+        if warp < tiles.row_warps:
             o = rows_columns(operands.o)
-            columns = [[o[r, c] for c in range(config.tiles.width // 4)] for r in range(config.tiles.rows // 8)]
+            columns = [[o[r, c] for c in range(tiles.width // 4)] for r in range(tiles.own_rows)]
             put(operands.rows, columns, 0, place, params, config)
     else:
-        if holds_rows:
+        if warp < tiles.row_warps:
             put_state(operands, share.begin <= place.at, params, config)
-            cute.arch.fence_acq_rel_gpu()  # each lane's numbers, before one lane counts them
-            cute.arch.sync_warp()
-            tell(told, place, parts, params)
+            cute.arch.fence_acq_rel_gpu()  # each thread's numbers, before one thread counts them
+            if cutlass.const_expr(tiles.row_warps == 1):
+                cute.arch.sync_warp()
+            else:
+                cute.arch.barrier(barrier_id=1, number_of_threads=32 * WARPS)
+            if warp == 0:
+                tell(told, place, parts, params)
         cute.arch.barrier(barrier_id=1, number_of_threads=32 * WARPS)
         if get_words(told, 1)[0] != 0:
             cute.arch.fence_acq_rel_gpu()  # what the other CTAs counted
-            merge(operands.rows, parts, place, params, config)
+            if cutlass.const_expr(tiles.row_warps == 1):
+                merge(operands.rows, parts, thread_of(128) // 32, place, params, config)
+            else:
+                for part in cutlass.range(WARPS, unroll=1):
+                    merge(operands.rows, parts, part, place, params, config)
+
+
+def thread_of(threads: int):
+    """This thread's number among so many."""
+    return cute.arch.thread_idx()[0] % threads
+
+
+def holder(config: DecodingConfig):
+    """This thread's number among those that have rows; in other warps, of the one that it helps."""
+    return thread_of(32 * config.tiles.row_warps)
 
 
 @cute.jit
@@ -81,15 +100,17 @@ def state_of(share, begins, params: DecodingParams):
 
 
 def put_state(operands, begins, params: DecodingParams, config: DecodingConfig) -> None:
-    """Writes the state of a sequence's blocks in this share: four numbers of each lane side by side."""
-    o, lane = rows_columns(operands.o), cute.arch.thread_idx()[0] % 32
+    """Writes the state of a sequence's blocks in this share: four numbers of each thread side by side."""
+    o, thread, tiles = rows_columns(operands.o), holder(config), config.tiles
     state = state_of(cute.arch.block_idx()[0] // params.heads_k, begins, params)
-    fours = config.tiles.width // 16  # of a row
-    for n in range(config.tiles.fours):
+    fours = tiles.width // 16  # of a row
+    for n in range(tiles.fours):
         numbers = [o[n // fours, 4 * (n % fours) + k] for k in range(4)]
-        put_numbers(params.extra.part_o, (state, n, lane), numbers)
-    rows = range(config.tiles.rows // 8)
-    put_numbers(params.extra.part_lse, (state, lane), [x[r] for r in rows for x in (operands.rows.m2, operands.rows.l)])
+        put_numbers(params.extra.part_o, (state, n, thread), numbers)
+    rows = operands.rows
+    put_numbers(
+        params.extra.part_lse, (state, thread), [x[r] for r in range(tiles.own_rows) for x in (rows.m2, rows.l)]
+    )
 
 
 def put_numbers(states: cute.Tensor, place: tuple, values: list) -> None:
@@ -112,10 +133,11 @@ def take_numbers(states: cute.Tensor, place: tuple) -> list:
 
 
 @cute.jit
-def merge(rows: softmax.SoftmaxState, parts: Parts, place: Place, params: DecodingParams, config: cutlass.Constexpr):
+def merge(
+    rows: softmax.SoftmaxState, parts: Parts, part, place: Place, params: DecodingParams, config: cutlass.Constexpr
+):
     """Merges a quarter of the columns of all states, ``O = sum_c 2**(m_c - m) O_c`` and the sums likewise, and stores the output."""
-    lane, warp = cute.arch.thread_idx()[0] % 32, cute.arch.thread_idx()[0] % 128 // 32
-    fours, count = config.tiles.width // 16, config.tiles.rows // 8  # of a row, and the lane's rows
+    thread, fours, count = holder(config), config.tiles.width // 16, config.tiles.own_rows  # fours: of a row
     mine = fours // WARPS
     sums = cute.make_rmem_tensor((count * 4 * mine,), F32)
     sums.fill(0.0)
@@ -126,17 +148,17 @@ def merge(rows: softmax.SoftmaxState, parts: Parts, place: Place, params: Decodi
         for k in cutlass.range_constexpr(TOGETHER):
             share = PICK.smaller(begin + k, parts.last)
             state = state_of(share, share == parts.first, params)
-            statistics = take_numbers(params.extra.part_lse, (state, lane))
+            statistics = take_numbers(params.extra.part_lse, (state, thread))
             for r in cutlass.range_constexpr(count):
                 m2, l = statistics[2 * r : 2 * r + 2]
                 columns = []
                 for n in cutlass.range_constexpr(mine):
-                    columns += take_numbers(params.extra.part_o, (state, r * fours + warp * mine + n, lane))
+                    columns += take_numbers(params.extra.part_o, (state, r * fours + part * mine + n, thread))
                 found.append((r, choose(begin + k <= parts.last, m2, -softmax.INF), l, columns))
         for r in cutlass.range_constexpr(count):
             add(rows, r, sums, [state[1:] for state in found if state[0] == r])
     columns = [[sums[r * 4 * mine + n] for n in range(4 * mine)] for r in range(count)]
-    put(rows, columns, warp, place, params, config)
+    put(rows, columns, part, place, params, config)
 
 
 def add(rows: softmax.SoftmaxState, r: int, sums: cute.Tensor, found: list) -> None:
@@ -166,11 +188,11 @@ def put(
 ) -> None:
     """Normalises and stores columns of each of a thread's rows: those of an accumulator from number ``part · len(columns[0])`` of a
     thread on. The first part has their lse."""
-    lane = cute.arch.thread_idx()[0] % 32
-    found = [row_at(row_of(lane, r), params) for r in range(len(columns))]
+    thread = holder(config)
+    found = [row_at(row_of(thread, r), params) for r in range(len(columns))]
     sinks = [choose(params.sinks > 0, params.sink[row.head], -softmax.INF) for row in found]
     factors, statistics = softmax.finalize(rows, sinks + [-softmax.INF] * (2 - len(sinks)))
-    start = 4 * len(columns[0]) * part + lane % 4 * 2
+    start = 4 * len(columns[0]) * part + thread % 4 * 2
     for (query, head, inside), own, factor, statistic in zip(found, columns, factors, statistics, strict=False):
         for c in range(0, len(own), 2):
             word = pack(own[c] * factor, own[c + 1] * factor, config.dtype)

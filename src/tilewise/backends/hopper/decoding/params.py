@@ -23,9 +23,9 @@ class DecodingParams(NamedTuple):
         lo, hi: query i sees keys from ``i + off + lo`` on and below ``i + off + hi``, ``off`` the sequence's keys less its queries.
         q, o: (query, sequence, head, column). lse: (query, head, sequence), fp32.
         sinks: whether there are sinks; without them the sink tensor, (head,), fp32, is not read.
-        extra: ``seqlens_k``, ``block_table``, ``num_pages``, ``page_rows``; of states ``part_o`` (state, four, lane, 4) and ``part_lse``
-            (state, lane, 2), fp32; ``counts`` (sequence · heads_k + head,), int32: how many states of a sequence are there; the kernel
-            finds zeros and leaves zeros.
+        extra: ``seqlens_k``, ``block_table``, ``num_pages``, ``page_rows``; of states ``part_o`` (state, four, thread, 4) and ``part_lse``
+            (state, thread, statistic), fp32; ``counts`` (sequence · heads_k + head,), int32: how many states of a sequence are there;
+            the kernel finds zeros and leaves zeros.
     """
 
     seqlen_k: I32

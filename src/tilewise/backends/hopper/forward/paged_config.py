@@ -10,9 +10,11 @@ from tilewise.backends.hopper.latent.config import LatentConfig
 from tilewise.problem import Problem, TensorFacts
 
 
-def reasons(problem: Problem) -> list[str]:
-    """Every reason why no forward over pages computes a problem, whatever machine it is."""
-    found = forward_reasons(problem, latent_config.WIDTH if problem.latent else None) + _width_reasons(problem)
+def reasons(problem: Problem, decoding: bool = False) -> list[str]:
+    """Every reason why no forward over pages computes a problem, whatever machine it is; ``decoding``: a kernel of its own has its
+    head dims."""
+    found = forward_reasons(problem, latent_config.WIDTH if problem.latent else None)
+    found += [] if decoding else _width_reasons(problem)
     found += _reasons_of_8_bits(problem) if problem.quantised else []
     # A part of a key block comes from one page, in one box.
     if part_rows(problem) is None:

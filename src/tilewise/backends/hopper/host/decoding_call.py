@@ -36,6 +36,7 @@ class DecodingPlan(PagedPlan):
 
     def extra(self, inputs: Inputs) -> tuple[Tensor | int | float, ...]:
         problem, tiles = self.problem, self.config.tiles
+        lanes = 32 * tiles.row_warps
         new, states = inputs.q.new_empty, 2 * self.shares * problem.heads_k
         counts = devices.counts(inputs.q.device, problem.batch * problem.heads_k)
         found = {
@@ -43,8 +44,8 @@ class DecodingPlan(PagedPlan):
             if problem.paged
             else counts,  # without pages any memory will do: it is not read
             "block_table": inputs.block_table if problem.paged else counts[None],
-            "part_o": new((states, tiles.fours, 32, 4), dtype=torch.float32),
-            "part_lse": new((states, 32, tiles.rows // 4), dtype=torch.float32),
+            "part_o": new((states, tiles.fours, lanes, 4), dtype=torch.float32),
+            "part_lse": new((states, lanes, 2 * tiles.own_rows), dtype=torch.float32),
             "counts": counts,
             "num_pages": problem.k.shape[0],
             "page_rows": page_rows(problem.k),

@@ -6,6 +6,7 @@ replay  one CUDA graph replayed with other lengths, tables and keys, over each b
 append  one new key for each of 64 sequences, by Triton's kernel and by PyTorch's operations
 time    decoding and prefill of a chunk, over dense keys and over pages, in CUDA graphs, beside PyTorch's SDPA
 decode  decoding alone, in more shapes: over dense keys and over pages of 64, by each backend, beside cuDNN
+steps   decoding of other kinds: pages of 16, wider groups, a few queries, windows, head dim 256
 peers   decoding beside FlexAttention too, whose compiler takes seconds for each shape
 rates   decoding over sequences of ever more keys, which ``--draw PICTURE`` shows
 tiles   decoding over pages with other tiles and splits than the configured ones
@@ -64,11 +65,12 @@ PEERS |= {f"pages-{size}": f"tw.attention_paged over pages of {size} keys" for s
 PEERS |= {f"pages-{size}-triton": f"the same over pages of {size} keys, by the triton backend" for size in PAGE_SIZES}
 FP8 = re.compile(r"(fp8(-each)?)?$")  # what a contestant's name says of its numbers
 POOLS = ("k_pages", "v_pages", "k_scale", "v_scale")
-PARTS = ("check", "replay", "append", "time", "decode", "peers", "rates", "tiles")
+PARTS = ("check", "replay", "append", "time", "decode", "steps", "peers", "rates", "tiles")
 # The contestants of some parts; of the others all but FlexAttention.
 CHOSEN = {
     "rates": ("pages-64", "cudnn"),
     "decode": ("dense", "dense-triton", "pages-64", "pages-64-triton", "cudnn"),
+    "steps": ("dense", "dense-triton", "pages-16", "pages-16-triton", "pages-64", "pages-64-triton", "cudnn"),
     "peers": ("pages-64", "cache", "fa2", "cudnn", "flex"),
 }
 ROUNDS = 7
@@ -104,28 +106,40 @@ class Case:
     pages: tuple[int, ...] = (64,)
     fp8: bool = False  # whether caches in 8 bits are timed too
     values: int = 0  # the columns of K that are V, of a latent cache; 0: V has memory of its own
+    left: int | None = None  # the bound of a window, whose rows see no key beyond their own
+
+    @property
+    def options(self) -> dict:
+        """The mask: causal where there are more queries than one, or a window."""
+        return {"causal": self.queries > 1} if self.left is None else {"mask": tw.window(self.left, 0)}
+
+    @property
+    def seen(self) -> int:
+        """The keys of a sequence that some query sees."""
+        return self.keys if self.left is None else min(self.keys, self.left + self.queries)
 
     @property
     def bytes(self) -> int:
-        """The bytes of K and V, in bf16."""
-        return 2 * (1 if self.values else 2) * self.batch * self.keys * self.heads_k * self.head_dim
+        """The bytes of K and V that some query sees, in bf16."""
+        return 2 * (1 if self.values else 2) * self.batch * self.seen * self.heads_k * self.head_dim
 
     def bytes_of(self, contestant: str) -> int:
         """The bytes of K and V as a contestant reads them."""
-        scales = 2 * 4 * self.batch * self.keys * self.heads_k if contestant.endswith("-each") else 0
+        scales = 2 * 4 * self.batch * self.seen * self.heads_k if contestant.endswith("-each") else 0
         return self.bytes // 2 + scales if "fp8" in contestant else self.bytes
 
     @property
     def flops(self) -> int:
         """The operations of the two products."""
         widths = self.head_dim + (self.values or self.head_dim)
-        return 2 * self.batch * self.queries * self.heads_q * self.keys * widths
+        return 2 * self.batch * self.queries * self.heads_q * self.seen * widths
 
     @property
     def shape(self) -> dict:
         """The case as a result carries it."""
         names = ("batch", "queries", "keys", "heads_q", "heads_k", "head_dim")
-        return {"what": "queries over a cache"} | {name: getattr(self, name) for name in names}
+        window = {} if self.left is None else {"window": self.left}
+        return {"what": "queries over a cache"} | {name: getattr(self, name) for name in names} | window
 
 
 CASES = {
@@ -151,6 +165,26 @@ CASES = {
         Case("latent-b2-70", 2, 70, 4, 1, 32, values=16),
     ),
 }
+
+STEPS = {
+    "cuda": [
+        Case("p16-b8-1k", 8, 1024, pages=(16, 64)),
+        Case("p16-b8-4k", 8, 4096, pages=(16, 64)),
+        Case("p16-b64-4k", 64, 4096, pages=(16, 64)),
+        Case("p16-b8-32k", 8, 32768, pages=(16, 64)),
+        Case("g16-b8-4k", 8, 4096, 128, 8),
+        Case("g16-b16-8k", 16, 8192, 64, 4),
+        Case("q2-b8-4k", 8, 4096, 64, 8, queries=2, pages=(16, 64)),
+        Case("q4-b32-8k", 32, 8192, queries=4),
+        Case("q8-b8-4k", 8, 4096, 64, 8, queries=8, pages=(16, 64)),
+        Case("w128-b64-1k-d64", 64, 1024, 64, 8, 64, left=127, pages=(16, 64)),
+        Case("w1k-b32-4k", 32, 4096, left=1023),
+        Case("d256-b8-4k", 8, 4096, head_dim=256, pages=(16, 64)),
+        Case("d256-b8-16k", 8, 16384, head_dim=256),
+        Case("d256-b20-4k", 20, 4096, head_dim=256),
+    ],
+    "cpu": [Case("q2-b2-70", 2, 70, 4, 2, 16, queries=2, left=15)],
+}  # decoding steps of other kinds
 
 SWEPT = {
     "cuda": {1: (1024, 4096, 16384, 65536, 131072), 8: (1024, 4096, 16384, 32768), 64: (256, 1024, 4096, 8192)},
@@ -216,14 +250,14 @@ class Keys:
 def contestants(keys: Keys) -> Iterator[tuple[str, Attend]]:
     """Each of them computes the attention over one copy of the keys. All but those of tilewise read dense keys."""
     case, q = keys.case, keys.q
-    causal = case.queries > 1
+    one = case.queries == 1 and case.left is None
     backend = "triton" if keys.device == "cpu" else None
 
     def dense(backend: str | None) -> Attend:
-        return lambda n: tw.attention(q, *keys.dense[n], causal=causal, backend=backend)
+        return lambda n: tw.attention(q, *keys.dense[n], **case.options, backend=backend)
 
     def over(caches: list[tw.PagedCache] | list[tw.QuantizedCache], backend: str | None = backend) -> Attend:
-        return lambda n: tw.attention_paged(q, caches[n], causal=causal, backend=backend)
+        return lambda n: tw.attention_paged(q, caches[n], **case.options, backend=backend)
 
     if not case.values:
         yield "dense", dense(backend)
@@ -239,9 +273,9 @@ def contestants(keys: Keys) -> Iterator[tuple[str, Attend]]:
         yield "pages-64-fp8-each", over(keys.quantised(64, True))
     if keys.device == "cuda" and not case.values:
         for name, which in (("fa2", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION)):
-            if not causal or name == "fa2":
+            if one or (name == "fa2" and case.left is None):
                 yield name, sdpa(keys, which)
-    if not causal and not case.values:
+    if one and not case.values:
         yield "flex", flex(keys)
 
 
@@ -292,7 +326,7 @@ def expected_of(keys: Keys, contestant: str):
     if "fp8" in contestant:
         cache = keys.quantised(64, contestant.endswith("-each"))[0]
     first = cache._replace(block_table=cache.block_table[:1], seqlens_k=cache.seqlens_k[:1])
-    return paged_call(keys.q[:1], first, causal=keys.case.queries > 1).expected()
+    return paged_call(keys.q[:1], first, **keys.case.options).expected()
 
 
 @dataclass(frozen=True)
@@ -514,7 +548,7 @@ def results_of(part: str, run: str, device: str) -> Iterator[dict]:
     if part == "append":
         yield from time_append(run, device)
         return
-    for case in swept(device) if part == "rates" else [*CASES[device], *(shapes(device) if part == "decode" else ())]:
+    for case in cases_of(part, device):
         if case in CASES[device] and case.name not in ROWS.get(part, (case.name,)):
             continue
         with torch.no_grad():
@@ -533,6 +567,13 @@ def results_of(part: str, run: str, device: str) -> Iterator[dict]:
             yield records.result(
                 run, f"serving-{case.name}", name, "forward", "time", None, why=[why], shape=case.shape
             )
+
+
+def cases_of(part: str, device: str) -> list[Case]:
+    """The cases of a part that times."""
+    if part in ("rates", "steps"):
+        return list(swept(device)) if part == "rates" else STEPS[device]
+    return [*CASES[device], *(shapes(device) if part == "decode" else ())]
 
 
 def shapes(device: str) -> Iterator[Case]:

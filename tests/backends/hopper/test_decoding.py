@@ -27,7 +27,7 @@ def emulate(
     c: Call, shares: int, order: list[int] | None = None, kernel: config.DecodingConfig | None = None
 ) -> Output:
     """o and lse of a call, from the source of its kernel, or of ``kernel``, with so many shares."""
-    p, found = c.p, kernel or choice.choose(c.p)
+    p, found = c.p, kernel or choice.fitting(c.p)
     sinks = int(p.spec.sink_slot is not None)
     lengths = c.t.seqlens_k if p.paged else torch.zeros(1, dtype=torch.int32)
     table = c.t.block_table if p.paged else lengths[None]
@@ -132,7 +132,7 @@ def test_dense_keys_are_one_page_a_sequence(d, keys, shares, name, heads_first):
     if heads_first:
         k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))
     c = call(q, k, v, **options).forward_only()
-    assert choice.choose(c.p) is not None
+    assert choice.fitting(c.p) is not None
     assert not wrong(c, emulate(c, shares))
 
 
@@ -143,7 +143,6 @@ def problem(options: dict | None = None, **case: object):
 
 
 NONE = {
-    "one-sequence": lambda: paged_call(normal(1, 1, 4, 128, dtype=torch.bfloat16), Case(64, (100,), **KIND).cache()).p,
     "thirty-three-queries-of-two-heads": lambda: problem(rows=33),
     "no-queries": lambda: problem(rows=0),
     "packed": lambda: problem(rows=(1, 1)),
@@ -168,7 +167,29 @@ NONE = {
 
 @pytest.mark.parametrize("name", NONE)
 def test_calls_that_have_no_such_kernel(name):
-    assert choice.choose(NONE[name]()) is None
+    assert choice.fitting(NONE[name]()) is None
+
+
+def dense(keys: int):
+    return call(*(normal(2, n, 2, 128, dtype=torch.bfloat16) for n in (1, keys, keys))).forward_only().p
+
+
+@pytest.mark.parametrize(
+    ("problem", "chosen"),
+    [
+        (lambda: Case(64, (100,), **KIND).call().p, False),
+        (lambda: Case(64, (100, 1), **KIND).call().p, True),
+        (lambda: Case(16, (100,), **KIND).call().p, True),
+        (lambda: Case(64, (100,), **KIND | window(70)).call().p, True),
+        (lambda: Case(64, (100,), **KIND | {"dims": (256, 256)}).call().p, True),
+        (lambda: dense(choice.LEAST_DENSE - 1), False),
+        (lambda: dense(choice.LEAST_DENSE), True),
+    ],
+    ids=["one-sequence", "two", "one-in-small-pages", "a-window-of-one", "one-of-d256", "few-dense-keys", "dense-keys"],
+)
+def test_calls_that_another_forward_takes(problem, chosen):
+    assert choice.fitting(problem()) is not None
+    assert (choice.choose(problem()) is not None) == chosen
 
 
 def test_a_step_of_decoding_has_one():

@@ -8,17 +8,32 @@ from tilewise.backends.hopper.decoding.config import PARTS, ROWS, TILES, Decodin
 from tilewise.backends.hopper.forward.paged_config import pool_reasons
 from tilewise.problem import Problem
 
+LEAST_DENSE = 1024  # keys of a dense call
+
 
 def choose(problem: Problem) -> DecodingConfig | None:
-    """The kernel for a problem that has no reasons against a forward over its keys; None where it is no step of decoding, or one whose
-    results must not depend on batch-mates, as those of even shares do."""
+    """The kernel for a problem that has no reasons against a forward over its keys; None where it is no step of decoding, or another
+    forward takes less time."""
+    found = fitting(problem)
+    return None if found is None or _others_are_faster(problem, found) else found
+
+
+def _others_are_faster(problem: Problem, config: DecodingConfig) -> bool:
+    """Whether another forward takes less time for a problem that a kernel fits (docs/decisions.md#hopper-decoding)."""
+    if not problem.paged:  # tiles of more warpgroups, where a sequence is soon at its end
+        return problem.seqlen_k < LEAST_DENSE
+    # One sequence of which all keys are read, by Triton's splits, which another kernel merges.
+    whole = problem.batch == 1 and config.paged == PARTS[0] and band_of(problem).lo is None
+    return whole and problem.head_dim < 256
+
+
+def fitting(problem: Problem) -> DecodingConfig | None:
+    """The kernel that computes a problem, without reasons against a forward over its keys; None where it is no step of decoding, or
+    one whose results must not depend on batch-mates, as those of even shares do."""
     spec = problem.spec
     if problem.packed or problem.latent or problem.quantised or spec.needs_grad or spec.deterministic:
         return None
     if spec.score is not None or spec.dropout_p or problem.head_dim_v != problem.head_dim:
-        return None
-    # Of one sequence splits that another kernel merges take less time (docs/decisions.md#hopper-decoding).
-    if problem.paged and problem.batch == 1:
         return None
     rows = next((n for n in ROWS if problem.seqlen_q * problem.group <= n), 0)
     tiles, part, found = TILES.get((problem.head_dim, rows)), part_rows(problem), ends(problem)

@@ -170,8 +170,8 @@ def test_calls_that_have_no_such_kernel(name):
     assert choice.fitting(NONE[name]()) is None
 
 
-def dense(keys: int):
-    return call(*(normal(2, n, 2, 128, dtype=torch.bfloat16) for n in (1, keys, keys))).forward_only().p
+def dense(queries: int, keys: int, d: int = 128):
+    return call(*(normal(2, n, 2, d, dtype=torch.bfloat16) for n in (queries, keys, keys))).forward_only().p
 
 
 @pytest.mark.parametrize(
@@ -182,11 +182,17 @@ def dense(keys: int):
         (lambda: Case(16, (100,), **KIND).call().p, True),
         (lambda: Case(64, (100,), **KIND | window(70)).call().p, True),
         (lambda: Case(64, (100,), **KIND | {"dims": (256, 256)}).call().p, True),
-        (lambda: dense(choice.LEAST_DENSE - 1), False),
-        (lambda: dense(choice.LEAST_DENSE), True),
+        (lambda: dense(1, 511), False),
+        (lambda: dense(1, 512), True),
+        (lambda: dense(2, 2047), False),
+        (lambda: dense(64, 2048), True),
+        (lambda: dense(17, 2048, 64), False),
     ],
-    ids=["one-sequence", "two", "one-in-small-pages", "a-window-of-one", "one-of-d256", "few-dense-keys", "dense-keys"],
-)
+    ids=[
+        "one-sequence", "two", "one-in-small-pages", "a-window-of-one", "one-of-d256", "few-dense-keys", "dense-keys",
+        "few-keys-of-queries", "keys-of-queries", "many-rows-of-d64",
+    ],
+)  # fmt: skip
 def test_calls_that_another_forward_takes(problem, chosen):
     assert choice.fitting(problem()) is not None
     assert (choice.choose(problem()) is not None) == chosen

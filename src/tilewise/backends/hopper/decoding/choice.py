@@ -8,7 +8,7 @@ from tilewise.backends.hopper.decoding.config import PARTS, ROWS, TILES, Decodin
 from tilewise.backends.hopper.forward.paged_config import pool_reasons
 from tilewise.problem import Problem
 
-LEAST_DENSE = 1024  # keys of a dense call
+LEAST_DENSE, LEAST_DENSE_OF_QUERIES = 512, 2048  # keys of a dense call with one query a sequence, and with more
 
 
 def choose(problem: Problem) -> DecodingConfig | None:
@@ -20,8 +20,9 @@ def choose(problem: Problem) -> DecodingConfig | None:
 
 def _others_are_faster(problem: Problem, config: DecodingConfig) -> bool:
     """Whether another forward takes less time for a problem that a kernel fits (docs/decisions.md#hopper-decoding)."""
-    if not problem.paged:  # tiles of more warpgroups, where a sequence is soon at its end
-        return problem.seqlen_k < LEAST_DENSE
+    if not problem.paged:  # a forward of more warpgroups, where a sequence is soon at its end or its rows are many
+        few = problem.seqlen_k < (LEAST_DENSE if problem.seqlen_q == 1 else LEAST_DENSE_OF_QUERIES)
+        return few or (problem.head_dim == 64 and config.tiles.rows == ROWS[-1])
     # One sequence of which all keys are read, by Triton's splits, which another kernel merges.
     whole = problem.batch == 1 and config.paged == PARTS[0] and band_of(problem).lo is None
     return whole and problem.head_dim < 256

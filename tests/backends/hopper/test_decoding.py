@@ -18,6 +18,7 @@ from tilewise.backends.base import Output
 from tilewise.backends.hopper import Hopper
 from tilewise.backends.hopper.decoding import choice, config
 from tilewise.backends.hopper.forward.paged_config import page_rows
+from tilewise.backends.hopper.host import library
 from tilewise.testing import Call, call, normal, paged_call
 
 KIND = {"heads": (4, 2), "dims": (128, 128), "dtype": torch.bfloat16}
@@ -102,6 +103,51 @@ def test_the_source_computes_attention(name):
     c = case.call()
     assert Hopper().refused(c.p) == []
     assert not wrong(c, emulate(c, shares))
+
+
+class Emulated:
+    """In place of a compiled kernel: its source on the emulated machine, over the tensors of a launch."""
+
+    def __init__(self, kernel: config.DecodingConfig):
+        self.kernel = kernel
+
+    def bound(self, *arguments):
+        numbers = arguments[6]
+        shares, _, _, _, _, _, _, _, part_o, part_lse, counts, *_ = numbers
+        tiles, heads_k = self.kernel.tiles, arguments[1].shape[2]
+        assert part_o.shape == (2 * shares * heads_k, tiles.fours, 32 * tiles.row_warps, 4)
+        assert part_lse.shape == (2 * shares * heads_k, 32 * tiles.row_warps, 2 * tiles.own_rows)
+        assert counts.numel() >= arguments[0].shape[1] * heads_k
+        assert not counts.any()
+
+        def launch(q, k, v, o, lse, sink, seqlens_k, block_table, *_):
+            given = *numbers[:6], seqlens_k.numpy(), block_table.numpy(), *numbers[11:]
+            results = emulated_decoding.run(self.kernel, *(x.float().numpy() for x in (q, k, v, sink)), given)
+            for x, found in zip((o, lse), results, strict=True):
+                x.copy_(torch.from_numpy(found))
+
+        return launch
+
+
+@pytest.mark.parametrize(
+    "name", ["lengths", "sixteen-heads", "queries-of-eight-heads", "window-of-queries", "thirty-heads-d64"]
+)
+def test_a_launch_has_what_the_kernel_reads_and_writes(name, monkeypatch):
+    monkeypatch.setattr(library, "function", Emulated)
+    case, shares = CASES[name]
+    monkeypatch.setattr(choice.devices, "of", lambda device: SimpleNamespace(cores=shares * case.heads[1]))
+    c = case.call()
+    assert not wrong(c, Hopper().forward(c.p, c.t))
+
+
+def test_a_launch_over_dense_keys_has_what_the_kernel_reads(monkeypatch):
+    monkeypatch.setattr(library, "function", Emulated)
+    monkeypatch.setattr(choice.devices, "of", lambda device: SimpleNamespace(cores=7))
+    q, k, v = (normal(3, h, n, 64, dtype=torch.bfloat16, seed=h) for n, h in ((1, 4), (601, 2), (601, 2)))
+    options = {"mask": tw.window(300, 0), "sink": normal(4)}
+    c = call(*(x.transpose(1, 2) for x in (q, k[:, :, 1:], v[:, :, 1:])), **options).forward_only()
+    assert choice.choose(c.p) is not None
+    assert not wrong(c, Hopper().forward(c.p, c.t))
 
 
 @pytest.mark.parametrize("name", ["lengths", "a-sequence-in-many", "d64", "queries-of-eight-heads", "thirty-heads-d64"])

@@ -175,6 +175,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "tiles",
     ),
     "cli*": ("*",),
+    "__main__": ("cli",),
     "": ("words", "api", "cache", "expr", "masks.catalogue", "masks.patterns", "scores.catalogue"),
 }
 # Inside a function, where the arrow would make a circle or cost every import: a convenience that looks the other way.

@@ -1,6 +1,8 @@
 """The command line: one clear line for a mistake, JSON for programs, an exit code for what was judged."""
 
 import json
+import runpy
+import sys
 
 import pytest
 import torch
@@ -32,6 +34,13 @@ def test_help_names_every_command(capsys):
 
 def test_version_names_the_package_and_torch(capsys):
     assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"tilewise {tw.__version__}, torch {torch.__version__}\n"
+
+
+def test_python_m_tilewise_is_the_command(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["anything", "--version"])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_module("tilewise", run_name="__main__")
     assert capsys.readouterr().out == f"tilewise {tw.__version__}, torch {torch.__version__}\n"
 
 

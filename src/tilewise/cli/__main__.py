@@ -1,7 +1,0 @@
-"""`python -m tilewise.cli` is `tilewise`."""
-
-import sys
-
-from tilewise.cli import main
-
-sys.exit(main())

@@ -12,6 +12,7 @@ import torch
 import tilewise as tw
 from tilewise import words
 from tilewise.compat.flash_attn import flash_attn_func
+from tilewise.pictures import reading
 from tilewise.testing import qkv
 
 PUBLIC = (
@@ -44,6 +45,11 @@ def test_a_misspelt_keyword_is_told_the_one_that_it_resembles():
     assert set(words.KEYWORDS) == set(tw.attention.__kwdefaults__)
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'casual'; did you mean 'causal'\?"):
         tw.attention(*qkv(), casual=True)
+
+
+def test_every_mask_and_score_of_the_catalogues_may_be_taken_for_a_keyword():
+    known = {*words.MASKS, *words.SCORES, *words.KEYWORDS, *words.HERE}
+    assert {*reading.MASKS, *reading.SCORES} <= known
 
 
 @pytest.mark.parametrize("word", [*words.MASKS, *words.SCORES])

@@ -37,6 +37,7 @@ PUBLIC = {
         "flash_attn_varlen_func",
         "flash_attn_with_kvcache",
     ),
+    "compat/flex_attention.py": ("flex_attention", "create_block_mask"),
     "compat/flash_attn/cute.py": ("flash_attn_func", "flash_attn_varlen_func"),
     "api.py": (
         "attention",

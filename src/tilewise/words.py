@@ -62,7 +62,7 @@ SCORES = ("alibi", "bias")
 """The functions that make a mask or a score, which someone may take for keywords."""
 _FLASH_ATTN = "from tilewise.compat.flash_attn import {0}"
 _SDPA = "from tilewise.compat.sdpa import {0}"
-_MASK_MOD = "pass the mask_mod itself: tw.attention(q, k, v, mask=mask_mod)"
+_FLEX = "from tilewise.compat.flex_attention import {0}"
 NAMES = {
     "flash_attn_func": _FLASH_ATTN,
     "flash_attn_varlen_func": _FLASH_ATTN,
@@ -73,13 +73,13 @@ NAMES = {
     "scaled_dot_product_attention": _SDPA,
     "sdpa": "from tilewise.compat.sdpa import scaled_dot_product_attention",
     "patch": _SDPA,
-    "flex_attention": "write tw.attention(q, k, v, mask=mask_mod, score=score_mod), with heads behind seqlen",
-    "create_block_mask": _MASK_MOD,
+    "flex_attention": _FLEX,
+    "create_block_mask": _FLEX,
     "sliding_window": "write tw.causal() & tw.window(left=sliding_window - 1)",
     "prefix_lm": "write tw.prefix(length)",
     "memory_efficient_attention": "from tilewise.compat.xformers import {0}",
     "register": "import tilewise.compat.transformers, which has register()",
-    "compat": "import what is needed of it: tilewise.compat.flash_attn, .sdpa, .transformers, .xformers or .layouts",
+    "compat": "import what is needed of it: tilewise.compat.flash_attn, .flex_attention, .sdpa, .transformers, .xformers or .layouts",
 }
 """Where to find it, or what to write, by the name that someone looks for in ``tilewise``."""
 

@@ -1,4 +1,6 @@
-"""Other libraries' names over the same op: ``flash_attn``, ``sdpa``, ``transformers``, ``xformers``. What cannot be honoured is refused.
+"""Other libraries' names over the same op: ``flash_attn``, ``flex_attention``, ``sdpa``, ``transformers``, ``xformers``.
+
+What cannot be honoured is refused.
 
 Each module is imported by its name (``from tilewise.compat import flash_attn``), so that ``import tilewise`` loads none of
 them, and none loads a package that the others would need. They share ``layouts`` (orders of dimensions), ``probabilities`` (the matrix P

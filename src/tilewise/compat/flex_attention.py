@@ -1,0 +1,141 @@
+"""FlexAttention's names over tilewise's op: change ``from torch.nn.attention.flex_attention import ...`` to this module.
+
+Layouts are FlexAttention's, ``(batch, heads, seqlen, head_dim)``, and mods run as they are. Where the two differ:
+
+- :func:`create_block_mask` gives a :class:`tilewise.Mask`, which holds no blocks and knows no lengths; a ``BlockMask`` of torch's is
+  taken too, and means what its lists say. Each call reads them beside the mask_mod, which takes longer than the mask_mod alone.
+- A row that sees no key is zero.
+- ``torch.compile`` is not needed, and works; ``kernel_options`` change no result: they are taken and not needed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import (
+    AuxOutput,
+    AuxRequest,
+    BlockMask,
+    and_masks,
+    create_mask,
+    noop_mask,
+    or_masks,
+)
+
+import tilewise as tw
+from tilewise.masks.catalogue import MaskFunction
+from tilewise.scores.catalogue import ScoreFunction
+
+__all__ = [
+    "AuxOutput",
+    "AuxRequest",
+    "BlockMask",
+    "and_masks",
+    "create_block_mask",
+    "create_mask",
+    "flex_attention",
+    "noop_mask",
+    "or_masks",
+]
+
+
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreFunction | None = None,
+    block_mask: BlockMask | tw.Mask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: object = None,
+    *,
+    return_aux: AuxRequest | None = None,
+) -> Any:
+    """``softmax(score_mod(scale * query keyᵀ)) value`` over the pairs of ``block_mask``; differentiable.
+
+    Args:
+        query: ``(batch, heads, seqlen_q, head_dim)``. key: ``(batch or 1, heads_k, seqlen_k, head_dim)``. value: and with head_dim_v.
+        score_mod: of (score, b, h, q_idx, kv_idx). block_mask: from :func:`create_block_mask`, torch's own, or any mask of tilewise.
+        scale: default ``1 / sqrt(head_dim)``. enable_gqa: heads may be a multiple of heads_k.
+        return_lse, return_aux: lse, natural log, and the largest scores, ``(batch, heads, seqlen_q)``.
+
+    Returns:
+        o ``(batch, heads, seqlen_q, head_dim_v)``; ``(o, lse)`` with ``return_lse``, ``(o, AuxOutput)`` with ``return_aux``.
+
+    Raises:
+        ValueError: a wrong call, as torch's has it. NotImplementedError: a mod that cannot be traced, by what it does.
+    """
+    _check(query, key, value, enable_gqa, return_lse and return_aux is not None)
+    q, k, v = (x.expand(len(query), -1, -1, -1).transpose(1, 2) for x in (query, key, value))
+    options = {"mask": _mask(block_mask, query, key), "score": score_mod, "softmax_scale": scale}
+    if return_aux is not None and return_aux.max_scores:
+        o, lse, largest = tw.attention_with_stats(q, k, v, **options)
+        aux = AuxOutput(lse=lse if return_aux.lse else None, max_scores=largest)
+        return o.transpose(1, 2), aux
+    if return_lse or (return_aux is not None and return_aux.lse):
+        o, lse = tw.attention_with_lse(q, k, v, **options)
+        return o.transpose(1, 2), lse if return_aux is None else AuxOutput(lse=lse)
+    o = tw.attention(q, k, v, **options).transpose(1, 2)
+    return o if return_aux is None else (o, AuxOutput())
+
+
+def create_block_mask(
+    mask_mod: MaskFunction,
+    B: int | None,
+    H: int | None,
+    Q_LEN: int,
+    KV_LEN: int,
+    device: torch.device | str | None = None,
+    BLOCK_SIZE: int | tuple[int, int] = 128,
+    _compile: bool = False,
+    separate_full_blocks: bool = True,
+    compute_dq_write_order: bool = False,
+    dq_kv_order: bool = True,
+) -> tw.Mask:
+    """``tw.keep(mask_mod)``: all else is taken and not needed, since tiles are listed by the call that runs.
+
+    ``create_block_mask(...).prepare(q, k)`` lists them once for all layers; q and k are ``(batch, seqlen, heads, head_dim)``.
+    """
+    return tw.keep(mask_mod)
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, both: bool) -> None:
+    """Raises ValueError for what torch's flex_attention refuses and tilewise, whose layout is another one, would take."""
+    reasons = []
+    if not query.ndim == key.ndim == value.ndim == 4:
+        shapes = ", ".join(str(tuple(x.shape)) for x in (query, key, value))
+        raise ValueError(f"query, key and value are (batch, heads, seqlen, head_dim), got {shapes}")
+    if not enable_gqa and query.shape[1] != key.shape[1]:
+        reasons.append(f"query has {query.shape[1]} heads, key {key.shape[1]}; grouped ones need enable_gqa=True")
+    if not {len(key), len(value)} <= {1, len(query)}:
+        reasons.append(f"batch differs: query {len(query)}, key {len(key)}, value {len(value)}")
+    if both:
+        reasons.append("return_lse and return_aux exclude each other; write return_aux=AuxRequest(lse=True)")
+    if reasons:
+        raise ValueError("flex_attention was called wrongly" + "".join(f"\n  {reason}" for reason in reasons))
+
+
+def _mask(block_mask: object, query: Tensor, key: Tensor) -> object:
+    """The mask for ``mask=``; a BlockMask keeps what ``mask_mod`` says in listed blocks, and everything in those listed as full."""
+    if not isinstance(block_mask, BlockMask):
+        return block_mask
+    lengths = query.shape[2], key.shape[2]
+    if tuple(block_mask.seq_lengths) != lengths:
+        raise ValueError(f"block_mask is of lengths {tuple(block_mask.seq_lengths)}, the call of {lengths}")
+    size_q, size_k = block_mask.BLOCK_SIZE
+    columns = -(-lengths[1] // size_k)
+    seen, inside = _pattern(block_mask.kv_num_blocks, block_mask.kv_indices, columns), tw.keep(block_mask.mask_mod)
+    if block_mask.full_kv_indices is None:
+        return tw.block_sparse(seen, size_q, size_k) & inside
+    full = _pattern(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, columns)
+    return tw.block_sparse(seen | full, size_q, size_k) & (inside | tw.block_sparse(full, size_q, size_k))
+
+
+def _pattern(counts: Tensor, indices: Tensor, columns: int) -> Tensor:
+    """The blocks that are listed, bool ``(..., rows, columns)``: of ``indices (..., rows, any)`` the first ``counts (..., rows)``."""
+    listed = torch.arange(indices.shape[-1], device=indices.device) < counts.unsqueeze(-1)
+    pattern = torch.zeros(*indices.shape[:-1], columns + 1, dtype=torch.bool, device=indices.device)
+    return pattern.scatter(-1, torch.where(listed, indices, columns).long(), True)[..., :columns]

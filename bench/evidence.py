@@ -512,7 +512,7 @@ def order_title(order: str) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Prints docs/evidence.md, or writes it and the quotation."""
-    parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition(". ")[0])
     parser.add_argument("--write", action="store_true", help="write the page instead of printing it")
     if parser.parse_args(arguments).write:
         PAGE.write_text(text(), encoding="utf-8")

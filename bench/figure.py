@@ -1,6 +1,6 @@
 """The CPU's goals as a picture: `python -m bench.figure bench/results/cpu-goals.jsonl docs/img/cpu-goals.png`."""
 
-import sys
+import argparse
 from pathlib import Path
 
 from bench import records
@@ -54,13 +54,16 @@ def _bars(panel, verdicts: list[Verdict]) -> None:
 
 
 def main() -> None:
-    source, target = (Path(name) for name in sys.argv[1:3])
-    found = records.read(source)
+    parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
+    parser.add_argument("results", type=Path, help="what `tilewise bench --device cpu` wrote")
+    parser.add_argument("picture", type=Path)
+    options = parser.parse_args()
+    found = records.read(options.results)
     goals = [g for g in load_goals() if g.contestant == "cpu" and g.peer]
     measured = [v for v in judge(goals, records.entries(found)) if v.measured is not None]
     run = next(iter(records.runs(found).values()))
     where = f"{run['device']}, {run['threads']} threads, torch {run['versions']['torch']}   ·   black: the goal"
-    draw(measured, where, target)
+    draw(measured, where, options.picture)
 
 
 if __name__ == "__main__":

@@ -134,7 +134,7 @@ def process(rank: int, size: int, options: argparse.Namespace, folder: str) -> N
 
 def main() -> None:
     """Starts the ranks."""
-    start(process, parser_of(__doc__.partition(":")[0], TIMED).parse_args())
+    start(process, parser_of(__doc__.partition("\n")[0], TIMED).parse_args())
 
 
 if __name__ == "__main__":

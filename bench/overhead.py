@@ -7,6 +7,7 @@ once (tests/backends/hopper/standin.cpp). Tensors lie on the CPU: left out are t
 caching allocator where it differs from malloc, asking torch for the stream, and entering the device.
 """
 
+import argparse
 import importlib.util
 import os
 import tempfile
@@ -101,6 +102,7 @@ def hopper() -> None:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__.partition(":")[0]).parse_args()
     if importlib.util.find_spec("triton"):
         triton()
     hopper()

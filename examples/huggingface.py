@@ -4,6 +4,7 @@
 2. Sequences packed into one row are trained on: each sees itself alone, none is padded.
 """
 
+import argparse
 import itertools
 
 import torch
@@ -55,6 +56,7 @@ def packed_training(model: torch.nn.Module, lengths: tuple[int, ...] = (200, 60,
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__.partition(":")[0]).parse_args()
     tilewise.compat.transformers.register()
     torch.manual_seed(0)
     model = Qwen3ForCausalLM._from_config(Qwen3Config(**SMALL, **HEADS), attn_implementation="tilewise")

@@ -29,6 +29,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "dropout": (),
     "caching": (),
     "words": (),
+    "amounts": (),
     "untraced": (),
     "masks": ("masks.catalogue", "masks.regions"),
     "masks.patterns": (),
@@ -108,7 +109,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "settings",
         "caching",
     ),
-    "dispatch": ("backends.base", "problem", "pages", "spec", "device", "settings", "caching"),
+    "dispatch": ("backends.base", "problem", "pages", "spec", "device", "settings", "caching", "amounts"),
     "derivatives": ("dispatch", "backends.base", "problem", "spec", "untraced"),
     "autograd": ("derivatives", "dispatch", "backends.base", "problem", "spec", "untraced"),
     "batching": ("autograd", "derivatives", "mapped", "spec", "expr", "state", "untraced"),
@@ -144,6 +145,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "device",
     ),
     "parallel*": (
+        "amounts",
         "own",
         "autograd",
         "derivatives",
@@ -165,6 +167,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "iomodel*": ("own", "device"),
     "pictures*": (
         "own",
+        "amounts",
         "expr",
         "masks",
         "masks.catalogue",

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tilewise import device as devices
 from tilewise import pages, settings
+from tilewise.amounts import in_bytes, in_flop
 from tilewise.backends.base import Backend, Inputs, Pages
 from tilewise.caching import cached_property
 from tilewise.problem import Problem, check, check_values
@@ -209,9 +210,8 @@ class Explanation:
         lines = [p.describe(), f"on {facts.name}, {facts.cores} {'SMs' if facts.type == 'cuda' else 'threads'}"]
         if self.chosen:
             lines += [f"backend   {self.chosen}: {self.tiles}"]
-            lines += [
-                f"work      {self.flops / 1e9:.3g} GFLOP before masking, {self.traffic / 2**20:.3g} MiB of slow memory predicted"
-            ]
+            work, moved = in_flop(self.flops), in_bytes(self.traffic)
+            lines += [f"work      {work} before masking, {moved} of slow memory predicted"]
         else:
             lines += ["backend   none"]
         lines += [f"prefix    {self.prefix}"] if self.prefix else []

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from tilewise.amounts import in_bytes
+
 
 def io(
     seqlen: Annotated[int, typer.Option(help="Queries and keys of a head.")] = 1024,
@@ -50,7 +52,7 @@ def show(setting, found) -> None:
     console = Console()
     if not console.is_terminal:
         console = Console(width=150)
-    levels = ", ".join(f"{level.name} {level.bytes / 1024:,.0f} KiB" for level in setting.device.levels)
+    levels = ", ".join(f"{level.name} {in_bytes(level.bytes)}" for level in setting.device.levels)
     sizes = f"N {setting.seqlen:,}, d {setting.head_dim}, {setting.heads} heads, batch {setting.batch}"
     console.print(f"{sizes} on {setting.device.name} ({levels}; {setting.device.source})", highlight=False)
     for one in found:

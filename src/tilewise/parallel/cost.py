@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from tilewise.amounts import in_bytes
 from tilewise.parallel.heads import groups_of, kept_pairs
 from tilewise.problem import Problem
 
@@ -68,8 +69,8 @@ class Cost:
         collectives = self.collectives + (0 if self.within is None else self.within.collectives)
         copied = self.copied + (0 if self.within is None else self.within.copied)
         return (
-            f"{self.milliseconds:.3g} ms: receives {self.all_received / 2**20:.3g} MiB in {collectives} collectives, "
-            f"copies {copied / 2**20:.3g} MiB, needs {self.memory / 2**20:.3g} MiB"
+            f"{self.milliseconds:.3g} ms: receives {in_bytes(self.all_received)} in {collectives} collectives, "
+            f"copies {in_bytes(copied)}, needs {in_bytes(self.memory)}"
         )
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tilewise import expr
+from tilewise.amounts import in_bytes
 from tilewise.expr import Expr
 from tilewise.masks import Mask, Region, region
 from tilewise.problem import show_reasons
@@ -103,16 +104,8 @@ class View:
         size = f"{itemsize} bytes a number, head_dim {head_dim}"
         return [
             f"{self.lengths[0]:,} queries, {self.lengths[1]:,} keys, tiles {self.tile_m} x {self.tile_n}: {share}",
-            f"forward of a head: {amount(moved)} moved, {amount(every)} with every tile visited ({size})",
+            f"forward of a head: {in_bytes(moved)} moved, {in_bytes(every)} with every tile visited ({size})",
         ]
-
-
-def amount(size: int) -> str:
-    """Bytes with a binary unit, three digits."""
-    unit = next((name for name, exponent in (("GiB", 30), ("MiB", 20), ("KiB", 10)) if size >= 1 << exponent), None)
-    if unit is None:
-        return f"{size} bytes"
-    return f"{size / {'GiB': 1 << 30, 'MiB': 1 << 20, 'KiB': 1 << 10}[unit]:.3g} {unit}"
 
 
 def _extents(length: int, tile: int) -> Tensor:

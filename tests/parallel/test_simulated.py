@@ -61,6 +61,29 @@ def test_any_number_of_ranks_in_any_layout(ranks, layout):
     assert not wrong(whole(ranks, "causal-alibi", layout=layout), "causal-alibi")
 
 
+@pytest.mark.parametrize("after", ["of-q", "of-what-comes-after"])
+@pytest.mark.parametrize("scheme", ["gather", "heads", "ring"])
+def test_a_second_derivative_raises_also_where_only_a_part_of_the_loss_needs_it(scheme, after):
+    """PyTorch leaves out what a gradient depends on where that is tied to nothing, and gives the derivative of the other terms."""
+
+    def one(exchange):
+        parallel = tw.context_parallel(exchange, scheme=scheme)
+        q, k, v = (parallel.shard(x).requires_grad_() for x in qkv(nq=40, nk=40))
+        weight = torch.ones(q.shape[-1], requires_grad=True)
+        o = tw.attention(q, k, v, causal=True, parallel=parallel)
+        plain = torch.autograd.grad((o * weight).sum(), q, retain_graph=True)[0]
+        (dq,) = torch.autograd.grad((o * weight).sum(), q, create_graph=True)
+        torch.testing.assert_close(dq, plain, rtol=0, atol=0)
+        wanted = q if after == "of-q" else weight
+        with pytest.raises(NotImplementedError, match="second derivatives of an attention over ranks"):
+            torch.autograd.grad(dq.square().sum() + wanted.sum(), wanted)
+        said = tw.explain(q, k, v, causal=True, parallel=parallel)
+        assert (said.tangents, said.second) == (None, None)
+        assert f"second    no backend, not {said.chosen}: not built over ranks" in str(said)
+
+    simulate(2, one)
+
+
 @pytest.mark.parametrize("scheme", ["gather", "ring"])
 def test_shards_may_be_unequal_and_a_rank_may_hold_nothing(scheme):
     q, k, v = (x.requires_grad_() for x in qkv(nq=40, nk=40))

@@ -67,30 +67,65 @@ def attention(
 
     Every rank must call it, and its backward, alike.
     """
-    return _Attention.apply(call, q, k, v, seed, *extras)
+    return _Attention.apply(call, _Origin.apply(q, k, v, *extras), q, k, v, seed, *extras)
+
+
+@untraced
+class _Origin(torch.autograd.Function):
+    """A tensor of no numbers that comes from others in the graph, and keeps none of their memory."""
+
+    @staticmethod
+    def forward(ctx, q, *tensors):
+        ctx.count = 1 + len(tensors)
+        ctx.set_materialize_grads(False)
+        return q.new_empty(0)
+
+    @staticmethod
+    def backward(ctx, _):
+        return (None,) * ctx.count
+
+
+@untraced
+class _Once(torch.autograd.Function):
+    """Gradients as they are, which come from what they were computed of and are differentiated no further.
+
+    PyTorch's ``once_differentiable`` ties them to nothing, so that ``torch.autograd.grad`` of a sum leaves out their part.
+    """
+
+    @staticmethod
+    def forward(ctx, origin, do, dlse, *grads):
+        return tuple(grads)
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise NotImplementedError(
+            "second derivatives of an attention over ranks are not built; without parallel= tilewise computes them"
+        )
 
 
 @untraced
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, call: Call, q, k, v, seed, *extras):
+    def forward(ctx, call: Call, origin, q, k, v, seed, *extras):
         outputs, saved = forward(call, q, k, v, extras, seed)
         rows = () if isinstance(call, heads.Heads) else (q, k, v, *outputs[:2])
         ctx.call, ctx.extras = call, len(extras)
-        ctx.save_for_backward(seed, *extras, *rows, *saved)
+        ctx.save_for_backward(origin, seed, *extras, *rows, *saved)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*outputs[2:])
         return tuple(outputs) if len(outputs) > 1 else (outputs[0], None)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, do, dlse=None, *_):
-        seed, *saved = ctx.saved_tensors
+        origin, seed, *saved = ctx.saved_tensors
         if do is None and dlse is None:
-            return (None,) * (5 + ctx.extras)
-        extras = saved[: ctx.extras]
-        dq, dk, dv, dextras = backward(ctx.call, (do, dlse), saved[ctx.extras :], extras, seed)
-        return None, dq, dk, dv, None, *dextras
+            return (None,) * (6 + ctx.extras)
+        with torch.no_grad():
+            extras = saved[: ctx.extras]
+            dq, dk, dv, dextras = backward(ctx.call, (do, dlse), saved[ctx.extras :], extras, seed)
+        if torch.is_grad_enabled():
+            dq, dk, dv, *dextras = _Once.apply(origin, do, dlse, dq, dk, dv, *dextras)
+        return None, None, dq, dk, dv, None, *dextras
 
 
 # -- Inside a compiled graph ---------------------------------------------------------------------------------------

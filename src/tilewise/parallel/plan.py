@@ -27,6 +27,7 @@ from tilewise.tiles import Grid
 
 AUTO = "auto"
 SCHEMES = (AUTO, *cost.COSTS, *cost.COMBINED)
+NOT_OVER_RANKS = ["not built over ranks"]
 
 
 @dataclass(frozen=True)
@@ -329,7 +330,9 @@ def explained(wish: Wish, call: Agreed) -> Explanation:
     costs = {name: found for name, found in costs_of(wish, whole, queries, keys).items() if name not in refused}
     scheme = chosen(wish.scheme, costs, every, wish.machines.memory)
     local = dispatch.explained(_first_call(plan, whole, extras))
-    found = {x.name: getattr(local, x.name) for x in fields(local)} | {"tangents": None}  # ranks exchange none
+    found = {x.name: getattr(local, x.name) for x in fields(local)}
+    for what in ("tangents", "second"):
+        found |= {what: None, f"{what}_refused": dict.fromkeys([row.name for row in dispatch.every()], NOT_OVER_RANKS)}
     found |= {"scheme": scheme, "costs": costs, "refused_schemes": refused, "carrier": wish.exchange.carrier}
     if scheme == "heads":
         return Explanation(**found, shares=(1 / ranks,) * ranks)

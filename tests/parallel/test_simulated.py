@@ -364,6 +364,18 @@ def test_an_error_of_a_score_on_one_rank_is_told_to_the_others_and_keeps_its_kin
     assert refused(2, run_with(lambda rank: {"score": _missing})) == ["KeyError: 'slope'"] * 2
 
 
+@pytest.mark.parametrize("ranks", [(1,), (0, 1)], ids=["one", "all"])
+def test_values_of_other_rows_than_the_keys_are_refused_on_every_rank(ranks):
+    def run(exchange):
+        parallel = tw.context_parallel(exchange)
+        q, k, v = (parallel.shard(x) for x in qkv(nq=16, nk=16))
+        tw.attention(q, k, v[:, :-1] if exchange.rank in ranks else v, parallel=parallel)
+
+    errors = refused(2, run)
+    assert len(set(errors)) == 1
+    assert "seqlen of k (8) and v (7) differ" in errors[0]
+
+
 def test_a_call_that_no_rank_can_run_keeps_its_kind_of_error():
     errors = refused(2, run_with(lambda rank: {"score": lambda s, b, h, i, j: s + i.item()}))
     assert len(set(errors)) == 1

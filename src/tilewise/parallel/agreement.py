@@ -65,6 +65,10 @@ def agreed_lengths(
         digest, facts = _facts(
             text, dims == {3}, dims == {4}, shapes, tuple((tuple(x.shape), x.dtype) for x in extras), also
         )
+        if k.shape[-3] != v.shape[-3]:
+            raise ValueError(
+                f"attention was called wrongly\n  seqlen of k ({k.shape[-3]}) and v ({v.shape[-3]}) differ on this rank"
+            )
         lengths, mark = [q.shape[-3], k.shape[-3]], mark_of(digest, extras, text)
     except Exception as error:
         # The other ranks must hear of it, whatever a user's function raised, or they would wait for this one.

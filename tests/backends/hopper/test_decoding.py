@@ -105,6 +105,15 @@ def test_the_source_computes_attention(name):
     assert not wrong(c, emulate(c, shares))
 
 
+def test_a_number_outside_the_pool_leaves_other_sequences_as_they_are():
+    c = Case(64, (130, 70), **KIND).call()
+    expected = emulate(c, 3)
+    c.t.block_table[0, :2] = torch.tensor([2**30, -7])
+    got = emulate(c, 3)  # an address outside raises here
+    assert torch.equal(got.o[1], expected.o[1])
+    assert torch.equal(got.lse[1], expected.lse[1])
+
+
 class Emulated:
     """In place of a compiled kernel: its source on the emulated machine, over the tensors of a launch."""
 

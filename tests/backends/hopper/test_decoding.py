@@ -272,6 +272,21 @@ def test_rows_and_pages_choose_a_kernel(case, rows, part):
     assert found in config.shipped()
 
 
+@pytest.mark.parametrize(
+    ("p", "rows"),
+    [
+        (Case(64, (100, 70), **KIND).call().p, 192),  # the table has a page more than the longest sequence
+        (Case(64, (300, 70), rows=3, **KIND | window(99)).call().p, 102),
+        (dense(1, 600), 600),
+        (call(*(normal(2, n, 2, 128, dtype=torch.bfloat16) for n in (2, 600, 600)), mask=tw.window(99, 0)).forward_only().p, 101),
+    ],
+    ids=["pages", "window", "dense", "dense-window"],
+)  # fmt: skip
+def test_traffic_counts_the_keys_that_some_query_sees(p, rows):
+    q_and_o, k_and_v = (2 * p.batch * n * 256 for n in (p.heads_q * p.seqlen_q, p.heads_k * rows))
+    assert choice.fitting(p).traffic(p) == q_and_o + k_and_v
+
+
 @pytest.mark.parametrize(("heads", "shares"), [((4, 2), 66), ((5, 5), 26), ((200, 200), 1)])
 def test_each_multiprocessor_has_a_share(heads, shares, monkeypatch):
     monkeypatch.setattr(dispatch.devices, "of", lambda device: SimpleNamespace(cores=132))

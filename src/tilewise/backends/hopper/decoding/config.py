@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tilewise.backends.hopper.config import ALIGNMENT, DTYPES, ELEMENT_BYTES, PLAIN, Formed
+from tilewise.backends.hopper.config import ALIGNMENT, DTYPES, ELEMENT_BYTES, PLAIN, Formed, band_of
 from tilewise.backends.hopper.expected import Expected
 from tilewise.problem import Problem
 
@@ -116,8 +116,11 @@ class DecodingConfig(Formed):
         )
 
     def traffic(self, problem: Problem) -> int:
-        """Bytes of the forward: Q and O once, K and V once for all heads of a group, where every sequence is as long as it may be."""
-        keys = problem.capacity if problem.paged else problem.seqlen_k
+        """Bytes of the forward: Q and O once, and once for all heads of a group the K and V that some query sees, where every sequence
+        is as long as it may be."""
+        keys, lo = problem.capacity if problem.paged else problem.seqlen_k, band_of(problem).lo
+        if lo is not None:  # over pages it counts from the row's own position
+            keys = min(keys, (problem.seqlen_q if problem.paged else keys) - lo)
         rows = problem.batch * (problem.heads_q * problem.seqlen_q + problem.heads_k * keys)
         return ELEMENT_BYTES * rows * (problem.head_dim + problem.head_dim_v)
 

@@ -47,6 +47,12 @@ def test_every_rank_reads_all_messages_in_their_order(path):
     assert in_threads(3, run) == [expected] * 3
 
 
+def test_truth_is_a_number_too(path):
+    assert (
+        in_threads(3, lambda rank: Board(path, rank, 3, 2.0).exchange([5, rank == 1])) == [[[5, 0], [5, 1], [5, 0]]] * 3
+    )
+
+
 def test_a_message_that_is_still_being_written_is_not_read(path):
     mine, other = (Board(path, rank, 2, 0.05) for rank in (0, 1))
     other.count = 1

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import pytest
+import torch
+
 from tilewise.parallel import dtensors
 
 
@@ -28,3 +31,36 @@ def test_an_equal_mesh_of_another_process_group_has_ranks_of_its_own(monkeypatch
     assert contexts[0] is contexts[1]
     assert contexts[2] is contexts[3]
     assert len(dtensors._contexts) == 1
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("count", [1, 4, 5, 8, 9])
+def test_heads_are_dealt_as_pytorch_deals_them(count, ranks):
+    chunks = [(int(x[0]), int(x[-1]) + 1) for x in torch.arange(count).chunk(ranks)]
+    assert dtensors._chunks(count, [ranks]) == chunks + [(count, count)] * (ranks - len(chunks))
+
+
+def test_a_second_dimension_deals_what_the_first_has_dealt():
+    assert dtensors._chunks(9, [2, 2]) == [(0, 3), (3, 5), (5, 7), (7, 9)]
+
+
+@pytest.mark.parametrize(
+    ("heads", "sizes"), [((8, 2), [2]), ((12, 4), [4]), ((12, 4), [2, 2]), ((16, 8), [3]), ((5, 5), [2]), ((8, 2), [])]
+)
+def test_query_heads_beside_their_key_heads_are_computed(heads, sizes):
+    dtensors._refuse_heads(*heads, sizes)
+
+
+@pytest.mark.parametrize(
+    ("heads", "sizes", "dealt"),
+    [
+        ((8, 2), [4], "2 / 1, 2 / 1, 2 / 0, 2 / 0"),  # the second rank's key head is that of the third and fourth
+        ((4, 1), [2], "2 / 1, 2 / 0"),
+        ((9, 3), [2], "5 / 2, 4 / 1"),
+        ((5, 5), [4], "2 / 2, 2 / 2, 1 / 1, 0 / 0"),
+        ((8, 2), [2, 2], "2 / 1, 2 / 0, 2 / 1, 2 / 0"),
+    ],
+)
+def test_query_heads_elsewhere_than_their_key_heads_are_refused(heads, sizes, dealt):
+    with pytest.raises(NotImplementedError, match=f"are dealt as {dealt}; a rank must hold a key head"):
+        dtensors._refuse_heads(*heads, sizes)

@@ -75,8 +75,7 @@ def agreed_lengths(
         failed, lengths, mark = error, [0, 0], 0
         digest, facts = _hashed({"the call": f"{type(error).__name__}: {error}"})
     answers = exchange.numbers([digest, *lengths, memory, mark])
-    if len({answer[0] for answer in answers}) > 1:
-        raise ValueError(_disagreement(exchange.objects(facts))) from failed
+    _compare(exchange, [answer[0] for answer in answers], facts, failed)
     if failed is not None:
         raise failed
     marks = {answer[4] for answer in answers}
@@ -84,6 +83,46 @@ def agreed_lengths(
         [(answer[1], answer[2]) for answer in answers], min(answer[3] for answer in answers), call, digest,
         marks.pop() if len(marks) == 1 else 0,
     )  # fmt: skip
+
+
+def agreed_rows(exchange: Exchange, x: Tensor, dim: int) -> list[int]:
+    """How many rows of ``dim`` each rank holds, of tensors that are otherwise alike.
+
+    Raises:
+        ValueError: on every rank alike, where they are not.
+    """
+    shape = ", ".join("*" if n == dim % x.ndim else str(size) for n, size in enumerate(x.shape))
+    digest, facts = _hashed({"the tensor, * for its rows": f"({shape}) {x.dtype}"})
+    answers = exchange.numbers([digest, x.shape[dim]])
+    _compare(exchange, [found for found, _ in answers], facts)
+    return [rows for _, rows in answers]
+
+
+class Turn(NamedTuple):
+    """A call among those that the ranks of a group make, for its backward, which must come at the same place on each.
+
+    Attributes:
+        exchange: of all ranks.
+        number: of the call, the same on all ranks; 0 in a compiled graph, which orders its calls itself.
+    """
+
+    exchange: Exchange
+    number: int
+
+    def numbers(self, *values: int) -> list[list[int]]:
+        """The numbers that every rank says in the backward of this call, by rank.
+
+        Raises:
+            ValueError: on every rank: their backwards run in another order, so that one call's gradients would go to another's rows.
+        """
+        said = self.exchange.numbers([self.number, *values])
+        if len({number for number, *_ in said}) > 1:
+            calls = ", ".join(f"rank {rank}: call {number}" for rank, (number, *_) in enumerate(said))
+            raise ValueError(
+                f"the {len(said)} ranks run their backwards in another order\n  {calls} of this group; run them alike on every rank, "
+                "by one backward of the sum of losses, say"
+            )
+        return [rest for _, *rest in said]
 
 
 def agree_on_tensors(exchange: Exchange, digest: int, neighbours: int = 1) -> None:
@@ -127,6 +166,12 @@ def _facts(
 
 def _hashed(facts: dict[str, str]) -> tuple[int, dict[str, str]]:
     return int.from_bytes(hashlib.sha256(repr(facts).encode()).digest()[:7]), facts
+
+
+def _compare(exchange: Exchange, digests: list[int], facts: dict[str, str], failed: Exception | None = None) -> None:
+    """Raises on every rank where their hashes differ, with what each said."""
+    if len(set(digests)) > 1:
+        raise ValueError(_disagreement(exchange.objects(facts))) from failed
 
 
 def _disagreement(facts: list[dict[str, str]]) -> str:

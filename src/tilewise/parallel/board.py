@@ -57,8 +57,9 @@ class Board:
         return (2 * rank + self.count % 2) * WORDS
 
     def _write(self, values: list[int]) -> None:
-        first, message = self.place(self.rank), [self.count, len(values)]
-        for n, word in enumerate([*message, _checksum([*message, *values]), *values]):
+        numbers = [int(value) for value in values]  # a bool is one too, and reads as such
+        first, message = self.place(self.rank), [self.count, len(numbers)]
+        for n, word in enumerate([*message, _checksum([*message, *numbers]), *numbers]):
             self.words[first + n] = word
 
     def _wait(self, rank: int, length: int) -> list[int]:

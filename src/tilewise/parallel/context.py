@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor
 
 from tilewise import autograd, derivatives, dispatch
 from tilewise.masks import Mask
-from tilewise.parallel import calls, heads, operators, plan
+from tilewise.parallel import agreement, calls, heads, operators, plan
+from tilewise.parallel.agreement import Turn
 from tilewise.parallel.exchange import Exchange, ordered_sum
 from tilewise.parallel.layout import Layout, chunks, contiguous, zigzag
 from tilewise.parallel.symmetric import group_of
@@ -95,6 +97,7 @@ class ContextParallel:
         self.most_groups = heads.MOST_GROUPS
         self.memory = 0  # of the rank that has the least, in bytes, once a call has told it
         self.plans = calls.Plans()
+        self.turns = (Turn(exchange, number) for number in itertools.count(1))  # one for each call outside of graphs
         self.name = operators.named(self)
 
     def __deepcopy__(self, memo: dict) -> ContextParallel:
@@ -183,7 +186,7 @@ class ContextParallel:
             return compiled(self.name, q, k, v, options, with_lse)
         q, k, v = _autocast(q, k, v)
         agreed, call = calls.agreed_call(self, q, k, v, lambda: assemble(q, k, v, options), with_lse)
-        return operators.attention(call, q, k, v, agreed.extras, agreed.seed)
+        return operators.attention(next(self.turns), call, q, k, v, agreed.extras, agreed.seed)
 
     def maximum(self, x: Tensor) -> Tensor:
         """The largest of all ranks' numbers, for each element of ``x``; NaN where a rank has it."""
@@ -231,20 +234,30 @@ def _autocast(*tensors: Tensor) -> list[Tensor]:
 class _Unshard(torch.autograd.Function):
     @staticmethod
     def forward(ctx, parallel: ContextParallel, x, dim):
-        ctx.parallel, ctx.dim = parallel, dim
-        return _unsharded(parallel, x, dim)
+        lengths = agreement.agreed_rows(parallel.exchange, x, dim)
+        layout = calls.checked_layout(parallel, lengths, f"rows of dim {dim}")
+        missing = x.new_zeros(
+            [max(lengths) - x.shape[dim] if n == dim % x.ndim else size for n, size in enumerate(x.shape)]
+        )
+        ctx.parallel, ctx.dim, ctx.turn = parallel, dim, next(parallel.turns)
+        return layout.unshard(parallel.exchange.gather(torch.cat([x, missing], dim)), dim)
 
     @staticmethod
     def backward(ctx, grad):
-        parallel, dim = ctx.parallel, ctx.dim
-        total = ordered_sum(parallel.exchange.gather(grad.contiguous()))
-        return None, parallel.layout_of(total.shape[dim]).shard(total, parallel.rank, dim), None
+        return None, _SumAndShard.apply(ctx.parallel, ctx.turn, grad, ctx.dim), None
 
 
-def _unsharded(parallel: ContextParallel, x: Tensor, dim: int) -> Tensor:
-    lengths = [n for (n,) in parallel.exchange.numbers([x.shape[dim]])]
-    layout = calls.checked_layout(parallel, lengths, f"rows of dim {dim}")
-    missing = x.new_zeros(
-        [max(lengths) - x.shape[dim] if n == dim % x.ndim else size for n, size in enumerate(x.shape)]
-    )
-    return layout.unshard(parallel.exchange.gather(torch.cat([x, missing], dim)), dim)
+@untraced
+class _SumAndShard(torch.autograd.Function):
+    """This rank's rows of the sum of all ranks' whole tensors: what :class:`_Unshard` is transposed."""
+
+    @staticmethod
+    def forward(ctx, parallel: ContextParallel, turn: Turn, x, dim):
+        turn.numbers()
+        ctx.parallel, ctx.dim = parallel, dim
+        total = ordered_sum(parallel.exchange.gather(x.contiguous()))
+        return parallel.layout_of(total.shape[dim]).shard(total, parallel.rank, dim)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None, None, _Unshard.apply(ctx.parallel, grad, ctx.dim), None

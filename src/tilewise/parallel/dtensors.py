@@ -39,6 +39,8 @@ def attention(q: DTensor, k: DTensor, v: DTensor, options: Options, with_lse: bo
     packed = options.cu_seqlens_q is not None
     axes = {0: "sequence", 1: "heads"} if packed else {0: "batch", 1: "sequence", 2: "heads"}
     cut = {n: _what(p, axes) for n, p in enumerate(q.placements) if not p.is_replicate()}
+    heads = next(dim for dim, what in axes.items() if what == "heads")
+    _refuse_heads(q.shape[heads], k.shape[heads], [q.device_mesh.size(n) for n in cut if cut[n] == "heads"])
     local_q, local_k, local_v = (x.to_local() for x in (q, k, v))
     call = assemble(local_q, local_k, local_v, options)
     _refuse(cut, *call)
@@ -70,6 +72,30 @@ def attention(q: DTensor, k: DTensor, v: DTensor, options: Options, with_lse: bo
 def _what(placement: Any, axes: dict[int, str]) -> str:
     """The dimension that a placement cuts, in words."""
     return axes.get(placement.dim, "head_dim") if placement.is_shard() else str(placement)
+
+
+def _refuse_heads(query_heads: int, key_heads: int, sizes: list[int]) -> None:
+    """Refuses, on all ranks alike, query heads that lie on other ranks than their key heads, and ranks without heads.
+
+    Args:
+        sizes: of the mesh dimensions that shard the heads, in order.
+    """
+    dealt = list(zip(_chunks(query_heads, sizes), _chunks(key_heads, sizes), strict=True))
+    if any(end * key_heads != end_k * query_heads or start_k == end_k for (_, end), (start_k, end_k) in dealt):
+        parts = ", ".join(f"{end - start} / {end_k - start_k}" for (start, end), (start_k, end_k) in dealt)
+        raise NotImplementedError(
+            f"attention of these DTensors is not built\n  {query_heads} query and {key_heads} key heads are dealt as {parts}; a rank must "
+            "hold a key head, and the query heads of its key heads: shard the heads over a number of ranks that divides the key heads"
+        )
+
+
+def _chunks(count: int, sizes: list[int]) -> list[tuple[int, int]]:
+    """The elements ``[start, stop)`` that each rank holds, where mesh dimensions of these sizes shard them one after the other."""
+    found = [(0, count)]
+    for size in sizes:
+        each = [(a, b, -(-(b - a) // size)) for a, b in found]
+        found = [(min(a + n * step, b), min(a + (n + 1) * step, b)) for a, b, step in each for n in range(size)]
+    return found
 
 
 def _refuse(cut: dict[int, str], extras: list[Tensor], seed: Tensor | None, text: str) -> None:

@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from tilewise.autograd import library
 from tilewise.parallel import calls, gathered, heads, ring
+from tilewise.parallel.agreement import Turn
 from tilewise.parallel.calls import Call
 from tilewise.parallel.exchange import Gradients
 from tilewise.spec import parse_spec
@@ -60,14 +62,29 @@ def backward(
     return gathered.backward(call, of, saved, extras, seed)
 
 
+def given(turn: Turn, of: Gradients, q: Sequence[int], v: Sequence[int], like: Tensor) -> Gradients:
+    """do and dlse, zeros where another rank alone has one: a rank whose loss leaves out what another's reads takes part too.
+
+    Args:
+        q, v: shapes of this rank's. like: a tensor of q's dtype.
+    """
+    do, dlse = of
+    with_do, with_dlse = map(any, zip(*turn.numbers(do is not None, dlse is not None), strict=True))
+    if do is None and with_do:
+        do = like.new_zeros((*q[:-1], v[-1]))
+    if dlse is None and with_dlse:
+        dlse = like.new_zeros((*q[:-3], q[-2], q[-3]), dtype=gathered.compute_dtype(like))
+    return do, dlse
+
+
 def attention(
-    call: Call, q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None
+    turn: Turn, call: Call, q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     """``(o, lse)``, differentiable, and max_logit where it is asked for, of the rank's queries; lse is None where a scheme leaves it out.
 
-    Every rank must call it, and its backward, alike.
+    Every rank must call it, and its backward, in the same order.
     """
-    return _Attention.apply(call, _Origin.apply(q, k, v, *extras), q, k, v, seed, *extras)
+    return _Attention.apply(turn, call, _Origin.apply(q, k, v, *extras), q, k, v, seed, *extras)
 
 
 @untraced
@@ -106,10 +123,10 @@ class _Once(torch.autograd.Function):
 @untraced
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, call: Call, origin, q, k, v, seed, *extras):
+    def forward(ctx, turn: Turn, call: Call, origin, q, k, v, seed, *extras):
         outputs, saved = forward(call, q, k, v, extras, seed)
         rows = () if isinstance(call, heads.Heads) else (q, k, v, *outputs[:2])
-        ctx.call, ctx.extras = call, len(extras)
+        ctx.turn, ctx.call, ctx.extras, ctx.shapes = turn, call, len(extras), (q.shape, v.shape)
         ctx.save_for_backward(origin, seed, *extras, *rows, *saved)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*outputs[2:])
@@ -118,14 +135,15 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, do, dlse=None, *_):
         origin, seed, *saved = ctx.saved_tensors
+        extras, rows = saved[: ctx.extras], saved[ctx.extras :]
+        do, dlse = given(ctx.turn, (do, dlse), *ctx.shapes, rows[0])
         if do is None and dlse is None:
-            return (None,) * (6 + ctx.extras)
+            return (None,) * (7 + ctx.extras)
         with torch.no_grad():
-            extras = saved[: ctx.extras]
-            dq, dk, dv, dextras = backward(ctx.call, (do, dlse), saved[ctx.extras :], extras, seed)
+            dq, dk, dv, dextras = backward(ctx.call, (do, dlse), rows, extras, seed)
         if torch.is_grad_enabled():
             dq, dk, dv, *dextras = _Once.apply(origin, do, dlse, dq, dk, dv, *dextras)
-        return None, None, dq, dk, dv, None, *dextras
+        return None, None, None, dq, dk, dv, None, *dextras
 
 
 # -- Inside a compiled graph ---------------------------------------------------------------------------------------
@@ -186,7 +204,11 @@ class _BackwardCall(NamedTuple):
 def _backward_kernel(*arguments):
     c = _BackwardCall(*arguments)
     call = calls.compiled_call(_group(c.ranks), *c.whole(), c.extras, c.seed, c.spec, c.with_lse)
-    dq, dk, dv, dextras = backward(call, (c.do, c.dlse), c.saved, c.extras, c.seed)
+    of = c.do, c.dlse
+    if not isinstance(c.saved[0], FakeTensor):
+        q, _, v = c.whole()
+        of = given(Turn(_group(c.ranks).exchange, 0), of, q.shape, v.shape, q)
+    dq, dk, dv, dextras = backward(call, of, c.saved, c.extras, c.seed)
     return dq, dk, dv, [dextras[slot] for slot in call.grad_slots]
 
 

@@ -294,6 +294,41 @@ def test_one_condition_tells_every_tile_exactly():
     assert torch.equal(TileMap.build(grid, 16, 24).status.expand(true.shape), true)
 
 
+LISTED = tw.block_sparse(torch.rand(BATCH, 1, 6, 6, generator=torch.Generator().manual_seed(3)) < 0.5, 16, 24)
+FULL_ONES = tw.block_sparse(torch.eye(6).bool(), 16, 24)
+ODD = tw.keep(lambda b, h, i, j: (i * j + h) % 3 > 0)
+IN_PART = {  # masks of which parts tell some tiles, and these parts alone
+    "listed": (LISTED & ODD, LISTED, None),
+    "listed-or-full": ((LISTED | FULL_ONES) & (ODD | FULL_ONES), LISTED | FULL_ONES, FULL_ONES),
+    "causal": (tw.keep(lambda b, h, i, j: (i + tw.offset >= j) & ((i * j) % 3 > 0)), tw.causal(), None),
+    "none": (ODD, tw.window(), None),
+}
+
+
+@pytest.mark.parametrize("lengths", [(96, 144), (90, 131), (0, 144), (96, 0)])
+@pytest.mark.parametrize("name", IN_PART)
+def test_parts_of_a_predicate_tell_tiles_without_a_question_to_the_others(name, lengths, monkeypatch):
+    mask, most, least = IN_PART[name]
+    grid = grid_of(mask, *lengths)
+    asked, evaluate = [], Grid.evaluate
+
+    def counting(self, e, i=None, j=None):
+        asked.append(len(i) * len(j))
+        return evaluate(self, e, i, j)
+
+    monkeypatch.setattr(Grid, "evaluate", counting)
+    found = tiles.known_status(grid, 16, 24)
+    assert not any(n > 36 for n in asked)  # of blocks and corners, not of pairs
+    monkeypatch.undo()
+    true = true_status(matrix(grid), 16, 24)
+    assert_sound(found, true)
+    told = torch.full_like(true, PARTIAL)
+    told[true_status(matrix(grid_of(most, *lengths)), 16, 24) == EMPTY] = EMPTY
+    if least is not None:
+        told[true_status(matrix(grid_of(least, *lengths)), 16, 24) == FULL] = FULL
+    assert torch.equal(found.expand(true.shape), told)
+
+
 TABLE = torch.arange(200).flip(0)
 
 

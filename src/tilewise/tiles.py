@@ -18,10 +18,11 @@ from torch import Tensor
 from tilewise import expr
 from tilewise.expr import Expr
 from tilewise.masks import Mask, Region, region, with_lists
-from tilewise.masks.facts import Condition, granularity, monotone_terms
+from tilewise.masks.facts import Condition, condition_of, granularity, monotone_terms
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 PREPARED_BLOCK = 64
+_LEAST_BLOCK = 64  # pairs of a block that is worth a question before all pairs are asked
 _CHUNK_ELEMENTS = 1 << 22  # pairs that are evaluated at once: 32 MiB of int64, which caches may hold
 # On a GPU 128 MiB, for fewer launches: in steps of 2**22, three evaluations of 16,384 x 16,384 pairs took 92 ms on an H200, where
 # FlexAttention takes 5 for one in a single step.
@@ -223,10 +224,8 @@ def _interval_status(grid: Grid, tile_m: int, tile_n: int, by_columns: bool) -> 
 
 def _status_of(grid: Grid, tile_m: int, tile_n: int) -> Tensor:
     """Status of the predicate: from corners of tiles where it rises or falls along rows and columns, else from all pairs."""
-    terms = monotone_terms(grid.region)
-    return (
-        _predicate_status(grid, tile_m, tile_n)[0] if terms is None else _status_by_corners(grid, terms, tile_m, tile_n)
-    )
+    known = monotone_terms(grid.region) is not None
+    return known_status(grid, tile_m, tile_n) if known else _predicate_status(grid, tile_m, tile_n)[0]
 
 
 def _predicate_status(grid: Grid, tile_m: int, tile_n: int) -> tuple[Tensor, Tensor]:
@@ -239,8 +238,7 @@ def _predicate_status(grid: Grid, tile_m: int, tile_n: int) -> tuple[Tensor, Ten
         blocks = (1, 1, -(-grid.seqlen_q // tile_m), -(-grid.keys // tile_n))
         empty = torch.zeros(blocks, dtype=torch.uint8, device=device)
         return empty, torch.zeros((1, 1, grid.keys), dtype=torch.bool, device=device)
-    step_m = math.gcd(tile_m, granularity(predicate, "i") or tile_m)
-    step_n = math.gcd(tile_n, (granularity(predicate, "j") or tile_n) if grid.key_origin is None else 1)
+    step_m, step_n = _steps(grid, predicate, tile_m, tile_n)
     j = torch.arange(0, grid.keys, step_n, device=device)
     first, last = grid.query_interval(torch.arange(grid.keys, device=device))
     heads = (len(grid.b) if "b" in expr.depends_on(predicate) else 1) * (
@@ -258,19 +256,48 @@ def _predicate_status(grid: Grid, tile_m: int, tile_n: int) -> tuple[Tensor, Ten
     return torch.cat(statuses, 2), seen
 
 
-def _status_by_corners(grid: Grid, terms: Sequence[Sequence[Condition]], tile_m: int, tile_n: int) -> Tensor:
-    """Status of the predicate whose terms are given: a condition holds somewhere in a tile if it holds at its best corner, and
-    everywhere if it holds at its worst one. A tile that two conditions meet apart, or two terms fill together, is called partial."""
+def _steps(grid: Grid, e: Expr, tile_m: int, tile_n: int) -> tuple[int, int]:
+    """The queries and keys of the largest blocks that tiles consist of and on each of which ``e`` has one value."""
+    step_n = (granularity(e, "j") or tile_n) if grid.key_origin is None else 1
+    return math.gcd(tile_m, granularity(e, "i") or tile_m), math.gcd(tile_n, step_n)
+
+
+def known_status(grid: Grid, tile_m: int, tile_n: int) -> Tensor:
+    """Status of the predicate as far as some pairs of a tile tell it, PARTIAL elsewhere: uint8 ``(b|1, h|1, query tiles, key tiles)``.
+
+    A condition that rises or falls holds somewhere in a tile if it holds at its best corner, and everywhere if it holds at its worst
+    one; one with a value for each block of pairs is asked once a block. A tile that two conditions meet apart, or two fill together, is
+    called partial, and so is one that only other conditions decide.
+    """
 
     def ends(length: int, tile: int) -> tuple[Tensor, Tensor]:
         start = torch.arange(0, length, tile, device=grid.b.device)
         return start, (start + tile).clamp(max=length) - 1
 
-    def holds(x: Condition, best: bool) -> Tensor:
-        return grid.evaluate(x.holds, rows[(x.by_i > 0) == best], columns[(x.by_j > 0) == best])
-
     rows, columns = ends(grid.seqlen_q, tile_m), ends(grid.keys, tile_n)
-    some, every = (_any_of(_all_of(holds(x, best) for x in term) for term in terms) for best in (True, False))
+
+    def bounds(part: Expr) -> tuple[Tensor, Tensor]:
+        """Whether it may hold for some pair of a tile, and whether it does for every one."""
+        found = condition_of(part, grid.region.sorted_leaves)
+        if found is not None:
+            by_i, by_j = found.by_i > 0, found.by_j > 0
+            return tuple(grid.evaluate(part, rows[by_i == best], columns[by_j == best]) for best in (True, False))
+        if part.op in ("and", "or") and expr.kind(part) == "bool":
+            join = torch.logical_and if part.op == "and" else torch.logical_or
+            return tuple(join(*both) for both in zip(*map(bounds, part.args), strict=True))
+        step_m, step_n = _steps(grid, part, tile_m, tile_n)
+        if step_m * step_n >= _LEAST_BLOCK and grid.seqlen_q and grid.keys:
+            i, j = (
+                torch.arange(0, n, step, device=grid.b.device)
+                for n, step in ((grid.seqlen_q, step_m), (grid.keys, step_n))
+            )
+            true = grid.evaluate(part, i, j)
+            true = true.expand(expr.broadcast_shape(true.shape, (1, 1, len(i), len(j))))
+            status = _block_status(true, tile_m // step_m, tile_n // step_n)
+            return status != EMPTY, status == FULL
+        return torch.tensor(True, device=grid.b.device), torch.tensor(False, device=grid.b.device)
+
+    some, every = bounds(grid.region.predicate)
     status = some.to(torch.uint8) + (some & every).to(torch.uint8)
     return status.expand(expr.broadcast_shape(status.shape, (1, 1, len(rows[0]), len(columns[0]))))
 
@@ -408,5 +435,5 @@ def prepare(mask: Mask, q: Tensor, k: Tensor) -> Mask:
     terms = monotone_terms(kept)
     if terms is None:
         return with_lists(mask, PREPARED_BLOCK, shape, *_predicate_status(grid, PREPARED_BLOCK, PREPARED_BLOCK))
-    status = _status_by_corners(grid, terms, PREPARED_BLOCK, PREPARED_BLOCK)
+    status = known_status(grid, PREPARED_BLOCK, PREPARED_BLOCK)
     return with_lists(mask, PREPARED_BLOCK, shape, status, _seen_by_terms(grid, terms))

@@ -343,14 +343,39 @@ def test_tiles_of_blocks_and_the_keys_that_are_seen_are_listed_by_the_library(bl
     sizes = [-(-n // size) for n, size in zip((300, 700), blocks, strict=True)]
     pattern = normal(2, 4, *sizes) > 0.3
     pattern[:, :, :, -1] = False
-    c = call(*qkv(nq=300, nk=700), mask=tw.block_sparse(pattern, *blocks) & other)
+    assert_sound(*listed(tw.block_sparse(pattern, *blocks) & other, blocks))
+
+
+def listed(mask, blocks) -> tuple[torch.Tensor, torch.Tensor]:
+    """The states of tiles by the library and by hand, (2, 4, ...), after a look at the keys that are seen."""
+    c = call(*qkv(nq=300, nk=700), mask=mask)
     bound = cpu_call.Bound(cpu_call.Prepared(c.p, Cpu().config(c.p)), c.t, backward=False)
     assert bound.region.unlisted == blocks
     bound.prepared.loaded.run("list", bound.call, *blocks)
     kept = Grid.whole(c.p.spec.region, c.t.leaves, (2, 4, 300, 700), "cpu").kept(torch.arange(300), torch.arange(700))
-    true = true_status(kept.expand(2, 4, -1, -1), *bound.prepared.tile(False))
-    assert_sound(bound.region.status.view(true.shape), true)
-    assert torch.equal(bound.region.seen.bool(), kept.unflatten(1, (2, 2)).any(2).any(2))
+    kept = kept.expand(2, 4, -1, -1)
+    true = true_status(kept, *bound.prepared.tile(False))
+    seen = kept.unflatten(1, (2, 2)).any(2).any(2)
+    assert torch.equal(bound.region.seen.bool().expand(seen.shape), seen)
+    return bound.region.status.view(-1, bound.region.status_head.any() * 3 + 1, *true.shape[2:]).expand(
+        true.shape
+    ), true
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [tw.keep(lambda b, h, i, j: (i * j) % 5 > 0), tw.keep(lambda b, h, i, j: (i * j + h) % 7 > 0)],
+    ids=["all-heads", "by-head"],
+)
+@pytest.mark.parametrize(
+    "outer", [tw.causal(), tw.window(left=350, right=30), tw.key_lengths(torch.tensor([650, 0]))], ids=str
+)
+def test_tiles_that_a_part_of_the_mask_tells_are_not_asked_and_have_the_state_of_their_pairs(outer, inner):
+    need_isa("portable")
+    some, every = (tw.block_sparse(normal(3, 6, seed=seed) > least, 128, 128) for seed, least in ((1, 0.0), (2, 0.5)))
+    found, true = listed((some | every) & (inner | every) & outer, (1, 1))
+    assert torch.equal(found, true)
+    assert set(true.unique().tolist()) == {0, 1, 2}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

@@ -190,10 +190,17 @@ def monotone_terms(region: Region) -> tuple[tuple[Condition, ...], ...] | None:
     return _terms(region.predicate, region.sorted_leaves)
 
 
+@lru_cache(maxsize=4096)
+def condition_of(part: Expr, sorted_leaves: frozenset[int]) -> Condition | None:
+    """A part of a region's predicate as one condition; None where it may turn back."""
+    slope = _slope(part, sorted_leaves)
+    return None if slope is None else Condition(part, slope.by_i, slope.by_j)
+
+
 def _terms(predicate: Expr, sorted_leaves: frozenset[int]) -> tuple[tuple[Condition, ...], ...] | None:
-    slope = _slope(predicate, sorted_leaves)
-    if slope is not None:
-        return ((Condition(predicate, slope.by_i, slope.by_j),),)
+    found = condition_of(predicate, sorted_leaves)
+    if found is not None:
+        return ((found,),)
     if predicate.op not in ("or", "and") or expr.kind(predicate) != "bool":
         return None
     left, right = (_terms(x, sorted_leaves) for x in predicate.args)

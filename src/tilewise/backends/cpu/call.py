@@ -24,7 +24,7 @@ from tilewise.caching import cached_property
 from tilewise.leaf_gradients import classify
 from tilewise.masks.facts import every_key_seen, granularity, monotone_terms
 from tilewise.problem import Problem
-from tilewise.tiles import Grid, TileMap, seen_keys
+from tilewise.tiles import Grid, TileMap, known_status, seen_keys
 
 Blocks = tuple[int, int]
 _WHOLE = 1 << 31  # queries or keys of a block that holds all of them
@@ -39,7 +39,9 @@ class Region:
     status_at: Tensor | None = None
     status_head: Tensor | None = None
     seen: Tensor | None = None
-    unlisted: Blocks | None = None  # status and seen are empty: the library fills them from one pair of each such block
+    unlisted: Blocks | None = (
+        None  # status is known in part and seen empty: the library asks one pair of each such block
+    )
     listing: threading.RLock = field(default_factory=threading.RLock)  # a mask of shapes alone serves all threads
 
 
@@ -135,11 +137,11 @@ class Prepared:
         native = _blocks_to_list(p)
         if not p.packed and not p.paged:
             grid = Grid(p.spec.region, leaves, p.seqlen_q, p.seqlen_k, torch.arange(p.batch), heads, p.seqlen_k)
-            return _stacked([_region_of(grid, p, tile, backward, native is not None)], p.batch, native)
+            return _stacked([_region_of(grid, p, tile, backward, native)], p.batch, native)
         parts = []
         for b, (nq, nk) in enumerate(_lengths(p, t)):
             grid = Grid(p.spec.region, leaves, nq, nk, torch.tensor([b]), heads, nk)
-            parts.append(_region_of(grid, p, tile, backward, native is not None))
+            parts.append(_region_of(grid, p, tile, backward, native))
         return _stacked(parts, p.batch, native)
 
 
@@ -197,14 +199,14 @@ class _Part:
     seen: Tensor | None
 
 
-def _region_of(grid: Grid, p: Problem, tile: tuple[int, int], backward: bool, native: bool) -> _Part:
+def _region_of(grid: Grid, p: Problem, tile: tuple[int, int], backward: bool, native: Blocks | None) -> _Part:
     ends = {}
     if backward:
         ends["first"], ends["last"] = grid.query_interval(torch.arange(grid.keys))
-    if native or not backward:  # listing reads rows
+    if native is not None or not backward:  # listing reads rows
         ends["lo"], ends["hi"] = grid.key_interval(torch.arange(grid.seqlen_q))
-    if native:
-        return _Part(ends, *_unlisted(grid, p, tile))
+    if native is not None:
+        return _Part(ends, *_unlisted(grid, p, tile, native))
     status = None
     if grid.region.predicate is not None:
         status = TileMap.build(grid, *tile, by_columns=backward).status
@@ -213,12 +215,15 @@ def _region_of(grid: Grid, p: Problem, tile: tuple[int, int], backward: bool, na
     return _Part(ends, status, seen)
 
 
-def _unlisted(grid: Grid, p: Problem, tile: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Empty arrays that the library fills: states of tiles, and seen keys, once for all b or h that they do not depend on."""
+def _unlisted(grid: Grid, p: Problem, tile: tuple[int, int], native: Blocks) -> tuple[Tensor, Tensor]:
+    """Arrays that the library fills: states of tiles, given as far as parts of the mask tell them where it would ask every pair, and seen
+    keys, of which none is marked; once for all b or h that they do not depend on."""
     symbols = expr.depends_on(*grid.region.parts)
     batch, heads = (len(grid.b) if "b" in symbols else 1), (p.heads_q if "h" in symbols else 1)
     tiles = (-(-grid.seqlen_q // tile[0]), -(-grid.keys // tile[1]))
-    status = torch.zeros((batch, heads, *tiles), dtype=torch.uint8)
+    status = torch.empty((batch, heads, *tiles), dtype=torch.uint8)
+    if native == (1, 1):
+        status.copy_(known_status(grid, *tile))
     return status, torch.zeros((batch, max(1, heads // p.group), grid.keys), dtype=torch.uint8)
 
 

@@ -1,6 +1,9 @@
 // The tiles of a predicate: the state of each, and the keys that some query sees. A predicate is evaluated once for every pair or,
-// where it has one value on blocks of pairs, once for every block. A mask with intervals alone needs none of this.
+// where it has one value on blocks of pairs, once for every block. Tiles that come with a state keep none of its pairs, or all, and are
+// not asked. A mask with intervals alone needs none of this.
 #pragma once
+#include <cstring>
+
 #include "tile.h"
 
 namespace tw::TW_ISA {
@@ -62,6 +65,9 @@ class MaskList {
 
   void tile_of_pairs(const Line &line, int64_t n0) {
     const int64_t width = smaller(c.tile_n, s.seqlen_k - n0);
+    uint8_t &state = line.state[n0 / c.tile_n];
+    if (state == TW_EMPTY) return;
+    const bool ask = state != TW_FULL;
     Place at{s.b, line.head, s.seqlen_q, s.seqlen_k, line.m0, n0};
     bool found = false, all_rows = true, entered = false;
     uint8_t column[kMaxTileN] = {};  // some query of the tile sees the key
@@ -69,6 +75,10 @@ class MaskList {
       const int64_t from = greater(line.low(at.i) - n0, 0), to = smaller(line.high(at.i, s.seqlen_k) - n0, width);
       all_rows &= from == 0 && to == width;
       if (from >= to) continue;
+      if (!ask) {
+        found = true, std::memset(column + from, 1, size_t(to - from));
+        continue;
+      }
       if (!entered) enter(at), entered = true;
       machine.run_row(TW_PREDICATE, at, 0, c.tile_n);
       const int64_t *kept = machine.at<int64_t>(c.program.keep);
@@ -78,7 +88,7 @@ class MaskList {
     }
     for (int64_t n = 0; n < width; ++n)
       if (column[n]) mark(n0 + n);
-    line.state[n0 / c.tile_n] = state_of(found, all_rows);
+    state = state_of(found, all_rows);
   }
 
   // All tiles of the row, from one pair of each block. Ends never decrease from query to query: all queries see a whole tile if the

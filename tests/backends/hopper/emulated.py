@@ -305,6 +305,11 @@ def reaches_two(values: list) -> np.ndarray:
     return np.any([~(np.abs(x) < 2) for x in values], axis=0)
 
 
+def common_bits(word, first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """Of an integer and two fp32 numbers, as far as the sign goes."""
+    return np.where((np.asarray(word) < 0) & np.signbit(first) & np.signbit(second), -1, 0)
+
+
 def spread_signs(low: np.ndarray, high: np.ndarray, halves: tuple[int, int]) -> np.ndarray:
     """Masks of two halves by the top bits of a half of each word."""
     signs = ((word >> (15 + 16 * half)) & 1 for word, half in zip((low, high), halves, strict=True))
@@ -370,7 +375,7 @@ def imported(*kernels: str) -> list[types.ModuleType]:
         module.emulated = loaded
         if module.__name__ == f"{HOPPER}.kit.instructions":
             stand_in(module, after=lambda x, score: x, clamp=lambda x, limit: np.clip(x, -limit, limit),
-                     held=np.float32, reaches_two=reaches_two, rough_tanh=np.tanh,
+                     held=np.float32, reaches_two=reaches_two, common_bits=common_bits, rough_tanh=np.tanh,
                      spread_signs=spread_signs, keep_words_above=lambda word, words: None)  # fmt: skip
         if module.__name__ == f"{HOPPER}.kit.dropout":
             stand_in(module, drop=drop)
@@ -466,7 +471,8 @@ def _stand_in(forward, tiles, instructions, softmax, packed) -> None:
     def new_operands(qk, pv, smem, config):
         t = config.tiles
         s, o, p = Registers(t.tile_n), Registers(t.width_v), Registers(t.tile_n)
-        return forward.compute.ForwardOperands("qk", "pv", smem.q, smem.k, smem.v, s, o, p, softmax.new_state())
+        wait = RegisterRow(1) if config.short_tanh else None
+        return forward.compute.ForwardOperands("qk", "pv", smem.q, smem.k, smem.v, s, o, p, softmax.new_state(), wait)
 
     def round_p(operands, config) -> None:
         operands.p.values[:] = rounded(operands.s.values, config.dtype)

@@ -9,7 +9,7 @@ import torch
 from tests.backends.contract import IN_NO_KERNEL
 from tests.backends.hopper import emulated
 from tilewise import expr
-from tilewise.backends.hopper import operations
+from tilewise.backends.hopper import capped, operations
 from tilewise.expr import OPERATIONS, Expr, apply, symbol
 
 EXPRESSION, SOFTMAX = emulated.imported("kit.expression", "kit.softmax")
@@ -130,6 +130,102 @@ def test_a_softcap_keeps_nan_and_ends_infinity():
     assert np.isnan(s[0, 0]).all()
     assert np.abs(s[1, 1] + 1).max() < 3e-7
     assert np.abs(s[:, 2:] - 1).max() < 3e-7
+
+
+SCALE2, CAP2 = (
+    np.float32(30.0 * np.log2(np.e)),
+    np.float32(2 * np.log2(np.e) * 0.25 / 30.0),
+)  # a cap of 30, a softmax_scale of 0.25
+BELOW = (np.float32(3.0), np.float32(-1.0))
+VOTES = len(capped.LEVELS)
+
+
+def capped_powers(s: np.ndarray, wait: int, scale2=SCALE2, cap2=CAP2) -> tuple:
+    """A steady block's powers, their sums by row and thread, and for how many blocks each thread then waits."""
+    powers, totals, waits = s.astype(np.float32), np.zeros((2, N), np.float32), np.full((1, N), wait)
+    emulated.role.threads = N
+    levels = SOFTMAX.ShortTanh.of(tuple(np.float32(x) for x in capped.numbers(float(scale2), float(cap2))))
+    SOFTMAX.capped_powers(powers, scale2, BELOW, SOFTMAX.Capped(cap2, 8, levels, waits), totals, 0)
+    return powers, totals, waits[0]
+
+
+def scores(largest: float) -> np.ndarray:
+    """Scores of (2 rows, 32 columns, thread) of both signs, up to ``largest`` caps."""
+    found = np.geomspace(1e-6, largest * 30 / 0.25, 2 * 32 * N).astype(np.float32).reshape(2, 32, N)
+    return found * np.where(np.arange(N) % 2 == 0, 1, -1).astype(np.float32)
+
+
+@pytest.mark.parametrize("level", range(VOTES + 1))
+def test_a_steady_block_s_capped_scores_are_right_by_every_polynomial_and_by_votes(level):
+    s = scores(0.999 * (capped.LEVELS[level].reach if level < VOTES else 0.74))
+    wait = SOFTMAX.first_of(level)
+    powers, totals, waits = capped_powers(s, wait)
+    exponent = 30.0 * np.log2(np.e) * np.tanh(s.astype(np.float64) * 0.25 / 30.0)
+    exact = np.exp2(exponent - np.array(BELOW, np.float64)[:, None, None])
+    # tanh errs by at most four roundings to fp32, the exponent and its power by one each.
+    allowed = (4 * 2.0**-24 * np.abs(exponent) + 2.0**-24 * (np.abs(exponent) + 3)) * np.log(2) + 2.0**-22
+    assert (np.abs(powers / exact - 1) <= allowed).all()
+    assert np.abs(totals / exact.sum(1) - 1).max() < 4e-6
+    assert (waits == max(wait - 1, 0)).all()
+
+
+@pytest.mark.parametrize("level", range(VOTES))
+def test_a_polynomial_is_as_exact_as_it_says(level):
+    reach, coefficients = capped.LEVELS[level]
+    x = np.linspace(1e-6, reach, 20001)
+    error = np.abs(np.polynomial.polynomial.polyval(x * x - reach**2, coefficients) * x / np.tanh(x) - 1)
+    assert error.max() < 1.25e-7
+    assert error[x < 0.1 * reach].max() < 0.65e-7
+
+
+@pytest.mark.parametrize("level", range(VOTES))
+@pytest.mark.parametrize("bad", [1.05, -1.05, 1e30, np.inf, -np.inf, np.nan])
+def test_a_score_that_was_taken_to_be_small_shows_in_its_thread_s_sum(bad, level):
+    reach = capped.LEVELS[level].reach
+    s = scores(0.999 * reach)
+    s[1, 20, 5] = bad * reach * 30 / 0.25 if abs(bad) < 2 else bad
+    with np.errstate(all="ignore"):
+        _, totals, waits = capped_powers(s, SOFTMAX.first_of(level))
+    others = np.arange(N) != 5
+    assert not totals[0, 5] < np.inf
+    assert np.isfinite(totals[:, others]).all()
+    assert waits[5] == SOFTMAX.first_of(level + 1)
+    assert (waits[others] == max(SOFTMAX.first_of(level) - 1, 0)).all()
+
+
+def test_votes_go_on_where_a_score_is_beyond_every_polynomial():
+    s = scores(2.0)
+    _, totals, waits = capped_powers(s, SOFTMAX.first_of(VOTES) - 5)
+    exact = np.exp2(
+        30.0 * np.log2(np.e) * np.tanh(s.astype(np.float64) * 0.25 / 30.0) - np.array(BELOW, np.float64)[:, None, None]
+    )
+    assert np.abs(totals / exact.sum(1) - 1).max() < 2e-5
+    assert (waits == SOFTMAX.first_of(VOTES)).all()
+
+
+@pytest.mark.parametrize(
+    ("scale2", "cap2"), [(1.0, 1e-30), (1.0, 1e30), (1e38, 1e9), (1.0, 0.0)], ids=["low", "high", "cap", "zero"]
+)
+def test_coefficients_beyond_fp32_are_never_used(scale2, cap2):
+    numbers = capped.numbers(scale2, cap2)
+    assert [limit for limit, _ in capped.by_level(numbers)] == [-np.inf] * VOTES
+    assert len(numbers) == capped.COUNT
+
+
+def test_numbers_of_a_launch_are_those_of_each_level_again():
+    for (limit, coefficients), level in zip(
+        capped.by_level(capped.numbers(float(SCALE2), float(CAP2))), capped.LEVELS, strict=True
+    ):
+        factor = float(CAP2) * np.log(2) / 2
+        assert limit == pytest.approx((level.reach / factor) ** 2)
+        expected = [float(SCALE2) * c * factor ** (2 * n + 1) for n, c in enumerate(level.coefficients)]
+        assert coefficients == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("largest", "level"), [(0.1, 0), (0.18, 1), (0.25, 1), (0.38, 2), (0.7, 2), (0.8, VOTES)])
+def test_a_tile_begins_with_the_polynomial_that_its_first_maxima_leave_room_for(largest, level):
+    rows = SOFTMAX.SoftmaxState(np.array([SCALE2 * np.tanh(0.01), SCALE2 * np.tanh(largest)], np.float32), None, None)
+    assert SOFTMAX.first_wait(rows, SCALE2) == SOFTMAX.first_of(level)
 
 
 def test_a_node_is_computed_once_for_what_it_depends_on():

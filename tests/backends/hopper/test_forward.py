@@ -201,6 +201,55 @@ def test_a_maximum_that_falls_behind_is_noticed(causal, dtype):
     assert (out.lse - lazy.lse).abs().max() < 1e-3
 
 
+# Sizes of scores, of a digit for each block as they are visited; how each block but the first is computed where a polynomial is tried again
+# after 3 blocks and votes end after 2: by the polynomial of that degree, v by votes, ! once more.
+LEVELS = {
+    "0000000000": "222222222",
+    "0000220000": "2222!33322",
+    "0004400000": "222!555333",
+    "9990000000": "vvvv55533",
+    "0000990000": "2222!vvv55",
+}
+
+
+@pytest.mark.parametrize("sizes", LEVELS)
+def test_capped_scores_that_are_taken_to_be_small_and_are_not_are_computed_once_more(sizes, monkeypatch):
+    done, load_kernel = [], emulated.load_kernel
+
+    def watched():
+        kernel = load_kernel()
+        softmax, once_more = kernel.compute.softmax, kernel.compute.once_more
+        shortly, softcap = softmax.cap_shortly, softmax.softcap
+        softmax.PATIENCE, softmax.CARE = 3, 2
+
+        def watched_shortly(s, tanh, below):
+            done.append(str(len(tanh.coefficients) - 1))
+            return shortly(s, tanh, below)
+
+        def watched_softcap(s, cap2, scale2, together, below=None, beyond=None):
+            if below is not None:
+                done.append("v")
+            softcap(s, cap2, scale2, together, below, beyond)
+
+        def watched_once_more(served, *rest):
+            if not served:
+                done.append("!")
+            once_more(served, *rest)
+
+        softmax.cap_shortly, softmax.softcap = watched_shortly, watched_softcap
+        kernel.compute.once_more = watched_once_more
+        return kernel
+
+    monkeypatch.setattr(emulated, "load_kernel", watched)
+    q, k, v = qkv(64, 64 * len(sizes), heads=(1, 1))
+    by_key = 0.1 + torch.tensor([float(n) for n in reversed(sizes)]).repeat_interleave(64)
+    c = without_gradient(call(q, (k * by_key[:, None, None]).to(k.dtype), v, score=tw.softcap(30.0)))
+    out = emulate(c, replace(STEADY, warpgroups=1), ctas=1)
+    errors = accuracy.Expected.of(c.p, c.t).judge(accuracy.tensors(out, None))
+    assert not [str(e) for e in errors if not e.ok]
+    assert "".join(done) == LEVELS[sizes]
+
+
 def test_infinite_sums_of_a_block_are_taken_for_what_they_are():
     q, k, v = qkv(64, 200)
     k[:, :100] *= 1e4  # of the blocks that come last: 2**(their scores) overflows beside the first block's maxima

@@ -9,6 +9,7 @@ Importing this imports no DSL. Where to look:
 - ``kit/``: what every kernel uses: rings of stages, tiles, softmax, schedulers, expressions, dropout.
 - ``host/``: from a call to a launch, and from a kernel's source to the file that is shipped.
 - ``tables``: scores that add a table's bias by distance, as a line of biases.
+- ``capped``: the polynomials of a softcap's tanh, as numbers of a launch.
 - ``padding``: batches whose keys end early, as packed sequences.
 - ``kernels``: all kernels that ship, as one type and one list.
 - ``expected``: what a compiled kernel must have, for the checks ahead of time.

@@ -46,6 +46,7 @@ class ForwardOperands(NamedTuple):
         s, o: accumulators of 64 × tile_n and 64 × width_v, fp32.
         p: 64 × tile_n in the element type, in the order of ``s``'s registers.
         rows: the softmax state of the thread's two rows.
+        wait: (1,) int32, of a softcap's short polynomials (:class:`tilewise.backends.hopper.kit.softmax.Capped`).
     """
 
     qk: cute.TiledMma
@@ -57,6 +58,7 @@ class ForwardOperands(NamedTuple):
     o: cute.Tensor
     p: cute.Tensor
     rows: softmax.SoftmaxState
+    wait: cute.Tensor | None
 
 
 def new_operands(qk: cute.TiledMma, pv: cute.TiledMma, smem: ForwardStorage, config: Config) -> ForwardOperands:
@@ -71,6 +73,7 @@ def new_operands(qk: cute.TiledMma, pv: cute.TiledMma, smem: ForwardStorage, con
         cute.make_rmem_tensor(pv.partition_shape_C((ROWS, tiles.width_v)), F32),  # O
         cute.make_rmem_tensor(pv.partition_shape_A((ROWS, tiles.tile_n)), ELEMENT[config.dtype]),  # P
         softmax.new_state(),
+        cute.make_rmem_tensor((1,), I32) if config.short_tanh else None,
     )  # fmt: skip
 
 
@@ -195,6 +198,8 @@ def compute_tile(
             words = kept_words(query_tile, hidden + 1 + step, w, params, config)  # under the products that follow
             block = KeyBlock(ends, block_at(query_tile, hidden + 1 + step, params, config), partial=True, words=words)
             state = key_block(operands, n_q, state, block, smem, params, config)
+    if cutlass.const_expr(config.short_tanh):
+        operands.wait[0] = softmax.first_wait(operands.rows, params.scale2)
     for step in cutlass.range(rest - whole, unroll=1):
         block = KeyBlock(ends, block_at(query_tile, whole + step, params, config), partial=False, words=words)
         state = whole_block(operands, n_q, state, block, smem, params, config)
@@ -337,7 +342,7 @@ def steady_block(
     warpgroup.wait_group(1)  # S; O may still be under way
     # A bias is taken off the maximum here, not added to S, which saves two instructions a pair; a softcap takes the maximum along.
     s = rows_columns(operands.s)
-    capped = softmax.Capped(params.cap2, config.softcap_columns) if config.softcap else None
+    capped = capped_by(operands, params, config) if config.softcap else None
     totals = softmax.steady_softmax(s, operands.rows, params.scale2, block.bias(config), capped)
     served = both(totals[0] <= softmax.MOST, totals[1] <= softmax.MOST)
     # All four warps answer, as they read S and P together; it holds the exponentials above the wait (softmax.hold_exponentials).
@@ -351,6 +356,12 @@ def steady_block(
     dropout.drop(operands.p, masks)
     release(smem.empty + state.index)  # K: the loading warp
     return v_state.advance(config.tiles.stages)
+
+
+def capped_by(operands: ForwardOperands, params: ForwardParams, config: Config) -> softmax.Capped:
+    """A softcap's numbers for a steady block."""
+    levels = softmax.ShortTanh.of(params.extra.numbers) if config.short_tanh else None
+    return softmax.Capped(params.cap2, config.softcap_columns, levels, operands.wait)
 
 
 @cute.jit
@@ -367,6 +378,8 @@ def once_more(
         softmax.online_softmax(s, operands.rows, left_scale(params, config), first=False, masked=False, lazy=lazy)
         softmax.rescale(operands.o, operands.rows.factor, lazy)
         round_p(operands, config)
+        if cutlass.const_expr(config.short_tanh):
+            operands.wait[0] = cutlass.max(operands.wait[0], softmax.first_wait(operands.rows, params.scale2))
 
 
 def both_products(

@@ -206,6 +206,12 @@ class Config(Formed):
         return self.tiles.steady and self.traced == PLAIN
 
     @property
+    def short_tanh(self) -> bool:
+        """Whether whole blocks take a softcap's scores to be as small as those before were (docs/decisions.md#hopper-softcap): at a head
+        dim of 128 two warps of a scheduler hide less of what a long block waits for."""
+        return self.steady and self.softcap and self.tiles.width == 64
+
+    @property
     def skips(self) -> bool:
         """Whether a warpgroup may see nothing of a block that another one of its CTA sees, since rows end one after the other
         (docs/decisions.md#hopper-skipped-blocks)."""

@@ -6,6 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.runtime import make_fake_stream
 
+from tilewise.backends.hopper import capped
 from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.kit import fake
 from tilewise.bit_tiles import THREADS, words_of
@@ -56,7 +57,7 @@ def fake_arguments(config: Config) -> tuple:
         "start": lambda: fake.I32,
     }
     traced = [fake.leaf(dtype, rank) for dtype, rank in config.traced.tensors]
-    traced += [fake.NUMBERS[kind] for kind in config.traced.numbers]
+    traced += [fake.F32] * capped.COUNT if config.short_tanh else [fake.NUMBERS[kind] for kind in config.traced.numbers]
     # lo, hi, section, CTAs, whether there are sinks; scale2, cap2. The host passes them by place.
     numbers = *[fake.I32] * 5, *[fake.F32] * 2
     return (

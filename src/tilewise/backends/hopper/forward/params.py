@@ -67,10 +67,10 @@ class TensorMaps(NamedTuple):
 
 
 def optional_params(values: list, config: Config) -> OptionalParams:
-    """The values that follow a launch's numbers, by name: those of ``config.extra``, then leaves, then numbers of expressions."""
+    """The values that follow a launch's numbers, by name: those of ``config.extra``, then leaves, then numbers of expressions or tanh."""
     # The host puts values down by place, in this order: fields of `config.extra`, then leaves, then numbers.
     named, leaves = len(config.extra), len(config.extra) + len(config.traced.tensors)
-    if config.traced == PLAIN:
+    if config.traced == PLAIN and not config.short_tanh:
         return OptionalParams(**dict(zip(config.extra, values, strict=True)))
     fields = dict(zip(config.extra, values[:named], strict=True))
     return OptionalParams(**fields, leaves=tuple(values[named:leaves]), numbers=tuple(values[leaves:]))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tilewise import device as devices
 from tilewise.backends.base import Inputs, Output, empty_output, has_no_pair, output_of_no_pair
+from tilewise.backends.hopper import capped
 from tilewise.backends.hopper.config import PLAIN, Band, keys_of
 from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.forward.grids import Grid, spread
@@ -92,7 +93,14 @@ class ForwardPlan(LaunchPlan):
         numbers |= {"start": self.line_of.start} if self.config.table else {}
         rest = iter(tensors)
         found = tuple(numbers[name] if name in numbers else next(rest) for name in self.config.extra)
-        return found + tuple(rest) + (() if self.config.traced == PLAIN else self.expressions.numbers)
+        return found + tuple(rest) + self.last_numbers
+
+    @cached_property
+    def last_numbers(self) -> tuple[int | float, ...]:
+        """Numbers of expressions, or of a softcap's short polynomials."""
+        if self.config.short_tanh:
+            return capped.numbers(*self.scales)
+        return () if self.config.traced == PLAIN else self.expressions.numbers
 
     def sink(self, inputs: Inputs, lse: Tensor) -> Tensor:
         """The sinks, (heads_q,), fp32; without sinks any memory will do, as it is not read."""

@@ -60,6 +60,13 @@ def reaches_two(values: list):
     return cute.arch.inline_ptx(code, write_only_types=[cutlass.Int32], read_only_args=left) != 0
 
 
+def common_bits(word, first, second):
+    """The bits that an integer and two fp32 numbers have in common; the sign is among them where both numbers are negative."""
+    # 0x80: the bits of all three.
+    code = "lop3.b32 {$w0}, {$r0}, {$r1}, {$r2}, 0x80;"
+    return cute.arch.inline_ptx(code, write_only_types=[cutlass.Int32], read_only_args=[word, first, second])
+
+
 def rough_tanh(value):
     """tanh of an fp32 number by the special function unit: its relative error is at most 2**-10.987."""
     return cute.arch.inline_ptx("tanh.approx.f32 {$w0}, {$r0};", write_only_types=[F32], read_only_args=[value])

@@ -34,7 +34,8 @@ class OptionalParams(NamedTuple):
             (:mod:`tilewise.backends.hopper.kit.lines`).
         dbias: fp32, written by the pass over keys: the parts of the gradient of each head's slope, (batch, heads_q, warp), or of its line,
             (slot, heads_q, distance).
-        leaves, numbers: the tensors and numbers that expressions read.
+        leaves, numbers: the tensors and numbers that expressions read; of a softcap,
+            those of :func:`tilewise.backends.hopper.capped.numbers`.
     """
 
     o: cute.Tensor | None = None

@@ -11,8 +11,18 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 
-from tilewise.backends.hopper.kit.dtypes import F32
-from tilewise.backends.hopper.kit.instructions import after, choose, clamp, held, keep_above, reaches_two, rough_tanh
+from tilewise.backends.hopper.capped import LEVELS, by_level
+from tilewise.backends.hopper.kit.dtypes import F32, I32
+from tilewise.backends.hopper.kit.instructions import (
+    after,
+    choose,
+    clamp,
+    common_bits,
+    held,
+    keep_above,
+    reaches_two,
+    rough_tanh,
+)
 from tilewise.backends.hopper.kit.lines import BlockLine
 from tilewise.backends.hopper.kit.slopes import BlockSlopes
 from tilewise.backends.hopper.kit.tiles import constant_column, reduce_quad, rows_columns
@@ -51,6 +61,11 @@ LEADING = -1.64753008e-07
 MIDDLE = 0.75
 QUINTIC = (0.374999989, -0.0175779275, 0.000988181653, -5.56298534e-05, 2.87182773e-06, -9.72614647e-08)
 QUOTIENT_COLUMNS = 4  # of a thread, whose quotients are computed at once
+MARGIN = 1.25
+"""By which the largest score of later blocks may exceed that of a tile's first, where a warp begins: of normal scores 1.2 after 4,096
+keys, 1.3 after 16,384."""
+PATIENCE, CARE = 256, 64
+"""The blocks after which a shorter polynomial is tried again, and those with votes before (:func:`capped_powers`)."""
 
 
 def polynomial(u, coefficients: tuple):
@@ -62,13 +77,28 @@ def polynomial(u, coefficients: tuple):
 
 
 class Capped(NamedTuple):
-    """A softcap's numbers for :func:`softcap`."""
+    """A softcap's numbers for :func:`softcap`; with ``levels``, the polynomials of :func:`capped_powers`, ``wait``, (1,) int32, counts the
+    blocks until a shorter one of them is taken."""
 
     cap2: F32
     together: int
+    levels: list | None = None
+    wait: cute.Tensor | None = None
 
 
-def softcap(s: cute.Tensor, cap2, scale2, together: int, below=None) -> None:
+class ShortTanh(NamedTuple):
+    """``scale2 tanh(score / cap) = score P(v)`` with ``v = score² - limit``, for ``v <= 0`` (:mod:`tilewise.backends.hopper.capped`)."""
+
+    limit: F32
+    coefficients: tuple
+
+    @classmethod
+    def of(cls, numbers: tuple) -> list[ShortTanh]:
+        """The polynomials of a launch's numbers."""
+        return [cls(limit, coefficients) for limit, coefficients in by_level(numbers)]
+
+
+def softcap(s: cute.Tensor, cap2, scale2, together: int, below=None, beyond=None) -> None:
     """Turns scores into ``t = scale2 tanh(score / cap)``, with ``cap2 = 2 log2(e) softmax_scale / cap``, or into ``2**(t - below[r])``.
 
     The relative error of tanh is about 3e-7 at most, since lse shows it: ``1 - 2 / (1 + 2**(s cap2))`` errs by 6e-8 whatever the score's
@@ -77,19 +107,22 @@ def softcap(s: cute.Tensor, cap2, scale2, together: int, below=None) -> None:
 
     Args:
         together: the most columns of a thread that decide together how their tanh is computed.
+        beyond: (1,) int32, if given: becomes 1 where not all of the warp's |score / cap| are below MIDDLE.
     """
     columns = cute.size(s, mode=[1])
     count = -(-columns // -(-columns // together))
     for first in range(0, columns, count):
-        softcap_columns(s, first, min(first + count, columns), cap2 * (LN_2 / SMALL), scale2, below)
+        softcap_columns(s, first, min(first + count, columns), cap2 * (LN_2 / SMALL), scale2, below, beyond)
 
 
 @cute.jit
-def softcap_columns(s: cute.Tensor, first: cutlass.Constexpr, last: cutlass.Constexpr, step, scale2, below):
+def softcap_columns(s: cute.Tensor, first: cutlass.Constexpr, last: cutlass.Constexpr, step, scale2, below, beyond):
     """:func:`softcap` of columns ``first`` to ``last``: no lane leaves its warp, which would then run both ways."""
     multiply(s, first, last, step)
     if cute.arch.vote_any_sync(reaches_two(values_of(s, first, last))):
         if cute.arch.vote_any_sync(reaches_two([z * (SMALL / MIDDLE) for z in values_of(s, first, last)])):
+            if cutlass.const_expr(beyond is not None):
+                beyond[0] = I32(1)
             cap_any(s, first, last, scale2, below)
         else:
             cap_middle(s, first, last, scale2, below)
@@ -149,6 +182,68 @@ def cap_any(s: cute.Tensor, first: int, last: int, scale2, below) -> None:
             s[r, c] = scaled_or_power(tanh, scale2, r, below)
 
 
+@cute.jit
+def capped_powers(
+    s: cute.Tensor, scale2, below: tuple, capped: cutlass.Constexpr, totals: cute.Tensor, level: cutlass.Constexpr
+):
+    """Turns a steady block's scores into ``2**(scale2 tanh(score / cap) - below[r])``, and writes the sums of rows to ``totals``.
+
+    A warp takes its scores to be as small as those of the blocks before: it votes no more, which all its instructions would wait for.
+    Where one is not, a power becomes infinite, the block's sums say that it has to be computed once more, and the next blocks are computed
+    by the next polynomial, or with votes. ``level`` is the first polynomial that may do.
+    """
+    wait = capped.wait
+    if cutlass.const_expr(level == len(LEVELS)):
+        # Votes are the one way that is right for any score, so it is also where a warp finds out that scores have become small.
+        beyond = cute.make_rmem_tensor((1,), I32)
+        beyond[0] = I32(0)
+        softcap(s, capped.cap2, scale2, capped.together, below, beyond)
+        wait[0] = cutlass.select_(beyond[0] == 0, wait[0] - 1, I32(first_of(level)))
+        for r in range(2):
+            totals[r] = row_sum(s, r)
+    # All lanes go one way: a warp whose lanes part runs both. This vote is of what earlier blocks left, so nothing waits for it.
+    elif cute.arch.vote_any_sync(wait[0] > level * PATIENCE):
+        capped_powers(s, scale2, below, capped, totals, level + 1)
+    else:
+        small = cap_shortly(s, capped.levels[level], below)
+        # A thread may wait for less than its warp does.
+        left = cutlass.select_(wait[0] > 0, wait[0] - 1, I32(0))
+        wait[0] = cutlass.select_(small, left, I32(first_of(level + 1)))
+        for r in range(2):
+            totals[r] = row_sum(s, r)
+
+
+def first_of(level: int) -> int:
+    """The ``wait`` of threads for which polynomials before ``level`` do not hold; none does for the last level, and votes are needed."""
+    return level * PATIENCE if level < len(LEVELS) else (level - 1) * PATIENCE + CARE
+
+
+def cap_shortly(s: cute.Tensor, tanh: ShortTanh, below: tuple):
+    """:func:`capped_powers` of scores that are taken to be small; returns whether all of the thread's are."""
+    # The signs of all v go into one word: half an instruction a score, where a comparison each would take as much as a coefficient.
+    word = I32(-1)
+    for c in range(cute.size(s, mode=[1])):
+        v = [s[r, c] * s[r, c] - tanh.limit for r in range(2)]
+        word = common_bits(word, *v)
+        for r in range(2):
+            t = cute.math.fma(s[r, c], polynomial(v[r], tanh.coefficients), -below[r])
+            s[r, c] = cute.math.exp2(t, fastmath=True)
+    # An infinite sum is what a steady block asks about anyway; one power of a thread will do, since the warps answer together.
+    s[0, 0] = choose(word < 0, s[0, 0], INF)
+    return word < 0
+
+
+def first_wait(rows: SoftmaxState, scale2) -> I32:
+    """The ``wait`` of :class:`Capped` where row maxima are new: somewhat larger scores are expected, if that leaves a polynomial."""
+    largest = cute.arch.fmax(rows.m2[0], rows.m2[1])
+    wait = I32(first_of(len(LEVELS)))
+    for n in reversed(range(len(LEVELS))):
+        # Beyond the last polynomial every block votes, which costs more than the block now and then that is computed once more.
+        margin = MARGIN if n + 1 < len(LEVELS) else 1.0
+        wait = cutlass.select_(largest < scale2 * (math.tanh(LEVELS[n].reach) / margin), I32(first_of(n)), wait)
+    return wait
+
+
 def softcap_roughly(s: cute.Tensor, cap2) -> None:
     """Turns scores into ``tanh(score / cap)`` by one instruction, whose relative error of 2e-4 to 5e-4 is less than that which rounding a
     score to 16 bits makes: enough for P and the slope of a backward."""
@@ -185,6 +280,14 @@ def row_max(s: cute.Tensor, r: int):
     for c in range(4, columns):
         chains[c % 4] = cute.arch.fmax(chains[c % 4], s[r, c])
     return cute.arch.fmax(cute.arch.fmax(chains[0], chains[1]), cute.arch.fmax(chains[2], chains[3]))
+
+
+def row_sum(s: cute.Tensor, r: int):
+    """The sum of a thread's part of row r, in two chains for latency."""
+    sums = [F32(0.0), F32(0.0)]
+    for c in range(cute.size(s, mode=[1])):
+        sums[c % 2] = sums[c % 2] + s[r, c]
+    return sums[0] + sums[1]
 
 
 def online_softmax(s: cute.Tensor, rows: SoftmaxState, scale2, first: bool, masked: bool, lazy: bool) -> None:
@@ -237,6 +340,10 @@ def steady_softmax(
     Returns:
         The thread's part of each row's sum.
     """
+    if capped and capped.levels:
+        totals = cute.make_rmem_tensor((2,), F32)
+        capped_powers(s, scale2, (rows.m2[0], rows.m2[1]), capped, totals, 0)
+        return [totals[0], totals[1]]
     if capped:
         softcap(s, capped.cap2, scale2, capped.together, (rows.m2[0], rows.m2[1]))
     totals = []

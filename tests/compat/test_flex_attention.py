@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
+import weakref
 
 import pytest
 import torch
@@ -75,6 +77,65 @@ def test_a_block_mask_made_by_hand_means_what_its_lists_say(mask_mod, full):
         lambda a, *x: attend(*x, a, kept=pairs),
         qkv(),
     )
+
+
+def test_calls_share_the_mask_of_a_block_mask_until_something_changes():
+    """Each change alone, with the mask asked for before and after it; what a call computes is that of its lists and mod now."""
+    ids, reach = torch.arange(N) // 9, [5]
+    block_mask = by_hand(lambda b, h, i, j: (ids[i] == ids[j]) | (i - j < reach[0]))
+    q, k, v = qkv()
+    ours = lambda: door._mask(block_mask, q, k)  # noqa: E731
+
+    def right() -> bool:
+        i, j = torch.arange(N)[:, None], torch.arange(N)
+        mod, pairs = block_mask.mask_mod(0, 0, i, j), torch.zeros(N, N, dtype=torch.bool)
+        for lists, kept in (
+            (("kv_num_blocks", "kv_indices"), mod),
+            (("full_kv_num_blocks", "full_kv_indices"), mod | True),
+        ):
+            counts, indices = (getattr(block_mask, name)[0, 0].tolist() for name in lists)
+            for row, (count, columns) in enumerate(zip(counts, indices, strict=True)):
+                for column in columns[:count]:
+                    block = slice(12 * row, 12 * row + 12), slice(12 * column, 12 * column + 12)
+                    pairs[block] |= kept[block]
+        expected = tw.attention(*(x.transpose(1, 2) for x in (q, k, v)), mask=tw.dense(pairs)).transpose(1, 2)
+        return torch.allclose(flex_attention(q, k, v, block_mask=block_mask, enable_gqa=True), expected, atol=1e-5)
+
+    first = ours()
+    assert right()
+    assert ours() is first
+    ids.copy_(torch.arange(N) // 7)  # the same mask, which sees it itself
+    assert ours() is first
+    assert right()
+    changes = (
+        lambda: reach.__setitem__(0, 9),
+        lambda: block_mask.kv_num_blocks.copy_(torch.tensor([[[2, 1, 1]]])),
+        lambda: block_mask.full_kv_indices.copy_(torch.tensor([[[[1, 0, 2]] * 3]])),
+        lambda: setattr(block_mask, "kv_indices", torch.tensor([[[[1, 2, 0], [0, 1, 2], [2, 1, 0]]]])),
+        lambda: setattr(block_mask, "mask_mod", lambda b, h, i, j: i >= j),
+    )
+    for change in changes:
+        before = ours()
+        change()
+        assert ours() is not before
+        assert ours() is ours()
+        assert right()
+
+
+def test_lists_of_inference_mode_are_read_at_each_call():
+    with torch.inference_mode():
+        block_mask, (q, k, _) = by_hand(causal), qkv()
+        assert door._mask(block_mask, q, k) is not door._mask(block_mask, q, k)
+
+
+def test_a_block_mask_is_not_kept_alive():
+    block_mask, (q, k, _) = by_hand(causal), qkv()
+    door._mask(block_mask, q, k)
+    gone, count = weakref.ref(block_mask), len(door._held)
+    del block_mask
+    gc.collect()
+    assert gone() is None
+    assert len(door._held) == count - 1
 
 
 def test_flags_and_scale_are_those_of_flex_attention(monkeypatch):

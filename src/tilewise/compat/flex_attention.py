@@ -3,14 +3,15 @@
 Layouts are FlexAttention's, ``(batch, heads, seqlen, head_dim)``, and mods run as they are. Where the two differ:
 
 - :func:`create_block_mask` gives a :class:`tilewise.Mask`, which holds no blocks and knows no lengths; a ``BlockMask`` of torch's is
-  taken too, and means what its lists say. Each call reads them beside the mask_mod, which takes longer than the mask_mod alone.
+  taken too, and means what its lists say. They are read once, and again when they or what the mask_mod reads have changed.
 - A row that sees no key is zero.
 - ``torch.compile`` is not needed, and works; ``kernel_options`` change no result: they are taken and not needed.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import weakref
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from torch.nn.attention.flex_attention import (
 )
 
 import tilewise as tw
+from tilewise.caching import edition
 from tilewise.masks.catalogue import MaskFunction
 from tilewise.scores.catalogue import ScoreFunction
 
@@ -125,9 +127,54 @@ def _mask(block_mask: object, query: Tensor, key: Tensor) -> object:
     lengths = query.shape[2], key.shape[2]
     if tuple(block_mask.seq_lengths) != lengths:
         raise ValueError(f"block_mask is of lengths {tuple(block_mask.seq_lengths)}, the call of {lengths}")
+    inside = tw.keep(block_mask.mask_mod)
+    if torch.compiler.is_compiling():
+        return _of_lists(block_mask, inside)
+    made_of = _MadeOf.now(block_mask, inside)
+    held = _held.get(block_mask)
+    if held is None or not held[0].still(made_of):
+        held = _held[block_mask] = made_of, _of_lists(block_mask, inside)
+    return held[1]
+
+
+class _MadeOf(NamedTuple):
+    """What the mask of a BlockMask is made of, so that calls share one mask, and with it what is known of its tiles.
+
+    Attributes:
+        facts: the mask_mod, traced anew at each call, as text; block sizes and lengths; the editions of ``lists``.
+        sources: tensors that the mask_mod reads; a mask notices itself when they change. lists: the BlockMask's own.
+    """
+
+    facts: tuple
+    sources: tuple[Tensor, ...]
+    lists: tuple[Tensor, ...]
+
+    @classmethod
+    def now(cls, block_mask: BlockMask, inside: tw.Mask) -> _MadeOf:
+        every = (
+            block_mask.kv_num_blocks,
+            block_mask.kv_indices,
+            block_mask.full_kv_num_blocks,
+            block_mask.full_kv_indices,
+        )
+        lists = tuple(x for x in every if x is not None)
+        editions = tuple(map(edition, lists))
+        return cls((inside.text, block_mask.BLOCK_SIZE, block_mask.seq_lengths, editions), inside.sources, lists)
+
+    def still(self, now: _MadeOf) -> bool:
+        """Whether nothing has changed; it may have where an inference tensor's writes are not counted."""
+        tensors = (*self.sources, *self.lists), (*now.sources, *now.lists)
+        same = len(tensors[0]) == len(tensors[1]) and all(x is y for x, y in zip(*tensors, strict=True))
+        return same and self.facts == now.facts and None not in now.facts[-1]
+
+
+_held: weakref.WeakKeyDictionary[BlockMask, tuple[_MadeOf, tw.Mask]] = weakref.WeakKeyDictionary()
+
+
+def _of_lists(block_mask: BlockMask, inside: tw.Mask) -> tw.Mask:
     size_q, size_k = block_mask.BLOCK_SIZE
-    columns = -(-lengths[1] // size_k)
-    seen, inside = _pattern(block_mask.kv_num_blocks, block_mask.kv_indices, columns), tw.keep(block_mask.mask_mod)
+    columns = -(-block_mask.seq_lengths[1] // size_k)
+    seen = _pattern(block_mask.kv_num_blocks, block_mask.kv_indices, columns)
     if block_mask.full_kv_indices is None:
         return tw.block_sparse(seen, size_q, size_k) & inside
     full = _pattern(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, columns)

@@ -163,6 +163,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "untraced",
     ),
     "compat.transformers.sharded": ("compat.transformers.masks", "masks.catalogue", "parallel.context"),
+    "compat.flex_attention": ("masks.catalogue", "scores.catalogue", "caching", ""),
     "compat*": ("own", "api", "spec", "masks.catalogue", "scores.catalogue", "expr", ""),
     "iomodel*": ("own", "device"),
     "pictures*": (

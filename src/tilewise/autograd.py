@@ -187,14 +187,14 @@ def _refuse_transforms(name: str) -> None:
         )
 
 
-def _has_tangent(tensors: Sequence[Tensor]) -> bool:
+def has_tangent(tensors: Sequence[Tensor]) -> bool:
     """Whether a tensor is dual: below autograd its tangent would be dropped, and the derivative be a wrong zero."""
     return forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
 def _differentiable(q, k, v, extras, seed, spec, run):
     """The forward by ``run``, and a node of the graph where gradients are wanted."""
-    if _has_tangent((q, k, v, *extras)):
+    if has_tangent((q, k, v, *extras)):
         return derivatives.Attention.apply(q, k, v, seed, spec, *extras)
     if torch.is_grad_enabled() and parse_spec(spec).needs_grad:
         return _recorded(q, k, v, seed, spec, run, *extras)

@@ -84,6 +84,39 @@ def test_a_second_derivative_raises_also_where_only_a_part_of_the_loss_needs_it(
     simulate(2, one)
 
 
+def _dual(f, q):
+    with torch.autograd.forward_ad.dual_level():
+        return f(torch.autograd.forward_ad.make_dual(q, torch.ones_like(q)))
+
+
+TRANSFORMS = {
+    "jvp": lambda f, q: torch.func.jvp(f, (q,), (torch.ones_like(q),)),
+    "dual": _dual,
+    "grad": lambda f, q: torch.func.grad(lambda q: f(q).sum())(q),
+    "vmap": lambda f, q: torch.func.vmap(f)(q[None]),
+}
+
+
+@pytest.mark.parametrize("how", TRANSFORMS)
+@pytest.mark.parametrize("transformed", [(0, 1), (1,)], ids=["on-all-or-the-first", "on-the-second"])
+def test_transforms_are_refused_on_every_rank_with_what_to_write(how, transformed):
+    if len(transformed) > 1 and how in ("jvp", "dual"):
+        transformed = (0,)  # a process has one level of forward mode, which threads cannot enter at once
+
+    def run(exchange):
+        parallel = tw.context_parallel(exchange)
+        q, k, v = (parallel.shard(x) for x in qkv(nq=40, nk=40))
+        transform = TRANSFORMS[how] if exchange.rank in transformed else lambda f, q: f(q)
+        transform(lambda q: tw.attention(q, k, v, causal=True, parallel=parallel), q)
+
+    errors = refused(2, run)
+    assert len(errors) == 2
+    assert all(
+        "torch.func (grad, jvp, vmap) and forward mode of an attention over ranks are not built" in x for x in errors
+    )
+    assert all("torch.autograd.grad(o, (q, k, v), do)" in x for x in errors)
+
+
 @pytest.mark.parametrize("scheme", ["gather", "ring"])
 def test_shards_may_be_unequal_and_a_rank_may_hold_nothing(scheme):
     q, k, v = (x.requires_grad_() for x in qkv(nq=40, nk=40))

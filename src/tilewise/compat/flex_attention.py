@@ -138,7 +138,7 @@ def _mask(block_mask: object, query: Tensor, key: Tensor) -> object:
 
 
 class _MadeOf(NamedTuple):
-    """What the mask of a BlockMask is made of, so that calls share one mask, and with it what is known of its tiles.
+    """The parts that the mask of a BlockMask is made of: calls share one mask, and with it its tiles, while none of them changes.
 
     Attributes:
         facts: the mask_mod, traced anew at each call, as text; block sizes and lengths; the editions of ``lists``.

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from tilewise import device
+from tilewise.autograd import has_tangent
 from tilewise.backends.base import PerTensors
 from tilewise.masks import Mask
 from tilewise.parallel import cost, gathered, heads, plan, ring
@@ -81,9 +83,19 @@ def agreed_call(
     with_lse: bool,
     compiled: bool = False,
 ) -> tuple[plan.Agreed, Call]:
-    """A call that all ranks have agreed on, and this rank's part of it."""
+    """A call that all ranks have agreed on, and this rank's part of it.
+
+    Raises:
+        NotImplementedError: on every rank: a transform of torch.func, or a tangent.
+    """
+
+    def once() -> Assembled:
+        made = assembled()
+        _refuse_transforms([q, k, v, *made[0]])
+        return made
+
     also = {"lse": str(with_lse), "compiled": str(compiled), "captured in a CUDA graph": str(plan.is_captured())}
-    found, agreement = agreed(parallel, q, k, v, assembled, also)
+    found, agreement = agreed(parallel, q, k, v, once, also)
     if compiled:
         for layout in found.layouts:
             _even(parallel, layout)
@@ -97,6 +109,15 @@ def agreed_call(
         if neighbours == 1:  # routes of ranks with other heads may differ
             parallel.plans.agree(agreement.digest, key, sizes)
     return found, call
+
+
+def _refuse_transforms(tensors: list[Tensor]) -> None:
+    """Raises NotImplementedError where an autograd.Function would fail by names of PyTorch's that no user has written."""
+    if torch._C._are_functorch_transforms_active() or has_tangent(tensors):
+        raise NotImplementedError(
+            "transforms of torch.func (grad, jvp, vmap) and forward mode of an attention over ranks are not built\n"
+            "  For a gradient write o.backward(do) or torch.autograd.grad(o, (q, k, v), do); without parallel= tilewise takes them all"
+        )
 
 
 def compiled_call(

@@ -201,6 +201,16 @@ def test_a_maximum_that_falls_behind_is_noticed(causal, dtype):
     assert (out.lse - lazy.lse).abs().max() < 1e-3
 
 
+def judge_capped(sizes: str) -> None:
+    """A softcap of 30 over blocks of keys whose scores have these sizes, a digit each, as they are visited."""
+    q, k, v = qkv(64, 64 * len(sizes), heads=(1, 1))
+    by_key = 0.1 + torch.tensor([float(n) for n in reversed(sizes)]).repeat_interleave(64)
+    c = without_gradient(call(q, (k * by_key[:, None, None]).to(k.dtype), v, score=tw.softcap(30.0)))
+    out = emulate(c, replace(STEADY, warpgroups=1), ctas=1)
+    errors = accuracy.Expected.of(c.p, c.t).judge(accuracy.tensors(out, None))
+    assert not [str(e) for e in errors if not e.ok]
+
+
 # Sizes of scores, of a digit for each block as they are visited; how each block but the first is computed where a polynomial is tried again
 # after 3 blocks and votes end after 2: by the polynomial of that degree, v by votes, ! once more.
 LEVELS = {
@@ -241,12 +251,7 @@ def test_capped_scores_that_are_taken_to_be_small_and_are_not_are_computed_once_
         return kernel
 
     monkeypatch.setattr(emulated, "load_kernel", watched)
-    q, k, v = qkv(64, 64 * len(sizes), heads=(1, 1))
-    by_key = 0.1 + torch.tensor([float(n) for n in reversed(sizes)]).repeat_interleave(64)
-    c = without_gradient(call(q, (k * by_key[:, None, None]).to(k.dtype), v, score=tw.softcap(30.0)))
-    out = emulate(c, replace(STEADY, warpgroups=1), ctas=1)
-    errors = accuracy.Expected.of(c.p, c.t).judge(accuracy.tensors(out, None))
-    assert not [str(e) for e in errors if not e.ok]
+    judge_capped(sizes)
     assert "".join(done) == LEVELS[sizes]
 
 
@@ -278,12 +283,7 @@ def test_capped_scores_beyond_the_maxima_are_computed_once_more(sizes, monkeypat
         return kernel
 
     monkeypatch.setattr(emulated, "load_kernel", watched)
-    q, k, v = qkv(64, 64 * len(sizes), heads=(1, 1))
-    by_key = 0.1 + torch.tensor([float(n) for n in reversed(sizes)]).repeat_interleave(64)
-    c = without_gradient(call(q, (k * by_key[:, None, None]).to(k.dtype), v, score=tw.softcap(30.0)))
-    out = emulate(c, replace(STEADY, warpgroups=1), ctas=1)
-    errors = accuracy.Expected.of(c.p, c.t).judge(accuracy.tensors(out, None))
-    assert not [str(e) for e in errors if not e.ok]
+    judge_capped(sizes)
     assert "".join(done) == OUTGROWN[sizes]
 
 

@@ -122,7 +122,8 @@ class RegisterRow(np.ndarray):
     """A few numbers of each thread."""
 
     def __new__(cls, count: int):
-        return np.zeros((count, role.threads), np.float32).view(cls)
+        unwritten = np.nan  # a register holds what was in it before
+        return np.full((count, role.threads), unwritten, np.float32).view(cls)
 
 
 class Global:

@@ -375,9 +375,9 @@ def imported(*kernels: str) -> list[types.ModuleType]:
     for module in loaded:
         module.emulated = loaded
         if module.__name__ == f"{HOPPER}.kit.instructions":
-            stand_in(module, after=lambda x, score: x, clamp=lambda x, limit: np.clip(x, -limit, limit),
-                     held=np.float32, reaches_two=reaches_two, common_bits=common_bits, rough_tanh=np.tanh,
-                     spread_signs=spread_signs, keep_words_above=lambda word, words: None)  # fmt: skip
+            stand_in(module, after=lambda x, score: x, zero_after=lambda score, zero: zero, held=np.float32,
+                     clamp=lambda x, limit: np.clip(x, -limit, limit), reaches_two=reaches_two, common_bits=common_bits,
+                     rough_tanh=np.tanh, spread_signs=spread_signs, keep_words_above=lambda word, words: None)  # fmt: skip
         if module.__name__ == f"{HOPPER}.kit.dropout":
             stand_in(module, drop=drop)
     return found

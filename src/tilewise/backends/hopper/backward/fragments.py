@@ -17,7 +17,7 @@ from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.config import ALIGNMENT
 from tilewise.backends.hopper.kit import packed
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
-from tilewise.backends.hopper.kit.instructions import after, keep_words_above, pack
+from tilewise.backends.hopper.kit.instructions import after, keep_words_above, pack, unseen_zero, zero_after
 from tilewise.backends.hopper.kit.ring import release
 from tilewise.backends.hopper.kit.tiles import rows_columns
 
@@ -196,20 +196,24 @@ def column_statistic(statistics: cute.Tensor, stage):
 
 
 class HeldStatistic:
-    """The statistics of :func:`column_statistic`, of STATISTICS columns at a time, read no sooner than the number is there which
-    replaces that of the first column of those before: all columns at once take as many registers as a thread has columns.
+    """The statistics of :func:`column_statistic`, of STATISTICS columns at a time: all columns at once take as many registers as a thread
+    has columns.
+
+    They are read no sooner than the number is there which replaces that of the first column of the read before the last. Of the last
+    read itself, every read would wait for all that is made of the one before, and so would the warp.
 
     ``acc``: (2 rows, columns of the thread), whose numbers are replaced column by column.
     """
 
     def __init__(self, statistics: cute.Tensor, stage, acc: cute.Tensor):
         self.mine = statistics[None, cute.arch.thread_idx()[0] % 4, None, stage]
-        self.acc, self.found = acc, {}
+        self.acc, self.zero, self.found = acc, unseen_zero(), {}
 
     def __call__(self, r, c):
         first = c - c % STATISTICS
         if first not in self.found:
-            zero = after(I32(0), self.acc[1, first - STATISTICS]) if first else I32(0)
+            awaited = first - 2 * STATISTICS
+            zero = zero_after(self.acc[1, awaited], self.zero) if awaited >= 0 else I32(0)
             # Two neighbours every 8 columns of the block, of which a quad's lanes hold two each.
             layout = cute.make_layout((2, STATISTICS // 2), stride=(1, 8))
             read = cute.make_rmem_tensor(layout.shape, F32)

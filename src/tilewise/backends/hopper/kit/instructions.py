@@ -33,6 +33,18 @@ def after(value, score):
     return cute.arch.inline_ptx(code, write_only_types=[type(value)], read_only_args=[value, score])
 
 
+def unseen_zero():
+    """0 in a register of the whole warp; no compiler sees that it is zero. For :func:`zero_after`."""
+    return cute.arch.make_warp_uniform(after(cutlass.Int32(0), cute.arch.thread_idx()[0]))
+
+
+def zero_after(score, zero):
+    """0, known no sooner than a score is: a single instruction, where :func:`after` has a slow one and two more, for which what depends on
+    it has to wait. ``zero``: :func:`unseen_zero`."""
+    code = "and.b32 {$w0}, {$r0}, {$r1};"
+    return cute.arch.inline_ptx(code, write_only_types=[cutlass.Int32], read_only_args=[score, zero])
+
+
 def held(value: float):
     """A constant in a register, as :func:`after` takes it."""
     # An operand of inline PTX has to be a value of the kernel: a number of Python's is none.

@@ -76,9 +76,9 @@ class ScoreBlock(NamedTuple):
         if not config.dropout:
             return None
         columns = cute.size(rows_columns(acc), mode=[1])
-        # Elsewhere too few registers are left for what the draws of all blocks share.
-        spare = config.keys.sums_dq and not config.keys.dp_late
-        return dropout.Kept.of(self.pairs, columns, params, tight=not spare)
+        # Elsewhere too few registers are left for what the draws of all blocks share. Where dP is yet to begin, its registers are free.
+        at_once = 3 if config.keys.dp_late else None if config.keys.sums_dq else 1
+        return dropout.Kept.of(self.pairs, columns, params, at_once)
 
     def values(self, config: Backward) -> expression.Values | None:
         """The score and slope of each pair and, where some pairs may be hidden, whether the predicate keeps it."""

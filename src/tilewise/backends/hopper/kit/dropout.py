@@ -14,7 +14,7 @@ import cutlass.cute as cute
 
 from tilewise.backends.hopper.kit.dtypes import I32
 from tilewise.backends.hopper.kit.expression import Pairs
-from tilewise.backends.hopper.kit.instructions import after, spread_signs
+from tilewise.backends.hopper.kit.instructions import after, spread_signs, unseen_zero, zero_after
 from tilewise.dropout import ROUNDS
 
 U32, U64 = cutlass.Uint32, cutlass.Uint64
@@ -79,25 +79,26 @@ def drop(operand: cute.Tensor, masks: list) -> None:
 # -- Masks ---------------------------------------------------------------------------------------------------------
 
 
-def masks_of(pairs: Pairs, columns: int, params, tight: bool = False) -> list:
+def masks_of(pairs: Pairs, columns: int, params, at_once: int | None = None) -> list:
     """The masks of an operand's words that keep the pairs that dropout keeps: a half is all ones where its pair is kept, else zeros.
 
     Word c + r holds columns c and c + 1, for even c, of a thread's row r. The block begins at multiples of 16.
 
     Args:
-        tight: registers are few: two calls are under way at a time, and what all blocks share is computed anew for each.
+        at_once: how many calls are under way at a time, where registers are few; what all blocks share is then computed anew for each.
     """
     key, threshold = key_of(params), Threshold.of(params)
-    if tight:
+    if at_once:
         # New names in each block: the seven keys of the rounds and the tile's own counter would be held across all of them.
         key = tuple(after(k, pairs.column) for k in key)
         pairs = pairs._replace(rows=[after(n, pairs.column) for n in pairs.rows])
     pair = U32(pairs.common["b"] * params.heads_q + pairs.common["h"])
     words_of = by_rows if pairs.names == ("i", "j") else by_columns
     masks: list = [None] * columns
+    column, zero = pairs.column, unseen_zero() if at_once else None
     for c in range(0, columns, 4):
-        if tight and c >= 4:
-            pairs = pairs._replace(column=after(pairs.column, masks[c - 4]))
+        if at_once and c >= 4 * at_once:
+            pairs = pairs._replace(column=column + zero_after(masks[c - 4 * at_once], zero))
         words = words_of(pairs, c, pair, key, threshold)
         for n in range(2):
             for r in range(2):
@@ -143,10 +144,10 @@ class Kept(NamedTuple):
     words: list
 
     @classmethod
-    def of(cls, pairs: Pairs, columns: int, params, tight: bool) -> Kept:
-        """The pairs of a thread's columns in a block; ``tight`` as of :func:`masks_of`."""
+    def of(cls, pairs: Pairs, columns: int, params, at_once: int | None) -> Kept:
+        """The pairs of a thread's columns in a block; ``at_once`` as of :func:`masks_of`."""
         words = [U32(0)] * -(-columns // HELD)
-        for n, mask in enumerate(masks_of(pairs, columns, params, tight)):
+        for n, mask in enumerate(masks_of(pairs, columns, params, at_once)):
             words[n // HELD] = words[n // HELD] | (mask & U32(0x10001 << n % HELD))
         return cls(words)
 

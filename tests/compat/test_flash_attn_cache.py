@@ -12,11 +12,11 @@ B, ROWS, H, HK, D, CAPACITY, PAGE = 3, 2, 4, 2, 16, 24, 4
 LENGTHS = torch.tensor([0, 13, 20], dtype=torch.int32)
 
 
-def drawn():
+def drawn(dtype=torch.float32):
     """q, a dense cache and new keys and values."""
-    caches = (normal(B, CAPACITY, HK, D, seed=n) for n in (1, 2))
-    news = (normal(B, ROWS, HK, D, seed=n) for n in (3, 4))
-    return normal(B, ROWS, H, D), *caches, *news
+    caches = (normal(B, CAPACITY, HK, D, dtype=dtype, seed=n) for n in (1, 2))
+    news = (normal(B, ROWS, HK, D, dtype=dtype, seed=n) for n in (3, 4))
+    return normal(B, ROWS, H, D, dtype=dtype), *caches, *news
 
 
 def in_pages(*caches):
@@ -44,7 +44,7 @@ def turned(x, first, cos, sin, interleaved, moving=True):
 def textbook(b, q, k, v, **options):
     """o and lse of one sequence, ``(rows, heads, head_dim)`` and ``(heads, rows)``."""
     o, lse, _ = reference.attention(q[None], k[None], v[None], **options)
-    return o[0].float(), lse[0].float()
+    return o[0].to(q.dtype), lse[0].to(q.dtype)
 
 
 @pytest.mark.parametrize("paged", [False, True], ids=["dense", "pages"])
@@ -69,9 +69,10 @@ def test_new_keys_are_written_and_seen(paged):
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("interleaved", [True, False], ids=["interleaved", "halves"])
-def test_rotary_embedding_turns_new_keys_and_queries(interleaved, causal):
-    q, k_cache, v_cache, k, v = drawn()
-    angle = normal(CAPACITY, 6, seed=7)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rotary_embedding_turns_new_keys_and_queries(dtype, interleaved, causal):
+    q, k_cache, v_cache, k, v = drawn(dtype)
+    angle = normal(CAPACITY, 6, dtype=dtype, seed=7)
     cos, sin = angle.cos(), angle.sin()
     how = {"rotary_interleaved": interleaved, "causal": causal, "cache_seqlens": LENGTHS}
     before = k_cache.clone()
@@ -80,7 +81,8 @@ def test_rotary_embedding_turns_new_keys_and_queries(interleaved, causal):
         keys = torch.cat([before[b, :length], turned(k[b], length, cos, sin, interleaved)])
         rows = turned(q[b], length, cos, sin, interleaved, moving=causal)
         o, _ = textbook(b, rows, keys, torch.cat([v_cache[b, :length], v[b]]), causal=causal)
-        torch.testing.assert_close(out[b], o)
+        few = 64 * torch.finfo(dtype).eps  # in fp64 the turn is fp64's too
+        torch.testing.assert_close(out[b], o, rtol=few, atol=few)
 
 
 def test_windows_slopes_softcap_rows_of_the_cache_and_padding_on_the_left():

@@ -111,7 +111,7 @@ class CacheCall:
 
 
 class Rotary:
-    """Rotary embedding at the positions behind ``lengths`` (Su et al. 2021, section 3.4.2), computed in fp32."""
+    """Rotary embedding at the positions behind ``lengths`` (Su et al. 2021, section 3.4.2), computed in fp32 (fp64 for fp64)."""
 
     def __init__(self, cos: Tensor, sin: Tensor, interleaved: bool, lengths: Tensor):
         self.cos, self.sin, self.interleaved, self.lengths = cos, sin, interleaved, lengths
@@ -120,9 +120,10 @@ class Rotary:
         """``x (batch, rows, heads, head_dim)`` turned; ``moving``: each row at its own position, else all at the first."""
         position = self.lengths.long().unsqueeze(1)
         position = position + torch.arange(x.shape[1], device=x.device) if moving else position
-        cos, sin = (table[position].float().unsqueeze(2) for table in (self.cos, self.sin))
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        cos, sin = (table[position].to(dtype).unsqueeze(2) for table in (self.cos, self.sin))
         half = self.cos.shape[1]
-        turned, rest = x[..., : 2 * half].float(), x[..., 2 * half :]
+        turned, rest = x[..., : 2 * half].to(dtype), x[..., 2 * half :]
         a, b = turned.unflatten(-1, (half, 2)).unbind(-1) if self.interleaved else turned.split(half, -1)
         pair = a * cos - b * sin, a * sin + b * cos
         turned = torch.stack(pair, -1).flatten(-2) if self.interleaved else torch.cat(pair, -1)

@@ -111,6 +111,25 @@ class Contract:
     def test_agrees_with_the_oracle(self, case):
         agree(self.backend, self.of_case(case))
 
+    @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16], ids=str)
+    def test_narrow_whole_numbers_of_a_mask_do_not_wrap(self, dtype):
+        most = torch.iinfo(dtype).max
+        x = torch.tensor([0, 1, most // 2, most - 1, most]).repeat(14)
+        narrow, device = x.to(dtype).to(self.device), self.device
+        kept = {
+            "sum": lambda t: lambda b, h, i, j: t[i] + t[j] > most,
+            "difference": lambda t: lambda b, h, i, j: t[i] - t[j] >= 0,
+            "product": lambda t: lambda b, h, i, j: t[i] * t[j] > most,
+            "opposite": lambda t: lambda b, h, i, j: -t[i] - 2 < t[j] - most,
+        }
+        i, j = torch.arange(70).view(-1, 1), torch.arange(70)
+        for name, mask in kept.items():
+            told, shown = (
+                run(self.backend, self.call(*qkv(), mask=m))
+                for m in (mask(narrow), tw.dense(mask(x)(0, 0, i, j).to(device)))
+            )
+            torch.testing.assert_close(told["o"], shown["o"], msg=name)
+
     @pytest.mark.parametrize("hiding", HIDING)
     @pytest.mark.parametrize("bad", [torch.nan, torch.inf], ids=["nan", "inf"])
     def test_keys_that_no_query_sees_never_touch_a_result(self, hiding, bad):

@@ -22,8 +22,8 @@ def evaluate(
     Args:
         env: a tensor for every symbol used, integer but for ``s``; shapes that broadcast against each other.
         leaves: the tensors that lookups read, by slot.
-        dtype: in which floating values are computed; floating leaves are converted element by element. Indices of
-            leaves are computed in fp32 always.
+        dtype: in which floating values are computed; floating leaves are converted element by element, and whole numbers to
+            int64. Indices of leaves are computed in fp32 always.
         numbers: the values of parameters, by slot.
     """
     device = next((t.device for t in env.values()), torch.device("cpu"))
@@ -39,7 +39,7 @@ def evaluate(
             if dtype != torch.float32 and any(x.op not in ("symbol", "number") for x in e.args[1:]):
                 index = evaluate(e.args[1:], env, leaves, torch.float32, numbers)  # the same element in every dtype
             value = read(leaves[e.args[0][1]], index)
-            values[id(e)] = value.to(dtype) if value.is_floating_point() else value
+            values[id(e)] = value.to(dtype) if value.is_floating_point() else _whole(value)
         else:
             operation = OPERATIONS[e.op]
             args = [values[id(a)] for a in e.args]
@@ -47,6 +47,11 @@ def evaluate(
                 args = [a if a.is_floating_point() else a.to(dtype) for a in args]
             values[id(e)] = operation.torch(*args)
     return [values[id(root)] for root in roots]
+
+
+def _whole(value: torch.Tensor) -> torch.Tensor:
+    """Truth values as they are, whole numbers as int64: sums of narrow ones wrap, and no kernel computes so. uint64 has no wider type."""
+    return value if value.dtype in (torch.bool, torch.int64, torch.uint64) else value.to(torch.int64)
 
 
 def constant(value: float, device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:

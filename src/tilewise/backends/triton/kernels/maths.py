@@ -36,6 +36,15 @@ def multiple(x, unit):
 
 
 @triton.jit
+def whole(x):
+    """The whole number x of a tensor, in 32 bits if it has fewer: sums of narrow ones would wrap."""
+    if x.dtype.primitive_bitwidth < 32:
+        return x.to(tl.int32)
+    else:
+        return x
+
+
+@triton.jit
 def floordiv(x, y):
     """``x // y`` rounded down for integers too, as Python and torch do; Triton rounds towards zero."""
     if x.dtype.is_floating() or y.dtype.is_floating():

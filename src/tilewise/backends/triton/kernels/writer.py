@@ -223,7 +223,8 @@ def _text(writer: Writer, node: Expr) -> str:
         text = f"tl.load(work.leaves[{position}] + ({writer.offset(node, 'extents')}){masked})"
         if writer.ways.gathers:
             text = f"maths.element(work.leaves[{position}] + ({writer.offset(node, 'extents')}))"
-        return f"{text}.to(tl.float32)" if expr.kind(node) == "float" else text
+        of_kind = {"float": f"{text}.to(tl.float32)", "int": f"maths.whole({text})", "bool": text}
+        return of_kind[expr.kind(node)]
     return _operation(writer, node, [writer.names[id(x)] for x in node.args], [expr.kind(x) for x in node.args])
 
 

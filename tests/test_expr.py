@@ -191,6 +191,12 @@ def test_an_index_of_a_number_first_is_a_view_that_is_read():
     assert torch.equal(got.flatten(), t[1])
 
 
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64, torch.complex64], ids=str)
+def test_a_tensor_with_which_torch_or_no_kernel_computes_is_refused(dtype):
+    with pytest.raises(ValueError, match=r"cannot read a tensor of .*; convert it: t\.long\(\)"):
+        expr.lookup(torch.zeros(3, dtype=dtype), symbol("h"))
+
+
 def test_lookup_says_the_same_as_indexing():
     t = leaves().hi
     spelt = trace(lambda s, b, h, i, j: expr.lookup(t, h, i - 1), NAMES)

@@ -217,7 +217,7 @@ class BitTiles:
         env |= {"i": i.clamp(max=grid.seqlen_q - 1), "j": j.clamp(max=grid.keys - 1)}
         kept, inside = (i < grid.seqlen_q) & (j < grid.keys), grid.region.inside()
         if inside is not None:
-            kept = (kept & expr.evaluate([inside], env, grid.leaves, torch.float32)[0]).expand(i.shape)
+            kept = (kept & expr.evaluate([inside], env, grid.leaves, grid.dtype)[0]).expand(i.shape)
         words = kept.reshape(-1, THREADS, words_of(crossing), 32).long() << torch.arange(32, device=device)
         total = words.sum(-1)
         return torch.where(total >= 1 << 31, total - (1 << 32), total).int()

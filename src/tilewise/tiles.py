@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tilewise import expr
+from tilewise.caching import cached_property
 from tilewise.expr import Expr
 from tilewise.masks import Mask, Region, region, with_lists
 from tilewise.masks.facts import Condition, condition_of, granularity, monotone_terms
@@ -56,6 +57,11 @@ class Grid:
         index = torch.arange(max(batch, heads), device=device)  # one launch for both
         return cls(kept, leaves, seqlen_q, seqlen_k, index[:batch], index[:heads], seqlen_k)
 
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the mask's arithmetic."""
+        return self.region.compared_in(self.leaves)
+
     def env(self, i: Tensor | None = None, j: Tensor | None = None) -> dict[str, Tensor]:
         """Symbols as tensors ``(b, h, i, j)``, each with its own axis alone; ``i``, ``j`` are 1-d and local."""
         sizes = {"seqlen_q": self.seqlen_q, "seqlen_k": self.seqlen_k, "off": self.seqlen_k - self.seqlen_q}
@@ -70,7 +76,7 @@ class Grid:
         return env
 
     def evaluate(self, e: Expr, i: Tensor | None = None, j: Tensor | None = None) -> Tensor:
-        return expr.evaluate([e], self.env(i, j), self.leaves, torch.float32)[0]
+        return expr.evaluate([e], self.env(i, j), self.leaves, self.dtype)[0]
 
     def key_interval(self, i: Tensor) -> tuple[Tensor, Tensor]:
         """``lo, hi`` of rows ``i``, in local keys: int64 ``(b|1, h|1, len(i))``, within 0 and ``keys``."""
@@ -197,8 +203,14 @@ def _ends_by_kernel(grid: Grid, lines: Tensor, by_columns: bool) -> tuple[Tensor
 
 
 def _on_gpu(grid: Grid) -> bool:
-    """Whether a grid and all tensors of its mask lie on one GPU, and are neither traced nor without memory."""
-    if grid.b.device.type != "cuda" or torch.compiler.is_compiling() or type(grid.b) is not Tensor:
+    """Whether kernels can judge a grid: it and all tensors of its mask lie on one GPU, are neither traced nor without memory, and are
+    compared in fp32."""
+    if (
+        grid.dtype != torch.float32
+        or grid.b.device.type != "cuda"
+        or torch.compiler.is_compiling()
+        or type(grid.b) is not Tensor
+    ):
         return False
     return all(leaf.device == grid.b.device for leaf in grid.leaves)
 
@@ -309,7 +321,7 @@ def _seen_by_terms(grid: Grid, terms: Sequence[Sequence[Condition]]) -> Tensor:
 
     def hold(conditions: Sequence[Condition], i: Tensor) -> Tensor:
         roots = [x.holds for x in conditions]
-        return _all_of(expr.evaluate(roots, {**env, "i": i}, grid.leaves, torch.float32))
+        return _all_of(expr.evaluate(roots, {**env, "i": i}, grid.leaves, grid.dtype))
 
     def some_query(term: Sequence[Condition]) -> Tensor:
         rising, others = [x for x in term if x.by_i > 0], [x for x in term if x.by_i <= 0]

@@ -130,6 +130,18 @@ class Contract:
             )
             torch.testing.assert_close(told["o"], shown["o"], msg=name)
 
+    def test_a_mask_tells_float64_numbers_apart_or_is_refused(self):
+        times = (1.7e9 + torch.arange(70, dtype=torch.float64) / 8).to(
+            self.device
+        )  # fp32 has one number for all of them
+        told = self.call(*qkv(), mask=lambda b, h, i, j: (times[i] - times[j]).abs() < 1)
+        refused = any("reads float64" in reason for reason in self.backend.unsupported(told.p))
+        assert refused == (self.backend.name in ("triton", "hopper"))
+        if not refused:
+            shown = run(self.backend, self.call(*qkv(), mask=tw.window(7, 7)))
+            for name, x in run(self.backend, told).items():
+                torch.testing.assert_close(x, shown[name], msg=name)
+
     @pytest.mark.parametrize("hiding", HIDING)
     @pytest.mark.parametrize("bad", [torch.nan, torch.inf], ids=["nan", "inf"])
     def test_keys_that_no_query_sees_never_touch_a_result(self, hiding, bad):

@@ -281,6 +281,15 @@ def unknown_operations(problem: Problem, known: Container[str]) -> list[str]:
     return [f"a mask or score uses {', '.join(unknown)}, which its kernels do not have"] if unknown else []
 
 
+def wide_mask(problem: Problem) -> list[str]:
+    """The reason to refuse a mask that reads numbers in float64, of kernels that compare in float32; else empty."""
+    if problem.spec.region.compared_in(problem.extras) == torch.float32:
+        return []
+    return [
+        "a mask reads float64, and its kernels compare in float32; where that tells the numbers apart, give t.float()"
+    ]
+
+
 NOT_BUILT = Path(__file__).with_name("not_built.txt")
 """What an installation leaves whose native build failed (pyproject.toml)."""
 

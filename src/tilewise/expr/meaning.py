@@ -50,8 +50,8 @@ def evaluate(
 
 
 def _whole(value: torch.Tensor) -> torch.Tensor:
-    """Truth values as they are, whole numbers as int64: sums of narrow ones wrap, and no kernel computes so. uint64 has no wider type."""
-    return value if value.dtype in (torch.bool, torch.int64, torch.uint64) else value.to(torch.int64)
+    """Truth values as they are, whole numbers as int64: sums of narrow ones would wrap, and no kernel computes so."""
+    return value if value.dtype == torch.bool else value.to(torch.int64)
 
 
 def constant(value: float, device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -181,16 +181,22 @@ def as_expr(x: Any) -> Expr:
     raise NotImplementedError(f"a traced mask or score function used a {type(x).__name__} as a value")
 
 
+_UNREAD = (torch.uint16, torch.uint32, torch.uint64)  # torch itself computes with none of them
+
+
 def lookup(tensor: torch.Tensor, *index: Any) -> Expr:
     """``tensor[index]`` as an expression; an index out of range is clamped. What traced functions write as
     ``tensor[h, i, j]``.
 
     Args:
-        tensor: any floating, integer or bool tensor. Floating leaves of a score get gradients.
+        tensor: floating, integer or bool. Whole numbers are computed as such: those of 8 and 16 bits do not wrap. Floating leaves of a
+            score get gradients; of float64 in a mask they are compared in float64, in a score computed in its precision.
         index: one integer expression (``b, h, i, j`` or arithmetic on them) or int per dimension of ``tensor``.
     """
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(f"lookup reads a tensor, got {type(tensor).__name__}: torch.tensor(...) makes one")
+    if tensor.dtype in _UNREAD or tensor.is_complex():
+        raise ValueError(f"a mask or score cannot read a tensor of {tensor.dtype}; convert it: t.long(), or t.real")
     if len(index) != tensor.ndim:
         raise ValueError(
             f"lookup in a tensor of shape {tuple(tensor.shape)} needs {tensor.ndim} indices, got {len(index)}"

@@ -11,8 +11,12 @@ import ast
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
+
+import torch
 
 from tilewise import expr
+from tilewise.caching import cached_property
 from tilewise.expr import Expr, apply, number, symbol
 
 I, J, OFF, SEQLEN_Q = (symbol(name) for name in ("i", "j", "off", "seqlen_q"))
@@ -70,6 +74,19 @@ class Region:
     @property
     def parts(self) -> tuple[Expr, ...]:
         return tuple(e for e in (*self.ends, self.predicate) if e is not None)
+
+    @cached_property
+    def slots(self) -> tuple[int, ...]:
+        """The slots of the tensors that the parts read."""
+        return tuple(dict.fromkeys(e.args[0][1] for e in expr.lookups(*self.parts)))
+
+    def compared_in(self, leaves: Any) -> torch.dtype:
+        """The dtype of the mask's arithmetic: fp64 where it reads a tensor of fp64, whose numbers fp32 may not tell apart, else fp32.
+
+        Args:
+            leaves: tensors, or facts of them, by slot.
+        """
+        return torch.float64 if any(leaves[n].dtype == torch.float64 for n in self.slots) else torch.float32
 
     def inside(self) -> Expr | None:
         """The interval, by rows, and the predicate as one bool expression."""

@@ -53,19 +53,24 @@ class Prepared:
         self.loaded = library.load()
         self._tangents: dict[tuple[int, ...], tuple[program.Code, library.Call]] = {}
 
+    @property
+    def _dtypes(self) -> tuple[torch.dtype, torch.dtype]:
+        """The dtypes of the scores and of the mask."""
+        return self.p.compute_dtype, self.p.spec.region.compared_in(self.p.extras)
+
     @cached_property
     def forward_code(self) -> program.Code:
-        return program.compile_spec(self.p.spec, self.p.compute_dtype, backward=False)
+        return program.compile_spec(self.p.spec, self._dtypes, backward=False)
 
     @cached_property
     def backward_code(self) -> program.Code:
-        return program.compile_spec(self.p.spec, self.p.compute_dtype, backward=True)
+        return program.compile_spec(self.p.spec, self._dtypes, backward=True)
 
     def tangent(self, moving: Mapping[int, int]) -> tuple[program.Code, library.Call]:
         """The program and the call of forward mode, where the leaves of these slots have tangents (:attr:`Directions.slots`)."""
         key = tuple(moving)
         if key not in self._tangents:
-            code = program.compile_spec(self.p.spec, self.p.compute_dtype, backward=False, moving=moving)
+            code = program.compile_spec(self.p.spec, self._dtypes, backward=False, moving=moving)
             call = self._call(code, backward=False)
             call.split = 0
             self._tangents[key] = code, call

@@ -81,14 +81,16 @@ class Code:
     registers: int = 0
 
 
-def compile_spec(spec: Spec, dtype: torch.dtype, backward: bool, moving: Mapping[int, int] | None = None) -> Code:
+def compile_spec(
+    spec: Spec, dtypes: tuple[torch.dtype, torch.dtype], backward: bool, moving: Mapping[int, int] | None = None
+) -> Code:
     """The program of one pass.
 
     Args:
-        dtype: of the scores, fp32 or fp64. Masks and indices are fp32 always.
+        dtypes: of the scores and of the mask, fp32 or fp64. Indices are fp32 always.
         moving: of forward mode: where the tangent of a leaf is found, by the leaf's slot.
     """
-    c = _Compiler(F64 if dtype == torch.float64 else F32)
+    c = _Compiler(*[F64 if dtype == torch.float64 else F32 for dtype in dtypes])
     code = Code(steps=c.steps)
     if spec.score is not None:
         code.raw = c.raw = Value(c.float_type, frozenset("s"))
@@ -110,10 +112,10 @@ def compile_spec(spec: Spec, dtype: torch.dtype, backward: bool, moving: Mapping
 
 
 class _Compiler:
-    """Emits each node once per context: "value" (the scores' type), "index" and "mask" (fp32)."""
+    """Emits each node once per context: "value" (the scores' type), "index" (fp32) and "mask" (the mask's type)."""
 
-    def __init__(self, float_type: int):
-        self.float_type = float_type
+    def __init__(self, float_type: int, mask_type: int):
+        self.float_type, self.mask_type = float_type, mask_type
         self.part = SCORE
         self.steps: list[Step] = []
         self.raw: Value | None = None
@@ -150,7 +152,7 @@ class _Compiler:
         return self._emit({F32: "to_f32", F64: "to_f64", I64: "to_int"}[to], x.type, to, (x,))
 
     def _node(self, e: Expr, context: str) -> Value:
-        floats = self.float_type if context == "value" else F32
+        floats = {"value": self.float_type, "index": F32, "mask": self.mask_type}[context]
         if e.op == "number":
             return self._number(e.args[0], floats)
         if e.op == "symbol":
@@ -159,7 +161,8 @@ class _Compiler:
                 return self.raw if name == "s" else self.moved
             return self._emit(name, I64, I64, symbols=frozenset({name} & {"i", "j"}))
         if e.op == "lookup":
-            values = tuple(self.value(x, "mask" if context == "mask" else "index") for x in e.args[1:])
+            inner = "mask" if (context, self.mask_type) == ("mask", F32) else "index"
+            values = tuple(self.value(x, inner) for x in e.args[1:])
             type_ = floats if e.args[0][0] == "float" else I64
             return self._emit("lookup", type_, type_, values, leaf=e.args[0][1], modes=_modes(e.args[1:], values))
         return self._operation(e, [self.made[id(a), context] for a in e.args], floats)

@@ -105,7 +105,7 @@ class Step:
             )
         if not full:
             inside = self.grid.region.inside()
-            kept = expr.evaluate([inside], self.env(rows, keys), self.t.leaves, torch.float32)[0]  # as Grid does
+            kept = expr.evaluate([inside], self.env(rows, keys), self.t.leaves, self.grid.dtype)[0]  # as Grid does
             s = s.masked_fill_(~kept, -torch.inf)
         return s.view(products.shape)
 

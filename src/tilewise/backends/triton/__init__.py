@@ -27,6 +27,7 @@ from tilewise.backends.base import (
     PerProblem,
     piece_reasons,
     unknown_operations,
+    wide_mask,
 )
 from tilewise.backends.triton.config import MAX_HEAD_DIM, MAX_LATENT_DIM, Config, choose, tf32_allowed
 from tilewise.backends.triton.host import launch, tangent, tile_map, tuned
@@ -126,7 +127,7 @@ class Triton(Backend):
         if problem.dtype == torch.float64:
             reasons.append("float64: its kernels compute in float32")
         reasons += _width_reasons(problem)
-        reasons += unknown_operations(problem, OPERATIONS) + piece_reasons(problem, dropout=16)
+        reasons += unknown_operations(problem, OPERATIONS) + piece_reasons(problem, dropout=16) + wide_mask(problem)
         if problem.spec.deterministic and problem.spec.grad_slots:
             reasons += _scattered(problem)
         if problem.paged and any(x.stride[-1] != 1 for x in (problem.k, problem.v)):

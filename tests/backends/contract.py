@@ -130,6 +130,20 @@ class Contract:
             )
             torch.testing.assert_close(told["o"], shown["o"], msg=name)
 
+    @pytest.mark.parametrize("beyond", [2**31 - 1, 2**31 + 5, 3 * 10**9, 2**40], ids=str)
+    def test_a_bound_beyond_32_bits_is_beyond_all_keys(self, beyond):
+        same = [
+            (tw.window(3, beyond), tw.window(3)),
+            (tw.window(beyond, 3), tw.window(None, 3)),
+            (tw.key_range(-beyond, beyond), tw.key_range(0, 70)),
+            (tw.key_lengths(beyond), tw.key_lengths(70)),
+            (tw.prefix(beyond), tw.prefix(70)),
+            (tw.prefix(-beyond), tw.prefix(0)),
+        ]
+        for far, near in same:
+            found, wanted = (run(self.backend, self.call(*qkv(), mask=m)) for m in (far, near))
+            torch.testing.assert_close(found["o"], wanted["o"], msg=f"{far}")
+
     def test_a_mask_tells_float64_numbers_apart_or_is_refused(self):
         times = (1.7e9 + torch.arange(70, dtype=torch.float64) / 8).to(
             self.device

@@ -21,7 +21,9 @@ from tilewise.masks.patterns import at_least
 
 B, H, I, J, OFF = (symbol(name) for name in ("b", "h", "i", "j", "off"))
 MaskFunction = Callable[[Any, Any, Any, Any], Any]  # of (b, h, i, j); traced, so that it may be written for tensors
-_ENDLESS = 1 << 48  # keys; beyond every sequence, and far from where int64 would wrap
+_ENDLESS = (
+    1 << 30
+)  # keys; beyond every sequence, and added to a position still within the 32 bits in which GPU kernels count
 
 
 class Mask:
@@ -282,6 +284,7 @@ def block_sparse(pattern: torch.Tensor, block_q: int, block_k: int) -> Mask:
         instead = "pattern.bool()" if isinstance(pattern, torch.Tensor) else "torch.tensor(pattern, dtype=torch.bool)"
         raise ValueError(f"block_sparse(pattern, ...) takes a bool tensor, got {found}; convert it: {instead}")
     at_least(1, "block_sparse", block_q=block_q, block_k=block_k)
+    block_q, block_k = min(block_q, _ENDLESS), min(block_k, _ENDLESS)
     return _atom("keep", broadcast_lookup(pattern, (B, H, I // block_q, J // block_k), "block_sparse(pattern)"))
 
 
@@ -334,11 +337,11 @@ def _per_batch(who: str, n: int | torch.Tensor) -> Expr:
 
 
 def _integer(who: str, n: object) -> int:
-    """``n`` as an int; of a length that torch.compile holds as a symbol, int() makes a number of the text."""
+    """``n`` as an int, at most _ENDLESS either way; of a length that torch.compile holds as a symbol, int() makes a number of the text."""
     if isinstance(n, (bool, torch.Tensor)) or not (isinstance(n, int) or hasattr(n, "__index__")):
         hint = f"; its bounds are two arguments: {who}{n!r}" if isinstance(n, tuple) else ""
         raise ValueError(f"{who} takes whole numbers of keys, got {n!r}{hint}")
-    return int(n)
+    return min(max(int(n), -_ENDLESS), _ENDLESS)
 
 
 def broadcast_lookup(tensor: torch.Tensor, index: Sequence[Expr], who: str) -> Expr:

@@ -191,6 +191,56 @@ def test_an_index_of_a_number_first_is_a_view_that_is_read():
     assert torch.equal(got.flatten(), t[1])
 
 
+SIZES = {"b": 3, "h": 4, "i": 50, "j": 70}
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_no_whole_number_is_larger_than_it_was_said_to_be(data):
+    """Expressions of whole numbers that are said to fit 32 bits do, at each of their nodes."""
+
+    def grown(inner):
+        binary = ["add", "sub", "mul", "maximum", "minimum", "and", "or", "xor"]
+        numbers = st.integers(1, 9).map(number)
+        return st.one_of(
+            st.tuples(st.sampled_from(binary), inner, inner).map(lambda x: apply(*x)),
+            st.tuples(st.sampled_from(["floordiv", "mod", "pow"]), inner, numbers).map(lambda x: apply(*x)),
+            st.tuples(st.sampled_from(["floordiv", "mod"]), inner, numbers).map(lambda x: apply(x[0], x[1], -x[2])),
+            st.tuples(st.sampled_from(["neg", "abs", "sign", "relu", "not", "floor"]), inner).map(lambda x: apply(*x)),
+            st.tuples(inner, inner, inner).map(lambda x: apply("where", apply("gt", x[0], x[1]), x[1], x[2])),
+        )
+
+    leaves_of = st.sampled_from(["b", "h", "i", "j", "off", "seqlen_q", "seqlen_k"]).map(symbol)
+    numbers = st.integers(-(10**5), 10**5).map(number)
+    e = data.draw(st.recursive(st.one_of(leaves_of, numbers), grown, max_leaves=6))
+    if expr.beyond_32_bits((e,), SIZES):
+        return
+    axes = dict(zip("bhij", range(4), strict=True))
+    env = {n: torch.arange(size).view([-1 if a == axes[n] else 1 for a in range(4)]) for n, size in SIZES.items()}
+    lengths = {"seqlen_q": SIZES["i"], "seqlen_k": SIZES["j"], "off": SIZES["j"] - SIZES["i"]}
+    env |= {name: torch.tensor(n) for name, n in lengths.items()}
+    values = [evaluate([x], env, [], torch.float32)[0] for x in nodes(e)]
+    assert all(x.long().abs().max() < 2**31 for x in values)
+
+
+@pytest.mark.parametrize(
+    ("fn", "fits"),
+    [
+        (lambda i, j: (i * j) % 7, (46341, 46341)),
+        (lambda i, j: (i - j) ** 2, (46341, 46341)),
+        (lambda i, j: i * 100 + j, (21474836, 48)),
+        (lambda i, j: ((i % 64) * 65536 + (j // 3)) ^ 5, (1 << 24, 100)),
+        (lambda i, j: (i + 1) * 4096 % 5, (524287, 1)),
+    ],
+)
+def test_sizes_that_32_bits_hold_are_told_exactly(fn, fits):
+    e = trace(lambda s, b, h, i, j: fn(i, j) + 0, NAMES)
+    queries, keys = fits
+    sizes = {"b": 1, "h": 1, "i": queries, "j": keys}
+    assert expr.beyond_32_bits((e,), sizes) == ""
+    assert expr.beyond_32_bits((e,), sizes | {"i": 64 * queries, "j": 64 * keys}) or "% 64" in str(e)
+
+
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64, torch.complex64], ids=str)
 def test_a_tensor_with_which_torch_or_no_kernel_computes_is_refused(dtype):
     with pytest.raises(ValueError, match=r"cannot read a tensor of .*; convert it: t\.long\(\)"):

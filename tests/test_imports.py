@@ -20,6 +20,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "expr": ("expr.*",),
     "expr.operations": (),
     "expr.walk": ("expr.operations",),
+    "expr.bounds": ("expr.operations", "expr.walk"),
     "expr.text": ("expr.operations", "expr.walk"),
     "expr.tracing": ("expr.operations",),
     "expr.meaning": ("expr.operations", "expr.walk"),

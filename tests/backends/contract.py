@@ -95,6 +95,15 @@ ELEMENTARY = {
 }
 
 
+LARGE = {
+    "number": lambda b, h, i, j: j < 2**40 + 0 * i,
+    "product": lambda b, h, i, j: (j * 2654435761) % 7 != 3,
+    "sum": lambda b, h, i, j: (j << 30) + (i << 30) > (1 << 33),
+    "power": lambda b, h, i, j: ((i + 5000) ** 2 + j) % 7 != 3,
+    "power-of-index": lambda b, h, i, j: (-3) ** (j % 5) < i - 20,
+}
+
+
 class Contract:
     """Subclasses set ``backend`` and may set ``device``."""
 
@@ -143,6 +152,17 @@ class Contract:
         for far, near in same:
             found, wanted = (run(self.backend, self.call(*qkv(), mask=m)) for m in (far, near))
             torch.testing.assert_close(found["o"], wanted["o"], msg=f"{far}")
+
+    @pytest.mark.parametrize("name", LARGE)
+    def test_large_whole_numbers_are_exact_or_refused(self, name):
+        mask = LARGE[name]
+        told = self.call(*qkv(), mask=mask)
+        refused = any("more than 32 bits" in reason for reason in self.backend.unsupported(told.p))
+        assert refused == (self.backend.name in ("triton", "hopper") and not name.startswith("power"))
+        if not refused:
+            dense = mask(0, 0, torch.arange(70).view(-1, 1), torch.arange(70)).expand(70, 70).to(self.device)
+            found, wanted = (run(self.backend, c) for c in (told, self.call(*qkv(), mask=tw.dense(dense))))
+            torch.testing.assert_close(found["o"], wanted["o"])
 
     def test_a_mask_tells_float64_numbers_apart_or_is_refused(self):
         times = (1.7e9 + torch.arange(70, dtype=torch.float64) / 8).to(

@@ -281,6 +281,15 @@ def unknown_operations(problem: Problem, known: Container[str]) -> list[str]:
     return [f"a mask or score uses {', '.join(unknown)}, which its kernels do not have"] if unknown else []
 
 
+def large_numbers(problem: Problem) -> list[str]:
+    """The reason to refuse a mask or score whose whole numbers may not fit the 32 bits that kernels compute them in; else empty."""
+    spec = problem.spec
+    roots = (*spec.region.parts, *(() if spec.score is None else (spec.score, *spec.score_slopes)))
+    sizes = {"b": problem.batch, "h": problem.heads_q, "i": problem.seqlen_q, "j": problem.seqlen_k}
+    found = expr.beyond_32_bits(roots, sizes)
+    return [f"{found} in a mask or score may need more than 32 bits, in which its kernels compute"] if found else []
+
+
 def wide_mask(problem: Problem) -> list[str]:
     """The reason to refuse a mask that reads numbers in float64, of kernels that compare in float32; else empty."""
     if problem.spec.region.compared_in(problem.extras) == torch.float32:

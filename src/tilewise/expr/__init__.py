@@ -7,12 +7,14 @@ read at an index. It can
 - be traced from a Python function (:mod:`tilewise.expr.tracing`),
 - print itself as text and be read back (:mod:`tilewise.expr.text`), so that an operator can carry it as a string,
 - be walked over, and give up its numbers so that one kernel serves every value of them (:mod:`tilewise.expr.walk`),
+- say whether its whole numbers fit the 32 bits in which GPUs compute them (:mod:`tilewise.expr.bounds`),
 - be evaluated on tensors of indices, and differentiated with respect to the score or to one leaf
   (:mod:`tilewise.expr.meaning`).
 
 What a node may be is in :mod:`tilewise.expr.operations`. The other modules of tilewise use the names below.
 """
 
+from tilewise.expr.bounds import LARGEST_NUMBER, beyond_32_bits
 from tilewise.expr.meaning import broadcast_shape, clamp_index, constant, derivative, evaluate, tangent
 from tilewise.expr.operations import (
     ONE,
@@ -34,6 +36,7 @@ from tilewise.expr.tracing import trace
 from tilewise.expr.walk import abstract, children, depends_on, lookups, nodes, substitute
 
 __all__ = [
+    "LARGEST_NUMBER",
     "ONE",
     "OPERATIONS",
     "ZERO",
@@ -41,6 +44,7 @@ __all__ = [
     "Operation",
     "abstract",
     "apply",
+    "beyond_32_bits",
     "broadcast_shape",
     "children",
     "clamp_index",

@@ -21,9 +21,8 @@ from tilewise.masks.patterns import at_least
 
 B, H, I, J, OFF = (symbol(name) for name in ("b", "h", "i", "j", "off"))
 MaskFunction = Callable[[Any, Any, Any, Any], Any]  # of (b, h, i, j); traced, so that it may be written for tensors
-_ENDLESS = (
-    1 << 30
-)  # keys; beyond every sequence, and added to a position still within the 32 bits in which GPU kernels count
+# Keys: beyond every sequence, and added to a position still within the 32 bits of GPU kernels.
+_ENDLESS = expr.LARGEST_NUMBER
 
 
 class Mask:

@@ -28,6 +28,7 @@ from tilewise.backends.base import (
     Inputs,
     Output,
     PerProblem,
+    large_numbers,
     piece_reasons,
     unknown_operations,
     wide_mask,
@@ -75,7 +76,7 @@ class Hopper(Backend):
     def refused(self, p: Problem) -> list[str]:
         """Every reason why no machine runs this problem here."""
         reasons = paged_config.reasons(p, decoding.choose(p) is not None) if p.paged else forward_reasons.reasons(p)
-        reasons += unknown_operations(p, operations.traceable()) + piece_reasons(p) + wide_mask(p)
+        reasons += unknown_operations(p, operations.traceable()) + piece_reasons(p) + wide_mask(p) + large_numbers(p)
         if p.spec.max_logit:
             reasons.append("the largest score of each row (attention_with_stats): its kernels do not keep it")
         return reasons + (backward_config.reasons(p) if p.spec.needs_grad else [])

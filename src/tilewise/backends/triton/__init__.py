@@ -25,6 +25,7 @@ from tilewise.backends.base import (
     OutputGrads,
     Pages,
     PerProblem,
+    large_numbers,
     piece_reasons,
     unknown_operations,
     wide_mask,
@@ -127,7 +128,8 @@ class Triton(Backend):
         if problem.dtype == torch.float64:
             reasons.append("float64: its kernels compute in float32")
         reasons += _width_reasons(problem)
-        reasons += unknown_operations(problem, OPERATIONS) + piece_reasons(problem, dropout=16) + wide_mask(problem)
+        reasons += unknown_operations(problem, OPERATIONS) + piece_reasons(problem, dropout=16)
+        reasons += wide_mask(problem) + large_numbers(problem)
         if problem.spec.deterministic and problem.spec.grad_slots:
             reasons += _scattered(problem)
         if problem.paged and any(x.stride[-1] != 1 for x in (problem.k, problem.v)):

@@ -41,15 +41,16 @@ _compiled: Memo[tuple, Any] = Memo()  # a kernel, its sizes and its numbers as i
 
 
 def can_judge(grid: Grid) -> bool:
-    """Whether kernels take a grid: keys from 0 on, pairs at all, and operations that can all be written."""
+    """Whether kernels take a grid: keys from 0 on, pairs at all, operations that can all be written, and numbers of 32 bits."""
     sizes = grid.b.shape[0], grid.h.shape[0], grid.seqlen_q, grid.keys
-    return grid.key_origin is None and all(sizes) and _can_be_written(grid.region)
+    return grid.key_origin is None and all(sizes) and _can_be_written(grid.region, *sizes)
 
 
 @lru_cache(maxsize=1024)
-def _can_be_written(region: Region) -> bool:
-    """Whether kernels have every operation of a mask."""
-    return {e.op for e in expr.nodes(*region.parts) if e.op in expr.OPERATIONS} <= OPERATIONS
+def _can_be_written(region: Region, b: int, h: int, i: int, j: int) -> bool:
+    """Whether kernels have every operation of a mask, and compute it in 32 bits for these sizes."""
+    known = {e.op for e in expr.nodes(*region.parts) if e.op in expr.OPERATIONS} <= OPERATIONS
+    return known and not expr.beyond_32_bits(region.parts, {"b": b, "h": h, "i": i, "j": j})
 
 
 @lru_cache(maxsize=1024)

@@ -313,6 +313,18 @@ def sign(x):
 
 
 @triton.jit
+def whole_power(x, c):
+    """``x ** c`` of whole numbers, by squares of x: fp32 would round above 2**24."""
+    # Ones of x's shape and width.
+    found, square = x * 0 + 1, x
+    # Five bits of the exponent: with more of them every power fits 32 bits only where x is 0, 1 or -1.
+    for bit in tl.static_range(5):
+        found = tl.where((c >> bit) & 1 == 1, found * square, found)
+        square = square * square
+    return tl.where((x == 0) & (c > 0), 0, found)
+
+
+@triton.jit
 def power(x, c):
     """``x ** c`` in fp32: small whole exponents by products, others by exp2 and log2."""
     x, c = x.to(tl.float32), c.to(tl.float32)

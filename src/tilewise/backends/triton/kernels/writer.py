@@ -281,7 +281,7 @@ def _operation(writer: Writer, node: Expr, args: list[str], kinds: list[str]) ->
         # A tanh of positions is exact: its error would have nothing to hide behind.
         rough = writer.ways.rough and node.op == "tanh" and "s" in expr.depends_on(node)
         call = f"{'maths.rough_tanh' if rough else _CALLS[node.op]}({', '.join(args)})"
-        return f"{call}.to(tl.int32)" if node.op == "pow" and result != "float" else call
+        return f"maths.whole_power({', '.join(args)})" if node.op == "pow" and result != "float" else call
     if is_scaled_tanh(node) and not writer.ways.rough:
         return f"maths.scaled_tanh({writer.floating(node.args[0].args[0])}, {args[1]})"
     # A comparison's result is a truth value too, and keeps its operator.

@@ -108,6 +108,7 @@ class Kind(NamedTuple):
     dslopes: bool = False
     table: bool = False
     decoding: int = 0  # the rows of a decoding kernel
+    bias: bool = False
 
     @classmethod
     def of(cls, x: Config | Backward) -> "Kind":
@@ -127,6 +128,7 @@ class Kind(NamedTuple):
             getattr(x, "dslopes", False),
             getattr(x, "table", False),
             t.rows if isinstance(x, DecodingConfig) else 0,
+            getattr(x, "bias", False),
         )
 
     @property
@@ -138,10 +140,12 @@ class Kind(NamedTuple):
             return [{"causal": True} if self.form == "upper" else {}]
         if self.packed and self.dropout:  # one kernel serves both
             return [*PLACED_OPTIONS["upper"], *PLACED_OPTIONS["full"]]
+        if self.bias and self.form in PLACED_OPTIONS:
+            return PLACED_OPTIONS[self.form]
         return (PLACED_OPTIONS if self.dropout else FORM_OPTIONS)[self.form]
 
-    def score(self, q: Tensor) -> dict:
-        """The score and dropout of a call of this kind with these queries."""
+    def score(self, q: Tensor, keys: int) -> dict:
+        """The score and dropout of a call of this kind with these queries and so many keys."""
         found = {"score": tw.softcap(3.0)} if self.softcap else {}
         if self.alibi:
             slopes = 0.5 ** torch.linspace(0, 8, q.shape[-2], device=q.device)
@@ -151,7 +155,20 @@ class Kind(NamedTuple):
                 torch.linspace(-4, 4, 70 * q.shape[-2], device=q.device).cos().view(q.shape[-2], 70).requires_grad_()
             )
             found = {"score": lambda s, b, h, i, j: s + table[h, (i - j).clamp(-30, 39) + 30]}
+        if self.bias:
+            found = {"score": tw.bias(pair_bias(q, keys))}
         return found | ({"dropout_p": 0.2, "dropout_seed": 2**62 + 12345} if self.dropout else {})
+
+
+def pair_bias(q: Tensor, keys: int) -> Tensor:
+    """Biases of all pairs, or of those of one head, in q's dtype: some -inf, a row of nothing else, and in bf16 one of the least number."""
+    batch, rows, heads = q.shape[:3] if q.shape[2] < 3 else (1, q.shape[1], 1)
+    apart = -(-keys // 8) * 8  # elements: rows begin at multiples of 16 bytes
+    bias = torch.linspace(-4, 4, batch * heads * rows * apart, device=q.device).mul(1e5).cos().mul(3).to(q.dtype)
+    bias = bias.view(batch, heads, rows, apart)[..., :keys]
+    bias[:, :, ::3, 5:90], bias[:, :, 7:8] = -torch.inf, -torch.inf
+    bias[:, :, 9:10] = torch.finfo(q.dtype).min if q.dtype == torch.bfloat16 else 1.0
+    return bias
 
 
 def options_of(kind: Kind, shape: tuple[int, ...], device: str) -> list[dict]:
@@ -193,13 +210,15 @@ def unpacked_calls(kind: Kind, new: Callable[..., Tensor], sizes: Sizes) -> Name
         # Beside one key dS is 0 but for O's rounding, and eager attention does not read O: a factor of 2 leaves nothing to round.
         options |= {"dropout_p": 0.5} if kind.dropout and nk == 1 else {}
         q = new(b, nq, hq, d)
-        return call(q, new(b, nk, hk, d), new(b, nk, hk, dv), **{**kind.score(q), **options})
+        return call(q, new(b, nk, hk, d), new(b, nk, hk, dv), **{**kind.score(q, nk), **options})
 
     def first(*shape: int) -> dict:
         return options_of(kind, shape, device)[0]
 
-    # One query sees all keys, and one head's slope is read as a number: such calls have other kernels.
-    for n, shape in enumerate(s for s in sizes.shapes if not (kind.alibi or kind.table) or min(s[1], s[3]) > 1):
+    # One query sees all keys, one head's slope is read as a number, as are biases of one key: such calls have other kernels.
+    least = 2 if kind.alibi or kind.table or kind.bias else 1
+    fitting = (s for s in sizes.shapes if min(s[1], s[3], s[2] + (not kind.bias)) >= least)
+    for n, shape in enumerate(fitting):
         for m, options in enumerate(options_of(kind, shape, device)):
             if m == n % len(kind.options) or n in (2, 3):
                 yield f"{shape}-{m}", made(shape, width, width_v, **options)
@@ -209,9 +228,9 @@ def unpacked_calls(kind: Kind, new: Callable[..., Tensor], sizes: Sizes) -> Name
     yield "large", made((1, 200, 900, 2, 2), width, width_v, softmax_scale=4.0, **first(1, 200, 900))
     lengths = ((200, width), (333, width), (333, width_v))
     q, k, v = (new(1, 2, n, d).transpose(1, 2) for n, d in lengths)
-    yield "strided", call(q, k, v, **kind.score(q), **first(1, 200, 333))
+    yield "strided", call(q, k, v, **kind.score(q, 333), **first(1, 200, 333))
     odd = [torch.cat([x, x], -1)[..., 1 : 1 + x.shape[-1]] for x in (q, k, v)]
-    yield "unaligned", call(*odd, **kind.score(q), **first(1, 200, 333))
+    yield "unaligned", call(*odd, **kind.score(q, 333), **first(1, 200, 333))
 
 
 def packed_calls(kind: Kind, new: Callable[..., Tensor], sizes: Sizes) -> Named:
@@ -224,7 +243,7 @@ def packed_calls(kind: Kind, new: Callable[..., Tensor], sizes: Sizes) -> Named:
         q[last_q:], k[last_k:], v[last_k:] = (torch.nan,) * 3
         for m, options in enumerate(kind.options):
             sink = torch.randn(4, device=device) if (n + m) % 2 else None
-            c = call(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, sink=sink, **kind.score(q), **options)
+            c = call(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, sink=sink, **kind.score(q, 0), **options)
             c.do[last_q:] = torch.nan
             yield f"packed-{n}-{m}", c
 
@@ -247,7 +266,7 @@ def paged_calls(kind: Kind, new: Callable[..., Tensor], sizes: Sizes) -> Named:
             if not even:
                 q[sum(q_lengths) :] = torch.nan
             sink = torch.randn(4, device=device) if m % 2 else None
-            yield f"paged-{n}-{m}", paged_call(q, cache, cu_seqlens_q=cu_q, sink=sink, **kind.score(q), **options)
+            yield f"paged-{n}-{m}", paged_call(q, cache, cu_seqlens_q=cu_q, sink=sink, **kind.score(q, 0), **options)
 
 
 # By the rows of the kernel: heads, key heads and queries of a sequence, and the mask.
@@ -400,6 +419,7 @@ class HopperSubject(Subject):
                 x.dropout,
                 getattr(x, "alibi", False),
                 getattr(x, "table", False),
+                getattr(x, "bias", False),
             )
 
         chosen, found = Hopper().config(c.p), Timed({}, {})

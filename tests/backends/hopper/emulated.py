@@ -180,6 +180,22 @@ class Matrix:
         part[:] = tile.reshape(*self.shape, -1)[: part.shape[0], : part.shape[1], : part.shape[2]]
 
 
+class Plane(Matrix):
+    """A head's pairs in global memory, (row, key), as tiles of ``shape``."""
+
+    def __init__(self, values: np.ndarray, shape: tuple[int, int]):
+        self.values, self.shape, self.width = values, shape, 1
+
+    def __getitem__(self, index: tuple):
+        return self, index[1:]
+
+    def read(self, at: tuple[int, int]) -> np.ndarray:
+        found = np.zeros(self.shape, np.float32)
+        part = self.values[tuple(slice(n * size, (n + 1) * size) for n, size in zip(at, self.shape, strict=True))]
+        found[: part.shape[0], : part.shape[1]] = part
+        return found
+
+
 def copy(atom, source, target, tma_bar_ptr: Pointer | None = None) -> None:
     if tma_bar_ptr is None:
         (rooms, n), (matrix, m) = source, target
@@ -422,6 +438,8 @@ class Places:
 
 
 def cut(info, shape, origin, head, batch, room):
+    if origin == (None, None):
+        return Plane(info.values[batch, head], shape), room
     if isinstance(shape[0], tuple):  # several heads of group ``head`` side by side
         (heads, queries), width = shape
         group = slice(head * info.group, (head + 1) * info.group)
@@ -469,11 +487,17 @@ def _stand_in(forward, tiles, instructions, softmax, packed) -> None:
 
         role.products.append(product)
 
-    def new_operands(qk, pv, smem, config):
-        t = config.tiles
+    def new_operands(qk, pv, smem, w, config):
+        t, pairs = config.tiles, forward.compute.pair_bias
         s, o, p = Registers(t.tile_n), Registers(t.width_v), Registers(t.tile_n)
         wait = RegisterRow(1) if config.short_tanh else None
-        return forward.compute.ForwardOperands("qk", "pv", smem.q, smem.k, smem.v, s, o, p, softmax.new_state(), wait)
+        place, first = pairs.new_place(0), w * t.bias_stages
+        bias = pairs.BiasRing(Registers(t.tile_n), place, smem.bias, first, smem.bias_full, smem.bias_empty)
+        rest = smem.q, smem.k, smem.v, s, o, p, softmax.new_state(), wait, bias if config.bias else None
+        return forward.compute.ForwardOperands("qk", "pv", *rest)
+
+    def load_steps(operand, mma, tile) -> None:
+        operand.values[:] = places.registers(tile[0].tiles[tile[1]])
 
     def round_p(operands, config) -> None:
         operands.p.values[:] = rounded(operands.s.values, config.dtype)
@@ -508,6 +532,12 @@ def _stand_in(forward, tiles, instructions, softmax, packed) -> None:
         smem.o.tiles[n_q] = rounded(matrix_of(operands.o.values), config.dtype)
 
     stand_in(forward.compute, new_operands=new_operands, round_p=round_p)
+    stand_in(
+        forward.compute.pair_bias,
+        new_place=lambda phase: [0, phase],
+        OperandValues=lambda operand, acc, dtype, held: operand.values,
+        load_register_steps=load_steps,
+    )
     stand_in(forward.epilogue, put_lse=put_lse, put_row=put_row, put_columns=put_columns, put_tile=put_tile)
     stand_in(tiles, begin_product=begin, rows_columns=lambda acc: acc.values, tma_tiles=cut)
     stand_in(forward.combine, put=put_merged)
@@ -546,14 +576,16 @@ def run(config: Config, q, k, v, sink, numbers) -> tuple[np.ndarray, np.ndarray]
         np.float32(scale2), np.float32(cap2), extra,
     )  # fmt: skip
     info = lambda x: SimpleNamespace(values=x, atom=None, group=params.group, page_rows=extra.page_rows)  # noqa: E731
-    maps = forward.params.TensorMaps(info(q), info(k), info(v), info(o))
+    bias = SimpleNamespace(values=extra.bias.values, atom=None, tma_tensor=extra.bias.values.T) if config.bias else None
+    maps = forward.params.TensorMaps(info(q), info(k), info(v), info(o), bias)
     for cta in range(ctas):
         ring, tiles = Rooms(t.stages), Rooms(t.q_tiles)
         bars = [[Barrier(n) for _ in range(count)] for n, count in
                 ((1, t.stages), (4 * t.warpgroups, t.stages), (1, t.q_tiles), (1 if config.stores else 4, t.q_tiles),
                  (128, t.q_tiles))]  # fmt: skip
         mailboxes = Pointer([None] * 2 * t.q_tiles)
-        smem = forward.storage.ForwardStorage(tiles, ring, ring, tiles, *map(Pointer, bars), None, mailboxes)
+        pairs = Rooms(t.bias_tiles), *(Pointer([Barrier(n) for _ in range(t.bias_tiles)]) for n in (1, 4))
+        smem = forward.storage.ForwardStorage(tiles, ring, ring, tiles, *map(Pointer, bars), None, mailboxes, *pairs)
         roles = [(False, partial(forward.load.load, maps, smem, params, config))]
         for w in range(t.warpgroups):
             if config.stores:

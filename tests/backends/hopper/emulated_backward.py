@@ -80,6 +80,7 @@ def load(name: str) -> ModuleType:
     stand_in(found["kit.tiles"], tma_tiles=cut, rows_columns=lambda acc: acc.values)
     pair = lambda low, high, dtype: (rounded(low, dtype), rounded(high, dtype))  # noqa: E731
     stand_in(found["kit.instructions"], pack=pair, count_up=count_up, await_count=await_count, add_where=add_where)
+    stand_in(found["kit.operands"], as_accumulator=lambda operand, acc: operand, words=Words)
     stand_in_for_fragments(found["backward.fragments"], found["kit.tiles"], places)
     if name == "queries":
         stand_in_for_queries(found["backward.queries_compute"])
@@ -138,8 +139,6 @@ def stand_in_for_fragments(fragments: ModuleType, tiles: ModuleType, places: Pla
         store_fragment=store_fragment,
         scale=scale,
         hold_above_wait=lambda word, values: None,
-        as_accumulator=lambda operand, acc: operand,
-        words=Words,
     )
 
 
@@ -193,7 +192,7 @@ def stand_in_for_keys(found: dict[str, ModuleType], places: Places) -> None:
         found["backward.keys_compute"],
         make_operands=_key_operands,
         as_rows_columns=lambda operand, acc: operand.values,
-        OperandValues=lambda operand, acc, dtype, held=False: operand.values,
+        OperandValues=lambda operand, acc, dtype, held: operand.values,
         load_register_steps=lambda operand, mma, smem: None,  # products take all columns from shared memory
     )
     stand_in(found["backward.dq_accumulate"], write_part=write_part, begin_copy=begin_copy, **semaphores())

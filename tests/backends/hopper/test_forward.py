@@ -18,8 +18,8 @@ from tilewise import accuracy
 from tilewise.backends.base import Output
 from tilewise.backends.hopper import config as shared
 from tilewise.backends.hopper.forward import config
-from tilewise.backends.hopper.forward.config import Tiles
 from tilewise.backends.hopper.forward.reasons import reasons
+from tilewise.backends.hopper.forward.tiles import TABLE, Tiles
 from tilewise.backends.hopper.host import forward_call as hopper
 from tilewise.tiles import Grid, seen_keys
 
@@ -44,6 +44,7 @@ def emulate(c: Call, tiles: Tiles | None, ctas: int, **flags) -> Output:
     tiles = tiles or chosen.tiles
     if chosen.form == "bits":  # of tiles of two warpgroups
         tiles = replace(tiles, warpgroups=2)
+    tiles = replace(tiles, bias_stages=chosen.tiles.bias_stages)
     return emulate_kernel(c, replace(chosen, tiles=tiles), ctas)
 
 
@@ -76,6 +77,19 @@ BUCKETS, TEMPERATURE = normal(4, 33), torch.tensor(1.5)
 WORDS = normal(33, 4, dtype=torch.bfloat16, seed=9)  # biases as an embedding of distances has them
 STEEP = torch.tensor([1.0, 0.1, -0.3, 0.0])  # ALiBi's slopes; one of them favours what is far away
 RUNS = torch.tensor([0] * 70 + [1] + [2] * 199 + [3] * 30)
+BIAS = normal(2, 4, 300, 400, dtype=torch.bfloat16, seed=7)  # of pairs, in q's dtype
+LEAST = torch.finfo(torch.bfloat16).min
+
+
+def pair_bias(shape: tuple[int, ...], *places: tuple, value: float = -torch.inf, dtype: torch.dtype = torch.bfloat16):
+    """A bias by pair; ``value`` at these places."""
+    bias = BIAS[tuple(slice(n) for n in shape)].to(dtype, copy=True)
+    for place in places:
+        bias[..., *place] = value
+    return tw.bias(bias)
+
+
+ODD, FEW, LATE, ALL = slice(None, None, 3), slice(5, 70), slice(90, None), slice(None)  # rows or keys
 CASES = {
     "full": (qkv(200, 333), {}),
     "one": (qkv(1, 1), {}),
@@ -123,6 +137,31 @@ CASES = {
     "table-before": (qkv(200, 700), {"score": lambda s, b, h, i, j: s + BUCKETS[h, (i + 450 - j).clamp(0, 32)]}),
     "table-behind": (qkv(700, 200), {"score": lambda s, b, h, i, j: s + BUCKETS[h, (i - 500 - j).clamp(0, 32)]}),
     "table-outside": (qkv(200, 300), {"score": lambda s, b, h, i, j: s + BUCKETS[h, (i - 700 - j).clamp(0, 32)]}),
+    "pair": (qkv(130, 200, batch=2), {"score": pair_bias((2, 4, 130, 200))}),
+    "pair-shared": (qkv(300, 304, batch=2), {"score": pair_bias((1, 1, 300, 304)), "causal": True}),
+    "pair-by-head": (qkv(130, 200, batch=2), {"score": lambda s, b, h, i, j: s + BIAS[1, h, i, j]}),
+    "pair-by-batch": (qkv(130, 200, batch=2), {"score": lambda s, b, h, i, j: BIAS[b, 3, i, j] + s, "causal": True}),
+    "pair-hides": (qkv(130, 400), {"score": pair_bias((1, 4, 130, 400), (ODD, FEW), (FEW, LATE), (slice(9, 12), ALL))}),
+    "pair-hides-causal": (
+        qkv(300, 304),
+        {"score": pair_bias((1, 1, 300, 304), (ODD, FEW), (FEW, ALL)), "causal": True},
+    ),
+    "pair-least": (qkv(130, 400), {"score": pair_bias((1, 1, 130, 400), (ODD, FEW), (FEW, LATE), value=LEAST)}),
+    "pair-least-rows": (qkv(200, 400), {"score": pair_bias((1, 1, 200, 400), (FEW, ALL), value=LEAST)}),
+    "pair-and-mask": (qkv(130, 200), {"mask": normal(130, 200) > 0, "score": pair_bias((1, 4, 130, 200))}),
+    "pair-and-window": (
+        qkv(300, 304),
+        {"mask": tw.window(70, 3) & tw.keep(lambda b, h, i, j: j % 7 < 5), "score": pair_bias((1, 4, 300, 304))},
+    ),
+    "pair-nan-above": (
+        qkv(64, 64),
+        {"score": pair_bias((1, 1, 64, 64), (0, slice(1, None)), value=torch.nan), "causal": True},
+    ),
+    "pair-fp16": (
+        qkv(130, 200, dtype=torch.float16),
+        {"score": pair_bias((1, 4, 130, 200), (ODD, FEW), dtype=torch.float16), "sink": normal(4, seed=8)},
+    ),
+    "pair-grows": (qkv(130, 400), {"score": tw.bias((BIAS[:1, :, :130] * torch.linspace(40, 1, 400)).bfloat16())}),
     "score-hides": (qkv(130, 200), {"score": lambda s, b, h, i, j: torch.where((i + j) % 3 == 0, s, -torch.inf)}),
     "score-ignores-s": (qkv(130, 200), {"score": lambda s, b, h, i, j: BUCKETS[h, j % 33] * TEMPERATURE}),
     "scale": (qkv(130, 200), {"score": lambda s, b, h, i, j: -s, "softmax_scale": -0.3}),
@@ -162,6 +201,15 @@ def test_the_source_computes_attention(name, tiles):
 
 
 TABLES = [name for name in CASES if name.startswith(("table", "buckets"))]
+PAIRS = [name for name in CASES if name.startswith("pair")]
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_bias_by_pair_has_kernels(name):
+    tensors, options = CASES[name]
+    chosen = config.choose(without_gradient(call(*tensors, **options)).p)
+    assert chosen.bias
+    assert chosen in config.shipped()
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -314,7 +362,7 @@ def test_the_contract_s_cases_are_right(name):
     assert not [str(e) for e in errors if not e.ok]
 
 
-@pytest.mark.parametrize("dims", config.TABLE, ids=str)
+@pytest.mark.parametrize("dims", TABLE, ids=str)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_the_shipped_tiles_compute_attention(dims, causal):
     c = without_gradient(call(*qkv(200, 420, *dims, heads=(2, 1)), causal=causal))
@@ -328,7 +376,7 @@ def small_splits(monkeypatch):
     monkeypatch.setattr(config, "MIN_SPLIT_KEYS", 64)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if form_of(name) != "lists" and name not in TABLES])
+@pytest.mark.parametrize("name", [name for name in CASES if form_of(name) != "lists" and name not in TABLES + PAIRS])
 def test_splits_of_keys_merge_into_attention(name, small_splits):
     tensors, options = CASES[name]
     c = without_gradient(call(*tensors, **options))

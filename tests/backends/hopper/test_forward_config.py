@@ -16,8 +16,9 @@ from tilewise.backends.hopper import config as shared
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.config import ALIGNMENT, MAX_COLUMNS, PLAIN, SHARED_LIMIT, registers_together
 from tilewise.backends.hopper.forward import config
-from tilewise.backends.hopper.forward.config import PAGED_TILES, TABLE, shipped
+from tilewise.backends.hopper.forward.config import shipped
 from tilewise.backends.hopper.forward.reasons import reasons
+from tilewise.backends.hopper.forward.tiles import PAGED_TILES, TABLE
 
 ROWS = [tiles for row in TABLE.values() for tiles in row.columns] + list(PAGED_TILES.values())
 

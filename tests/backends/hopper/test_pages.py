@@ -16,7 +16,7 @@ from tilewise.backends.base import Output
 from tilewise.backends.hopper import Hopper
 from tilewise.backends.hopper.config import LONG
 from tilewise.backends.hopper.forward import config, paged_config
-from tilewise.backends.hopper.forward.config import Tiles
+from tilewise.backends.hopper.forward.tiles import Tiles
 from tilewise.backends.hopper.host.paged_call import PagedPlan
 from tilewise.gather import in_layout_of
 from tilewise.problem import Problem

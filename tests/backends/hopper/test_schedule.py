@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilewise.backends.hopper.forward.config import TABLE
+from tilewise.backends.hopper.forward.tiles import TABLE
 from tilewise.backends.hopper.kit import schedule
 from tilewise.backends.hopper.kit.schedule import Band, Order
 

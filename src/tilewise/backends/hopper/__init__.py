@@ -3,12 +3,13 @@
 Importing this imports no DSL. Where to look:
 
 - ``config``: what both passes share: limits, dtypes, forms of masks, expressions that are compiled in. No DSL.
-- ``forward/``, ``backward/``: the kernels of a pass, and ``config``, which chooses among them: tiles, registers, shared memory.
+- ``forward/``, ``backward/``: the kernels of a pass, ``config``, which chooses among them, and ``tiles``: registers, shared memory.
 - ``latent/``: the forward over pages where V lies in K's memory.
 - ``decoding/``: the forward of a few queries a sequence, over pages or dense keys.
 - ``kit/``: what every kernel uses: rings of stages, tiles, softmax, schedulers, expressions, dropout.
 - ``host/``: from a call to a launch, and from a kernel's source to the file that is shipped.
 - ``tables``: scores that add a table's bias by distance, as a line of biases.
+- ``pair_bias``: scores that add a bias of each pair.
 - ``capped``: the polynomials of a softcap's tanh, as numbers of a launch.
 - ``padding``: batches whose keys end early, as packed sequences.
 - ``kernels``: all kernels that ship, as one type and one list.
@@ -82,7 +83,10 @@ class Hopper(Backend):
         return reasons + (backward_config.reasons(p) if p.spec.needs_grad else [])
 
     def preferred(self, p: Problem) -> str:
-        return "shares out the keys of all sequences evenly" if decoding.choose(p) else ""
+        if decoding.choose(p):
+            return "shares out the keys of all sequences evenly"
+        biased = forward_config.with_bias(p)
+        return "brings the bias of each pair tile by tile, while products run" if biased and biased.bias else ""
 
     def config(self, p: Problem) -> Config | LatentConfig | DecodingConfig:
         if self.override is not None:

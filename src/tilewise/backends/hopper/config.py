@@ -62,11 +62,12 @@ class Formed:
     form: str
     alibi: bool
     table: bool
+    bias = False  # by pair: only forwards have kernels for it
 
     @property
     def biased(self) -> bool:
-        """Whether a bias is added, which is known in base 2."""
-        return self.alibi or self.table
+        """Whether a bias is added in base 2."""
+        return self.alibi or self.table or self.bias
 
     @property
     def by_rows(self) -> bool:
@@ -143,15 +144,16 @@ def mean_keys_per_query(problem: Problem) -> float:
     return sum(seen((n + 0.5) / 16 * (seqlen_q - 1)) for n in range(16)) / 16
 
 
-def why_no_bits(problem: Problem, crossing: int, by_columns: bool = False) -> str:
+def why_no_bits(problem: Problem, crossing: int, by_columns: bool = False, scored: bool = False) -> str:
     """The reason why a mask's predicate is traced into a kernel of its own; empty: a bit for each pair of a partial tile says what is
     kept, and one kernel serves all masks.
 
     Args:
         crossing, by_columns: of the kernel's tiles, as :class:`tilewise.bit_tiles.BitTiles` has them.
+        scored: whether the kernel computes the problem's score.
     """
-    if problem.spec.score is not None or problem.spec.dropout_p:
-        return "kernels that read a bit for each pair take neither a score nor dropout"
+    if (problem.spec.score is not None and not scored) or problem.spec.dropout_p:
+        return "kernels that read a bit for each pair take neither a score, other than a bias by pair, nor dropout"
     shape = problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k
     size = bits_bytes(problem.spec.region, shape, crossing, by_columns)
     return f"a bit for each pair may take {size >> 20} MiB, more than {BUDGET >> 20}" if size > BUDGET else ""

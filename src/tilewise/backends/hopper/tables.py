@@ -90,7 +90,7 @@ def line_of(p: Problem) -> Line | None:
 
 
 def _line_of(p: Problem) -> Line | None:
-    lookup = _added(p.spec.score)
+    lookup = added(p.spec.score)
     plain = not (p.packed or p.paged or p.spec.dropout_p or p.spec.piece or p.spec.region.predicate is not None)
     if lookup is None or not plain or p.softmax_scale <= 0 or not is_traced(p) or keys_of(p)[0] not in FORMS:
         return None
@@ -117,8 +117,8 @@ def _line_of(p: Problem) -> Line | None:
 _LINES = PerProblem(_line_of)
 
 
-def _added(score: Expr | None) -> Expr | None:
-    """The lookup that a score adds to s; None where it is anything else."""
+def added(score: Expr | None) -> Expr | None:
+    """The lookup that a score adds to s; None where the score is anything else."""
     if score is None or score.op != "add":
         return None
     left, right = score.args

@@ -139,7 +139,8 @@ class Triton(Backend):
         return reasons
 
     def preferred(self, problem: Problem) -> str:
-        """Hopper's kernels read a bias by pair number by number: they take twice the time (docs/decisions.md#triton-for-pair-bias).
+        """Beside gradients Hopper's kernels read a bias by pair number by number: they take twice the time
+        (docs/decisions.md#hopper-pair-bias).
 
         Over pages they neither split keys nor share a tile among heads, so that few queries leave them idle
         (docs/decisions.md#triton-pages).

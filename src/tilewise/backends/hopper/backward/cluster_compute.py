@@ -19,7 +19,6 @@ from cutlass.cute.nvgpu import warpgroup
 from tilewise.backends.hopper.backward.cluster_storage import STRIP, ClusterMmas, ClusterStorage, K, V, own_column
 from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.backward.fragments import (
-    as_accumulator,
     begin_products,
     release_read,
     round_to_operand,
@@ -38,6 +37,7 @@ from tilewise.backends.hopper.backward.tiles import HALF
 from tilewise.backends.hopper.config import ROWS
 from tilewise.backends.hopper.kit import schedule
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32
+from tilewise.backends.hopper.kit.operands import as_accumulator
 from tilewise.backends.hopper.kit.scheduler import each_tile
 
 # -- Operands ------------------------------------------------------------------------------------------------------

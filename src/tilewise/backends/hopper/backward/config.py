@@ -72,8 +72,8 @@ class Backward(Formed):
     """The record that the kernels of one backward are compiled for.
 
     Attributes:
-        queries: None where the pass over key tiles accumulates dQ. dslopes: whether ALiBi's slopes want a gradient.
-        dtype, form, softcap, packed, traced, dropout, alibi, table: as of :class:`tilewise.backends.hopper.forward.config.Config`.
+        queries: None where the pass over key tiles accumulates dQ. dslopes: whether ALiBi's slopes want a gradient. Other fields are
+            those of :class:`tilewise.backends.hopper.forward.config.Config`.
     """
 
     keys: KeyTiles

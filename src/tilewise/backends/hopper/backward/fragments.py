@@ -1,8 +1,7 @@
 """Registers and shared memory of the backward's kernels: products, operands, and what is stored or handed over.
 
-A fragment is a thread's part of a tile: an accumulator in fp32, or an operand of a wgmma in the element type. The registers of a
-wgmma accumulator of 64 x N are, in the same order, those of an operand of 64 x N: rounding makes one of the other, without a shuffle
-(:mod:`tilewise.backends.hopper.kit.tiles`).
+A fragment is a thread's part of a tile: an accumulator in fp32, or an operand of a wgmma in the element type
+(:mod:`tilewise.backends.hopper.kit.operands`).
 """
 
 from __future__ import annotations
@@ -18,11 +17,10 @@ from tilewise.backends.hopper.config import ALIGNMENT
 from tilewise.backends.hopper.kit import packed
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
 from tilewise.backends.hopper.kit.instructions import after, keep_words_above, pack, unseen_zero, zero_after
+from tilewise.backends.hopper.kit.operands import words
 from tilewise.backends.hopper.kit.ring import release
-from tilewise.backends.hopper.kit.tiles import rows_columns
 
 STATISTICS = 4  # columns of a thread whose statistics HeldStatistic reads at once
-HELD = 8  # columns of a thread whose numbers OperandValues may make at once, where it holds them back
 
 
 def warp_and_warpgroup():
@@ -86,64 +84,11 @@ def transposed(tiles: cute.Tensor) -> cute.Tensor:
     return cute.make_tensor(tiles.iterator, cute.select(tiles.layout, [1, 0, 2]))
 
 
-# -- Operands in registers -----------------------------------------------------------------------------------------
-
-
-def words(operand: cute.Tensor) -> cute.Tensor:
-    """An operand in registers viewed as 32-bit words, two elements each, in the registers' order."""
-    return cute.recast_tensor(cute.make_tensor(operand.iterator, cute.make_layout(cute.size(operand))), I32)
-
-
-class OperandValues:
-    """An operand in registers, read as fp32 numbers at a thread's (row, column).
-
-    Of bf16 each takes one instruction here; the compiler takes two for the upper one of a word. Of fp16 it takes the compiler's
-    instructions; with ``held`` a number of either is made no sooner than ``acc``'s number at its place is there, or one of the HELD columns
-    before it: the compiler would make all of them as soon as it can, and run out of registers.
-    """
-
-    def __init__(self, operand: cute.Tensor, acc: cute.Tensor, dtype: str, held: bool = False):
-        self.words, self.dtype = words(operand) if held or dtype == "bf16" else None, dtype
-        self.elements = rows_columns(as_accumulator(operand, acc))
-        self.awaited, self.zero = rows_columns(acc) if held else None, None
-
-    def __getitem__(self, place: tuple[int, int]):
-        r, c = place
-        if self.words is None:
-            return F32(self.elements[r, c])
-        # Word c + r of an even column c holds columns c and c + 1 of row r.
-        word = self.words[c - c % 2 + r]
-        if self.awaited is not None:
-            self.zero = after(I32(0), self.awaited[r, c]) if c % HELD == 0 else self.zero
-            word = word + self.zero
-        if self.dtype == "bf16":
-            code = "and.b32 {$w0}, {$r0}, 0xffff0000;" if c % 2 else "shl.b32 {$w0}, {$r0}, 16;"
-        else:
-            half = "high" if c % 2 else "low"
-            code = f"{{ .reg .f16 low, high; mov.b32 {{low, high}}, {{$r0}}; cvt.f32.f16 {{$w0}}, {half}; }}"
-        return cute.arch.inline_ptx(code, write_only_types=[F32], read_only_args=[word])
-
-
-def load_register_steps(operand: cute.Tensor, mma: cute.TiledMma, smem: cute.Tensor) -> None:
-    """Loads the first k steps of an operand A of ``mma`` into registers, as many as ``operand`` has; ``smem``: (rows, columns)."""
-    # Four 8 × 8 matrices an instruction: a k step of 16 columns for each warp's 16 rows.
-    copy = cute.make_tiled_copy_A(cute.make_copy_atom(warp_ops.LdMatrix8x8x16bOp(False, 4), operand.element_type), mma)
-    mine = copy.get_slice(cute.arch.thread_idx()[0] % 128)
-    source, target = mine.partition_S(smem), mine.retile(operand)
-    for step in range(cute.size(operand, mode=[2])):
-        cute.copy(copy, source[None, None, step], target[None, None, step])
-
-
 def round_to_operand(operand: cute.Tensor, acc: cute.Tensor, dtype: str) -> None:
     """Rounds an accumulator (fp32) into an operand of the same shape, register by register."""
     values, target = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc))), words(operand)
     for n in range(cute.size(target)):
         target[n] = pack(values[2 * n], values[2 * n + 1], dtype)
-
-
-def as_accumulator(operand: cute.Tensor, acc: cute.Tensor) -> cute.Tensor:
-    """An operand whose registers are in the order of an accumulator, viewed with the accumulator's layout."""
-    return cute.make_tensor(operand.iterator, acc.layout)
 
 
 def scale(acc: cute.Tensor, factor) -> None:

@@ -21,13 +21,10 @@ from tilewise.backends.hopper.backward import dlines, dq_accumulate, dslopes
 from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.backward.fragments import (
     HeldStatistic,
-    OperandValues,
     RegisterOperand,
-    as_accumulator,
     begin_products,
     column_statistic,
     hold_above_wait,
-    load_register_steps,
     release_read,
     round_to_operand,
     scale,
@@ -46,6 +43,7 @@ from tilewise.backends.hopper.config import ROWS
 from tilewise.backends.hopper.kit import dropout, schedule
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
 from tilewise.backends.hopper.kit.instructions import keep_words_above
+from tilewise.backends.hopper.kit.operands import OperandValues, as_accumulator, load_register_steps
 from tilewise.backends.hopper.kit.ring import release
 from tilewise.backends.hopper.kit.scheduler import each_queued, each_tile
 from tilewise.backends.hopper.kit.tiles import rows_columns
@@ -492,7 +490,7 @@ def rounded_p(operands: DkDvOperands, p: cute.Tensor, config: Backward) -> cute.
         or config.separate_ds
     )
     if few:
-        return OperandValues(p, operands.dp, config.dtype, held=config.dropout and config.dtype == "fp16")
+        return OperandValues(p, operands.dp, config.dtype, held=8 if config.dropout and config.dtype == "fp16" else 0)
     return as_rows_columns(p, operands.dp)
 
 

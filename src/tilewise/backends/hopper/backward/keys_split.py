@@ -22,7 +22,6 @@ from tilewise.backends.hopper.backward.fragments import (
     release_read,
     round_to_operand,
     scale,
-    words,
 )
 from tilewise.backends.hopper.backward.key_tiles import (
     SCHEDULER,
@@ -51,6 +50,7 @@ from tilewise.backends.hopper.backward.keys_storage import KeysMmas, KeysStorage
 from tilewise.backends.hopper.backward.params import BackwardParams
 from tilewise.backends.hopper.backward.scores import ScoreBlock, probabilities, score_gradients
 from tilewise.backends.hopper.backward.sequences import receiver
+from tilewise.backends.hopper.kit.operands import words
 from tilewise.backends.hopper.kit.scheduler import each_tile
 from tilewise.backends.hopper.kit.tiles import rows_columns
 

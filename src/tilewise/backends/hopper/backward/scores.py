@@ -18,13 +18,13 @@ import cutlass.cute as cute
 
 from tilewise import expr
 from tilewise.backends.hopper.backward.config import Backward
-from tilewise.backends.hopper.backward.fragments import words
 from tilewise.backends.hopper.backward.params import BackwardParams
 from tilewise.backends.hopper.config import PLAIN
 from tilewise.backends.hopper.kit import bits, dropout, expression
 from tilewise.backends.hopper.kit.dtypes import F32
 from tilewise.backends.hopper.kit.instructions import choose, pack
 from tilewise.backends.hopper.kit.lines import FarLine, NearLine
+from tilewise.backends.hopper.kit.operands import words
 from tilewise.backends.hopper.kit.slopes import BlockSlopes
 from tilewise.backends.hopper.kit.softmax import softcap_roughly
 from tilewise.backends.hopper.kit.tiles import column_of, constant_column, row_of, rows_columns

@@ -19,10 +19,11 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 
-from tilewise.backends.hopper.backward.fragments import Term, stage_of, words
+from tilewise.backends.hopper.backward.fragments import Term, stage_of
 from tilewise.backends.hopper.backward.keys_storage import KeysMmas, KeysStorage
 from tilewise.backends.hopper.kit.dtypes import I32
 from tilewise.backends.hopper.kit.instructions import through_memory
+from tilewise.backends.hopper.kit.operands import words
 
 MINUS_HALF = 0xBF00  # of bf16
 

@@ -1,13 +1,14 @@
 """O and lse on Hopper (sm_90a); the mathematics is docs/algorithm.md#4-forward. To change one thing, edit one file:
 
 =================================================== ==================================================================
-tile sizes, registers, which kernel a call gets     config (no DSL); a row of its TABLE; over pages paged_config
+tile sizes, registers                               a row of TABLE in tiles (no DSL)
+which kernel a call gets                            config (no DSL); over pages paged_config
 what no kernel computes                             reasons (no DSL)
 roles, barriers and who waits for whom              kernel: its docstring and ``kernel``; the launch
 how many CTAs, how many heads are at work           grids (no DSL)
 which tile a CTA computes, which blocks it visits   query_tiles
 shared memory and barriers                          storage
-who loads Q, K and V                                load; parts of key blocks from the pages of a cache: pages
+who loads Q, K, V and a bias by pair                load; parts of key blocks from the pages of a cache: pages
 the products of a block, masks and softmax          compute
 o and lse to memory                                 epilogue
 states of split keys                                combine

@@ -27,7 +27,7 @@ from tilewise.backends.hopper.forward.query_tiles import (
     whole_steps,
 )
 from tilewise.backends.hopper.forward.storage import ForwardStorage
-from tilewise.backends.hopper.kit import bits, dropout, expression, schedule, softmax
+from tilewise.backends.hopper.kit import bits, dropout, expression, pair_bias, schedule, softmax
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
 from tilewise.backends.hopper.kit.instructions import all_agree, both, choose, keep_words_above, pack
 from tilewise.backends.hopper.kit.lines import BlockLine, RowLine, line_of_head
@@ -47,6 +47,7 @@ class ForwardOperands(NamedTuple):
         p: 64 × tile_n in the element type, in the order of ``s``'s registers.
         rows: the softmax state of the thread's two rows.
         wait: (1,) int32, of a softcap's short polynomials (:class:`tilewise.backends.hopper.kit.softmax.Capped`).
+        bias: the tiles of a bias by pair.
     """
 
     qk: cute.TiledMma
@@ -59,10 +60,11 @@ class ForwardOperands(NamedTuple):
     p: cute.Tensor
     rows: softmax.SoftmaxState
     wait: cute.Tensor | None
+    bias: pair_bias.BiasRing | None
 
 
-def new_operands(qk: cute.TiledMma, pv: cute.TiledMma, smem: ForwardStorage, config: Config) -> ForwardOperands:
-    """The operands of a warpgroup; the accumulators hold nothing yet."""
+def new_operands(qk: cute.TiledMma, pv: cute.TiledMma, smem: ForwardStorage, w, config: Config) -> ForwardOperands:
+    """The operands of warpgroup w; the accumulators hold nothing yet."""
     tiles, first, second = config.tiles, qk.get_slice(0), pv.get_slice(0)
     return ForwardOperands(
         qk, pv,
@@ -74,7 +76,15 @@ def new_operands(qk: cute.TiledMma, pv: cute.TiledMma, smem: ForwardStorage, con
         cute.make_rmem_tensor(pv.partition_shape_A((ROWS, tiles.tile_n)), ELEMENT[config.dtype]),  # P
         softmax.new_state(),
         cute.make_rmem_tensor((1,), I32) if config.short_tanh else None,
+        new_bias(pv, smem, w, config) if config.bias else None,
     )  # fmt: skip
+
+
+def new_bias(pv: cute.TiledMma, smem: ForwardStorage, w, config: Config) -> pair_bias.BiasRing:
+    """The bias of warpgroup w, whose tiles have the shape of P."""
+    values = cute.make_rmem_tensor(pv.partition_shape_A((ROWS, config.tiles.tile_n)), ELEMENT[config.dtype])
+    first, place = w * config.tiles.bias_stages, pair_bias.new_place(phase=0)
+    return pair_bias.BiasRing(values, place, smem.bias, first, smem.bias_full, smem.bias_empty)
 
 
 # -- All tiles of a CTA --------------------------------------------------------------------------------------------
@@ -91,7 +101,7 @@ def compute(
     is known only with its Q, so that packed tiles follow one another; with bits a tile waits for the next one's Q and overlaps.
     """
     tiles = config.tiles
-    operands = new_operands(qk, pv, smem, config)
+    operands = new_operands(qk, pv, smem, w, config)
     state, q_state = new_reader(), new_reader()  # in the ring of K and V, and in the warpgroup's tiles of Q
     if cutlass.const_expr(tiles.pingpong):
         first_turn(w, config)
@@ -190,7 +200,7 @@ def compute_tile(
     block = KeyBlock(ends, block_at(query_tile, hidden, params, config), partial=True, words=words)
     state = first_block(operands, state, block, smem, params, config)
     if cutlass.const_expr(config.skips):
-        state = skip(hidden, state, w, smem, config, turn=False)
+        state = skip(hidden, operands, state, w, smem, config, turn=False)
     if cutlass.const_expr(config.has_upper or config.table):
         for step in cutlass.range(
             whole - 1 - hidden, unroll=1
@@ -224,7 +234,7 @@ def first_scores(
         if cutlass.const_expr(config.skips):
             row = query_tile.row + w * config.queries
             hidden, _, _ = whole_steps(query_tile, row, band_of_tile(query_tile, params, config), params, config)
-            state = skip(hidden, state, w, smem, config, turn=True)
+            state = skip(hidden, operands, state, w, smem, config, turn=True)
         acquire(smem.full, state)  # K: the loading warp
     # S = Q Kᵀ, 64 × tile_n, fp32
     q, k = operands.q[None, None, None, n_q], operands.k[None, None, None, state.index]
@@ -267,8 +277,10 @@ class KeyBlock(NamedTuple):
     partial: bool
     words: list | None = None
 
-    def bias(self, config: Config) -> BlockSlopes | BlockLine | None:
-        """The bias in this block; None without."""
+    def bias(self, operands: ForwardOperands, config: Config) -> BlockSlopes | BlockLine | pair_bias.BlockBias | None:
+        """The bias in this block, that of pairs as it was read last; None without."""
+        if config.bias:
+            return pair_bias.block_bias(operands.bias, operands.s, config.dtype)
         return self.ends.bias.within(self.n * config.tiles.tile_n) if config.biased else None
 
 
@@ -295,12 +307,14 @@ def first_block(
 ) -> PipelineState:  # fmt: skip
     """P of a tile's first block, of which S has begun; the next block multiplies it by V. Returns the state after K."""
     masks = dropout_masks(block, smem, params, config)
+    read_bias(operands, config)
     warpgroup.wait_group(0)  # S
     release(smem.empty + state.index)  # K: the loading warp
     s = masked_scores(operands, block, params, config)
     softmax.online_softmax(
         s, operands.rows, left_scale(params, config), first=True, masked=True, lazy=config.tiles.lazy
     )
+    release_bias(operands, config)
     round_p(operands, config)
     dropout.drop(operands.p, masks)
     return state.advance(config.tiles.stages)
@@ -311,15 +325,17 @@ def key_block(
     config: Config,
 ) -> PipelineState:  # fmt: skip
     """S and P of this block, and O += P V of the block before, which runs under the softmax. Returns the state after both."""
-    tiles, masked = config.tiles, block.partial or bool(config.traced.score)
+    tiles, masked = config.tiles, block.partial or config.may_hide
     v_state = both_products(operands, n_q, state, smem, config)
     masks = dropout_masks(block, smem, params, config)  # under both products
+    read_bias(operands, config)
     warpgroup.wait_group(1)  # S; O may still be under way
     release(smem.empty + state.index)  # K: the loading warp
     s = masked_scores(operands, block, params, config)
     # P = exp(S - m), 64 × tile_n, unnormalised
     softmax.online_softmax(s, operands.rows, left_scale(params, config), first=False, masked=masked, lazy=tiles.lazy)
     softmax.hold_exponentials(smem.unread, operands.rows)
+    release_bias(operands, config)
     warpgroup.wait_group(0)  # O += P V
     release(smem.empty + v_state.index)  # V of the block before: the loading warp
     softmax.rescale(operands.o, operands.rows.factor, tiles.lazy)
@@ -339,12 +355,16 @@ def steady_block(
     """
     v_state = both_products(operands, n_q, state, smem, config)
     masks = dropout_masks(block, smem, params, config)  # under both products
+    read_bias(operands, config)
     warpgroup.wait_group(1)  # S; O may still be under way
     # A bias is taken off the maximum here, not added to S, which saves two instructions a pair; a softcap takes the maximum along.
     s = rows_columns(operands.s)
     capped = capped_by(operands, params, config) if config.softcap else None
-    totals = softmax.steady_softmax(s, operands.rows, params.scale2, block.bias(config), capped)
+    totals = softmax.steady_softmax(s, operands.rows, params.scale2, block.bias(operands, config), capped)
     served = both(totals[0] <= softmax.MOST, totals[1] <= softmax.MOST)
+    if config.bias:
+        # Beside a maximum of -inf or the least number a bias says nothing: inf - inf, or beyond fp32.
+        served = both(served, both(*[pair_bias.serves(operands.rows.m2[r]) for r in range(2)]))
     # All four warps answer, as they read S and P together; it holds the exponentials above the wait (softmax.hold_exponentials).
     served = all_agree(served, 1 + n_q // config.tiles.q_stages)
     warpgroup.wait_group(0)  # O += P V
@@ -353,6 +373,7 @@ def steady_block(
         operands.rows.l[r] = operands.rows.l[r] + choose(served != 0, totals[r], 0.0)
     round_p(operands, config)
     once_more(served, operands, n_q, state.index, block, params, config)
+    release_bias(operands, config)
     dropout.drop(operands.p, masks)
     release(smem.empty + state.index)  # K: the loading warp
     return v_state.advance(config.tiles.stages)
@@ -374,8 +395,8 @@ def once_more(
         q, k = operands.q[None, None, None, n_q], operands.k[None, None, None, k_stage]
         begin_product(operands.qk, operands.s, q, k, overwrite=True)
         warpgroup.wait_group(0)
-        s, lazy = masked_scores(operands, block, params, config), config.tiles.lazy
-        softmax.online_softmax(s, operands.rows, left_scale(params, config), first=False, masked=False, lazy=lazy)
+        s, lazy, masked = masked_scores(operands, block, params, config), config.tiles.lazy, config.may_hide
+        softmax.online_softmax(s, operands.rows, left_scale(params, config), first=False, masked=masked, lazy=lazy)
         softmax.rescale(operands.o, operands.rows.factor, lazy)
         round_p(operands, config)
         if cutlass.const_expr(config.short_tanh):
@@ -410,7 +431,7 @@ def masked_scores(operands: ForwardOperands, block: KeyBlock, params: ForwardPar
     if config.softcap:
         softmax.softcap(s, params.cap2, params.scale2, config.softcap_columns)
     if config.biased:
-        block.bias(config).add(s, params.scale2)
+        block.bias(operands, config).add(s, params.scale2)
     if config.traced.score:
         expression.scored(s, config.traced.score, params.score_scale, pairs)
     if block.partial and block.words is not None:
@@ -424,6 +445,21 @@ def masked_scores(operands: ForwardOperands, block: KeyBlock, params: ForwardPar
         if config.traced.keep:
             expression.hide(s, config.traced.keep, pairs)
     return s
+
+
+def read_bias(operands: ForwardOperands, config: Config) -> None:
+    """Reads the tile of a bias by pair that belongs to the block at hand."""
+    # Before the wait for S: the reads run under both products, and take registers that P of the block before still needs if any later
+    # block's tile were read here too.
+    if config.bias:
+        pair_bias.read_tile(operands.bias, operands.pv)
+
+
+def release_bias(operands: ForwardOperands, config: Config) -> None:
+    """Gives back the tile of a bias by pair when its last number has been used."""
+    # After the exponentials, not after the reads: by then their results have come, and no instruction has to wait for them.
+    if config.bias:
+        pair_bias.release_tile(operands.bias, config.tiles.bias_stages)
 
 
 def left_scale(params: ForwardParams, config: Config):
@@ -478,8 +514,11 @@ def first_turn(w, config: cutlass.Constexpr):
 
 
 @cute.jit
-def skip(hidden, state: PipelineState, w, smem: ForwardStorage, config: cutlass.Constexpr, turn: cutlass.Constexpr):
-    """Leaves out a tile's first block if the warpgroup sees nothing of it: gives back K's stage, and its turn.
+def skip(
+    hidden, operands: ForwardOperands, state: PipelineState, w, smem: ForwardStorage, config: cutlass.Constexpr,
+    turn: cutlass.Constexpr,
+):  # fmt: skip
+    """Leaves out a tile's first block if the warpgroup sees nothing of it: gives back K's stage, that of a bias by pair, and its turn.
 
     V's stage comes after the next K. Returns the state that follows.
     """
@@ -487,6 +526,11 @@ def skip(hidden, state: PipelineState, w, smem: ForwardStorage, config: cutlass.
         if cutlass.const_expr(turn):
             pingpong_wait(w, config)
             pingpong_signal(w, config)
+            if cutlass.const_expr(config.bias):
+                pair_bias.acquire_tile(
+                    operands.bias
+                )  # a stage that is released before its bytes came would be filled twice at once
+                release_bias(operands, config)
         state = give_back(state, smem, config)
     return state
 

@@ -1,20 +1,17 @@
-"""The forward kernels on Hopper: their tiles, registers and shared memory, which ones are shipped, and which one a call gets.
+"""The forward kernels on Hopper: what they are compiled for, which ones are shipped, and which one a call gets.
 
-Nothing here imports the DSL: it runs on any machine. TABLE is the one table of tile sizes.
+Nothing here imports the DSL: it runs on any machine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from tilewise import device as devices
 from tilewise.backends.hopper.config import (
-    ALIGNMENT,
     DROPPED,
     DTYPES,
-    ELEMENT_BYTES,
     PLAIN,
     ROWS,
     SHIPPED,
@@ -26,106 +23,24 @@ from tilewise.backends.hopper.config import (
     why_no_bits,
 )
 from tilewise.backends.hopper.expected import Expected
+from tilewise.backends.hopper.forward.tiles import (
+    HEADS,
+    PAGED_TILES,
+    PAIRED,
+    TABLE,
+    TileRow,
+    Tiles,
+    row_of,
+    rows_for,
+    short,
+)
+from tilewise.backends.hopper.pair_bias import pair_bias_of
 from tilewise.backends.hopper.tables import FORMS as LINED
 from tilewise.backends.hopper.tables import line_of
 from tilewise.problem import Problem
 
-# -- Sizes of a kernel ---------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class SharedMemory:
-    """The bytes of a CTA's shared memory, in the order in which they lie.
-
-    ``barriers`` and a word that nobody reads come first. Then, each at a multiple of ALIGNMENT, the tiles of Q, whose place O
-    takes later, and the ring of K and V.
-    """
-
-    barriers: int
-    q: int
-    ring: int
-
-    @property
-    def total(self) -> int:
-        """The size of all, with the gaps between."""
-        return sum(-(-part // ALIGNMENT) * ALIGNMENT for part in (self.barriers, self.q)) + self.ring
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """The sizes of a forward kernel: ``warpgroups`` of ``ROWS`` queries each by ``tile_n`` keys.
-
-    Attributes:
-        width, width_v: head dims that the kernel is compiled for; smaller ones are filled with zeros as they are loaded.
-        stages: of the ring; each holds a block of K or of V.
-        q_stages: how many tiles of Q a warpgroup has. With two, the next Q is loaded while O of one tile leaves through the
-            other's place. With one, O leaves from registers, and the next Q is loaded as soon as the last scores are there
-            (docs/decisions.md#hopper-o-from-registers).
-        registers, registers_load: of a thread that computes, and of one that loads or stores.
-        lazy: O is rescaled only where a row's maximum has grown by more than ``softmax.LAZY``
-            (docs/decisions.md#hopper-lazy-rescale).
-        pingpong: the warpgroups begin their products one after the other, so that one's softmax runs under another's products
-            (docs/decisions.md#hopper-ping-pong).
-        steady: whole blocks but the first are computed with the row maxima of the blocks before, and once more with their own
-            where their sums say that the maxima fell behind (docs/decisions.md#hopper-steady-maxima).
-        element_bytes: of an element of q, k, v and o.
-    """
-
-    width: int
-    width_v: int
-    warpgroups: int
-    tile_n: int
-    stages: int
-    q_stages: int
-    registers: int
-    registers_load: int = 24
-    lazy: bool = True
-    pingpong: bool = False
-    steady: bool = False
-    element_bytes: int = ELEMENT_BYTES
-
-    @property
-    def name(self) -> str:
-        """The part of a kernel's name that tells these sizes."""
-        flags = ("" if self.lazy else "_eager") + ("_turns" if self.pingpong else "")
-        flags += "_steady" if self.steady else ""
-        return f"{self.tile_m}x{self.tile_n}_s{self.stages}q{self.q_stages}{flags}"
-
-    @property
-    def tile_m(self) -> int:
-        """Rows of a CTA's tile."""
-        return ROWS * self.warpgroups
-
-    @property
-    def threads(self) -> int:
-        """Threads of a CTA: one warpgroup loads and stores, the others compute."""
-        return 128 * (self.warpgroups + 1)
-
-    @property
-    def q_tiles(self) -> int:
-        """Tiles of Q that a CTA has room for."""
-        return self.warpgroups * self.q_stages
-
-    @property
-    def q_elements(self) -> int:
-        """Elements of one warpgroup's tile of Q or O."""
-        return ROWS * max(self.width, self.width_v)
-
-    @property
-    def stage_elements(self) -> int:
-        """Elements of one stage of the ring."""
-        return self.tile_n * max(self.width, self.width_v)
-
-    @property
-    def barriers(self) -> int:
-        """How many mbarriers there are: full and empty of every stage; full and empty of every tile of Q, and full of its O."""
-        return 2 * self.stages + 3 * self.q_tiles
-
-    @property
-    def shared(self) -> SharedMemory:
-        """The shared memory that the kernel allocates."""
-        q, stage = (self.element_bytes * n for n in (self.q_elements, self.stage_elements))
-        return SharedMemory(8 * (self.barriers + 1), self.q_tiles * q, self.stages * stage)
+# Options, and the fields of the launch that they read.
+FIELDS = {"dropout": ("seed", "threshold", "keep"), "alibi": ("slopes",), "table": ("line", "start"), "bias": ("bias",)}
 
 
 @dataclass(frozen=True)
@@ -140,8 +55,7 @@ class Config(Formed):
         paged: how many rows of a page a box of TMA brings, where keys lie in pages (and sequences are packed); 0: they do not.
         traced: the expressions of this call alone: such a kernel is compiled at the first call.
         dropout: some pairs are dropped.
-        alibi: ALiBi's bias is added, linear in the key (:mod:`tilewise.backends.hopper.kit.slopes`).
-        table: a bias is added that a line has by distance (:mod:`tilewise.backends.hopper.kit.lines`).
+        alibi, table, bias: what is added to scores: ALiBi, linear in the key (``kit.slopes``), by distance (``kit.lines``), by pair.
     """
 
     tiles: Tiles
@@ -156,6 +70,7 @@ class Config(Formed):
     paged: int = 0
     alibi: bool = False
     table: bool = False
+    bias: bool = False
 
     @property
     def queries(self) -> int:
@@ -171,9 +86,7 @@ class Config(Formed):
     def extra(self) -> tuple[str, ...]:
         """The fields of :class:`tilewise.backends.hopper.kit.params.OptionalParams` that a launch of this kernel gets, in order."""
         found = (("part_o", "part_lse") if self.split else ()) + self.mask_fields
-        found += ("seed", "threshold", "keep") if self.dropout else ()
-        found += ("slopes",) if self.alibi else ()
-        found += ("line", "start") if self.table else ()
+        found += tuple(field for option, fields in FIELDS.items() if getattr(self, option) for field in fields)
         if self.paged:
             return (*found, "cu_q", "queue", "seqlens_k", "block_table", "num_pages", "page_rows")
         found += ("cu_q", "cu_k", "first", "last") if self.packed else ()
@@ -206,6 +119,11 @@ class Config(Formed):
         return self.tiles.steady and self.traced == PLAIN
 
     @property
+    def may_hide(self) -> bool:
+        """Whether a score may be -inf where the mask keeps the pair."""
+        return self.bias or bool(self.traced.score)
+
+    @property
     def short_tanh(self) -> bool:
         """Whether whole blocks take a softcap's scores to be as small as those before were (docs/decisions.md#hopper-softcap): at a head
         dim of 128 two warps of a scheduler hide less of what a long block waits for."""
@@ -223,7 +141,7 @@ class Config(Formed):
         """The kernel's name: its symbol in the cubin, and its file."""
         tiles = self.tiles
         dims = f"d{tiles.width}" + (f"v{tiles.width_v}" if tiles.width_v != tiles.width else "")
-        flags = "".join(f"_{name}" for name in ("softcap", "dropout", "alibi", "table", "split") if getattr(self, name))
+        flags = "".join(f"_{name}" for name in ("softcap", *FIELDS, "split") if getattr(self, name))
         flags += f"_paged{self.paged}" if self.paged else "_packed" if self.packed else ""
         flags += f"_heads{self.heads}" if self.heads > 1 else ""
         traced = "" if self.traced == PLAIN else f"_{self.traced.digest}"
@@ -246,150 +164,6 @@ class Config(Formed):
         keys = heads * -(-problem.seqlen_q // self.tile_queries) * problem.seqlen_k
         rows = problem.batch * (problem.heads_q * problem.seqlen_q + keys)
         return problem.dtype.itemsize * rows * (problem.head_dim + problem.head_dim_v)
-
-
-# -- The table -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class TileRow:
-    """The tiles for one pair of head dims; docs/decisions.md#hopper-forward-tiles.
-
-    Attributes:
-        full: for rows that see all keys.
-        ends: for rows that begin or end at some key.
-        traced: where a thread has more to remember beside its scores.
-        listed: where a pair reads more than one tensor element, and for lists of key blocks. The blocks of a pattern, of 64 or
-            128 keys, are then whole ones; wider blocks would cover two and be visited for either
-            (docs/decisions.md#hopper-list-tiles).
-        short: one warpgroup for few queries, alone or with heads side by side; None: the tiles of the next row that has some.
-        fewer: tiles beside ``full`` that short sequences may get.
-        fewer_ends: tiles beside ``ends`` that short sequences may get.
-        bits: for lists and bits of tiles of 128 x 128; None: the tiles of the next row that has some.
-        dropout: with dropout and neither a score nor a predicate; None: the tiles of a next row that has some, else ``traced``.
-        alibi: with ALiBi whose bias is linear, or a line of biases; None: the tiles of a next row that has some, else none does.
-        softcap: whether these head dims are shipped with a softcap, and with split keys; others take the next row that is.
-        candidates: what else is worth a measurement, for "full" and "upper" in bf16.
-    """
-
-    full: Tiles
-    ends: Tiles
-    traced: Tiles
-    listed: Tiles
-    short: Tiles | None = None
-    fewer: tuple[Tiles, ...] = ()
-    fewer_ends: tuple[Tiles, ...] = ()
-    bits: Tiles | None = None
-    dropout: Tiles | None = None
-    alibi: Tiles | None = None
-    softcap: bool = False
-    candidates: tuple[Tiles, ...] = ()
-
-    @property
-    def columns(self) -> tuple[Tiles, ...]:
-        """Every tile of the row that a call may get."""
-        more = (tiles for tiles in (self.bits, self.dropout, self.alibi, self.short) if tiles is not None)
-        return (self.full, self.ends, self.traced, self.listed, *more, *self.fewer, *self.fewer_ends)
-
-    def of_form(self, form: str, softcap: bool = False, traced: Traced = PLAIN, dropout: bool = False) -> Tiles:
-        """The tiles of a kernel of this form."""
-        if dropout and self.dropout and not softcap and traced == PLAIN:
-            return self.dropout
-        more = traced.reads + dropout
-        # A softcap beside two ends of a row is too much for the registers that three warpgroups leave each other.
-        tight = softcap and form in ("band", "rows") and self.ends.warpgroups > 2
-        if more > 1 or form == "lists":
-            return self.listed
-        if traced != PLAIN or tight or dropout:
-            return self.traced
-        return self.full if form == "full" else self.ends
-
-
-_D64_192 = Tiles(64, 64, warpgroups=3, tile_n=128, stages=8, q_stages=2, registers=160, pingpong=True, steady=True)
-_D64_128 = Tiles(64, 64, warpgroups=2, tile_n=128, stages=8, q_stages=2, registers=240, pingpong=True, steady=True)
-_D96 = Tiles(96, 96, warpgroups=2, tile_n=128, stages=7, q_stages=2, registers=240, steady=True)
-_D128 = Tiles(128, 128, warpgroups=2, tile_n=128, stages=5, q_stages=2, registers=240, pingpong=True, steady=True)
-_D192V128 = Tiles(192, 128, warpgroups=2, tile_n=112, stages=4, q_stages=1, registers=240)
-_D192 = Tiles(192, 192, warpgroups=2, tile_n=112, stages=4, q_stages=1, registers=240)
-_D256_80 = Tiles(256, 256, warpgroups=2, tile_n=80, stages=4, q_stages=1, registers=240, pingpong=True)
-_D256_64 = Tiles(256, 256, warpgroups=2, tile_n=64, stages=5, q_stages=1, registers=240, pingpong=True)
-
-# (head dim of q and k, of v) -> tiles; a call takes the first row that holds both of its head dims.
-TABLE = {
-    (64, 64): TileRow(
-        full=_D64_192,
-        ends=_D64_192,
-        traced=Tiles(64, 64, warpgroups=2, tile_n=96, stages=10, q_stages=2, registers=240),
-        listed=Tiles(64, 64, warpgroups=2, tile_n=64, stages=12, q_stages=2, registers=240),
-        short=Tiles(64, 64, warpgroups=1, tile_n=128, stages=8, q_stages=2, registers=256),
-        fewer=(_D64_128,),
-        fewer_ends=(_D64_128,),
-        bits=_D64_128,
-        dropout=_D64_128,
-        alibi=_D64_192,
-        softcap=True,
-        candidates=(replace(_D64_192, pingpong=False), _D64_128, replace(_D64_128, pingpong=False)),
-    ),
-    (96, 96): TileRow(
-        full=_D96,
-        ends=_D96,
-        traced=Tiles(96, 96, warpgroups=2, tile_n=96, stages=8, q_stages=2, registers=240),
-        listed=Tiles(96, 96, warpgroups=2, tile_n=64, stages=12, q_stages=2, registers=240),
-        candidates=(replace(_D96, pingpong=True),),
-    ),
-    (128, 128): TileRow(
-        full=_D128,
-        ends=_D128,
-        traced=Tiles(128, 128, warpgroups=2, tile_n=80, stages=8, q_stages=2, registers=240),
-        listed=Tiles(128, 128, warpgroups=2, tile_n=64, stages=9, q_stages=2, registers=240),
-        short=Tiles(128, 128, warpgroups=1, tile_n=128, stages=5, q_stages=2, registers=256),
-        bits=_D128,
-        dropout=_D128,
-        alibi=_D128,
-        softcap=True,
-        candidates=(
-            replace(_D128, pingpong=False),
-            Tiles(128, 128, warpgroups=2, tile_n=64, stages=9, q_stages=2, registers=240, steady=True),
-        ),
-    ),
-    (192, 128): TileRow(
-        full=_D192V128,
-        ends=_D192V128,
-        traced=Tiles(192, 128, warpgroups=2, tile_n=80, stages=5, q_stages=1, registers=240),
-        listed=Tiles(192, 128, warpgroups=2, tile_n=64, stages=7, q_stages=1, registers=240),
-        short=Tiles(192, 128, warpgroups=1, tile_n=128, stages=4, q_stages=1, registers=256),
-    ),
-    (192, 192): TileRow(
-        full=_D192,
-        ends=replace(_D192, tile_n=96),
-        traced=Tiles(192, 192, warpgroups=2, tile_n=64, stages=7, q_stages=1, registers=240),
-        listed=Tiles(192, 192, warpgroups=2, tile_n=32, stages=12, q_stages=1, registers=240),
-        candidates=(replace(_D192, tile_n=96, pingpong=True),),
-    ),
-    (256, 256): TileRow(
-        full=_D256_80,
-        ends=_D256_64,
-        traced=Tiles(256, 256, warpgroups=2, tile_n=48, stages=6, q_stages=1, registers=240),
-        listed=Tiles(256, 256, warpgroups=2, tile_n=32, stages=10, q_stages=1, registers=240),
-        short=Tiles(256, 256, warpgroups=1, tile_n=80, stages=4, q_stages=1, registers=256),
-        fewer=(_D256_64,),
-        softcap=True,
-        candidates=tuple(replace(t, pingpong=pingpong) for t in (_D256_80, _D256_64) for pingpong in (True, False)),
-    ),
-}  # fmt: skip
-MAX_HEAD_DIM = max(max(dims) for dims in TABLE)
-# (head dim, rows that one box brings) -> tiles over pages: few rows, since chunks of a prompt are short, and for small pages
-# registers for a loading warp that has many boxes (docs/decisions.md#hopper-pages).
-PAGED_TILES = {(t.width, 64): t for t in (_D64_128, _D128)}
-PAGED_TILES |= {(d, 16): replace(t, registers=232, registers_load=40) for (d, _), t in PAGED_TILES.items()}
-PAGE_ROWS = (64, 16)  # of a page that one box brings; a call gets the first that divides the size of its pages
-# How many heads of a group a tile may hold where queries are few (docs/decisions.md#hopper-shared-tiles).
-HEADS = (8, 64)
-
-
-def rows_for(head_dim: int, head_dim_v: int) -> Iterator[TileRow]:
-    """The rows of TABLE that hold both head dims, the first one first."""
-    return (row for dims, row in TABLE.items() if head_dim <= dims[0] and head_dim_v <= dims[1])
 
 
 # -- What is shipped -----------------------------------------------------------------------------------------------
@@ -422,7 +196,9 @@ def shipped() -> list[Config]:
     sloped = [Config(tiles, dtype, "upper", alibi=True) for tiles in with_alibi for dtype in DTYPES.values()]
     packed += [replace(c, packed=True) for c in sloped]
     lined = [replace(c, form=form, alibi=False, table=True) for c in sloped for form in LINED]
-    return list(dict.fromkeys((*whole, *split, *packed, *paged, *both, *bits, *dropped, *sloped, *lined)))
+    biased = [row.bias for row in TABLE.values() if row.bias]
+    paired = [Config(t, dtype, form, bias=True) for t in biased for dtype in DTYPES.values() for form in PAIRED]
+    return list(dict.fromkeys((*whole, *split, *packed, *paged, *both, *bits, *dropped, *sloped, *lined, *paired)))
 
 
 @lru_cache(maxsize=1)
@@ -438,11 +214,6 @@ def candidates() -> list[Config]:
     return [c for c in found if c.name not in known]
 
 
-def row_of(tiles: Tiles) -> TileRow:
-    """The row of TABLE that tiles belong to."""
-    return TABLE[tiles.width, tiles.width_v]
-
-
 def smaller(config: Config) -> list[Config]:
     """The config with fewer rows or keys in a tile, which short sequences want."""
     if not config.of_numbers or config.softcap or config.packed or config.dropout or config.traced != PLAIN:
@@ -450,11 +221,6 @@ def smaller(config: Config) -> list[Config]:
     row = row_of(config.tiles)
     fewer = row.fewer if config.form == "full" else row.fewer_ends
     return [replace(config, tiles=tiles) for tiles in (*fewer, short(config.tiles))]
-
-
-def short(tiles: Tiles) -> Tiles:
-    """The tiles of one warpgroup for the same head dims."""
-    return next(row.short for row in rows_for(tiles.width, tiles.width_v) if row.short is not None)
 
 
 def grouped(config: Config) -> list[Config]:
@@ -480,7 +246,7 @@ def choose(problem: Problem) -> Config:
     # Ends that tensors hold are slower than bits (docs/decisions.md#hopper-list-tiles).
     if form in ("rows", "lists") and bits and not why_no_bits(problem, bits.tile_n):
         return Config(bits, DTYPES[str(problem.dtype)], "bits")
-    biased = with_slopes(problem) or with_line(problem)
+    biased = with_bias(problem)
     if biased is not None:
         return biased
     row = row_for(problem, capped, dropout and traced == PLAIN)
@@ -503,23 +269,39 @@ def choose(problem: Problem) -> Config:
     return split if split.split and 3 * clocks(split) <= 2 * clocks(whole) else whole
 
 
-def with_slopes(problem: Problem) -> Config | None:
-    """The kernel that knows ALiBi's bias to be linear; None where the score is something else, or keys would be split, as those of packed
+def with_bias(problem: Problem) -> Config | None:
+    """The kernel that knows what a score adds to s; None where the score is something else, or keys would be split, as those of packed
     sequences never are."""
-    tiles = next((row.alibi for row in rows_for(problem.head_dim, problem.head_dim_v) if row.alibi), None)
-    if tiles is None or slopes_of(problem) is None or problem.spec.dropout_p:
+    kind = bias_kind(problem) if str(problem.dtype) in DTYPES else ""
+    rows = rows_for(problem.head_dim, problem.head_dim_v) if kind else ()
+    tiles = next((tiles for row in rows if (tiles := row.bias if kind == "bias" else row.alibi)), None)
+    if tiles is None:
         return None
-    config = Config(tiles, DTYPES[str(problem.dtype)], "upper", packed=problem.packed, alibi=True)
+    form = form_of_pairs(problem, tiles) if kind == "bias" else keys_of(problem)[0]
+    if not form:
+        return None
+    config = Config(tiles, DTYPES[str(problem.dtype)], form, packed=problem.packed, **{kind: True})
     return config if problem.packed or 2 * tile_count(config, problem) >= devices.of(problem.device).cores else None
 
 
-def with_line(problem: Problem) -> Config | None:
-    """The kernel that reads a bias by distance from a line; None where the score is something else, or keys would be split."""
-    tiles = next((row.alibi for row in rows_for(problem.head_dim, problem.head_dim_v) if row.alibi), None)
-    if tiles is None or line_of(problem) is None:
-        return None
-    config = Config(tiles, DTYPES[str(problem.dtype)], keys_of(problem)[0], table=True)
-    return config if 2 * tile_count(config, problem) >= devices.of(problem.device).cores else None
+def form_of_pairs(problem: Problem, tiles: Tiles) -> str:
+    """The form of the kernel that reads a bias by pair; empty where tiles of 64 keys, which Hopper's kernels have not, take less time
+    (docs/decisions.md#hopper-pair-bias), or bits too much memory."""
+    form, ends_alone = keys_of(problem)[0], problem.spec.region.predicate is None
+    if problem.head_dim <= 32:
+        return ""
+    if form in PAIRED:
+        return form
+    return "" if (ends_alone and tiles.width == 64) or why_no_bits(problem, tiles.tile_n, scored=True) else "bits"
+
+
+def bias_kind(problem: Problem) -> str:
+    """The attribute of :class:`Config` that names what a score adds to s; empty where that is nothing that kernels know."""
+    if slopes_of(problem) is not None and not problem.spec.dropout_p:
+        return "alibi"
+    if line_of(problem) is not None:
+        return "table"
+    return "bias" if pair_bias_of(problem) is not None else ""
 
 
 def row_for(problem: Problem, capped: bool, dropped: bool) -> TileRow:

@@ -13,6 +13,7 @@ from tilewise.backends.hopper.forward.storage import ForwardStorage
 from tilewise.backends.hopper.kit import softmax
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, I32
 from tilewise.backends.hopper.kit.instructions import choose, pack, put_pair, put_words_if
+from tilewise.backends.hopper.kit.pair_bias import natural
 from tilewise.backends.hopper.kit.scheduler import PICK
 from tilewise.backends.hopper.kit.tiles import (
     QueryTile,
@@ -38,6 +39,8 @@ def epilogue(
     sink_logits = [choose(sinks != 0, sink[head], -softmax.INF) for head in heads]
     # For the thread's two rows: 1 / l, and the natural lse.
     factor, statistic = softmax.finalize(operands.rows, sink_logits)
+    if config.bias:
+        statistic = [natural(x) for x in statistic]
     for r in range(2):
         place, inside = row_at(query_tile, w, r, params, config)  # again: known early, it costs the loops instructions
         put_lse(lse, place, statistic[r], inside)

@@ -55,6 +55,8 @@ def fake_arguments(config: Config) -> tuple:
         "slopes": lambda: fake.vector(cutlass.Float32, heads_q),
         "line": lambda: fake.rows(cutlass.Float32, (cute.sym_int(), cute.sym_int())),
         "start": lambda: fake.I32,
+        # Its batch and heads may be one, its rows and keys more than the call's.
+        "bias": lambda: fake.tiled(config.dtype, [cute.sym_int() for _ in range(4)]),
     }
     traced = [fake.leaf(dtype, rank) for dtype, rank in config.traced.tensors]
     traced += [fake.F32] * capped.COUNT if config.short_tanh else [fake.NUMBERS[kind] for kind in config.traced.numbers]

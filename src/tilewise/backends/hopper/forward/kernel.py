@@ -9,7 +9,8 @@ The roles of a CTA of ``1 + W`` warpgroups, persistent over tiles of ``64 W`` qu
 Each mbarrier is waited for by the other side (arrivals in brackets). The ring: ``full[stage]`` (1 + bytes) goes load ->
 compute, ``empty[stage]`` (one of every computing warp) compute -> load. The tiles of Q and O: ``q_full`` (1 + bytes) goes
 load -> compute, ``o_full`` (128) compute -> store, ``q_empty`` (1) store -> load. A tile of O takes the place of the tile of Q
-that it came from.
+that it came from. Tiles of a bias by pair: ``bias_full`` (1 + bytes) goes load -> compute, ``bias_empty`` (one of every warp of
+the one warpgroup that reads it) compute -> load.
 
 With one tile of Q, and with split keys, nobody stores: the computing warps write O to global memory themselves. ``q_empty``
 (one of every warp of the warpgroup) then goes compute -> load as soon as the last scores are there, so that the next Q comes
@@ -84,6 +85,17 @@ def key_maps(views: Views, layout_k, layout_v, config: Config) -> tuple[cpasync.
     )
 
 
+def bias_map(bias: cute.Tensor, config: Config) -> cpasync.TmaInfo:
+    """The descriptor of a bias by pair, (batch or 1, heads or 1, row, key): boxes of a warpgroup's rows and a block's keys."""
+    tiles, element = config.tiles, ELEMENT[config.dtype]
+    # A tile lies as an operand A does, whose columns are keys here: ldmatrix then brings it into the registers of S's accumulator.
+    # Rows and keys outside the tensor arrive as zeros; the mask hides those keys, and nobody stores those rows.
+    layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (ROWS, tiles.tile_n, tiles.tile_n), element, 1)
+    layout = staged_layout(layout, tiles.bias_tiles, ROWS * tiles.tile_n)
+    view = cute.make_tensor(bias.iterator, cute.select(bias.layout, mode=[2, 3, 1, 0]))
+    return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), view, layout, (ROWS, tiles.tile_n))
+
+
 def by_group(t: cute.Tensor, group, groups) -> cute.Tensor:
     """A tensor (batch, row, head, column) as ((head of a group, row), column, group, batch)."""
     (batch, rows, _, columns), (by_batch, by_row, by_head, by_column) = t.shape, t.stride
@@ -128,15 +140,17 @@ def launch(
     )
     bring, send, tma = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp(), cpasync.make_tiled_tma_atom
     lo, hi, section, ctas, sinks, scale2, cap2, *extra = numbers
+    optional = optional_params(extra, config)
     params = ForwardParams(
         q.shape[1], k.shape[1], q.shape[2], group, q.shape[0], section, lo, hi, sinks, scale2, cap2,
-        optional_params(extra, config)._replace(o=None if config.stores or config.split else o),
+        optional._replace(o=None if config.stores or config.split else o, bias=None),
     )  # fmt: skip
     kernel.set_name_prefix(config.name, remove_cutlass_symbol=True, keep_mangled_name=False)
     kernel(
         tma(bring, views.q, layout_q, (rows, tiles.width)),
         *key_maps(views, layout_k, layout_v, config),
         tma(send, views.o, layout_o, (rows, tiles.width_v)),
+        bias_map(optional.bias, config) if config.bias else None,
         lse, sink, qk, pv, params, config,
     ).launch(grid=[ctas, 1, 1], block=[tiles.threads, 1, 1], min_blocks_per_mp=1, stream=stream)  # fmt: skip
     if cutlass.const_expr(config.split):
@@ -148,11 +162,11 @@ def launch(
 
 @cute.kernel
 def kernel(
-    q: cpasync.TmaInfo, k: cpasync.TmaInfo, v: cpasync.TmaInfo, o: cpasync.TmaInfo, lse: cute.Tensor, sink: cute.Tensor,
-    qk: cute.TiledMma, pv: cute.TiledMma, params: ForwardParams, config: cutlass.Constexpr,
+    q: cpasync.TmaInfo, k: cpasync.TmaInfo, v: cpasync.TmaInfo, o: cpasync.TmaInfo, bias: cpasync.TmaInfo | None,
+    lse: cute.Tensor, sink: cute.Tensor, qk: cute.TiledMma, pv: cute.TiledMma, params: ForwardParams, config: cutlass.Constexpr,
 ):  # fmt: skip
     """One CTA: every warp finds its role and keeps it."""
-    maps, tiles = TensorMaps(q, k, v, o), config.tiles
+    maps, tiles = TensorMaps(q, k, v, o, bias), config.tiles
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128)
     # Q, K, V and barriers; O takes Q's place at the end of a tile.

@@ -21,8 +21,9 @@ from tilewise.backends.hopper.forward.storage import ForwardStorage
 from tilewise.backends.hopper.kit import packed
 from tilewise.backends.hopper.kit.dtypes import I32
 from tilewise.backends.hopper.kit.instructions import put_words
+from tilewise.backends.hopper.kit.pair_bias import new_place, put_place
 from tilewise.backends.hopper.kit.ring import PipelineState, fetch, new_reader, new_writer
-from tilewise.backends.hopper.kit.scheduler import MAILBOX_WORDS, read_tile
+from tilewise.backends.hopper.kit.scheduler import MAILBOX_WORDS, PICK, read_tile
 from tilewise.backends.hopper.kit.tiles import QueryTile, tma_tiles
 
 # -- Load ----------------------------------------------------------------------------------------------------------
@@ -37,14 +38,16 @@ def load(maps: TensorMaps, smem: ForwardStorage, params: ForwardParams, config: 
     """
     # A loop of its own, and no scheduler.take_tiles: docs/decisions.md#hopper-forward-loops.
     state, q_state = new_writer(), new_writer()  # in the ring of K and V, and in the tiles of Q
+    bias_place = new_place(phase=1) if config.bias else None
     if cutlass.const_expr(config.queued):
         taken, late = packed_tile(I32(cute.arch.block_idx()[0]), params, config), config.form == "bits"
         while taken.sequence >= 0:
             following = I32(0) if cutlass.const_expr(late) else packed.take(params.queue)
             query_tile = place_packed(taken, params, config)
-            state = (load_paged_tile if config.paged else load_tile)(
-                maps, smem, query_tile, state, q_state, params, config
-            )
+            if cutlass.const_expr(config.paged):
+                state = load_paged_tile(maps, smem, query_tile, state, q_state, params, config)
+            else:
+                state = load_tile(maps, smem, query_tile, state, q_state, bias_place, params, config)
             if cutlass.const_expr(late):
                 # The ring is full and its blocks take longer than the queue, so that nobody waits; and the fewer tiles a CTA
                 # holds, the more evenly all end.
@@ -58,7 +61,7 @@ def load(maps: TensorMaps, smem: ForwardStorage, params: ForwardParams, config: 
     else:
         for round_ in cutlass.range(rounds_of(params, config), unroll=1):
             query_tile = tile_of(round_, params, config)
-            state = load_tile(maps, smem, query_tile, state, q_state, params, config)
+            state = load_tile(maps, smem, query_tile, state, q_state, bias_place, params, config)
             q_state = q_state.advance(config.tiles.q_stages)
 
 
@@ -81,11 +84,13 @@ def receive(smem: ForwardStorage, n_q, full: cute.Pointer, phase) -> packed.Pack
 @cute.jit
 def load_tile(
     maps: TensorMaps, smem: ForwardStorage, query_tile: QueryTile, state: PipelineState, q_state: PipelineState,
-    params: ForwardParams, config: cutlass.Constexpr,
+    bias_place: cute.Tensor | None, params: ForwardParams, config: cutlass.Constexpr,
 ):  # fmt: skip
-    """Loads a tile's Q and its key blocks in the order of :func:`schedule.loads`: K0 Q K1 V0 K2 V1 .. Vn.
+    """Loads a tile's Q and its key blocks in the order of :func:`schedule.loads`: K0 Q K1 V0 K2 V1 .. Vn; a bias by pair after each V but
+    the last, and after Q.
 
-    ``state`` is the place in the ring of K and V, ``q_state`` that in the tiles of Q; returns the ring's next one.
+    ``state`` is the place in the ring of K and V, ``q_state`` that in the tiles of Q, ``bias_place`` that in the rings of the bias; returns
+    the next one of K and V.
     """
     tiles = config.tiles
     k_bytes = tiles.element_bytes * tiles.tile_n * tiles.width
@@ -101,11 +106,13 @@ def load_tile(
     if cutlass.const_expr(config.queued):
         publish(packed.PackedTile(query_tile.batch, query_tile.row, query_tile.head), smem, q_state, config)
     fetch_queries(maps, gQ, sQ, query_tile, q_state, smem, config)
+    fetch_bias(maps, query_tile, n, bias_place, smem, config)
     for step in cutlass.range(query_tile.stop - query_tile.start - 1, unroll=1):
         n, before = block_at(query_tile, step + 1, params, config), block_at(query_tile, step, params, config)
         # K of the next block before V of this one: S of the next block is begun first (compute.both_products).
         state = fetch_block(maps.k, gK[None, n], sK, k_bytes, state, smem, config)
         state = fetch_block(maps.v, gV[None, before], sV, v_bytes, state, smem, config)
+        fetch_bias(maps, query_tile, n, bias_place, smem, config)
     n = block_at(query_tile, query_tile.stop - query_tile.start - 1, params, config)
     return fetch_block(maps.v, gV[None, n], sV, v_bytes, state, smem, config)
 
@@ -140,6 +147,28 @@ def fetch_queries(
         n_q = w * tiles.q_stages + q_state.index
         g, s = gQ[None, query_tile.row // config.queries + w], sQ[None, n_q]
         fetch(maps.q, g, s, size, smem.q_full + n_q, smem.q_empty + n_q, q_state.phase)
+
+
+def fetch_bias(
+    maps: TensorMaps, query_tile: QueryTile, n, place: cute.Tensor | None, smem: ForwardStorage, config: Config
+) -> None:
+    """Fetches the tiles of a bias by pair that the warpgroups add to their scores of key block n; nothing without such a bias."""
+    if not config.bias:
+        return
+    tiles, state = config.tiles, PipelineState(place[0], place[1])
+    # What all heads or the whole batch share has one of them, which every tile then reads; the second level cache serves it.
+    batches, heads = (cute.size(maps.bias.tma_tensor, mode=[mode]) for mode in (3, 2))
+    head, batch = PICK.smaller(query_tile.head, heads - 1), PICK.smaller(query_tile.batch, batches - 1)
+    # (box, tile of rows, key block) in global memory and (box, stage) in shared memory.
+    g, s = tma_tiles(maps.bias, (ROWS, tiles.tile_n), (None, None), head, batch, smem.bias)
+    for w in range(tiles.warpgroups):
+        stage = w * tiles.bias_stages + state.index
+        size = tiles.element_bytes * ROWS * tiles.tile_n
+        # A ring for each warpgroup: whoever is ahead in ping-pong never waits for the other to have read its half of a stage. Keys last:
+        # tiles of neighbouring query tiles lie apart in memory, those of a row's blocks side by side.
+        at = g[None, query_tile.row // ROWS + w, n]
+        fetch(maps.bias, at, s[None, stage], size, smem.bias_full + stage, smem.bias_empty + stage, state.phase)
+    put_place(place, state.advance(tiles.bias_stages))
 
 
 def fetch_block(info, g, s, size: int, state: PipelineState, smem: ForwardStorage, config: Config) -> PipelineState:

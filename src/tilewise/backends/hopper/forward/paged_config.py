@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from tilewise.backends.hopper.config import DTYPES, ELEMENT_BYTES, LONG, band_of, strides_addressable
-from tilewise.backends.hopper.forward.config import PAGE_ROWS, PAGED_TILES, Config
+from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.forward.reasons import reasons as forward_reasons
+from tilewise.backends.hopper.forward.tiles import PAGE_ROWS, PAGED_TILES
 from tilewise.backends.hopper.latent import config as latent_config
 from tilewise.backends.hopper.latent.config import LatentConfig
 from tilewise.problem import Problem, TensorFacts

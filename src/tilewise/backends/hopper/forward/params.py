@@ -53,17 +53,18 @@ class ForwardParams(NamedTuple):
 
 
 class TensorMaps(NamedTuple):
-    """The TMA descriptors, coordinates and shared layouts of q, k, v and o.
+    """The TMA descriptors, coordinates and shared layouts of q, k, v and o, and of a bias by pair.
 
     q, k and o have the modes (rows, columns, head, batch), v has (columns, rows, head, batch). Where a tile holds several heads
     of a group, the rows of q and o are (head of the group, row), and the third mode is the group. Packed sequences have the
-    modes of :func:`packed.ragged`.
+    modes of :func:`packed.ragged`. The bias has (rows, keys, head, batch), the last two of one element where all share it.
     """
 
     q: cpasync.TmaInfo
     k: cpasync.TmaInfo
     v: cpasync.TmaInfo
     o: cpasync.TmaInfo
+    bias: cpasync.TmaInfo | None = None
 
 
 def optional_params(values: list, config: Config) -> OptionalParams:

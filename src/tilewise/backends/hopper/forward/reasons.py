@@ -12,7 +12,7 @@ from tilewise.backends.hopper.config import (
     is_traced,
     reasons_of_slopes,
 )
-from tilewise.backends.hopper.forward.config import MAX_HEAD_DIM, TABLE
+from tilewise.backends.hopper.forward.tiles import MAX_HEAD_DIM, TABLE
 from tilewise.problem import Problem
 
 

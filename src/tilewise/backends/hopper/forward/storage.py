@@ -25,6 +25,8 @@ class ForwardStorage(NamedTuple):
         o_full: barriers of each tile of O: compute -> store.
         unread: a word that nobody reads, written to hold instructions in place.
         mailboxes: where tiles come from a queue: which tile each tile of Q belongs to.
+        bias: (64, tile_n, stage): the tiles of a bias by pair, one ring after the other.
+        bias_full, bias_empty: barriers of each of them: load -> compute, and back.
     """
 
     q: cute.Tensor
@@ -38,6 +40,9 @@ class ForwardStorage(NamedTuple):
     o_full: cute.Pointer
     unread: cute.Pointer
     mailboxes: cute.Pointer
+    bias: cute.Tensor | None = None
+    bias_full: cute.Pointer | None = None
+    bias_empty: cute.Pointer | None = None
 
 
 def allocate(maps: TensorMaps, config: Config) -> ForwardStorage:
@@ -57,7 +62,12 @@ def allocate(maps: TensorMaps, config: Config) -> ForwardStorage:
     q_empty, o_full = q_full + tiles.q_tiles, q_full + 2 * tiles.q_tiles
     v, o = seen_as(k, maps.v.smem_layout), seen_as(q, maps.o.smem_layout)
     unread, mailboxes = full + tiles.barriers, full + tiles.barriers + 1
-    return ForwardStorage(q, k, v, o, full, empty, q_full, q_empty, o_full, unread, mailboxes)
+    storage = ForwardStorage(q, k, v, o, full, empty, q_full, q_empty, o_full, unread, mailboxes)
+    if not config.bias:
+        return storage
+    layout, bias_full = maps.bias.smem_layout, q_full + 3 * tiles.q_tiles
+    bias = allocator.allocate_tensor(ELEMENT[config.dtype], layout.outer, ALIGNMENT, layout.inner)
+    return storage._replace(bias=bias, bias_full=bias_full, bias_empty=bias_full + tiles.bias_tiles)
 
 
 @cute.jit
@@ -75,5 +85,8 @@ def init_barriers(smem: ForwardStorage, config: cutlass.Constexpr):
                     smem.q_empty + n, 1 if config.stores else 4
                 )  # a storing warp, or four computing
                 cute.arch.mbarrier_init(smem.o_full + n, 128)  # every thread of the warpgroup that wrote O
+            for n in cutlass.range_constexpr(tiles.bias_tiles):
+                cute.arch.mbarrier_init(smem.bias_full + n, 1)  # the loading warp, and the bytes of a tile
+                cute.arch.mbarrier_init(smem.bias_empty + n, 4)  # every warp of the warpgroup that reads it
     cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()

@@ -9,7 +9,7 @@ from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.config import DTYPES, SHIPPED
 from tilewise.backends.hopper.decoding.config import DecodingConfig
-from tilewise.backends.hopper.forward import config as forward_config
+from tilewise.backends.hopper.forward import tiles as forward_tiles
 from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.kernels import AnyConfig, shipped
 from tilewise.backends.hopper.latent.config import LatentConfig
@@ -116,12 +116,10 @@ def selected(text: str) -> list[AnyConfig]:
 
 def _with_dims(configs: Sequence[AnyConfig], dim: int, dim_v: int) -> list[AnyConfig]:
     """The kernels among these that calls with these head dims may get: of each pass, the first row of tiles that has any."""
-    holding = list(forward_config.rows_for(dim, dim_v))
+    holding = list(forward_tiles.rows_for(dim, dim_v))
     forwards = [c for c in configs if isinstance(c, Config)]
-    by_row = (
-        [c for c in forwards if forward_config.row_of(c.tiles) is row and c.tiles != row.short] for row in holding
-    )
-    few = [c for c in forwards if holding and c.tiles == forward_config.short(holding[0].full)]
+    by_row = ([c for c in forwards if forward_tiles.row_of(c.tiles) is row and c.tiles != row.short] for row in holding)
+    few = [c for c in forwards if holding and c.tiles == forward_tiles.short(holding[0].full)]
     rows = [dims for dims in backward_config.TABLE if dim <= dims[0] and dim_v <= dims[1]]
     backwards = ([c for c in configs if isinstance(c, Backward) and dims_of(c) == dims] for dims in rows)
     own = [c for c in configs if type(c) in OWN and dims_of(c) == (dim, dim_v)]

@@ -4,5 +4,6 @@
 (``layout`` checks that). ``softmax``: a row's maximum, sum and finish. ``schedule``: which tile and which blocks, as pure functions;
 ``scheduler``: the loops over them. ``packed``: lookups among packed sequences. ``expression``, ``bits``, ``dropout``, ``slopes``,
 ``lines``: masks and scores of the user, a bit for each pair, dropped pairs, ALiBi, and biases by distance, on a thread's registers.
-``instructions``: PTX. ``params``, ``dtypes``, ``fake``: types and stand-ins for tensors.
+``pair_bias``: a bias that each pair has of its own, through shared memory. ``operands``: operands in registers. ``instructions``: PTX.
+``params``, ``dtypes``, ``fake``: types and stand-ins for tensors.
 """

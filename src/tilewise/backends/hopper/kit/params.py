@@ -32,6 +32,7 @@ class OptionalParams(NamedTuple):
         slopes: (heads_q,), fp32: the slopes of ALiBi (:mod:`tilewise.backends.hopper.kit.slopes`).
         line: (1 or heads_q, distance), fp32: biases by distance i - j from ``start`` on, in base 2
             (:mod:`tilewise.backends.hopper.kit.lines`).
+        bias: (batch or 1, heads_q or 1, row, key): a bias by pair (:mod:`tilewise.backends.hopper.kit.pair_bias`).
         dbias: fp32, written by the pass over keys: the parts of the gradient of each head's slope, (batch, heads_q, warp), or of its line,
             (slot, heads_q, distance).
         leaves, numbers: the tensors and numbers that expressions read; of a softcap,
@@ -70,5 +71,6 @@ class OptionalParams(NamedTuple):
     dbias: cute.Tensor | None = None
     line: cute.Tensor | None = None
     start: I32 | None = None
+    bias: cute.Tensor | None = None
     leaves: tuple | None = None
     numbers: tuple | None = None

@@ -24,6 +24,7 @@ from tilewise.backends.hopper.kit.instructions import (
     rough_tanh,
 )
 from tilewise.backends.hopper.kit.lines import BlockLine
+from tilewise.backends.hopper.kit.pair_bias import BlockBias
 from tilewise.backends.hopper.kit.slopes import BlockSlopes
 from tilewise.backends.hopper.kit.tiles import constant_column, reduce_quad, rows_columns
 
@@ -326,7 +327,7 @@ def online_softmax(s: cute.Tensor, rows: SoftmaxState, scale2, first: bool, mask
 
 
 def steady_softmax(
-    s: cute.Tensor, rows: SoftmaxState, scale2, bias: BlockSlopes | BlockLine | None, capped: Capped | None
+    s: cute.Tensor, rows: SoftmaxState, scale2, bias: BlockSlopes | BlockLine | BlockBias | None, capped: Capped | None
 ) -> list:
     """Turns a block's scores into ``P = 2**(s scale2 - m)`` with the maxima m of the blocks before.
 

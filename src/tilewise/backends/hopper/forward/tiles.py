@@ -1,0 +1,286 @@
+"""Tile sizes of Hopper's forward kernels: what they take of registers, barriers and shared memory, and TABLE, the one table of them.
+
+It imports no DSL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from tilewise.backends.hopper.config import ALIGNMENT, ELEMENT_BYTES, PLAIN, ROWS, Traced
+
+# -- Sizes of a kernel ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SharedMemory:
+    """The bytes of a CTA's shared memory, in the order in which they lie.
+
+    ``barriers`` and a word that nobody reads come first. Then, each at a multiple of ALIGNMENT, the tiles of Q, whose place O
+    takes later, the ring of K and V, and the rings of a bias by pair.
+    """
+
+    barriers: int
+    q: int
+    ring: int
+    pairs: int = 0
+
+    @property
+    def total(self) -> int:
+        """The size of all, with the gaps between."""
+        return sum(-(-part // ALIGNMENT) * ALIGNMENT for part in (self.barriers, self.q)) + self.ring + self.pairs
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The sizes of a forward kernel: ``warpgroups`` of ``ROWS`` queries each by ``tile_n`` keys.
+
+    Attributes:
+        width, width_v: head dims that the kernel is compiled for; smaller ones are filled with zeros as they are loaded.
+        stages: of the ring; each holds a block of K or of V.
+        q_stages: how many tiles of Q a warpgroup has. With two, the next Q is loaded while O of one tile leaves through the
+            other's place. With one, O leaves from registers, and the next Q is loaded as soon as the last scores are there
+            (docs/decisions.md#hopper-o-from-registers).
+        registers, registers_load: of a thread that computes, and of one that loads or stores.
+        lazy: O is rescaled only where a row's maximum has grown by more than ``softmax.LAZY``
+            (docs/decisions.md#hopper-lazy-rescale).
+        pingpong: the warpgroups begin their products one after the other, so that one's softmax runs under another's products
+            (docs/decisions.md#hopper-ping-pong).
+        steady: whole blocks but the first are computed with the row maxima of the blocks before, and once more with their own
+            where their sums say that the maxima fell behind (docs/decisions.md#hopper-steady-maxima).
+        bias_stages: of a warpgroup's ring of tiles of a bias by pair, 64 × tile_n.
+        element_bytes: of an element of q, k, v and o, and of such a bias.
+    """
+
+    width: int
+    width_v: int
+    warpgroups: int
+    tile_n: int
+    stages: int
+    q_stages: int
+    registers: int
+    registers_load: int = 24
+    lazy: bool = True
+    pingpong: bool = False
+    steady: bool = False
+    bias_stages: int = 0
+    element_bytes: int = ELEMENT_BYTES
+
+    @property
+    def name(self) -> str:
+        """The part of a kernel's name that tells these sizes."""
+        flags = ("" if self.lazy else "_eager") + ("_turns" if self.pingpong else "")
+        flags += "_steady" if self.steady else ""
+        flags += f"_b{self.bias_stages}" if self.bias_stages else ""
+        return f"{self.tile_m}x{self.tile_n}_s{self.stages}q{self.q_stages}{flags}"
+
+    @property
+    def tile_m(self) -> int:
+        """Rows of a CTA's tile."""
+        return ROWS * self.warpgroups
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA: one warpgroup loads and stores, the others compute."""
+        return 128 * (self.warpgroups + 1)
+
+    @property
+    def q_tiles(self) -> int:
+        """Tiles of Q that a CTA has room for."""
+        return self.warpgroups * self.q_stages
+
+    @property
+    def q_elements(self) -> int:
+        """Elements of one warpgroup's tile of Q or O."""
+        return ROWS * max(self.width, self.width_v)
+
+    @property
+    def stage_elements(self) -> int:
+        """Elements of one stage of the ring."""
+        return self.tile_n * max(self.width, self.width_v)
+
+    @property
+    def bias_tiles(self) -> int:
+        """Tiles of a bias by pair that a CTA has room for."""
+        return self.warpgroups * self.bias_stages
+
+    @property
+    def barriers(self) -> int:
+        """How many mbarriers there are: full and empty of every stage; full and empty of every tile of Q, and full of its O; full and empty
+        of every tile of a bias."""
+        return 2 * self.stages + 3 * self.q_tiles + 2 * self.bias_tiles
+
+    @property
+    def shared(self) -> SharedMemory:
+        """The shared memory that the kernel allocates."""
+        q, stage = (self.element_bytes * n for n in (self.q_elements, self.stage_elements))
+        pairs = self.element_bytes * self.bias_tiles * ROWS * self.tile_n
+        return SharedMemory(8 * (self.barriers + 1), self.q_tiles * q, self.stages * stage, pairs)
+
+
+# -- The table -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TileRow:
+    """The tiles for one pair of head dims; docs/decisions.md#hopper-forward-tiles.
+
+    Attributes:
+        full: for rows that see all keys.
+        ends: for rows that begin or end at some key.
+        traced: where a thread has more to remember beside its scores.
+        listed: where a pair reads more than one tensor element, and for lists of key blocks. The blocks of a pattern, of 64 or
+            128 keys, are then whole ones; wider blocks would cover two and be visited for either
+            (docs/decisions.md#hopper-list-tiles).
+        short: one warpgroup for few queries, alone or with heads side by side; None: the tiles of the next row that has some.
+        fewer: tiles beside ``full`` that short sequences may get.
+        fewer_ends: tiles beside ``ends`` that short sequences may get.
+        bits: for lists and bits of tiles of 128 x 128; None: the tiles of the next row that has some.
+        dropout: with dropout and neither a score nor a predicate; None: the tiles of a next row that has some, else ``traced``.
+        alibi: with ALiBi whose bias is linear, or a line of biases; None: the tiles of a next row that has some, else none does.
+        bias: with a bias by pair; None: the tiles of a next row that has some, else none does.
+        softcap: whether these head dims are shipped with a softcap, and with split keys; others take the next row that is.
+        candidates: what else is worth a measurement, for "full" and "upper" in bf16.
+    """
+
+    full: Tiles
+    ends: Tiles
+    traced: Tiles
+    listed: Tiles
+    short: Tiles | None = None
+    fewer: tuple[Tiles, ...] = ()
+    fewer_ends: tuple[Tiles, ...] = ()
+    bits: Tiles | None = None
+    dropout: Tiles | None = None
+    alibi: Tiles | None = None
+    bias: Tiles | None = None
+    softcap: bool = False
+    candidates: tuple[Tiles, ...] = ()
+
+    @property
+    def columns(self) -> tuple[Tiles, ...]:
+        """Every tile of the row that a call may get."""
+        more = (tiles for tiles in (self.bits, self.dropout, self.alibi, self.bias, self.short) if tiles is not None)
+        return (self.full, self.ends, self.traced, self.listed, *more, *self.fewer, *self.fewer_ends)
+
+    def of_form(self, form: str, softcap: bool = False, traced: Traced = PLAIN, dropout: bool = False) -> Tiles:
+        """The tiles of a kernel of this form."""
+        # Dropout alone has tiles of its own; beside anything that is traced its words take the registers of fewer keys.
+        if dropout and self.dropout and not softcap and traced == PLAIN:
+            return self.dropout
+        more = traced.reads + dropout
+        # A softcap beside two ends of a row is too much for the registers that three warpgroups leave each other.
+        tight = softcap and form in ("band", "rows") and self.ends.warpgroups > 2
+        # What a pair reads waits for memory: more keys in a tile would only hold more registers meanwhile.
+        if more > 1 or form == "lists":
+            return self.listed
+        if traced != PLAIN or tight or dropout:
+            return self.traced
+        return self.full if form == "full" else self.ends
+
+
+# Two tiles of Q where they fit: the next tile's Q comes while this one is computed, and O leaves through the one that is done with.
+_D64_192 = Tiles(64, 64, warpgroups=3, tile_n=128, stages=8, q_stages=2, registers=160, pingpong=True, steady=True)
+_D64_128 = Tiles(64, 64, warpgroups=2, tile_n=128, stages=8, q_stages=2, registers=240, pingpong=True, steady=True)
+_D96 = Tiles(96, 96, warpgroups=2, tile_n=128, stages=7, q_stages=2, registers=240, steady=True)
+_D128 = Tiles(128, 128, warpgroups=2, tile_n=128, stages=5, q_stages=2, registers=240, pingpong=True, steady=True)
+# Beyond 128 columns accumulators leave no registers for keys of 128 in S, nor shared memory for a second Q.
+_D192V128 = Tiles(192, 128, warpgroups=2, tile_n=112, stages=4, q_stages=1, registers=240)
+_D192 = Tiles(192, 192, warpgroups=2, tile_n=112, stages=4, q_stages=1, registers=240)
+_D256_80 = Tiles(256, 256, warpgroups=2, tile_n=80, stages=4, q_stages=1, registers=240, pingpong=True)
+_D256_64 = Tiles(256, 256, warpgroups=2, tile_n=64, stages=5, q_stages=1, registers=240, pingpong=True)
+
+# (head dim of q and k, of v) -> tiles; a call takes the first row that holds both of its head dims.
+TABLE = {
+    (64, 64): TileRow(
+        full=_D64_192,
+        ends=_D64_192,
+        traced=Tiles(64, 64, warpgroups=2, tile_n=96, stages=10, q_stages=2, registers=240),
+        listed=Tiles(64, 64, warpgroups=2, tile_n=64, stages=12, q_stages=2, registers=240),
+        # One computing warpgroup may have all that a thread can name.
+        short=Tiles(64, 64, warpgroups=1, tile_n=128, stages=8, q_stages=2, registers=256),
+        fewer=(_D64_128,),
+        fewer_ends=(_D64_128,),
+        bits=_D64_128,
+        dropout=_D64_128,
+        alibi=_D64_192,
+        # A block's bias is as large as its K and V: three of each in flight, of two warpgroups, fill shared memory.
+        bias=replace(_D64_128, stages=6, bias_stages=3),
+        softcap=True,
+        candidates=(replace(_D64_192, pingpong=False), _D64_128, replace(_D64_128, pingpong=False)),
+    ),
+    (96, 96): TileRow(
+        full=_D96,
+        ends=_D96,
+        traced=Tiles(96, 96, warpgroups=2, tile_n=96, stages=8, q_stages=2, registers=240),
+        listed=Tiles(96, 96, warpgroups=2, tile_n=64, stages=12, q_stages=2, registers=240),
+        candidates=(replace(_D96, pingpong=True),),
+    ),
+    (128, 128): TileRow(
+        full=_D128,
+        ends=_D128,
+        traced=Tiles(128, 128, warpgroups=2, tile_n=80, stages=8, q_stages=2, registers=240),
+        listed=Tiles(128, 128, warpgroups=2, tile_n=64, stages=9, q_stages=2, registers=240),
+        short=Tiles(128, 128, warpgroups=1, tile_n=128, stages=5, q_stages=2, registers=256),
+        bits=_D128,
+        dropout=_D128,
+        alibi=_D128,
+        # With a second Q there would be room for one bias in flight.
+        bias=replace(_D128, stages=4, q_stages=1, bias_stages=2),
+        softcap=True,
+        candidates=(
+            replace(_D128, pingpong=False),
+            Tiles(128, 128, warpgroups=2, tile_n=64, stages=9, q_stages=2, registers=240, steady=True),
+        ),
+    ),
+    # Head dims of latent attention's prompts.
+    (192, 128): TileRow(
+        full=_D192V128,
+        ends=_D192V128,
+        traced=Tiles(192, 128, warpgroups=2, tile_n=80, stages=5, q_stages=1, registers=240),
+        listed=Tiles(192, 128, warpgroups=2, tile_n=64, stages=7, q_stages=1, registers=240),
+        short=Tiles(192, 128, warpgroups=1, tile_n=128, stages=4, q_stages=1, registers=256),
+    ),
+    (192, 192): TileRow(
+        full=_D192,
+        ends=replace(_D192, tile_n=96),
+        traced=Tiles(192, 192, warpgroups=2, tile_n=64, stages=7, q_stages=1, registers=240),
+        listed=Tiles(192, 192, warpgroups=2, tile_n=32, stages=12, q_stages=1, registers=240),
+        candidates=(replace(_D192, tile_n=96, pingpong=True),),
+    ),
+    (256, 256): TileRow(
+        full=_D256_80,
+        ends=_D256_64,
+        traced=Tiles(256, 256, warpgroups=2, tile_n=48, stages=6, q_stages=1, registers=240),
+        listed=Tiles(256, 256, warpgroups=2, tile_n=32, stages=10, q_stages=1, registers=240),
+        short=Tiles(256, 256, warpgroups=1, tile_n=80, stages=4, q_stages=1, registers=256),
+        fewer=(_D256_64,),
+        softcap=True,
+        candidates=tuple(replace(t, pingpong=pingpong) for t in (_D256_80, _D256_64) for pingpong in (True, False)),
+    ),
+}  # fmt: skip
+MAX_HEAD_DIM = max(max(dims) for dims in TABLE)
+# (head dim, rows that one box brings) -> tiles over pages: few rows, since chunks of a prompt are short, and for small pages
+# registers for a loading warp that has many boxes (docs/decisions.md#hopper-pages).
+PAGED_TILES = {(t.width, 64): t for t in (_D64_128, _D128)}
+PAGED_TILES |= {(d, 16): replace(t, registers=232, registers_load=40) for (d, _), t in PAGED_TILES.items()}
+PAGE_ROWS = (64, 16)  # of a page that one box brings; a call gets the first that divides the size of its pages
+PAIRED = ("full", "upper", "bits")  # forms with a bias by pair: bits tell every other mask
+# How many heads of a group a tile may hold where queries are few (docs/decisions.md#hopper-shared-tiles).
+HEADS = (8, 64)
+
+
+def rows_for(head_dim: int, head_dim_v: int) -> Iterator[TileRow]:
+    """The rows of TABLE that hold both head dims, the first one first."""
+    return (row for dims, row in TABLE.items() if head_dim <= dims[0] and head_dim_v <= dims[1])
+
+
+def row_of(tiles: Tiles) -> TileRow:
+    """The row of TABLE that tiles belong to."""
+    return TABLE[tiles.width, tiles.width_v]
+
+
+def short(tiles: Tiles) -> Tiles:
+    """The tiles of one warpgroup for the same head dims."""
+    return next(row.short for row in rows_for(tiles.width, tiles.width_v) if row.short is not None)

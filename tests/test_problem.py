@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -503,6 +504,39 @@ def test_a_backend_with_a_reason_to_go_first_is_tried_before_earlier_ones_unless
     torch.testing.assert_close(tw.attention(**masked), tw.attention(**masked, backend="reference"))
     assert tw.explain(**masked, backend="picky").chosen == "picky"
     assert tw.explain(**inputs()).chosen == "picky"
+
+
+def test_a_backend_that_goes_first_without_gradients_has_the_forward_of_a_call_with_them(picky, monkeypatch):
+    monkeypatch.setattr(Picky, "unsupported", lambda self, p: [])
+    monkeypatch.setattr(Picky, "tile", lambda self, p: (1, 2))
+    monkeypatch.setattr(Portable, "preferred", lambda self, p: "" if p.spec.needs_grad else "has half a kernel")
+    ran: list[tuple[str, str]] = []
+    real = Portable()
+    passes = {"forward": real.forward, "backward": real.backward}
+
+    def told(run):
+        def compute(self, *given):
+            ran.append((self.name, run))
+            return passes[run](*given)
+
+        return compute
+
+    for kind, run in itertools.product((Picky, Portable), passes):
+        monkeypatch.setattr(kind, run, told(run))
+    given = inputs()
+    leaves = [given[name].requires_grad_() for name in "qkv"]
+    found = torch.autograd.grad(tw.attention(**given).sum(), leaves)
+    assert ran == [("portable", "forward"), ("picky", "backward")]
+    explained = tw.explain(**given)
+    assert (explained.chosen, explained.forward[0]) == ("picky", "portable")
+    assert "half a kernel" in str(explained)
+    assert explained.tile == Portable().tile(explained.problem)
+    ran.clear()
+    expected = torch.autograd.grad(tw.attention(**given, backend="picky").sum(), leaves)
+    assert ran == [("picky", "forward"), ("picky", "backward")]
+    assert tw.explain(**given, backend="picky").forward is None
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y)
 
 
 def test_where_no_backend_can_each_says_why(picky, monkeypatch):

@@ -50,7 +50,7 @@ _AUTOGRAD = torch._C._dispatch_key_parse("AutogradOther")  # excluded together w
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None, spec: str):
-    plan = dispatch.plan(q, k, v, extras, seed, spec)
+    plan = dispatch.plan(q, k, v, extras, seed, spec).of_forward
     return plan.backend.forward(plan.problem, dispatch.inputs(plan, q, k, v, extras, seed)).tensors
 
 

@@ -119,6 +119,19 @@ class Plan:
     backend: Backend
 
     @cached_property
+    def of_forward(self) -> Plan:
+        """The plan of the forward: of another backend where that comes first for a call without gradients, and says why.
+
+        All backends give o and lse by one rule of error, so that any backward goes on from them.
+        """
+        spec = self.problem.spec
+        if not spec.needs_grad or spec.backend is not None:
+            return self
+        alone = replace(self.problem, spec=replace(spec, needs_grad=False, grad_slots=()))
+        first = select(alone)
+        return Plan(alone, first) if first is not self.backend and first.preferred(alone) else self
+
+    @cached_property
     def forward_mode(self) -> Plan:
         """The plan of forward mode, which may have another backend.
 
@@ -188,7 +201,7 @@ class Explanation:
     ``tangents``: the backend of forward mode; ``second``: that of second derivatives; ``tangents_refused``, ``second_refused``: why
     not those that come before it.
     ``tile``: queries and keys of a tile of the forward, where the backend has such tiles. ``extras``: the call's tensors beside q, k, v.
-    ``prefix``: how a shared prefix is read.
+    ``prefix``: how a shared prefix is read. ``forward``: the backend of the forward and its tiles, where another one has the backward.
     """
 
     problem: Problem
@@ -203,6 +216,7 @@ class Explanation:
     second_refused: dict[str, list[str]]
     tile: tuple[int, int] | None = field(default=None, kw_only=True)
     prefix: str = field(default="", kw_only=True)
+    forward: tuple[str, str] | None = field(default=None, kw_only=True)
     extras: tuple[Tensor, ...] = field(default=(), kw_only=True, repr=False, compare=False)
 
     def __str__(self) -> str:
@@ -214,6 +228,7 @@ class Explanation:
             lines += [f"work      {work} before masking, {moved} of slow memory predicted"]
         else:
             lines += ["backend   none"]
+        lines += [f"forward   {': '.join(self.forward)}"] if self.forward else []
         lines += [f"prefix    {self.prefix}"] if self.prefix else []
         lines += [f"not       {name}: {'; '.join(reasons)}" for name, reasons in self.refused.items()]
         others = (("tangents", self.tangents, self.tangents_refused), ("second", self.second, self.second_refused))
@@ -228,6 +243,7 @@ class Explanation:
             "device": devices.of(self.problem.device).name,
             "backend": self.chosen,
             "tiles": self.tiles,
+            "forward": self.forward,
             "flops": self.flops,
             "traffic_bytes": self.traffic,
             "refused": self.refused,
@@ -267,6 +283,14 @@ def _why_not(row: Row, p: Problem, chosen: str | None) -> list[str]:
     return [row.only_named or f"comes after {chosen}" + (f", which {because}" if because else "")]
 
 
+def _other(forward: Plan | None, chosen: str | None) -> tuple[str, str] | None:
+    """The forward's backend and its tiles, where it is not the one that was chosen for both passes."""
+    if forward is None or forward.backend.name == chosen:
+        return None
+    because = forward.backend.preferred(forward.problem)
+    return forward.backend.name, f"{forward.backend.config(forward.problem).describe()}; it {because}"
+
+
 def explain(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Explanation:
     """The explanation of a call with these keywords.
 
@@ -285,9 +309,10 @@ def explained(p: Problem, extras: Sequence[Tensor] = ()) -> Explanation:
     chosen, tangents, second = (next((x for x in names if not reasons[what][x]), None) for what in everything)
     refused = {row.name: _why_not(row, p, chosen) for row in every() if row.name != chosen}
     config = backend(chosen).config(p) if chosen else None
+    ahead = Plan(p, backend(chosen)).of_forward if chosen else None
     flops = 2 * p.heads_q * p.seqlen_q * p.seqlen_k * (p.head_dim + p.head_dim_v) * (1 if p.packed else p.batch)
     return Explanation(
         p, chosen, config.describe() if config else "", flops, config.traffic(p) if config else 0, refused,
         tangents, reasons["forward mode"], second, reasons["second derivatives"],
-        tile=backend(chosen).tile(p) if chosen else None, extras=tuple(extras),
+        tile=ahead.backend.tile(ahead.problem) if ahead else None, extras=tuple(extras), forward=_other(ahead, chosen),
     )  # fmt: skip

@@ -26,6 +26,7 @@ from tests.backends.contract import (
     run,
 )
 from tilewise import expr
+from tilewise.backends.base import Output
 from tilewise.backends.triton import Triton, config, interpreting, sheet
 from tilewise.backends.triton.config import INTERPRETED, MAX_HEAD_DIM, MAX_LATENT_DIM, TABLE, Config
 from tilewise.backends.triton.host.leaf_sums import LeafSums
@@ -296,6 +297,20 @@ def test_a_bias_whose_rows_are_whole_16_bytes_is_read_several_elements_at_once()
     leaves = {n: c.p.extras[n] for n in c.p.spec.score_slots}
     assert [leaf.unit for leaf in leaf_layouts(leaves, (66, 72), c.p.spec.lookups).values()] == [4]
     agree(Triton(), c)
+
+
+def test_rows_of_nothing_but_the_least_number_pass_no_nan_back():
+    q, k, v = (x.bfloat16() for x in qkv(nq=66, nk=72))
+    bias = normal(4, 66, 72, dtype=torch.bfloat16)
+    bias[:, 5:9] = torch.finfo(torch.bfloat16).min
+    c = call(q, k, v, score=tw.bias(bias))
+    o, lse = tw.attention_with_lse(q, k, v, score=tw.bias(bias), backend="portable")  # which keeps lse as it is
+    assert (lse[..., 5:9] < -3e38).all()
+    assert torch.isfinite(lse).all()
+    grads = Triton().backward(c.p, c.t, Output(o, lse), c.do, c.dlse)
+    assert all(torch.isfinite(x).all() for x in (grads.dq, grads.dk, grads.dv))
+    assert (grads.dq[:, 5:9] == 0).all()
+    assert (grads.dq[:, 9:] != 0).any()
 
 
 @pytest.mark.parametrize(

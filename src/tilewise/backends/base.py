@@ -154,7 +154,10 @@ class Backend(Protocol):
         ...
 
     def preferred(self, p: Problem) -> str:
-        """Why this backend is tried before those of earlier rows of ``dispatch.BACKENDS``; empty: it is not."""
+        """Why this backend is tried before those of earlier rows of ``dispatch.BACKENDS``; empty: it is not.
+
+        Said of a call without gradients alone, it is given the forwards of such calls with gradients, whose backward is another's.
+        """
         return ""
 
     def config(self, p: Problem) -> Config: ...

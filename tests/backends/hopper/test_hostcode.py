@@ -20,6 +20,7 @@ from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.config import Traced
 from tilewise.backends.hopper.forward.config import Config, shipped
+from tilewise.backends.hopper.forward.tiles import TABLE
 from tilewise.backends.hopper.host import aot, driver, hostcode, kernel_files
 from tilewise.backends.hopper.host.recipe import Argument, Extent, Launch, Recipe, TensorArgument, offsets
 
@@ -41,6 +42,7 @@ CASES = {  # of what kernels take: tensor maps, 32- and 64-bit numbers, tensors 
     "packed": ((128, 128), {"dtype": "bf16", "form": "upper", "packed": True}),
     "traced": ((96, 96), {"dtype": "bf16", "form": "lists", "traced": TRACED}),
     "heads": ((64, 64), {"dtype": "bf16", "form": "full", "heads": 8, "split": True}),
+    "bias": ((128, 128), {"dtype": "bf16", "form": "upper", "bias": True, "tiles": TABLE[128, 128].bias}),
 }
 BACKWARD = {
     "backward": Backward(*backward_config.TABLE[192, 128].two_passes, "fp16", "upper"),

@@ -35,8 +35,8 @@ CALLS: dict[str, Callable[[], Call]] = {
     "two-passes": lambda: call(*qkv(300, 300), causal=True, deterministic=True),
 }
 KEPT = ("full", "causal", "window", "softcap", "sink", "sink-16-bits", "prefix", "prefix-lengths", "documents", "documents-whole",
-        "alibi", "learned-slopes", "table", "learned-table", "dropout", "bias", "buckets", "curve", "two-passes", "packed-causal",
-        "packed-alibi", "packed-dropout")  # fmt: skip
+        "pair", "pair-shared", "pair-by-batch", "alibi", "learned-slopes", "table", "learned-table", "dropout", "bias", "buckets",
+        "curve", "two-passes", "packed-causal", "packed-alibi", "packed-dropout")  # fmt: skip
 """Calls whose launch is kept: not those of which kernels get a part of the keys, or copies without keys that nobody sees."""
 
 

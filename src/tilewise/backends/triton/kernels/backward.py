@@ -59,6 +59,7 @@ from tilewise.backends.triton.kernels.tile import (
     load_rows,
     load_streamed,
     sheet_pointers,
+    shift_of_rows,
     source_of,
     store_rows,
     zeros,
@@ -157,10 +158,10 @@ def delta_kernel(tensors, sizes, scales, FACTS: tl.constexpr):
     lse = tl.load(tensors.lse + line, mask=ok, other=0.0)
     dlse = tl.load(tensors.dlse + line, mask=ok, other=0.0)
     delta = tl.sum(o.to(tl.float32) * do, 1) - dlse  # fp32 (tile_m,)
-    empty = lse == float("-inf")
+    shift = shift_of_rows(lse, FACTS)
     line = (tl.cast(b, tl.int64) * sizes.heads_q + head) * sizes.seqlen_q_rounded + i
-    tl.store(tensors.delta + line, tl.where(empty, 0.0, delta), mask=ok)
-    tl.store(tensors.lse2 + line, tl.where(empty, float("inf"), lse if FACTS.natural else lse * LOG2E), mask=ok)
+    tl.store(tensors.delta + line, tl.where(shift == float("inf"), 0.0, delta), mask=ok)
+    tl.store(tensors.lse2 + line, shift, mask=ok)
 
 
 # -- Load ----------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from tilewise.backends.triton.kernels.backward import key_sources, load_statistics, query_head, visible_pairs
 from tilewise.backends.triton.kernels.mask import key_interval, query_interval
-from tilewise.backends.triton.kernels.tile import LOG2E, Source, load_rows, load_streamed, source_of
+from tilewise.backends.triton.kernels.tile import Source, load_rows, load_streamed, shift_of_rows, source_of
 
 
 class Moved(NamedTuple):
@@ -145,8 +145,7 @@ def load_tangent_rows(m0, head, tensors, moved, sizes, work, FACTS: tl.constexpr
     q = source_of(tensors.q, (None, None), sizes.q, work, work.start_q, head, FACTS)
     line = row_line(head, sizes, work, FACTS)
     lse = tl.load(tensors.lse + line + i, mask=i < work.seqlen_q, other=float("-inf"))
-    # A row that saw no key gets +inf, and all of its P are 0.
-    lse2 = tl.where(lse == float("-inf"), float("inf"), lse if FACTS.natural else lse * LOG2E)
+    lse2 = shift_of_rows(lse, FACTS)
     lo, hi = key_interval(i, head, work, FACTS)
     # Q and its tangent: (tile_m, head_dim), in the inputs' dtype.
     q = load_rows(q, m0, left, None, FACTS.tile_m, OF_V=False, MASKED=True, FACTS=FACTS)

@@ -21,6 +21,7 @@ from tilewise.backends.triton.sheet import SHEET_STRIP
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 STRIP = tl.constexpr(SHEET_STRIP)
+LOWEST = tl.constexpr(-2.3e38)  # of what units of log2 hold
 
 
 class Source(NamedTuple):
@@ -244,6 +245,17 @@ def dot(left, right, acc, FACTS: tl.constexpr):
         return tl.dot(left.to(tl.float32), right.to(tl.float32), acc, input_precision=FACTS.precision)
     else:
         return tl.dot(left, right, acc, input_precision=FACTS.precision)
+
+
+@triton.jit
+def shift_of_rows(lse, FACTS: tl.constexpr):
+    """The numbers that are taken off rows' exponents: lse in :func:`exponential`'s unit, +inf for a row that saw no key, whose P are 0.
+
+    So are those of a row whose every score is about the least number of fp32, as masks write it: with lse that far no lse could tell
+    how many keys it has, and in units of log2 both are beyond fp32.
+    """
+    lowest = float("-inf") if FACTS.natural else LOWEST
+    return tl.where(lse <= lowest, float("inf"), lse if FACTS.natural else lse * LOG2E)
 
 
 @triton.jit

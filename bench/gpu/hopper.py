@@ -109,6 +109,8 @@ class Kind(NamedTuple):
     table: bool = False
     decoding: int = 0  # the rows of a decoding kernel
     bias: bool = False
+    dbias: bool = False
+    trained: bool = False  # whether a backward with a bias takes the calls
 
     @classmethod
     def of(cls, x: Config | Backward) -> "Kind":
@@ -129,6 +131,8 @@ class Kind(NamedTuple):
             getattr(x, "table", False),
             t.rows if isinstance(x, DecodingConfig) else 0,
             getattr(x, "bias", False),
+            getattr(x, "dbias", False),
+            isinstance(x, Backward) and x.bias,
         )
 
     @property
@@ -156,19 +160,22 @@ class Kind(NamedTuple):
             )
             found = {"score": lambda s, b, h, i, j: s + table[h, (i - j).clamp(-30, 39) + 30]}
         if self.bias:
-            found = {"score": tw.bias(pair_bias(q, keys))}
+            found = {"score": tw.bias(pair_bias(q, keys, self.dbias, least=not self.trained))}
         return found | ({"dropout_p": 0.2, "dropout_seed": 2**62 + 12345} if self.dropout else {})
 
 
-def pair_bias(q: Tensor, keys: int) -> Tensor:
-    """Biases of all pairs, or of those of one head, in q's dtype: some -inf, a row of nothing else, and in bf16 one of the least number."""
-    batch, rows, heads = q.shape[:3] if q.shape[2] < 3 else (1, q.shape[1], 1)
+def pair_bias(q: Tensor, keys: int, wanted: bool = False, least: bool = True) -> Tensor:
+    """Biases of all pairs, or of those of one head, in q's dtype: some -inf, and a row of nothing else.
+
+    ``least``: in bf16 a row of the least number too, whose P no lse in fp32 tells. ``wanted``: with a gradient.
+    """
+    batch, rows, heads = q.shape[:3] if wanted or q.shape[2] < 3 else (1, q.shape[1], 1)
     apart = -(-keys // 8) * 8  # elements: rows begin at multiples of 16 bytes
     bias = torch.linspace(-4, 4, batch * heads * rows * apart, device=q.device).mul(1e5).cos().mul(3).to(q.dtype)
     bias = bias.view(batch, heads, rows, apart)[..., :keys]
     bias[:, :, ::3, 5:90], bias[:, :, 7:8] = -torch.inf, -torch.inf
-    bias[:, :, 9:10] = torch.finfo(q.dtype).min if q.dtype == torch.bfloat16 else 1.0
-    return bias
+    bias[:, :, 9:10] = torch.finfo(q.dtype).min if least and q.dtype == torch.bfloat16 else 1.0
+    return bias.requires_grad_(wanted)
 
 
 def options_of(kind: Kind, shape: tuple[int, ...], device: str) -> list[dict]:
@@ -358,8 +365,10 @@ def kernel_of(x: Config | Backward, bits: str = "") -> Kernel:
 
 
 def forward_of(x: Backward) -> Config | None:
-    """The forward that a backward is checked beside: a table's own, which calls of few queries do not take; None: the chosen one."""
-    return next(c for c in config.shipped() if Kind.of(c) == Kind.of(x)) if x.table else None
+    """The forward that a backward is checked beside: a table's own, or a bias', which calls of few queries do not take; None: the
+    chosen one."""
+    kind = Kind.of(x)._replace(dbias=False, trained=False)
+    return next(c for c in config.shipped() if Kind.of(c) == kind) if x.table or x.bias else None
 
 
 def bits_of(name: str) -> str:

@@ -189,11 +189,17 @@ class Plane(Matrix):
     def __getitem__(self, index: tuple):
         return self, index[1:]
 
+    def _part(self, at: tuple[int, int]) -> np.ndarray:
+        return self.values[tuple(slice(n * size, (n + 1) * size) for n, size in zip(at, self.shape, strict=True))]
+
     def read(self, at: tuple[int, int]) -> np.ndarray:
-        found = np.zeros(self.shape, np.float32)
-        part = self.values[tuple(slice(n * size, (n + 1) * size) for n, size in zip(at, self.shape, strict=True))]
+        found, part = np.zeros(self.shape, np.float32), self._part(at)
         found[: part.shape[0], : part.shape[1]] = part
         return found
+
+    def write(self, at: tuple[int, int], tile: np.ndarray) -> None:
+        part = self._part(at)
+        part[:] = tile[: part.shape[0], : part.shape[1]]
 
 
 def copy(atom, source, target, tma_bar_ptr: Pointer | None = None) -> None:

@@ -123,8 +123,12 @@ def stand_in_for_fragments(fragments: ModuleType, tiles: ModuleType, places: Pla
     def store_accumulator(acc, mma, tile, dtype, held=False) -> None:
         tile[0].tiles[tile[1]] = rounded(places.matrix(acc.values), dtype)
 
-    def store_fragment(fragment, mma, tile, dtype) -> None:
-        tile[0].tiles[tile[1]] = places.matrix(fragment.values)
+    def store_fragment(fragment, mma, tile, dtype, transpose=False) -> None:
+        rooms, n, found = *tile, places.matrix(fragment.values)
+        if transpose:
+            rooms.rooms.tiles[n] = found.T
+        else:
+            rooms.tiles[n] = found
 
     def scale(acc, factor) -> None:
         acc.values *= factor
@@ -173,6 +177,9 @@ def stand_in_for_keys(found: dict[str, ModuleType], places: Places) -> None:
     def take_over(operand, handover) -> None:
         operand.values[:] = handover.values
 
+    def tile_values(tile, mma, acc, dtype) -> np.ndarray:
+        return places.registers(seen(tile))
+
     def write_part(dq, part, w) -> None:
         part[w] = places.matrix(dq.values)
 
@@ -195,6 +202,12 @@ def stand_in_for_keys(found: dict[str, ModuleType], places: Places) -> None:
         OperandValues=lambda operand, acc, dtype, held: operand.values,
         load_register_steps=lambda operand, mma, smem: None,  # products take all columns from shared memory
     )
+    stand_in(
+        found["backward.pair_bias"],
+        new_place=lambda phase: [0, phase],
+        TileValues=tile_values,
+    )
+    stand_in(found["kit.instructions"], unseen_zero=lambda: 0, zero_after=lambda score, zero: 0)
     stand_in(found["backward.dq_accumulate"], write_part=write_part, begin_copy=begin_copy, **semaphores())
 
 
@@ -308,7 +321,11 @@ def _key_operands(mmas, smem, w: int, config: Backward):
     subtrahends = Subtrahends(smem.statistics) if config.subtracts else None
     dbias = RegisterRow(1) if config.sums_bias else None
     grads = Registers(tiles.width), Registers(tiles.width_v)
-    return mmas.make(mmas.names, *rooms, *s, *grads, total, None, subtrahends, dbias)
+    bias = None
+    if config.bias:
+        stored, first = smem.bias, w * tiles.bias_stages
+        bias = mmas.make_ring(None, [0, 0], Turned(stored.tiles), first, stored.full, stored.empty)
+    return mmas.make(mmas.names, *rooms, *s, *grads, total, None, subtrahends, dbias, bias)
 
 
 def _query_operands(mmas, smem, config: Backward):
@@ -369,6 +386,10 @@ def info(values) -> SimpleNamespace:
     return SimpleNamespace(values=values, atom=None)
 
 
+def planes(values) -> SimpleNamespace:
+    return SimpleNamespace(values=values, atom=None, tma_tensor=values.T)
+
+
 def bars(*counts: tuple[int, int]) -> list[Pointer]:
     """Rows of barriers: (how many, arrivals)."""
     return [Pointer([Barrier(arrivals) for _ in range(n)]) for n, arrivals in counts]
@@ -421,7 +442,7 @@ def run_preprocess(config: Backward, o, do, lse, dlse, lines: int, cu=None) -> t
         # As numbers: run_keys makes the words of an operand.
         put(t, batch, head, line, lane, lse2, delta)
 
-    stand_in(kernel, put_terms=put_terms)
+    stand_in(kernel, put_terms=put_terms, clear_queue=lambda queue, n: None)
     stand_in(kernel, row_part=row_part, put=put, put_zeros=put_zeros, clear_semaphores=clear_semaphores)
     made = [np.full((*lse.shape[:2], lines), np.nan, np.float32) for _ in range(2)]
     sums = Global(np.full((*lse.shape[:2], 3, 1, config.keys.part_elements), np.nan, np.float32))
@@ -441,7 +462,10 @@ def run_keys(config: Backward, t: dict, numbers: tuple, ctas: int) -> tuple:
     kernel, tiles = load("keys"), config.keys
     dk, dv = np.full_like(t["k"], np.nan), np.full_like(t["v"], np.nan)
     params = _params(kernel, numbers)
-    tmas = kernel.KeysTmas(*map(info, (t["q"], t["do"], t["k"], t["v"], dk, dv)))
+    biases = [
+        planes(x.values) if x is not None and config.bias else None for x in (params.extra.bias, params.extra.dbias)
+    ]
+    tmas = kernel.KeysTmas(*map(info, (t["q"], t["do"], t["k"], t["v"], dk, dv)), *biases)
     heads, roles_of = t["lse2"].shape[:2], {}
     sums = np.full(
         (*heads, t["blocks"], KEY_GROUPS, tiles.part_elements), np.nan if config.stores_first else 0.0, np.float32
@@ -451,7 +475,9 @@ def run_keys(config: Backward, t: dict, numbers: tuple, ctas: int) -> tuple:
     buffers = kernel.RowBuffers(*map(Global, (lse2, t["delta"], sums, visits)))
     names = SimpleNamespace(score=None, dk=None, dv=None)
     make, make_dq = modules(kernel)["backward.keys_compute"].DkDvOperands, kernel.dq_accumulate.SumOperands
-    mmas = SimpleNamespace(make=make, make_dq=make_dq, names=names, dk=None, dv=None)
+    mmas = SimpleNamespace(
+        make=make, make_dq=make_dq, make_ring=kernel.pair_bias.BiasRing, names=names, dk=None, dv=None
+    )
     for cta in range(ctas):
         smem = _keys_storage(kernel, config)
         stores = [partial(kernel.store, tmas, buffers, smem, w, params, config) for w in range(2)]
@@ -554,8 +580,14 @@ def _keys_storage(kernel, config: Backward):
         boxes = storage.QueueSlots(Pointer([None] * 4), *bars((2, 1), (2, storage.TILE_READERS)))
     return kernel.KeysStorage(
         k, v, *out, ring, ring, Rooms(config.statistics.count), handover, *stages, emptied, *bars((held, 128), (1, 128), (1, 128)),
-        None, boxes, dq, *bars((1, KEY_GROUPS)),
+        None, boxes, dq, *bars((1, KEY_GROUPS)), None, _bias_storage(kernel, config) if config.bias else None,
     )  # fmt: skip
+
+
+def _bias_storage(kernel, config: Backward):
+    count = config.keys.bias_tiles
+    barriers = bars((count, 1), (count, 1 if config.dbias else 4), (count, 128))
+    return kernel.pair_bias.BiasStorage(Rooms(count), *barriers)
 
 
 def _cluster_storage(kernel, tiles: KeyTiles, rank: int):

@@ -9,6 +9,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from torch.nn.functional import pad
 
 import tilewise as tw
 from tests.backends.contract import HIDING, Call, call, normal, poisoned
@@ -49,6 +50,10 @@ KEYS = {
         64, 64, 128, 3, sums_dq=True, stores_first=True, queued=True, overlaps=True, subtracts=True
     ),
     "bits": KeyTiles(64, 64, 128, 3, sums_dq=True, stores_first=True, queued=True, overlaps=True, counts=True),
+    "biased": KeyTiles(64, 64, 128, 4, sums_dq=True, overlaps=True, counts=True, bias_stages=1),
+    "biased-queued": KeyTiles(
+        128, 128, 64, 4, sums_dq=True, dq_first=True, queued=True, overlaps=True, counts=True, bias_stages=3
+    ),
     "bits-wide": KeyTiles(128, 128, 64, 4, sums_dq=True, dq_first=True, queued=True, overlaps=True, counts=True),
     "paired": ClusterTiles(256, 256, 64, 7),
 }
@@ -59,7 +64,7 @@ def emulate(c: Call, tiles: KeyTiles | None, ctas: int) -> Grads:
     with ExitStack() as patches:
         if tiles and not tiles.sums_dq:
             patches.enter_context(patch.object(shared, "BUDGET", 0))
-            for biased in ("with_slopes", "with_line"):
+            for biased in ("with_slopes", "with_line", "with_pairs"):
                 patches.enter_context(patch.object(backward_config, biased, lambda p: None))
         x = backward_config.choose(c.p)
     queries = None if not tiles or tiles.sums_dq else QUERIES if tiles.split else FIRST
@@ -77,7 +82,8 @@ def emulate_kernels(c: Call, x: backward_config.Backward, ctas: int) -> Grads:
         t["lse2"], t["delta"] = (room.numpy() for room in made)
     rows, lines = [t[name] for name in ("o", "do", "lse", "dlse")], x.statistics_rows(c.p)
     if not x.queries_first:
-        made = emulated.run_preprocess(x, *rows, lines, cu_q) if c.p.packed else emulated.statistics(*rows, lines)
+        own = c.p.packed or x.bias  # the source itself where it says more than an emulated statistic does
+        made = emulated.run_preprocess(x, *rows, lines, cu_q) if own else emulated.statistics(*rows, lines)
         t["lse2"], t["delta"] = made
     t["blocks"], whole = x.blocks(c.p), [np.zeros_like(t[name]) for name in ("k", "v")]
     if not c.p.packed:
@@ -89,6 +95,9 @@ def emulate_kernels(c: Call, x: backward_config.Backward, ctas: int) -> Grads:
         extras[0]["dbias"] = np.full(plan.memory.slope_sums_shape, np.nan, np.float32)
     if x.table:
         extras[0]["dbias"] = np.zeros(plan.memory.line_sums_shape, np.float32)
+    if x.dbias:
+        with poisoned():
+            extras[0]["dbias"] = plan.memory.pair_room().float().numpy()
     lo, hi, section_k, ctas_k, section_q, ctas_q, *scales = plan.numbers
     scales, ends = scales[:3], scales[-2:]
 
@@ -112,6 +121,9 @@ def emulate_kernels(c: Call, x: backward_config.Backward, ctas: int) -> Grads:
         leaves = plan.line_gradient(
             torch.from_numpy(extras[0]["dbias"]), c.t, out.lse, c.dlse, delta[..., : c.p.seqlen_q]
         )
+    if x.dbias:
+        room = torch.from_numpy(extras[0]["dbias"]).to(c.p.dtype)
+        leaves = {plan.bias_of.slot: plan.bias_of.gradient(room, c.t.leaves[plan.bias_of.slot])}
     return Grads(*grads, sink, leaves)
 
 
@@ -161,6 +173,9 @@ OTHERS = {
     "alibi-empty-rows": (qkv(400, 150), {"score": tw.alibi(torch.rand(4)), "causal": True}),
     "curve": (qkv(130, 200), {"score": lambda s, b, h, i, j: torch.tanh(s) * (1 + 0.01 * (i - j)) - 0.1 * s * s}),
 }
+# Not rows of nothing but the least number, whose P no lse in fp32 tells.
+BIASED = [name for name in FORWARD if name.startswith("pair") and name != "pair-least-rows"]
+CASES |= {name: FORWARD[name] for name in BIASED}
 CASES |= {name: FORWARD[name] for name in (*ENDS, *PAIRED)} | OTHERS
 # Every case for some form of the pass over keys, and what is a form's own for each.
 LINES = [name for name in FORWARD if name.startswith(("buckets", "table"))]
@@ -185,6 +200,7 @@ PAIRS += [(name, "bits-wide") for name in ("keep", "block-sparse", "block-sparse
 PAIRS += [
     (name, "paired") for name in ("full", "one", "causal-wide", "causal-empty-rows", "window", "keys", "large-scores")
 ]
+PAIRS += [(name, form) for name in BIASED for form in ("biased", "biased-queued")] + [("pair", "whole")]
 PAIRS.sort()  # one after the other come a case's forms, which one oracle judges
 
 
@@ -250,6 +266,30 @@ def test_the_source_sums_the_gradient_of_a_table(name, form):
     assert backward_config.choose(c.p).table
     grads = emulate(c, KEYS[form], ctas=3)
     assert [x.dtype for x in grads.leaves.values()] == [table.dtype]
+    assert not wrong(c, grads)
+
+
+WANTED = {
+    "each": (qkv(130, 200, batch=2), normal(2, 4, 130, 200), {}),
+    "odd-keys": (qkv(130, 203), normal(1, 4, 130, 203), {}),
+    "causal": (qkv(300, 304), normal(1, 4, 300, 304), {"causal": True}),
+    "empty-rows": (qkv(200, 104), normal(1, 4, 200, 104), {"causal": True}),
+    "window": (qkv(300, 304), normal(1, 4, 300, 304), {"mask": tw.window(70, 3)}),
+    "sink": (qkv(130, 200, dtype=torch.float16), normal(1, 4, 130, 200), {"sink": normal(4, seed=8)}),
+    "narrow": (qkv(130, 200, d=40, dv=24), normal(1, 4, 130, 200), {}),
+}
+
+
+@pytest.mark.parametrize("form", ["biased", "biased-queued"])
+@pytest.mark.parametrize("name", WANTED)
+def test_the_source_makes_the_gradient_of_a_bias_by_pair(name, form):
+    tensors, bias, options = WANTED[name]
+    # Rows at multiples of 16 bytes, of which the last ones may be nobody's.
+    bias = pad(bias, (0, -bias.shape[3] % 8)).to(tensors[0].dtype)[..., : bias.shape[3]].detach().requires_grad_()
+    c = call(*tensors, score=tw.bias(bias), **options)
+    assert backward_config.choose(c.p).dbias
+    grads = emulate(c, KEYS[form], ctas=3)
+    assert [x.shape for x in grads.leaves.values()] == [bias.shape]
     assert not wrong(c, grads)
 
 

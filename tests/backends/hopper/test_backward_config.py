@@ -299,7 +299,7 @@ def test_a_table_whose_gradient_no_kernel_has_is_refused_from_its_forward_on():
     )
     for options in others:
         (reason,) = Hopper().refused(small(**options).p)
-        assert "a table that is read by distance; detach the tensor" in reason
+        assert "a table that is read by distance, and a bias by pair" in reason
     frozen = by_distance(torch.ones(4, 9))
     assert not Hopper().refused(small(score=frozen, causal=True, deterministic=True).p)
     assert not backward_config.choose(small(score=frozen, causal=True, deterministic=True).p).table

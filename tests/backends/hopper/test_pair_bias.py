@@ -11,6 +11,7 @@ import torch
 import tilewise as tw
 from tests.backends.contract import Call, call, normal
 from tilewise.backends.hopper import Hopper
+from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.forward import config
 from tilewise.backends.hopper.pair_bias import PairBias, pair_bias_of
 
@@ -95,7 +96,6 @@ def test_other_scores_are_none(name):
 
 
 CALLS = {
-    "a gradient": {"needs_grad": True},
     "dropout": {"dropout_p": 0.5, "dropout_seed": 1},
     "a negative scale": {"softmax_scale": -1.0},
     "queries in fp16": {"dtype": torch.float16},
@@ -103,21 +103,22 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_calls_that_a_forward_alone_does_not_serve_go_elsewhere(name):
+def test_other_calls_go_elsewhere(name):
     assert pair_bias_of(of_score(tw.bias(EACH), **CALLS[name]).p) is None
 
 
 def test_hopper_comes_first_where_it_has_kernels_and_tiles_for_half_of_the_machine(monkeypatch):
     monkeypatch.setattr(config.devices, "of", lambda device: SimpleNamespace(cores=20))
     assert "bias" in Hopper().preferred(of_score(tw.bias(EACH)).p)
-    assert not Hopper().preferred(of_score(tw.bias(EACH), needs_grad=True).p)
+    assert "bias" in Hopper().preferred(of_score(tw.bias(EACH), needs_grad=True).p)
+    assert not Hopper().preferred(of_score(tw.bias(EACH), needs_grad=True, deterministic=True).p)
     assert not Hopper().preferred(of_score(None).p)
     monkeypatch.setattr(config.devices, "of", lambda device: SimpleNamespace(cores=132))
     assert not Hopper().preferred(of_score(tw.bias(EACH)).p)  # 16 tiles of 128 queries
 
 
 LENGTHS, PATTERN = tw.key_lengths(torch.tensor([100, 200])), tw.keep(lambda b, h, i, j: (i + j) % 3 > 0)
-FORMS = {  # head_dim, options, and the form of the kernel; "" where tiles of 64 keys are another backend's
+FORMS = {  # head_dim, options, and the form of the kernel without gradients; "" where tiles of 64 keys are another backend's
     "whole": (64, {}, "full"),
     "causal": (128, {"causal": True}, "upper"),
     "few columns": (32, {}, ""),
@@ -138,3 +139,61 @@ def test_a_mask_has_its_kernel(name, monkeypatch):
     assert (found.form if found else "") == form
     assert found is None or config.choose(p) == found
     assert found is None or found in config.shipped()
+
+
+def test_ends_of_rows_are_trained_where_the_backward_takes_less(monkeypatch):
+    monkeypatch.setattr(config.devices, "of", lambda device: SimpleNamespace(cores=20))
+    calls = [of_score(tw.bias(EACH), needs_grad=wanted, mask=LENGTHS).p for wanted in (False, True)]
+    assert [bool(Hopper().preferred(p)) for p in calls] == [False, True]
+    assert config.choose(calls[1]).form == backward_config.choose(calls[1]).form == "bits"
+
+
+WANTED = {  # tensors that want a gradient, head_dim, options, and the form of the kernel that has it; "" where none has
+    "each pair": (EACH, 64, {}, "full"),
+    "causal": (EACH, 128, {"causal": True}, "upper"),
+    "a pattern": (EACH, 80, {"mask": PATTERN}, "bits"),
+    "ends": (EACH, 64, {"mask": LENGTHS}, "bits"),
+    "expanded": (ONE.expand(B, H, NQ, NK), 64, {}, "full"),
+    "shared by heads": (BY_BATCH, 64, {}, ""),
+    "shared by sequences": (made(1, H, NQ, NK), 64, {}, ""),
+    "in one order": (EACH, 64, {"deterministic": True}, ""),
+    "wide": (EACH, 256, {}, ""),
+}
+
+
+@pytest.mark.parametrize("name", WANTED)
+def test_a_gradient_has_its_kernel_where_no_two_pairs_share_an_element(name):
+    bias, d, options, form = WANTED[name]
+    p = of_score(tw.bias(bias.detach().requires_grad_()), d=d, needs_grad=True, **options).p
+    found = backward_config.with_pairs(p)
+    assert (found.form if found else "") == form
+    assert bool(backward_config.reasons(p)) == (found is None)
+    if found:
+        assert found.dbias
+        assert found == backward_config.choose(p)
+        assert found in backward_config.shipped()
+
+
+@pytest.mark.parametrize("name", ["shared by heads", "in one order"])
+def test_a_bias_without_a_gradient_has_a_kernel_unless_sums_are_in_one_order(name):
+    bias, d, options, _ = WANTED[name]
+    p = of_score(tw.bias(bias), d=d, needs_grad=True, **options).p
+    found = backward_config.with_pairs(p)
+    assert (found is None) == bool(options)
+    assert found is None or not found.dbias
+    assert not backward_config.reasons(p)
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_the_gradient_of_a_room_lies_as_the_tensor_does(name):
+    score, index, _, _ = TAKEN[name]
+    c = of_score(score)
+    found, tensor = pair_bias_of(c.p), c.t.leaves[0]
+    room = found.room(c.p)
+    assert room.shape == (B if "b" in index else 1, H if "h" in index else 1, NQ, NK)
+    assert room.stride(2) % 8 == 0
+    room.copy_(torch.arange(room.numel()).view(room.shape) % 251)
+    grad = found.gradient(room, tensor)
+    assert (grad.shape, grad.dtype) == (tensor.shape, tensor.dtype)
+    assert torch.equal(found.of(grad)[tuple(slice(n) for n in room.shape)], room)
+    assert grad.double().sum() == room.double().sum()  # of what no pair reads there is none

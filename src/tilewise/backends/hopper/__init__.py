@@ -86,7 +86,9 @@ class Hopper(Backend):
         if decoding.choose(p):
             return "shares out the keys of all sequences evenly"
         biased = forward_config.with_bias(p)
-        return "brings the bias of each pair tile by tile, while products run" if biased and biased.bias else ""
+        if biased is None or not biased.bias or (p.spec.needs_grad and backward_config.with_pairs(p) is None):
+            return ""
+        return "brings the bias of each pair tile by tile, while products run"
 
     def config(self, p: Problem) -> Config | LatentConfig | DecodingConfig:
         if self.override is not None:

@@ -62,7 +62,7 @@ class Formed:
     form: str
     alibi: bool
     table: bool
-    bias = False  # by pair: only forwards have kernels for it
+    bias = False  # by pair
 
     @property
     def biased(self) -> bool:

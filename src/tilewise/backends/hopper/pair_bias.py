@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.base import PerProblem
-from tilewise.backends.hopper.config import strides_addressable
+from tilewise.backends.hopper.config import MULTIPLE, strides_addressable
 from tilewise.backends.hopper.tables import added
 from tilewise.problem import Problem, TensorFacts
 
+FORMS = ("full", "upper", "bits")  # of kernels with such a bias: bits tell every other mask
 ALIGNED = 16  # bytes: the copy engine reads from multiples of them
 BATCH_HEAD = ("b", "h")
 
@@ -41,19 +42,43 @@ class PairBias:
             )
         return tensor
 
+    def apart(self, p: Problem) -> bool:
+        """Whether every pair of every query head has an element of its own, so that its gradient is that of one score."""
+        return all(name in self.index or size == 1 for name, size in (("b", p.batch), ("h", p.heads_q)))
+
+    def room(self, p: Problem) -> Tensor:
+        """Memory for the gradient of the biases that a call reads, (batch or 1, heads_q or 1, query, key), as the copy engine takes it."""
+        heads = (size if name in self.index else 1 for name, size in (("b", p.batch), ("h", p.heads_q)))
+        row = -(-p.seqlen_k // MULTIPLE) * MULTIPLE
+        return torch.empty((*heads, p.seqlen_q, row), dtype=p.dtype, device=p.device)[..., : p.seqlen_k]
+
+    def gradient(self, room: Tensor, tensor: Tensor) -> Tensor:
+        """The gradient of the tensor, in its shape, of those in a :meth:`room`."""
+        for axis, name in reversed(list(enumerate(BATCH_HEAD))):
+            room = room if name in self.index else room.select(axis, 0)
+        for axis, n in enumerate(self.index):
+            room = room if isinstance(n, str) else room.unsqueeze(axis)
+        if room.shape == tensor.shape:
+            return room
+        grad = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        part = grad
+        for axis, n in enumerate(self.index):
+            part = part if isinstance(n, str) else part.narrow(axis, n, 1)
+        part[tuple(slice(size) for size in room.shape)] = room
+        return grad
+
 
 def pair_bias_of(p: Problem) -> PairBias | None:
-    """The bias by pair of a score, where a forward kernel takes it; None for any other.
+    """The bias by pair of a score, where kernels take it; None for any other.
 
-    They take one tensor in q's dtype that is added to s, whose last two axes are queries and keys, without dropout; a call that wants a
-    gradient is left to a backend that has it of both passes.
+    They take one tensor in q's dtype that is added to s, whose last two axes are queries and keys, without dropout.
     """
     return _BIASES.of(p)
 
 
 def _pair_bias_of(p: Problem) -> PairBias | None:
     lookup, spec = added(p.spec.score), p.spec
-    if lookup is None or p.packed or p.paged or spec.piece or spec.dropout_p or spec.needs_grad or p.softmax_scale <= 0:
+    if lookup is None or p.packed or p.paged or spec.piece or spec.dropout_p or p.softmax_scale <= 0:
         return None
     slot, index = lookup.args[0][1], [x.args[0] if x.op in ("symbol", "number") else None for x in lookup.args[1:]]
     *leading, rows, columns = index if len(index) >= 2 else (None, None)

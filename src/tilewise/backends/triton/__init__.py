@@ -139,7 +139,7 @@ class Triton(Backend):
         return reasons
 
     def preferred(self, problem: Problem) -> str:
-        """Beside gradients Hopper's kernels read a bias by pair number by number: they take twice the time
+        """A bias by pair that Hopper has no kernels of is read number by number there, which takes twice the time
         (docs/decisions.md#hopper-pair-bias).
 
         Over pages they neither split keys nor share a tile among heads, so that few queries leave them idle

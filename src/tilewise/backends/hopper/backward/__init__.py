@@ -18,7 +18,7 @@ To change one thing, edit one file:
 =================================================== ==================================================================
 tile sizes, registers, which kernels a call gets    config, tiles (no DSL); a row of config's TABLE
 P of a score, masks, softcap, dropout, dS           scores: ``probabilities``, ``score_gradients``
-the gradient of a tensor that a score reads         dslopes, dlines; others: scores: ``score_gradients``; config: ``reasons``
+the gradient of a tensor that a score reads         dslopes, dlines, pair_bias; others: scores: ``score_gradients``; config: ``reasons``
 the order of tiles, which blocks a tile visits      key_tiles, query_tiles; packed: sequences
 CTAs of a launch, heads at work at a time           grids (no DSL)
 shared memory and barriers                          keys_storage, cluster_storage, queries_storage
@@ -26,6 +26,7 @@ who loads and stores                                keys, cluster, queries
 the products of a block, and what runs under what   keys_compute, keys_split, cluster_compute, cluster_dq, queries_compute
 how dQ is accumulated, and in which order           dq_accumulate; head_dim 256: cluster_dq; put in place: postprocess
 lse2 and delta                                      preprocess; in the pass over queries: ``queries_compute.make_statistics``
+a bias by pair: its tiles, and its gradient's       pair_bias
 lse and delta that products subtract                subtrahends; their terms: preprocess
 registers, products, shared-memory stores           fragments
 the numbers of a launch                             params, launch; stand-ins to compile for: fake_arguments

@@ -44,11 +44,14 @@ from tilewise.backends.hopper.config import (
     why_no_bits,
 )
 from tilewise.backends.hopper.expected import Expected
+from tilewise.backends.hopper.pair_bias import FORMS as PAIRED
+from tilewise.backends.hopper.pair_bias import pair_bias_of
 from tilewise.backends.hopper.tables import FORMS as LINED
 from tilewise.backends.hopper.tables import line_of
 from tilewise.problem import Problem
 
-FLAGS = "softcap", "dropout", "alibi", "dslopes", "table", "packed"  # fields that are words of a name, in this order
+# Fields that are words of a name, in this order.
+FLAGS = "softcap", "dropout", "alibi", "dslopes", "table", "bias", "dbias", "packed"
 
 
 class ExtraFields(NamedTuple):
@@ -72,8 +75,8 @@ class Backward(Formed):
     """The record that the kernels of one backward are compiled for.
 
     Attributes:
-        queries: None where the pass over key tiles accumulates dQ. dslopes: whether ALiBi's slopes want a gradient. Other fields are
-            those of :class:`tilewise.backends.hopper.forward.config.Config`.
+        queries: None where the pass over key tiles accumulates dQ. dslopes, dbias: whether ALiBi's slopes, or a bias by pair, want a
+            gradient. Other fields are those of :class:`tilewise.backends.hopper.forward.config.Config`.
     """
 
     keys: KeyTiles
@@ -87,6 +90,8 @@ class Backward(Formed):
     alibi: bool = False
     dslopes: bool = False
     table: bool = False
+    bias: bool = False
+    dbias: bool = False
 
     @property
     def subtracts(self) -> bool:
@@ -120,8 +125,8 @@ class Backward(Formed):
 
     @property
     def name(self) -> str:
-        """How its kernels' symbols begin. They end in ``_rows`` (preprocess), ``_keys`` (keys, cluster), ``_queries`` or ``_sum``
-        (postprocess): symbols are among the bits of shipped kernels, so that modules may be renamed and they may not."""
+        """How its kernels' symbols begin, which end in ``_rows``, ``_keys``, ``_queries`` or ``_sum``: symbols are among the bits of
+        shipped kernels, so that modules may be renamed and they may not."""
         k = self.keys
         dims = f"d{k.width}" + (f"v{k.width_v}" if k.width_v != k.width else "")
         second = self.queries.name if self.queries else "ordered" if k.ordered else "queue" if k.queued else "sum"
@@ -144,7 +149,7 @@ class Backward(Formed):
     @property
     def extra(self) -> ExtraFields:
         """The optional fields of a launch of these kernels. Packed sequences have parameters of their own, which follow these."""
-        both = ("seed",) * self.dropout + ("slopes",) * self.alibi + ("line",) * self.table
+        both = ("seed",) * self.dropout + ("slopes",) * self.alibi + ("line",) * self.table + ("bias",) * self.bias
         found = ExtraFields(self.mask_fields, self.mask_fields if self.queries else (), both)
         return found._replace(numbers=("threshold", "keep") * self.dropout + ("start",) * self.table)
 
@@ -171,9 +176,8 @@ class Backward(Formed):
 
     @property
     def flagged(self) -> bool:
-        """Whether the pass over keys begins on multiprocessors that the pass over queries has left, before all have: its first tiles
-        then wait for the flags of their heads' statistics (docs/decisions.md#hopper-flags).
-        Tiles of other forms are dealt out by length, and all end at about the same time; only the device knows packed ones."""
+        """Whether the pass over keys begins under the end of the pass over queries: its first tiles then wait for their heads' statistics
+        (docs/decisions.md#hopper-flags). Tiles of other forms all end at about the same time; only the device knows packed ones."""
         return self.queries_first and self.form == "full" and not self.packed
 
     def statistics_rows(self, p: Problem) -> int:
@@ -186,8 +190,7 @@ class Backward(Formed):
 
     def blocks(self, p: Problem) -> int:
         """The number of query blocks of a head whose dQ is accumulated."""
-        m = self.keys.tile_m
-        return p.seqlen_q // m + p.batch + 1 if self.packed else -(-p.seqlen_q // m)
+        return p.seqlen_q // self.keys.tile_m + p.batch + 1 if self.packed else -(-p.seqlen_q // self.keys.tile_m)
 
 
 # -- The tiles that were measured to be the fastest ----------------------------------------------------------------
@@ -214,6 +217,7 @@ class BackwardRow:
         softcap_one_pass: as one_pass, with a softcap: its slope takes registers, so that a tile has fewer queries.
         dropout: as one_pass, with dropout and neither a score nor a predicate, however few the keys are: pairs are then drawn once.
         alibi: whether one_pass is shipped with ALiBi whose bias is linear, and with a table's bias by distance.
+        bias: where the pass over keys accumulates dQ, with a bias by pair.
         bits: where the pass over keys accumulates dQ, with listed blocks of 64 or 128 queries and a bit for each pair of a partial one.
         one_pass_from: keys that a query must see on average for one pass to pay (docs/decisions.md#hopper-two-or-one-pass).
         overlapping_from: the same where tiles overlap, which hides a part of that; None: as many.
@@ -230,6 +234,7 @@ class BackwardRow:
     softcap_one_pass: KeyTiles | None = None
     dropout: KeyTiles | None = None
     alibi: bool = False
+    bias: KeyTiles | None = None
     bits: KeyTiles | None = None
     one_pass_from: int = 0
     overlapping_from: int | None = None
@@ -263,6 +268,10 @@ class BackwardRow:
         keys = replace(keys, overlaps=True, counts=not packed, subtracts=not (dropout or softcap))
         return keys if form == "full" and not packed else replace(keys, queued=True, prefetches=True)
 
+    def biased(self, form: str) -> KeyTiles:
+        """The tiles with a bias by pair as a form has them."""
+        return self.bias if form == "full" else replace(self.bias, queued=True, prefetches=True)
+
     def passes(self, form: str, softcap: bool, traced: Traced = PLAIN, dropout: bool = False) -> Passes | None:
         """The column of a problem that has a pass for dQ; None where this row has no tiles for it."""
         if traced.keep:
@@ -276,6 +285,9 @@ class BackwardRow:
 
 _BITS = KeyTiles(128, 128, tile_m=64, stages=5, sums_dq=True, prefetches=True, v_register_steps=4)
 _BITS = replace(_BITS, queued=True, overlaps=True, counts=True)
+# A block's biases take as much memory as its Q or dO, at 64 twice as much (docs/decisions.md#hopper-pair-bias).
+_BIAS = KeyTiles(128, 128, tile_m=64, stages=4, sums_dq=True, dq_first=True, v_register_steps=4, bias_stages=2)
+_BIAS = replace(_BIAS, overlaps=True, counts=True)
 # (head dim of q and k, head dim of v) -> tiles. The first row that holds both dims, and has tiles for the problem, is taken.
 TABLE = {
     (64, 64): BackwardRow(
@@ -292,6 +304,7 @@ TABLE = {
         softcap_one_pass=KeyTiles(64, 64, tile_m=128, stages=5, sums_dq=True, reads_late=True),
         dropout=KeyTiles(64, 64, tile_m=128, stages=5, sums_dq=True, dp_late=True),
         alibi=True,
+        bias=replace(_BIAS, width=64, width_v=64, tile_m=128, dq_first=False, bias_stages=1),
         bits=replace(_BITS, width=64, width_v=64, tile_m=128, stores_first=True),
         one_pass_from=1100,
         overlapping_from=900,
@@ -321,6 +334,7 @@ TABLE = {
         softcap_one_pass=KeyTiles(128, 128, tile_m=64, stages=5, sums_dq=True, dq_first=True),
         dropout=KeyTiles(128, 128, tile_m=64, stages=5, sums_dq=True, dq_first=True),
         alibi=True,
+        bias=_BIAS,
         bits=replace(_BITS, dq_first=True),
         one_pass_from=560,
         softcap_from=400,
@@ -415,6 +429,13 @@ def shipped() -> list[Backward]:
         if row.alibi
         for form in LINED
     ]
+    found += [
+        (Passes(row.biased(form)), {"form": form, "bias": True, "dbias": wanted})
+        for row in rows
+        if row.bias
+        for form in PAIRED
+        for wanted in (False, True)
+    ]
     dtypes = DTYPES.values()
     return [Backward(*passes, dtype=dtype, **options) for passes, options in found if passes for dtype in dtypes]
 
@@ -442,14 +463,16 @@ def reasons(p: Problem) -> list[str]:
 
 
 def _reasons_of_leaves(p: Problem) -> list[str]:
-    """Every reason why no kernel has the gradient of a tensor that the score reads: there are kernels for ALiBi's slopes and for a table by
-    distance."""
+    """Every reason why no kernel has the gradient of a tensor that the score reads: there are kernels for ALiBi's slopes, for a table by
+    distance and for a bias by pair."""
+    if with_pairs(p) is not None:
+        return []
     lined = line_of(p) is not None
     why = [] if lined else reasons_of_slopes(p)
     if why is None:
         return [
-            "a tensor that a score reads wants a gradient: its backward has those of q, k, v, sink, causal ALiBi's slopes and a table that "
-            "is read by distance; detach the tensor if it needs none"
+            "a tensor that a score reads wants a gradient: its backward has those of q, k, v, sink, causal ALiBi's slopes, a table that is "
+            "read by distance, and a bias by pair in q's dtype that no two heads or sequences share; detach the tensor if it needs none"
         ]
     wide, widest = max(p.head_dim, p.head_dim_v), max(max(dims) for dims, row in TABLE.items() if row.alibi)
     # The kernels that sum slopes are of dense calls, which know a band that is cut by its rows' ends.
@@ -477,13 +500,13 @@ def chosen_row(p: Problem) -> tuple[BackwardRow, Passes] | None:
 
 def choose(p: Problem) -> Backward:
     """The kernels of a problem that has no :func:`reasons` against it."""
+    if (biased := with_slopes(p) or with_line(p) or with_pairs(p)) is not None:
+        return biased
     form, traced, dropout = form_of(p), Expressions.of(p).traced, p.spec.dropout_p > 0
     softcap = p.spec.score is not None and not traced.score
     bits = bit_tiles_of(p)
     if form in ("rows", "lists") and bits and not why_no_bits(p, bits.tile_m, by_columns=True):
         return Backward(bits, None, DTYPES[str(p.dtype)], "bits")
-    if (biased := with_slopes(p) or with_line(p)) is not None:
-        return biased
     row, passes = chosen_row(p)
     if traced == PLAIN:
         passes = one_pass(row, p, form, softcap) or passes
@@ -510,6 +533,21 @@ def with_line(p: Problem) -> Backward | None:
         return None
     form = keys_of(p)[0]
     return Backward(row.summed(form, packed=False), None, DTYPES[str(p.dtype)], form, table=True)
+
+
+def with_pairs(p: Problem) -> Backward | None:
+    """The kernels that read a bias by pair, as :func:`with_slopes`; None also where bits of a mask would take too much memory, or where
+    sequences or heads share the elements of a bias that wants a gradient."""
+    row, found = next((row for row in rows_for(p) if row.bias), None), pair_bias_of(p)
+    wanted = bool(p.spec.lookups)
+    if row is None or found is None or p.spec.deterministic or (wanted and not found.apart(p)):
+        return None
+    form = keys_of(p)[0]
+    form = form if form in PAIRED else "bits"
+    keys = row.biased(form)
+    if form == "bits" and why_no_bits(p, keys.tile_m, by_columns=True, scored=True):
+        return None
+    return Backward(keys, None, DTYPES[str(p.dtype)], form, bias=True, dbias=wanted)
 
 
 def bit_tiles_of(p: Problem) -> KeyTiles | None:

@@ -215,12 +215,17 @@ def add_all(
     """One warp adds the parts of a tile's query blocks to a head's ``dq``, (block, warpgroup, part). Returns the phase."""
     for step in cutlass.range(tile.stop - tile.start, unroll=1):
         m = block_at(tile, tile.start + step, params, config)
-        # Partner: put_part of warpgroup w. Additions of different CTAs meet in L2, in any order.
-        cute.arch.mbarrier_wait(smem.part_full + w, phase)
-        begin_copy(ADD, dq[m, w, None], smem.part, w)
-        release_part(smem, w)
+        add_part(dq, smem, w, m, phase)
         phase = 1 - phase
     return phase
+
+
+def add_part(dq: cute.Tensor, smem: SumStorage, w, m, phase) -> None:
+    """One warp adds the part of block m to a head's ``dq``, as soon as it is there."""
+    # Partner: put_part of warpgroup w. Additions of different CTAs meet in L2, in any order.
+    cute.arch.mbarrier_wait(smem.part_full + w, phase)
+    begin_copy(ADD, dq[m, w, None], smem.part, w)
+    release_part(smem, w)
 
 
 def count_tile(delta: cute.Tensor, batch, head) -> None:

@@ -44,6 +44,8 @@ def fake_arguments(config: Backward) -> tuple:
         made = *made, fake.vector(cutlass.Int32, 1)
     if config.sums_bias:
         made = *made, fake.rows(cutlass.Float32, (cute.sym_int() if config.table else batch, heads_q, cute.sym_int()))
+    if config.dbias:
+        made = *made, fake.tiled(config.dtype, [cute.sym_int() for _ in range(4)])
     # lo, hi, a section and a grid for each pass; scale, scale2, cap2.
     numbers = *[fake.I32] * 6, *[fake.F32] * 3
     given = *given, *_optional(config, (batch, heads_q), (seqlen_k, seqlen_q))
@@ -69,6 +71,7 @@ def _optional(config: Backward, heads: tuple, lengths: tuple) -> list:
         made["bits"] = fake.packed(cutlass.Int32, (cute.sym_int(), THREADS, words_of(config.keys.tile_m)))
         found += [made[name] for name in names]
     of_both = {"seed": fake.vector(cutlass.Int64, 1), "slopes": fake.vector(cutlass.Float32, heads[1])}
+    of_both["bias"] = fake.tiled(config.dtype, [cute.sym_int() for _ in range(4)])
     of_both["line"] = fake.rows(cutlass.Float32, (cute.sym_int(), cute.sym_int()))
     found += [of_both[name] for name in fields.both]
     return found + [fake.leaf(dtype, rank) for dtype, rank in config.traced.tensors]

@@ -39,7 +39,7 @@ import cutlass.utils.hopper_helpers as sm90
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.utils import LayoutEnum
 
-from tilewise.backends.hopper.backward import dq_accumulate
+from tilewise.backends.hopper.backward import dq_accumulate, pair_bias
 from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.backward.fragments import rows_first, warp_and_warpgroup
 from tilewise.backends.hopper.backward.key_tiles import SCHEDULER, KeyTile, block_at, of_query_head
@@ -110,7 +110,11 @@ def launch(t: KeysTensors, params: BackwardParams, ctas, stream, config: Backwar
         load(t.v, held(tiles.width_v), (ROWS, tiles.width_v)),
         save(t.dk, tiles.width, *([FP32_BYTES // ELEMENT_BYTES * tiles.part_elements] if tiles.overlaps else [])),
         save(t.dv, tiles.width_v),
+        pair_bias.tma(params.extra.bias, config, cpasync.CopyBulkTensorTileG2SOp()) if config.bias else None,
+        pair_bias.tma(params.extra.dbias, config, cpasync.CopyBulkTensorTileS2GOp()) if config.dbias else None,
     )
+    if config.bias:  # roles read them by their descriptors alone
+        params = params._replace(extra=params.extra._replace(bias=None, dbias=None))
     kernel.set_name_prefix(f"{config.name}_keys", remove_cutlass_symbol=True, keep_mangled_name=False)
     kernel(tmas, t.buffers, tiled_mmas(config), params, config).launch(
         grid=[ctas, 1, 1], block=[tiles.threads, 1, 1], min_blocks_per_mp=1, stream=stream, use_pdl=True,
@@ -224,13 +228,14 @@ def load_queries(
 ):
     """One warp loads the query blocks of every tile, for each query head."""
     load, state = load_blocks, new_writer()
+    bias_place = pair_bias.new_place(phase=1) if config.bias else None
     if cutlass.const_expr(config.queries_first and not config.flagged):
         cute.arch.griddepcontrol_wait()  # the statistics are there when the pass over queries has ended
     if cutlass.const_expr(config.flagged):
         load, state = load_blocks_early, (state, I32(0))
 
     def load_tile(key_tile, numbers, phase, state):
-        return load(tmas, buffers, smem, key_tile, state, numbers, config)
+        return load(tmas, buffers, smem, key_tile, state, bias_place, numbers, config)
 
     if cutlass.const_expr(config.keys.queued):
         take_queued(SCHEDULER, smem.boxes, params, config, load_tile, state)
@@ -242,10 +247,11 @@ def load_queries(
 
 @cute.jit
 def load_blocks(
-    tmas: KeysTmas, buffers: RowBuffers, smem: KeysStorage, key_tile: KeyTile, state: PipelineState,
+    tmas: KeysTmas, buffers: RowBuffers, smem: KeysStorage, key_tile: KeyTile, state: PipelineState, bias_place: cute.Tensor | None,
     params: BackwardParams, config: cutlass.Constexpr,
 ):  # fmt: skip
-    """Loads a tile's query blocks, Q and lse2 into one stage, dO and delta into the next. Returns the ring's state."""
+    """Loads a tile's query blocks, Q and lse2 into one stage, dO and delta into the next, and before them the biases of their pairs, whose
+    place is ``bias_place``. Returns the ring's state."""
     tiles, words = config.keys, config.statistics.words
     q_bytes, do_bytes = (ELEMENT_BYTES * tiles.tile_m * width for width in (tiles.width, tiles.width_v))
     for g in cutlass.range(params.group, unroll=1):
@@ -260,6 +266,8 @@ def load_blocks(
         delta = None if config.subtracts else delta
         for step in cutlass.range(head_tile.stop - head_tile.start, unroll=1):
             m = block_at(head_tile, head_tile.start + step, params, config)
+            if cutlass.const_expr(config.bias):
+                pair_bias.fetch_tiles(tmas.bias, head_tile, m, bias_place, smem.bias, config)
             fetch_block(tmas.q, gQ, sQ, lse2, m, state, q_bytes, smem, config.statistics.slot(state.index))
             state = state.advance(tiles.stages)
             fetch_block(tmas.do, gO, sO, delta, m, state, do_bytes, smem, state.index)
@@ -307,7 +315,7 @@ def fetch_block(
 
 @cute.jit
 def load_blocks_early(
-    tmas: KeysTmas, buffers: RowBuffers, smem: KeysStorage, key_tile: KeyTile, state: tuple,
+    tmas: KeysTmas, buffers: RowBuffers, smem: KeysStorage, key_tile: KeyTile, state: tuple, bias_place: cute.Tensor | None,
     params: BackwardParams, config: cutlass.Constexpr,
 ):  # fmt: skip
     """:func:`load_blocks` where this pass begins under the end of the pass over queries: the first tile waits for the statistics of its
@@ -317,7 +325,7 @@ def load_blocks_early(
         await_statistics(buffers.lse2, key_tile, params, config)
     else:
         cute.arch.griddepcontrol_wait()
-    return load_blocks(tmas, buffers, smem, key_tile, ring, params, config), tiles_done + 1
+    return load_blocks(tmas, buffers, smem, key_tile, ring, bias_place, params, config), tiles_done + 1
 
 
 @cute.jit
@@ -347,9 +355,10 @@ def store(
 ):  # fmt: skip
     """One warp for each computing warpgroup w adds its parts of dQ to their sums and stores its dK and dV. TMA drops keys past the last
     one."""
+    bias_place = pair_bias.new_place(phase=0) if config.dbias else None
 
     def store_one(key_tile, numbers, phase, part_phase):
-        return store_tile(tmas, buffers, smem, w, key_tile, (phase, part_phase), numbers, config)
+        return store_tile(tmas, buffers, smem, w, key_tile, (phase, part_phase), bias_place, numbers, config)
 
     if cutlass.const_expr(config.keys.queued):
         each_queued(SCHEDULER, smem.boxes, params, config, store_one, I32(0))
@@ -360,9 +369,10 @@ def store(
 @cute.jit
 def store_tile(
     tmas: KeysTmas, buffers: RowBuffers, smem: KeysStorage, w: cutlass.Constexpr, key_tile: KeyTile, phases: tuple,
-    params: BackwardParams, config: cutlass.Constexpr,
+    bias_place: cute.Tensor | None, params: BackwardParams, config: cutlass.Constexpr,
 ):  # fmt: skip
-    """Stores a tile's gradients. ``phases``: of the tile's barriers and of the part of dQ; the latter is returned."""
+    """Stores a tile's gradients. ``phases``: of the tile's barriers and of the part of dQ; the latter is returned. ``bias_place``: in the
+    warpgroup's ring of biases, where their gradient is wanted."""
     tiles, phase, part_phase = config.keys, *phases
     if cutlass.const_expr(tiles.sums_dq):
         for g in cutlass.range(params.group, unroll=1):
@@ -373,6 +383,10 @@ def store_tile(
                 add = dq_accumulate.add_in_order if tiles.ordered else dq_accumulate.add_or_store
                 sums = dq_accumulate.UnclearedSums(sums, key_tile.semaphores(buffers.semaphores, head_tile.head))
                 part_phase = add(sums, smem.dq, w, head_tile, part_phase, params, config)
+            elif cutlass.const_expr(config.dbias):
+                part_phase = pair_bias.add_and_store(
+                    tmas.dbias, smem.bias, bias_place, sums, smem.dq, w, head_tile, part_phase, params, config
+                )
             else:
                 part_phase = dq_accumulate.add_all(sums, smem.dq, w, head_tile, part_phase, params, config)
             if cutlass.const_expr(tiles.counts):

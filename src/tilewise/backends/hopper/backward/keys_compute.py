@@ -17,7 +17,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import warpgroup
 
-from tilewise.backends.hopper.backward import dlines, dq_accumulate, dslopes
+from tilewise.backends.hopper.backward import dlines, dq_accumulate, dslopes, pair_bias
 from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.backward.fragments import (
     HeldStatistic,
@@ -44,6 +44,7 @@ from tilewise.backends.hopper.kit import dropout, schedule
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
 from tilewise.backends.hopper.kit.instructions import keep_words_above
 from tilewise.backends.hopper.kit.operands import OperandValues, as_accumulator, load_register_steps
+from tilewise.backends.hopper.kit.pair_bias import BiasRing, acquire_tile
 from tilewise.backends.hopper.kit.ring import release
 from tilewise.backends.hopper.kit.scheduler import each_queued, each_tile
 from tilewise.backends.hopper.kit.tiles import rows_columns
@@ -67,6 +68,7 @@ class DkDvOperands(NamedTuple):
         subtrahends: where products subtract the statistics.
         dbias: (1,), fp32: what the thread's keys add to the gradient of a query head's slope, or of its line's first bias, where that is
             summed.
+        bias: the tiles of a bias by pair.
     """
 
     mmas: KeysMmas
@@ -86,6 +88,7 @@ class DkDvOperands(NamedTuple):
     v_registers: RegisterOperand | None = None
     subtrahends: Subtrahends | None = None
     dbias: cute.Tensor | None = None
+    bias: BiasRing | None = None
 
 
 def make_operands(mmas: KeysMmas, smem: KeysStorage, w, config: Backward) -> DkDvOperands:
@@ -113,6 +116,7 @@ def make_operands(mmas: KeysMmas, smem: KeysStorage, w, config: Backward) -> DkD
         RegisterOperand(mmas.dp_registers, operand(mmas.dp_registers, v_columns)) if v_columns else None,
         make_subtrahends(mmas, smem, operand(mmas.dp_registers, K_STEP)) if config.subtracts else None,
         cute.make_rmem_tensor((1,), F32) if config.sums_bias else None,
+        pair_bias.new_ring(smem.bias, w, config) if config.bias else None,
     )  # fmt: skip
 
 
@@ -429,11 +433,18 @@ def summing_block(
         cute.arch.mbarrier_wait(smem.full + do_stage, do_phase)  # dO and delta
         begin_dp(operands, w, do_stage, slot)  # dPᵀ = V dOᵀ, 64 x tile_m
         kept = kept_pairs(operands, block, smem, params, config)  # under both products
+    stage = acquire_tile(operands.bias) if config.bias else None  # from load_queries
     warpgroup.wait_group(int(not late))  # S is done
     lse2 = None if config.subtracts else statistic(smem, q_stage, operands.s, config)
     # A softcap's slope · P is rounded as P is: dS takes it in P's place.
     sloped = cute.make_rmem_tensor_like(operands.p) if config.softcap else None
+    if config.bias:
+        block = block._replace(
+            bias=pair_bias.block_bias(operands.bias, stage, operands.mmas.dk, rows_columns(operands.s), config)
+        )
     probabilities(rows_columns(operands.s), operands.p, lse2, block, params, config, sloped=sloped)
+    if config.bias and not config.dbias:
+        pair_bias.release_block(operands.bias, rows_columns(operands.s), config.keys.bias_stages)
     if late:
         cute.arch.mbarrier_wait(smem.full + do_stage, do_phase)  # dO and delta
         begin_dp(operands, w, do_stage, slot)  # dPᵀ = V dOᵀ, 64 x tile_m
@@ -458,7 +469,11 @@ def summing_block(
         dropout.drop(operands.p, kept.masks(config.keys.tile_m // 4))
         begin_dv(operands, do_stage)  # dV += Pᵀ dO, 64 x width_v
     ds = as_accumulator(operands.ds, operands.dp)
+    if config.dbias:
+        pair_bias.put_gradient(ds, operands.mmas.score, operands.bias, config)
     dq_accumulate.put_scores(ds, operands.mmas.score, smem.dq, state.count, w, config)
+    if config.dbias:
+        pair_bias.hand_gradient(operands.bias, smem.bias.done, config.keys.bias_stages)
     end = dq_then_dk if config.keys.dq_first else dk_then_dq
     end(operands, w, state, smem, q_stage, do_stage, config)
     return state.next_block(config.keys.stages)

@@ -8,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import cpasync
 
-from tilewise.backends.hopper.backward import dq_accumulate
+from tilewise.backends.hopper.backward import dq_accumulate, pair_bias
 from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.backward.fragments import allocate_elements, statistics_layout, with_tma_layout
 from tilewise.backends.hopper.backward.tiles import KEY_GROUPS
@@ -30,7 +30,7 @@ TILE_READERS = 1 + KEY_GROUPS + 4 * KEY_GROUPS  # warps: load_keys, both that st
 
 class KeysTmas(NamedTuple):
     """TMA descriptors with the coordinates (rows, columns, head, batch), or as :func:`packed.ragged` has them, and their shared-memory
-    layouts."""
+    layouts; those of a bias by pair and of its gradient, where there are such."""
 
     q: cpasync.TmaInfo
     do: cpasync.TmaInfo
@@ -38,6 +38,8 @@ class KeysTmas(NamedTuple):
     v: cpasync.TmaInfo
     dk: cpasync.TmaInfo
     dv: cpasync.TmaInfo
+    bias: cpasync.TmaInfo | None = None
+    dbias: cpasync.TmaInfo | None = None
 
 
 class KeysMmas(NamedTuple):
@@ -87,6 +89,7 @@ class KeysStorage(NamedTuple):
         dq: what accumulating dQ takes.
         left: the barrier that says that dK and dV have left, where they do not lie where K and V were.
         minus_lse: :func:`constant_layout`, where products subtract the statistics; ``statistics`` is then :func:`subtrahends_layout`.
+        bias: the rings of a bias by pair.
     """
 
     k: cute.Tensor
@@ -109,6 +112,7 @@ class KeysStorage(NamedTuple):
     dq: dq_accumulate.SumStorage | None = None
     left: cute.Pointer | None = None
     minus_lse: cute.Tensor | None = None
+    bias: pair_bias.BiasStorage | None = None
 
 
 def allocate(tmas: KeysTmas, config: Backward) -> KeysStorage:
@@ -137,11 +141,17 @@ def allocate(tmas: KeysTmas, config: Backward) -> KeysStorage:
     if tiles.overlaps:
         # dS and parts of dQ are done with when a tile's dK and dV are put there, and K and V make room for the next tile's.
         dk, dv = (cute.recast_ptr(t.iterator, dtype=ELEMENT[config.dtype]) for t in (dq.part, dq.ds))
+    bias = None
+    if config.bias:
+        layout, bias_full = tmas.bias.smem_layout, left + 1
+        stages = allocator.allocate_tensor(ELEMENT[config.dtype], layout.outer, ALIGNMENT, layout.inner)
+        bias_empty, bias_done = (bias_full + n * tiles.bias_tiles for n in (1, 2))
+        bias = pair_bias.BiasStorage(stages, bias_full, bias_empty, bias_done)
     return KeysStorage(
         with_tma_layout(k, tmas.k), with_tma_layout(v, tmas.v), with_tma_layout(dk, tmas.dk), with_tma_layout(dv, tmas.dv),
         with_tma_layout(q, tmas.q), with_tma_layout(q, tmas.do), statistics, handover,
         full, empty, held_full, held_empty, done, p_full, p_full + 1, full + tiles.barriers,
-        (queue_slots if tiles.queued else mailboxes)(full + tiles.barriers + 1), dq, left, minus_lse,
+        (queue_slots if tiles.queued else mailboxes)(full + tiles.barriers + 1), dq, left, minus_lse, bias,
     )  # fmt: skip
 
 
@@ -181,6 +191,8 @@ def init_barriers(smem: KeysStorage, config: cutlass.Constexpr):
                 dq_accumulate.init_barriers(smem.dq)
             if cutlass.const_expr(tiles.overlaps):
                 cute.arch.mbarrier_init(smem.left, KEY_GROUPS)  # store -> warpgroups
+            if cutlass.const_expr(config.bias):
+                pair_bias.init_barriers(smem.bias, config)
             if cutlass.const_expr(tiles.queued):
                 init_queue_slots(smem.boxes, TILE_READERS)
             else:

@@ -122,7 +122,7 @@ def kernel(t: StatisticsTensors, config: cutlass.Constexpr):
         for offset in [1 << n for n in range((lanes - 1).bit_length())]:  # over the threads of the row
             found = found + cute.arch.shuffle_sync_bfly(found, offset=offset)
         total = choose(mine == n, found, total)
-    found = statistics_of(lse, dlse, total, own.source < t.lse.shape[2])
+    found = statistics_of(lse, dlse, total, own.source < t.lse.shape[2], config)
     if cutlass.const_expr(config.subtracts):
         put_terms(t, batch, head, own.row, lane, *found, config)
     else:
@@ -173,10 +173,12 @@ def lse_and_dlse(t: StatisticsTensors, batch, head, row: StatisticsRow) -> tuple
     return t.lse[batch, head, i], t.dlse[batch, head, i]
 
 
-def statistics_of(lse, dlse, total, real) -> tuple:
+def statistics_of(lse, dlse, total, real, config: Backward) -> tuple:
     """lse2 and delta of a ``real`` row, or of one that fills up a block; ``total`` is dO · O."""
-    # A row without keys: lse2 = inf makes its P = 2**(s - inf) = 0, and delta 0 its dS = 0.
-    lse2, delta = choose(lse == -INF, INF, lse * LOG2_E), choose(lse == -INF, 0.0, total - dlse)
+    # A row without keys: lse2 = inf makes its P = 2**(s - inf) = 0, and delta 0 its dS = 0. So is one whose every bias is a number that
+    # leaves fp32 in base 2.
+    empty = (lse * LOG2_E if config.bias else lse) == -INF
+    lse2, delta = choose(empty, INF, lse * LOG2_E), choose(empty, 0.0, total - dlse)
     return choose(real, lse2, INF), choose(real, delta, 0.0)
 
 

@@ -268,7 +268,7 @@ def make_statistics(
             cute.arch.fence_view_async_shared()
         release_read(smem.empty + stage)
     for r, (i, place) in enumerate(zip(*statistics_places(query_tile, row, params, config), strict=True)):
-        operands.lse2[r], operands.delta[r] = statistics_of(*known[r], totals[r], i < params.seqlen_q)
+        operands.lse2[r], operands.delta[r] = statistics_of(*known[r], totals[r], i < params.seqlen_q, config)
         put_statistics(rows, place, operands.lse2[r], operands.delta[r], thread % 4 == 0)
         if tiles.tile_m % config.keys.tile_m:  # the last block of the pass over keys may go on past the last query tile
             beyond, blocks = i + tiles.tile_m, (params.seqlen_q + config.keys.tile_m - 1) // config.keys.tile_m

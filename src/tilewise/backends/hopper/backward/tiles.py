@@ -55,6 +55,7 @@ class KeyTiles:
         reads_late: a thread reads the rows' statistics, and computes addresses of dK and dV, as late as it can: a softcap's slope leaves no
             registers for them (docs/decisions.md#hopper-softcap).
         v_register_steps: how many steps of 16 columns of V stay in registers (docs/decisions.md#hopper-shared-memory).
+        bias_stages: of a warpgroup's ring of tiles of a bias by pair, tile_m x 64 keys.
     """
 
     width: int
@@ -76,12 +77,13 @@ class KeyTiles:
     dp_late: bool = False
     v_register_steps: int = 0
     reads_late: bool = False
+    bias_stages: int = 0
     clustered = False  # two CTAs share a tile: see ClusterTiles
 
     @property
     def name(self) -> str:
         layout = "_pair" if self.clustered else "_split" if self.split else "_overlap" if self.overlaps else ""
-        layout += "_late" if self.reads_late else ""
+        layout += "_late" * self.reads_late + (f"_b{self.bias_stages}" if self.bias_stages else "")
         return f"{self.tile_m}x{self.tile_n}_s{self.stages}{layout}"
 
     @property
@@ -124,9 +126,15 @@ class KeyTiles:
 
     @property
     def barriers(self) -> int:
-        """The number of mbarriers: full and empty of every stage; full, empty and done of every tile of K and V; full and empty
+        """The number of mbarriers: full and empty of every stage; full, empty and done of every tile of K, V and a bias; full and empty
         of the P that is handed over, or of two blocks of dS and of two parts of dQ."""
-        return 2 * self.stages + 6 * self.key_tiles + (2 if self.split else 8 if self.sums_dq else 0) + self.overlaps
+        handed = 2 if self.split else 8 if self.sums_dq else 0
+        return 2 * self.stages + 6 * self.key_tiles + handed + self.overlaps + 3 * self.bias_tiles
+
+    @property
+    def bias_tiles(self) -> int:
+        """Tiles of a bias by pair that a CTA has room for."""
+        return KEY_GROUPS * self.bias_stages
 
     @property
     def handover_bytes(self) -> int:
@@ -139,14 +147,7 @@ class KeyTiles:
     @property
     def shared(self) -> int:
         """Bytes of shared memory: barriers, a word that nobody reads, and statistics; K and V; the ring; what is handed over."""
-        return self.shared_with(self.stages)
-
-    def shared_with(self, words: int, more: int = 0) -> int:
-        """:attr:`shared` with so many words of statistics for each query of a block, and ``more`` bytes beside them."""
-        # K and V, then the ring; tiles are swizzled, so that what lies before them is rounded up.
-        tiles = 2 * self.key_tiles * self.tile_elements + self.stages * self.stage_elements
-        small = aligned(statistics_end(self.barriers, words, self.tile_m) + more)
-        return small + ELEMENT_BYTES * tiles + self.handover_bytes
+        return shared_with(self, self.stages)
 
 
 @dataclass(frozen=True)
@@ -287,7 +288,16 @@ def shared_of(tiles: KeyTiles, statistics: StatisticSlots) -> int:
     if not statistics.subtracted:
         return tiles.shared
     # The rows of B that all slots hold, and the one A that all products of S share.
-    return tiles.shared_with(statistics.count * statistics.words, CONSTANT_BYTES)
+    return shared_with(tiles, statistics.count * statistics.words, CONSTANT_BYTES)
+
+
+def shared_with(tiles: KeyTiles, words: int, more: int = 0) -> int:
+    """:attr:`KeyTiles.shared` with so many words of statistics for each query of a block, and ``more`` bytes beside them."""
+    # K and V, the ring, and those of a bias; tiles are swizzled, so that what lies before them is rounded up.
+    elements = 2 * tiles.key_tiles * tiles.tile_elements + tiles.stages * tiles.stage_elements
+    elements += tiles.bias_tiles * ROWS * tiles.tile_m
+    small = aligned(statistics_end(tiles.barriers, words, tiles.tile_m) + more)
+    return small + ELEMENT_BYTES * elements + tiles.handover_bytes
 
 
 def v_register_steps(tiles: KeyTiles, statistics: StatisticSlots, packed: bool, dbias: bool) -> int:

@@ -26,7 +26,6 @@ from tilewise.backends.hopper.expected import Expected
 from tilewise.backends.hopper.forward.tiles import (
     HEADS,
     PAGED_TILES,
-    PAIRED,
     TABLE,
     TileRow,
     Tiles,
@@ -34,6 +33,7 @@ from tilewise.backends.hopper.forward.tiles import (
     rows_for,
     short,
 )
+from tilewise.backends.hopper.pair_bias import FORMS as PAIRED
 from tilewise.backends.hopper.pair_bias import pair_bias_of
 from tilewise.backends.hopper.tables import FORMS as LINED
 from tilewise.backends.hopper.tables import line_of
@@ -286,8 +286,8 @@ def with_bias(problem: Problem) -> Config | None:
 
 def form_of_pairs(problem: Problem, tiles: Tiles) -> str:
     """The form of the kernel that reads a bias by pair; empty where tiles of 64 keys, which Hopper's kernels have not, take less time
-    (docs/decisions.md#hopper-pair-bias), or bits too much memory."""
-    form, ends_alone = keys_of(problem)[0], problem.spec.region.predicate is None
+    (docs/decisions.md#hopper-pair-bias), or bits too much memory. With gradients, that of a backward which takes less than Triton's."""
+    form, ends_alone = keys_of(problem)[0], problem.spec.region.predicate is None and not problem.spec.needs_grad
     if problem.head_dim <= 32:
         return ""
     if form in PAIRED:

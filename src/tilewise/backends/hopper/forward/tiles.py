@@ -266,7 +266,6 @@ MAX_HEAD_DIM = max(max(dims) for dims in TABLE)
 PAGED_TILES = {(t.width, 64): t for t in (_D64_128, _D128)}
 PAGED_TILES |= {(d, 16): replace(t, registers=232, registers_load=40) for (d, _), t in PAGED_TILES.items()}
 PAGE_ROWS = (64, 16)  # of a page that one box brings; a call gets the first that divides the size of its pages
-PAIRED = ("full", "upper", "bits")  # forms with a bias by pair: bits tell every other mask
 # How many heads of a group a tile may hold where queries are few (docs/decisions.md#hopper-shared-tiles).
 HEADS = (8, 64)
 

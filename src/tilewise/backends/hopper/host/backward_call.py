@@ -83,6 +83,7 @@ class BackwardPlan(LaunchPlan):
         config = self.config
         of_both = {"seed": inputs.seed, "slopes": self.slopes(inputs) if config.alibi else None}
         of_both |= {"line": self.line(inputs)} if config.table else {}
+        of_both |= {"bias": self.bias(inputs)} if config.bias else {}
         found = [of_both[name] for name in config.extra.both]
         if config.traced != PLAIN:
             found += [leaf(inputs.leaves[n]) for n in self.expressions.slots]
@@ -129,9 +130,7 @@ class BackwardPlan(LaunchPlan):
         given = inputs.q, inputs.k, inputs.v, out.o, do, out.lse, dlse
         kept = self.repeated(inputs)
         if kept is not None and as_they_are(given):
-            made = [torch.empty_like(x) for x in kept.written]
-            if self.config.table:
-                made[-1].zero_()
+            made = self.memory.again(kept.written)
             kept.bound(*given, *kept.of_mask, *self.of_call(inputs), *made)
             return self.gradients(inputs, out.lse, dlse, made)
         return backward(self, inputs, out, do, dlse)
@@ -142,6 +141,8 @@ class BackwardPlan(LaunchPlan):
         leaves = self.slope_gradient(made[-1]) if self.config.dslopes else {}
         if self.config.table and self.problem.spec.lookups:
             leaves = self.line_gradient(made[-1], inputs, lse, dlse, delta[..., : self.problem.seqlen_q])
+        if self.config.dbias:
+            leaves = {self.bias_of.slot: self.bias_of.gradient(made[-1], inputs.leaves[self.bias_of.slot])}
         if inputs.sink is None:
             return Grads(dq, dk, dv, None, leaves)
         if self.problem.packed:  # rows lie where the statistics have them

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.backward.tiles import KEY_GROUPS, LINE_SLOTS
+from tilewise.backends.hopper.pair_bias import pair_bias_of
 from tilewise.backends.hopper.tables import line_of
 from tilewise.caching import cached_property
 from tilewise.problem import Problem
@@ -37,9 +39,20 @@ class BackwardMemory:
             found += (lse.new_empty(self.semaphores_shape, dtype=torch.int32),)
         if self.config.makes_queue:
             found += (lse.new_empty(1, dtype=torch.int32),)
+        if self.config.dbias:
+            return (*found, self.pair_room())
         if self.config.table:
             return (*found, lse.new_zeros(self.line_sums_shape))
         return (*found, lse.new_empty(self.slope_sums_shape)) if self.config.dslopes else found
+
+    def again(self, written: Sequence[Tensor]) -> list[Tensor]:
+        """New memory, as that which an earlier launch has written."""
+        found = [torch.empty_like(x) for x in written]
+        if self.config.table:
+            found[-1].zero_()
+        if self.config.dbias:
+            found[-1] = self.pair_room()
+        return found
 
     def statistics(self, lse: Tensor, holes: bool) -> tuple[Tensor, Tensor]:
         """Memory for lse2 and delta, fp32, of lse (batch, heads_q, row).
@@ -73,6 +86,11 @@ class BackwardMemory:
     def line_sums_shape(self) -> tuple[int, ...]:
         """The shape of the sums to which the pass over key tiles adds the gradients of a line's biases."""
         return LINE_SLOTS, self.problem.heads_q, line_of(self.problem).count
+
+    def pair_room(self) -> Tensor:
+        """Memory for the gradient of a bias by pair, with zeros where kernels visit no block."""
+        room = pair_bias_of(self.problem).room(self.problem)
+        return room if self.config.form == "full" else room.zero_()
 
     @cached_property
     def semaphores_shape(self) -> tuple[int, ...] | None:

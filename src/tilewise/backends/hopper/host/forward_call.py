@@ -20,7 +20,6 @@ from tilewise.backends.hopper.forward.grids import Grid, spread
 from tilewise.backends.hopper.host import library, masks
 from tilewise.backends.hopper.host.driver import PerStrides
 from tilewise.backends.hopper.host.plan import ALIGNED, KeptLaunch, LaunchPlan, addressed, ends_of, leaf
-from tilewise.backends.hopper.pair_bias import PairBias, pair_bias_of
 from tilewise.caching import cached_property
 from tilewise.dropout import keep_scale, threshold
 
@@ -34,10 +33,6 @@ class ForwardPlan(LaunchPlan):
     @cached_property
     def band(self) -> Band:
         return keys_of(self.problem)[1]
-
-    @cached_property
-    def bias_of(self) -> PairBias:
-        return pair_bias_of(self.problem)
 
     @cached_property
     def cut(self) -> bool:
@@ -81,7 +76,7 @@ class ForwardPlan(LaunchPlan):
         if config.table:
             found.append(self.line(inputs))
         if config.bias:
-            found.append(self.bias_of.of(inputs.leaves[self.bias_of.slot].detach()))
+            found.append(self.bias(inputs))
         if config.packed:
             found += [x.int().contiguous() for x in (inputs.cu_seqlens_q, inputs.cu_seqlens_k)]
         if config.queued:

@@ -16,6 +16,7 @@ from tilewise.backends.hopper.config import Band, Expressions, cap_of, slopes_of
 from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.host import masks
 from tilewise.backends.hopper.host.driver import Bound
+from tilewise.backends.hopper.pair_bias import PairBias, pair_bias_of
 from tilewise.backends.hopper.tables import Line, line_of
 from tilewise.caching import cached_property
 from tilewise.device import is_captured
@@ -120,6 +121,14 @@ class LaunchPlan(Plan):
     def slopes(self, inputs: Inputs) -> Tensor:
         """ALiBi's slopes, (heads_q,), fp32."""
         return inputs.leaves[self.slopes_slot].detach().contiguous()
+
+    @cached_property
+    def bias_of(self) -> PairBias:
+        return pair_bias_of(self.problem)
+
+    def bias(self, inputs: Inputs) -> Tensor:
+        """The biases of pairs, (batch or 1, heads_q or 1, query, key), as the copy engine takes them."""
+        return self.bias_of.of(inputs.leaves[self.bias_of.slot].detach())
 
     @cached_property
     def line_of(self) -> Line:

@@ -44,26 +44,31 @@ class OperandValues:
             self.zero = after(I32(0), awaited) if self.unseen is None else zero_after(awaited, self.unseen)
         if self.dtype == "bf16":
             return self._upper_half(word) if c % 2 else self._lower_half(word)
-        word = word if self.awaited is None else word + self.zero
-        half = "high" if c % 2 else "low"
-        code = f"{{ .reg .f16 low, high; mov.b32 {{low, high}}, {{$r0}}; cvt.f32.f16 {{$w0}}, {half}; }}"
-        return cute.arch.inline_ptx(code, write_only_types=[F32], read_only_args=[word])
+        return half_of(word if self.awaited is None else word + self.zero, c % 2, self.dtype)
 
     # Held back by their second operand, which several columns share, they stay single instructions, of two pipes in turn.
 
     def _upper_half(self, word):
         if self.awaited is None:
-            return cute.arch.inline_ptx(
-                "and.b32 {$w0}, {$r0}, 0xffff0000;", write_only_types=[F32], read_only_args=[word]
-            )
+            return half_of(word, 1, self.dtype)
         code = "and.b32 {$w0}, {$r0}, {$r1};"
         return cute.arch.inline_ptx(code, write_only_types=[F32], read_only_args=[word, self.zero + I32(-0x10000)])
 
     def _lower_half(self, word):
         if self.awaited is None:
-            return cute.arch.inline_ptx("shl.b32 {$w0}, {$r0}, 16;", write_only_types=[F32], read_only_args=[word])
+            return half_of(word, 0, self.dtype)
         code = "{ .reg .u32 low; mul.lo.u32 low, {$r0}, {$r1}; mov.b32 {$w0}, low; }"
         return cute.arch.inline_ptx(code, write_only_types=[F32], read_only_args=[word, self.zero + I32(0x10000)])
+
+
+def half_of(word, n: int, dtype: str):
+    """Element n of the two in a word, as an fp32 number."""
+    if dtype == "bf16":
+        code = "and.b32 {$w0}, {$r0}, 0xffff0000;" if n else "shl.b32 {$w0}, {$r0}, 16;"
+    else:
+        half = "high" if n else "low"
+        code = f"{{ .reg .f16 low, high; mov.b32 {{low, high}}, {{$r0}}; cvt.f32.f16 {{$w0}}, {half}; }}"
+    return cute.arch.inline_ptx(code, write_only_types=[F32], read_only_args=[word])
 
 
 def as_accumulator(operand: cute.Tensor, acc: cute.Tensor) -> cute.Tensor:

@@ -107,6 +107,13 @@ def test_other_calls_go_elsewhere(name):
     assert pair_bias_of(of_score(tw.bias(EACH), **CALLS[name]).p) is None
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_learned_bias_in_another_dtype_is_refused_by_name(dtype):
+    p = of_score(tw.bias(EACH.to(dtype).requires_grad_()), dtype, needs_grad=True).p
+    assert f"{dtype}: its kernels take float16 and bfloat16" in Hopper().refused(p)
+    assert not Hopper().preferred(p)
+
+
 def test_hopper_comes_first_where_it_has_kernels_and_tiles_for_half_of_the_machine(monkeypatch):
     monkeypatch.setattr(config.devices, "of", lambda device: SimpleNamespace(cores=20))
     assert "bias" in Hopper().preferred(of_score(tw.bias(EACH)).p)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.base import PerProblem
-from tilewise.backends.hopper.config import MULTIPLE, strides_addressable
+from tilewise.backends.hopper.config import DTYPES, MULTIPLE, strides_addressable
 from tilewise.backends.hopper.tables import added
 from tilewise.problem import Problem, TensorFacts
 
@@ -71,7 +71,7 @@ class PairBias:
 def pair_bias_of(p: Problem) -> PairBias | None:
     """The bias by pair of a score, where kernels take it; None for any other.
 
-    They take one tensor in q's dtype that is added to s, whose last two axes are queries and keys, without dropout.
+    They take one tensor in q's dtype, of DTYPES, that is added to s, whose last two axes are queries and keys, without dropout.
     """
     return _BIASES.of(p)
 
@@ -79,6 +79,8 @@ def pair_bias_of(p: Problem) -> PairBias | None:
 def _pair_bias_of(p: Problem) -> PairBias | None:
     lookup, spec = added(p.spec.score), p.spec
     if lookup is None or p.packed or p.paged or spec.piece or spec.dropout_p or p.softmax_scale <= 0:
+        return None
+    if str(p.dtype) not in DTYPES:
         return None
     slot, index = lookup.args[0][1], [x.args[0] if x.op in ("symbol", "number") else None for x in lookup.args[1:]]
     *leading, rows, columns = index if len(index) >= 2 else (None, None)

@@ -201,6 +201,6 @@ def test_the_gradient_of_a_room_lies_as_the_tensor_does(name):
     assert room.stride(2) % 8 == 0
     room.copy_(torch.arange(room.numel()).view(room.shape) % 251)
     grad = found.gradient(room, tensor)
-    assert (grad.shape, grad.dtype) == (tensor.shape, tensor.dtype)
+    assert (grad.shape, grad.dtype, grad.is_contiguous()) == (tensor.shape, tensor.dtype, True)
     assert torch.equal(found.of(grad)[tuple(slice(n) for n in room.shape)], room)
     assert grad.double().sum() == room.double().sum()  # of what no pair reads there is none

@@ -53,13 +53,13 @@ class PairBias:
         return torch.empty((*heads, p.seqlen_q, row), dtype=p.dtype, device=p.device)[..., : p.seqlen_k]
 
     def gradient(self, room: Tensor, tensor: Tensor) -> Tensor:
-        """The gradient of the tensor, in its shape, of those in a :meth:`room`."""
+        """The gradient of the tensor, in its shape and contiguous, of those in a :meth:`room`."""
         for axis, name in reversed(list(enumerate(BATCH_HEAD))):
             room = room if name in self.index else room.select(axis, 0)
         for axis, n in enumerate(self.index):
             room = room if isinstance(n, str) else room.unsqueeze(axis)
         if room.shape == tensor.shape:
-            return room
+            return room.contiguous()  # a copy where rows had to lie further apart
         grad = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         part = grad
         for axis, n in enumerate(self.index):

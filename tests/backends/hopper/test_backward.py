@@ -289,7 +289,7 @@ def test_the_source_makes_the_gradient_of_a_bias_by_pair(name, form):
     c = call(*tensors, score=tw.bias(bias), **options)
     assert backward_config.choose(c.p).dbias
     grads = emulate(c, KEYS[form], ctas=3)
-    assert [(x.shape, x.is_contiguous()) for x in grads.leaves.values()] == [(bias.shape, True)]
+    assert [x.shape for x in grads.leaves.values()] == [bias.shape]
     assert not wrong(c, grads)
 
 

@@ -204,3 +204,15 @@ def test_the_gradient_of_a_room_lies_as_the_tensor_does(name):
     assert (grad.shape, grad.dtype, grad.is_contiguous()) == (tensor.shape, tensor.dtype, True)
     assert torch.equal(found.of(grad)[tuple(slice(n) for n in room.shape)], room)
     assert grad.double().sum() == room.double().sum()  # of what no pair reads there is none
+
+
+def test_a_gradient_is_contiguous_where_its_rows_had_to_lie_apart():
+    q, k, v = (normal(1, n, 2, D, dtype=BF16) for n in (9, 203, 203))
+    bias = made(1, 2, 9, 208)[..., :203]
+    c = call(q, k, v, score=tw.bias(bias))
+    found = pair_bias_of(c.p)
+    room = found.room(c.p).copy_(bias)
+    assert not room.is_contiguous()
+    grad = found.gradient(room, c.t.leaves[0])
+    assert grad.is_contiguous()
+    assert torch.equal(grad, bias)

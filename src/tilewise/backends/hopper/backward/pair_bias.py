@@ -1,8 +1,8 @@
 """A bias that each pair has of its own, in the pass over key tiles, and its gradient (docs/algorithm.md, (17)).
 
 Each warpgroup has a ring of tiles of tile_m queries by its 64 keys, as they lie in memory; read transposed, they come into registers in the
-order of the accumulator of Sᵀ, some queries at a time. The gradient of a bias is dS itself, which is rounded
-for its products anyway: it takes the place of the tile that was read, from where the warpgroup's storing warp sends it.
+order of the accumulator of Sᵀ, some queries at a time. The gradient of a bias is dS itself, which is rounded for its products anyway: it
+takes the place of the tile that was read, from where the warpgroup's storing warp sends it.
 
 mbarriers of each tile (arrivals in brackets): ``full`` (1 + bytes) load_queries -> warpgroup; ``empty`` (4 warps) back, or (1) from the
 storing warp, which waits for ``done`` (128) of the warpgroup.
@@ -29,7 +29,7 @@ from tilewise.backends.hopper.config import ELEMENT_BYTES, ROWS
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, I32
 from tilewise.backends.hopper.kit.instructions import unseen_zero, zero_after
 from tilewise.backends.hopper.kit.operands import half_of, words
-from tilewise.backends.hopper.kit.pair_bias import LOG2_E, BiasRing, new_place, put_place
+from tilewise.backends.hopper.kit.pair_bias import LOG2_E, BiasRing, advance_place, new_place
 from tilewise.backends.hopper.kit.ring import PipelineState, fetch, release
 from tilewise.backends.hopper.kit.scheduler import PICK
 from tilewise.backends.hopper.kit.tiles import staged_layout, tma_tiles
@@ -89,7 +89,7 @@ def fetch_tiles(
         n = w * tiles.bias_stages + state.index
         size = ELEMENT_BYTES * tiles.tile_m * ROWS
         fetch(info, g[None, m, tile.column // ROWS + w], s[None, n], size, smem.full + n, smem.empty + n, state.phase)
-    put_place(place, state.advance(tiles.bias_stages))
+    advance_place(place, tiles.bias_stages)
 
 
 # -- A block of scores ---------------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ def release_block(ring: BiasRing, p: cute.Tensor, stages: int) -> None:
     # (docs/decisions.md#hopper-stage-release).
     zero = zero_after(p[1, cute.size(p, mode=[1]) - 1], unseen_zero())
     release(ring.empty + (ring.first + ring.place[0] + zero))
-    put_place(ring.place, PipelineState(ring.place[0], ring.place[1]).advance(stages))
+    advance_place(ring.place, stages)
 
 
 # -- The gradient --------------------------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ def put_gradient(ds: cute.Tensor, mma: cute.TiledMma, ring: BiasRing, config: Ba
 def hand_gradient(ring: BiasRing, done: cute.Pointer, stages: int) -> None:
     """Hands the tile of :func:`put_gradient` to the storing warp, which gives it back, and goes on to the next one."""
     cute.arch.mbarrier_arrive(done + (ring.first + ring.place[0]))
-    put_place(ring.place, PipelineState(ring.place[0], ring.place[1]).advance(stages))
+    advance_place(ring.place, stages)
 
 
 @cute.jit
@@ -198,7 +198,7 @@ def add_and_store(
         # Partner: fetch_tiles.
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(bias.empty + n)
-        put_place(place, PipelineState(place[0], place[1]).advance(config.keys.bias_stages))
+        advance_place(place, config.keys.bias_stages)
         dq_accumulate.add_part(dq, smem, w, m, phase)
         phase = 1 - phase
     return phase

@@ -37,6 +37,11 @@ def put_place(place: cute.Tensor, state: PipelineState) -> None:
     place[1] = state.phase
 
 
+def advance_place(place: cute.Tensor, stages: int) -> None:
+    """Moves a place to the next stage of its ring."""
+    put_place(place, PipelineState(place[0], place[1]).advance(stages))
+
+
 class BiasRing(NamedTuple):
     """A warpgroup's ring of tiles, and its registers of one.
 
@@ -74,7 +79,7 @@ def release_tile(ring: BiasRing, stages: int) -> None:
     # (docs/decisions.md#hopper-stage-release). One thread arrives for a warp, whose others may be behind it.
     cute.arch.sync_warp()
     release(ring.empty + (ring.first + ring.place[0]))
-    put_place(ring.place, PipelineState(ring.place[0], ring.place[1]).advance(stages))
+    advance_place(ring.place, stages)
 
 
 class BlockBias(NamedTuple):

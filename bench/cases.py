@@ -286,6 +286,9 @@ def _cuda() -> Iterable[Case]:
         shape = (4, 4096, 4096, 2048 // head_dim, 2048 // head_dim, head_dim, head_dim)
         for label, mask in (("full", None), ("causal", "causal")):
             yield row(f"d{head_dim}-n4096-{label}", shape, "dims", mask=mask)
+    for n in (512, 1024, 2048, 4096, 8192, 16384):
+        for label, mask in (("full", None), ("causal", "causal")):
+            yield row(f"d512-n{n}-{label}", (max(1, 4096 // n), n, n, 16, 16, 512, 512), "dims", mask=mask)
     for short, dtype, head_dims in (("fp16", "float16", (64, 128, 256)), ("fp32", "float32", (64, 128))):
         for head_dim in head_dims:
             shape = (4, 4096, 4096, 2048 // head_dim, 2048 // head_dim, head_dim, head_dim)

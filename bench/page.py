@@ -26,7 +26,7 @@ QUOTING = (ROOT / "README.md", ROOT / "docs" / "switching.md")
 """Pages that quote :func:`summary` between ``<!-- speed -->`` and ``<!-- /speed -->``."""
 WIDTH = 160
 MASKED = ("3fa2ac8f2096", "414b1e11fcdd", "0ba04c12f0ce", "7fba6e754366", "7b0bacc6b5f6", "h200-masks")
-FP32, STEPS, AMX = "h200-triton-fp32", "b12178aa0a97", "xeon-amx-2"
+FP32, WIDE, STEPS, AMX = "h200-triton-fp32", "h200-wide-heads", "b12178aa0a97", "xeon-amx-2"
 """The runs that the page shows, newer ones first: a contestant's figures are of the first run that timed it."""
 PLANS = "d00fd2bb934f"
 """The run that timed tilewise's plans of the masks' cases."""
@@ -251,6 +251,23 @@ BESIDE_FA3 = Squares("h200-peers", "h200-squares", ("fa3",))
 """The run that timed FlashAttention-3, which has no wheel, beside tilewise of that day."""
 
 
+def wide() -> list[str]:
+    """The table of a head dim above 256, beside PyTorch's memory-efficient attention, which alone of its kernels takes it."""
+    found = load("hopper-calls")
+    cases = {(shape["mask"], shape["seqlen_q"]): name for name, shape in found.cases(WIDE).items()}
+
+    def speeds(case: str, direction: str) -> str:
+        ours, efficient = (found.rate((WIDE,), case, who, direction) for who in ("tilewise", "efficient"))
+        return f"**{number(ours[1], 0)}** {number(efficient[1], 0)}"
+
+    rows = [
+        [f"{direction}, D 512, {mask}", *[speeds(cases[mask, n], direction) for n in LENGTHS]]
+        for direction in PASSES
+        for mask in MASKS
+    ]
+    return table(["**tilewise**, SDPA memory-efficient", *[f"N {n}" for n in LENGTHS]], rows)
+
+
 def squares() -> list[str]:
     """Forward and backward beside cuDNN and the FlashAttentions, by head dim, mask and length; grouped queries below them."""
     rows = [[title, *[H200.cell(case, direction) for case in cases]] for title, direction, cases in H200.rows()]
@@ -263,8 +280,9 @@ def squares() -> list[str]:
         "16,384 tokens, hidden size 2048. A cell of the first table has **TFLOP/s of tilewise**, and how many times as fast as cuDNN "
         f"and FA4 it is, in the same rounds, kernels alone. But for grouped heads, {H200.behind()}. "
         f"{load(H200.file).source(H200.run)} On an H100 "
-        f"{H100.behind()} ({load(H100.file).runs[H100.run]['device']}, the same command); the last table has its rows. FA3 has no "
+        f"{H100.behind()} ({load(H100.file).runs[H100.run]['device']}, the same command); the third table has its rows. FA3 has no "
         f"wheel: tilewise of {load(H200.file).runs[BESIDE_FA3.run]['when']} was timed beside it, whose backward was slower than today's."
+        f" At D 512 (H200, {load('hopper-calls').runs[WIDE]['when']}, 16 heads, TFLOP/s) Triton has the backward."
     )
     plot = ["![TFLOP/s against the sequence length, forward and backward](img/h200-hopper.png)"]
     who = ("fa2", "fa4", "tilewise")
@@ -282,6 +300,7 @@ def squares() -> list[str]:
         table(["", *lengths], rows),
         table(header, H200.means(who)),
         table(["H100, over cuDNN and FA4", *lengths], smaller),
+        wide(),
     )
     return section("Forward and backward on an H200 and an H100", text, plot, *tables)
 

@@ -444,7 +444,7 @@ class Places:
 
 
 def cut(info, shape, origin, head, batch, room):
-    if origin == (None, None):
+    if hasattr(info, "tma_tensor"):  # a bias by pair
         return Plane(info.values[batch, head], shape), room
     if isinstance(shape[0], tuple):  # several heads of group ``head`` side by side
         (heads, queries), width = shape
@@ -456,7 +456,10 @@ def cut(info, shape, origin, head, batch, room):
         assert len(values) == batch.size
     else:
         values = info.values[batch]
-    return Matrix(values[:, head : head + 1], (rows, 1), width), room
+    if origin == (None, None):  # in parts
+        return Plane(values[:, head], shape), room
+    first = width * (origin[0] or 0)
+    return Matrix(values[:, head : head + 1, first : first + width], (rows, 1), width), room
 
 
 def copy_part(of, box, m, stage, full, config) -> None:
@@ -480,11 +483,13 @@ def _stand_in(forward, tiles, instructions, softmax, packed) -> None:
     places = Places(tiles)
     matrix_of = places.matrix
 
-    def begin(mma, acc, a, b, overwrite: bool) -> None:
+    def begin(mma, acc, a, b, overwrite: bool, first: int = 0) -> None:
         def product() -> None:
             left = matrix_of(a.values) if isinstance(a, Registers) else a[0].tiles[a[1]]
             right = b[0].tiles[b[1]]
-            if left is None or right is None or (mma == "qk" and left.shape[1] != right.shape[1]):
+            depth = None if right is None else right.shape[1 if mma == "qk" else 0]
+            left = left if left is None else left[:, 16 * first :][:, :depth]
+            if left is None or right is None or left.shape[1] != depth:
                 acc.values[:] = np.nan  # of what was there last: nobody uses it
                 return
             full = left @ (right.T if mma == "qk" else right)
@@ -495,7 +500,7 @@ def _stand_in(forward, tiles, instructions, softmax, packed) -> None:
 
     def new_operands(qk, pv, smem, w, config):
         t, pairs = config.tiles, forward.compute.pair_bias
-        s, o, p = Registers(t.tile_n), Registers(t.width_v), Registers(t.tile_n)
+        s, o, p = Registers(t.tile_n), Registers(t.width_o), Registers(t.tile_n)
         wait = RegisterRow(1) if config.short_tanh else None
         place, first = pairs.new_place(0), w * t.bias_stages
         bias = pairs.BiasRing(Registers(t.tile_n), place, smem.bias, first, smem.bias_full, smem.bias_empty)

@@ -200,6 +200,34 @@ def test_the_source_computes_attention(name, tiles):
     assert not [str(e) for e in errors if not e.ok]
 
 
+PLAIN_CASES = [
+    name for name in CASES if form_of(name) in config.SHIPPED and not {"score", "dropout_p"} & set(CASES[name][1])
+]
+# Blocks of four stages and of two, O in two pieces: small, for head dims up to 64, and as it ships.
+WIDE = {
+    "small": replace(SMALL, stages=6, pieces=2, k_parts=4, v_parts=2),
+    "turns": replace(SMALL, stages=6, pieces=2, k_parts=4, v_parts=2, pingpong=True),
+    "shipped": TABLE[512, 512].full,
+}
+
+
+@pytest.mark.parametrize("tiles", WIDE.values(), ids=WIDE)
+@pytest.mark.parametrize("name", PLAIN_CASES)
+def test_columns_are_computed_in_pieces_and_blocks_brought_in_parts(name, tiles):
+    tensors, options = CASES[name]
+    c = without_gradient(call(*tensors, **options))
+    out = emulate(c, tiles, ctas=3, form=form_of(name), heads=1, split=False)
+    errors = accuracy.Expected.of(c.p, c.t).judge(accuracy.tensors(out, None))
+    assert not [str(e) for e in errors if not e.ok]
+
+
+@pytest.mark.parametrize("dims", [(512, 512), (320, 272), (264, 504)])
+def test_wide_heads(dims):
+    c = without_gradient(call(*qkv(200, 150, *dims, heads=(2, 1)), causal=True))
+    errors = accuracy.Expected.of(c.p, c.t).judge(accuracy.tensors(emulate(c, None, ctas=3), None))
+    assert not [str(e) for e in errors if not e.ok]
+
+
 TABLES = [name for name in CASES if name.startswith(("table", "buckets"))]
 PAIRS = [name for name in CASES if name.startswith("pair")]
 
@@ -427,6 +455,14 @@ def test_packed_sequences_are_each_by_itself(name):
     c = without_gradient(packed_call(name))
     out = emulate(c, SMALL, ctas=3)
     errors = accuracy.Expected.of(c.p, c.t).judge(accuracy.tensors(out, None))
+    assert not [str(e) for e in errors if not e.ok]
+
+
+@pytest.mark.parametrize("tiles", WIDE.values(), ids=WIDE)
+@pytest.mark.parametrize("name", [name for name, x in PACKED.items() if not {"score", "dropout_p"} & set(x[3])])
+def test_packed_columns_are_computed_in_pieces(name, tiles):
+    c = without_gradient(packed_call(name))
+    errors = accuracy.Expected.of(c.p, c.t).judge(accuracy.tensors(emulate(c, tiles, ctas=3), None))
     assert not [str(e) for e in errors if not e.ok]
 
 

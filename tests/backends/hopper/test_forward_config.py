@@ -44,12 +44,30 @@ def test_a_row_fits_into_the_machine(tiles):
     # Three blocks are in use or on their way at least; boxes hold at most 256 rows, and P has whole k steps of 16 keys.
     assert tiles.stages >= 3
     assert tiles.tile_n % 16 == 0
-    assert max(tiles.tile_n, tiles.width_v) <= MAX_COLUMNS
+    assert max(tiles.tile_n, tiles.width_o) <= MAX_COLUMNS
+    # Whole steps of 16 keys of V in each part, and whole rows of the swizzle of K.
+    assert tiles.v_box[1] % 16 == 0
+    assert tiles.k_parts == 1 or tiles.k_box[1] % 64 == 0
+    # A block of K and one of V at once: a warpgroup in its turn waits for all of both, while the other one still has to read them.
+    assert tiles.stages >= tiles.k_parts + tiles.v_parts
     # Every tile begins where the swizzle begins.
     assert tiles.element_bytes * tiles.stage_elements % ALIGNMENT == 0
     assert tiles.element_bytes * tiles.q_elements % ALIGNMENT == 0
     # Scores, P in half the room, and O, with 30 registers for all else.
-    assert (tiles.tile_n * 3 // 2 + tiles.width_v) // 2 + 30 <= tiles.registers
+    assert (tiles.tile_n * 3 // 2 + tiles.width_o) // 2 + 30 <= tiles.registers
+
+
+@pytest.mark.parametrize("mask", [None, tw.causal(), tw.window(99, 0), tw.key_lengths(torch.tensor([9, 70]))], ids=str)
+@pytest.mark.parametrize("dims", [(512, 512), (320, 272)])
+def test_wide_heads_are_computed_in_pieces_that_are_shipped(dims, mask, h200):
+    p = problem(3000, 3000, *dims, mask=mask)
+    assert reasons(p) == []
+    chosen = config.choose(p)
+    assert chosen.tiles.pieces == 2
+    assert chosen in shipped()
+    # Of a call with gradients another backend has the backward, and goes on from this forward.
+    assert Hopper().preferred(p)
+    assert not Hopper().preferred(problem(70, 70, *dims, mask=mask))
 
 
 def test_the_names_of_what_is_shipped_tell_them_apart():
@@ -250,9 +268,14 @@ def test_heads_share_a_tile_where_queries_are_few(name, causal, h200):
     assert found in shipped()
 
 
+MANY = {"nq": 3000, "nk": 3000}
 REFUSED = {
     "fp32": ({"dtype": torch.float32}, "float32"),
-    "wide": ({"d": 264}, "above 256"),
+    "wide": ({"d": 520}, "above 512"),
+    "one-wide": ({"d": 320, "dv": 64, **MANY}, "head dims 320 and 64"),
+    "wide-and-score": ({"d": 512, "score": tw.softcap(9.0), **MANY}, "with a score"),
+    "wide-and-dropout": ({"d": 512, "dropout_p": 0.1, "dropout_seed": 3, **MANY}, "with dropout"),
+    "wide-and-pairs": ({"d": 512, "mask": tw.keep(lambda b, h, i, j: j % 3 < i), **MANY}, "a mask of pairs"),
     "odd": ({"d": 60}, "multiples of 8"),
     "wide-number": ({"mask": tw.keep(lambda b, h, i, j: j < 2**40)}, "32 bits"),
     "scale": ({"softmax_scale": -1.0}, "softmax_scale"),
@@ -260,10 +283,23 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_other_problems_are_refused_with_the_reason(name):
+def test_other_problems_are_refused_with_the_reason(name, h200):
     options, word = REFUSED[name]
     (reason,) = reasons(problem(**options))
     assert word in reason
+
+
+FEW = {"decode": ((1, 9000), "with 1 queries"), "few": ((500, 9000), "less than half of the machine")}
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_few_queries_of_wide_heads_are_left_to_another_backend_unless_a_kernel_is_named(name, h200):
+    (nq, nk), word = FEW[name]
+    p = problem(nq, nk, d=512)
+    (reason,) = Hopper().refused(p)
+    assert word in reason
+    assert not Hopper().preferred(p)
+    assert Hopper(config.choose(p)).refused(p) == []
 
 
 EXPRESSIONS = {

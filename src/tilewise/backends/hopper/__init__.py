@@ -37,7 +37,7 @@ from tilewise.backends.base import (
 from tilewise.backends.hopper import operations
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.backward.config import Backward
-from tilewise.backends.hopper.config import why_no_bits
+from tilewise.backends.hopper.config import MAX_COLUMNS, why_no_bits
 from tilewise.backends.hopper.decoding import choice as decoding
 from tilewise.backends.hopper.decoding.config import DecodingConfig
 from tilewise.backends.hopper.forward import config as forward_config
@@ -80,11 +80,16 @@ class Hopper(Backend):
         reasons += unknown_operations(p, operations.traceable()) + piece_reasons(p) + wide_mask(p) + large_numbers(p)
         if p.spec.max_logit:
             reasons.append("the largest score of each row (attention_with_stats): its kernels do not keep it")
+        # Whoever binds the backend to a kernel wants that one.
+        reasons += [] if self.override else forward_reasons.reasons_of_few(p)
         return reasons + (backward_config.reasons(p) if p.spec.needs_grad else [])
 
     def preferred(self, p: Problem) -> str:
         if decoding.choose(p):
             return "shares out the keys of all sequences evenly"
+        wide = max(p.head_dim, p.head_dim_v) > MAX_COLUMNS and not p.paged
+        if wide and not (forward_reasons.reasons(p) or forward_reasons.reasons_of_few(p)):
+            return "keeps O in registers, in pieces of its columns"
         biased = forward_config.with_bias(p)
         if biased is None or not biased.bias or (p.spec.needs_grad and backward_config.with_pairs(p) is None):
             return ""

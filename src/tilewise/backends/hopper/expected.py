@@ -15,6 +15,7 @@ class Expected:
         shared: bytes of shared memory.
         exponentials: how many of a thread's exponentials of one block must run under a product; None: none need to.
         loads, stores: the copy engine loads tiles, and stores them.
+        beside: groups of products that are under way beside those exponentials.
         idle_loops: some loops have products in flight and no exponentials at all.
     """
 
@@ -24,4 +25,5 @@ class Expected:
     exponentials: int | None
     loads: bool = True
     stores: bool = True
+    beside: int = 1
     idle_loops: bool = False

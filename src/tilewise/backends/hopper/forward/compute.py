@@ -1,7 +1,7 @@
 """The computing warpgroups of the forward: 64 rows of each query tile, key block by key block.
 
-A key block takes ``S = Q Kᵀ`` (64 × tile_n), the online softmax, and ``O += P V`` (64 × width_v), all in fp32 registers. The
-product with V of one block runs under the softmax of the next one.
+A key block takes ``S = Q Kᵀ`` (64 × tile_n), the online softmax, and ``O += P V`` (64 × width_o), all in fp32 registers. The
+product with V of one block runs under the softmax of the next one. Blocks that take several stages are read by parts.py.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import cutlass.cute as cute
 from cutlass.cute.nvgpu import warpgroup
 
 from tilewise.backends.hopper.config import PLAIN, ROWS
+from tilewise.backends.hopper.forward import parts
 from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.forward.epilogue import epilogue
 from tilewise.backends.hopper.forward.load import receive
@@ -43,7 +44,7 @@ class ForwardOperands(NamedTuple):
     Attributes:
         qk, pv: the atoms of ``S = Q Kᵀ`` and ``O += P V``.
         q, k, v: shared operands (1, 1, k step, tile or stage).
-        s, o: accumulators of 64 × tile_n and 64 × width_v, fp32.
+        s, o: accumulators of 64 × tile_n and 64 × width_o, fp32.
         p: 64 × tile_n in the element type, in the order of ``s``'s registers.
         rows: the softmax state of the thread's two rows.
         wait: (1,) int32, of a softcap's short polynomials (:class:`tilewise.backends.hopper.kit.softmax.Capped`).
@@ -70,9 +71,9 @@ def new_operands(qk: cute.TiledMma, pv: cute.TiledMma, smem: ForwardStorage, w, 
         qk, pv,
         qk.make_fragment_A(first.partition_A(smem.q)),  # Q, 64 × width, of each tile
         qk.make_fragment_B(first.partition_B(smem.k)),  # K, tile_n × width, of each stage
-        pv.make_fragment_B(second.partition_B(smem.v)),  # V, width_v × tile_n, of each stage
+        pv.make_fragment_B(second.partition_B(smem.v)),  # V, width_o × tile_n, of each stage
         cute.make_rmem_tensor(qk.partition_shape_C((ROWS, tiles.tile_n)), F32),  # S
-        cute.make_rmem_tensor(pv.partition_shape_C((ROWS, tiles.width_v)), F32),  # O
+        cute.make_rmem_tensor(pv.partition_shape_C((ROWS, tiles.width_o)), F32),  # O
         cute.make_rmem_tensor(pv.partition_shape_A((ROWS, tiles.tile_n)), ELEMENT[config.dtype]),  # P
         softmax.new_state(),
         cute.make_rmem_tensor((1,), I32) if config.short_tanh else None,
@@ -98,7 +99,8 @@ def compute(
     """Warpgroup w computes its 64 rows of each tile.
 
     Tiles of equal sequences overlap: the first product of the next tile runs under the end of one. Which packed tile comes next
-    is known only with its Q, so that packed tiles follow one another; with bits a tile waits for the next one's Q and overlaps.
+    is known only with its Q, so that packed tiles follow one another, as tiles do whose blocks take several stages; with bits a tile waits
+    for the next one's Q and overlaps.
     """
     tiles = config.tiles
     operands = new_operands(qk, pv, smem, w, config)
@@ -108,18 +110,18 @@ def compute(
     if cutlass.const_expr(config.packed):
         taken = receive(smem, w * tiles.q_stages, smem.q_full, q_state.phase)
         while taken.sequence >= 0:
-            query_tile, n_q = place_packed(taken, params, config), w * tiles.q_stages + q_state.index
-            state = first_scores(operands, query_tile, n_q, q_state.phase, state, w, smem, params, config, there=True)
-            state = compute_tile(operands, query_tile, n_q, state, w, smem, params, config)
-            warpgroup.wait_group(0)  # O is complete
-            release(smem.empty + state.index)  # the last V: the loading warp
-            state = state.advance(tiles.stages)
-            epilogue(operands, smem, n_q, w, lse, sink, query_tile, params, config)
+            query_tile = place_packed(taken, params, config)
+            state = whole_tile(operands, query_tile, q_state, state, w, smem, lse, sink, params, config)
             q_state = q_state.advance(tiles.q_stages)
             taken = receive(smem, w * tiles.q_stages + q_state.index, smem.q_full, q_state.phase)
         if cutlass.const_expr(config.stores):
             # The mailbox now holds a tile of no sequence, which ends the storing warp too.
             cute.arch.mbarrier_arrive(smem.o_full + w * tiles.q_stages + q_state.index)
+    elif cutlass.const_expr(tiles.parted):
+        for round_ in cutlass.range(rounds_of(params, config), unroll=1):
+            query_tile = tile_of(round_, params, config)
+            state = whole_tile(operands, query_tile, q_state, state, w, smem, lse, sink, params, config)
+            q_state = q_state.advance(tiles.q_stages)
     elif cutlass.const_expr(config.queued):
         taken = receive(smem, w * tiles.q_stages, smem.q_full, q_state.phase)
         query_tile = place_packed(taken, params, config)
@@ -156,6 +158,21 @@ def compute(
             )
             end_tile(operands, smem, n_q, v_stage, w, lse, sink, this, params, config)
         warpgroup.wait_group(0)  # the S that first_scores began without a tile
+
+
+def whole_tile(
+    operands: ForwardOperands, query_tile: QueryTile, q_state: PipelineState, state: PipelineState, w,
+    smem: ForwardStorage, lse: cute.Tensor, sink: cute.Tensor, params: ForwardParams, config: Config,
+) -> PipelineState:  # fmt: skip
+    """Computes a tile from its first product to its end. Returns the state that follows."""
+    n_q = w * config.tiles.q_stages + q_state.index
+    state = first_scores(operands, query_tile, n_q, q_state.phase, state, w, smem, params, config, there=True)
+    state = compute_tile(operands, query_tile, n_q, state, w, smem, params, config)
+    warpgroup.wait_group(0)  # O is complete
+    parts.release_values(state, smem, config)
+    state = state.advance(config.tiles.stages, config.tiles.v_parts)
+    epilogue(operands, smem, n_q, w, lse, sink, query_tile, params, config)
+    return state
 
 
 def begin_tile(
@@ -219,7 +236,7 @@ def compute_tile(
             state = key_block(operands, n_q, state, block, smem, params, config)
     if cutlass.const_expr(not config.stores):
         release(smem.q_empty + n_q)  # the loading warp may bring the next Q
-    last_product(operands, state, smem)
+    parts.begin_values(operands, state, smem, config)  # of the last block
     return state
 
 
@@ -236,17 +253,7 @@ def first_scores(
             hidden, _, _ = whole_steps(query_tile, row, band_of_tile(query_tile, params, config), params, config)
             state = skip(hidden, operands, state, w, smem, config, turn=True)
         acquire(smem.full, state)  # K: the loading warp
-    # S = Q Kᵀ, 64 × tile_n, fp32
-    q, k = operands.q[None, None, None, n_q], operands.k[None, None, None, state.index]
-    begin_product(operands.qk, operands.s, q, k, overwrite=True)
-    return state
-
-
-def last_product(operands: ForwardOperands, state: PipelineState, smem: ForwardStorage) -> None:
-    """Begins O += P V of a tile's last block."""
-    acquire(smem.full, state)  # V: the loading warp
-    # O += P V, 64 × width_v, fp32
-    begin_product(operands.pv, operands.o, operands.p, operands.v[None, None, None, state.index], overwrite=False)
+    return parts.begin_scores(operands, n_q, state, smem, config)
 
 
 # -- One key block -------------------------------------------------------------------------------------------------
@@ -326,22 +333,22 @@ def key_block(
 ) -> PipelineState:  # fmt: skip
     """S and P of this block, and O += P V of the block before, which runs under the softmax. Returns the state after both."""
     tiles, masked = config.tiles, block.partial or config.may_hide
-    v_state = both_products(operands, n_q, state, smem, config)
+    k_state, v_state = both_products(operands, n_q, state, smem, config)
     masks = dropout_masks(block, smem, params, config)  # under both products
     read_bias(operands, config)
-    warpgroup.wait_group(1)  # S; O may still be under way
-    release(smem.empty + state.index)  # K: the loading warp
+    warpgroup.wait_group(tiles.v_parts)  # S; O may still be under way
+    release(smem.empty + k_state.index)  # K: the loading warp
     s = masked_scores(operands, block, params, config)
     # P = exp(S - m), 64 × tile_n, unnormalised
     softmax.online_softmax(s, operands.rows, left_scale(params, config), first=False, masked=masked, lazy=tiles.lazy)
     softmax.hold_exponentials(smem.unread, operands.rows)
     release_bias(operands, config)
     warpgroup.wait_group(0)  # O += P V
-    release(smem.empty + v_state.index)  # V of the block before: the loading warp
+    parts.release_values(v_state, smem, config)  # V of the block before
     softmax.rescale(operands.o, operands.rows.factor, tiles.lazy)
     round_p(operands, config)
     dropout.drop(operands.p, masks)
-    return v_state.advance(tiles.stages)
+    return v_state.advance(tiles.stages, tiles.v_parts)
 
 
 def steady_block(
@@ -353,7 +360,7 @@ def steady_block(
     P V of the block before is done by then, so that a repetition costs S and a softmax that nothing runs under. K's stage is
     held until the answer is known.
     """
-    v_state = both_products(operands, n_q, state, smem, config)
+    state, v_state = both_products(operands, n_q, state, smem, config)
     masks = dropout_masks(block, smem, params, config)  # under both products
     read_bias(operands, config)
     warpgroup.wait_group(1)  # S; O may still be under way
@@ -405,20 +412,16 @@ def once_more(
 
 def both_products(
     operands: ForwardOperands, n_q, state: PipelineState, smem: ForwardStorage, config: Config
-) -> PipelineState:
-    """Begins S of a block, then O += P V of the block before. Returns the state at V."""
+) -> tuple[PipelineState, PipelineState]:
+    """Begins S of a block, then O += P V of the block before. Returns the states at K, and at V."""
     w = n_q // config.tiles.q_stages
-    v_state = state.advance(config.tiles.stages)
+    v_state = state.advance(config.tiles.stages, config.tiles.k_parts)
     acquire(smem.full, state)  # K: the loading warp
     pingpong_wait(w, config)
-    # S = Q Kᵀ, 64 × tile_n, fp32
-    q, k = operands.q[None, None, None, n_q], operands.k[None, None, None, state.index]
-    begin_product(operands.qk, operands.s, q, k, overwrite=True)
-    acquire(smem.full, v_state)  # V of the block before: the loading warp
-    # O += P V, 64 × width_v, fp32, with P of the block before
-    begin_product(operands.pv, operands.o, operands.p, operands.v[None, None, None, v_state.index], overwrite=False)
+    state = parts.begin_scores(operands, n_q, state, smem, config)
+    parts.begin_values(operands, v_state, smem, config)  # with P of the block before
     pingpong_signal(w, config)
-    return v_state
+    return state, v_state
 
 
 # -- Scores --------------------------------------------------------------------------------------------------------
@@ -518,9 +521,9 @@ def skip(
     hidden, operands: ForwardOperands, state: PipelineState, w, smem: ForwardStorage, config: cutlass.Constexpr,
     turn: cutlass.Constexpr,
 ):  # fmt: skip
-    """Leaves out a tile's first block if the warpgroup sees nothing of it: gives back K's stage, that of a bias by pair, and its turn.
+    """Leaves out a tile's first block if the warpgroup sees nothing of it: gives back K's stages, that of a bias by pair, and its turn.
 
-    V's stage comes after the next K. Returns the state that follows.
+    V's stages come after the next K. Returns the state that follows.
     """
     if hidden > 0:
         if cutlass.const_expr(turn):
@@ -531,7 +534,8 @@ def skip(
                     operands.bias
                 )  # a stage that is released before its bytes came would be filled twice at once
                 release_bias(operands, config)
-        state = give_back(state, smem, config)
+        for _ in cutlass.range_constexpr(config.tiles.k_parts if turn else config.tiles.v_parts):
+            state = give_back(state, smem, config)
     return state
 
 

@@ -96,7 +96,8 @@ class Config(Formed):
     def expected(self) -> tuple[Expected, ...]:
         """The facts that the compiled kernel is held to; the kernel that merges splits has no roles."""
         registers = self.tiles.registers, self.tiles.registers_load
-        return (Expected(self.name, registers, self.tiles.shared.total, self.tiles.tile_n // 2, stores=self.stores),)
+        tiles, more = self.tiles, {"stores": self.stores, "beside": self.tiles.v_parts}
+        return (Expected(self.name, registers, tiles.shared.total, tiles.tile_n // 2, **more),)
 
     @property
     def softcap_columns(self) -> int:
@@ -149,21 +150,17 @@ class Config(Formed):
 
     def describe(self) -> str:
         """The kernel in a sentence, as ``explain`` shows it."""
-        tiles = self.tiles
         extra = f", {self.heads} heads of a group in a tile" if self.heads > 1 else ""
         extra += ", keys split" if self.split else ""
         extra += {"lists": ", pairs judged one by one", "bits": ", a bit for each pair"}.get(self.form, "")
-        return (
-            f"{tiles.tile_m} x {tiles.tile_n}, {tiles.warpgroups} warpgroups compute and one loads, "
-            f"{tiles.stages} blocks of K or V in flight, {tiles.shared.total >> 10} KiB shared{extra}"
-        )
+        return self.tiles.describe() + extra
 
     def traffic(self, problem: Problem) -> int:
-        """Bytes of the forward: Q and O once, K and V once per query tile (an upper bound under a mask)."""
+        """Bytes of the forward: Q, for each piece of O's columns, and O once, K and V once per query tile (an upper bound under a mask)."""
         heads = problem.heads_k * -(-problem.group // self.heads)
         keys = heads * -(-problem.seqlen_q // self.tile_queries) * problem.seqlen_k
         rows = problem.batch * (problem.heads_q * problem.seqlen_q + keys)
-        return problem.dtype.itemsize * rows * (problem.head_dim + problem.head_dim_v)
+        return problem.dtype.itemsize * rows * (problem.head_dim * self.tiles.pieces + problem.head_dim_v)
 
 
 # -- What is shipped -----------------------------------------------------------------------------------------------
@@ -220,16 +217,18 @@ def smaller(config: Config) -> list[Config]:
         return []
     row = row_of(config.tiles)
     fewer = row.fewer if config.form == "full" else row.fewer_ends
-    return [replace(config, tiles=tiles) for tiles in (*fewer, short(config.tiles))]
+    few = short(config.tiles)
+    return [replace(config, tiles=tiles) for tiles in (*fewer, *([few] if few else []))]
 
 
 def grouped(config: Config) -> list[Config]:
     """The config with several heads of a group in a tile."""
     # Expressions and dropout know one head.
-    if not config.of_numbers or config.packed or config.dropout or config.traced != PLAIN:
+    few = short(config.tiles)
+    if few is None or not config.of_numbers or config.packed or config.dropout or config.traced != PLAIN:
         return []
     most = HEADS if config.form == "full" else HEADS[:1]  # with the most heads a tile has a single query
-    return [replace(config, tiles=short(config.tiles), heads=heads) for heads in most]
+    return [replace(config, tiles=few, heads=heads) for heads in most]
 
 
 # -- What a call gets ----------------------------------------------------------------------------------------------
@@ -261,8 +260,7 @@ def choose(problem: Problem) -> Config:
     # Only kernels that ship compete: another would be compiled at a user's first call.
     others = (*smaller(config), *(grouped(config) if problem.group > 1 else ()))
     options = [config, *(c for c in others if c in _shipped())]
-    idle = (c for c in options if 2 * tile_count(c, problem) < cores and not problem.packed)
-    halves = (replace(c, split=True) for c in idle)
+    halves = (replace(c, split=True) for c in options if leaves_idle(c, problem) and not problem.packed)
     whole = min(options, key=clocks)
     # Few queries with a traced score are worth a kernel of their own; dropout is for training, whose queries are many.
     split = min((c for c in halves if c in _shipped() or traced != PLAIN), key=clocks, default=whole)
@@ -281,7 +279,7 @@ def with_bias(problem: Problem) -> Config | None:
     if not form:
         return None
     config = Config(tiles, DTYPES[str(problem.dtype)], form, packed=problem.packed, **{kind: True})
-    return config if problem.packed or 2 * tile_count(config, problem) >= devices.of(problem.device).cores else None
+    return config if problem.packed or not leaves_idle(config, problem) else None
 
 
 def form_of_pairs(problem: Problem, tiles: Tiles) -> str:
@@ -310,13 +308,18 @@ def row_for(problem: Problem, capped: bool, dropped: bool) -> TileRow:
     return next((row for row in rows if dropped and not capped and row.dropout), rows[0])
 
 
+def leaves_idle(config: Config, problem: Problem) -> bool:
+    """Whether a problem's tiles fill less than half of the machine."""
+    return 2 * tile_count(config, problem) < devices.of(problem.device).cores
+
+
 def tile_count(config: Config, problem: Problem) -> int:
     """How many query tiles there are before keys are split; packed sequences count as if all were equally long.
 
     Deterministic results do not depend on batch-mates: the count is then of one sequence.
     """
     batch = 1 if problem.spec.deterministic else problem.batch
-    heads = problem.heads_k * -(-problem.group // config.heads) * batch
+    heads = problem.heads_k * -(-problem.group // config.heads) * batch * config.tiles.pieces
     return heads * -(-mean_seqlen_q(problem) // config.tile_queries)
 
 
@@ -353,9 +356,9 @@ LOADED = 38  # bytes a clock that TMA brings
 def block_clocks(tiles: Tiles) -> float:
     """The model's clocks of one key block of a tile: its products and its softmax, or its loads where these take longer."""
     # An SM's tensor cores do 4096 floating-point operations a clock in 16 bits, and it issues 128 lanes' instructions.
-    products = 2 * tiles.tile_m * tiles.tile_n * (tiles.width + tiles.width_v) / 4096
+    products = 2 * tiles.tile_m * tiles.tile_n * (tiles.width + tiles.width_o) / 4096
     issue = INSTRUCTIONS * tiles.tile_m * tiles.tile_n / 128
-    loads = tiles.element_bytes * tiles.tile_n * (tiles.width + tiles.width_v) / LOADED
+    loads = tiles.element_bytes * tiles.tile_n * (tiles.width + tiles.width_o) / LOADED
     return max(HIDDEN * (products + issue) + SYNC, loads)
 
 

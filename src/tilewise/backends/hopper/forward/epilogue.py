@@ -12,7 +12,7 @@ from tilewise.backends.hopper.forward.query_tiles import row_at
 from tilewise.backends.hopper.forward.storage import ForwardStorage
 from tilewise.backends.hopper.kit import softmax
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, I32
-from tilewise.backends.hopper.kit.instructions import choose, pack, put_pair, put_words_if
+from tilewise.backends.hopper.kit.instructions import both, choose, pack, put_pair, put_words_if
 from tilewise.backends.hopper.kit.pair_bias import natural
 from tilewise.backends.hopper.kit.scheduler import PICK
 from tilewise.backends.hopper.kit.tiles import (
@@ -43,6 +43,8 @@ def epilogue(
         statistic = [natural(x) for x in statistic]
     for r in range(2):
         place, inside = row_at(query_tile, w, r, params, config)  # again: known early, it costs the loops instructions
+        if config.tiles.pieces > 1:  # every piece finds the same one
+            inside = both(inside, query_tile.piece == 0)
         put_lse(lse, place, statistic[r], inside)
     softmax.scale_rows(rows_columns(operands.o), kept_factor(factor, params, config))
     if not config.stores:
@@ -97,6 +99,8 @@ def put_row(values: cute.Tensor, part_o: cute.Tensor, place: tuple, inside):
 def put_rows(operands, query_tile: QueryTile, w, params: ForwardParams, config: Config) -> None:
     """Writes O, rounded, from registers to global memory: 16 bytes of a row by each thread and store, a quad's side by side."""
     o, column = rows_columns(operands.o), 8 * (cute.arch.thread_idx()[0] % 4)
+    if config.tiles.pieces > 1:
+        column = column + query_tile.piece * config.tiles.width_o  # where the tile's piece begins
     for r in range(2):
         place, inside = row_at(query_tile, w, r, params, config)
         for first in range(0, cute.size(o, mode=[1]), 8):  # four pairs of columns: 32 of the quad
@@ -117,7 +121,7 @@ def put_columns(o: cute.Tensor, place: tuple, inside, column, words: list) -> No
 
 
 def put_tile(operands, smem: ForwardStorage, n_q, config: Config) -> None:
-    """Writes O, (64, width_v), rounded, to shared memory, where the tile's Q was."""
+    """Writes O, (64, width_o), rounded, to shared memory, where the tile's Q was."""
     element = ELEMENT[config.dtype]
     out = cute.make_rmem_tensor_like(operands.o, element)
     out.store(operands.o.load().to(element))

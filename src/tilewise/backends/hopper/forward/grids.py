@@ -35,10 +35,11 @@ def spread(problem: Problem, config: Config, seqlen_k: int, cores: int) -> Grid:
     tile count as one.
     """
     parts = num_splits(config, problem.seqlen_q, seqlen_k) if config.split else 1
-    heads = problem.batch * problem.heads_k * -(-problem.group // config.heads) * parts
+    pieces = config.tiles.pieces
+    heads = problem.batch * problem.heads_k * -(-problem.group // config.heads) * parts * pieces
     tiles = heads * -(-problem.seqlen_q // config.tile_queries)
     if problem.packed:  # at most, as only the device knows the lengths
-        tiles = problem.heads_q * (problem.seqlen_q // config.tile_queries + problem.batch + 1)
+        tiles = problem.heads_q * pieces * (problem.seqlen_q // config.tile_queries + problem.batch + 1)
     section = 1 if config.form == "full" else min(heads, max(1, cores // SHARING))
     if config.form == "bits":
         section = min(heads, open_heads(problem, config, cores))

@@ -80,8 +80,8 @@ def key_maps(views: Views, layout_k, layout_v, config: Config) -> tuple[cpasync.
     if config.paged:
         return paged_map(views.k, layout_k, config, 0), paged_map(views.v, layout_v, config, 1)
     return (
-        cpasync.make_tiled_tma_atom(bring, views.k, layout_k, (tiles.tile_n, tiles.width)),
-        cpasync.make_tiled_tma_atom(bring, views.v, layout_v, (tiles.width_v, tiles.tile_n)),
+        cpasync.make_tiled_tma_atom(bring, views.k, layout_k, tiles.k_box),
+        cpasync.make_tiled_tma_atom(bring, views.v, layout_v, tiles.v_box),
     )
 
 
@@ -126,17 +126,17 @@ def launch(
     views = views_of(q, k, v, o, config)
     row, column = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
     q_size, stage = tiles.q_elements, tiles.stage_elements
-    # Shared memory: Q (64, width), K (tile_n, width), V (width_v, tile_n), O (64, width_v), each with a mode of tiles or stages.
-    q_shape, v_shape = (ROWS, tiles.tile_n, tiles.width), (ROWS, tiles.width_v, tiles.tile_n)
+    # Shared memory: Q (64, width), K (tile_n, width), V (width_o, tile_n), O (64, width_o), each with a mode of tiles or stages.
+    q_shape, k_shape, v_shape = (ROWS, tiles.tile_n, tiles.width), (ROWS, *tiles.k_box), (ROWS, *tiles.v_box)
     layout_q = staged_layout(sm90.make_smem_layout_a(row, q_shape, element, 1), tiles.q_tiles, q_size)
-    layout_k = staged_layout(sm90.make_smem_layout_b(row, q_shape, element, 1), tiles.stages, stage)
+    layout_k = staged_layout(sm90.make_smem_layout_b(row, k_shape, element, 1), tiles.stages, stage)
     layout_v = staged_layout(sm90.make_smem_layout_b(column, v_shape, element, 1), tiles.stages, stage)
-    layout_o = staged_layout(sm90.make_smem_layout_epi(element, row, (ROWS, tiles.width_v), 1), tiles.q_tiles, q_size)
+    layout_o = staged_layout(sm90.make_smem_layout_epi(element, row, (ROWS, tiles.width_o), 1), tiles.q_tiles, q_size)
     major = OperandMajorMode
-    # S = Q Kᵀ, 64 × tile_n, both from shared memory; O += P V, 64 × width_v, P from registers.
+    # S = Q Kᵀ, 64 × tile_n, both from shared memory; O += P V, 64 × width_o, P from registers.
     qk = sm90.make_trivial_tiled_mma(element, element, major.K, major.K, F32, (1, 1, 1), (ROWS, tiles.tile_n))
     pv = sm90.make_trivial_tiled_mma(
-        element, element, major.K, major.MN, F32, (1, 1, 1), (ROWS, tiles.width_v), warpgroup.OperandSource.RMEM
+        element, element, major.K, major.MN, F32, (1, 1, 1), (ROWS, tiles.width_o), warpgroup.OperandSource.RMEM
     )
     bring, send, tma = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp(), cpasync.make_tiled_tma_atom
     lo, hi, section, ctas, sinks, scale2, cap2, *extra = numbers
@@ -149,7 +149,7 @@ def launch(
     kernel(
         tma(bring, views.q, layout_q, (rows, tiles.width)),
         *key_maps(views, layout_k, layout_v, config),
-        tma(send, views.o, layout_o, (rows, tiles.width_v)),
+        tma(send, views.o, layout_o, (rows, tiles.width_o)),
         bias_map(optional.bias, config) if config.bias else None,
         lse, sink, qk, pv, params, config,
     ).launch(grid=[ctas, 1, 1], block=[tiles.threads, 1, 1], min_blocks_per_mp=1, stream=stream)  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import cutlass
 import cutlass.cute as cute
 
@@ -44,7 +46,9 @@ def load(maps: TensorMaps, smem: ForwardStorage, params: ForwardParams, config: 
         while taken.sequence >= 0:
             following = I32(0) if cutlass.const_expr(late) else packed.take(params.queue)
             query_tile = place_packed(taken, params, config)
-            if cutlass.const_expr(config.paged):
+            if cutlass.const_expr(config.tiles.parted):
+                state = load_parted_tile(maps, smem, query_tile, state, q_state, params, config)
+            elif cutlass.const_expr(config.paged):
                 state = load_paged_tile(maps, smem, query_tile, state, q_state, params, config)
             else:
                 state = load_tile(maps, smem, query_tile, state, q_state, bias_place, params, config)
@@ -61,7 +65,10 @@ def load(maps: TensorMaps, smem: ForwardStorage, params: ForwardParams, config: 
     else:
         for round_ in cutlass.range(rounds_of(params, config), unroll=1):
             query_tile = tile_of(round_, params, config)
-            state = load_tile(maps, smem, query_tile, state, q_state, bias_place, params, config)
+            if cutlass.const_expr(config.tiles.parted):
+                state = load_parted_tile(maps, smem, query_tile, state, q_state, params, config)
+            else:
+                state = load_tile(maps, smem, query_tile, state, q_state, bias_place, params, config)
             q_state = q_state.advance(config.tiles.q_stages)
 
 
@@ -138,6 +145,54 @@ def load_paged_tile(
     return fetch_parts(blocks.v, boxes, state, smem, config)
 
 
+@cute.jit
+def load_parted_tile(
+    maps: TensorMaps, smem: ForwardStorage, query_tile: QueryTile, state: PipelineState, q_state: PipelineState,
+    params: ForwardParams, config: cutlass.Constexpr,
+):  # fmt: skip
+    """:func:`load_tile` where a block takes several stages: of K so many columns each, of the tile's columns of V so many keys."""
+    tiles, head_k = config.tiles, query_tile.head // params.group
+    gQ, sQ = query_rows(maps.q, tiles.width, query_tile, params, config, smem.q)
+    # (box, key block, part), and for V, whose parts are neighbours as blocks are, (box, part of any block).
+    gK, sK = tma_tiles(maps.k, tiles.k_box, (None, None), head_k, query_tile.keys, smem.k)
+    gV, sV = tma_tiles(maps.v, tiles.v_box, (query_tile.piece, None), head_k, query_tile.keys, smem.v)
+
+    n = block_at(query_tile, 0, params, config)
+    state = fetch_k_parts(maps, gK, sK, n, state, smem, config)
+    if cutlass.const_expr(config.queued):
+        head = query_tile.head * tiles.pieces + query_tile.piece
+        publish(packed.PackedTile(query_tile.batch, query_tile.row, head), smem, q_state, config)
+    fetch_queries(maps, gQ, sQ, query_tile, q_state, smem, config)
+    for step in cutlass.range(query_tile.stop - query_tile.start - 1, unroll=1):
+        n, before = block_at(query_tile, step + 1, params, config), block_at(query_tile, step, params, config)
+        state = fetch_k_parts(maps, gK, sK, n, state, smem, config)
+        state = fetch_v_parts(maps, gV, sV, before, state, smem, config)
+    n = block_at(query_tile, query_tile.stop - query_tile.start - 1, params, config)
+    return fetch_v_parts(maps, gV, sV, n, state, smem, config)
+
+
+def fetch_k_parts(
+    maps: TensorMaps, g, s, n, state: PipelineState, smem: ForwardStorage, config: Config
+) -> PipelineState:
+    """Fetches K of block n, some columns of it into each stage. Returns the next state."""
+    tiles = config.tiles
+    for part in range(tiles.k_parts):
+        size = tiles.element_bytes * math.prod(tiles.k_box)
+        state = fetch_block(maps.k, g[None, n, part], s, size, state, smem, config)
+    return state
+
+
+def fetch_v_parts(
+    maps: TensorMaps, g, s, n, state: PipelineState, smem: ForwardStorage, config: Config
+) -> PipelineState:
+    """Fetches V of block n, some keys of it into each stage. Returns the next state."""
+    tiles = config.tiles
+    for part in range(tiles.v_parts):
+        size = tiles.element_bytes * math.prod(tiles.v_box)
+        state = fetch_block(maps.v, g[None, n * tiles.v_parts + part], s, size, state, smem, config)
+    return state
+
+
 def fetch_queries(
     maps: TensorMaps, gQ, sQ, query_tile: QueryTile, q_state: PipelineState, smem: ForwardStorage, config: Config
 ) -> None:
@@ -202,8 +257,8 @@ def store_tile(
     maps: TensorMaps, smem: ForwardStorage, query_tile: QueryTile, w, state: PipelineState, params: ForwardParams,
     config: Config,
 ) -> None:  # fmt: skip
-    """Copies a tile of O, (64, width_v), to global memory, and gives its place back for the next Q."""
-    gO, sO = query_rows(maps.o, config.tiles.width_v, query_tile, params, config, smem.o)
+    """Copies a tile of O, (64, width_o), to global memory, and gives its place back for the next Q."""
+    gO, sO = query_rows(maps.o, config.tiles.width_o, query_tile, params, config, smem.o)
     n = w * config.tiles.q_stages + state.index
     cute.arch.mbarrier_wait(smem.o_full + n, state.phase)  # the 128 threads that wrote O
     cute.copy(maps.o.atom, sO[None, n], gO[None, query_tile.row // config.queries + w])

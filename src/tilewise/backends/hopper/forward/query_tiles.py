@@ -52,7 +52,9 @@ def tile_order(params: ForwardParams, config: Config) -> schedule.Order:
 
 
 def tiles_per_row(params: ForwardParams, config: Config):
-    """How many tiles hold all heads of a batch element."""
+    """How many tiles hold all heads, and all their columns, of a batch element."""
+    if config.tiles.pieces > 1:
+        return params.heads_q * config.tiles.pieces
     if config.heads == 1:
         return params.heads_q
     return params.heads_q // params.group * tiles_per_group(params, config)
@@ -84,6 +86,7 @@ def tile_of(round_, params: ForwardParams, config: Config) -> QueryTile:
         # The splits of one query tile follow one another in the order of tiles.
         pair, split = pair // splits, pair % splits
     head, batch = pair % heads, pair // heads
+    head, piece = head_and_piece(head, config)
     if config.heads > 1:
         blocks = tiles_per_group(params, config)
         # The first query head of the tile; the last tile of a group may have fewer heads.
@@ -97,7 +100,13 @@ def tile_of(round_, params: ForwardParams, config: Config) -> QueryTile:
     if config.split:
         size = schedule.split_blocks((params.seqlen_k + tile_n - 1) // tile_n, splits)
         start, stop = schedule.within_split((start, stop), split, size, PICK)
-    return QueryTile(row, head, batch, I32(start), I32(stop), split)
+    return QueryTile(row, head, batch, I32(start), I32(stop), split, piece=piece)
+
+
+def head_and_piece(n, config: Config) -> tuple:
+    """The head and the piece of its columns that are the n-th of a row of tiles: the pieces of a head follow one another."""
+    pieces = config.tiles.pieces
+    return (n // pieces, n % pieces) if pieces > 1 else (n, None)  # neighbours read the same Q and K from L2
 
 
 # -- Tiles from a queue --------------------------------------------------------------------------------------------
@@ -120,12 +129,13 @@ def packed_tile(n, params: ForwardParams, config: Config) -> packed.PackedTile:
     def tiles_in(sequence):
         return packed.in_tiles(packed.rows_of(sequence, cu, params.seqlen_q, rest=True), rows)
 
-    sequence, block, count = packed.find(n // params.heads_q, tiles_in, cute.size(cu))
+    heads = tiles_per_row(params, config)
+    sequence, block, count = packed.find(n // heads, tiles_in, cute.size(cu))
     # The last rows of a sequence see most keys and come first.
     if config.has_upper:
         block = tiles_in(sequence) - 1 - block
-    sequence = I32(cutlass.select_(n < count * params.heads_q, sequence, I32(-1)))
-    return packed.PackedTile(sequence, block * rows, n % params.heads_q)
+    sequence = I32(cutlass.select_(n < count * heads, sequence, I32(-1)))
+    return packed.PackedTile(sequence, block * rows, n % heads)
 
 
 def place_packed(packed_tile: packed.PackedTile, params: ForwardParams, config: Config) -> QueryTile:
@@ -153,7 +163,8 @@ def place_packed(packed_tile: packed.PackedTile, params: ForwardParams, config: 
     start, stop = schedule.key_blocks(row, config.tile_queries, config.tiles.tile_n, band, PICK)
     keys = packed.Span(k.start + first + band.seqlen_k, band.seqlen_k)
     seqlen = packed.SeqlenInfo(q, keys, band.lo, band.hi)
-    return QueryTile(row, head, sequence, I32(start), I32(stop), seqlen=seqlen)
+    head, piece = head_and_piece(head, config)
+    return QueryTile(row, head, sequence, I32(start), I32(stop), seqlen=seqlen, piece=piece)
 
 
 # -- Blocks of a tile ----------------------------------------------------------------------------------------------

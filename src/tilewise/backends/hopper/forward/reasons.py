@@ -6,12 +6,15 @@ from tilewise.backends.hopper.config import (
     DROPPED,
     DTYPES,
     LONG,
+    MAX_COLUMNS,
     MULTIPLE,
+    ROWS,
     Expressions,
     band_of,
     is_traced,
     reasons_of_slopes,
 )
+from tilewise.backends.hopper.forward.config import choose, leaves_idle, mean_seqlen_q
 from tilewise.backends.hopper.forward.tiles import MAX_HEAD_DIM, TABLE
 from tilewise.problem import Problem
 
@@ -27,11 +30,36 @@ def reasons(problem: Problem, widest: int | None = None) -> list[str]:
     if any(dim % MULTIPLE for dim in dims):
         found.append(f"head dims {dims[0]} and {dims[1]} must be multiples of {MULTIPLE}")
     found += _reasons_of_packed(problem) if problem.packed and not problem.paged else []
+    found += _reasons_of_wide(problem) if MAX_COLUMNS < wide <= MAX_HEAD_DIM and not problem.paged else []
     found += ["a number beyond 32 bits in a mask or a score"] if _has_wide_number(problem) else []
     # A row's maximum is scaled after it is found, which is right for a positive scale alone.
     if problem.softmax_scale <= 0 and not is_traced(problem):
         found.append(f"softmax_scale {problem.softmax_scale} is not above 0")
     return found
+
+
+def _reasons_of_wide(problem: Problem) -> list[str]:
+    """The reasons of the kernels that compute O in pieces of its columns: they know bands and ends of rows, and nothing else."""
+    dims, spec = (problem.head_dim, problem.head_dim_v), problem.spec
+    found, wide = [], f"head_dim {max(dims)}, above {MAX_COLUMNS}, with"
+    if min(dims) <= MAX_COLUMNS:
+        found.append(f"head dims {dims[0]} and {dims[1]}, of which one alone is above {MAX_COLUMNS}")
+    found += [] if spec.score is None else [f"{wide} a score"]
+    found += [f"{wide} dropout"] if spec.dropout_p else []
+    found += [] if spec.region.predicate is None else [f"{wide} a mask of pairs"]
+    return found
+
+
+def reasons_of_few(problem: Problem) -> list[str]:
+    """The reasons against few queries with a head dim above 256: another backend's smaller tiles and splits of keys take less time."""
+    wide, queries = max(problem.head_dim, problem.head_dim_v), mean_seqlen_q(problem)
+    if not MAX_COLUMNS < wide <= MAX_HEAD_DIM or problem.paged:
+        return []
+    # A tile has the rows of one head, and its keys are not split.
+    if queries < ROWS:
+        return [f"head_dim {wide}, above {MAX_COLUMNS}, with {queries} queries, fewer than {ROWS}"]
+    idle = not reasons(problem) and leaves_idle(choose(problem), problem)
+    return [f"head_dim {wide}, above {MAX_COLUMNS}, with tiles for less than half of the machine"] if idle else []
 
 
 def _reasons_of_packed(problem: Problem) -> list[str]:

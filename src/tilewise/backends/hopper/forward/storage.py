@@ -18,8 +18,8 @@ class ForwardStorage(NamedTuple):
     """The tiles and barriers of a CTA in shared memory.
 
     Attributes:
-        q, o: (64, width), (64, width_v) and the tile: a tile of O takes the place of the Q that it came from.
-        k, v: (tile_n, width), (width_v, tile_n) and the stage: a stage holds a block of K or of V.
+        q, o: (64, width), (64, width_o) and the tile: a tile of O takes the place of the Q that it came from.
+        k, v: ``Tiles.k_box``, ``Tiles.v_box`` and the stage: a stage holds a block of K or of V, or a part of one.
         full, empty: barriers of each stage of the ring: load -> compute, and back.
         q_full, q_empty: barriers of each tile of Q: load -> compute, and store (or compute) -> load.
         o_full: barriers of each tile of O: compute -> store.

@@ -5,6 +5,7 @@ It imports no DSL.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -50,6 +51,9 @@ class Tiles:
         steady: whole blocks but the first are computed with the row maxima of the blocks before, and once more with their own
             where their sums say that the maxima fell behind (docs/decisions.md#hopper-steady-maxima).
         bias_stages: of a warpgroup's ring of tiles of a bias by pair, 64 × tile_n.
+        pieces: into how many pieces O's columns are cut where they do not fit registers; a tile computes one, and its scores anew
+            (docs/decisions.md#hopper-wide-heads).
+        k_parts, v_parts: stages that a block takes: of K so many columns each, of V so many keys.
         element_bytes: of an element of q, k, v and o, and of such a bias.
     """
 
@@ -65,6 +69,9 @@ class Tiles:
     pingpong: bool = False
     steady: bool = False
     bias_stages: int = 0
+    pieces: int = 1
+    k_parts: int = 1
+    v_parts: int = 1
     element_bytes: int = ELEMENT_BYTES
 
     @property
@@ -73,6 +80,7 @@ class Tiles:
         flags = ("" if self.lazy else "_eager") + ("_turns" if self.pingpong else "")
         flags += "_steady" if self.steady else ""
         flags += f"_b{self.bias_stages}" if self.bias_stages else ""
+        flags += f"_k{self.k_parts}v{self.v_parts}" if self.parted else ""
         return f"{self.tile_m}x{self.tile_n}_s{self.stages}q{self.q_stages}{flags}"
 
     @property
@@ -86,6 +94,26 @@ class Tiles:
         return 128 * (self.warpgroups + 1)
 
     @property
+    def width_o(self) -> int:
+        """Columns of V and O that a tile computes."""
+        return self.width_v // self.pieces
+
+    @property
+    def parted(self) -> bool:
+        """Whether a block of K or V takes several stages."""
+        return self.k_parts > 1 or self.v_parts > 1
+
+    @property
+    def k_box(self) -> tuple[int, int]:
+        """Keys and columns of K that one stage holds."""
+        return self.tile_n, self.width // self.k_parts
+
+    @property
+    def v_box(self) -> tuple[int, int]:
+        """Columns and keys of V that one stage holds."""
+        return self.width_o, self.tile_n // self.v_parts
+
+    @property
     def q_tiles(self) -> int:
         """Tiles of Q that a CTA has room for."""
         return self.warpgroups * self.q_stages
@@ -93,12 +121,12 @@ class Tiles:
     @property
     def q_elements(self) -> int:
         """Elements of one warpgroup's tile of Q or O."""
-        return ROWS * max(self.width, self.width_v)
+        return ROWS * max(self.width, self.width_o)
 
     @property
     def stage_elements(self) -> int:
         """Elements of one stage of the ring."""
-        return self.tile_n * max(self.width, self.width_v)
+        return max(math.prod(self.k_box), math.prod(self.v_box))
 
     @property
     def bias_tiles(self) -> int:
@@ -118,6 +146,15 @@ class Tiles:
         pairs = self.element_bytes * self.bias_tiles * ROWS * self.tile_n
         return SharedMemory(8 * (self.barriers + 1), self.q_tiles * q, self.stages * stage, pairs)
 
+    def describe(self) -> str:
+        """The sizes in a sentence, as ``explain`` shows it."""
+        blocks = "parts of blocks" if self.parted else "blocks"
+        return (
+            f"{self.tile_m} x {self.tile_n}, {self.warpgroups} warpgroups compute and one loads, "
+            f"{self.stages} {blocks} of K or V in flight, {self.shared.total >> 10} KiB shared"
+            + (f", O in {self.pieces} pieces of its columns" if self.pieces > 1 else "")
+        )
+
 
 # -- The table -----------------------------------------------------------------------------------------------------
 
@@ -133,7 +170,7 @@ class TileRow:
         listed: where a pair reads more than one tensor element, and for lists of key blocks. The blocks of a pattern, of 64 or
             128 keys, are then whole ones; wider blocks would cover two and be visited for either
             (docs/decisions.md#hopper-list-tiles).
-        short: one warpgroup for few queries, alone or with heads side by side; None: the tiles of the next row that has some.
+        short: one warpgroup for few queries, alone or with heads side by side; None: the tiles of the next row that has some, if any.
         fewer: tiles beside ``full`` that short sequences may get.
         fewer_ends: tiles beside ``ends`` that short sequences may get.
         bits: for lists and bits of tiles of 128 x 128; None: the tiles of the next row that has some.
@@ -188,6 +225,8 @@ _D128 = Tiles(128, 128, warpgroups=2, tile_n=128, stages=5, q_stages=2, register
 # Beyond 128 columns accumulators leave no registers for keys of 128 in S, nor shared memory for a second Q.
 _D192V128 = Tiles(192, 128, warpgroups=2, tile_n=112, stages=4, q_stages=1, registers=240)
 _D192 = Tiles(192, 192, warpgroups=2, tile_n=112, stages=4, q_stages=1, registers=240)
+# A tile of Q takes half of shared memory; K and V come past it in parts of 16 KiB.
+_D512 = Tiles(512, 512, warpgroups=2, tile_n=64, stages=6, q_stages=1, registers=240, pieces=2, k_parts=4, v_parts=2)
 _D256_80 = Tiles(256, 256, warpgroups=2, tile_n=80, stages=4, q_stages=1, registers=240, pingpong=True)
 _D256_64 = Tiles(256, 256, warpgroups=2, tile_n=64, stages=5, q_stages=1, registers=240, pingpong=True)
 
@@ -259,6 +298,13 @@ TABLE = {
         softcap=True,
         candidates=tuple(replace(t, pingpong=pingpong) for t in (_D256_80, _D256_64) for pingpong in (True, False)),
     ),
+    (512, 512): TileRow(
+        full=_D512,
+        ends=_D512,
+        traced=_D512,
+        listed=_D512,
+        candidates=(replace(_D512, pingpong=True),),
+    ),
 }  # fmt: skip
 MAX_HEAD_DIM = max(max(dims) for dims in TABLE)
 # (head dim, rows that one box brings) -> tiles over pages: few rows, since chunks of a prompt are short, and for small pages
@@ -280,6 +326,6 @@ def row_of(tiles: Tiles) -> TileRow:
     return TABLE[tiles.width, tiles.width_v]
 
 
-def short(tiles: Tiles) -> Tiles:
-    """The tiles of one warpgroup for the same head dims."""
-    return next(row.short for row in rows_for(tiles.width, tiles.width_v) if row.short is not None)
+def short(tiles: Tiles) -> Tiles | None:
+    """The tiles of one warpgroup for the same head dims, if there are some."""
+    return next((row.short for row in rows_for(tiles.width, tiles.width_v) if row.short is not None), None)

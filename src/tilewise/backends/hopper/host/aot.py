@@ -144,7 +144,7 @@ def judged(config: AnyConfig, listing: str, recipe: Recipe) -> dict[str, Any]:
     wrong = [f"argument {n}: strides that must be equal" for n in recipe.tied]
     for expected in config.expected:
         name = next(name for name in sections if re.fullmatch(rf"{expected.kernel}_\d+", name))
-        report = sass.read(sections.pop(name))
+        report = sass.read(sections.pop(name), expected.beside)
         if expected.idle_loops:
             report = replace(report, hidden=tuple(n for n in report.hidden if n))
         reports.append(report)

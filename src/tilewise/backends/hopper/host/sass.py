@@ -55,8 +55,8 @@ class Report:
         return found + ([] if self.hidden else ["no loop has two products in flight"])
 
 
-def read(listing: str) -> Report:
-    """The report of one kernel's listing."""
+def read(listing: str, beside: int = 1) -> Report:
+    """The report of one kernel's listing; ``beside``: groups of products that are under way beside the exponentials of a key block."""
     found = _INSTRUCTION.findall(listing)
     registers, limit, count = {}, None, Counter()
     hidden, under, ends = [], None, False
@@ -71,7 +71,7 @@ def read(listing: str) -> Report:
             registers[limit] = max(registers[limit], *named) if named else registers[limit]
         if op.startswith("WARPGROUP.DEPBAR"):
             hidden += [] if under is None else [under]
-            first = args.strip().endswith("0x1")  # of two products is done
+            first = args.strip().endswith(f"{beside:#x}")  # of two products is done
             under, ends = 0 if first and not ends else None, first and ends
         if op == "MUFU.EX2" and under is not None:
             under += 1

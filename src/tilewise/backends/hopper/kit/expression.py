@@ -94,7 +94,7 @@ class Values:
         """Before column c: now and then no sooner than the scores before it are there.
 
         Most of an expression needs no score: the compiler would compute it for all columns ahead, and run out of registers
-        (docs/decisions.md#hopper-held-expressions).
+        (docs/decisions.md#hopper-held-exponentials).
         """
         if c % GROUP == 0:
             # The group before is finished with its last score; the first group waits for the products themselves.

@@ -28,6 +28,7 @@ class QueryTile(NamedTuple):
             or bits.
         bits: the slot of the bits of the first partial block; those of the others follow.
         split: which split of the keys the blocks belong to, where keys are split.
+        piece: which piece of O's columns the tile computes, where they are cut.
         seqlen: where the rows and keys of its packed sequence lie; it has ``q`` and ``k``, each a :class:`packed.Span`.
     """
 
@@ -40,6 +41,7 @@ class QueryTile(NamedTuple):
     seqlen: NamedTuple | None = None
     partial: I32 | None = None
     bits: I32 | None = None
+    piece: I32 | None = None
 
     @property
     def rows(self):
@@ -80,8 +82,8 @@ def rows_columns(acc: cute.Tensor) -> cute.Tensor:
     return cute.make_tensor(acc.iterator, layout)
 
 
-def begin_product(mma, acc, left, right, overwrite: bool) -> None:
-    """Issues the wgmmas of ``acc (+)= left right`` as one group; mode 2 of the operands counts the k steps.
+def begin_product(mma, acc, left, right, overwrite: bool, first: int = 0) -> None:
+    """Issues the wgmmas of ``acc (+)= left right`` as one group; mode 2 of the operands counts the k steps, of the left from ``first`` on.
 
     The atom is made here: a field set on the caller's atom would belong to the caller's loop.
     """
@@ -89,9 +91,9 @@ def begin_product(mma, acc, left, right, overwrite: bool) -> None:
     # acc, and a left operand in registers, must be written before the tensor cores read them (wgmma.fence).
     warpgroup.fence()
     # acc (64 × N, fp32) += left (64 × 16) right (16 × N): 16 columns of 16-bit elements a step.
-    for step in range(cute.size(left, mode=[2])):
+    for step in range(cute.size(right, mode=[2])):
         atom.set(warpgroup.Field.ACCUMULATE, not (overwrite and step == 0))
-        cute.gemm(atom, acc, left[None, None, step], right[None, None, step], acc)
+        cute.gemm(atom, acc, left[None, None, first + step], right[None, None, step], acc)
     # One group; whoever needs acc waits for it with wait_group.
     warpgroup.commit_group()
 

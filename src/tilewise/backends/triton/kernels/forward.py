@@ -4,7 +4,7 @@
 
 and once at the end ``O = acc / l``, ``lse = m + log l`` (7). m is in units of log2, for fp32 inputs natural
 (:func:`tile.exponential`). Where scores are bounded, as a softcap bounds them, m stays 0: there is neither a maximum nor a
-rescaling (docs/decisions.md#triton-bounded-scores).
+rescaling (docs/decisions.md#triton-softcap).
 
 Tensors: q, k, v as in the public call; o contiguous (batch, seqlen_q, heads_q, head_dim_v); lse fp32 (batch, heads_q, seqlen_q).
 Packed, the batch axis is missing.

@@ -81,7 +81,7 @@ def test_a_kernel_that_cannot_be_built_is_exit_code_1(machine, monkeypatch, caps
     ("words", "says"),
     [
         ("bf16 d129x", "'d129x' names no kernels"),
-        ("d512", "no kernel is shipped for 'd512'"),
+        ("d520", "no kernel is shipped for 'd520'"),
         ("d96 rows packed", "shipped"),
     ],
 )
@@ -109,10 +109,22 @@ def test_the_words_of_a_kernel_select_it():
 
 @pytest.mark.parametrize(
     ("words", "dims"),
-    [("d80", {96, 128}), ("d40v24", {64}), ("d192v64", {192}), ("d72 softcap", {128}), ("d96 packed dropout", {128})],
+    [
+        ("d80", {96, 128}),
+        ("d40v24", {64}),
+        ("d192v64", {192}),
+        ("d72 softcap", {128}),
+        ("d96 packed dropout", {128}),
+    ],
 )
 def test_a_head_dim_selects_the_kernels_that_calls_with_it_get(words, dims):
     """Those of the smallest width that holds it; 96 has no kernels for few queries, nor any with a softcap."""
     found = selection.selected(f"{words} bf16 full")
     assert {selection.dims_of(config)[0] for config in found} == dims
     assert {isinstance(config, Backward) for config in found} == {True, False}
+
+
+def test_a_head_dim_above_256_has_forwards_alone():
+    found = selection.selected("d320 bf16 causal")
+    assert {selection.dims_of(config) for config in found} == {(512, 512)}
+    assert not any(isinstance(config, Backward) for config in found)

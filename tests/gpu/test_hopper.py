@@ -12,12 +12,13 @@ import torch
 import tilewise as tw
 from bench.gpu import check
 from bench.gpu.hopper import Kind, check_calls, kernel_of
+from tilewise import accuracy
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.decoding import config as decoding_config
 from tilewise.backends.hopper.forward.config import Config, shipped
 from tilewise.backends.hopper.host import library
-from tilewise.testing import paged_call, qkv
+from tilewise.testing import call, paged_call, qkv
 
 pytestmark = [
     pytest.mark.gpu,
@@ -81,6 +82,23 @@ def test_a_graph_replays_a_training_step_and_its_gradients_repeat(d):
     graph.replay()
     torch.cuda.synchronize()
     assert all(torch.equal(x, y) for x, y in zip(captured, expected, strict=True))
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("mask", [tw.causal(), tw.window(99, 0)], ids=["causal", "window"])
+@pytest.mark.parametrize("d", [512, 320])
+def test_wide_heads_train_with_the_forward_here_and_the_backward_elsewhere(d, mask, compiled):
+    q, k, v = (x.cuda().requires_grad_() for x in qkv(batch=3, nq=600, nk=700, hq=8, d=d, dv=d, dtype=torch.bfloat16))
+    plan = tw.explain(q, k, v, mask=mask)
+    assert "forward   hopper" in str(plan)
+    run = lambda q, k, v: tw.attention(q, k, v, mask=mask)  # noqa: E731
+    o = (torch.compile(run, fullgraph=True) if compiled else run)(q, k, v)
+    do = torch.randn_like(o)
+    grads = torch.autograd.grad(o, (q, k, v), do)
+    c = call(q, k, v, do, mask=mask)
+    found = dict(zip(("o", "dq", "dk", "dv"), (o.detach(), *grads), strict=True))
+    errors = accuracy.Expected.of(c.p, c.t, do, torch.zeros_like(c.dlse)).judge(found)
+    assert not [str(e) for e in errors if not e.ok]
 
 
 def test_a_graph_replays_it_and_another_stream_runs_it():

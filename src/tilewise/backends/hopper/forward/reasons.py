@@ -1,4 +1,4 @@
-"""The reasons against a forward, whatever machine it is. Nothing here imports the DSL."""
+"""The reasons against a forward: what no kernel computes on any machine, and what others compute faster on this one. Imports no DSL."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Tiles:
 
     Attributes:
         width, width_v: head dims that the kernel is compiled for; smaller ones are filled with zeros as they are loaded.
-        stages: of the ring; each holds a block of K or of V.
+        stages: of the ring; each holds a block of K or of V, or one of its parts.
         q_stages: how many tiles of Q a warpgroup has. With two, the next Q is loaded while O of one tile leaves through the
             other's place. With one, O leaves from registers, and the next Q is loaded as soon as the last scores are there
             (docs/decisions.md#hopper-o-from-registers).

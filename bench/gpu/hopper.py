@@ -117,7 +117,7 @@ class Kind(NamedTuple):
         t = x.keys if isinstance(x, Backward) else x.tiles
         latent = isinstance(x, LatentConfig)
         return cls(
-            (t.width, t.width_v),
+            t.dims if isinstance(x, Backward) else (t.width, t.width_v),
             x.dtype,
             x.form,
             x.softcap,
@@ -472,6 +472,6 @@ def _wanted(problem) -> list[Config | Backward]:
 def two_passes(c: Call) -> Backward:
     """The configuration that is chosen, with a pass of its own for dQ."""
     x = Hopper().backward_config(c.p)
-    row = backward_config.TABLE[x.keys.width, x.keys.width_v]
+    row = backward_config.TABLE[x.keys.dims]
     keys, queries = row.passes(x.form, x.softcap, x.traced, x.dropout)
     return replace(x, keys=keys, queries=queries)

@@ -458,7 +458,7 @@ def cut(info, shape, origin, head, batch, room):
         values = info.values[batch]
     if origin == (None, None):  # in parts
         return Plane(values[:, head], shape), room
-    first = width * (origin[0] or 0)
+    first = width * ((origin[1] if origin[0] is None else origin[0]) or 0)
     return Matrix(values[:, head : head + 1, first : first + width], (rows, 1), width), room
 
 

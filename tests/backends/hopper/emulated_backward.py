@@ -33,7 +33,7 @@ from tests.backends.hopper.emulated import (
     stand_in_for_queues,
 )
 from tilewise.backends.hopper.backward.config import Backward
-from tilewise.backends.hopper.backward.tiles import CLUSTER, HALF, KEY_GROUPS, KeyTiles
+from tilewise.backends.hopper.backward.tiles import CLUSTER, HALF, KEY_GROUPS, KeyTiles, QueryTiles
 from tilewise.backends.hopper.config import ROWS
 
 LOG2_E = np.float32(np.log2(np.e))
@@ -88,6 +88,8 @@ def load(name: str) -> ModuleType:
         stand_in_for_keys(found, places)
     if name == "cluster":
         stand_in_for_cluster(found, places)
+    elif name in ("keys", "queries"):
+        stand_in_for_halves(found["backward.halves"])
     return kernel
 
 
@@ -361,6 +363,45 @@ def send_ds(smem, n: int, peer: int, config: Backward) -> None:
     role.peer.peer_ds_full.barrier.change(1, 0)
 
 
+def stand_in_for_halves(halves: ModuleType) -> None:
+    """What two CTAs exchange. A place holds the sender's numbers until it is released: nobody may send there before."""
+
+    def send(acc, places, n: int) -> None:
+        peer = role.peer.halves
+        assert peer.parts[n] is None, "a place that has not been read"
+        peer.parts[n] = acc.values.copy()
+        (peer.full + n).barrier.change(1, 0)
+
+    def read_into(acc, places, n: int) -> int:
+        acc.values[:] = acc.values + places.parts[n]
+        return n
+
+    def release_place(places, n: int, found) -> None:
+        places.parts[n] = None
+        (role.peer.halves.empty + n).barrier.change(1, 0)
+
+    stand_in(halves, expect=lambda acc, places, n: None, send=send, read_into=read_into, release_place=release_place)
+
+
+def _halves(kernel, tiles: KeyTiles | QueryTiles, rank: int):
+    """The places of two warpgroups, where two CTAs share a tile."""
+    if not tiles.halved:
+        return None
+    return modules(kernel)["backward.halves"].Halves([None] * KEY_GROUPS, *bars(*[(KEY_GROUPS, 1)] * 2), rank)
+
+
+def _run(roles_of: dict[int, list], shared_of: dict[int, object], ctas: int, together: int) -> None:
+    """CTAs one after the other, or those that share a tile at once; ``shared_of``: each one's shared memory."""
+
+    def body_of(cta: int, body) -> None:
+        role.peer = shared_of[cta // together * together + together - 1 - cta % together]
+        body()
+
+    for first in range(0, len(roles_of), together):
+        of_tile = range(first, first + together)
+        _at_once({n: [(computes, partial(body_of, n, body)) for computes, body in roles_of[n]] for n in of_tile}, ctas)
+
+
 def release_ds(smem, n: int) -> None:
     for where in (smem, role.peer):
         (where.ds_empty + n).barrier.change(4, 0)
@@ -449,7 +490,7 @@ def run_preprocess(config: Backward, o, do, lse, dlse, lines: int, cu=None) -> t
     visits = np.full((*lse.shape[:2], lines), -1, np.int32)
     cu = None if cu is None else Global(cu)
     t = kernel.StatisticsTensors(*map(Global, (o, do, lse, dlse, *made)), cu, sums, Global(visits))
-    blocks = -(-lines // kernel.rows_of(config.keys.width_v))
+    blocks = -(-lines // kernel.rows_of(config.keys.dims[1]))
     for at[:2] in np.ndindex(blocks * lse.shape[0], lse.shape[1]):
         kernel.kernel(t, config)
     assert not config.stores_first or (visits == 0).all()
@@ -478,8 +519,9 @@ def run_keys(config: Backward, t: dict, numbers: tuple, ctas: int) -> tuple:
     mmas = SimpleNamespace(
         make=make, make_dq=make_dq, make_ring=kernel.pair_bias.BiasRing, names=names, dk=None, dv=None
     )
+    ctas, shared_of = max(tiles.ctas, ctas // tiles.ctas * tiles.ctas), {}
     for cta in range(ctas):
-        smem = _keys_storage(kernel, config)
+        smem = shared_of[cta] = _keys_storage(kernel, config, cta % tiles.ctas)
         stores = [partial(kernel.store, tmas, buffers, smem, w, params, config) for w in range(2)]
         loads = [
             partial(kernel.load_keys, tmas, smem, params, config),
@@ -493,8 +535,7 @@ def run_keys(config: Backward, t: dict, numbers: tuple, ctas: int) -> tuple:
     if tiles.ordered:  # CTAs wait for each other
         _at_once(roles_of, ctas)
     else:
-        for cta, roles in roles_of.items():
-            _together(roles, cta, ctas)
+        _run(roles_of, shared_of, ctas, tiles.ctas)
     if config.stores_first:
         sums[(visits == 0).reshape(sums.shape[:4])] = 0.0
     return dk, dv, _placed(kernel, sums, t["q"].shape, params, config) if tiles.sums_dq else None
@@ -564,7 +605,7 @@ def _of_cta(cta: int, peer, body, params, config: Backward) -> None:
     body(params, config)
 
 
-def _keys_storage(kernel, config: Backward):
+def _keys_storage(kernel, config: Backward, rank: int):
     tiles = config.keys
     k, v, ring = Rooms(tiles.key_tiles), Rooms(tiles.key_tiles), Rooms(tiles.stages)
     held, storage = 2 * tiles.key_tiles, modules(kernel)["backward.keys_storage"]
@@ -581,6 +622,7 @@ def _keys_storage(kernel, config: Backward):
     return kernel.KeysStorage(
         k, v, *out, ring, ring, Rooms(config.statistics.count), handover, *stages, emptied, *bars((held, 128), (1, 128), (1, 128)),
         None, boxes, dq, *bars((1, KEY_GROUPS)), None, _bias_storage(kernel, config) if config.bias else None,
+        _halves(kernel, tiles, rank),
     )  # fmt: skip
 
 
@@ -653,13 +695,17 @@ def run_queries(config: Backward, t: dict, numbers: tuple, ctas: int) -> np.ndar
     tmas = kernel.QueriesTmas(*map(info, (t["q"], t["do"], t["k"], t["v"], dq, t["o"])))
     names = SimpleNamespace(score=None, dq=None)
     mmas = SimpleNamespace(make=modules(kernel)["backward.queries_compute"].QueryOperands, names=names, dq=None)
-    stages = config.queries.stages
+    stages, together = config.queries.stages, config.queries.ctas
+    ctas, roles_of, shared_of = max(together, ctas // together * together), {}, {}
     for cta in range(ctas):
         q, do, ring = Rooms(w), Rooms(w), Rooms(stages)
         barriers = bars((stages, 1), (stages, 4 * w), (w, 1), (w, 1), (w, 128))
-        smem = kernel.QueriesStorage(q, do, q, ring, ring, *barriers, None, _mailboxes(kernel, w), ring)
+        places = _halves(kernel, config.queries, cta % together)
+        smem = kernel.QueriesStorage(q, do, q, ring, ring, *barriers, None, _mailboxes(kernel, w), ring, places)
+        shared_of[cta] = smem
         others = [partial(load, tmas, smem, params, config) for load in (kernel.load_rows, kernel.load_keys)]
         others += [partial(kernel.store, tmas, rows.lse2, smem, n, params, config) for n in range(w)]
         groups = [partial(kernel.compute, smem, n, rows, mmas, params, config) for n in range(w)]
-        _together([(False, body) for body in others] + [(True, body) for body in groups], cta, ctas)
+        roles_of[cta] = [(False, body) for body in others] + [(True, body) for body in groups]
+    _run(roles_of, shared_of, ctas, together)
     return dq

@@ -56,6 +56,7 @@ KEYS = {
     ),
     "bits-wide": KeyTiles(128, 128, 64, 4, sums_dq=True, dq_first=True, queued=True, overlaps=True, counts=True),
     "paired": ClusterTiles(256, 256, 64, 7),
+    "halved": KeyTiles(32, 32, 32, 4, split=True, halved=True),
 }
 
 
@@ -68,6 +69,7 @@ def emulate(c: Call, tiles: KeyTiles | None, ctas: int) -> Grads:
                 patches.enter_context(patch.object(backward_config, biased, lambda p: None))
         x = backward_config.choose(c.p)
     queries = None if not tiles or tiles.sums_dq else QUERIES if tiles.split else FIRST
+    queries = replace(QUERIES, width=32, width_v=32, halved=True) if tiles and tiles.halved else queries
     return emulate_kernels(c, replace(x, keys=tiles, queries=queries) if tiles else x, ctas)
 
 
@@ -186,6 +188,10 @@ PAIRS += [(name, "summed") for name in ("prefix-lengths", "documents", "document
 PAIRS += [(name, "summed-wide") for name in ("one", "causal-empty-rows", "narrow", "lengths")]
 PAIRS += [(name, "ordered") for name in ("full", "causal-wide", "window", "window-left", "keys", "large-scores")]
 PAIRS += [(name, "ordered-wide") for name in ("one", "causal", "causal-empty-rows", "narrow")]
+PAIRS += [(name, "halved") for name in ("one", "full", "causal-empty-rows", "window", "keys", "narrow", "large-scores")]
+PAIRS += [
+    (name, "halved") for name in ("prefix-lengths", "documents-empty-rows", "ranges-per-head", "lengths", "softcap")
+]
 PAIRS += [(name, "queued") for name in ("one", "causal-wide", "window", "documents")]
 PAIRS += [("dropout", "queued"), ("dropout-documents", "queued")]
 PAIRS += list(zip(LINEAR, ("queued", "queued", "queued-wide"), strict=True))

@@ -81,7 +81,8 @@ class Hopper(Backend):
         if p.spec.max_logit:
             reasons.append("the largest score of each row (attention_with_stats): its kernels do not keep it")
         # Whoever binds the backend to a kernel wants that one.
-        reasons += [] if self.override else forward_reasons.reasons_of_few(p)
+        bound = self.override or self.override_backward
+        reasons += [] if bound else forward_reasons.reasons_of_few(p)
         return reasons + (backward_config.reasons(p) if p.spec.needs_grad else [])
 
     def preferred(self, p: Problem) -> str:
@@ -104,7 +105,11 @@ class Hopper(Backend):
         return self.config(p).tile_queries, self.config(p).tiles.tile_n
 
     def backward_config(self, p: Problem) -> Backward:
-        return self.override_backward or backward_config.choose(as_packed(p))
+        if self.override_backward:
+            return self.override_backward
+        packed = as_packed(p)
+        # Wide heads have kernels for the ends of rows and none for packed sequences.
+        return backward_config.choose(packed if backward_config.chosen_row(packed) else p)
 
     def configs(self, p: Problem) -> list[AnyConfig]:
         """The configs of the kernels that a problem needs."""

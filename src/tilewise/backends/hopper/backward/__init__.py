@@ -28,6 +28,7 @@ how dQ is accumulated, and in which order           dq_accumulate; head_dim 256:
 lse2 and delta                                      preprocess; in the pass over queries: ``queries_compute.make_statistics``
 a bias by pair: its tiles, and its gradient's       pair_bias
 lse and delta that products subtract                subtrahends; their terms: preprocess
+scores of head dims above 256, which two CTAs sum   halves
 registers, products, shared-memory stores           fragments
 the numbers of a launch                             params, launch; stand-ins to compile for: fake_arguments
 =================================================== ==================================================================

@@ -127,8 +127,8 @@ class Backward(Formed):
     def name(self) -> str:
         """How its kernels' symbols begin, which end in ``_rows``, ``_keys``, ``_queries`` or ``_sum``: symbols are among the bits of
         shipped kernels, so that modules may be renamed and they may not."""
-        k = self.keys
-        dims = f"d{k.width}" + (f"v{k.width_v}" if k.width_v != k.width else "")
+        k, (width, width_v) = self.keys, self.keys.dims
+        dims = f"d{width}" + (f"v{width_v}" if width_v != width else "")
         second = self.queries.name if self.queries else "ordered" if k.ordered else "queue" if k.queued else "sum"
         flags = "".join(f"_{name}" for name in FLAGS if getattr(self, name))
         flags += "" if self.traced == PLAIN else f"_{self.traced.digest}"
@@ -368,6 +368,12 @@ TABLE = {
         one_pass=ClusterTiles(256, 256, tile_m=64, stages=7),
         one_pass_from=900,
     ),
+    (512, 512): BackwardRow(
+        two_passes=Passes(
+            KeyTiles(256, 256, tile_m=64, stages=4, split=True, halved=True),
+            QueryTiles(256, 256, warpgroups=2, tile_n=32, stages=4, halved=True),
+        ),
+    ),
 }
 BANDS = ("full", "upper", "band")  # forms whose rows' ends are numbers
 LEAST_SCALE = 1e-12  # products subtract lse / softmax_scale
@@ -437,16 +443,18 @@ def shipped() -> list[Backward]:
         for wanted in (False, True)
     ]
     dtypes = DTYPES.values()
-    return [Backward(*passes, dtype=dtype, **options) for passes, options in found if passes for dtype in dtypes]
+    found = [(x, more) for x, more in found if x and exists(x.keys, more["form"], more.get("packed", False))]
+    return [Backward(*passes, dtype=dtype, **options) for passes, options in found for dtype in dtypes]
 
 
 # -- The choice ----------------------------------------------------------------------------------------------------
 
 
 def exists(keys: KeyTiles, form: str, packed: bool) -> bool:
-    """Whether there is a kernel with these tiles: additions in order, and clusters, need one band's numbers; counts, equal sequences."""
+    """Whether there is a kernel with these tiles: additions in order, and clusters, need one band's numbers; counts, equal sequences; and
+    two CTAs that share a tile of packed sequences would have to take the same one."""
     banded = keys.ordered or keys.clustered
-    return not (packed and (banded or keys.counts)) and (not banded or form in BANDS)
+    return not (packed and (banded or keys.counts or keys.halved)) and (not banded or form in BANDS)
 
 
 def reasons(p: Problem) -> list[str]:
@@ -458,7 +466,8 @@ def reasons(p: Problem) -> list[str]:
         if alibi_of(p) is not None:
             found.append("packed sequences with ALiBi and deterministic=True")
     if chosen_row(p) is None:
-        found.append(f"its backward has no tiles for head dims {p.head_dim} and {p.head_dim_v}")
+        packed = "packed sequences with " * p.packed
+        found.append(f"its backward has no tiles for {packed}head dims {p.head_dim} and {p.head_dim_v}")
     return found
 
 
@@ -495,7 +504,8 @@ def chosen_row(p: Problem) -> tuple[BackwardRow, Passes] | None:
     """The first row of TABLE that holds both head dims and has passes for the form; None where no row does."""
     form, traced = form_of(p), Expressions.of(p).traced
     softcap, dropout = p.spec.score is not None and not traced.score, p.spec.dropout_p > 0
-    return next(((row, x) for row in rows_for(p) if (x := row.passes(form, softcap, traced, dropout))), None)
+    columns = ((row, row.passes(form, softcap, traced, dropout)) for row in rows_for(p))
+    return next(((row, passes) for row, passes in columns if passes and exists(passes.keys, form, p.packed)), None)
 
 
 def choose(p: Problem) -> Backward:

@@ -28,19 +28,21 @@ def grids(config: Backward, problem: Problem, seqlen_k: int, cores: int) -> tupl
         -(-seqlen_k // config.keys.tile_n),
         cores if config.form == "full" else SHARING,
     )
-    keys = spread(heads, tiles, ordered_at_once(config, tiles) if config.keys.ordered else sharing, cores)
+    at_once = ordered_at_once(config, tiles) if config.keys.ordered else sharing
+    keys = spread(heads, tiles, at_once, cores, 2 if config.keys.halved else 1)
     if config.keys.queued:
         keys = open_heads(config, problem, tiles, cores), keys[1]
     if config.keys.clustered:
         keys = spread_clusters(heads, tiles, config.form, cores)
-    return *keys, *spread(problem.batch * problem.heads_q, -(-problem.seqlen_q // config.tile_m), sharing, cores)
+    ctas = config.queries.ctas if config.queries else 1
+    return *keys, *spread(problem.batch * problem.heads_q, -(-problem.seqlen_q // config.tile_m), sharing, cores, ctas)
 
 
-def spread(heads: int, tiles: int, sharing: int, cores: int) -> tuple[int, int]:
+def spread(heads: int, tiles: int, sharing: int, cores: int, ctas: int = 1) -> tuple[int, int]:
     """``(section, ctas)`` for ``tiles`` of each of ``heads``: heads of a section, and CTAs of the launch. ``sharing`` tiles of a head are
-    at work at once, if there are heads enough."""
-    section = min(heads, max(1, cores // sharing))
-    return section, min(heads * tiles, cores)
+    at work at once, if there are heads enough; ``ctas`` share a tile."""
+    section = min(heads, max(1, cores // ctas // sharing))
+    return section, ctas * min(heads * tiles, cores // ctas)
 
 
 def spread_clusters(heads: int, tiles: int, form: str, cores: int) -> tuple[int, int]:

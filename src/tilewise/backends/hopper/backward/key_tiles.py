@@ -18,7 +18,7 @@ from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.backward.params import BackwardParams, column_band, number_band
 from tilewise.backends.hopper.backward.scores import ColumnLimits, ScoreBlock, pairs_of_block, thread_rows
 from tilewise.backends.hopper.backward.sequences import BackwardSeqlenInfo, PackedSequence, seqlen_info
-from tilewise.backends.hopper.backward.tiles import CLUSTER, KEY_GROUPS, LINE_SLOTS, STATISTICS_ALIGNMENT
+from tilewise.backends.hopper.backward.tiles import KEY_GROUPS, LINE_SLOTS, STATISTICS_ALIGNMENT
 from tilewise.backends.hopper.config import ROWS
 from tilewise.backends.hopper.kit import bits, packed, schedule
 from tilewise.backends.hopper.kit.dtypes import F32, I32
@@ -99,7 +99,7 @@ def cta_of(config: Backward):
     As a second pass, CTAs are numbered backwards: the first CTAs come to multiprocessors that had fewer tiles of the first pass, and
     those are the last in its order.
     """
-    size = CLUSTER if config.keys.clustered else 1
+    size = config.keys.ctas
     n, ctas = cute.arch.block_idx()[0] // size, cute.arch.grid_dim()[0] // size
     return (ctas - 1 - n if config.queries_first else n), ctas
 

@@ -60,7 +60,7 @@ from tilewise.backends.hopper.backward.tiles import FP32_BYTES, KEY_GROUPS, v_re
 from tilewise.backends.hopper.config import ELEMENT_BYTES, ROWS
 from tilewise.backends.hopper.kit import packed
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
-from tilewise.backends.hopper.kit.instructions import await_count
+from tilewise.backends.hopper.kit.instructions import await_count, meet
 from tilewise.backends.hopper.kit.ring import PipelineState, fetch, new_writer, release
 from tilewise.backends.hopper.kit.scheduler import each_queued, each_tile, take_queued, take_tiles
 from tilewise.backends.hopper.kit.tiles import staged_layout, tma_tiles
@@ -118,7 +118,7 @@ def launch(t: KeysTensors, params: BackwardParams, ctas, stream, config: Backwar
     kernel.set_name_prefix(f"{config.name}_keys", remove_cutlass_symbol=True, keep_mangled_name=False)
     kernel(tmas, t.buffers, tiled_mmas(config), params, config).launch(
         grid=[ctas, 1, 1], block=[tiles.threads, 1, 1], min_blocks_per_mp=1, stream=stream, use_pdl=True,
-        cooperative=tiles.ordered,
+        cooperative=tiles.ordered, **({"cluster": [tiles.ctas, 1, 1]} if tiles.halved else {}),
     )  # fmt: skip
 
 
@@ -177,6 +177,8 @@ def kernel(tmas: KeysTmas, buffers: RowBuffers, mmas: KeysMmas, params: Backward
             make_values(smem, mmas, params, config)
         else:
             make_keys(smem, mmas, params, config)
+    if cutlass.const_expr(tiles.halved):
+        meet()  # neither CTA's shared memory goes while the peer may still reach for it
 
 
 # -- Load ----------------------------------------------------------------------------------------------------------
@@ -188,8 +190,8 @@ def load_keys(tmas: KeysTmas, smem: KeysStorage, params: BackwardParams, config:
 
     def load_tile(key_tile: KeyTile, packed_tile: packed.PackedTile | None, phase) -> None:
         tiles = config.keys
-        gK, sK = tma_tiles(tmas.k, (ROWS, tiles.width), (None, 0), key_tile.head, key_tile.keys, smem.k)
-        gV, sV = tma_tiles(tmas.v, (ROWS, tiles.width_v), (None, 0), key_tile.head, key_tile.keys, smem.v)
+        gK, sK = tma_tiles(tmas.k, (ROWS, tiles.width), (None, smem.half), key_tile.head, key_tile.keys, smem.k)
+        gV, sV = tma_tiles(tmas.v, (ROWS, tiles.width_v), (None, smem.half), key_tile.head, key_tile.keys, smem.v)
         k_bytes, v_bytes = (ELEMENT_BYTES * ROWS * width for width in (tiles.width, tiles.width_v))
         for n in range(tiles.key_tiles):
             m, full, empty = key_tile.column // ROWS + n, smem.held_full + n, smem.held_empty + n
@@ -258,8 +260,8 @@ def load_blocks(
         head_tile = of_query_head(key_tile, g, params, config)
         head = head_tile.head
         # (box, block) of one query head, and (box, stage).
-        gQ, sQ = tma_tiles(tmas.q, (tiles.tile_m, tiles.width), (None, 0), head, key_tile.rows, smem.q)
-        gO, sO = tma_tiles(tmas.do, (tiles.tile_m, tiles.width_v), (None, 0), head, key_tile.rows, smem.do)
+        gQ, sQ = tma_tiles(tmas.q, (tiles.tile_m, tiles.width), (None, smem.half), head, key_tile.rows, smem.q)
+        gO, sO = tma_tiles(tmas.do, (tiles.tile_m, tiles.width_v), (None, smem.half), head, key_tile.rows, smem.do)
         lse2 = RowStatistic(key_tile.statistic(buffers.lse2, head, words), tiles.tile_m * words)
         delta = RowStatistic(key_tile.statistic(buffers.delta, head), tiles.tile_m)
         # Beside Q both come at once, where products subtract them.
@@ -391,8 +393,8 @@ def store_tile(
                 part_phase = dq_accumulate.add_all(sums, smem.dq, w, head_tile, part_phase, params, config)
             if cutlass.const_expr(tiles.counts):
                 dq_accumulate.count_tile(buffers.delta, key_tile.batch, head_tile.head)
-    gK, sK = tma_tiles(tmas.dk, (ROWS, tiles.width), (None, 0), key_tile.head, key_tile.keys, smem.dk)
-    gV, sV = tma_tiles(tmas.dv, (ROWS, tiles.width_v), (None, 0), key_tile.head, key_tile.keys, smem.dv)
+    gK, sK = tma_tiles(tmas.dk, (ROWS, tiles.width), (None, smem.half), key_tile.head, key_tile.keys, smem.dk)
+    gV, sV = tma_tiles(tmas.dv, (ROWS, tiles.width_v), (None, smem.half), key_tile.head, key_tile.keys, smem.dv)
     n = key_tile.column // ROWS
     if cutlass.const_expr(not tiles.split):
         store_when_done(tmas.dv, sV[None, w], gV[None, n + w], smem, tiles.key_tiles + w, phase, not tiles.overlaps)

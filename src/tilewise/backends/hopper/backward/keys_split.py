@@ -23,6 +23,7 @@ from tilewise.backends.hopper.backward.fragments import (
     round_to_operand,
     scale,
 )
+from tilewise.backends.hopper.backward.halves import add_peer, release_place
 from tilewise.backends.hopper.backward.key_tiles import (
     SCHEDULER,
     KeyTile,
@@ -111,6 +112,8 @@ def value_block(
     begin_s(operands, 0, q_stage)  # Sᵀ = K Qᵀ, 64 x tile_m
     warpgroup.wait_group(0)  # S, and dV of the block before
     release_before(smem.empty, state, 1, config.keys.stages)
+    if config.keys.halved:
+        add_peer(operands.s, smem.halves, 0, state.count % 2, releases=False)  # P takes its place
     s, kept = rows_columns(operands.s), block.dropout_keeps(operands.s, params, config)
     probabilities(s, operands.p, column_statistic(smem.statistics, q_stage), block, params, config, kept)
     release_read(smem.empty + q_stage)
@@ -175,9 +178,15 @@ def key_block(
     begin_dp(operands, 0, do_stage)  # dPᵀ = V dOᵀ, 64 x tile_m
     warpgroup.wait_group(0)  # dP, and dK of the block before
     release_before(smem.empty, state, 2, config.keys.stages)
+    if config.keys.halved:
+        # dP of this CTA's columns, plus that of the peer's
+        add_peer(operands.dp, smem.halves, 1, state.count % 2)
     cute.arch.mbarrier_wait(smem.p_full, state.count % 2)  # make_values has handed P over
     take_over(operands.p, smem.handover)
     cute.arch.mbarrier_arrive(smem.p_empty)
+    if config.keys.halved:
+        # P lay where the peer's S was: the peer may send the next one.
+        release_place(smem.halves, 0, words(operands.p))
     kept, p = block.dropout_keeps(operands.dp, params, config), as_rows_columns(operands.p, operands.dp)
     delta = column_statistic(smem.statistics, do_stage)
     score_gradients(rows_columns(operands.dp), p, delta, kept, params)

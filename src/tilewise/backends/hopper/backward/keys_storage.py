@@ -8,11 +8,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import cpasync
 
-from tilewise.backends.hopper.backward import dq_accumulate, pair_bias
+from tilewise.backends.hopper.backward import dq_accumulate, halves, pair_bias
 from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.backward.fragments import allocate_elements, statistics_layout, with_tma_layout
 from tilewise.backends.hopper.backward.tiles import KEY_GROUPS
-from tilewise.backends.hopper.config import ALIGNMENT
+from tilewise.backends.hopper.config import ALIGNMENT, ROWS
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
 from tilewise.backends.hopper.kit.scheduler import (
     QUEUE_WORDS,
@@ -90,6 +90,7 @@ class KeysStorage(NamedTuple):
         left: the barrier that says that dK and dV have left, where they do not lie where K and V were.
         minus_lse: :func:`constant_layout`, where products subtract the statistics; ``statistics`` is then :func:`subtrahends_layout`.
         bias: the rings of a bias by pair.
+        halves: where the two CTAs of a cluster exchange S and dP. half: which half of the columns this CTA has.
     """
 
     k: cute.Tensor
@@ -113,6 +114,11 @@ class KeysStorage(NamedTuple):
     left: cute.Pointer | None = None
     minus_lse: cute.Tensor | None = None
     bias: pair_bias.BiasStorage | None = None
+    halves: halves.Halves | None = None
+
+    @property
+    def half(self) -> I32 | int:
+        return self.halves.rank if self.halves else 0
 
 
 def allocate(tmas: KeysTmas, config: Backward) -> KeysStorage:
@@ -129,12 +135,17 @@ def allocate(tmas: KeysTmas, config: Backward) -> KeysStorage:
     k, v, q = (allocate_elements(allocator, elements, config.dtype) for elements in sizes)
     # A warpgroup puts its dK and dV where it alone has read: split, make_keys has read V alone, and make_values K alone.
     dk, dv = (v, k) if tiles.split else (k, v)
-    handover, dq = statistics, None
-    if tiles.split:
-        handover = allocator.allocate_tensor(I32, cute.make_layout((4, 128, tiles.tile_m // 16)), ALIGNMENT)
     empty, held_full = full + tiles.stages, full + 2 * tiles.stages
     held_empty, done = held_full + 2 * tiles.key_tiles, held_full + 4 * tiles.key_tiles
     p_full = held_full + 6 * tiles.key_tiles
+    handover, dq, shared = statistics, None, None
+    handover_layout = cute.make_layout((4, 128, tiles.tile_m // 16))
+    if tiles.halved:
+        shared = halves.allocate(allocator, ROWS * tiles.tile_m, KEY_GROUPS, p_full + 2)
+        # A thread's P takes the place of the S that it was sent.
+        handover = cute.make_tensor(cute.recast_ptr(shared.parts.iterator, dtype=I32), handover_layout)
+    elif tiles.split:
+        handover = allocator.allocate_tensor(I32, handover_layout, ALIGNMENT)
     left = p_full
     if tiles.sums_dq:
         dq, left = dq_accumulate.allocate(allocator, config, p_full), p_full + 8
@@ -151,7 +162,7 @@ def allocate(tmas: KeysTmas, config: Backward) -> KeysStorage:
         with_tma_layout(k, tmas.k), with_tma_layout(v, tmas.v), with_tma_layout(dk, tmas.dk), with_tma_layout(dv, tmas.dv),
         with_tma_layout(q, tmas.q), with_tma_layout(q, tmas.do), statistics, handover,
         full, empty, held_full, held_empty, done, p_full, p_full + 1, full + tiles.barriers,
-        (queue_slots if tiles.queued else mailboxes)(full + tiles.barriers + 1), dq, left, minus_lse, bias,
+        (queue_slots if tiles.queued else mailboxes)(full + tiles.barriers + 1), dq, left, minus_lse, bias, shared,
     )  # fmt: skip
 
 
@@ -187,6 +198,8 @@ def init_barriers(smem: KeysStorage, config: cutlass.Constexpr):
             if cutlass.const_expr(tiles.split):
                 cute.arch.mbarrier_init(smem.p_full, 128)  # make_values -> make_keys
                 cute.arch.mbarrier_init(smem.p_empty, 128)  # make_keys -> make_values
+            if cutlass.const_expr(tiles.halved):
+                halves.init_barriers(smem.halves)
             if cutlass.const_expr(tiles.sums_dq):
                 dq_accumulate.init_barriers(smem.dq)
             if cutlass.const_expr(tiles.overlaps):
@@ -197,5 +210,4 @@ def init_barriers(smem: KeysStorage, config: cutlass.Constexpr):
                 init_queue_slots(smem.boxes, TILE_READERS)
             else:
                 init_mailboxes(smem.boxes, config)
-    cute.arch.mbarrier_init_fence()
-    cute.arch.sync_threads()
+    halves.publish_barriers(smem.halves)

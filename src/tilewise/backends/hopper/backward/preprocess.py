@@ -69,8 +69,8 @@ class StatisticsRow(NamedTuple):
 
 
 def lanes_of(width_v: int) -> int:
-    """How many threads read one row: a power of two."""
-    return 1 << (width_v // VECTOR - 1).bit_length()
+    """How many threads read one row: a power of two, and threads of one warp."""
+    return min(32, 1 << (width_v // VECTOR - 1).bit_length())
 
 
 def rows_of(width_v: int) -> int:
@@ -84,7 +84,7 @@ def rows_of(width_v: int) -> int:
 def launch(t: StatisticsTensors, stream, config: Backward) -> None:
     """Launches the kernel, within a traced function of the host's."""
     kernel.set_name_prefix(f"{config.name}_rows", remove_cutlass_symbol=True, keep_mangled_name=False)
-    blocks = cute.ceil_div(t.rows(config), rows_of(config.keys.width_v))
+    blocks = cute.ceil_div(t.rows(config), rows_of(config.keys.dims[1]))
     grid = [blocks * t.lse.shape[0], t.lse.shape[1], 1]
     kernel(t, config).launch(grid=grid, block=[THREADS, 1, 1], stream=stream, use_pdl=True)
 
@@ -97,8 +97,8 @@ def kernel(t: StatisticsTensors, config: cutlass.Constexpr):
     another one's.
     """
     cute.arch.griddepcontrol_wait()  # this kernel may begin while the one before it in the stream ends
-    lanes, element = lanes_of(config.keys.width_v), ELEMENT[config.dtype]
-    rows_each_cta = rows_of(config.keys.width_v)
+    lanes, element = lanes_of(config.keys.dims[1]), ELEMENT[config.dtype]
+    rows_each_cta = rows_of(config.keys.dims[1])
     blocks, (n, head, _) = cute.ceil_div(t.rows(config), rows_each_cta), cute.arch.block_idx()
     block, batch, thread = n % blocks, n // blocks, cute.arch.thread_idx()[0]
     lane, first, step = thread % lanes, block * rows_each_cta + thread // lanes, THREADS // lanes
@@ -107,8 +107,10 @@ def kernel(t: StatisticsTensors, config: cutlass.Constexpr):
     *rows, own = rows_at([*(first + n * step for n in range(ROWS_EACH)), first + mine * step], t, config)
     lse, dlse = lse_and_dlse(t, batch, head, own)
     o, do = (part[batch, None, head, None] for part in (t.o, t.do))
-    # Loads of all rows are issued before any is used: (8,) of O and (8,) of dO for each row.
-    parts = [[row_part(matrix, row.source, lane, element) for matrix in (o, do)] for row in rows]
+    # A thread's vectors of a row: one, or, where a row has more than a warp's, every 32nd.
+    places = [lane, *range_from(lane, lanes, -(-config.keys.dims[1] // VECTOR))]
+    # Loads of all rows are issued before any is used: (8,) of O and (8,) of dO for each row and vector.
+    parts = [[[row_part(matrix, row.source, place, element) for matrix in (o, do)] for place in places] for row in rows]
     if cutlass.const_expr(config.stores_first):
         clear_semaphores(t.semaphores[batch, head, None], block * THREADS + thread)
     elif cutlass.const_expr(config.keys.sums_dq):
@@ -116,9 +118,11 @@ def kernel(t: StatisticsTensors, config: cutlass.Constexpr):
     if cutlass.const_expr(config.makes_queue):
         clear_queue(t.queue, n + head + thread)
     total = F32(0.0)
-    for n, (one, other) in enumerate(parts):
-        # delta = rowsum(dO ∘ O): 8 products a thread, then the sum over the row's threads.
-        found = (one.load().to(F32) * other.load().to(F32)).reduce(cute.ReductionOp.ADD, F32(0.0), 0)
+    for n, vectors in enumerate(parts):
+        # delta = rowsum(dO ∘ O): 8 products a vector, then the sum over the row's threads.
+        found, *more = (inner_product(one, other) for one, other in vectors)
+        for part in more:
+            found = found + part
         for offset in [1 << n for n in range((lanes - 1).bit_length())]:  # over the threads of the row
             found = found + cute.arch.shuffle_sync_bfly(found, offset=offset)
         total = choose(mine == n, found, total)
@@ -150,6 +154,16 @@ def rows_at(rows: list, t: StatisticsTensors, config: Backward) -> list[Statisti
         return cutlass.select_(i < span.size, span.start + i, total)
 
     return [StatisticsRow(row, source_of(row - first)) for row in rows]
+
+
+def range_from(lane, lanes: int, vectors: int) -> list:
+    """The vectors of a row that a thread reads after its first one."""
+    return [lane + n for n in range(lanes, vectors, lanes)]
+
+
+def inner_product(one: cute.Tensor, other: cute.Tensor):
+    """The sum of products of two vectors, in fp32."""
+    return (one.load().to(F32) * other.load().to(F32)).reduce(cute.ReductionOp.ADD, F32(0.0), 0)
 
 
 def row_part(t: cute.Tensor, i, lane, element) -> cute.Tensor:

@@ -47,7 +47,7 @@ from tilewise.backends.hopper.backward.sequences import ahead_receiver, publish_
 from tilewise.backends.hopper.config import ELEMENT_BYTES, ROWS
 from tilewise.backends.hopper.kit import packed
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32
-from tilewise.backends.hopper.kit.instructions import count_up
+from tilewise.backends.hopper.kit.instructions import count_up, meet
 from tilewise.backends.hopper.kit.ring import PipelineState, fetch, new_writer
 from tilewise.backends.hopper.kit.scheduler import each_tile, take_tiles
 from tilewise.backends.hopper.kit.tiles import QueryTile, staged_layout, tma_tiles
@@ -103,7 +103,12 @@ def launch(t: QueriesTensors, rows: StatisticsTensors, params: BackwardParams, c
     )
     kernel.set_name_prefix(f"{config.name}_queries", remove_cutlass_symbol=True, keep_mangled_name=False)
     kernel(tmas, rows, mmas, params, config).launch(
-        grid=[ctas, 1, 1], block=[tiles.threads, 1, 1], min_blocks_per_mp=1, stream=stream, use_pdl=True
+        grid=[ctas, 1, 1],
+        block=[tiles.threads, 1, 1],
+        min_blocks_per_mp=1,
+        stream=stream,
+        use_pdl=True,
+        **({"cluster": [tiles.ctas, 1, 1]} if tiles.halved else {}),
     )
 
 
@@ -130,6 +135,8 @@ def kernel(
         compute(smem, group - 1, rows, mmas, params, config)
     if cutlass.const_expr(not tiles.makes_statistics):
         cute.arch.griddepcontrol_wait()  # what comes next in the stream finds dK and dV, too
+    if cutlass.const_expr(tiles.halved):
+        meet()  # neither CTA's shared memory goes while the peer may still reach for it
 
 
 # -- Load ----------------------------------------------------------------------------------------------------------
@@ -141,8 +148,8 @@ def load_rows(tmas: QueriesTmas, smem: QueriesStorage, params: BackwardParams, c
 
     def load_tile(query_tile: QueryTile, packed_tile: packed.PackedTile | None, phase) -> None:
         tiles = config.queries
-        gQ, sQ = tma_tiles(tmas.q, (ROWS, tiles.width), (None, 0), query_tile.head, query_tile.rows, smem.q)
-        gO, sO = tma_tiles(tmas.do, (ROWS, tiles.width_v), (None, 0), query_tile.head, query_tile.rows, smem.do)
+        gQ, sQ = tma_tiles(tmas.q, (ROWS, tiles.width), (None, smem.half), query_tile.head, query_tile.rows, smem.q)
+        gO, sO = tma_tiles(tmas.do, (ROWS, tiles.width_v), (None, smem.half), query_tile.head, query_tile.rows, smem.do)
         for w in range(tiles.warpgroups):
             m, full = query_tile.row // ROWS + w, smem.held_full + w
             publish_held(packed_tile, smem, w, phase)
@@ -157,7 +164,7 @@ def load_rows(tmas: QueriesTmas, smem: QueriesStorage, params: BackwardParams, c
     def prefetch_tile(query_tile: QueryTile) -> None:
         """Brings Q and dO to L2: all CTAs begin their tiles at about the same time, and memory would keep them waiting."""
         for info, width, held in ((tmas.q, config.queries.width, smem.q), (tmas.do, config.queries.width_v, smem.do)):
-            g, _ = tma_tiles(info, (ROWS, width), (None, 0), query_tile.head, query_tile.rows, held)
+            g, _ = tma_tiles(info, (ROWS, width), (None, smem.half), query_tile.head, query_tile.rows, held)
             for w in range(config.queries.warpgroups):
                 cute.prefetch(info.atom, g[None, query_tile.row // ROWS + w])
 
@@ -186,15 +193,15 @@ def load_blocks(
     k_bytes, v_bytes = (ELEMENT_BYTES * tiles.tile_n * width for width in (tiles.width, tiles.width_v))
     if cutlass.const_expr(tiles.makes_statistics):
         o_bytes = ELEMENT_BYTES * ROWS * tiles.width_v
-        gO, sO = tma_tiles(tmas.o, (ROWS, tiles.width_v), (None, 0), query_tile.head, query_tile.rows, smem.o)
+        gO, sO = tma_tiles(tmas.o, (ROWS, tiles.width_v), (None, smem.half), query_tile.head, query_tile.rows, smem.o)
         for w in range(tiles.warpgroups):
             o, full, empty = gO[None, query_tile.row // ROWS + w], smem.full + state.index, smem.empty + state.index
             # O, 64 × width_v, of warpgroup w: read once for delta, then its stage goes to K and V.
             fetch(tmas.o, o, sO[None, state.index], o_bytes, full, empty, state.phase)
             state = state.advance(tiles.stages)
     head_k = query_tile.head // params.group
-    gK, sK = tma_tiles(tmas.k, (tiles.tile_n, tiles.width), (None, 0), head_k, query_tile.keys, smem.k)
-    gV, sV = tma_tiles(tmas.v, (tiles.tile_n, tiles.width_v), (None, 0), head_k, query_tile.keys, smem.v)
+    gK, sK = tma_tiles(tmas.k, (tiles.tile_n, tiles.width), (None, smem.half), head_k, query_tile.keys, smem.k)
+    gV, sV = tma_tiles(tmas.v, (tiles.tile_n, tiles.width_v), (None, smem.half), head_k, query_tile.keys, smem.v)
     for step in cutlass.range(query_tile.stop - query_tile.start, unroll=1):
         n = block_at(query_tile, step, params, config)
         stage, phase = state.index, state.phase
@@ -235,7 +242,7 @@ def store(
 
     def store_tile(query_tile: QueryTile, numbers: BackwardParams, phase, state):
         box = ROWS, config.queries.width
-        gQ, sQ = tma_tiles(tmas.dq, box, (None, 0), query_tile.head, query_tile.rows, smem.dq)
+        gQ, sQ = tma_tiles(tmas.dq, box, (None, smem.half), query_tile.head, query_tile.rows, smem.dq)
         cute.arch.mbarrier_wait(smem.done + w, phase)  # the warpgroup has put dQ there
         cute.copy(tmas.dq.atom, sQ[None, w], gQ[None, query_tile.row // ROWS + w])
         cute.arch.cp_async_bulk_commit_group()

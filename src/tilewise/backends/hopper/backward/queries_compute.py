@@ -26,6 +26,7 @@ from tilewise.backends.hopper.backward.fragments import (
     store_accumulator,
     transposed,
 )
+from tilewise.backends.hopper.backward.halves import add_peer
 from tilewise.backends.hopper.backward.params import BackwardParams, row_band
 from tilewise.backends.hopper.backward.preprocess import INF, StatisticsTensors, statistics_of
 from tilewise.backends.hopper.backward.queries_storage import QueriesMmas, QueriesStorage
@@ -204,6 +205,8 @@ def key_block(
     begin_products(operands.mmas.score, operands.dp, [(do, v)], overwrite=True)
     warpgroup.wait_group(1)  # S, and dQ of the block before
     release_k_before(smem.empty, state, stages)
+    if config.queries.halved:
+        add_peer(operands.s, smem.halves, w, 0)
     # P, 64 x tile_n, fp32, in S's registers.
     s, kept = rows_columns(operands.s), block.dropout_keeps(operands.s, params, config)
     probabilities(s, None, lambda r, c: operands.lse2[r], block, params, config)
@@ -211,6 +214,8 @@ def key_block(
     warpgroup.wait_group(0)  # dP is done
     # Partner: load_keys.
     release(smem.empty + v_stage)
+    if config.queries.halved:
+        add_peer(operands.dp, smem.halves, w, 1)
     score_gradients(rows_columns(operands.dp), s, lambda r, c: operands.delta[r], kept, params)
     # dS, 64 x tile_n, rounded to the A operand of the next product: no shuffle.
     round_to_operand(operands.ds, operands.dp, config.dtype)

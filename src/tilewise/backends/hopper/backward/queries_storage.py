@@ -8,8 +8,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import cpasync
 
+from tilewise.backends.hopper.backward import halves
 from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.backward.fragments import allocate_elements, with_tma_layout
+from tilewise.backends.hopper.config import ROWS
+from tilewise.backends.hopper.kit.dtypes import I32
 from tilewise.backends.hopper.kit.scheduler import Mailboxes, init_mailboxes, mailbox_words, mailboxes
 
 
@@ -46,6 +49,7 @@ class QueriesStorage(NamedTuple):
         full, empty: barriers of a stage. held_full, held_empty, done: barriers of a warpgroup's tiles.
         unread_word: for :func:`hold_above_wait`.
         boxes: the mailboxes of packed tiles.
+        halves: where the two CTAs of a cluster exchange S and dP. half: which half of the columns this CTA has.
     """
 
     q: cute.Tensor
@@ -61,6 +65,11 @@ class QueriesStorage(NamedTuple):
     unread_word: cute.Pointer
     boxes: Mailboxes
     o: cute.Tensor | None = None
+    halves: halves.Halves | None = None
+
+    @property
+    def half(self) -> I32 | int:
+        return self.halves.rank if self.halves else 0
 
 
 def allocate(tmas: QueriesTmas, config: Backward) -> QueriesStorage:
@@ -77,7 +86,12 @@ def allocate(tmas: QueriesTmas, config: Backward) -> QueriesStorage:
     barriers = full, empty, held_full, held_empty, done
     boxes = mailboxes(full + tiles.barriers + 1)
     o = with_tma_layout(k, tmas.o) if tiles.makes_statistics else None
-    return QueriesStorage(*(with_tma_layout(*view) for view in views), *barriers, full + tiles.barriers, boxes, o)
+    shared = None
+    if tiles.halved:
+        shared = halves.allocate(allocator, ROWS * tiles.tile_n, tiles.warpgroups, held_full + 3 * tiles.warpgroups)
+    return QueriesStorage(
+        *(with_tma_layout(*view) for view in views), *barriers, full + tiles.barriers, boxes, o, shared
+    )
 
 
 @cute.jit
@@ -93,7 +107,7 @@ def init_barriers(smem: QueriesStorage, config: cutlass.Constexpr):
                 cute.arch.mbarrier_init(smem.held_full + n, 1)  # load_rows, and bytes -> warpgroup n
                 cute.arch.mbarrier_init(smem.held_empty + n, 1)  # store -> load_rows
                 cute.arch.mbarrier_init(smem.done + n, 128)  # warpgroup n -> store
+            if cutlass.const_expr(tiles.halved):
+                halves.init_barriers(smem.halves)
             init_mailboxes(smem.boxes, config)
-    # The copy engine sees the barriers after the fence, the other threads after the sync.
-    cute.arch.mbarrier_init_fence()
-    cute.arch.sync_threads()
+    halves.publish_barriers(smem.halves)

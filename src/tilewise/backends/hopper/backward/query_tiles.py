@@ -30,14 +30,20 @@ def tile_order(params: BackwardParams, config: Backward) -> schedule.Order:
     return schedule.Order(m_blocks, params.batch * params.heads * params.group, params.section, config.form != "full")
 
 
+def cta_of(config: Backward):
+    """``(cta, ctas)``: this CTA's number in the order of tiles, and how many there are; those of a cluster count as one."""
+    size = config.queries.ctas
+    return cute.arch.block_idx()[0] // size, cute.arch.grid_dim()[0] // size
+
+
 def rounds_of(params: BackwardParams, config: Backward):
     """How many tiles this CTA has."""
-    return schedule.rounds(cute.arch.block_idx()[0], cute.arch.grid_dim()[0], tile_order(params, config).tiles)
+    return schedule.rounds(*cta_of(config), tile_order(params, config).tiles)
 
 
 def number_of(round_, params: BackwardParams, config: Backward) -> tuple:
     """``(m_block, head)`` of this CTA's tile in a round; the head counts over all batch elements."""
-    n = schedule.nth(cute.arch.block_idx()[0], cute.arch.grid_dim()[0], round_)
+    n = schedule.nth(*cta_of(config), round_)
     return schedule.tile_at(n, tile_order(params, config), PICK)
 
 

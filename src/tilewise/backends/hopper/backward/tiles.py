@@ -30,8 +30,32 @@ def statistics_end(barriers: int, stages: int, tile_m: int) -> int:
     return end + -end % 128 + FP32_BYTES * stages * tile_m
 
 
+class Sharing:
+    """Tiles that one CTA has, or that the two CTAs of a cluster share.
+
+    Attributes:
+        halved: each CTA has half of the head's columns (:mod:`tilewise.backends.hopper.backward.halves`).
+        clustered: each CTA has half of the keys (:class:`ClusterTiles`).
+    """
+
+    width: int
+    width_v: int
+    halved, clustered = False, False
+
+    @property
+    def ctas(self) -> int:
+        """How many CTAs share a tile."""
+        return CLUSTER if self.halved or self.clustered else 1
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """The head dims of q and k, and of v, that the kernel is compiled for."""
+        halves = 2 if self.halved else 1
+        return halves * self.width, halves * self.width_v
+
+
 @dataclass(frozen=True)
-class KeyTiles:
+class KeyTiles(Sharing):
     """Sizes of the pass over key tiles: two warpgroups, query blocks of ``tile_m`` rows.
 
     Attributes:
@@ -52,8 +76,7 @@ class KeyTiles:
         counts: tiles that have been added to a head's dQ are counted, so that multiprocessors without a tile round it: the same entry.
         subtracts: in bf16, products subtract the rows' statistics (:mod:`tilewise.backends.hopper.backward.subtrahends`).
         dp_late: dP begins when P is made: S and dP share no registers, dropout is drawn under it (docs/decisions.md#hopper-pair-tiles).
-        reads_late: a thread reads the rows' statistics, and computes addresses of dK and dV, as late as it can: a softcap's slope leaves no
-            registers for them (docs/decisions.md#hopper-softcap).
+        reads_late: statistics are read, and addresses computed, late: a softcap leaves no registers (docs/decisions.md#hopper-softcap).
         v_register_steps: how many steps of 16 columns of V stay in registers (docs/decisions.md#hopper-shared-memory).
         bias_stages: of a warpgroup's ring of tiles of a bias by pair, tile_m x 64 keys.
     """
@@ -78,12 +101,14 @@ class KeyTiles:
     v_register_steps: int = 0
     reads_late: bool = False
     bias_stages: int = 0
-    clustered = False  # two CTAs share a tile: see ClusterTiles
+    halved: bool = False
 
     @property
     def name(self) -> str:
         layout = "_pair" if self.clustered else "_split" if self.split else "_overlap" if self.overlaps else ""
-        layout += "_late" * self.reads_late + (f"_b{self.bias_stages}" if self.bias_stages else "")
+        layout += (
+            "_halves" * self.halved + "_late" * self.reads_late + (f"_b{self.bias_stages}" if self.bias_stages else "")
+        )
         return f"{self.tile_m}x{self.tile_n}_s{self.stages}{layout}"
 
     @property
@@ -128,7 +153,7 @@ class KeyTiles:
     def barriers(self) -> int:
         """The number of mbarriers: full and empty of every stage; full, empty and done of every tile of K, V and a bias; full and empty
         of the P that is handed over, or of two blocks of dS and of two parts of dQ."""
-        handed = 2 if self.split else 8 if self.sums_dq else 0
+        handed = 2 + 2 * KEY_GROUPS * self.halved if self.split else 8 if self.sums_dq else 0
         return 2 * self.stages + 6 * self.key_tiles + handed + self.overlaps + 3 * self.bias_tiles
 
     @property
@@ -142,7 +167,9 @@ class KeyTiles:
         # 64 x tile_m of P or dS in the element type, tile_m x width of dQ in fp32.
         p = ELEMENT_BYTES * ROWS * self.tile_m
         dq = FP32_BYTES * self.tile_m * self.width
-        return p if self.split else 2 * KEY_GROUPS * p + dq if self.sums_dq else 0
+        if self.split:  # or S and dP in fp32: P takes the place of S
+            return 4 * p if self.halved else p
+        return 2 * KEY_GROUPS * p + dq if self.sums_dq else 0
 
     @property
     def shared(self) -> int:
@@ -198,7 +225,7 @@ class ClusterTiles(KeyTiles):
 
 
 @dataclass(frozen=True)
-class QueryTiles:
+class QueryTiles(Sharing):
     """Sizes of the pass over query tiles: ``warpgroups`` of 64 queries each by ``tile_n`` keys; otherwise as :class:`KeyTiles`.
 
     Attributes:
@@ -216,6 +243,7 @@ class QueryTiles:
     registers_load: int = 24
     makes_statistics: bool = False
     prefetches: bool = False
+    halved: bool = False
 
     @property
     def name(self) -> str:
@@ -241,12 +269,13 @@ class QueryTiles:
     @property
     def barriers(self) -> int:
         """The number of mbarriers: full and empty of every stage; for every warpgroup full and empty of Q and dO, and done of dQ."""
-        return 2 * self.stages + 3 * self.warpgroups
+        return 2 * self.stages + (5 if self.halved else 3) * self.warpgroups
 
     @property
     def shared(self) -> int:
         tiles = 2 * self.warpgroups * self.tile_elements + self.stages * self.stage_elements
-        return aligned(BARRIER_BYTES * (self.barriers + 1)) + ELEMENT_BYTES * tiles
+        parts = FP32_BYTES * self.tile_m * self.tile_n if self.halved else 0
+        return aligned(BARRIER_BYTES * (self.barriers + 1)) + ELEMENT_BYTES * tiles + parts
 
 
 # -- Statistics that products subtract -----------------------------------------------------------------------------

@@ -49,8 +49,7 @@ def _rank(config: AnyConfig) -> tuple:
 
 def dims_of(config: AnyConfig) -> tuple[int, int]:
     """The head dims of q and k, and of v, that a kernel is compiled for."""
-    tiles = config.keys if isinstance(config, Backward) else config.tiles
-    return tiles.width, tiles.width_v
+    return config.keys.dims if isinstance(config, Backward) else (config.tiles.width, config.tiles.width_v)
 
 
 def paged(config: AnyConfig) -> bool:

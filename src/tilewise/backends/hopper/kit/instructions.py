@@ -145,12 +145,19 @@ def keep_above(word, value) -> None:
 def keep_words_above(word, words: list) -> None:
     """Keeps the computation of 32-bit words above the wait that follows, for half an instruction each, as :func:`keep_above` does: what is
     stored is the exclusive or of all, made of three at a time."""
+    code = "st.volatile.shared.b32 [{$r0}], {$r1};"
+    cute.arch.inline_ptx(code, read_only_args=[word.toint(), exclusive_or(words)])
+
+
+def exclusive_or(words: list):
+    """A number that depends on all of some 32-bit words: their exclusive or, made of three at a time, the first one again where two are
+    left."""
     left = list(words)
     while len(left) > 1:
         three = (left + [left[0]] * (3 - len(left)))[:3]
         code = "lop3.b32 {$w0}, {$r0}, {$r1}, {$r2}, 0x96;"
         left = [*left[3:], cute.arch.inline_ptx(code, write_only_types=[cutlass.Int32], read_only_args=three)]
-    cute.arch.inline_ptx("st.volatile.shared.b32 [{$r0}], {$r1};", read_only_args=[word.toint(), left[0]])
+    return left[0]
 
 
 def through_memory(place, word, count: int) -> list:

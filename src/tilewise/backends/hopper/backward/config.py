@@ -23,6 +23,7 @@ from tilewise.backends.hopper.backward.tiles import (
     ClusterTiles,
     KeyTiles,
     QueryTiles,
+    SheetTiles,
     StatisticSlots,
     shared_of,
 )
@@ -80,7 +81,7 @@ class Backward(Formed):
     """
 
     keys: KeyTiles
-    queries: QueryTiles | None
+    queries: QueryTiles | SheetTiles | None
     dtype: str
     form: str
     softcap: bool = False
@@ -142,8 +143,11 @@ class Backward(Formed):
         roles = tuple(dict.fromkeys(reversed(keys.registers_by_warpgroup)))
         found = [Expected(f"{self.name}_keys", roles, shared_of(keys, self.statistics), hidden, idle_loops=True)]
         if queries:
-            roles = queries.registers, queries.registers_load
-            found.append(Expected(f"{self.name}_queries", roles, queries.shared, queries.tile_n // 2, idle_loops=True))
+            roles, kept = (queries.registers, queries.registers_load), keys.keeps_ds
+            hidden = None if kept else queries.tile_n // 2
+            found.append(
+                Expected(f"{self.name}_queries", roles, queries.shared, hidden, stores=not kept, idle_loops=True)
+            )
         return tuple(found)
 
     @property
@@ -151,12 +155,18 @@ class Backward(Formed):
         """The optional fields of a launch of these kernels. Packed sequences have parameters of their own, which follow these."""
         both = ("seed",) * self.dropout + ("slopes",) * self.alibi + ("line",) * self.table + ("bias",) * self.bias
         found = ExtraFields(self.mask_fields, self.mask_fields if self.queries else (), both)
-        return found._replace(numbers=("threshold", "keep") * self.dropout + ("start",) * self.table)
+        shared = ("resumes", "suspends") * self.keys.keeps_ds
+        return found._replace(numbers=("threshold", "keep") * self.dropout + ("start",) * self.table + shared)
 
     @property
     def tile_m(self) -> int:
         """Queries of a tile of the pass over queries, or of a block of the accumulated dQ."""
         return self.queries.tile_m if self.queries else self.keys.tile_m
+
+    @property
+    def parts_of_dq(self) -> int:
+        """How many tiles share the columns of a tile's dQ."""
+        return self.queries.parts if self.keys.keeps_ds else 1
 
     @property
     def statistics_gap(self) -> int:
@@ -200,7 +210,7 @@ class Passes(NamedTuple):
     """Tiles of the pass over keys, and of the pass over queries where there is one."""
 
     keys: KeyTiles
-    queries: QueryTiles | None = None
+    queries: QueryTiles | SheetTiles | None = None
 
 
 @dataclass(frozen=True)

@@ -82,10 +82,10 @@ def allocate(allocator, config: Backward, barriers) -> SumStorage:
     return SumStorage(ds, part, barriers, barriers + 2, barriers + 4, barriers + 6)
 
 
-def ds_layout(config: Backward):
-    """The layout of ``ds``."""
+def ds_layout(config: Backward, count: int = 2 * KEY_GROUPS):
+    """The layout of ``ds``, or of so many tiles of dS."""
     block = sm90.make_smem_layout_epi(ELEMENT[config.dtype], LayoutEnum.ROW_MAJOR, (ROWS, config.keys.tile_m), 1)
-    return staged_layout(block, 2 * KEY_GROUPS, ROWS * config.keys.tile_m)
+    return staged_layout(block, count, ROWS * config.keys.tile_m)
 
 
 def init_barriers(smem: SumStorage) -> None:

@@ -7,8 +7,11 @@ import cutlass.cute as cute
 from cutlass.cute.runtime import make_fake_stream
 
 from tilewise.backends.hopper.backward.config import Backward
+from tilewise.backends.hopper.backward.sheet import BLOCK
 from tilewise.backends.hopper.backward.tiles import KEY_GROUPS
+from tilewise.backends.hopper.config import ROWS
 from tilewise.backends.hopper.kit import fake
+from tilewise.backends.hopper.kit.dtypes import ELEMENT
 from tilewise.bit_tiles import THREADS, words_of
 
 
@@ -40,6 +43,10 @@ def fake_arguments(config: Backward) -> tuple:
         made = *made, fake.rows(cutlass.Float32, shape, 4, 16)
     if config.stores_first:
         made = *made, fake.rows(cutlass.Int32, (batch, heads_q, cute.sym_int()))
+    if config.keys.keeps_ds:
+        blocks, sums = ([cute.sym_int() for _ in range(3)] for _ in range(2))
+        made = *made, fake.rows(ELEMENT[config.dtype], (*blocks, BLOCK), BLOCK, 128)
+        made = *made, fake.rows(cutlass.Float32, (*sums, ROWS * config.queries.width), BLOCK, 128)
     if config.makes_queue:
         made = *made, fake.vector(cutlass.Int32, 1)
     if config.sums_bias:
@@ -49,7 +56,7 @@ def fake_arguments(config: Backward) -> tuple:
     # lo, hi, a section and a grid for each pass; scale, scale2, cap2.
     numbers = *[fake.I32] * 6, *[fake.F32] * 3
     given = *given, *_optional(config, (batch, heads_q), (seqlen_k, seqlen_q))
-    kinds = {"threshold": fake.I32, "keep": fake.F32, "start": fake.I32}
+    kinds = {"threshold": fake.I32, "keep": fake.F32, "start": fake.I32, "resumes": fake.I32, "suspends": fake.I32}
     numbers = *numbers, *(kinds[name] for name in config.extra.numbers)
     numbers = *numbers, *(fake.NUMBERS[kind] for kind in config.traced.numbers)
     if config.packed:

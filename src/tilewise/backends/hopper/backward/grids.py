@@ -16,18 +16,15 @@ IDLE_SHARE = 0.02  # of a pass that the end of its last section may take
 SHARING_CLUSTERS = 6  # clusters that add to one head's dQ at a time (docs/decisions.md#hopper-d256-pairs)
 
 
-def grids(config: Backward, problem: Problem, seqlen_k: int, cores: int) -> tuple[int, int, int, int]:
-    """``(section, ctas)`` of the pass over ``seqlen_k`` keys, then of the pass over queries."""
+def grids(config: Backward, problem: Problem, heads: int, seqlen_k: int, cores: int) -> tuple[int, int, int, int]:
+    """``(section, ctas)`` of the pass over ``seqlen_k`` keys, then of the pass over queries, of a launch that has so many key ``heads`` of
+    all batch elements."""
     if config.packed:
         # At most so many tiles: only the device knows the lengths. Keys that are seen and those on either side are tiles apart.
         keys = problem.heads_k * (seqlen_k // config.keys.tile_n + 3 * (problem.batch + 1))
         rows = problem.heads_q * (problem.seqlen_q // config.tile_m + problem.batch + 1)
         return 1, min(keys, cores), 1, min(rows, cores)
-    heads, tiles, sharing = (
-        problem.batch * problem.heads_k,
-        -(-seqlen_k // config.keys.tile_n),
-        cores if config.form == "full" else SHARING,
-    )
+    tiles, sharing = -(-seqlen_k // config.keys.tile_n), cores if config.form == "full" else SHARING
     at_once = ordered_at_once(config, tiles) if config.keys.ordered else sharing
     keys = spread(heads, tiles, at_once, cores, 2 if config.keys.halved else 1)
     if config.keys.queued:
@@ -35,7 +32,8 @@ def grids(config: Backward, problem: Problem, seqlen_k: int, cores: int) -> tupl
     if config.keys.clustered:
         keys = spread_clusters(heads, tiles, config.form, cores)
     ctas = config.queries.ctas if config.queries else 1
-    return *keys, *spread(problem.batch * problem.heads_q, -(-problem.seqlen_q // config.tile_m), sharing, cores, ctas)
+    rows = config.parts_of_dq * -(-problem.seqlen_q // config.tile_m)
+    return *keys, *spread(heads * (problem.heads_q // problem.heads_k), rows, sharing, cores, ctas)
 
 
 def spread(heads: int, tiles: int, sharing: int, cores: int, ctas: int = 1) -> tuple[int, int]:

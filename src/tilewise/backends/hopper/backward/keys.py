@@ -176,7 +176,7 @@ def kernel(tmas: KeysTmas, buffers: RowBuffers, mmas: KeysMmas, params: Backward
         elif group == 1:
             make_values(smem, mmas, params, config)
         else:
-            make_keys(smem, mmas, params, config)
+            make_keys(smem, buffers.sheet, mmas, params, config)
     if cutlass.const_expr(tiles.halved):
         meet()  # neither CTA's shared memory goes while the peer may still reach for it
 

@@ -51,6 +51,7 @@ from tilewise.backends.hopper.backward.keys_storage import KeysMmas, KeysStorage
 from tilewise.backends.hopper.backward.params import BackwardParams
 from tilewise.backends.hopper.backward.scores import ScoreBlock, probabilities, score_gradients
 from tilewise.backends.hopper.backward.sequences import receiver
+from tilewise.backends.hopper.backward.sheet import await_copies, copy_ds, keep_ds
 from tilewise.backends.hopper.kit.operands import words
 from tilewise.backends.hopper.kit.scheduler import each_tile
 from tilewise.backends.hopper.kit.tiles import rows_columns
@@ -131,19 +132,23 @@ def value_block(
 
 
 @cute.jit
-def make_keys(smem: KeysStorage, mmas: KeysMmas, params: BackwardParams, config: cutlass.Constexpr):
-    """One warpgroup makes dS and dK of the 64 keys of each tile."""
+def make_keys(
+    smem: KeysStorage, sheet: cute.Tensor | None, mmas: KeysMmas, params: BackwardParams, config: cutlass.Constexpr
+):
+    """One warpgroup makes dS and dK of the 64 keys of each tile, and keeps dS in the sheet, if there is one."""
     operands = make_operands(mmas, smem, 0, config)
 
     def keys_of(key_tile, numbers, held_phase, state):
-        return gradient_tile(operands, smem, key_tile, held_phase, state, numbers, config)
+        return gradient_tile(operands, smem, sheet, key_tile, held_phase, state, numbers, config)
 
     each_tile(SCHEDULER, receiver(smem, 1), params, config, keys_of, new_state())
+    if cutlass.const_expr(config.keys.keeps_ds):
+        await_copies()
 
 
 @cute.jit
 def gradient_tile(
-    operands: DkDvOperands, smem: KeysStorage, key_tile: KeyTile, held_phase, state: KeysPipelineState,
+    operands: DkDvOperands, smem: KeysStorage, sheet: cute.Tensor | None, key_tile: KeyTile, held_phase, state: KeysPipelineState,
     params: BackwardParams, config: cutlass.Constexpr,
 ):  # fmt: skip
     """Makes dK of one tile, and returns the state after it. The P that it takes is masked already, so that all blocks are alike."""
@@ -151,7 +156,17 @@ def gradient_tile(
     operands.dk.fill(0.0)
     cute.arch.mbarrier_wait(smem.held_full + 1, held_phase)  # V, from load_keys
     state = state.restart()
-    if cutlass.const_expr(config.by_rows or config.pairs):
+    if cutlass.const_expr(tiles.keeps_ds):
+        for g in cutlass.range(params.group, unroll=1):
+            head_tile = of_query_head(key_tile, g, params, config)
+            for m in cutlass.range(head_tile.start, head_tile.stop, unroll=1):
+                state = key_block(operands, state, ScoreBlock(), smem, params, config)
+                if cutlass.const_expr(tiles.halved):
+                    keep_ds(operands.ds, sheet, head_tile, m, params, smem.half)
+                else:
+                    mma = operands.mmas.score
+                    copy_ds(operands.ds, mma, smem.kept, state.count, sheet, head_tile, m, params, config)
+    elif cutlass.const_expr(config.by_rows or config.pairs):
         for g in cutlass.range(params.group, unroll=1):
             head_tile = of_query_head(key_tile, g, params, config)
             for step in cutlass.range(head_tile.stop - head_tile.start, unroll=1):

@@ -66,12 +66,14 @@ class RowBuffers(NamedTuple):
         lse2, delta: (batch, heads_q, statistics row), fp32: a whole number of blocks for each head.
         dq_sums: (batch, heads_q, block, warpgroup, part), fp32, where dQ is accumulated.
         semaphores: (batch, heads_q, block x warpgroup), int32, where it is accumulated in order: how many key tiles have been added.
+        sheet: (batch x heads_q, key block, query block, element), where dSᵀ is kept (:mod:`tilewise.backends.hopper.backward.sheet`).
     """
 
     lse2: cute.Tensor
     delta: cute.Tensor
     dq_sums: cute.Tensor | None = None
     semaphores: cute.Tensor | None = None
+    sheet: cute.Tensor | None = None
 
 
 class KeysStorage(NamedTuple):
@@ -91,6 +93,7 @@ class KeysStorage(NamedTuple):
         minus_lse: :func:`constant_layout`, where products subtract the statistics; ``statistics`` is then :func:`subtrahends_layout`.
         bias: the rings of a bias by pair.
         halves: where the two CTAs of a cluster exchange S and dP. half: which half of the columns this CTA has.
+        kept: (64, tile_m, 2): blocks of dS on their way to a sheet, where there is room for them.
     """
 
     k: cute.Tensor
@@ -115,6 +118,7 @@ class KeysStorage(NamedTuple):
     minus_lse: cute.Tensor | None = None
     bias: pair_bias.BiasStorage | None = None
     halves: halves.Halves | None = None
+    kept: cute.Tensor | None = None
 
     @property
     def half(self) -> I32 | int:
@@ -146,6 +150,10 @@ def allocate(tmas: KeysTmas, config: Backward) -> KeysStorage:
         handover = cute.make_tensor(cute.recast_ptr(shared.parts.iterator, dtype=I32), handover_layout)
     elif tiles.split:
         handover = allocator.allocate_tensor(I32, handover_layout, ALIGNMENT)
+    kept = None
+    if tiles.keeps_ds and not tiles.halved:
+        layout = dq_accumulate.ds_layout(config, count=2)
+        kept = allocator.allocate_tensor(ELEMENT[config.dtype], layout.outer, ALIGNMENT, layout.inner)
     left = p_full
     if tiles.sums_dq:
         dq, left = dq_accumulate.allocate(allocator, config, p_full), p_full + 8
@@ -162,7 +170,7 @@ def allocate(tmas: KeysTmas, config: Backward) -> KeysStorage:
         with_tma_layout(k, tmas.k), with_tma_layout(v, tmas.v), with_tma_layout(dk, tmas.dk), with_tma_layout(dv, tmas.dv),
         with_tma_layout(q, tmas.q), with_tma_layout(q, tmas.do), statistics, handover,
         full, empty, held_full, held_empty, done, p_full, p_full + 1, full + tiles.barriers,
-        (queue_slots if tiles.queued else mailboxes)(full + tiles.barriers + 1), dq, left, minus_lse, bias, shared,
+        (queue_slots if tiles.queued else mailboxes)(full + tiles.barriers + 1), dq, left, minus_lse, bias, shared, kept,
     )  # fmt: skip
 
 

@@ -7,12 +7,13 @@ rows       lse2 and delta of every query               (13)   :mod:`tilewise.bac
 keys       dK and dV over key tiles                    (16)   :mod:`tilewise.backends.hopper.backward.keys`
            and dQ's sums; or the same by clusters             :mod:`tilewise.backends.hopper.backward.cluster`
 queries    dQ over query tiles                         (15)   :mod:`tilewise.backends.hopper.backward.queries`
+           or, of dS that was kept                            :mod:`tilewise.backends.hopper.backward.sheet`
 sum        dQ out of its sums                                 :mod:`tilewise.backends.hopper.backward.postprocess`
 ========== =========================================== ====== ============================================================
 
 The order of launches is decided in :func:`launch`::
 
-    two passes                                  rows, keys, queries
+    two passes, dS kept or computed again       rows, keys, queries
     two passes, where queries make statistics   queries, keys
     one pass                                    rows, keys (or a cluster's), sum
 
@@ -26,6 +27,7 @@ import cutlass
 import cutlass.cute as cute
 
 from tilewise.backends.hopper.backward import cluster, keys, postprocess, preprocess, queries
+from tilewise.backends.hopper.backward import sheet as sheet_pass
 from tilewise.backends.hopper.backward.keys_storage import RowBuffers
 from tilewise.backends.hopper.backward.params import BackwardParams, PackedParams, optional_params
 
@@ -39,7 +41,8 @@ def launch(given: tuple, made: tuple, numbers: tuple, stream: cuda.CUstream, con
             :func:`optional_params`. Packed sequences are one batch element; they end with cu_q, cu_k (sequence + 1,) and two zeros (1,)
             that count the tiles of each pass.
         made: dq, dk, dv, and lse2, delta (batch, heads_q, at least seqlen_q and a whole number of blocks). Where dQ is accumulated,
-            its sums (batch, heads_q, block, 2, part), and in order its semaphores (batch, heads_q, block x 2). Where key tiles come from
+            its sums (batch, heads_q, block, 2, part), and in order its semaphores (batch, heads_q, block x 2). Where dS is kept, its
+            sheet (batch x heads_q, key block, query block, element), and dQ's sums (batch x heads_q, tile, part, element), fp32. Where key tiles come from
             a queue, (1,) that counts them. Of a bias that is summed, its parts: of slopes (batch, heads_q, warp), of a line zeros (slot,
             heads_q, distance). Of a bias by pair, its gradient (batch or 1, heads_q or 1, row, key).
         numbers: lo and hi of the band; heads of a section and CTAs of the pass over keys, then of the pass over queries; scale, scale2,
@@ -50,7 +53,8 @@ def launch(given: tuple, made: tuple, numbers: tuple, stream: cuda.CUstream, con
     dq, dk, dv, *buffers = made
     dbias = buffers.pop() if config.sums_bias or config.dbias else None
     queue = buffers.pop() if config.makes_queue else None
-    buffers = RowBuffers(*buffers)
+    sums, sheet = (buffers.pop(), buffers.pop()) if config.keys.keeps_ds else (None, None)
+    buffers = RowBuffers(*buffers, sheet=sheet)
     lo, hi, section_k, ctas_k, section_q, ctas_q, scale, scale2, cap2, *ends = numbers
     group, queue_q, starts = q.shape[2] // k.shape[2], None, None
     if cutlass.const_expr(config.packed):
@@ -85,6 +89,8 @@ def launch(given: tuple, made: tuple, numbers: tuple, stream: cuda.CUstream, con
             counts = (buffers.delta, cute.ceil_div(k.shape[1], config.keys.tile_n)) if config.keys.counts else ()
             sums = postprocess.DqSums(buffers.dq_sums, cu, params_k.seqlen_q, buffers.semaphores, *counts)
             postprocess.launch(sums, dq, scale, stream, config)
+        elif cutlass.const_expr(config.keys.keeps_ds):
+            sheet_pass.launch(sheet, k, sheet_pass.DqTensors(dq, sums), params_q, ctas_q, stream, config)
         else:
             # The statistics are there: this pass only reads lse2 and delta.
             made = rows._replace(o=None, do=None, lse=None, dlse=None, cu=None)

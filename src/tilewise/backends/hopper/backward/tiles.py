@@ -13,6 +13,7 @@ CLUSTER = 2  # CTAs of a cluster, where two share a key tile
 HALF = 128  # columns of the parts in which a cluster keeps its tiles
 ADDITION = 1024  # bytes of dQ that a warp of a cluster adds at a time
 ADDITIONS = 2  # such additions that it has in flight
+SHEET_KEYS = ROWS  # keys of a block of dS, where that is kept
 LINE_SLOTS = 8  # places in which the gradient of a table by distance is added up: CTAs share them
 CONSTANT_BYTES = 128  # of the constant by which a product subtracts lse
 # A packed sequence's statistics begin at a multiple of so many rows, so that a preprocessing CTA has rows of one sequence.
@@ -79,6 +80,7 @@ class KeyTiles(Sharing):
         reads_late: statistics are read, and addresses computed, late: a softcap leaves no registers (docs/decisions.md#hopper-softcap).
         v_register_steps: how many steps of 16 columns of V stay in registers (docs/decisions.md#hopper-shared-memory).
         bias_stages: of a warpgroup's ring of tiles of a bias by pair, tile_m x 64 keys.
+        keeps_ds: dS goes to a sheet, from which dQ is made (:mod:`tilewise.backends.hopper.backward.sheet`); only where the work is split.
     """
 
     width: int
@@ -102,12 +104,16 @@ class KeyTiles(Sharing):
     reads_late: bool = False
     bias_stages: int = 0
     halved: bool = False
+    keeps_ds: bool = False
 
     @property
     def name(self) -> str:
         layout = "_pair" if self.clustered else "_split" if self.split else "_overlap" if self.overlaps else ""
         layout += (
-            "_halves" * self.halved + "_late" * self.reads_late + (f"_b{self.bias_stages}" if self.bias_stages else "")
+            "_halves" * self.halved
+            + "_kept" * self.keeps_ds
+            + "_late" * self.reads_late
+            + (f"_b{self.bias_stages}" if self.bias_stages else "")
         )
         return f"{self.tile_m}x{self.tile_n}_s{self.stages}{layout}"
 
@@ -167,8 +173,8 @@ class KeyTiles(Sharing):
         # 64 x tile_m of P or dS in the element type, tile_m x width of dQ in fp32.
         p = ELEMENT_BYTES * ROWS * self.tile_m
         dq = FP32_BYTES * self.tile_m * self.width
-        if self.split:  # or S and dP in fp32: P takes the place of S
-            return 4 * p if self.halved else p
+        if self.split:  # or S and dP in fp32: P takes the place of S; and two blocks of dS on their way to a sheet
+            return 4 * p if self.halved else p + 2 * p * self.keeps_ds
         return 2 * KEY_GROUPS * p + dq if self.sums_dq else 0
 
     @property
@@ -276,6 +282,52 @@ class QueryTiles(Sharing):
         tiles = 2 * self.warpgroups * self.tile_elements + self.stages * self.stage_elements
         parts = FP32_BYTES * self.tile_m * self.tile_n if self.halved else 0
         return aligned(BARRIER_BYTES * (self.barriers + 1)) + ELEMENT_BYTES * tiles + parts
+
+
+@dataclass(frozen=True)
+class SheetTiles(Sharing):
+    """Sizes of the pass over query tiles where dS was kept: ``warpgroups`` of 64 queries each, and one of ``parts`` of dQ's columns, of
+    ``width`` each. A stage of the ring holds dS and K of SHEET_KEYS keys.
+    """
+
+    width: int
+    width_v: int
+    warpgroups: int
+    stages: int
+    parts: int = 1
+    columns: int = 256
+    registers: int = 240
+    registers_load: int = 24
+    makes_statistics = prefetches = False
+    tile_n = SHEET_KEYS
+
+    @property
+    def name(self) -> str:
+        return f"{self.tile_m}x{self.width}_s{self.stages}_sheet"
+
+    @property
+    def tile_m(self) -> int:
+        return ROWS * self.warpgroups
+
+    @property
+    def ds_elements(self) -> int:
+        """Elements of a stage's dS, tile_n keys x tile_m queries."""
+        return self.tile_n * self.tile_m
+
+    @property
+    def k_elements(self) -> int:
+        """Elements of a stage's K, tile_n keys x width."""
+        return self.tile_n * self.width
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.warpgroups + 1)
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory: full and empty of every stage, and the ring."""
+        elements = self.stages * (self.ds_elements + self.k_elements)
+        return aligned(BARRIER_BYTES * 2 * self.stages) + ELEMENT_BYTES * elements
 
 
 # -- Statistics that products subtract -----------------------------------------------------------------------------

@@ -19,8 +19,9 @@ from tilewise.backends.hopper.backward.grids import grids
 from tilewise.backends.hopper.config import PLAIN, Band, band_of, keys_of, strides_addressable
 from tilewise.backends.hopper.host import library, masks
 from tilewise.backends.hopper.host.backward_memory import BackwardMemory
-from tilewise.backends.hopper.host.driver import PerStrides
+from tilewise.backends.hopper.host.driver import Bound, PerStrides
 from tilewise.backends.hopper.host.plan import ALIGNED, LOG2_E, KeptLaunch, LaunchPlan, addressed, ends_of, leaf
+from tilewise.backends.hopper.host.shares import InShares, Shares
 from tilewise.caching import cached_property
 from tilewise.dropout import keep_scale, threshold
 
@@ -54,17 +55,30 @@ class BackwardPlan(LaunchPlan):
     @cached_property
     def memory(self) -> BackwardMemory:
         """The sizes of what the launch writes."""
-        return BackwardMemory(self.problem, self.config)
+        return BackwardMemory(self.problem, self.config, self.shares)
+
+    @cached_property
+    def shares(self) -> Shares:
+        """How a launch that keeps dS is shared out."""
+        keys, cores = self.keys, devices.of(self.problem.device).cores
+        ends = ends_of(self.band, keys.start)
+        return Shares(self.problem, self.config, keys.stop - keys.start, ends, cores)
 
     @cached_property
     def numbers(self) -> tuple:
-        """The numbers of :func:`tilewise.backends.hopper.backward.launch.launch`; the band's ends count from the first key."""
+        """The numbers of :func:`tilewise.backends.hopper.backward.launch.launch`."""
+        return self.numbers_of(self.problem.batch * self.problem.heads_k, self.keys)
+
+    def numbers_of(self, heads: int, keys: slice, resumes: bool = False, suspends: bool = False) -> tuple:
+        """The numbers of a launch that has so many key heads of all batch elements, and some keys, from the first of which the band's ends
+        count; whether earlier keys have left sums of dQ, and whether later ones follow."""
         problem, scale = self.problem, self.problem.softmax_scale
-        launched = grids(self.config, problem, self.keys.stop - self.keys.start, devices.of(problem.device).cores)
-        found = (*ends_of(self.band, self.keys.start), *launched, scale, *self.scales)
+        launched = grids(self.config, problem, heads, keys.stop - keys.start, devices.of(problem.device).cores)
+        found = (*ends_of(self.band, keys.start), *launched, scale, *self.scales)
         dropped = problem.spec.dropout_p
         kinds = {"threshold": lambda: threshold(dropped), "keep": lambda: keep_scale(dropped)}
         kinds["start"] = lambda: self.line_of.start
+        kinds |= {"resumes": lambda: int(resumes), "suspends": lambda: int(suspends)}
         found += tuple(kinds[name]() for name in self.config.extra.numbers)
         found += () if self.config.traced == PLAIN else self.expressions.numbers
         return (*found, self.band.start, self.band.stop) if problem.packed else found
@@ -123,7 +137,20 @@ class BackwardPlan(LaunchPlan):
 
     @cached_property
     def launch(self) -> PerStrides:
-        return PerStrides(lambda: library.function(self.config), fixed=TENSORS)
+        return PerStrides(lambda: library.function(self.config), fixed=0 if self.config.keys.keeps_ds else TENSORS)
+
+    def launched(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> Bound | InShares:
+        """Launches the kernels, and returns what launches them again."""
+        if not self.config.keys.keeps_ds:
+            return self.launch((*given, *made), lambda: (given, made, self.numbers))
+        shares, found = self.shares, []
+        for share in shares.all:
+            tensors = shares.tensors(share, (*given, *made))
+            keys = slice(*(self.keys.start + n for n in share.keys))
+            numbers = self.numbers_of(share.size("batch") * share.size("heads"), keys, *shares.neighbours(share))
+            arguments = tuple(tensors[: len(given)]), tuple(tensors[len(given) :]), numbers
+            found.append(self.launch(tensors, lambda arguments=arguments: arguments, numbers))
+        return InShares(found, shares)
 
     def backward(self, inputs: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads:
         """The gradients, by the launch that is kept if there is one and the tensors lie where it can read them."""
@@ -181,7 +208,7 @@ def backward(plan: BackwardPlan, inputs: Inputs, out: Output, do: Tensor, dlse: 
     of_mask, holes = plan.made_of_mask(inputs), packed and inputs.sink is not None
     given = q, k, v, o, do, lse, dlse, *of_mask, *plan.of_call(inputs)
     made = plan.memory.written((dq, dk, dv), lse, holes)
-    bound = plan.launch((*given, *made), lambda: (given, made, plan.numbers))
+    bound = plan.launched(given, made)
     made = *grads, *made[3:]
     if all(plan.addressable) and in_place and not (plan.cut or holes):
         plan.keep(inputs, KeptLaunch(bound, made, of_mask))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.backward.tiles import KEY_GROUPS, LINE_SLOTS
+from tilewise.backends.hopper.host.shares import Shares
 from tilewise.backends.hopper.pair_bias import pair_bias_of
 from tilewise.backends.hopper.tables import line_of
 from tilewise.caching import cached_property
@@ -21,10 +22,12 @@ WARPS = 4  # of a warpgroup
 
 @dataclass(frozen=True)
 class BackwardMemory:
-    """The sizes of what the kernels of one problem's backward write beside dq, dk and dv."""
+    """The sizes of what the kernels of one problem's backward write beside dq, dk and dv; ``shares``: how a launch that keeps dS is shared
+    out."""
 
     problem: Problem
     config: Backward
+    shares: Shares
 
     def written(self, grads: tuple[Tensor, ...], lse: Tensor, holes: bool) -> tuple[Tensor, ...]:
         """All tensors that the launch writes, in the order of :func:`tilewise.backends.hopper.backward.launch.launch`'s ``made``.
@@ -37,6 +40,9 @@ class BackwardMemory:
             found += (lse.new_empty(self.sums_shape),)
         if self.semaphores_shape is not None:
             found += (lse.new_empty(self.semaphores_shape, dtype=torch.int32),)
+        if self.config.keys.keeps_ds:
+            sheet, sums = self.shares.shapes
+            found += grads[0].new_empty(sheet), lse.new_empty(sums)
         if self.config.makes_queue:
             found += (lse.new_empty(1, dtype=torch.int32),)
         if self.config.dbias:

@@ -136,16 +136,16 @@ class PerStrides:
     """A function's launches for one problem. The problem fixes its numbers and the sizes of the first ``fixed`` tensors; addresses,
     the strides of copies and the lengths of lists may change from call to call.
 
-    Called with the tensors, in the arguments' order, and a function that gives all arguments and is called only for a new launch;
-    returns the launch that it called.
+    Called with the tensors, in the arguments' order, and a function that gives all arguments and is called only for a new launch; and
+    with the numbers, where not all launches have the same. Returns the launch that it called.
     """
 
     def __init__(self, function: Callable[[], Kernels], fixed: int):
         self._function, self._fixed = function, fixed
         self._bound: dict[tuple, Bound] = {}
 
-    def __call__(self, tensors: Sequence[torch.Tensor], arguments: Callable[[], tuple]) -> Bound:
-        key = tuple([x.stride() for x in tensors] + [x.shape for x in tensors[self._fixed :]])
+    def __call__(self, tensors: Sequence[torch.Tensor], arguments: Callable[[], tuple], numbers: tuple = ()) -> Bound:
+        key = tuple([x.stride() for x in tensors] + [x.shape for x in tensors[self._fixed :]] + [numbers])
         bound = self._bound.get(key)
         if bound is None:
             bound = self._bound[key] = self._function().bound(*arguments())

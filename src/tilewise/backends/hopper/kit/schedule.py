@@ -124,6 +124,16 @@ def key_blocks(row, rows, tile_n, band: Band, pick: Pick = PLAIN):
     return pick.smaller(row_start(row, band, pick) // tile_n, stop - 1), stop
 
 
+def seen_blocks(row, rows, tile_n, band: Band, pick: Pick = PLAIN):
+    """``(start, stop)``: the key blocks of which rows ``[row, row + rows)`` see a key; possibly none. Those are the blocks that
+    :func:`query_blocks` has the rows for, if tiles of rows are multiples of ``rows``."""
+    stop = (row_stop(row + rows - 1, band, pick) + tile_n - 1) // tile_n
+    start = row_start(row, band, pick)
+    # A row that begins past the last key, within the last block, sees nothing of that block.
+    past = pick.smaller(pick.larger(start - band.seqlen_k + 1, 0), 1)
+    return pick.smaller(start // tile_n + past, stop), stop
+
+
 def split_blocks(blocks, splits):
     """How many blocks a split has, the last one fewer."""
     return (blocks + splits - 1) // splits

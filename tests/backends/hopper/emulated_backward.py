@@ -33,8 +33,8 @@ from tests.backends.hopper.emulated import (
     stand_in_for_queues,
 )
 from tilewise.backends.hopper.backward.config import Backward
-from tilewise.backends.hopper.backward.tiles import CLUSTER, HALF, KEY_GROUPS, KeyTiles, QueryTiles
-from tilewise.backends.hopper.config import ROWS
+from tilewise.backends.hopper.backward.tiles import KEY_GROUPS, KeyTiles, QueryTiles
+from tilewise.backends.hopper.config import ELEMENT_BYTES, ROWS
 
 LOG2_E = np.float32(np.log2(np.e))
 
@@ -84,12 +84,11 @@ def load(name: str) -> ModuleType:
     stand_in_for_fragments(found["backward.fragments"], found["kit.tiles"], places)
     if name == "queries":
         stand_in_for_queries(found["backward.queries_compute"])
-    else:
+    elif name == "keys":
         stand_in_for_keys(found, places)
-    if name == "cluster":
-        stand_in_for_cluster(found, places)
-    elif name in ("keys", "queries"):
-        stand_in_for_halves(found["backward.halves"])
+    if name == "sheet":
+        stand_in_for_sheet(kernel, places)
+    stand_in_for_halves(found["backward.halves"])
     return kernel
 
 
@@ -193,6 +192,16 @@ def stand_in_for_keys(found: dict[str, ModuleType], places: Places) -> None:
         # The emulated threads are all four warps, whose places follow the first one's.
         sums.values[*place[:2], place[2] : place[2] + 4] = total[::32]
 
+    def copy_ds(ds, mma, kept, count, sheet, tile, m, params, config, rows=slice(None)) -> None:
+        found = places.matrix(ds.values)
+        found[params.seqlen_k - tile.column :] = 0.0  # none, if the tile ends before the keys do
+        # (head, block of keys, block of queries, key, query)
+        sheet.values[tile.batch * params.heads_q + tile.head, tile.column // ROWS, m, rows] = found[rows]
+
+    def put_ds(ds, sheet, tile, m, half, params) -> None:
+        copy_ds(ds, None, None, 0, sheet, tile, m, params, None, np.arange(ROWS) // 8 % 2 == half)
+
+    stand_in(found["backward.sheet"], copy_ds=copy_ds, put_ds=put_ds, await_copies=lambda: None)
     stand_in(found["backward.keys"], fetch_statistic=fetch_statistic)
     stand_in(found["backward.dslopes"], put=put)
     vars(found["backward.dslopes"].cute.arch).update(warp_idx=lambda: 0, lane_idx=lambda: THREADS % 32)
@@ -211,6 +220,41 @@ def stand_in_for_keys(found: dict[str, ModuleType], places: Places) -> None:
     )
     stand_in(found["kit.instructions"], unseen_zero=lambda: 0, zero_after=lambda score, zero: 0)
     stand_in(found["backward.dq_accumulate"], write_part=write_part, begin_copy=begin_copy, **semaphores())
+
+
+def stand_in_for_sheet(kernel: ModuleType, places: Places) -> None:
+    """The pass over queries where dS was kept."""
+
+    def fetch_blocks(blocks: np.ndarray, place: tuple, full, config: Backward) -> None:
+        rooms, at = place
+        rooms.tiles[at // config.queries.ds_elements] = np.hstack(blocks)
+        full.barrier.change(0, -ELEMENT_BYTES * config.queries.ds_elements)
+
+    def sums_of(tile, w: int, sums, params, config: Backward) -> np.ndarray:
+        tiles = config.queries
+        part = tile.row // tiles.tile_m, tile.piece * tiles.warpgroups + w
+        return sums.values[tile.batch * params.heads_q + tile.head, *part]
+
+    def add_sums(acc, sums: np.ndarray, resumes: int) -> None:
+        if resumes:
+            acc.values[:] = acc.values + places.registers(sums)
+
+    def store(acc, dq, sums: np.ndarray, tile, row: int, params, config: Backward) -> None:
+        found, first = places.matrix(acc.values), config.queries.width * tile.piece
+        if params.extra.suspends:
+            sums[:] = found
+            return
+        part = dq.values[tile.batch, row : row + ROWS, tile.head, first : first + config.queries.width]
+        part[:] = rounded(found * params.scale, config.dtype)[: part.shape[0], : part.shape[1]]
+
+    stand_in(
+        kernel,
+        fetch_blocks=fetch_blocks,
+        sums_of=sums_of,
+        add_sums=add_sums,
+        store=store,
+        make_operands=_sheet_operands,
+    )
 
 
 def semaphores() -> dict:
@@ -243,41 +287,6 @@ def semaphores() -> dict:
         "signal_semaphore": signal_semaphore,
         "claim": claim,
     }
-
-
-def stand_in_for_cluster(found: dict[str, ModuleType], places: Places) -> None:
-    """The pass over keys by clusters."""
-    columns, tiles = found["backward.cluster_compute"].STRIP, found["kit.tiles"]
-
-    def hand_strip(operand, m, handover, n) -> None:
-        handover.rooms.tiles[n] = None  # P lies there
-        handover.strips[n, m] = np.array(strip(operand, m))
-
-    def take_strip(operand, m, handover, n) -> None:
-        strip(operand, m)[:] = handover.strips.pop((n, m))
-
-    def strip_statistic(statistics: Rooms, stage: int, n: int):
-        mine, first = statistics.tiles[stage].copy(), n * columns
-        return lambda r, c: mine[first + tiles.column_of(THREADS, c)]
-
-    def strip(operand, m: int) -> Strip:
-        each = columns // 4
-        return operand.values[:, each * m : each * (m + 1)].view(Strip)
-
-    def add_half(dq, target, h, smem, config) -> None:
-        target.values.reshape(ROWS, -1)[:, ROWS * h : ROWS * (h + 1)] += places.matrix(dq.values)
-
-    stand_in(
-        found["backward.cluster_compute"],
-        make_operands=_cluster_operands,
-        hand_strip=hand_strip,
-        take_strip=take_strip,
-        strip_statistic=strip_statistic,
-        strip=strip,
-        strip_of_operand=strip,
-    )
-    stand_in(found["backward.cluster_dq"], make_dq_operands=_dq_operands, add_half=add_half, release_ds=release_ds)
-    stand_in(found["backward.cluster"], send_ds=send_ds)
 
 
 counting = threading.Lock()
@@ -330,37 +339,16 @@ def _key_operands(mmas, smem, w: int, config: Backward):
     return mmas.make(mmas.names, *rooms, *s, *grads, total, None, subtrahends, dbias, bias)
 
 
+def _sheet_operands(mma, smem, w: int, config: Backward):
+    ds = Turned(smem.ds.rooms, slice(ROWS * w, ROWS * (w + 1)))
+    return mma.make(None, ds, Turned(smem.k), Registers(config.queries.width))
+
+
 def _query_operands(mmas, smem, config: Backward):
     tiles = config.queries
     s = [Registers(tiles.tile_n) for _ in range(3)]
     rows = [np.zeros((2, 128), np.float32) for _ in range(2)]
     return mmas.make(mmas.names, smem.q, smem.do, smem.k, smem.v, Turned(smem.k), *s, Registers(tiles.width), *rows)
-
-
-def _cluster_operands(mmas, smem, held, config: Backward):
-    acc, p, ds = (Registers(config.keys.tile_m) for _ in range(3))
-    grads = tuple(Registers(HALF) for _ in range(config.keys.parts))
-    return mmas.make(mmas.names, held, smem.ring, Turned(smem.ring), acc, p, ds, grads)
-
-
-def _dq_operands(mmas, smem, config: Backward):
-    halves = [slice(ROWS * n, ROWS * (n + 1)) for n in range(2)]
-    return mmas.make_dq(
-        None, Turned(smem.ds), tuple(Turned(smem.k, part) for part in halves), tuple(Registers(ROWS) for _ in halves)
-    )
-
-
-class Strip(np.ndarray):
-    """Some columns of registers."""
-
-    @property
-    def values(self) -> Strip:
-        return self
-
-
-def send_ds(smem, n: int, peer: int, config: Backward) -> None:
-    role.peer.ds.tiles[2] = smem.ds.tiles[n].copy()
-    role.peer.peer_ds_full.barrier.change(1, 0)
 
 
 def stand_in_for_halves(halves: ModuleType) -> None:
@@ -400,11 +388,6 @@ def _run(roles_of: dict[int, list], shared_of: dict[int, object], ctas: int, tog
     for first in range(0, len(roles_of), together):
         of_tile = range(first, first + together)
         _at_once({n: [(computes, partial(body_of, n, body)) for computes, body in roles_of[n]] for n in of_tile}, ctas)
-
-
-def release_ds(smem, n: int) -> None:
-    for where in (smem, role.peer):
-        (where.ds_empty + n).barrier.change(4, 0)
 
 
 def statistics(o, do, lse, dlse, lines: int) -> tuple[np.ndarray, np.ndarray]:
@@ -513,7 +496,8 @@ def run_keys(config: Backward, t: dict, numbers: tuple, ctas: int) -> tuple:
     )
     visits = np.zeros((*heads, t["blocks"] * KEY_GROUPS), np.int32)
     lse2 = subtrahend_rows(t, params.scale2) if config.subtracts else t["lse2"]
-    buffers = kernel.RowBuffers(*map(Global, (lse2, t["delta"], sums, visits)))
+    sheet = Global(t["sheet"]) if tiles.keeps_ds else None
+    buffers = kernel.RowBuffers(*map(Global, (lse2, t["delta"], sums, visits)), sheet)
     names = SimpleNamespace(score=None, dk=None, dv=None)
     make, make_dq = modules(kernel)["backward.keys_compute"].DkDvOperands, kernel.dq_accumulate.SumOperands
     mmas = SimpleNamespace(
@@ -530,7 +514,10 @@ def run_keys(config: Backward, t: dict, numbers: tuple, ctas: int) -> tuple:
         compute = kernel.compute_and_sum if tiles.sums_dq else kernel.compute
         groups = [partial(compute, smem, w, mmas, params, config) for w in range(2)]
         if tiles.split:
-            groups = [partial(make, smem, mmas, params, config) for make in (kernel.make_values, kernel.make_keys)]
+            groups = [
+                partial(kernel.make_values, smem, mmas, params, config),
+                partial(kernel.make_keys, smem, sheet, mmas, params, config),
+            ]
         roles_of[cta] = [(False, body) for body in loads + stores] + [(True, body) for body in groups]
     if tiles.ordered:  # CTAs wait for each other
         _at_once(roles_of, ctas)
@@ -539,70 +526,6 @@ def run_keys(config: Backward, t: dict, numbers: tuple, ctas: int) -> tuple:
     if config.stores_first:
         sums[(visits == 0).reshape(sums.shape[:4])] = 0.0
     return dk, dv, _placed(kernel, sums, t["q"].shape, params, config) if tiles.sums_dq else None
-
-
-class Parts:
-    """A head's matrix in parts of 64 rows and 128 columns."""
-
-    shape, width = (ROWS,), HALF
-
-    def __init__(self, values: np.ndarray):
-        self.values = values
-
-    def __getitem__(self, index: tuple):
-        return self, index[1:]
-
-    def _part(self, at: tuple) -> np.ndarray:
-        m, n = at
-        return self.values[ROWS * m : ROWS * (m + 1), HALF * n : HALF * (n + 1)]
-
-    def read(self, at: tuple) -> np.ndarray:
-        found, part = np.zeros((ROWS, HALF), np.float32), self._part(at)
-        found[: part.shape[0], : part.shape[1]] = part
-        return found
-
-    def write(self, at: tuple, tile: np.ndarray) -> None:
-        part = self._part(at)
-        part[:] = tile[: part.shape[0], : part.shape[1]]
-
-
-def run_clusters(config: Backward, t: dict, numbers: tuple, ctas: int) -> tuple:
-    """As :func:`run_keys`, two CTAs at a time."""
-    kernel, tiles, ctas = load("cluster"), config.keys, max(CLUSTER, ctas // CLUSTER * CLUSTER)
-    kernel.tma_tiles = lambda info, shape, origin, head, batch, smem: (Parts(info.values[batch][:, head]), smem)
-    dk, dv = np.full_like(t["k"], np.nan), np.full_like(t["v"], np.nan)
-    params = _params(kernel, numbers)
-    tmas = kernel.KeysTmas(*map(info, (t["q"], t["do"], t["k"], t["v"], dk, dv)))
-    sums = np.zeros((*t["lse2"].shape[:2], t["blocks"], KEY_GROUPS, tiles.part_elements), np.float32)
-    buffers = kernel.RowBuffers(Global(t["lse2"]), Global(t["delta"]), Global(sums))
-    names = SimpleNamespace(score=None, grad=None, dq=None)
-    found = modules(kernel)
-    make, make_dq = found["backward.cluster_compute"].ClusterOperands, found["backward.cluster_dq"].DqOperands
-    mmas = SimpleNamespace(make=make, make_dq=make_dq, names=names)
-    for cta in range(0, ctas, CLUSTER):
-        pair = [_cluster_storage(kernel, tiles, n) for n in range(CLUSTER)]
-        roles = []
-        for n, smem in enumerate(pair):
-            others = [
-                partial(kernel.load_keys, tmas, smem),
-                partial(kernel.load_queries, tmas, buffers, smem),
-                partial(kernel.store, tmas, smem),
-                partial(kernel.exchange, smem),
-            ]
-            groups = [
-                partial(kernel.make_values, smem, mmas),
-                partial(kernel.make_keys, smem, mmas),
-                partial(kernel.make_queries, buffers, smem, mmas),
-            ]
-            for computes, bodies in ((False, others), (True, groups)):
-                roles += [(computes, partial(_of_cta, cta + n, pair[1 - n], body, params, config)) for body in bodies]
-        _together(roles, cta, ctas)
-    return dk, dv, _placed(kernel, sums, t["q"].shape, params, config)
-
-
-def _of_cta(cta: int, peer, body, params, config: Backward) -> None:
-    role.cta, role.peer = cta, peer
-    body(params, config)
 
 
 def _keys_storage(kernel, config: Backward, rank: int):
@@ -630,16 +553,6 @@ def _bias_storage(kernel, config: Backward):
     count = config.keys.bias_tiles
     barriers = bars((count, 1), (count, 1 if config.dbias else 4), (count, 128))
     return kernel.pair_bias.BiasStorage(Rooms(count), *barriers)
-
-
-def _cluster_storage(kernel, tiles: KeyTiles, rank: int):
-    k, v, ring, ds = Rooms(tiles.parts + 1), Rooms(tiles.parts), Rooms(tiles.stages), Rooms(3)
-    stages = (tiles.stages, 1), (tiles.stages, 4 * KEY_GROUPS)
-    held = (3, 1), (2, 1), (2, 128), (1, 128), (1, 4)
-    scores = (2, 128), (2, 128), (2, 4 * CLUSTER), (1, 1)
-    handover = SimpleNamespace(rooms=ds, strips={})
-    barriers = bars(*stages, *held, *scores)
-    return kernel.ClusterStorage(k, v, k, v, ring, Rooms(tiles.stages), handover, ds, None, *barriers, rank)
 
 
 def _params(kernel, numbers: tuple):
@@ -709,3 +622,36 @@ def run_queries(config: Backward, t: dict, numbers: tuple, ctas: int) -> np.ndar
         roles_of[cta] = [(False, body) for body in others] + [(True, body) for body in groups]
     _run(roles_of, shared_of, ctas, together)
     return dq
+
+
+class Blocks:
+    """The sheet as the pass over queries reads it: the blocks of a tile of so many warpgroups."""
+
+    def __init__(self, sheet: np.ndarray, warpgroups: int):
+        self.sheet, self.warpgroups = sheet, warpgroups
+
+    def __getitem__(self, index: tuple) -> SimpleNamespace:
+        head, n, first, _ = index
+        return SimpleNamespace(iterator=self.sheet[head, n, first : first + self.warpgroups])
+
+
+class Place:
+    """The memory of a ring's blocks of dS; an offset makes a (rooms, elements) of a stage."""
+
+    def __init__(self, stages: int):
+        self.rooms = Rooms(stages)
+
+    def __add__(self, elements: int) -> tuple:
+        return self.rooms, elements
+
+
+def run_sheet(config: Backward, t: dict, numbers: tuple, ctas: int) -> None:
+    """Makes ``t["dq"]`` of ``t["sheet"]``, or adds to ``t["sums"]``, one CTA after the other."""
+    kernel, tiles = load("sheet"), config.queries
+    params, made = _params(kernel, numbers), kernel.DqTensors(Global(t["dq"]), Global(t["sums"]))
+    mma, sheet = SimpleNamespace(make=kernel.SheetOperands), Blocks(t["sheet"], tiles.warpgroups)
+    for cta in range(ctas):
+        barriers = bars((tiles.stages, 1), (tiles.stages, 4 * tiles.warpgroups))
+        smem = kernel.SheetStorage(Place(tiles.stages), Rooms(tiles.stages), *barriers)
+        groups = [(True, partial(kernel.compute, smem, w, made, mma, params, config)) for w in range(tiles.warpgroups)]
+        _together([(False, partial(kernel.load, info(t["k"]), sheet, smem, params, config)), *groups], cta, ctas)

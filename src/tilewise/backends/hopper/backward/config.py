@@ -3,11 +3,13 @@
 This module imports no DSL and runs on any machine. Every kernel of the backward is described by a :class:`Backward`; TABLE lists
 the tiles that were measured to be the fastest, a row for each head dim.
 
-There are two ways to compute the three gradients (docs/algorithm.md#6-backward):
+There are three ways to compute the three gradients (docs/algorithm.md#6-backward):
 
 * two passes: dK and dV over key tiles, dQ over query tiles. Seven products for each pair of tiles, and every run gives the same bits.
 * one pass: the pass over key tiles also makes dQ and accumulates it in fp32 in global memory. Five products for each pair of
   tiles. The order of the additions is whatever the CTAs happen to take, or, with ``ordered``, that of the key tiles.
+* dS kept: the pass over key tiles writes dS to memory, for some heads and keys at a time, and a pass over query tiles makes dQ of it. Five
+  products, and every run gives the same bits.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ from typing import NamedTuple
 from tilewise import device as devices
 from tilewise.backends.hopper.backward.tiles import (
     KEY_GROUPS,
+    SHEET_BLOCK,
     STATISTICS_ALIGNMENT,
-    ClusterTiles,
     KeyTiles,
     QueryTiles,
     SheetTiles,
@@ -30,6 +32,7 @@ from tilewise.backends.hopper.backward.tiles import (
 from tilewise.backends.hopper.config import (
     DROPPED,
     DTYPES,
+    ELEMENT_BYTES,
     PLAIN,
     ROWS,
     SHIPPED,
@@ -223,7 +226,8 @@ class BackwardRow:
         softcap_band: with a softcap and two ends of a row, which take more; None: those of ``softcap``.
         pairs: with a traced score or dropout; None: those of ``predicate``.
         predicate: with a traced predicate, and whatever is beside it (docs/decisions.md#hopper-pair-tiles).
-        one_pass: where the pass over keys accumulates dQ; at 256 by clusters (docs/decisions.md#hopper-d256-pairs).
+        kept: as two_passes, for a band, but that dS is kept (docs/decisions.md#hopper-kept-ds).
+        one_pass: where the pass over keys accumulates dQ.
         softcap_one_pass: as one_pass, with a softcap: its slope takes registers, so that a tile has fewer queries.
         dropout: as one_pass, with dropout and neither a score nor a predicate, however few the keys are: pairs are then drawn once.
         alibi: whether one_pass is shipped with ALiBi whose bias is linear, and with a table's bias by distance.
@@ -240,6 +244,7 @@ class BackwardRow:
     softcap_band: Passes | None = None
     pairs: Passes | None = None
     predicate: Passes | None = None
+    kept: Passes | None = None
     one_pass: KeyTiles | None = None
     softcap_one_pass: KeyTiles | None = None
     dropout: KeyTiles | None = None
@@ -262,16 +267,16 @@ class BackwardRow:
     @property
     def ordered(self) -> KeyTiles | None:
         """``one_pass`` where a run must repeat bit by bit: each tile knows from the band which others add to a block before it.
-        Prefetching has not been tried there, and clusters lost to two passes (docs/decisions.md#hopper-ordered-dq)."""
-        if self.one_pass is None or self.one_pass.clustered:
+        Prefetching has not been tried there (docs/decisions.md#hopper-ordered-dq)."""
+        if self.one_pass is None:
             return None
         return replace(self.one_pass, ordered=True, stores_first=True, prefetches=False)
 
     def summed(self, form: str, packed: bool, dropout: bool = False, softcap: bool = False) -> KeyTiles | None:
         """The tiles of a single pass as a form has them (docs/decisions.md#hopper-overlapped-tiles, #hopper-open-heads)."""
         keys = self.dropout if dropout else self.softcap_one_pass if softcap else self.one_pass
-        if keys is None or keys.clustered:
-            return keys
+        if keys is None:
+            return None
         if softcap and (packed or form == "band"):  # it would spill, and elsewhere reading late costs 3 % (D 128)
             keys = replace(keys, reads_late=True)
         # Products subtract lse from what is the score itself: not from what a softcap or dropout is yet to change.
@@ -353,10 +358,16 @@ TABLE = {
         two_passes=Passes(
             KeyTiles(192, 128, tile_m=96, stages=4, split=True), QueryTiles(192, 128, warpgroups=2, tile_n=80, stages=4)
         ),
+        kept=Passes(
+            KeyTiles(192, 128, tile_m=64, stages=6, split=True, keeps_ds=True), SheetTiles(width=192, stages=5)
+        ),
     ),
     (192, 192): BackwardRow(
         two_passes=Passes(
             KeyTiles(192, 192, tile_m=80, stages=4, split=True), QueryTiles(192, 192, warpgroups=2, tile_n=80, stages=4)
+        ),
+        kept=Passes(
+            KeyTiles(192, 192, tile_m=64, stages=6, split=True, keeps_ds=True), SheetTiles(width=192, stages=5)
         ),
     ),
     (256, 256): BackwardRow(
@@ -375,16 +386,23 @@ TABLE = {
         predicate=Passes(
             KeyTiles(256, 256, tile_m=48, stages=4, split=True), QueryTiles(256, 256, warpgroups=2, tile_n=32, stages=4)
         ),
-        one_pass=ClusterTiles(256, 256, tile_m=64, stages=7),
-        one_pass_from=900,
+        kept=Passes(
+            KeyTiles(256, 256, tile_m=64, stages=4, split=True, keeps_ds=True), SheetTiles(width=256, stages=4)
+        ),
     ),
     (512, 512): BackwardRow(
         two_passes=Passes(
             KeyTiles(256, 256, tile_m=64, stages=4, split=True, halved=True),
             QueryTiles(256, 256, warpgroups=2, tile_n=32, stages=4, halved=True),
         ),
+        kept=Passes(
+            KeyTiles(256, 256, tile_m=64, stages=4, split=True, halved=True, keeps_ds=True),
+            SheetTiles(width=256, stages=4, parts=2),
+        ),
     ),
 }
+# Bytes of a sheet of dS: of as many tiles of keys as fit into the first, or of one for every CTA, if those fit into the second.
+SHEET_ROOM, SHEET_LIMIT = 1 << 30, 4 << 30
 BANDS = ("full", "upper", "band")  # forms whose rows' ends are numbers
 LEAST_SCALE = 1e-12  # products subtract lse / softmax_scale
 ORDERED_FROM = 1500  # keys a query: additions in order pay then where tiles are unequal, and wait for longer ones
@@ -422,6 +440,7 @@ def shipped() -> list[Backward]:
         for form, packed in kinds
         if row.summed(form, packed, softcap=True)
     ]
+    found += [(row.kept, {"form": form}) for row in rows for form in BANDS if row.kept]
     found += [(Passes(row.bits), {"form": "bits"}) for row in rows if row.bits]
     dropped = [(form, False) for form in DROPPED] + [("upper", True)]
     found += [
@@ -461,9 +480,9 @@ def shipped() -> list[Backward]:
 
 
 def exists(keys: KeyTiles, form: str, packed: bool) -> bool:
-    """Whether there is a kernel with these tiles: additions in order, and clusters, need one band's numbers; counts, equal sequences; and
-    two CTAs that share a tile of packed sequences would have to take the same one."""
-    banded = keys.ordered or keys.clustered
+    """Whether there is a kernel with these tiles: additions in order, and dS that is kept, need one band's numbers; counts, equal
+    sequences; and two CTAs that share a tile of packed sequences would have to take the same one."""
+    banded = keys.ordered or keys.keeps_ds
     return not (packed and (banded or keys.counts or keys.halved)) and (not banded or form in BANDS)
 
 
@@ -529,7 +548,7 @@ def choose(p: Problem) -> Backward:
         return Backward(bits, None, DTYPES[str(p.dtype)], "bits")
     row, passes = chosen_row(p)
     if traced == PLAIN:
-        passes = one_pass(row, p, form, softcap) or passes
+        passes = kept_ds(row, p, form, softcap) or one_pass(row, p, form, softcap) or passes
     return Backward(*passes, DTYPES[str(p.dtype)], form, softcap, p.packed, traced, dropout)
 
 
@@ -573,6 +592,20 @@ def with_pairs(p: Problem) -> Backward | None:
 def bit_tiles_of(p: Problem) -> KeyTiles | None:
     """The tiles whose pairs have bits; None where there are none, or where dQ must be added up in one order."""
     return None if p.spec.deterministic else next((row.bits for row in rows_for(p) if row.bits), None)
+
+
+def kept_ds(row: BackwardRow, p: Problem, form: str, softcap: bool = False) -> Passes | None:
+    """The tiles that keep dS, if this head dim has any for the problem and the sheet takes no more memory than it may. Of one sequence's
+    lengths and heads alone, so that a result does not depend on its batch-mates."""
+    if row.kept is None or softcap or p.spec.dropout_p or not exists(row.kept.keys, form, p.packed):
+        return None
+    tiles = devices.of(p.device).cores // row.kept.keys.ctas
+    return row.kept if tiles * sheet_bytes(row.kept.queries, p) <= SHEET_LIMIT else None
+
+
+def sheet_bytes(queries: SheetTiles, p: Problem) -> int:
+    """Bytes of a sheet for SHEET_KEYS keys of one key head: blocks of all queries of its group."""
+    return ELEMENT_BYTES * SHEET_BLOCK * queries.blocks(p.seqlen_q) * (p.heads_q // p.heads_k)
 
 
 def one_pass(row: BackwardRow, p: Problem, form: str, softcap: bool = False) -> Passes | None:

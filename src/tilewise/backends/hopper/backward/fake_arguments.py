@@ -7,8 +7,7 @@ import cutlass.cute as cute
 from cutlass.cute.runtime import make_fake_stream
 
 from tilewise.backends.hopper.backward.config import Backward
-from tilewise.backends.hopper.backward.sheet import BLOCK
-from tilewise.backends.hopper.backward.tiles import KEY_GROUPS
+from tilewise.backends.hopper.backward.tiles import KEY_GROUPS, SHEET_BLOCK
 from tilewise.backends.hopper.config import ROWS
 from tilewise.backends.hopper.kit import fake
 from tilewise.backends.hopper.kit.dtypes import ELEMENT
@@ -45,8 +44,8 @@ def fake_arguments(config: Backward) -> tuple:
         made = *made, fake.rows(cutlass.Int32, (batch, heads_q, cute.sym_int()))
     if config.keys.keeps_ds:
         blocks, sums = ([cute.sym_int() for _ in range(3)] for _ in range(2))
-        made = *made, fake.rows(ELEMENT[config.dtype], (*blocks, BLOCK), BLOCK, 128)
-        made = *made, fake.rows(cutlass.Float32, (*sums, ROWS * config.queries.width), BLOCK, 128)
+        made = *made, fake.rows(ELEMENT[config.dtype], (*blocks, SHEET_BLOCK), SHEET_BLOCK, 128)
+        made = *made, fake.rows(cutlass.Float32, (*sums, ROWS * config.queries.width), SHEET_BLOCK, 128)
     if config.makes_queue:
         made = *made, fake.vector(cutlass.Int32, 1)
     if config.sums_bias:

@@ -7,13 +7,12 @@ time keep the operands and the sums of dQ in L2, many heads keep the CTAs evenly
 from __future__ import annotations
 
 from tilewise.backends.hopper.backward.config import Backward
-from tilewise.backends.hopper.backward.tiles import CLUSTER, FP32_BYTES
+from tilewise.backends.hopper.backward.tiles import FP32_BYTES
 from tilewise.backends.hopper.config import ELEMENT_BYTES, SHARING
 from tilewise.problem import Problem
 
 OPEN_BYTES = 48 << 20  # of the heads of a section, where tiles come from a queue
 IDLE_SHARE = 0.02  # of a pass that the end of its last section may take
-SHARING_CLUSTERS = 6  # clusters that add to one head's dQ at a time (docs/decisions.md#hopper-d256-pairs)
 
 
 def grids(config: Backward, problem: Problem, heads: int, seqlen_k: int, cores: int) -> tuple[int, int, int, int]:
@@ -26,11 +25,9 @@ def grids(config: Backward, problem: Problem, heads: int, seqlen_k: int, cores: 
         return 1, min(keys, cores), 1, min(rows, cores)
     tiles, sharing = -(-seqlen_k // config.keys.tile_n), cores if config.form == "full" else SHARING
     at_once = ordered_at_once(config, tiles) if config.keys.ordered else sharing
-    keys = spread(heads, tiles, at_once, cores, 2 if config.keys.halved else 1)
+    keys = spread(heads, tiles, at_once, cores, config.keys.ctas)
     if config.keys.queued:
         keys = open_heads(config, problem, tiles, cores), keys[1]
-    if config.keys.clustered:
-        keys = spread_clusters(heads, tiles, config.form, cores)
     ctas = config.queries.ctas if config.queries else 1
     rows = config.parts_of_dq * -(-problem.seqlen_q // config.tile_m)
     return *keys, *spread(heads * (problem.heads_q // problem.heads_k), rows, sharing, cores, ctas)
@@ -41,14 +38,6 @@ def spread(heads: int, tiles: int, sharing: int, cores: int, ctas: int = 1) -> t
     at work at once, if there are heads enough; ``ctas`` share a tile."""
     section = min(heads, max(1, cores // ctas // sharing))
     return section, ctas * min(heads * tiles, cores // ctas)
-
-
-def spread_clusters(heads: int, tiles: int, form: str, cores: int) -> tuple[int, int]:
-    """``(section, ctas)`` as of :func:`spread`, where two CTAs share a tile. All heads are one section where a second section would be
-    a short one."""
-    few = max(1, cores // CLUSTER // SHARING_CLUSTERS)
-    section = 1 if form == "full" else few if heads >= 2 * few else heads
-    return section, CLUSTER * min(heads * tiles, cores // CLUSTER)
 
 
 def open_heads(config: Backward, problem: Problem, tiles: int, cores: int) -> int:

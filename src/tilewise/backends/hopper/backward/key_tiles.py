@@ -1,8 +1,7 @@
 """Key tiles: which tile of 64 or 128 keys a CTA works on next, and which query blocks its keys see.
 
-The passes of :mod:`tilewise.backends.hopper.backward.keys` and :mod:`tilewise.backends.hopper.backward.cluster` share this. A key tile
-visits the query blocks ``[start, stop)`` of each query head of its group. The keys of one warpgroup see some of these as a whole and
-others in part, as :class:`VisibleBlocks` says::
+A key tile visits the query blocks ``[start, stop)`` of each query head of its group. The keys of one warpgroup see some of these as a
+whole and others in part, as :class:`VisibleBlocks` says::
 
     query blocks of a causal tile      start .. | hidden: not seen | partial: the diagonal | whole ............ | stop
 """

@@ -51,7 +51,7 @@ from tilewise.backends.hopper.backward.keys_storage import KeysMmas, KeysStorage
 from tilewise.backends.hopper.backward.params import BackwardParams
 from tilewise.backends.hopper.backward.scores import ScoreBlock, probabilities, score_gradients
 from tilewise.backends.hopper.backward.sequences import receiver
-from tilewise.backends.hopper.backward.sheet import await_copies, copy_ds, keep_ds
+from tilewise.backends.hopper.backward.sheet import await_copies, copy_ds, put_ds
 from tilewise.backends.hopper.kit.operands import words
 from tilewise.backends.hopper.kit.scheduler import each_tile
 from tilewise.backends.hopper.kit.tiles import rows_columns
@@ -162,7 +162,7 @@ def gradient_tile(
             for m in cutlass.range(head_tile.start, head_tile.stop, unroll=1):
                 state = key_block(operands, state, ScoreBlock(), smem, params, config)
                 if cutlass.const_expr(tiles.halved):
-                    keep_ds(operands.ds, sheet, head_tile, m, params, smem.half)
+                    put_ds(operands.ds, sheet, head_tile, m, smem.half, params)
                 else:
                     mma = operands.mmas.score
                     copy_ds(operands.ds, mma, smem.kept, state.count, sheet, head_tile, m, params, config)

@@ -93,7 +93,7 @@ class KeysStorage(NamedTuple):
         minus_lse: :func:`constant_layout`, where products subtract the statistics; ``statistics`` is then :func:`subtrahends_layout`.
         bias: the rings of a bias by pair.
         halves: where the two CTAs of a cluster exchange S and dP. half: which half of the columns this CTA has.
-        kept: (64, tile_m, 2): blocks of dS on their way to a sheet, where there is room for them.
+        kept: (64 keys, 64 queries, 2): blocks of dS on their way to a sheet, where there is room for them.
     """
 
     k: cute.Tensor

@@ -5,7 +5,7 @@ kernel     makes                                       eq.    file
 ========== =========================================== ====== ============================================================
 rows       lse2 and delta of every query               (13)   :mod:`tilewise.backends.hopper.backward.preprocess`
 keys       dK and dV over key tiles                    (16)   :mod:`tilewise.backends.hopper.backward.keys`
-           and dQ's sums; or the same by clusters             :mod:`tilewise.backends.hopper.backward.cluster`
+           and dQ's sums, or dS to keep
 queries    dQ over query tiles                         (15)   :mod:`tilewise.backends.hopper.backward.queries`
            or, of dS that was kept                            :mod:`tilewise.backends.hopper.backward.sheet`
 sum        dQ out of its sums                                 :mod:`tilewise.backends.hopper.backward.postprocess`
@@ -15,7 +15,7 @@ The order of launches is decided in :func:`launch`::
 
     two passes, dS kept or computed again       rows, keys, queries
     two passes, where queries make statistics   queries, keys
-    one pass                                    rows, keys (or a cluster's), sum
+    one pass                                    rows, keys, sum
 
 Each kernel lets the next one's launch begin (docs/decisions.md#hopper-overlapped-launch).
 """
@@ -26,7 +26,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 
-from tilewise.backends.hopper.backward import cluster, keys, postprocess, preprocess, queries
+from tilewise.backends.hopper.backward import keys, postprocess, preprocess, queries
 from tilewise.backends.hopper.backward import sheet as sheet_pass
 from tilewise.backends.hopper.backward.keys_storage import RowBuffers
 from tilewise.backends.hopper.backward.params import BackwardParams, PackedParams, optional_params
@@ -42,9 +42,9 @@ def launch(given: tuple, made: tuple, numbers: tuple, stream: cuda.CUstream, con
             that count the tiles of each pass.
         made: dq, dk, dv, and lse2, delta (batch, heads_q, at least seqlen_q and a whole number of blocks). Where dQ is accumulated,
             its sums (batch, heads_q, block, 2, part), and in order its semaphores (batch, heads_q, block x 2). Where dS is kept, its
-            sheet (batch x heads_q, key block, query block, element), and dQ's sums (batch x heads_q, tile, part, element), fp32. Where key tiles come from
-            a queue, (1,) that counts them. Of a bias that is summed, its parts: of slopes (batch, heads_q, warp), of a line zeros (slot,
-            heads_q, distance). Of a bias by pair, its gradient (batch or 1, heads_q or 1, row, key).
+            sheet (batch x heads_q, key block, query block, element) and dQ's sums (batch x heads_q, tile, part, element), fp32. Where key
+            tiles come from a queue, (1,) that counts them. Of a bias that is summed, its parts: of slopes (batch, heads_q, warp), of a line
+            zeros (slot, heads_q, distance). Of a bias by pair, its gradient (batch or 1, heads_q or 1, row, key).
         numbers: lo and hi of the band; heads of a section and CTAs of the pass over keys, then of the pass over queries; scale, scale2,
             cap2; the numbers of :func:`optional_params`; of packed sequences the first and the end of the keys that each may see.
     """
@@ -83,8 +83,7 @@ def launch(given: tuple, made: tuple, numbers: tuple, stream: cuda.CUstream, con
         keys.launch(keys_tensors, params_k, ctas_k, stream, config)
     else:
         preprocess.launch(rows, stream, config)
-        over_keys = cluster if config.keys.clustered else keys
-        over_keys.launch(keys_tensors, params_k, ctas_k, stream, config)
+        keys.launch(keys_tensors, params_k, ctas_k, stream, config)
         if cutlass.const_expr(config.queries is None):
             counts = (buffers.delta, cute.ceil_div(k.shape[1], config.keys.tile_n)) if config.keys.counts else ()
             sums = postprocess.DqSums(buffers.dq_sums, cu, params_k.seqlen_q, buffers.semaphores, *counts)

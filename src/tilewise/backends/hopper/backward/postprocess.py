@@ -1,9 +1,9 @@
 """dQ out of its accumulated parts, on Hopper (sm_90a): scaled, rounded and put in place.
 
 The pass over key tiles leaves dQ as fp32 parts, each in the order of the registers that made it
-(:mod:`tilewise.backends.hopper.backward.dq_accumulate`, and :mod:`tilewise.backends.hopper.backward.cluster`, whose parts are 64 queries x
-half of the columns). A CTA takes one block of one head. Each of its two warpgroups reads a part into registers, as if its own product had
-made it, multiplies it by softmax_scale, and lets TMA store it; rows past the last one are dropped there.
+(:mod:`tilewise.backends.hopper.backward.dq_accumulate`). A CTA takes one block of one head. Each of its two warpgroups reads a part into
+registers, as if its own product had made it, multiplies it by softmax_scale, and lets TMA store it; rows past the last one are dropped
+there.
 """
 
 from __future__ import annotations
@@ -52,16 +52,9 @@ def part_queries(tiles: KeyTiles) -> int:
     return tiles.tile_m if tiles.dq_transposed else ROWS
 
 
-def box_columns(tiles: KeyTiles) -> int:
-    """How many columns of dQ a part holds."""
-    return part_columns(tiles) if tiles.clustered else ROWS
-
-
 def part_layout(tiles: KeyTiles) -> cute.Layout:
-    """The layout of a part in memory, (4, thread, n). In a cluster each warp adds its own elements, so one warp's follow the other's."""
-    if not tiles.clustered:
-        return cute.make_layout((4, 128, fours(tiles)))
-    return cute.make_layout((4, (32, 4), fours(tiles)), stride=(1, (4, tiles.part_elements // 4), 128))
+    """The layout of a part in memory, (4, thread, n)."""
+    return cute.make_layout((4, 128, fours(tiles)))
 
 
 def place_of(block, batch, sums: DqSums, config: Backward) -> tuple:
@@ -80,12 +73,12 @@ def launch(sums: DqSums, dq: cute.Tensor, softmax_scale, stream, config: Backwar
     """Launches the kernel, within a traced function of the host's. ``dq``: (batch, seqlen_q, heads_q, head_dim), written."""
     element = ELEMENT[config.dtype]
     rows, tiles = part_queries(config.keys), config.keys
-    layout = sm90.make_smem_layout_epi(element, LayoutEnum.ROW_MAJOR, (rows, box_columns(tiles)), 1)
+    layout = sm90.make_smem_layout_epi(element, LayoutEnum.ROW_MAJOR, (rows, ROWS), 1)
     info = cpasync.make_tiled_tma_atom(
         cpasync.CopyBulkTensorTileS2GOp(),
         rows_first(dq, config),
         staged_layout(layout, KEY_GROUPS, tiles.part_elements),
-        (rows, box_columns(tiles)),
+        (rows, ROWS),
     )
     kernel.set_name_prefix(f"{config.name}_sum", remove_cutlass_symbol=True, keep_mangled_name=False)
     batch, heads, blocks = sums.parts.shape[:3]
@@ -124,10 +117,10 @@ def kernel(sums: DqSums, dq: cpasync.TmaInfo, mma: cute.TiledMma, softmax_scale:
     cute.arch.fence_view_async_shared()
     cute.arch.barrier(barrier_id=1 + w, number_of_threads=128)
     rows, block = place_of(block, batch, sums, config)
-    gQ, sQ = tma_tiles(dq, (part_queries(tiles), box_columns(tiles)), (None, None), head, rows, smem)
+    gQ, sQ = tma_tiles(dq, (part_queries(tiles), ROWS), (None, None), head, rows, smem)
     if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0:
         # Parts are side by side in a block, or one below the other
-        row, column = (block, w) if cutlass.const_expr(tiles.dq_transposed or tiles.clustered) else (block * 2 + w, 0)
+        row, column = (block, w) if cutlass.const_expr(tiles.dq_transposed) else (block * 2 + w, 0)
         cute.copy(dq.atom, sQ[None, w], gQ[None, row, column])
         cute.arch.cp_async_bulk_commit_group()
         cute.arch.cp_async_bulk_wait_group(0, read=True)

@@ -40,7 +40,7 @@ from tilewise.backends.hopper.backward.fragments import (
 )
 from tilewise.backends.hopper.backward.key_tiles import KeyTile
 from tilewise.backends.hopper.backward.params import BackwardParams, number_band
-from tilewise.backends.hopper.backward.tiles import SHEET_KEYS
+from tilewise.backends.hopper.backward.tiles import SHEET_BLOCK
 from tilewise.backends.hopper.config import ELEMENT_BYTES, ROWS
 from tilewise.backends.hopper.forward.epilogue import put_columns
 from tilewise.backends.hopper.kit import schedule
@@ -59,33 +59,32 @@ from tilewise.backends.hopper.kit.tiles import (
     transpose_quad,
 )
 
-BLOCK = ROWS * SHEET_KEYS  # elements of a block
 COPY_BARRIER = 3  # named barrier of the warpgroup that keeps dS
 
 # -- What the pass over keys keeps ---------------------------------------------------------------------------------
 
 
-def keep_ds(ds: cute.Tensor, sheet: cute.Tensor, key_tile: KeyTile, m, params: BackwardParams, half: I32 | None) -> None:
-    """Writes a thread's operand dSᵀ of query block m, 64 keys x tile_m queries, to the sheet. Keys past the last one get zeros: their K is zero,
-    and what became of their scores may be infinite.
-
-    ``half``: which of two CTAs that have the same dS this is; each writes one of a thread's two rows.
+def put_ds(ds: cute.Tensor, sheet: cute.Tensor, key_tile: KeyTile, m, half: I32, params: BackwardParams) -> None:
+    """Writes a thread's operand dSᵀ of query block m, 64 keys x 64 queries, to the sheet from registers, where two CTAs have the same: one
+    of the thread's two rows each, ``half``. Keys past the last one get zeros: their K is zero, and what became of their scores may be
+    infinite.
     """
-    thread, found, blocks = cute.arch.thread_idx()[0] % 128, words(ds), cute.size(ds) * 128 // BLOCK
-    head, n = key_tile.batch * params.heads_q + key_tile.head, key_tile.column // ROWS
-    for b in range(blocks):
-        block = sheet[head, n, blocks * m + b, None].iterator
-        for r in [0, 1] if half is None else [half]:
-            row = row_of(thread, r)
-            seen = key_tile.column + row < params.seqlen_k
-            for first in range(8 * b, 8 * b + 8, 4):
-                # Four words of two queries each, 8 queries apart: 32 queries of the quad.
-                pairs = [(found[2 * c], found[2 * c + 1]) for c in range(first, first + 4)]
-                mine = [pair[r] if half is None else I32(cutlass.select_(r == 0, *pair)) for pair in pairs]
-                mine = transpose_quad([I32(cutlass.select_(seen, word, I32(0))) for word in mine])
-                # 16 bytes, at the place that the swizzle of 128 bytes gives them in a row.
-                place = (first % 8 + thread % 4) ^ (row % 8)
-                put_four(block + (ROWS * row + 8 * place), mine)
+    thread, found = cute.arch.thread_idx()[0] % 128, words(ds)
+    row = row_of(thread, half)
+    seen = key_tile.column + row < params.seqlen_k
+    block = block_of(sheet, key_tile, m, params)
+    for first in range(0, 8, 4):
+        # Four words of two queries each, 8 queries apart: 32 queries of the quad.
+        pairs = [(found[2 * c], found[2 * c + 1]) for c in range(first, first + 4)]
+        mine = [I32(cutlass.select_(half == 0, *pair)) for pair in pairs]
+        mine = transpose_quad([I32(cutlass.select_(seen, word, I32(0))) for word in mine])
+        # 16 bytes, at the place that the swizzle of 128 bytes gives them in a row.
+        put_four(block + (ROWS * row + 8 * ((first + thread % 4) ^ (row % 8))), mine)
+
+
+def block_of(sheet: cute.Tensor, key_tile: KeyTile, m, params: BackwardParams) -> cute.Pointer:
+    """The place of query block m of a tile of keys in the sheet."""
+    return sheet[key_tile.batch * params.heads_q + key_tile.head, key_tile.column // ROWS, m, None].iterator
 
 
 @cute.jit
@@ -93,8 +92,8 @@ def copy_ds(
     ds: cute.Tensor, mma: cute.TiledMma, kept: cute.Tensor, count, sheet: cute.Tensor, key_tile: KeyTile, m, params: BackwardParams,
     config: cutlass.Constexpr,
 ):  # fmt: skip
-    """:func:`keep_ds` by way of shared memory, (64, tile_m, 2), from where the copy engine takes a whole block; ``count``: how many blocks
-    the warpgroup has done."""
+    """Copies a warpgroup's operand dSᵀ of query block m to the sheet, as :func:`put_ds` does, by way of shared memory, ``kept``: (64 keys,
+    64 queries, 2), which the copy engine reads. ``count``: how many blocks the warpgroup has done."""
     thread, found = cute.arch.thread_idx()[0] % 128, words(ds)
     zeroed = cute.make_rmem_tensor_like(found)
     for n in range(cute.size(found)):
@@ -104,16 +103,14 @@ def copy_ds(
     if thread == 0:
         cute.arch.cp_async_bulk_wait_group(1, read=True)  # the copy before the last has read its memory
     cute.arch.barrier(barrier_id=COPY_BARRIER, number_of_threads=128)
-    store_fragment(cute.make_tensor(cute.recast_ptr(zeroed.iterator, dtype=ELEMENT[config.dtype]), ds.layout), mma, tile, config.dtype)
+    fragment = cute.make_tensor(cute.recast_ptr(zeroed.iterator, dtype=ELEMENT[config.dtype]), ds.layout)
+    store_fragment(fragment, mma, tile, config.dtype)
     cute.arch.fence_view_async_shared()
     cute.arch.barrier(barrier_id=COPY_BARRIER, number_of_threads=128)
     if thread == 0:
-        head, blocks = key_tile.batch * params.heads_q + key_tile.head, config.keys.tile_m // ROWS
-        target = sheet[head, key_tile.column // ROWS, blocks * m, None].iterator.toint()
-        size = I32(ELEMENT_BYTES * BLOCK * blocks)
-        cute.arch.inline_ptx(
-            STORE + " [{$r0}], [{$r1}], {$r2};", read_only_args=[target, I32(tile.iterator.toint()), size]
-        )
+        target = block_of(sheet, key_tile, m, params).toint()
+        operands = [target, I32(tile.iterator.toint()), I32(ELEMENT_BYTES * SHEET_BLOCK)]
+        cute.arch.inline_ptx(STORE + " [{$r0}], [{$r1}], {$r2};", read_only_args=operands)
         cute.arch.cp_async_bulk_commit_group()
 
 
@@ -154,8 +151,8 @@ class DqTensors(NamedTuple):
 def launch(
     sheet: cute.Tensor, k: cute.Tensor, made: DqTensors, params: BackwardParams, ctas, stream, config: Backward
 ) -> None:
-    """Launches the kernel, within a traced function of the host's. ``sheet``: (batch x heads_q, key block, query block, BLOCK); ``k``:
-    (batch, seqlen_k, heads_k, head_dim)."""
+    """Launches the kernel, within a traced function of the host's. ``sheet``: (batch x heads_q, key block, query block, element of the
+    block); ``k``: (batch, seqlen_k, heads_k, head_dim)."""
     tiles, element = config.queries, ELEMENT[config.dtype]
     block = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (ROWS, tiles.tile_n, tiles.width), element, 1)
     layout = staged_layout(block, tiles.stages, tiles.k_elements)
@@ -163,7 +160,7 @@ def launch(
     k_tma = cpasync.make_tiled_tma_atom(atom, rows_first(k, config), layout, box)
     # dQ += dS K, 64 x width: both operands lie in shared memory, and are seen transposed.
     major = OperandMajorMode.MN
-    mma = sm90.make_trivial_tiled_mma(element, element, major, major, F32, (1, 1, 1), (ROWS, tiles.columns))
+    mma = sm90.make_trivial_tiled_mma(element, element, major, major, F32, (1, 1, 1), (ROWS, tiles.width))
     kernel.set_name_prefix(f"{config.name}_queries", remove_cutlass_symbol=True, keep_mangled_name=False)
     kernel(k_tma, sheet, made, mma, params, config).launch(
         grid=[ctas, 1, 1], block=[tiles.threads, 1, 1], min_blocks_per_mp=1, stream=stream, use_pdl=True
@@ -241,9 +238,7 @@ SCHEDULER = TileScheduler(rounds_of, tile_of, None, None)
 
 
 @cute.jit
-def load(
-    k: cpasync.TmaInfo, sheet: cute.Tensor, smem: SheetStorage, params: BackwardParams, config: cutlass.Constexpr
-):
+def load(k: cpasync.TmaInfo, sheet: cute.Tensor, smem: SheetStorage, params: BackwardParams, config: cutlass.Constexpr):
     """One warp loads dSᵀ and K of every tile's key blocks."""
 
     def load_tile(tile: QueryTile, numbers, phase, state: PipelineState) -> PipelineState:
@@ -278,7 +273,10 @@ def load_blocks(
 
 def fetch_blocks(blocks: cute.Pointer, place: cute.Pointer, full, config: Backward) -> None:
     """One thread starts a bulk copy of a stage's blocks of dSᵀ."""
-    atom, layout = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), ELEMENT[config.dtype]), cute.make_layout(config.queries.ds_elements)
+    atom, layout = (
+        cute.make_copy_atom(cpasync.CopyBulkG2SOp(), ELEMENT[config.dtype]),
+        cute.make_layout(config.queries.ds_elements),
+    )
     cute.copy(atom, cute.make_tensor(blocks, layout), cute.make_tensor(place, layout), mbar_ptr=full)
 
 
@@ -299,7 +297,7 @@ def make_operands(mma: cute.TiledMma, smem: SheetStorage, w, config: Backward) -
     tiles, thread = config.queries, mma.get_slice(0)
     block = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (ROWS, tiles.tile_n, ROWS), ELEMENT[config.dtype], 1)
     mine = staged_layout(block, tiles.stages, tiles.ds_elements)  # (64 keys, 64 queries, stage) of this warpgroup
-    mine = cute.make_tensor(cute.recast_ptr(smem.ds + BLOCK * w, mine.inner), mine.outer)
+    mine = cute.make_tensor(cute.recast_ptr(smem.ds + SHEET_BLOCK * w, mine.inner), mine.outer)
     return SheetOperands(
         mma,
         mma.make_fragment_A(thread.partition_A(transposed(mine))),

@@ -9,11 +9,9 @@ from tilewise.backends.hopper.config import ALIGNMENT, ELEMENT_BYTES, ROWS
 FP32_BYTES = 4
 BARRIER_BYTES = 8
 KEY_GROUPS = 2  # warpgroups that compute in the pass over key tiles
-CLUSTER = 2  # CTAs of a cluster, where two share a key tile
-HALF = 128  # columns of the parts in which a cluster keeps its tiles
-ADDITION = 1024  # bytes of dQ that a warp of a cluster adds at a time
-ADDITIONS = 2  # such additions that it has in flight
+CLUSTER = 2  # CTAs of a cluster, where two share a tile
 SHEET_KEYS = ROWS  # keys of a block of dS, where that is kept
+SHEET_BLOCK = ROWS * SHEET_KEYS  # its elements
 LINE_SLOTS = 8  # places in which the gradient of a table by distance is added up: CTAs share them
 CONSTANT_BYTES = 128  # of the constant by which a product subtracts lse
 # A packed sequence's statistics begin at a multiple of so many rows, so that a preprocessing CTA has rows of one sequence.
@@ -36,17 +34,16 @@ class Sharing:
 
     Attributes:
         halved: each CTA has half of the head's columns (:mod:`tilewise.backends.hopper.backward.halves`).
-        clustered: each CTA has half of the keys (:class:`ClusterTiles`).
     """
 
     width: int
     width_v: int
-    halved, clustered = False, False
+    halved = False
 
     @property
     def ctas(self) -> int:
         """How many CTAs share a tile."""
-        return CLUSTER if self.halved or self.clustered else 1
+        return CLUSTER if self.halved else 1
 
     @property
     def dims(self) -> tuple[int, int]:
@@ -80,7 +77,8 @@ class KeyTiles(Sharing):
         reads_late: statistics are read, and addresses computed, late: a softcap leaves no registers (docs/decisions.md#hopper-softcap).
         v_register_steps: how many steps of 16 columns of V stay in registers (docs/decisions.md#hopper-shared-memory).
         bias_stages: of a warpgroup's ring of tiles of a bias by pair, tile_m x 64 keys.
-        keeps_ds: dS goes to a sheet, from which dQ is made (:mod:`tilewise.backends.hopper.backward.sheet`); only where the work is split.
+        keeps_ds: dS goes to a sheet, from which dQ is made (:mod:`tilewise.backends.hopper.backward.sheet`); only where the work is split,
+            with 64 queries a block.
     """
 
     width: int
@@ -108,7 +106,7 @@ class KeyTiles(Sharing):
 
     @property
     def name(self) -> str:
-        layout = "_pair" if self.clustered else "_split" if self.split else "_overlap" if self.overlaps else ""
+        layout = "_split" if self.split else "_overlap" if self.overlaps else ""
         layout += (
             "_halves" * self.halved
             + "_kept" * self.keeps_ds
@@ -184,53 +182,6 @@ class KeyTiles(Sharing):
 
 
 @dataclass(frozen=True)
-class ClusterTiles(KeyTiles):
-    """Sizes where the two CTAs of a cluster share a tile of 128 keys (:mod:`tilewise.backends.hopper.backward.cluster`): each has
-    64 of the keys and half of dQ's columns. A stage of the ring holds 64 x HALF of Q or dO.
-
-    Attributes:
-        registers, registers_values, registers_dq: of the warpgroups that make dK, dV and dQ.
-    """
-
-    registers: int = 200
-    registers_values: int = 192
-    registers_dq: int = 96
-    split: bool = True
-    sums_dq: bool = True
-    clustered = True
-
-    @property
-    def registers_by_warpgroup(self) -> tuple[int, ...]:
-        return self.registers_load, self.registers_values, self.registers, self.registers_dq
-
-    @property
-    def parts(self) -> int:
-        """How many parts of HALF columns a tile has."""
-        return self.width // HALF
-
-    @property
-    def tile_n(self) -> int:
-        return ROWS * CLUSTER
-
-    @property
-    def barriers(self) -> int:
-        """The number of mbarriers: full and empty of every stage; full of K, of V and of the peer's part of K; empty and done of K
-        and V; K and V read for the last time; full of P and full and empty of dS, for two blocks each; full of the peer's dS."""
-        return 2 * self.stages + 3 + 2 * 2 + 2 + 3 * 2 + 1
-
-    @property
-    def handover_bytes(self) -> int:
-        """Bytes of P or dS of two blocks, of the peer's dS, and of the elements of dQ (fp32) that four warps have in flight."""
-        return 3 * ELEMENT_BYTES * ROWS * self.tile_m + 4 * ADDITIONS * ADDITION
-
-    @property
-    def shared(self) -> int:
-        tiles = ROWS * HALF * (self.stages + 2 * self.parts + 1)
-        small = aligned(statistics_end(self.barriers, self.stages, self.tile_m))
-        return small + ELEMENT_BYTES * tiles + self.handover_bytes
-
-
-@dataclass(frozen=True)
 class QueryTiles(Sharing):
     """Sizes of the pass over query tiles: ``warpgroups`` of 64 queries each by ``tile_n`` keys; otherwise as :class:`KeyTiles`.
 
@@ -285,21 +236,18 @@ class QueryTiles(Sharing):
 
 
 @dataclass(frozen=True)
-class SheetTiles(Sharing):
+class SheetTiles:
     """Sizes of the pass over query tiles where dS was kept: ``warpgroups`` of 64 queries each, and one of ``parts`` of dQ's columns, of
     ``width`` each. A stage of the ring holds dS and K of SHEET_KEYS keys.
     """
 
     width: int
-    width_v: int
-    warpgroups: int
     stages: int
     parts: int = 1
-    columns: int = 256
+    warpgroups: int = 2
     registers: int = 240
     registers_load: int = 24
-    makes_statistics = prefetches = False
-    tile_n = SHEET_KEYS
+    ctas, tile_n, makes_statistics, prefetches, halved = 1, SHEET_KEYS, False, False, False
 
     @property
     def name(self) -> str:
@@ -328,6 +276,10 @@ class SheetTiles(Sharing):
         """Bytes of shared memory: full and empty of every stage, and the ring."""
         elements = self.stages * (self.ds_elements + self.k_elements)
         return aligned(BARRIER_BYTES * 2 * self.stages) + ELEMENT_BYTES * elements
+
+    def blocks(self, seqlen_q: int) -> int:
+        """How many blocks of queries a head's sheet has: those of whole tiles."""
+        return -(-seqlen_q // self.tile_m) * self.warpgroups
 
 
 # -- Statistics that products subtract -----------------------------------------------------------------------------

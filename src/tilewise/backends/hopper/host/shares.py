@@ -1,8 +1,8 @@
 """The shares in which a backward that keeps dS is launched: so many heads and keys at a time that their sheet takes a bounded room.
 
-A share is a launch of the same kernels on views of the call's tensors: some batch elements; or some key heads of one, and of these all keys
-or some. All shares use one sheet, and kernels wait for those of the share before. dQ of the keys of earlier shares stays in fp32. Which keys
-a share has depends on one sequence alone, so that no number depends on the rest of the batch.
+A share is a launch of the same kernels on views of the call's tensors: some batch elements; or some key heads of one, and of these all
+keys or some. All shares use one sheet, and kernels wait for those of the share before. dQ of the keys of earlier shares stays in fp32.
+Which keys a share has depends on one sequence alone, so that no number depends on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -13,16 +13,14 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from tilewise.backends.hopper.backward.config import Backward
-from tilewise.backends.hopper.backward.tiles import SHEET_KEYS
-from tilewise.backends.hopper.config import ELEMENT_BYTES, ROWS
+from tilewise.backends.hopper.backward.config import SHEET_ROOM, Backward, sheet_bytes
+from tilewise.backends.hopper.backward.tiles import SHEET_BLOCK, SHEET_KEYS
+from tilewise.backends.hopper.config import ROWS
 from tilewise.backends.hopper.host.driver import Bound
 from tilewise.backends.hopper.kit import schedule
 from tilewise.caching import cached_property
 from tilewise.problem import Problem
 
-ROOM = 1 << 30  # bytes of a sheet, unless a tile of keys for every multiprocessor takes more
-BLOCK = ROWS * SHEET_KEYS  # elements of a block of the sheet
 # In units of what the pass over keys takes for a block of 64 x 64: a block of the pass over queries, and the start and the end of a share;
 # and in blocks of the pass over queries what a tile takes to read its sums, or to write them.
 SHEET_COST, START_COST, SUMS_COST = 0.5, 6.0, 4.0
@@ -72,9 +70,8 @@ class Shares:
 
     @property
     def blocks(self) -> tuple[int, int]:
-        """How many blocks of keys and of queries a head's sheet has: those of whole tiles of queries."""
-        tiles = self.config.queries
-        return -(-self.seqlen_k // SHEET_KEYS), -(-self.problem.seqlen_q // tiles.tile_m) * tiles.warpgroups
+        """How many blocks of keys and of queries a head's sheet has."""
+        return -(-self.seqlen_k // SHEET_KEYS), self.config.queries.blocks(self.problem.seqlen_q)
 
     @cached_property
     def all(self) -> list[Share]:
@@ -90,9 +87,10 @@ class Shares:
     @cached_property
     def sizes(self) -> tuple[int, int, int]:
         """How many batch elements, key heads and blocks of keys a share has at most."""
-        heads, (keys, queries) = self.problem.heads_k, self.blocks
+        heads, keys = self.problem.heads_k, self.blocks[0]
         # Of tiles of keys: as many as the room holds, or one for each CTA.
-        room = max(ROOM // (ELEMENT_BYTES * BLOCK * queries * self.group), self.cores // self.config.keys.ctas)
+        room = SHEET_ROOM // sheet_bytes(self.config.queries, self.problem)
+        room = max(room, self.cores // self.config.keys.ctas)
         if room >= keys * heads:
             return room // (keys * heads), heads, keys
         counts = (min(1 << n, heads, room) for n in range(heads.bit_length() + 1))
@@ -140,7 +138,7 @@ class Shares:
         continued = most < self.seqlen_k
         rows = queries // tiles.warpgroups if continued else 1
         sums = heads_q if continued else 1, rows, tiles.parts * tiles.warpgroups, ROWS * tiles.width
-        return (heads_q, min(keys, -(-most // SHEET_KEYS)), queries, BLOCK), sums
+        return (heads_q, min(keys, -(-most // SHEET_KEYS)), queries, SHEET_BLOCK), sums
 
     def tensors(self, share: Share, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The views that a share has of a launch's tensors: q, k, v, o, do, lse, dlse, dq, dk, dv, lse2, delta, sheet, sums."""

@@ -35,7 +35,8 @@ class OptionalParams(NamedTuple):
         bias: (batch or 1, heads_q or 1, row, key): a bias by pair (:mod:`tilewise.backends.hopper.kit.pair_bias`).
         dbias: fp32, written by the pass over keys: the parts of the gradient of each head's slope, (batch, heads_q, warp), or of its line,
             (slot, heads_q, distance); or the gradient of a bias by pair, as the bias lies.
-        resumes, suspends: of a launch that has some of the keys: not 0 where earlier keys have left sums of dQ, and where later ones follow.
+        resumes, suspends: of a launch that has some of the keys: not 0 where earlier keys have left sums of dQ, and where later ones
+            follow.
         leaves, numbers: the tensors and numbers that expressions read; of a softcap,
             those of :func:`tilewise.backends.hopper.capped.numbers`.
     """

@@ -19,7 +19,7 @@ from tilewise.backends.hopper import config as sizes
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.backward import grids
 from tilewise.backends.hopper.backward.config import TABLE, shipped
-from tilewise.backends.hopper.backward.tiles import CLUSTER, KEY_GROUPS, STATISTICS_ALIGNMENT
+from tilewise.backends.hopper.backward.tiles import KEY_GROUPS, SHEET_KEYS, STATISTICS_ALIGNMENT
 from tilewise.backends.hopper.config import ALIGNMENT, SHARED_LIMIT, registers_together
 from tilewise.backends.hopper.forward import config as forward_config
 from tilewise.backends.hopper.forward import reasons as forward_reasons
@@ -63,20 +63,29 @@ def test_what_is_summed_fits_too_and_is_of_whole_parts(dims):
     keys = ONE_PASS[dims]
     assert fits(keys, KEY_GROUPS)
     assert keys.stages >= 3
-    assert keys.tile_m == KEY_GROUPS * sizes.ROWS or keys.dq_transposed or keys.clustered
+    assert keys.tile_m == KEY_GROUPS * sizes.ROWS or keys.dq_transposed
     assert keys.part_elements % (4 * 128) == 0
-    assert keys.clustered or (sum(dims) + 2 * keys.tile_m) // 2 + 24 <= keys.registers
+    assert (sum(dims) + 2 * keys.tile_m) // 2 + 24 <= keys.registers
 
 
-def test_two_ctas_of_a_tile_fit():
-    keys = ONE_PASS[256, 256]
-    # A block's parts of Q and dO, and all but one of the next block's.
-    assert keys.clustered
-    assert keys.stages >= 4 * keys.parts - 1
-    assert keys.threads == 128 * len(keys.registers_by_warpgroup)
-    # dV or dK, a block of S or dP and a strip of it as an operand; dQ of half of the columns; and what else there is.
-    assert (keys.width + keys.tile_m + 8) // 2 + 24 <= min(keys.registers, keys.registers_values)
-    assert keys.part_elements // 128 + 24 <= keys.registers_dq
+KEPT = {dims: row.kept for dims, row in TABLE.items() if row.kept}
+
+
+@pytest.mark.parametrize("dims", KEPT, ids=str)
+def test_what_keeps_ds_fits_and_has_whole_blocks_of_it(dims):
+    keys, sheet = KEPT[dims]
+    assert fits(keys, KEY_GROUPS)
+    # Blocks of 64 queries by 64 keys, as the sheet has them.
+    assert (keys.split, keys.tile_m, keys.tile_n) == (True, sizes.ROWS, SHEET_KEYS)
+    assert keys.stages >= 4
+    # dQ, and 24 registers for all else; a block that is computed with, one that waits for its product, and the next.
+    assert sheet.width // 2 + 24 <= sheet.registers
+    assert sheet.stages >= 3
+    assert sheet.shared <= SHARED_LIMIT
+    assert sheet.registers_load + sheet.warpgroups * sheet.registers <= registers_together(1 + sheet.warpgroups)
+    # All columns of dQ, in boxes that the copy engine brings at once.
+    assert sheet.parts * sheet.width == dims[0]
+    assert sheet.width <= 256
 
 
 @pytest.mark.parametrize("x", backward_config.candidates(), ids=lambda x: x.name)
@@ -125,11 +134,7 @@ def test_whether_dq_is_added_in_order_is_decided_by_one_sequence(heads, mask):
 
 @pytest.mark.parametrize(
     ("d", "seqlen", "options", "summed"),
-    [  # docs/decisions.md#hopper-two-or-one-pass, #hopper-d256-pairs
-        (256, 512, {}, False),
-        (256, 1024, {}, True),
-        (256, 1024, {"causal": True}, False),
-        (256, 2048, {"causal": True}, True),
+    [  # docs/decisions.md#hopper-two-or-one-pass
         (64, 512, {}, False),
         (64, 1024, {}, True),
         (64, 1024, {"causal": True}, False),
@@ -148,6 +153,43 @@ def test_gradients_of_queries_are_summed_where_they_see_many_keys(d, seqlen, opt
     assert backward_config.choose(p).keys.sums_dq == summed
     pairs = tw.show_mask(options.get("mask", tw.causal()), seqlen).count("1") if options else seqlen**2
     assert sizes.mean_keys_per_query(p) == pytest.approx(pairs / seqlen, rel=0.02)
+
+
+@pytest.mark.parametrize("d", [160, 256, 320, 512])
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({}, True),
+        ({"causal": True}, True),
+        ({"mask": tw.window(70, 3) & tw.key_range(100, 500)}, True),
+        ({"causal": True, "deterministic": True, "sink": torch.zeros(2)}, True),
+        ({"mask": tw.documents(torch.arange(600) // 100)}, False),
+        ({"mask": tw.prefix(7)}, False),
+        ({"score": tw.softcap(30.0)}, False),
+        ({"dropout_p": 0.1, "dropout_seed": 3}, False),
+    ],
+    ids=["full", "causal", "window", "deterministic", "documents", "prefix", "softcap", "dropout"],
+)
+def test_bands_of_wide_heads_keep_ds(d, options, kept):
+    p = long(d, 600, (1, 2), **options).p
+    if backward_config.chosen_row(p):  # some have no kernels at all
+        assert backward_config.choose(p).keys.keeps_ds == kept
+
+
+def test_a_sheet_that_would_take_too_much_memory_is_not_made(monkeypatch):
+    monkeypatch.setattr(backward_config.devices, "of", lambda device: SimpleNamespace(cores=132))
+
+    def kept(seqlen: int, group: int = 1) -> bool:
+        row = TABLE[256, 256]
+        p = SimpleNamespace(seqlen_q=seqlen, heads_q=2 * group, heads_k=2, packed=False, device=None)
+        p.spec = SimpleNamespace(dropout_p=0.0)
+        return backward_config.kept_ds(row, p, "upper") is not None
+
+    # 132 tiles of 64 keys, 2 bytes a pair: 4 GiB hold them for 254,200 queries.
+    assert kept(1 << 17)
+    assert not kept(1 << 18)
+    assert kept(1 << 14, group=8)
+    assert not kept(1 << 15, group=8)
 
 
 @pytest.mark.parametrize(
@@ -175,24 +217,18 @@ def causal_blocks(order: schedule.Order, keys, seqlen: int) -> list[int]:
     return [stop - start + 4 for start, stop in blocks]
 
 
-@pytest.mark.parametrize(
-    "keys", [TABLE[256, 256].one_pass, TABLE[256, 256].two_passes.keys], ids=lambda c: f"{c.width}-{c.tile_n}"
-)
+@pytest.mark.parametrize("keys", [TABLE[192, 128].kept.keys, TABLE[256, 256].kept.keys], ids=lambda x: str(x.width))
 @pytest.mark.parametrize("seqlen", [512, 1024, 2048, 4096, 8192, 16384])
 def test_causal_key_tiles_are_even_over_132_sms(keys, seqlen):
     """Query blocks of the busiest CTA over the mean. With fewer heads at a time they would not be: 8 or 4 heads of these lengths cost up
     to 1.6."""
     heads, tiles = 2048 // keys.width * (16384 // seqlen), -(-seqlen // keys.tile_n)
-    each = CLUSTER if keys.clustered else 1
     section, ctas = grids.spread(heads, tiles, sizes.SHARING, 132)
-    if keys.clustered:
-        section, ctas = grids.spread_clusters(heads, tiles, "upper", 132)
-    ctas //= each
     order = schedule.Order(tiles, heads, section, False)
     blocks = causal_blocks(order, keys, seqlen)
     mine = [range(schedule.rounds(cta, ctas, order.tiles)) for cta in range(ctas)]
     work = [sum(blocks[schedule.nth(cta, ctas, n)] for n in rounds) for cta, rounds in enumerate(mine)]
-    assert max(work) <= 1.04 * sum(work) * each / 132
+    assert max(work) <= 1.04 * sum(work) / 132
 
 
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids=str)
@@ -204,7 +240,7 @@ def test_causal_key_tiles_from_the_queue_are_even_and_of_heads_that_l2_holds(dim
     heads = max(2, 2048 // x.keys.width // group)
     p = SimpleNamespace(batch=16384 // seqlen, heads_q=heads * group, heads_k=heads, seqlen_q=seqlen, seqlen_k=seqlen)
     tiles = -(-seqlen // x.keys.tile_n)
-    section, ctas, *_ = grids.grids(x, p, seqlen, 132)
+    section, ctas, *_ = grids.grids(x, p, p.batch * heads, seqlen, 132)
     assert ctas == 132
     # Q, K, V and dO in 16 bits, and the sums of dQ; the few tiles of grouped heads are long, and evenness counts more.
     assert group > 1 or section * seqlen * dims[0] * (4 * 2 + 4) <= grids.OPEN_BYTES

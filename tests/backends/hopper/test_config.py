@@ -94,4 +94,7 @@ def test_every_kernel_is_held_to_the_copies_that_its_source_makes():
         assert [(e.loads, e.stores) for e in c.expected] == [(True, c.stores)], c.name
     for c in [*backward.shipped(), *latent.shipped()]:
         loads = not getattr(c, "e4m3", False)
-        assert all((e.loads, e.stores) == (loads, isinstance(c, backward.Backward)) for e in c.expected), c.name
+        # dQ of dS that was kept leaves from registers.
+        stores = [isinstance(c, backward.Backward)] * len(c.expected)
+        stores[-1] &= not (isinstance(c, backward.Backward) and c.keys.keeps_ds)
+        assert [(e.loads, e.stores) for e in c.expected] == [(loads, n) for n in stores], c.name

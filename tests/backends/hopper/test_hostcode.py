@@ -49,7 +49,8 @@ BACKWARD = {
     "summed": Backward(backward_config.TABLE[64, 64].one_pass, None, "bf16", "full"),
     "backward-packed": Backward(*backward_config.TABLE[96, 96].two_passes, "bf16", "band", packed=True),
     "ordered": Backward(backward_config.TABLE[128, 128].ordered, None, "bf16", "upper"),
-    "paired": Backward(backward_config.TABLE[256, 256].one_pass, None, "bf16", "upper"),
+    "kept": Backward(*backward_config.TABLE[256, 256].kept, "bf16", "upper"),
+    "kept-halves": Backward(*backward_config.TABLE[512, 512].kept, "fp16", "full"),
     "summed-packed": Backward(backward_config.TABLE[128, 128].one_pass, None, "fp16", "upper", packed=True),
 }
 APART = 256, 1 << 20, 1 << 38  # strides, about

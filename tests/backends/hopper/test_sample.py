@@ -37,9 +37,9 @@ def test_every_form_is_in_the_sample_with_every_combination_of_options_that_is_s
 
 def test_every_way_of_summing_dq_is_in_the_sample():
     ways = {name.split("_")[-1] for name in (c.name for c in SHIPPED) if name.startswith("backward")}
-    assert {"sum", "ordered"} < ways
+    assert {"sheet", "ordered"} < ways
     assert {c.name.split("_")[-1] for c in SAMPLE if c.name.startswith("backward")} == ways
-    assert any(c.keys.clustered for c in SAMPLE if isinstance(c, backward_config.Backward))
+    assert any(c.keys.keeps_ds for c in SAMPLE if isinstance(c, backward_config.Backward))
 
 
 def test_the_sample_is_small_and_holds_nothing_twice():

@@ -105,6 +105,24 @@ def test_the_blocks_of_a_tile_hold_all_keys_of_its_rows(band, row, rows, tile_n)
         assert (start, stop - 1) == (min(seen) // tile_n, max(seen) // tile_n)
 
 
+@given(BANDS, st.integers(1, 400), st.sampled_from([(64, 64), (64, 128), (128, 64), (16, 48)]))
+def test_rows_and_keys_tell_the_same_blocks(band, seqlen_q, tile):
+    """What one pass writes of a tile and what the other reads: neither more nor less, for all rows that there are."""
+    rows, tile_n = tile
+    by_rows = {
+        (m, n) for m in range(-(-seqlen_q // rows)) for n in range(*schedule.seen_blocks(m * rows, rows, tile_n, band))
+    }
+    by_keys = {
+        (m, n)
+        for n in range(-(-band.seqlen_k // tile_n))
+        for m in range(*schedule.query_blocks(n * tile_n, tile_n, rows, seqlen_q, band))
+    }
+    # Rows past the last one of a tile may see what nobody else does: such a block is visited all the same.
+    assert by_rows == by_keys
+    seen = {(i // rows, j // tile_n) for i in range(seqlen_q) for j in kept(i, band)}
+    assert seen <= by_rows
+
+
 @given(BANDS, st.integers(0, 300), st.sampled_from([128, 192]), st.sampled_from([16, 80, 128]), st.integers(0, 2))
 def test_a_warpgroup_sees_nothing_of_hidden_blocks_and_something_of_the_next(band, row, rows, tile_n, part):
     start, stop = schedule.key_blocks(row, rows, tile_n, band)

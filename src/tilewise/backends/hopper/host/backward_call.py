@@ -211,7 +211,8 @@ def backward(plan: BackwardPlan, inputs: Inputs, out: Output, do: Tensor, dlse: 
     bound = plan.launched(given, made)
     made = *grads, *made[3:]
     if all(plan.addressable) and in_place and not (plan.cut or holes):
-        plan.keep(inputs, KeptLaunch(bound, made, of_mask))
+        spent = 2 if plan.config.keys.keeps_ds else 0  # the sheet and the sums
+        plan.keep(inputs, KeptLaunch(bound, made, of_mask, spent))
     return plan.gradients(inputs, lse, dlse, made)
 
 

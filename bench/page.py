@@ -27,6 +27,7 @@ QUOTING = (ROOT / "README.md", ROOT / "docs" / "switching.md")
 WIDTH = 160
 MASKED = ("3fa2ac8f2096", "414b1e11fcdd", "0ba04c12f0ce", "7fba6e754366", "7b0bacc6b5f6", "h200-masks")
 FP32, WIDE, STEPS, AMX = "h200-triton-fp32", "h200-wide-heads", "b12178aa0a97", "xeon-amx-2"
+KEPT = "h200-kept-ds"
 """The runs that the page shows, newer ones first: a contestant's figures are of the first run that timed it."""
 PLANS = "d00fd2bb934f"
 """The run that timed tilewise's plans of the masks' cases."""
@@ -171,22 +172,31 @@ class Squares:
 
     Attributes:
         file: of bench/results. run: the one that the table shows. peers: who is compared.
+        newer: a run of backwards that are faster since; who it did not time has its old ratio to cuDNN.
     """
 
     file: str
     run: str
     peers: tuple[str, ...]
+    newer: str = ""
+
+    def runs(self, direction: str) -> list[str]:
+        """The runs of a pass, the newest first."""
+        return [self.newer] * (direction == "backward" and self.newer != "") + [self.run]
 
     def tflops(self, case: str, who: str, direction: str) -> float | None:
         """TFLOP/s of a contestant on a case."""
-        found = load(self.file).rate([self.run], case, who, direction)
+        found = load(self.file).rate(self.runs(direction), case, who, direction)
         return found and found[1]
 
     def over_cudnn(self, who: str, case: str, direction: str) -> float:
         """How many times as fast as cuDNN in the same rounds a contestant is on a case."""
-        found = load(self.file).found.get((self.run, case, who, direction, "rate"), {})
-        mean = found.get("over_cudnn")  # of several processes
-        return mean or self.tflops(case, who, direction) / self.tflops(case, "cudnn", direction)
+        results = load(self.file)
+        mean = results.found.get((self.run, case, who, direction, "rate"), {}).get("over_cudnn")  # of several processes
+        if mean:
+            return mean
+        run, rate = results.rate(self.runs(direction), case, who, direction)
+        return rate / results.rate([run], case, "cudnn", direction)[1]
 
     def over(self, peer: str, case: str, direction: str) -> float:
         """How many times as fast as a peer tilewise is on a case."""
@@ -245,8 +255,8 @@ def square(head_dim: int, seqlen: int, mask: str) -> str:
 
 
 PEERS = ("fa2", "cudnn", "fa4")
-H200 = Squares("h200-peers", "2a803e1108f0", PEERS)
-H100 = Squares("h200-peers", "d2ad37e868cb", PEERS)
+H200 = Squares("h200-peers", "2a803e1108f0", PEERS, newer="d80e214573ef")
+H100 = Squares("h200-peers", "d2ad37e868cb", PEERS, newer="47ab8f1ba019")
 BESIDE_FA3 = Squares("h200-peers", "h200-squares", ("fa3",))
 """The run that timed FlashAttention-3, which has no wheel, beside tilewise of that day."""
 
@@ -257,7 +267,8 @@ def wide() -> list[str]:
     cases = {(shape["mask"], shape["seqlen_q"]): name for name, shape in found.cases(WIDE).items()}
 
     def speeds(case: str, direction: str) -> str:
-        ours, efficient = (found.rate((WIDE,), case, who, direction) for who in ("tilewise", "efficient"))
+        runs = (KEPT, WIDE) if direction == "backward" else (WIDE,)
+        ours, efficient = (found.rate(runs, case, who, direction) for who in ("tilewise", "efficient"))
         return f"**{number(ours[1], 0)}** {number(efficient[1], 0)}"
 
     rows = [
@@ -266,6 +277,19 @@ def wide() -> list[str]:
         for mask in MASKS
     ]
     return table(["**tilewise**, SDPA memory-efficient", *[f"N {n}" for n in LENGTHS]], rows)
+
+
+def uneven() -> list[str]:
+    """The table of the backward where v has other columns than q and k, beside cuDNN."""
+    found = load("hopper-calls")
+
+    def speeds(n: int, mask: str) -> str:
+        case = f"kept-d192v128-n{n}-{mask}"
+        ours, cudnn = (found.rate((KEPT,), case, who, "backward") for who in ("tilewise", "cudnn"))
+        return f"**{number(ours[1], 0)}** {number(cudnn[1], 0)}"
+
+    rows = [[f"backward, D 192, v 128, {mask}", *[speeds(n, mask) for n in LENGTHS]] for mask in MASKS]
+    return table(["**tilewise**, cuDNN", *[f"N {n}" for n in LENGTHS]], rows)
 
 
 def squares() -> list[str]:
@@ -282,7 +306,8 @@ def squares() -> list[str]:
         f"{load(H200.file).source(H200.run)} On an H100 "
         f"{H100.behind()} ({load(H100.file).runs[H100.run]['device']}, the same command); the third table has its rows. FA3 has no "
         f"wheel: tilewise of {load(H200.file).runs[BESIDE_FA3.run]['when']} was timed beside it, whose backward was slower than today's."
-        f" At D 512 (H200, {load('hopper-calls').runs[WIDE]['when']}, 16 heads, TFLOP/s) Triton has the backward."
+        f" Backwards at D 256 are of {load(H200.file).runs[H200.newer]['when'][:10]}, beside cuDNN and FA2; FA4 has its ratio to cuDNN of "
+        f"the earlier run. The last tables are of {load('hopper-calls').runs[KEPT]['when']} (H200, 16 heads, TFLOP/s)."
     )
     plot = ["![TFLOP/s against the sequence length, forward and backward](img/h200-hopper.png)"]
     who = ("fa2", "fa4", "tilewise")
@@ -301,6 +326,7 @@ def squares() -> list[str]:
         table(header, H200.means(who)),
         table(["H100, over cuDNN and FA4", *lengths], smaller),
         wide(),
+        uneven(),
     )
     return section("Forward and backward on an H200 and an H100", text, plot, *tables)
 

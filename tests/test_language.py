@@ -77,7 +77,12 @@ def comments(source: str) -> tuple[int, int]:
 
 def kernel_comments() -> dict[str, tuple[int, int]]:
     """The comments and the lines of code of each file of kernels, by path below the backends."""
-    found = [file for room in KERNELS for file in sorted((BACKENDS / room).glob("*.py")) if file.name != "config.py"]
+    found = [
+        file
+        for room in KERNELS
+        for file in sorted((BACKENDS / room).glob("*.py"))
+        if file.name not in ("config.py", "table.py")
+    ]
     return {file.relative_to(BACKENDS).as_posix(): comments(file.read_text(encoding="utf-8")) for file in found}
 
 

@@ -13,12 +13,14 @@ import tilewise as tw
 from bench.gpu import check
 from bench.gpu.hopper import Kind, check_calls, kernel_of
 from tilewise import accuracy
+from tilewise.backends.hopper import Hopper
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.decoding import config as decoding_config
 from tilewise.backends.hopper.forward.config import Config, shipped
 from tilewise.backends.hopper.host import library
-from tilewise.testing import call, paged_call, qkv
+from tilewise.backends.hopper.host.portions import Portions
+from tilewise.testing import call, other_bits, paged_call, qkv, results
 
 pytestmark = [
     pytest.mark.gpu,
@@ -64,6 +66,36 @@ def test_kernels_of_a_kind_agree_with_the_oracle(kind):
             wrong |= {} if row["state"] == "ok" else {f"{kernel.name} {label}": row["detail"]}
     assert ran == {config.name for config in KINDS[kind]}
     assert not wrong
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True}, {"mask": tw.window(300, 40)}], ids=["full", "causal", "window"]
+)
+@pytest.mark.parametrize("dims", [(192, 128), (256, 256), (512, 512)], ids=str)
+def test_launches_of_some_of_the_keys_add_up_to_dq(dims, options, monkeypatch):
+    monkeypatch.setattr(Portions, "sizes", (1, 1, 3))  # one sequence, one key head, three blocks of keys
+    tensors = qkv(nq=500, nk=700, d=dims[0], dv=dims[1], dtype=torch.bfloat16)
+    backend, c = Hopper(), call(*tensors, device="cuda", **options)
+    if reasons := backend.unsupported(c.p):
+        pytest.skip("; ".join(reasons))
+    assert backend.backward_config(c.p).keys.keeps_ds
+    first, second = (results(backend, c) for _ in range(2))
+    assert not [str(e) for e in c.expected().judge(first) if not e.ok]
+    assert not other_bits(first, second)
+
+
+def test_a_kept_launch_holds_no_memory_of_a_sheet():
+    q, k, v = (torch.randn(1, 2048, 4, 256, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3))
+    do = torch.randn_like(q)
+    for _ in range(2):
+        o = tw.attention(q, k, v, causal=True, backend="hopper")
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        grads = torch.autograd.grad(o, (q, k, v), do)
+        sheet = 2 * 4 * 2048 * 2048
+        assert torch.cuda.max_memory_allocated() - before < 1.5 * sheet
+        del grads
+        assert torch.cuda.memory_allocated() - before < sheet / 4
 
 
 @pytest.mark.parametrize("d", [64, 128, 256])

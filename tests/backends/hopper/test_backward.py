@@ -26,7 +26,7 @@ from tilewise.backends.hopper.config import ROWS
 from tilewise.backends.hopper.host import backward_call
 from tilewise.backends.hopper.host.masks import grid_of
 from tilewise.backends.hopper.host.plan import LOG2_E
-from tilewise.backends.hopper.host.shares import Shares
+from tilewise.backends.hopper.host.portions import Portions
 from tilewise.reference import Reference
 from tilewise.tiles import seen_keys
 
@@ -138,18 +138,18 @@ def emulate_kernels(c: Call, x: backward_config.Backward, ctas: int) -> Grads:
 
 
 def emulate_kept(plan: backward_call.BackwardPlan, t: dict, ctas: int) -> tuple:
-    """dk, dv and dq where dS is kept: of some keys at a time, as the plan shares them out; all heads at once."""
-    p, x, shares = plan.problem, plan.config, plan.shares
+    """dk, dv and dq where dS is kept: of some keys at a time, as the plan deals them out; all heads at once."""
+    p, x, portions = plan.problem, plan.config, plan.memory.portions
     dk, dv, t["dq"] = (np.full_like(t[name], np.nan) for name in ("k", "v", "q"))
-    tiles, (_, queries) = x.queries, shares.blocks
+    tiles, (_, queries) = x.queries, portions.blocks
     heads, parts = p.batch * p.heads_q, tiles.parts * tiles.warpgroups
     t["sums"] = np.full((heads, queries // tiles.warpgroups, parts, ROWS, tiles.width), np.nan, np.float32)
-    spans = dict.fromkeys((share.keys, shares.neighbours(share)) for share in shares.all)
+    spans = dict.fromkeys((portion.keys, portions.neighbours(portion)) for portion in portions.all)
     for (start, stop), neighbours in spans:
         t["sheet"] = np.full((heads, -(-(stop - start) // ROWS), queries, ROWS, ROWS), np.nan, np.float32)
         of_keys = t | {name: t[name][:, start:stop] for name in ("k", "v")}
         keys = slice(plan.keys.start + start, plan.keys.start + stop)
-        numbers = plan.numbers_of(p.batch * p.heads_k, keys, *neighbours)
+        numbers = backward_call.numbers_of(plan, p.batch * p.heads_k, keys, *neighbours)
         lo, hi, section_k, ctas_k, section_q, ctas_q, *scales = numbers
         extra = dict(zip(x.extra.numbers, numbers[9:], strict=True))
         sizes = p.seqlen_q, stop - start, p.heads_k, p.heads_q // p.heads_k, p.batch
@@ -256,7 +256,7 @@ def test_the_source_computes_the_gradients(name, form):
 def test_gradients_are_right_where_a_launch_has_some_of_the_keys(name, form):
     tensors, options = CASES[name]
     c = call(*tensors, **options)
-    with patch.object(Shares, "sizes", (1, 1, 2)):  # two blocks of keys at a time
+    with patch.object(Portions, "sizes", (1, 1, 2)):  # two blocks of keys at a time
         assert not wrong(c, emulate(c, KEYS[form], ctas=3))
 
 

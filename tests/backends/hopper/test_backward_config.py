@@ -36,7 +36,7 @@ ONE_PASS = {dims: row.one_pass for dims, row in TABLE.items() if row.one_pass}
 def fits(tiles, groups: int) -> bool:
     whole = all(n % 8 == 0 and n <= 248 for n in (tiles.registers, tiles.registers_load))
     swizzled = all(2 * n % ALIGNMENT == 0 for n in (tiles.tile_elements, tiles.stage_elements))
-    by_role = getattr(tiles, "registers_by_warpgroup", [tiles.registers_load, *[tiles.registers] * groups])
+    by_role = [tiles.registers_load, *[tiles.registers] * groups]
     threads = sum(by_role) <= registers_together(len(by_role))
     return whole and swizzled and threads and tiles.shared <= SHARED_LIMIT
 

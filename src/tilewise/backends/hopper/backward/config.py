@@ -1,7 +1,7 @@
 """Tile sizes, registers and shared memory of Hopper's backward kernels, and which of them a problem gets.
 
-This module imports no DSL and runs on any machine. Every kernel of the backward is described by a :class:`Backward`; TABLE lists
-the tiles that were measured to be the fastest, a row for each head dim.
+This module imports no DSL and runs on any machine. Every kernel of the backward is described by a :class:`Backward`, whose tiles are those
+of a row of :data:`tilewise.backends.hopper.backward.table.TABLE`.
 
 There are three ways to compute the three gradients (docs/algorithm.md#6-backward):
 
@@ -15,10 +15,11 @@ There are three ways to compute the three gradients (docs/algorithm.md#6-backwar
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from tilewise import device as devices
+from tilewise.backends.hopper.backward.table import TABLE, BackwardRow, Passes
 from tilewise.backends.hopper.backward.tiles import (
     KEY_GROUPS,
     SHEET_BLOCK,
@@ -141,17 +142,7 @@ class Backward(Formed):
     @property
     def expected(self) -> tuple[Expected, ...]:
         """The facts that the compiled kernels of the passes over keys and over queries are held to; the others have no roles."""
-        keys, queries = self.keys, self.queries
-        hidden = None if keys.split or keys.dp_late else keys.tile_m // 2
-        roles = tuple(dict.fromkeys(reversed(keys.registers_by_warpgroup)))
-        found = [Expected(f"{self.name}_keys", roles, shared_of(keys, self.statistics), hidden, idle_loops=True)]
-        if queries:
-            roles, kept = (queries.registers, queries.registers_load), keys.keeps_ds
-            hidden = None if kept else queries.tile_n // 2
-            found.append(
-                Expected(f"{self.name}_queries", roles, queries.shared, hidden, stores=not kept, idle_loops=True)
-            )
-        return tuple(found)
+        return expected_of(self)
 
     @property
     def extra(self) -> ExtraFields:
@@ -206,201 +197,22 @@ class Backward(Formed):
         return p.seqlen_q // self.keys.tile_m + p.batch + 1 if self.packed else -(-p.seqlen_q // self.keys.tile_m)
 
 
-# -- The tiles that were measured to be the fastest ----------------------------------------------------------------
+def expected_of(config: Backward) -> tuple[Expected, ...]:
+    """:attr:`Backward.expected`."""
+    keys, queries = config.keys, config.queries
+    hidden = None if keys.split or keys.dp_late else keys.tile_m // 2
+    roles = keys.registers, keys.registers_load
+    found = [Expected(f"{config.name}_keys", roles, shared_of(keys, config.statistics), hidden, idle_loops=True)]
+    if queries:
+        roles, kept = (queries.registers, queries.registers_load), keys.keeps_ds
+        hidden = None if kept else queries.tile_n // 2
+        more = Expected(f"{config.name}_queries", roles, queries.shared, hidden, stores=not kept, idle_loops=True)
+        found.append(more)
+    return tuple(found)
 
 
-class Passes(NamedTuple):
-    """Tiles of the pass over keys, and of the pass over queries where there is one."""
+# -- What ships ---------------------------------------------------------------------------------------------------
 
-    keys: KeyTiles
-    queries: QueryTiles | SheetTiles | None = None
-
-
-@dataclass(frozen=True)
-class BackwardRow:
-    """The tiles for one pair of head dims. A column that is None has no tiles of its own: the next row that has them serves.
-
-    Attributes:
-        two_passes: for a mask that is a band or ends of rows, and no score.
-        softcap: with a softcap, whose slope takes registers.
-        softcap_band: with a softcap and two ends of a row, which take more; None: those of ``softcap``.
-        pairs: with a traced score or dropout; None: those of ``predicate``.
-        predicate: with a traced predicate, and whatever is beside it (docs/decisions.md#hopper-pair-tiles).
-        kept: as two_passes, for a band, but that dS is kept (docs/decisions.md#hopper-kept-ds).
-        one_pass: where the pass over keys accumulates dQ.
-        softcap_one_pass: as one_pass, with a softcap: its slope takes registers, so that a tile has fewer queries.
-        dropout: as one_pass, with dropout and neither a score nor a predicate, however few the keys are: pairs are then drawn once.
-        alibi: whether one_pass is shipped with ALiBi whose bias is linear, and with a table's bias by distance.
-        bias: where the pass over keys accumulates dQ, with a bias by pair.
-        bits: where the pass over keys accumulates dQ, with listed blocks of 64 or 128 queries and a bit for each pair of a partial one.
-        one_pass_from: keys that a query must see on average for one pass to pay (docs/decisions.md#hopper-two-or-one-pass).
-        overlapping_from: the same where tiles overlap, which hides a part of that; None: as many.
-        packed_from: the same of packed sequences, which are taken to be equally long: others see more. None: as many.
-        softcap_from: the same with a softcap, each tanh of which two passes compute twice, of equal sequences. None: as many.
-    """
-
-    two_passes: Passes
-    softcap: Passes | None = None
-    softcap_band: Passes | None = None
-    pairs: Passes | None = None
-    predicate: Passes | None = None
-    kept: Passes | None = None
-    one_pass: KeyTiles | None = None
-    softcap_one_pass: KeyTiles | None = None
-    dropout: KeyTiles | None = None
-    alibi: bool = False
-    bias: KeyTiles | None = None
-    bits: KeyTiles | None = None
-    one_pass_from: int = 0
-    overlapping_from: int | None = None
-    packed_from: int | None = None
-    softcap_from: int | None = None
-
-    def least_keys(self, keys: KeyTiles, packed: bool, softcap: bool) -> int:
-        """How many keys a query must see on average for these tiles of ``one_pass``."""
-        if packed and self.packed_from is not None:
-            return self.packed_from
-        if softcap and not packed and self.softcap_from is not None:
-            return self.softcap_from
-        return self.one_pass_from if self.overlapping_from is None or not keys.overlaps else self.overlapping_from
-
-    @property
-    def ordered(self) -> KeyTiles | None:
-        """``one_pass`` where a run must repeat bit by bit: each tile knows from the band which others add to a block before it.
-        Prefetching has not been tried there (docs/decisions.md#hopper-ordered-dq)."""
-        if self.one_pass is None:
-            return None
-        return replace(self.one_pass, ordered=True, stores_first=True, prefetches=False)
-
-    def summed(self, form: str, packed: bool, dropout: bool = False, softcap: bool = False) -> KeyTiles | None:
-        """The tiles of a single pass as a form has them (docs/decisions.md#hopper-overlapped-tiles, #hopper-open-heads)."""
-        keys = self.dropout if dropout else self.softcap_one_pass if softcap else self.one_pass
-        if keys is None:
-            return None
-        if softcap and (packed or form == "band"):  # it would spill, and elsewhere reading late costs 3 % (D 128)
-            keys = replace(keys, reads_late=True)
-        # Products subtract lse from what is the score itself: not from what a softcap or dropout is yet to change.
-        keys = replace(keys, overlaps=True, counts=not packed, subtracts=not (dropout or softcap))
-        return keys if form == "full" and not packed else replace(keys, queued=True, prefetches=True)
-
-    def biased(self, form: str) -> KeyTiles:
-        """The tiles with a bias by pair as a form has them."""
-        return self.bias if form == "full" else replace(self.bias, queued=True, prefetches=True)
-
-    def passes(self, form: str, softcap: bool, traced: Traced = PLAIN, dropout: bool = False) -> Passes | None:
-        """The column of a problem that has a pass for dQ; None where this row has no tiles for it."""
-        if traced.keep:
-            return self.predicate
-        if traced != PLAIN or dropout:
-            return self.pairs or self.predicate
-        if not softcap:
-            return self.two_passes
-        return (form in ("band", "rows") and self.softcap_band) or self.softcap
-
-
-_BITS = KeyTiles(128, 128, tile_m=64, stages=5, sums_dq=True, prefetches=True, v_register_steps=4)
-_BITS = replace(_BITS, queued=True, overlaps=True, counts=True)
-# A block's biases take as much memory as its Q or dO, at 64 twice as much (docs/decisions.md#hopper-pair-bias).
-_BIAS = KeyTiles(128, 128, tile_m=64, stages=4, sums_dq=True, dq_first=True, v_register_steps=4, bias_stages=2)
-_BIAS = replace(_BIAS, overlaps=True, counts=True)
-# (head dim of q and k, head dim of v) -> tiles. The first row that holds both dims, and has tiles for the problem, is taken.
-TABLE = {
-    (64, 64): BackwardRow(
-        two_passes=Passes(
-            KeyTiles(64, 64, tile_m=128, stages=8, prefetches=True),
-            QueryTiles(64, 64, warpgroups=2, tile_n=128, stages=6, makes_statistics=True, prefetches=True),
-        ),
-        softcap=Passes(
-            KeyTiles(64, 64, tile_m=64, stages=8),
-            QueryTiles(64, 64, warpgroups=2, tile_n=128, stages=6, makes_statistics=True, prefetches=True),
-        ),
-        predicate=Passes(KeyTiles(64, 64, tile_m=64, stages=8), QueryTiles(64, 64, warpgroups=2, tile_n=96, stages=6)),
-        one_pass=KeyTiles(64, 64, tile_m=128, stages=5, sums_dq=True, prefetches=True, v_register_steps=4),
-        softcap_one_pass=KeyTiles(64, 64, tile_m=128, stages=5, sums_dq=True, reads_late=True),
-        dropout=KeyTiles(64, 64, tile_m=128, stages=5, sums_dq=True, dp_late=True),
-        alibi=True,
-        bias=replace(_BIAS, width=64, width_v=64, tile_m=128, dq_first=False, bias_stages=1),
-        bits=replace(_BITS, width=64, width_v=64, tile_m=128, stores_first=True),
-        one_pass_from=1100,
-        overlapping_from=900,
-        packed_from=650,
-        softcap_from=400,
-    ),
-    (96, 96): BackwardRow(
-        two_passes=Passes(
-            KeyTiles(96, 96, tile_m=96, stages=8),
-            QueryTiles(96, 96, warpgroups=2, tile_n=112, stages=6, makes_statistics=True),
-        ),
-    ),
-    (128, 128): BackwardRow(
-        two_passes=Passes(
-            KeyTiles(128, 128, tile_m=64, stages=8, prefetches=True),
-            QueryTiles(128, 128, warpgroups=2, tile_n=96, stages=6, makes_statistics=True, prefetches=True),
-        ),
-        softcap=Passes(
-            KeyTiles(128, 128, tile_m=48, stages=8),
-            QueryTiles(128, 128, warpgroups=2, tile_n=96, stages=6, makes_statistics=True, prefetches=True),
-        ),
-        pairs=Passes(KeyTiles(128, 128, tile_m=48, stages=8), QueryTiles(128, 128, warpgroups=2, tile_n=80, stages=6)),
-        predicate=Passes(
-            KeyTiles(128, 128, tile_m=32, stages=8), QueryTiles(128, 128, warpgroups=2, tile_n=64, stages=6)
-        ),
-        one_pass=KeyTiles(128, 128, tile_m=80, stages=4, sums_dq=True, dq_first=True, v_register_steps=1),
-        softcap_one_pass=KeyTiles(128, 128, tile_m=64, stages=5, sums_dq=True, dq_first=True),
-        dropout=KeyTiles(128, 128, tile_m=64, stages=5, sums_dq=True, dq_first=True),
-        alibi=True,
-        bias=_BIAS,
-        bits=replace(_BITS, dq_first=True),
-        one_pass_from=560,
-        softcap_from=400,
-    ),
-    (192, 128): BackwardRow(
-        two_passes=Passes(
-            KeyTiles(192, 128, tile_m=96, stages=4, split=True), QueryTiles(192, 128, warpgroups=2, tile_n=80, stages=4)
-        ),
-        kept=Passes(
-            KeyTiles(192, 128, tile_m=64, stages=6, split=True, keeps_ds=True), SheetTiles(width=192, stages=5)
-        ),
-    ),
-    (192, 192): BackwardRow(
-        two_passes=Passes(
-            KeyTiles(192, 192, tile_m=80, stages=4, split=True), QueryTiles(192, 192, warpgroups=2, tile_n=80, stages=4)
-        ),
-        kept=Passes(
-            KeyTiles(192, 192, tile_m=64, stages=6, split=True, keeps_ds=True), SheetTiles(width=192, stages=5)
-        ),
-    ),
-    (256, 256): BackwardRow(
-        two_passes=Passes(
-            KeyTiles(256, 256, tile_m=64, stages=4, split=True), QueryTiles(256, 256, warpgroups=2, tile_n=64, stages=3)
-        ),
-        softcap=Passes(
-            KeyTiles(256, 256, tile_m=64, stages=4, split=True), QueryTiles(256, 256, warpgroups=2, tile_n=64, stages=3)
-        ),
-        softcap_band=Passes(
-            KeyTiles(256, 256, tile_m=48, stages=4, split=True), QueryTiles(256, 256, warpgroups=2, tile_n=64, stages=3)
-        ),
-        pairs=Passes(
-            KeyTiles(256, 256, tile_m=48, stages=4, split=True), QueryTiles(256, 256, warpgroups=2, tile_n=48, stages=3)
-        ),
-        predicate=Passes(
-            KeyTiles(256, 256, tile_m=48, stages=4, split=True), QueryTiles(256, 256, warpgroups=2, tile_n=32, stages=4)
-        ),
-        kept=Passes(
-            KeyTiles(256, 256, tile_m=64, stages=4, split=True, keeps_ds=True), SheetTiles(width=256, stages=4)
-        ),
-    ),
-    (512, 512): BackwardRow(
-        two_passes=Passes(
-            KeyTiles(256, 256, tile_m=64, stages=4, split=True, halved=True),
-            QueryTiles(256, 256, warpgroups=2, tile_n=32, stages=4, halved=True),
-        ),
-        kept=Passes(
-            KeyTiles(256, 256, tile_m=64, stages=4, split=True, halved=True, keeps_ds=True),
-            SheetTiles(width=256, stages=4, parts=2),
-        ),
-    ),
-}
 # Bytes of a sheet of dS: of as many tiles of keys as fit into the first, or of one for every CTA, if those fit into the second.
 SHEET_ROOM, SHEET_LIMIT = 1 << 30, 4 << 30
 BANDS = ("full", "upper", "band")  # forms whose rows' ends are numbers

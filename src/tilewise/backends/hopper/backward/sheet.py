@@ -3,7 +3,7 @@
 The sheet holds dSᵀ, rounded as its products take it, in blocks of 64 keys x 64 queries, each as it will lie in shared memory: the copy
 engine brings the blocks of a tile's queries at once. Nobody writes blocks that the pass over keys does not visit, and nobody reads them:
 :func:`schedule.seen_blocks` and :func:`schedule.query_blocks` tell the same blocks. So a head's gradients take five products, not seven,
-each sum in one order, for 2 bytes a pair of memory for as many heads as one launch has (:mod:`tilewise.backends.hopper.host.shares`).
+each sum in one order, for 2 bytes a pair of memory for as many heads as one launch has (:mod:`tilewise.backends.hopper.host.portions`).
 
 Roles of a CTA of ``1 + W`` warpgroups, persistent over tiles of ``64 W`` queries by a part of dQ's columns::
 
@@ -96,18 +96,23 @@ def copy_ds(
     64 queries, 2), which the copy engine reads. ``count``: how many blocks the warpgroup has done."""
     thread, found = cute.arch.thread_idx()[0] % 128, words(ds)
     zeroed = cute.make_rmem_tensor_like(found)
+    # Words of the thread's two rows in turn; dK's product may still read ds itself.
     for n in range(cute.size(found)):
         seen = key_tile.column + row_of(thread, n % 2) < params.seqlen_k
         zeroed[n] = I32(cutlass.select_(seen, found[n], I32(0)))
     tile = kept[None, None, count % 2]
     if thread == 0:
         cute.arch.cp_async_bulk_wait_group(1, read=True)  # the copy before the last has read its memory
+    # Partner: the same warpgroup; thread 0 has waited.
     cute.arch.barrier(barrier_id=COPY_BARRIER, number_of_threads=128)
+    # 64 keys x 64 queries in the element type, by stmatrix.
     fragment = cute.make_tensor(cute.recast_ptr(zeroed.iterator, dtype=ELEMENT[config.dtype]), ds.layout)
     store_fragment(fragment, mma, tile, config.dtype)
+    # The copy engine reads what all four warps have written.
     cute.arch.fence_view_async_shared()
     cute.arch.barrier(barrier_id=COPY_BARRIER, number_of_threads=128)
     if thread == 0:
+        # A whole block: 8 KB that lie side by side in both memories.
         target = block_of(sheet, key_tile, m, params).toint()
         operands = [target, I32(tile.iterator.toint()), I32(ELEMENT_BYTES * SHEET_BLOCK)]
         cute.arch.inline_ptx(STORE + " [{$r0}], [{$r1}], {$r2};", read_only_args=operands)
@@ -189,6 +194,7 @@ def allocate(k: cpasync.TmaInfo, config: Backward) -> SheetStorage:
     """Allocates in the order of :attr:`SheetTiles.shared`."""
     allocator, tiles = cutlass.utils.SmemAllocator(), config.queries
     full = allocator.allocate_array(cutlass.Int64, 2 * tiles.stages)
+    # Blocks of dS are swizzled as wgmma reads them, 1024 bytes at a time: their places are multiples of 8 KB.
     ds, ring = (
         allocate_elements(allocator, tiles.stages * n, config.dtype) for n in (tiles.ds_elements, tiles.k_elements)
     )
@@ -257,6 +263,7 @@ def load_blocks(
     box = tiles.tile_n, tiles.width
     gK, sK = tma_tiles(k, box, (None, tile.piece), tile.head // params.group, tile.batch, smem.k)
     size = ELEMENT_BYTES * (tiles.ds_elements + tiles.k_elements)
+    # From the first block on: dQ of one order of sums, whatever the launch has besides.
     for n in cutlass.range(tile.start, tile.stop, unroll=1):
         full = smem.full + state.index
         acquire(smem.empty, state)
@@ -295,6 +302,7 @@ class SheetOperands(NamedTuple):
 def make_operands(mma: cute.TiledMma, smem: SheetStorage, w, config: Backward) -> SheetOperands:
     """The operands of warpgroup w."""
     tiles, thread = config.queries, mma.get_slice(0)
+    # The blocks of a stage lie side by side: the w-th is this warpgroup's.
     block = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (ROWS, tiles.tile_n, ROWS), ELEMENT[config.dtype], 1)
     mine = staged_layout(block, tiles.stages, tiles.ds_elements)  # (64 keys, 64 queries, stage) of this warpgroup
     mine = cute.make_tensor(cute.recast_ptr(smem.ds + SHEET_BLOCK * w, mine.inner), mine.outer)
@@ -329,8 +337,10 @@ def compute_tile(
     start, stop = schedule.seen_blocks(row, ROWS, tiles.tile_n, number_band(params, config), PICK)
     sums = sums_of(tile, w, made.sums, params, config)
     operands.dq.fill(0.0)
+    # Its rows may see less than the tile's others: of those blocks nothing was written for it.
     state = skip(start - tile.start, smem, state, config)
     for step in cutlass.range(stop - start, unroll=1):
+        # Partner: load_blocks, and the bytes of both copies.
         acquire(smem.full, state)
         # dQ += dS K, 64 x width
         ds, k = stage_of(operands.ds, state.index), stage_of(operands.k, state.index)
@@ -382,6 +392,7 @@ def in_fours(acc: cute.Tensor) -> cute.Tensor:
 @cute.jit
 def add_sums(acc: cute.Tensor, sums: cute.Tensor, resumes):
     """Adds the sums of the keys before, if there are such."""
+    # After the products: a branch before them makes ptxas serialise every wgmma.
     if resumes != 0:
         for n in cutlass.range_constexpr(cute.size(acc) // 4):
             before = cute.make_rmem_tensor((4,), F32)

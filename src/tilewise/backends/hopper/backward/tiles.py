@@ -59,9 +59,8 @@ class KeyTiles(Sharing):
     Attributes:
         width, width_v: head dims that the kernel is compiled for; smaller ones are filled with zeros as they are loaded.
         stages: of the ring; a stage holds a block of Q and its rows' lse2, or a block of dO and its rows' delta.
-        split: one warpgroup makes S, P and dV, the other dP, dS and dK, both for the same 64 keys. Only so do dK and dV of wide
-            heads fit into registers (docs/decisions.md#hopper-d256-roles). Otherwise each warpgroup makes everything for its own
-            64 keys.
+        split: one warpgroup makes S, P and dV, the other dP, dS and dK, both for the same 64 keys: dK and dV of wide heads fit into
+            registers (docs/decisions.md#hopper-d256-roles). Otherwise each warpgroup makes everything for its own 64 keys.
         sums_dq: the pass makes dQ too and accumulates it in global memory.
         ordered: dQ is accumulated in the order of the key tiles, so that its bits repeat and do not depend on the rest of the launch.
         stores_first: the tile that comes first to a part of dQ stores it: nobody clears the sums (docs/decisions.md#hopper-ordered-dq).
@@ -77,8 +76,7 @@ class KeyTiles(Sharing):
         reads_late: statistics are read, and addresses computed, late: a softcap leaves no registers (docs/decisions.md#hopper-softcap).
         v_register_steps: how many steps of 16 columns of V stay in registers (docs/decisions.md#hopper-shared-memory).
         bias_stages: of a warpgroup's ring of tiles of a bias by pair, tile_m x 64 keys.
-        keeps_ds: dS goes to a sheet, from which dQ is made (:mod:`tilewise.backends.hopper.backward.sheet`); only where the work is split,
-            with 64 queries a block.
+        keeps_ds: dS goes to a sheet, of which dQ is made (:mod:`tilewise.backends.hopper.backward.sheet`); split, 64 queries a block.
     """
 
     width: int
@@ -116,11 +114,6 @@ class KeyTiles(Sharing):
         return f"{self.tile_m}x{self.tile_n}_s{self.stages}{layout}"
 
     @property
-    def registers_by_warpgroup(self) -> tuple[int, ...]:
-        """Registers of a thread, for each warpgroup of the CTA."""
-        return self.registers_load, *[self.registers] * KEY_GROUPS
-
-    @property
     def dq_transposed(self) -> bool:
         """Whether each warpgroup makes half of the columns of dQ, transposed, so that a block may have any multiple of 16 queries.
         Otherwise a warpgroup makes half of the 128 queries of a block."""
@@ -142,7 +135,7 @@ class KeyTiles(Sharing):
 
     @property
     def threads(self) -> int:
-        return 128 * len(self.registers_by_warpgroup)
+        return 128 * (1 + KEY_GROUPS)
 
     @property
     def tile_elements(self) -> int:
@@ -243,7 +236,9 @@ class SheetTiles:
 
     width: int
     stages: int
+    # More than 256 columns are more than one accumulator of a wgmma has.
     parts: int = 1
+    # A third one would have 160 registers, and its products two halves: slower (docs/tried.md).
     warpgroups: int = 2
     registers: int = 240
     registers_load: int = 24
@@ -274,11 +269,13 @@ class SheetTiles:
     @property
     def shared(self) -> int:
         """Bytes of shared memory: full and empty of every stage, and the ring."""
+        # Blocks of dS and K of a stage come together, and one barrier says so.
         elements = self.stages * (self.ds_elements + self.k_elements)
         return aligned(BARRIER_BYTES * 2 * self.stages) + ELEMENT_BYTES * elements
 
     def blocks(self, seqlen_q: int) -> int:
         """How many blocks of queries a head's sheet has: those of whole tiles."""
+        # One copy brings all blocks of a tile, those past the last query too.
         return -(-seqlen_q // self.tile_m) * self.warpgroups
 
 

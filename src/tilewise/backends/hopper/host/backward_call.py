@@ -21,7 +21,7 @@ from tilewise.backends.hopper.host import library, masks
 from tilewise.backends.hopper.host.backward_memory import BackwardMemory
 from tilewise.backends.hopper.host.driver import Bound, PerStrides
 from tilewise.backends.hopper.host.plan import ALIGNED, LOG2_E, KeptLaunch, LaunchPlan, addressed, ends_of, leaf
-from tilewise.backends.hopper.host.shares import InShares, Shares
+from tilewise.backends.hopper.host.portions import InPortions, Portions
 from tilewise.caching import cached_property
 from tilewise.dropout import keep_scale, threshold
 
@@ -55,33 +55,13 @@ class BackwardPlan(LaunchPlan):
     @cached_property
     def memory(self) -> BackwardMemory:
         """The sizes of what the launch writes."""
-        return BackwardMemory(self.problem, self.config, self.shares)
-
-    @cached_property
-    def shares(self) -> Shares:
-        """How a launch that keeps dS is shared out."""
-        keys, cores = self.keys, devices.of(self.problem.device).cores
-        ends = ends_of(self.band, keys.start)
-        return Shares(self.problem, self.config, keys.stop - keys.start, ends, cores)
+        portions = portions_of(self) if self.config.keys.keeps_ds else None
+        return BackwardMemory(self.problem, self.config, portions)
 
     @cached_property
     def numbers(self) -> tuple:
         """The numbers of :func:`tilewise.backends.hopper.backward.launch.launch`."""
-        return self.numbers_of(self.problem.batch * self.problem.heads_k, self.keys)
-
-    def numbers_of(self, heads: int, keys: slice, resumes: bool = False, suspends: bool = False) -> tuple:
-        """The numbers of a launch that has so many key heads of all batch elements, and some keys, from the first of which the band's ends
-        count; whether earlier keys have left sums of dQ, and whether later ones follow."""
-        problem, scale = self.problem, self.problem.softmax_scale
-        launched = grids(self.config, problem, heads, keys.stop - keys.start, devices.of(problem.device).cores)
-        found = (*ends_of(self.band, keys.start), *launched, scale, *self.scales)
-        dropped = problem.spec.dropout_p
-        kinds = {"threshold": lambda: threshold(dropped), "keep": lambda: keep_scale(dropped)}
-        kinds["start"] = lambda: self.line_of.start
-        kinds |= {"resumes": lambda: int(resumes), "suspends": lambda: int(suspends)}
-        found += tuple(kinds[name]() for name in self.config.extra.numbers)
-        found += () if self.config.traced == PLAIN else self.expressions.numbers
-        return (*found, self.band.start, self.band.stop) if problem.packed else found
+        return numbers_of(self, self.problem.batch * self.problem.heads_k, self.keys)
 
     def made_of_mask(self, inputs: Inputs) -> tuple[Tensor, ...]:
         """The tensors that are made of the mask's, in the launch's order."""
@@ -139,19 +119,6 @@ class BackwardPlan(LaunchPlan):
     def launch(self) -> PerStrides:
         return PerStrides(lambda: library.function(self.config), fixed=0 if self.config.keys.keeps_ds else TENSORS)
 
-    def launched(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> Bound | InShares:
-        """Launches the kernels, and returns what launches them again."""
-        if not self.config.keys.keeps_ds:
-            return self.launch((*given, *made), lambda: (given, made, self.numbers))
-        shares, found = self.shares, []
-        for share in shares.all:
-            tensors = shares.tensors(share, (*given, *made))
-            keys = slice(*(self.keys.start + n for n in share.keys))
-            numbers = self.numbers_of(share.size("batch") * share.size("heads"), keys, *shares.neighbours(share))
-            arguments = tuple(tensors[: len(given)]), tuple(tensors[len(given) :]), numbers
-            found.append(self.launch(tensors, lambda arguments=arguments: arguments, numbers))
-        return InShares(found, shares)
-
     def backward(self, inputs: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads:
         """The gradients, by the launch that is kept if there is one and the tensors lie where it can read them."""
         given = inputs.q, inputs.k, inputs.v, out.o, do, out.lse, dlse
@@ -175,6 +142,42 @@ class BackwardPlan(LaunchPlan):
         if self.problem.packed:  # rows lie where the statistics have them
             return Grads(dq, dk, dv, sink_gradient(inputs, lse_of(self, lse2), delta), leaves)
         return Grads(dq, dk, dv, sink_gradient(inputs, lse, delta[..., : self.problem.seqlen_q]), leaves)
+
+
+def numbers_of(plan: BackwardPlan, heads: int, keys: slice, resumes: bool = False, suspends: bool = False) -> tuple:
+    """The numbers of a launch that has so many key heads of all batch elements, and some keys, from the first of which the band's ends
+    count; whether earlier keys have left sums of dQ, and whether later ones follow."""
+    problem, scale = plan.problem, plan.problem.softmax_scale
+    sections = grids(plan.config, problem, heads, keys.stop - keys.start, devices.of(problem.device).cores)
+    found = (*ends_of(plan.band, keys.start), *sections, scale, *plan.scales)
+    dropped = problem.spec.dropout_p
+    kinds = {"threshold": lambda: threshold(dropped), "keep": lambda: keep_scale(dropped)}
+    kinds["start"] = lambda: plan.line_of.start
+    kinds |= {"resumes": lambda: int(resumes), "suspends": lambda: int(suspends)}
+    found += tuple(kinds[name]() for name in plan.config.extra.numbers)
+    found += () if plan.config.traced == PLAIN else plan.expressions.numbers
+    return (*found, plan.band.start, plan.band.stop) if problem.packed else found
+
+
+def portions_of(plan: BackwardPlan) -> Portions:
+    """The heads and keys of each launch of a plan that keeps dS."""
+    keys, cores = plan.keys, devices.of(plan.problem.device).cores
+    return Portions(plan.problem, plan.config, keys.stop - keys.start, ends_of(plan.band, keys.start), cores)
+
+
+def launched(plan: BackwardPlan, given: Sequence[Tensor], made: Sequence[Tensor]) -> Bound | InPortions:
+    """Launches the kernels, and returns what launches them again."""
+    if not plan.config.keys.keeps_ds:
+        return plan.launch((*given, *made), lambda: (given, made, plan.numbers))
+    portions, found = plan.memory.portions, []
+    for portion in portions.all:
+        tensors = portions.tensors(portion, (*given, *made))
+        keys = slice(*(plan.keys.start + n for n in portion.keys))
+        heads = portion.size("batch") * portion.size("heads")
+        numbers = numbers_of(plan, heads, keys, *portions.neighbours(portion))
+        arguments = tuple(tensors[: len(given)]), tuple(tensors[len(given) :]), numbers
+        found.append(plan.launch(tensors, lambda arguments=arguments: arguments, numbers))
+    return InPortions(found, portions)
 
 
 def as_they_are(given: Sequence[Tensor]) -> bool:
@@ -208,7 +211,7 @@ def backward(plan: BackwardPlan, inputs: Inputs, out: Output, do: Tensor, dlse: 
     of_mask, holes = plan.made_of_mask(inputs), packed and inputs.sink is not None
     given = q, k, v, o, do, lse, dlse, *of_mask, *plan.of_call(inputs)
     made = plan.memory.written((dq, dk, dv), lse, holes)
-    bound = plan.launched(given, made)
+    bound = launched(plan, given, made)
     made = *grads, *made[3:]
     if all(plan.addressable) and in_place and not (plan.cut or holes):
         spent = 2 if plan.config.keys.keeps_ds else 0  # the sheet and the sums

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.backward.tiles import KEY_GROUPS, LINE_SLOTS
-from tilewise.backends.hopper.host.shares import Shares
+from tilewise.backends.hopper.host.portions import Portions
 from tilewise.backends.hopper.pair_bias import pair_bias_of
 from tilewise.backends.hopper.tables import line_of
 from tilewise.caching import cached_property
@@ -22,12 +22,11 @@ WARPS = 4  # of a warpgroup
 
 @dataclass(frozen=True)
 class BackwardMemory:
-    """The sizes of what the kernels of one problem's backward write beside dq, dk and dv; ``shares``: how a launch that keeps dS is shared
-    out."""
+    """The sizes of what the kernels of one problem's backward write beside dq, dk and dv; ``portions``: where dS is kept."""
 
     problem: Problem
     config: Backward
-    shares: Shares
+    portions: Portions | None = None
 
     def written(self, grads: tuple[Tensor, ...], lse: Tensor, holes: bool) -> tuple[Tensor, ...]:
         """All tensors that the launch writes, in the order of :func:`tilewise.backends.hopper.backward.launch.launch`'s ``made``.
@@ -41,7 +40,7 @@ class BackwardMemory:
         if self.semaphores_shape is not None:
             found += (lse.new_empty(self.semaphores_shape, dtype=torch.int32),)
         if self.config.keys.keeps_ds:
-            sheet, sums = self.shares.shapes
+            sheet, sums = self.portions.shapes
             found += grads[0].new_empty(sheet), lse.new_empty(sums)
         if self.config.makes_queue:
             found += (lse.new_empty(1, dtype=torch.int32),)

@@ -16,7 +16,7 @@ from tilewise.backends.hopper.config import Band, Expressions, cap_of, slopes_of
 from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.host import masks
 from tilewise.backends.hopper.host.driver import Bound
-from tilewise.backends.hopper.host.shares import InShares
+from tilewise.backends.hopper.host.portions import InPortions
 from tilewise.backends.hopper.pair_bias import PairBias, pair_bias_of
 from tilewise.backends.hopper.tables import Line, line_of
 from tilewise.caching import cached_property
@@ -62,9 +62,7 @@ class KeptLaunch:
         spent: how many of ``written``, the last ones, nobody reads after the launch. Their own memory is given back: they may be large.
     """
 
-    def __init__(
-        self, bound: Bound | InShares, written: Sequence[Tensor], of_mask: Sequence[Tensor], spent: int = 0
-    ):
+    def __init__(self, bound: Bound | InPortions, written: Sequence[Tensor], of_mask: Sequence[Tensor], spent: int = 0):
         self.bound, self.of_mask = bound, tuple(of_mask)
         read = len(written) - spent
         self.written = [without_memory(x if n >= read else torch.empty_like(x)) for n, x in enumerate(written)]

@@ -1,8 +1,8 @@
-"""The shares in which a backward that keeps dS is launched: so many heads and keys at a time that their sheet takes a bounded room.
+"""The portions in which a backward that keeps dS is launched: so many heads and keys at a time that their sheet takes a bounded room.
 
-A share is a launch of the same kernels on views of the call's tensors: some batch elements; or some key heads of one, and of these all
-keys or some. All shares use one sheet, and kernels wait for those of the share before. dQ of the keys of earlier shares stays in fp32.
-Which keys a share has depends on one sequence alone, so that no number depends on the rest of the batch.
+A portion is a launch of the same kernels on views of the call's tensors: some batch elements; or some key heads of one, and of these all
+keys or some. All portions use one sheet, and kernels wait for those of the portion before; dQ of the keys of earlier ones stays in fp32.
+Which keys a portion has depends on one sequence alone, so that no number depends on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from tilewise.backends.hopper.kit import schedule
 from tilewise.caching import cached_property
 from tilewise.problem import Problem
 
-# In units of what the pass over keys takes for a block of 64 x 64: a block of the pass over queries, and the start and the end of a share;
+# In units of what the pass over keys takes for a block of 64 x 64: a block of the pass over queries, and start and end of a portion;
 # and in blocks of the pass over queries what a tile takes to read its sums, or to write them.
 SHEET_COST, START_COST, SUMS_COST = 0.5, 6.0, 4.0
 
 Span = tuple[int, int]  # [start, stop)
 
 
-class Share(NamedTuple):
+class Portion(NamedTuple):
     """Some batch elements, some key heads of each, and some of the keys that the launch has."""
 
     batch: Span
@@ -50,8 +50,8 @@ class Share(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Shares:
-    """The shares of a launch with so many keys of a problem, on a device with so many multiprocessors.
+class Portions:
+    """The portions of a launch with so many keys of a problem, on a device with so many multiprocessors.
 
     Attributes:
         ends: lo and hi of the band, as kernels take them, counted from the launch's first key.
@@ -74,11 +74,11 @@ class Shares:
         return -(-self.seqlen_k // SHEET_KEYS), self.config.queries.blocks(self.problem.seqlen_q)
 
     @cached_property
-    def all(self) -> list[Share]:
-        """The shares, in the order in which they are launched: of each head its first keys first."""
+    def all(self) -> list[Portion]:
+        """The portions, in the order in which they are launched: of each head its first keys first."""
         batch, heads, keys = self.sizes
         return [
-            Share(elements, part, tuple(min(SHEET_KEYS * n, self.seqlen_k) for n in blocks))
+            Portion(elements, part, tuple(min(SHEET_KEYS * n, self.seqlen_k) for n in blocks))
             for elements in evenly(self.problem.batch, batch)
             for part in evenly(self.problem.heads_k, heads)
             for blocks in evenly(self.blocks[0], keys)
@@ -86,7 +86,7 @@ class Shares:
 
     @cached_property
     def sizes(self) -> tuple[int, int, int]:
-        """How many batch elements, key heads and blocks of keys a share has at most."""
+        """How many batch elements, key heads and blocks of keys a portion has at most."""
         heads, keys = self.problem.heads_k, self.blocks[0]
         # Of tiles of keys: as many as the room holds, or one for each CTA.
         room = SHEET_ROOM // sheet_bytes(self.config.queries, self.problem)
@@ -98,7 +98,7 @@ class Shares:
         return min(choices, key=lambda sizes: self.cost(*sizes[1:]))
 
     def cost(self, heads: int, keys: int) -> float:
-        """The time that one sequence takes in shares of so many heads and blocks of keys at most, in blocks of 64 x 64 of a CTA."""
+        """The time that one sequence takes in portions of so many heads and blocks of keys at most, in blocks of 64 x 64 of a CTA."""
         spans, tiles = evenly(self.blocks[0], keys), self.config.queries
         rows = [[max(0, min(stop, b) - max(start, a)) for start, stop in self.seen] for a, b in spans]
         sums, total = SUMS_COST * 2 * (len(spans) > 1), 0.0
@@ -130,26 +130,26 @@ class Shares:
 
     @cached_property
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The shapes of the sheet, and of dQ's sums in fp32, of the largest share; of the latter as little as may be where no share has
+        """The shapes of the sheet, and of dQ's sums in fp32, of the largest portion; of the latter as little as may be where no portion has
         sums of another."""
         tiles, (keys, queries) = self.config.queries, self.blocks
-        batch, heads, most = (max(share.size(name) for share in self.all) for name in Share._fields)
+        batch, heads, most = (max(portion.size(name) for portion in self.all) for name in Portion._fields)
         heads_q = batch * heads * self.group
         continued = most < self.seqlen_k
         rows = queries // tiles.warpgroups if continued else 1
         sums = heads_q if continued else 1, rows, tiles.parts * tiles.warpgroups, ROWS * tiles.width
         return (heads_q, min(keys, -(-most // SHEET_KEYS)), queries, SHEET_BLOCK), sums
 
-    def tensors(self, share: Share, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The views that a share has of a launch's tensors: q, k, v, o, do, lse, dlse, dq, dk, dv, lse2, delta, sheet, sums."""
+    def tensors(self, portion: Portion, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The views that a portion has of a launch's tensors: q, k, v, o, do, lse, dlse, dq, dk, dv, lse2, delta, sheet, sums."""
         *others, sheet, sums = tensors
         of_keys, heads_k = (1, 2, 8, 9), self.problem.heads_k
-        found = [share.of(x, heads_k, n in of_keys) for n, x in enumerate(others)]
+        found = [portion.of(x, heads_k, n in of_keys) for n, x in enumerate(others)]
         return [*found, sheet, sums]
 
-    def neighbours(self, share: Share) -> tuple[bool, bool]:
+    def neighbours(self, portion: Portion) -> tuple[bool, bool]:
         """Whether earlier keys have left sums of dQ, and whether later keys follow."""
-        return share.keys[0] > 0, share.keys[1] < self.seqlen_k
+        return portion.keys[0] > 0, portion.keys[1] < self.seqlen_k
 
 
 def span_of_work(lengths: Sequence[int], copies: int, workers: int, each: int = 1) -> float:
@@ -166,12 +166,12 @@ def evenly(count: int, most: int) -> list[Span]:
     return [(ends[n], ends[n + 1]) for n in range(parts)]
 
 
-class InShares:
-    """A launch in shares. Called with all tensors of a launch, in its order."""
+class InPortions:
+    """A launch in portions. Called with all tensors of a launch, in its order."""
 
-    def __init__(self, bound: Sequence[Bound], shares: Shares):
-        self.bound, self.shares = bound, shares
+    def __init__(self, bound: Sequence[Bound], portions: Portions):
+        self.bound, self.portions = bound, portions
 
     def __call__(self, *tensors: Tensor) -> None:
-        for bound, share in zip(self.bound, self.shares.all, strict=True):
-            bound(*self.shares.tensors(share, tensors))
+        for bound, portion in zip(self.bound, self.portions.all, strict=True):
+            bound(*self.portions.tensors(portion, tensors))

@@ -1,4 +1,4 @@
-"""The shares of a backward that keeps dS: all heads and keys once, in bounded memory, in an order that a launch can resume."""
+"""The portions of a backward that keeps dS: all heads and keys once, in bounded memory, in an order that a launch can resume."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tilewise.backends.hopper.backward.config import SHEET_LIMIT, SHEET_ROOM, TABLE, Backward
-from tilewise.backends.hopper.host import shares
+from tilewise.backends.hopper.host import portions
 from tilewise.backends.hopper.host.plan import FAR
-from tilewise.backends.hopper.host.shares import Share, Shares, evenly
+from tilewise.backends.hopper.host.portions import Portion, Portions, evenly
 
 SIZES = {  # head dim, batch, query heads, key heads, queries and keys
     "one": (256, 1, 1, 1, 1, 1),
@@ -26,13 +26,13 @@ SIZES = {  # head dim, batch, query heads, key heads, queries and keys
 HI = {"full": FAR, "causal": 1}
 
 
-def made(name: str, mask: str, cores: int = 132) -> Shares:
+def made(name: str, mask: str, cores: int = 132) -> Portions:
     d, batch, heads_q, heads_k, seqlen_q, seqlen_k = SIZES[name]
     row = next(row for dims, row in TABLE.items() if dims[1] == d)
     problem = SimpleNamespace(batch=batch, heads_q=heads_q, heads_k=heads_k, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
     config = Backward(*row.kept, dtype="bf16", form="full" if mask == "full" else "upper")
     offset = 0 if mask == "full" else seqlen_k - seqlen_q
-    return Shares(problem, config, seqlen_k, (-FAR, HI[mask] + offset), cores)
+    return Portions(problem, config, seqlen_k, (-FAR, HI[mask] + offset), cores)
 
 
 BOTH = pytest.mark.parametrize("mask", HI)
@@ -43,10 +43,10 @@ BOTH = pytest.mark.parametrize("mask", HI)
 def test_every_head_has_every_key_once_and_in_order(name, mask):
     found = made(name, mask)
     keys: dict[tuple[int, int], list] = {}
-    for share in found.all:
-        for b in range(*share.batch):
-            for h in range(*share.heads):
-                keys.setdefault((b, h), []).append(share.keys)
+    for portion in found.all:
+        for b in range(*portion.batch):
+            for h in range(*portion.heads):
+                keys.setdefault((b, h), []).append(portion.keys)
     assert len(keys) == found.problem.batch * found.problem.heads_k
     for spans in keys.values():
         assert spans[0][0] == 0
@@ -70,22 +70,22 @@ def test_a_sheet_takes_no_more_memory_than_it_may(name, mask):
 def test_the_views_of_a_share_fit_the_sheet_and_the_sums(name, mask):
     found = made(name, mask)
     sheet, sums = found.shapes
-    for share in found.all:
+    for portion in found.all:
         group = found.group
-        assert share.size("batch") * share.size("heads") * group <= sheet[0]
-        assert -(-share.size("keys") // 64) <= sheet[1]
-        if any(found.neighbours(share)):
-            assert share.size("batch") * share.size("heads") * group <= sums[0]
+        assert portion.size("batch") * portion.size("heads") * group <= sheet[0]
+        assert -(-portion.size("keys") // 64) <= sheet[1]
+        if any(found.neighbours(portion)):
+            assert portion.size("batch") * portion.size("heads") * group <= sums[0]
             assert sums[1] * found.config.queries.tile_m >= found.problem.seqlen_q
 
 
 def test_views_are_of_the_heads_and_keys_of_a_share():
     shape = {"q": (2, 9, 6, 4), "k": (2, 100, 3, 4), "lse": (2, 6, 9)}
     t = {name: torch.arange(torch.Size(size).numel()).view(size) for name, size in shape.items()}
-    share = Share((1, 2), (1, 3), (64, 100))
-    assert torch.equal(share.of(t["q"], 3), t["q"][1:, :, 2:6])
-    assert torch.equal(share.of(t["k"], 3, keys=True), t["k"][1:, 64:, 1:3])
-    assert torch.equal(share.of(t["lse"], 3), t["lse"][1:, 2:6])
+    portion = Portion((1, 2), (1, 3), (64, 100))
+    assert torch.equal(portion.of(t["q"], 3), t["q"][1:, :, 2:6])
+    assert torch.equal(portion.of(t["k"], 3, keys=True), t["k"][1:, 64:, 1:3])
+    assert torch.equal(portion.of(t["lse"], 3), t["lse"][1:, 2:6])
 
 
 @pytest.mark.parametrize(("count", "most"), [(1, 1), (7, 3), (8, 4), (1000, 132), (5, 9)])
@@ -99,13 +99,13 @@ def test_spans_are_as_equal_as_may_be(count, most):
 
 def test_which_keys_a_share_has_depends_on_no_other_sequence(monkeypatch):
     one = made("longer", "causal")
-    many = Shares(SimpleNamespace(**vars(one.problem) | {"batch": 5}), one.config, one.seqlen_k, one.ends, one.cores)
-    assert [share for share in many.all if share.batch == (0, 1)] == one.all
+    many = Portions(SimpleNamespace(**vars(one.problem) | {"batch": 5}), one.config, one.seqlen_k, one.ends, one.cores)
+    assert [portion for portion in many.all if portion.batch == (0, 1)] == one.all
     assert len(many.all) == 5 * len(one.all)
 
 
 def test_shares_keep_all_ctas_at_work():
-    """Of a causal head of 16,384 keys a share has tiles for two rounds: the longest one of a single round would keep the others waiting."""
+    """Of a causal head of 16,384 keys a portion has tiles for two rounds: the longest one of a single round would keep others waiting."""
     found = made("long", "causal")
     heads, keys = found.sizes[1:]
     assert heads * keys >= 2 * 132 * 0.9
@@ -119,6 +119,6 @@ def test_a_launch_in_shares_gets_each_share_s_views():
     q, k = (torch.empty(1, n, 8, 1).expand(1, n, 8, 256) for n in (p.seqlen_q, p.seqlen_k))
     lse = torch.empty(1).expand(1, 8, p.seqlen_q)
     sheet, sums = torch.empty(1), torch.empty(1)
-    shares.InShares(bound, found)(q, k, k, q, q, lse, lse, q, k, k, lse, lse, sheet, sums)
+    portions.InPortions(bound, found)(q, k, k, q, q, lse, lse, q, k, k, lse, lse, sheet, sums)
     assert [(of[0][2], of[1][1]) for of in called] == [(s.size("heads"), s.size("keys")) for s in found.all]
     assert all(of[8] == of[1] and of[5][1] == of[0][2] for of in called)

@@ -92,8 +92,8 @@ def test_a_kept_launch_holds_no_memory_of_a_sheet():
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         grads = torch.autograd.grad(o, (q, k, v), do)
-        sheet = 2 * 4 * 2048 * 2048
-        assert torch.cuda.max_memory_allocated() - before < 1.5 * sheet
+        sheet, returned = 2 * 4 * 2048 * 2048, sum(2 * grad.numel() for grad in grads)
+        assert torch.cuda.max_memory_allocated() - before < 1.25 * sheet + returned
         del grads
         assert torch.cuda.memory_allocated() - before < sheet / 4
 
@@ -119,10 +119,9 @@ def test_a_graph_replays_a_training_step_and_its_gradients_repeat(d):
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("mask", [tw.causal(), tw.window(99, 0)], ids=["causal", "window"])
 @pytest.mark.parametrize("d", [512, 320])
-def test_wide_heads_train_with_the_forward_here_and_the_backward_elsewhere(d, mask, compiled):
+def test_wide_heads_train(d, mask, compiled):
     q, k, v = (x.cuda().requires_grad_() for x in qkv(batch=3, nq=600, nk=700, hq=8, d=d, dv=d, dtype=torch.bfloat16))
-    plan = tw.explain(q, k, v, mask=mask)
-    assert "forward   hopper" in str(plan)
+    assert tw.explain(q, k, v, mask=mask).chosen == "hopper"
     run = lambda q, k, v: tw.attention(q, k, v, mask=mask)  # noqa: E731
     o = (torch.compile(run, fullgraph=True) if compiled else run)(q, k, v)
     do = torch.randn_like(o)

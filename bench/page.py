@@ -28,6 +28,7 @@ WIDTH = 160
 MASKED = ("3fa2ac8f2096", "414b1e11fcdd", "0ba04c12f0ce", "7fba6e754366", "7b0bacc6b5f6", "h200-masks")
 FP32, WIDE, STEPS, AMX = "h200-triton-fp32", "h200-wide-heads", "b12178aa0a97", "xeon-amx-2"
 KEPT = "h200-kept-ds"
+UNEVEN = "tilewise", "cudnn"
 """The runs that the page shows, newer ones first: a contestant's figures are of the first run that timed it."""
 PLANS = "d00fd2bb934f"
 """The run that timed tilewise's plans of the masks' cases."""
@@ -262,7 +263,8 @@ BESIDE_FA3 = Squares("h200-peers", "h200-squares", ("fa3",))
 
 
 def wide() -> list[str]:
-    """The table of a head dim above 256, beside PyTorch's memory-efficient attention, which alone of its kernels takes it."""
+    """The table of a head dim above 256, beside PyTorch's memory-efficient attention, which alone of its kernels takes it; and of the
+    backward where v has other columns than q and k, beside cuDNN."""
     found = load("hopper-calls")
     cases = {(shape["mask"], shape["seqlen_q"]): name for name, shape in found.cases(WIDE).items()}
 
@@ -276,20 +278,18 @@ def wide() -> list[str]:
         for direction in PASSES
         for mask in MASKS
     ]
+    # v has other columns than q and k: beside cuDNN.
+    uneven = [
+        [found.rate((KEPT,), f"kept-d192v128-n{n}-{m}", w, "backward")[1] for m in MASKS for w in UNEVEN]
+        for n in LENGTHS
+    ]
+    rows.append(
+        [
+            "backward, D 192, v 128, full / causal, cuDNN",
+            *["**{:.0f}** {:.0f} / **{:.0f}** {:.0f}".format(*x) for x in uneven],
+        ]
+    )
     return table(["**tilewise**, SDPA memory-efficient", *[f"N {n}" for n in LENGTHS]], rows)
-
-
-def uneven() -> list[str]:
-    """The table of the backward where v has other columns than q and k, beside cuDNN."""
-    found = load("hopper-calls")
-
-    def speeds(n: int, mask: str) -> str:
-        case = f"kept-d192v128-n{n}-{mask}"
-        ours, cudnn = (found.rate((KEPT,), case, who, "backward") for who in ("tilewise", "cudnn"))
-        return f"**{number(ours[1], 0)}** {number(cudnn[1], 0)}"
-
-    rows = [[f"backward, D 192, v 128, {mask}", *[speeds(n, mask) for n in LENGTHS]] for mask in MASKS]
-    return table(["**tilewise**, cuDNN", *[f"N {n}" for n in LENGTHS]], rows)
 
 
 def squares() -> list[str]:
@@ -306,8 +306,7 @@ def squares() -> list[str]:
         f"{load(H200.file).source(H200.run)} On an H100 "
         f"{H100.behind()} ({load(H100.file).runs[H100.run]['device']}, the same command); the third table has its rows. FA3 has no "
         f"wheel: tilewise of {load(H200.file).runs[BESIDE_FA3.run]['when']} was timed beside it, whose backward was slower than today's."
-        f" Backwards at D 256 are of {load(H200.file).runs[H200.newer]['when'][:10]}, beside cuDNN and FA2; FA4 has its ratio to cuDNN of "
-        f"the earlier run. The last tables are of {load('hopper-calls').runs[KEPT]['when']} (H200, 16 heads, TFLOP/s)."
+        f" D 256's backwards, but for FA4's, and the last table: {load('hopper-calls').runs[KEPT]['when']}."
     )
     plot = ["![TFLOP/s against the sequence length, forward and backward](img/h200-hopper.png)"]
     who = ("fa2", "fa4", "tilewise")
@@ -326,7 +325,6 @@ def squares() -> list[str]:
         table(header, H200.means(who)),
         table(["H100, over cuDNN and FA4", *lengths], smaller),
         wide(),
-        uneven(),
     )
     return section("Forward and backward on an H200 and an H100", text, plot, *tables)
 

@@ -195,12 +195,14 @@ def stand_in_for_keys(found: dict[str, ModuleType], places: Places) -> None:
     def copy_ds(ds, mma, kept, count, sheet, tile, m, params, config, rows=slice(None)) -> None:
         found = places.matrix(ds.values)
         found[params.seqlen_k - tile.column :] = 0.0  # none, if the tile ends before the keys do
-        # (head, block of keys, block of queries, key, query)
-        sheet.values[tile.batch * params.heads_q + tile.head, tile.column // ROWS, m, rows] = found[rows]
+        # (key, query)
+        block = place_of(sheet, tile, tile.column // ROWS, m, params)[0]
+        block[rows] = found[rows]
 
     def put_ds(ds, sheet, tile, m, half, params) -> None:
         copy_ds(ds, None, None, 0, sheet, tile, m, params, None, np.arange(ROWS) // 8 % 2 == half)
 
+    place_of = found["backward.sheet"].place_of
     stand_in(found["backward.sheet"], copy_ds=copy_ds, put_ds=put_ds, await_copies=lambda: None)
     stand_in(found["backward.keys"], fetch_statistic=fetch_statistic)
     stand_in(found["backward.dslopes"], put=put)
@@ -240,11 +242,17 @@ def stand_in_for_sheet(kernel: ModuleType, places: Places) -> None:
             acc.values[:] = acc.values + places.registers(sums)
 
     def store(acc, dq, sums: np.ndarray, tile, row: int, params, config: Backward) -> None:
-        found, first = places.matrix(acc.values), config.queries.width * tile.piece
         if params.extra.suspends:
-            sums[:] = found
-            return
-        part = dq.values[tile.batch, row : row + ROWS, tile.head, first : first + config.queries.width]
+            sums[:] = places.matrix(acc.values)
+        else:
+            put_rows(acc, dq, tile, row, params, config)
+
+    def put_rows(acc, dq, tile, row: int, params, config: Backward) -> None:
+        found, first = places.matrix(acc.values), config.queries.width * tile.piece
+        batch, start, stop = tile.batch, row, min(row + ROWS, params.seqlen_q)
+        if config.packed:
+            batch, start, stop = 0, tile.rows.start + row, tile.rows.start + stop
+        part = dq.values[batch, start : max(start, stop), tile.head, first : first + config.queries.width]
         part[:] = rounded(found * params.scale, config.dtype)[: part.shape[0], : part.shape[1]]
 
     stand_in(
@@ -253,6 +261,7 @@ def stand_in_for_sheet(kernel: ModuleType, places: Places) -> None:
         sums_of=sums_of,
         add_sums=add_sums,
         store=store,
+        put_rows=put_rows,
         make_operands=_sheet_operands,
     )
 
@@ -496,7 +505,7 @@ def run_keys(config: Backward, t: dict, numbers: tuple, ctas: int) -> tuple:
     )
     visits = np.zeros((*heads, t["blocks"] * KEY_GROUPS), np.int32)
     lse2 = subtrahend_rows(t, params.scale2) if config.subtracts else t["lse2"]
-    sheet = Global(t["sheet"]) if tiles.keeps_ds else None
+    sheet = Blocks(t["sheet"], 1) if tiles.keeps_ds else None
     buffers = kernel.RowBuffers(*map(Global, (lse2, t["delta"], sums, visits)), sheet)
     names = SimpleNamespace(score=None, dk=None, dv=None)
     make, make_dq = modules(kernel)["backward.keys_compute"].DkDvOperands, kernel.dq_accumulate.SumOperands
@@ -625,7 +634,7 @@ def run_queries(config: Backward, t: dict, numbers: tuple, ctas: int) -> np.ndar
 
 
 class Blocks:
-    """The sheet as the pass over queries reads it: the blocks of a tile of so many warpgroups."""
+    """The sheet as the pass over queries reads it: the blocks of a tile of so many warpgroups; or as the pass over keys writes it, of one."""
 
     def __init__(self, sheet: np.ndarray, warpgroups: int):
         self.sheet, self.warpgroups = sheet, warpgroups
@@ -652,6 +661,7 @@ def run_sheet(config: Backward, t: dict, numbers: tuple, ctas: int) -> None:
     mma, sheet = SimpleNamespace(make=kernel.SheetOperands), Blocks(t["sheet"], tiles.warpgroups)
     for cta in range(ctas):
         barriers = bars((tiles.stages, 1), (tiles.stages, 4 * tiles.warpgroups))
-        smem = kernel.SheetStorage(Place(tiles.stages), Rooms(tiles.stages), *barriers)
+        slots = kernel.QueueSlots(Pointer([None] * 4), *bars((2, 1), (2, 4 * tiles.warpgroups)))
+        smem = kernel.SheetStorage(Place(tiles.stages), Rooms(tiles.stages), *barriers, slots)
         groups = [(True, partial(kernel.compute, smem, w, made, mma, params, config)) for w in range(tiles.warpgroups)]
         _together([(False, partial(kernel.load, info(t["k"]), sheet, smem, params, config)), *groups], cta, ctas)

@@ -115,7 +115,7 @@ def emulate_kernels(c: Call, x: backward_config.Backward, ctas: int) -> Grads:
         return (*sizes, lo, hi, *map(np.float32, scales), *more)
 
     if x.keys.keeps_ds:
-        *found, first = emulate_kept(plan, t, ctas)
+        *found, first = emulate_kept(plan, c, t, ctas)
         dq = None
     else:
         first = None if x.keys.sums_dq else emulated.run_queries(x, t, work(section_q, 1), min(ctas, ctas_q))
@@ -137,28 +137,31 @@ def emulate_kernels(c: Call, x: backward_config.Backward, ctas: int) -> Grads:
     return Grads(*grads, sink, leaves)
 
 
-def emulate_kept(plan: backward_call.BackwardPlan, t: dict, ctas: int) -> tuple:
+def emulate_kept(plan: backward_call.BackwardPlan, c: Call, t: dict, ctas: int) -> tuple:
     """dk, dv and dq where dS is kept: of some keys at a time, as the plan deals them out; all heads at once."""
     p, x, portions = plan.problem, plan.config, plan.memory.portions
     dk, dv, t["dq"] = (np.full_like(t[name], np.nan) for name in ("k", "v", "q"))
     tiles, (_, queries) = x.queries, portions.blocks
-    heads, parts = p.batch * p.heads_q, tiles.parts * tiles.warpgroups
+    heads, parts = p.batch_dim * p.heads_q, tiles.parts * tiles.warpgroups
     t["sums"] = np.full((heads, queries // tiles.warpgroups, parts, ROWS, tiles.width), np.nan, np.float32)
     spans = dict.fromkeys((portion.keys, portions.neighbours(portion)) for portion in portions.all)
     for (start, stop), neighbours in spans:
-        t["sheet"] = np.full((heads, -(-(stop - start) // ROWS), queries, ROWS, ROWS), np.nan, np.float32)
+        t["sheet"] = np.full((heads, *tiles.blocks(p, stop - start), ROWS, ROWS), np.nan, np.float32)
         of_keys = t | {name: t[name][:, start:stop] for name in ("k", "v")}
         keys = slice(plan.keys.start + start, plan.keys.start + stop)
-        numbers = backward_call.numbers_of(plan, p.batch * p.heads_k, keys, *neighbours)
+        numbers = backward_call.numbers_of(plan, p.batch_dim * p.heads_k, keys, *neighbours)
         lo, hi, section_k, ctas_k, section_q, ctas_q, *scales = numbers
-        extra = dict(zip(x.extra.numbers, numbers[9:], strict=True))
+        more = numbers[9:]
+        extra = {} if p.packed else dict(zip(x.extra.numbers, more, strict=True))
         sizes = p.seqlen_q, stop - start, p.heads_k, p.heads_q // p.heads_k, p.batch
+        starts = [tensor.numpy() for tensor in plan.starts(c.t)] if p.packed else []
 
-        def work(section: int, sizes=sizes, ends=(lo, hi), scales=scales, extra=extra) -> tuple:
-            return (*sizes, section, *ends, *map(np.float32, scales[:3]), extra)
+        def work(section: int, turn: int, sizes=sizes, ends=(lo, hi), scales=scales, extra=extra) -> tuple:
+            own = (*starts[:2], starts[2 + turn][0], *more) if p.packed else ()
+            return (*sizes, section, *ends, *map(np.float32, scales[:3]), extra, *own)
 
-        *found, _ = emulated.run_keys(x, of_keys, work(section_k), min(ctas, ctas_k))
-        emulated.run_sheet(x, of_keys, work(section_q), min(ctas, ctas_q))
+        *found, _ = emulated.run_keys(x, of_keys, work(section_k, 0), min(ctas, ctas_k))
+        emulated.run_sheet(x, of_keys, work(section_q, 1), min(ctas, ctas_q))
         dk[:, start:stop], dv[:, start:stop] = found
     return dk, dv, t["dq"]
 
@@ -378,6 +381,8 @@ PACKED_PAIRS += [(name, "queued") for name in PACKED] + [
     ("window", "storing-packed"),
     ("many", "storing-packed"),
 ]
+UNSCORED = [name for name, options in PACKED.items() if not {"score", "dropout_p"} & set(options[3])]
+PACKED_PAIRS += [(name, form) for form in ("kept", "kept-halves") for name in UNSCORED]
 
 
 @pytest.mark.parametrize(("name", "form"), PACKED_PAIRS, ids=lambda x: x)
@@ -406,7 +411,7 @@ def test_packed_key_tiles_come_once_each_and_those_of_the_longest_sequence_first
     assert lengths == sorted(lengths, reverse=True)
 
 
-@pytest.mark.parametrize("form", ["whole", "split", "queued-wide"])
+@pytest.mark.parametrize("form", ["whole", "split", "queued-wide", "kept", "kept-halves"])
 def test_packed_keys_that_no_query_sees_never_touch_a_gradient(form):
     q, k, v = (x[0] for x in qkv(150, 300))
     cu_q, cu_k = torch.tensor([0, 90, 150]), torch.tensor([0, 200, 300])

@@ -149,13 +149,18 @@ class Backward(Formed):
         """The optional fields of a launch of these kernels. Packed sequences have parameters of their own, which follow these."""
         both = ("seed",) * self.dropout + ("slopes",) * self.alibi + ("line",) * self.table + ("bias",) * self.bias
         found = ExtraFields(self.mask_fields, self.mask_fields if self.queries else (), both)
-        shared = ("resumes", "suspends") * self.keys.keeps_ds
-        return found._replace(numbers=("threshold", "keep") * self.dropout + ("start",) * self.table + shared)
+        continued = ("resumes", "suspends") * self.continues
+        return found._replace(numbers=("threshold", "keep") * self.dropout + ("start",) * self.table + continued)
 
     @property
     def tile_m(self) -> int:
         """Queries of a tile of the pass over queries, or of a block of the accumulated dQ."""
         return self.queries.tile_m if self.queries else self.keys.tile_m
+
+    @property
+    def continues(self) -> bool:
+        """Whether a launch may have some of the keys only, and dQ of those before it. Packed sequences have keys of their own."""
+        return self.keys.keeps_ds and not self.packed
 
     @property
     def parts_of_dq(self) -> int:
@@ -252,7 +257,7 @@ def shipped() -> list[Backward]:
         for form, packed in kinds
         if row.summed(form, packed, softcap=True)
     ]
-    found += [(row.kept, {"form": form}) for row in rows for form in BANDS if row.kept]
+    found += [(row.kept, {"form": form, "packed": packed}) for row in rows for form, packed in kinds if row.kept]
     found += [(Passes(row.bits), {"form": "bits"}) for row in rows if row.bits]
     dropped = [(form, False) for form in DROPPED] + [("upper", True)]
     found += [
@@ -292,10 +297,11 @@ def shipped() -> list[Backward]:
 
 
 def exists(keys: KeyTiles, form: str, packed: bool) -> bool:
-    """Whether there is a kernel with these tiles: additions in order, and dS that is kept, need one band's numbers; counts, equal
-    sequences; and two CTAs that share a tile of packed sequences would have to take the same one."""
-    banded = keys.ordered or keys.keeps_ds
-    return not (packed and (banded or keys.counts or keys.halved)) and (not banded or form in BANDS)
+    """Whether there is a kernel with these tiles: additions in order, and dS that is kept, need a band's numbers; order and counts, equal
+    sequences. Two CTAs share a tile of packed sequences where dS is kept; elsewhere none has been tried."""
+    if keys.keeps_ds:
+        return form in BANDS
+    return not (packed and (keys.ordered or keys.counts or keys.halved)) and (not keys.ordered or form in BANDS)
 
 
 def reasons(p: Problem) -> list[str]:
@@ -342,10 +348,10 @@ def rows_for(p: Problem) -> Iterator[BackwardRow]:
 
 
 def chosen_row(p: Problem) -> tuple[BackwardRow, Passes] | None:
-    """The first row of TABLE that holds both head dims and has passes for the form; None where no row does."""
+    """The first row of TABLE that holds both head dims and has passes for the form, which repeat their bits; None where no row does."""
     form, traced = form_of(p), Expressions.of(p).traced
     softcap, dropout = p.spec.score is not None and not traced.score, p.spec.dropout_p > 0
-    columns = ((row, row.passes(form, softcap, traced, dropout)) for row in rows_for(p))
+    columns = ((row, kept_ds(row, p, form) or row.passes(form, softcap, traced, dropout)) for row in rows_for(p))
     return next(((row, passes) for row, passes in columns if passes and exists(passes.keys, form, p.packed)), None)
 
 
@@ -360,7 +366,7 @@ def choose(p: Problem) -> Backward:
         return Backward(bits, None, DTYPES[str(p.dtype)], "bits")
     row, passes = chosen_row(p)
     if traced == PLAIN:
-        passes = kept_ds(row, p, form, softcap) or one_pass(row, p, form, softcap) or passes
+        passes = one_pass(row, p, form, softcap) or passes
     return Backward(*passes, DTYPES[str(p.dtype)], form, softcap, p.packed, traced, dropout)
 
 
@@ -406,18 +412,24 @@ def bit_tiles_of(p: Problem) -> KeyTiles | None:
     return None if p.spec.deterministic else next((row.bits for row in rows_for(p) if row.bits), None)
 
 
-def kept_ds(row: BackwardRow, p: Problem, form: str, softcap: bool = False) -> Passes | None:
-    """The tiles that keep dS, if this head dim has any for the problem and the sheet takes no more memory than it may. Of one sequence's
-    lengths and heads alone, so that a result does not depend on its batch-mates."""
-    if row.kept is None or softcap or p.spec.dropout_p or not exists(row.kept.keys, form, p.packed):
+def kept_ds(row: BackwardRow, p: Problem, form: str) -> Passes | None:
+    """The tiles that keep dS, if this head dim has any for the problem and the sheet takes no more memory than it may. Of equal sequences
+    the lengths and heads of one alone say so: a result does not depend on its batch-mates."""
+    if row.kept is None or p.spec.score is not None or p.spec.dropout_p or Expressions.of(p).traced != PLAIN:
         return None
-    tiles = devices.of(p.device).cores // row.kept.keys.ctas
-    return row.kept if tiles * sheet_bytes(row.kept.queries, p) <= SHEET_LIMIT else None
+    if not exists(row.kept.keys, form, p.packed):
+        return None
+    return row.kept if least_tiles(row.kept, p) * sheet_bytes(row.kept.queries, p) <= SHEET_LIMIT else None
+
+
+def least_tiles(passes: Passes | Backward, p: Problem) -> int:
+    """How many tiles of keys a sheet has at least: those of a packed head, or one for every CTA."""
+    return passes.queries.blocks(p, p.seqlen_k)[0] if p.packed else devices.of(p.device).cores // passes.keys.ctas
 
 
 def sheet_bytes(queries: SheetTiles, p: Problem) -> int:
     """Bytes of a sheet for SHEET_KEYS keys of one key head: blocks of all queries of its group."""
-    return ELEMENT_BYTES * SHEET_BLOCK * queries.blocks(p.seqlen_q) * (p.heads_q // p.heads_k)
+    return ELEMENT_BYTES * SHEET_BLOCK * queries.blocks(p, p.seqlen_k)[1] * (p.heads_q // p.heads_k)
 
 
 def one_pass(row: BackwardRow, p: Problem, form: str, softcap: bool = False) -> Passes | None:

@@ -43,8 +43,10 @@ def fake_arguments(config: Backward) -> tuple:
     if config.stores_first:
         made = *made, fake.rows(cutlass.Int32, (batch, heads_q, cute.sym_int()))
     if config.keys.keeps_ds:
-        blocks, sums = ([cute.sym_int() for _ in range(3)] for _ in range(2))
+        blocks = [cute.sym_int() for _ in range(3)]
         made = *made, fake.rows(ELEMENT[config.dtype], (*blocks, SHEET_BLOCK), SHEET_BLOCK, 128)
+    if config.continues:
+        sums = [cute.sym_int() for _ in range(3)]
         made = *made, fake.rows(cutlass.Float32, (*sums, ROWS * config.queries.width), SHEET_BLOCK, 128)
     if config.makes_queue:
         made = *made, fake.vector(cutlass.Int32, 1)

@@ -20,9 +20,10 @@ def grids(config: Backward, problem: Problem, heads: int, seqlen_k: int, cores: 
     all batch elements."""
     if config.packed:
         # At most so many tiles: only the device knows the lengths. Keys that are seen and those on either side are tiles apart.
-        keys = problem.heads_k * (seqlen_k // config.keys.tile_n + 3 * (problem.batch + 1))
-        rows = problem.heads_q * (problem.seqlen_q // config.tile_m + problem.batch + 1)
-        return 1, min(keys, cores), 1, min(rows, cores)
+        keys = heads * (seqlen_k // config.keys.tile_n + 3 * (problem.batch + 1))
+        rows = heads * (problem.heads_q // problem.heads_k) * (problem.seqlen_q // config.tile_m + problem.batch + 1)
+        ctas = config.keys.ctas
+        return 1, ctas * min(keys, cores // ctas), 1, min(config.parts_of_dq * rows, cores)
     tiles, sharing = -(-seqlen_k // config.keys.tile_n), cores if config.form == "full" else SHARING
     at_once = ordered_at_once(config, tiles) if config.keys.ordered else sharing
     keys = spread(heads, tiles, at_once, cores, config.keys.ctas)

@@ -178,7 +178,7 @@ def place_packed(tile: packed.PackedTile, params: BackwardParams, config: Backwa
     return KeyTile(column, tile.head, tile.sequence, I32(start), stop, seqlen), numbers
 
 
-SCHEDULER = TileScheduler(rounds_of, tile_of, packed_tile, place_packed)
+SCHEDULER = TileScheduler(rounds_of, tile_of, packed_tile, place_packed, lambda config: config.keys.ctas)
 
 
 # -- Query blocks of a tile ----------------------------------------------------------------------------------------

@@ -9,7 +9,8 @@ import cutlass.cute as cute
 
 from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.backward.params import BackwardParams
-from tilewise.backends.hopper.backward.tiles import STATISTICS_ALIGNMENT
+from tilewise.backends.hopper.backward.tiles import KEY_GAP, SHEET_KEYS, STATISTICS_ALIGNMENT
+from tilewise.backends.hopper.config import ROWS
 from tilewise.backends.hopper.kit import packed, schedule
 from tilewise.backends.hopper.kit.dtypes import I32
 from tilewise.backends.hopper.kit.scheduler import PICK, publish_tile, receive_ahead, receive_tile
@@ -22,12 +23,14 @@ class BackwardSeqlenInfo(NamedTuple):
         q, k: its rows, and the keys that the tile visits or holds.
         statistics_row: the first of its rows in the buffers of lse2 and delta.
         dq_block: the first of its blocks of the accumulated dQ.
+        sheet_block: the first of its blocks of keys, and of queries, in a sheet of dS, where that is kept.
     """
 
     q: packed.Span
     k: packed.Span
     statistics_row: I32
     dq_block: I32
+    sheet_block: tuple[I32, I32] | None = None
 
 
 class PackedSequence(NamedTuple):
@@ -81,7 +84,8 @@ def seqlen_info(n, q: packed.Span, k: packed.Span, params: BackwardParams, confi
     cu, total = params.packed.cu_q, params.seqlen_q
     # Padded, so that a block of rows never has the statistics of two sequences.
     first_row = statistics_start(n, cu, total, config) * STATISTICS_ALIGNMENT
-    return BackwardSeqlenInfo(q, k, first_row, dq_block_start(n, cu, total, config))
+    sheet_block = sheet_start(n, params, config) if config.keys.keeps_ds else None
+    return BackwardSeqlenInfo(q, k, first_row, dq_block_start(n, cu, total, config), sheet_block)
 
 
 def statistics_start(n, cu: cute.Tensor, total, config: Backward):
@@ -93,6 +97,14 @@ def dq_block_start(n, cu: cute.Tensor, total, config: Backward):
     """The first block of a sequence's accumulated dQ."""
     # One block more for each sequence, because its last block may be partial and its first must be its own.
     return packed.spaced(n, cu, total, config.keys.tile_m, config.keys.tile_m)
+
+
+def sheet_start(n, params: BackwardParams, config: Backward) -> tuple[I32, I32]:
+    """The first block of a sequence's keys that are seen, and of its queries, in a sheet of dS: :meth:`SheetTiles.blocks` has room for
+    all."""
+    starts = params.packed
+    keys = packed.spaced(n, starts.cu_k, params.seqlen_k, KEY_GAP, SHEET_KEYS)
+    return keys, packed.spaced(n, starts.cu_q, params.seqlen_q, config.queries.query_gap, ROWS)
 
 
 # -- Mailboxes -----------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ import cutlass.utils.hopper_helpers as sm90
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.utils import LayoutEnum
 
-from tilewise.backends.hopper.backward import halves
+from tilewise.backends.hopper.backward import halves, query_tiles
 from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.backward.dq_accumulate import STORE
 from tilewise.backends.hopper.backward.fragments import (
@@ -40,15 +40,26 @@ from tilewise.backends.hopper.backward.fragments import (
 )
 from tilewise.backends.hopper.backward.key_tiles import KeyTile
 from tilewise.backends.hopper.backward.params import BackwardParams, number_band
+from tilewise.backends.hopper.backward.sequences import PackedSequence, seqlen_info
 from tilewise.backends.hopper.backward.tiles import SHEET_BLOCK
 from tilewise.backends.hopper.config import ELEMENT_BYTES, ROWS
 from tilewise.backends.hopper.forward.epilogue import put_columns
-from tilewise.backends.hopper.kit import schedule
+from tilewise.backends.hopper.kit import packed, schedule
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
 from tilewise.backends.hopper.kit.instructions import pack, put_four
 from tilewise.backends.hopper.kit.operands import words
 from tilewise.backends.hopper.kit.ring import PipelineState, acquire, new_reader, new_writer, release
-from tilewise.backends.hopper.kit.scheduler import PICK, TileScheduler, each_tile
+from tilewise.backends.hopper.kit.scheduler import (
+    PICK,
+    QUEUE_WORDS,
+    QueueSlots,
+    TileScheduler,
+    each_queued,
+    each_tile,
+    init_queue_slots,
+    queue_slots,
+    take_queued,
+)
 from tilewise.backends.hopper.kit.tiles import (
     QueryTile,
     constant_column,
@@ -84,7 +95,15 @@ def put_ds(ds: cute.Tensor, sheet: cute.Tensor, key_tile: KeyTile, m, half: I32,
 
 def block_of(sheet: cute.Tensor, key_tile: KeyTile, m, params: BackwardParams) -> cute.Pointer:
     """The place of query block m of a tile of keys in the sheet."""
-    return sheet[key_tile.batch * params.heads_q + key_tile.head, key_tile.column // ROWS, m, None].iterator
+    return place_of(sheet, key_tile, key_tile.column // ROWS, m, params)
+
+
+def place_of(sheet: cute.Tensor, tile: KeyTile | QueryTile, n, m, params: BackwardParams) -> cute.Pointer:
+    """The place of a block, the n-th of the keys and the m-th of the queries of a tile's query head, or of its packed sequence."""
+    if tile.seqlen is None:
+        return sheet[tile.batch * params.heads_q + tile.head, n, m, None].iterator
+    first_n, first_m = tile.seqlen.sheet_block
+    return sheet[tile.head, first_n + n, first_m + m, None].iterator
 
 
 @cute.jit
@@ -132,12 +151,14 @@ class SheetStorage(NamedTuple):
 
     Attributes:
         ds: the blocks of a stage, one for each warpgroup, stage by stage. k: (64 keys, width, stage). full, empty: barriers of a stage.
+        slots: of packed tiles, which come from a queue.
     """
 
     ds: cute.Pointer
     k: cute.Tensor
     full: cute.Pointer
     empty: cute.Pointer
+    slots: QueueSlots
 
 
 class DqTensors(NamedTuple):
@@ -146,11 +167,11 @@ class DqTensors(NamedTuple):
     Attributes:
         dq: (batch, seqlen_q, heads_q, head_dim).
         sums: (batch x heads_q, tile of queries, part x warpgroup, element), fp32: dQ of the keys before those of the launch, and of these
-            too, in the order of the accumulators' registers.
+            too, in the order of the accumulators' registers. Only where a launch may have some of the keys.
     """
 
     dq: cute.Tensor
-    sums: cute.Tensor
+    sums: cute.Tensor | None
 
 
 def launch(
@@ -193,12 +214,12 @@ def kernel(
 def allocate(k: cpasync.TmaInfo, config: Backward) -> SheetStorage:
     """Allocates in the order of :attr:`SheetTiles.shared`."""
     allocator, tiles = cutlass.utils.SmemAllocator(), config.queries
-    full = allocator.allocate_array(cutlass.Int64, 2 * tiles.stages)
+    full = allocator.allocate_array(cutlass.Int64, 2 * tiles.stages + (QUEUE_WORDS if config.packed else 0))
     # Blocks of dS are swizzled as wgmma reads them, 1024 bytes at a time: their places are multiples of 8 KB.
     ds, ring = (
         allocate_elements(allocator, tiles.stages * n, config.dtype) for n in (tiles.ds_elements, tiles.k_elements)
     )
-    return SheetStorage(ds, with_tma_layout(ring, k), full, full + tiles.stages)
+    return SheetStorage(ds, with_tma_layout(ring, k), full, full + tiles.stages, queue_slots(full + 2 * tiles.stages))
 
 
 @cute.jit
@@ -210,6 +231,8 @@ def init_barriers(smem: SheetStorage, config: cutlass.Constexpr):
             for n in cutlass.range_constexpr(tiles.stages):
                 cute.arch.mbarrier_init(smem.full + n, 1)  # load, and bytes -> warpgroups
                 cute.arch.mbarrier_init(smem.empty + n, 4 * tiles.warpgroups)  # every computing warp -> load
+            if cutlass.const_expr(config.packed):
+                init_queue_slots(smem.slots, 4 * tiles.warpgroups)
     halves.publish_barriers(None)
 
 
@@ -237,7 +260,17 @@ def tile_of(round_, params: BackwardParams, config: Backward) -> QueryTile:
     return QueryTile(row, head % heads, head // heads, I32(start), I32(stop), piece=n % tiles.parts)
 
 
-SCHEDULER = TileScheduler(rounds_of, tile_of, None, None)
+def place_packed(tile: packed.PackedTile, params: BackwardParams, config: Backward) -> tuple[QueryTile, BackwardParams]:
+    """A packed tile, and the numbers of its sequence."""
+    tiles, sequence = config.queries, PackedSequence.of(tile.sequence, params, config, rest_q=True)
+    numbers, row = sequence.numbers, tile.row * tiles.tile_m
+    start, stop = schedule.seen_blocks(row, tiles.tile_m, tiles.tile_n, number_band(numbers, config), PICK)
+    seqlen = seqlen_info(tile.sequence, sequence.q, sequence.seen, params, config)
+    head, piece = tile.head // tiles.parts, tile.head % tiles.parts
+    return QueryTile(row, head, tile.sequence, I32(start), I32(stop), seqlen=seqlen, piece=piece), numbers
+
+
+SCHEDULER = TileScheduler(rounds_of, tile_of, query_tiles.packed_tile, place_packed)
 
 
 # -- Load ----------------------------------------------------------------------------------------------------------
@@ -250,7 +283,10 @@ def load(k: cpasync.TmaInfo, sheet: cute.Tensor, smem: SheetStorage, params: Bac
     def load_tile(tile: QueryTile, numbers, phase, state: PipelineState) -> PipelineState:
         return load_blocks(k, sheet, smem, tile, state, numbers, config)
 
-    each_tile(SCHEDULER, None, params, config, load_tile, new_writer())
+    if cutlass.const_expr(config.packed):
+        take_queued(SCHEDULER, smem.slots, params, config, load_tile, new_writer())
+    else:
+        each_tile(SCHEDULER, None, params, config, load_tile, new_writer())
 
 
 @cute.jit
@@ -259,9 +295,9 @@ def load_blocks(
     params: BackwardParams, config: cutlass.Constexpr,
 ):  # fmt: skip
     """Loads a tile's key blocks. Returns the ring's state."""
-    tiles, head = config.queries, tile.batch * params.heads_q + tile.head
+    tiles = config.queries
     box = tiles.tile_n, tiles.width
-    gK, sK = tma_tiles(k, box, (None, tile.piece), tile.head // params.group, tile.batch, smem.k)
+    gK, sK = tma_tiles(k, box, (None, tile.piece), tile.head // params.group, tile.keys, smem.k)
     size = ELEMENT_BYTES * (tiles.ds_elements + tiles.k_elements)
     # From the first block on: dQ of one order of sums, whatever the launch has besides.
     for n in cutlass.range(tile.start, tile.stop, unroll=1):
@@ -270,7 +306,7 @@ def load_blocks(
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full, size)
             # dSᵀ, a block of 64 x 64 for each warpgroup, which lie side by side.
-            blocks = sheet[head, n, tile.row // ROWS, None].iterator
+            blocks = place_of(sheet, tile, n, tile.row // ROWS, params)
             fetch_blocks(blocks, smem.ds + tiles.ds_elements * state.index, full, config)
         # K, 64 x width: one barrier for both.
         cute.copy(k.atom, gK[None, n], sK[None, state.index], tma_bar_ptr=full)
@@ -324,7 +360,10 @@ def compute(
     def compute_one(tile: QueryTile, numbers, phase, state: PipelineState) -> PipelineState:
         return compute_tile(operands, smem, w, made, tile, state, numbers, config)
 
-    each_tile(SCHEDULER, None, params, config, compute_one, new_reader())
+    if cutlass.const_expr(config.packed):
+        each_queued(SCHEDULER, smem.slots, params, config, compute_one, new_reader())
+    else:
+        each_tile(SCHEDULER, None, params, config, compute_one, new_reader())
 
 
 @cute.jit
@@ -335,7 +374,7 @@ def compute_tile(
     """Makes dQ of one tile, and returns the state after it."""
     tiles, row = config.queries, tile.row + w * ROWS
     start, stop = schedule.seen_blocks(row, ROWS, tiles.tile_n, number_band(params, config), PICK)
-    sums = sums_of(tile, w, made.sums, params, config)
+    sums = sums_of(tile, w, made.sums, params, config) if config.continues else None
     operands.dq.fill(0.0)
     # Its rows may see less than the tile's others: of those blocks nothing was written for it.
     state = skip(start - tile.start, smem, state, config)
@@ -351,8 +390,11 @@ def compute_tile(
     warpgroup.wait_group(0)
     release_before(smem.empty, state, stop - start, config)
     state = skip(tile.stop - stop, smem, state, config)
-    add_sums(operands.dq, sums, params.extra.resumes)
-    store(operands.dq, made.dq, sums, tile, row, params, config)
+    if cutlass.const_expr(config.continues):
+        add_sums(operands.dq, sums, params.extra.resumes)
+        store(operands.dq, made.dq, sums, tile, row, params, config)
+    else:
+        put_rows(operands.dq, made.dq, tile, row, params, config)
     return state
 
 
@@ -419,6 +461,8 @@ def put_rows(acc: cute.Tensor, dq: cute.Tensor, tile: QueryTile, row, params: Ba
     for r in range(2):
         i = row + row_of(thread, r)
         place, inside = (tile.batch, tile.head, i), i < params.seqlen_q
+        if config.packed:
+            place = 0, tile.head, tile.rows.start + i
         for first in range(0, cute.size(values, mode=[1]), 8):  # four pairs of columns: 32 of the quad
             scaled = [values[r, first + n] * params.scale for n in range(8)]
             found = transpose_quad([pack(*scaled[n : n + 2], config.dtype) for n in range(0, 8, 2)])

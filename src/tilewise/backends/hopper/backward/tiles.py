@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tilewise.backends.hopper.config import ALIGNMENT, ELEMENT_BYTES, ROWS
+from tilewise.problem import Problem
 
 FP32_BYTES = 4
 BARRIER_BYTES = 8
@@ -12,6 +13,7 @@ KEY_GROUPS = 2  # warpgroups that compute in the pass over key tiles
 CLUSTER = 2  # CTAs of a cluster, where two share a tile
 SHEET_KEYS = ROWS  # keys of a block of dS, where that is kept
 SHEET_BLOCK = ROWS * SHEET_KEYS  # its elements
+KEY_GAP = 2 * SHEET_KEYS  # as SheetTiles.query_gap, of keys
 LINE_SLOTS = 8  # places in which the gradient of a table by distance is added up: CTAs share them
 CONSTANT_BYTES = 128  # of the constant by which a product subtracts lse
 # A packed sequence's statistics begin at a multiple of so many rows, so that a preprocessing CTA has rows of one sequence.
@@ -268,15 +270,23 @@ class SheetTiles:
 
     @property
     def shared(self) -> int:
-        """Bytes of shared memory: full and empty of every stage, and the ring."""
+        """Bytes of shared memory: full and empty of every stage, the slots of packed tiles where those are rounded up, and the ring."""
         # Blocks of dS and K of a stage come together, and one barrier says so.
         elements = self.stages * (self.ds_elements + self.k_elements)
         return aligned(BARRIER_BYTES * 2 * self.stages) + ELEMENT_BYTES * elements
 
-    def blocks(self, seqlen_q: int) -> int:
-        """How many blocks of queries a head's sheet has: those of whole tiles."""
+    @property
+    def query_gap(self) -> int:
+        """The rows by which the blocks of packed sequences lie further apart than their own queries: see :func:`packed.spaced`."""
+        return self.tile_m + ROWS
+
+    def blocks(self, p: Problem, seqlen_k: int) -> tuple[int, int]:
+        """How many blocks of so many keys and of queries a head's sheet has."""
+        if p.packed:  # only the device knows the lengths: all keys and queries may be one sequence's, and some lie past the last one
+            keys, queries = seqlen_k + (p.batch + 1) * KEY_GAP, p.seqlen_q + (p.batch + 1) * self.query_gap
+            return keys // SHEET_KEYS, queries // ROWS
         # One copy brings all blocks of a tile, those past the last query too.
-        return -(-seqlen_q // self.tile_m) * self.warpgroups
+        return -(-seqlen_k // SHEET_KEYS), -(-p.seqlen_q // self.tile_m) * self.warpgroups
 
 
 # -- Statistics that products subtract -----------------------------------------------------------------------------

@@ -61,7 +61,7 @@ class BackwardPlan(LaunchPlan):
     @cached_property
     def numbers(self) -> tuple:
         """The numbers of :func:`tilewise.backends.hopper.backward.launch.launch`."""
-        return numbers_of(self, self.problem.batch * self.problem.heads_k, self.keys)
+        return numbers_of(self, self.problem.batch_dim * self.problem.heads_k, self.keys)
 
     def made_of_mask(self, inputs: Inputs) -> tuple[Tensor, ...]:
         """The tensors that are made of the mask's, in the launch's order."""
@@ -84,9 +84,10 @@ class BackwardPlan(LaunchPlan):
         return found + self.starts(inputs) if self.problem.packed else found
 
     def starts(self, inputs: Inputs) -> list[Tensor]:
-        """The starts of packed sequences, and zeros that count the tiles of the two passes."""
+        """The starts of packed sequences, and zeros that count the tiles of the two passes, of each portion if there are such."""
         cu = [x.int().contiguous() for x in (inputs.cu_seqlens_q, inputs.cu_seqlens_k)]
-        return [*cu, *torch.zeros((2, 1), dtype=torch.int32, device=inputs.q.device)]
+        counts = (len(self.memory.portions.all), 1) if self.config.keys.keeps_ds else (1,)
+        return [*cu, *torch.zeros((2, *counts), dtype=torch.int32, device=inputs.q.device)]
 
     def slope_gradient(self, parts: Tensor) -> dict[int, Tensor]:
         """The gradient of ALiBi's slopes, (heads_q,), by their slot, of its parts (batch, heads_q, warp); fp32."""
@@ -170,13 +171,13 @@ def launched(plan: BackwardPlan, given: Sequence[Tensor], made: Sequence[Tensor]
     if not plan.config.keys.keeps_ds:
         return plan.launch((*given, *made), lambda: (given, made, plan.numbers))
     portions, found = plan.memory.portions, []
-    for portion in portions.all:
-        tensors = portions.tensors(portion, (*given, *made))
-        keys = slice(*(plan.keys.start + n for n in portion.keys))
+    for n, portion in enumerate(portions.all):
+        views = portions.tensors(n, given, made)
+        keys = slice(*(plan.keys.start + key for key in portion.keys))
         heads = portion.size("batch") * portion.size("heads")
         numbers = numbers_of(plan, heads, keys, *portions.neighbours(portion))
-        arguments = tuple(tensors[: len(given)]), tuple(tensors[len(given) :]), numbers
-        found.append(plan.launch(tensors, lambda arguments=arguments: arguments, numbers))
+        arguments = *(tuple(tensors) for tensors in views), numbers
+        found.append(plan.launch([*views[0], *views[1]], lambda arguments=arguments: arguments, numbers))
     return InPortions(found, portions)
 
 
@@ -214,7 +215,7 @@ def backward(plan: BackwardPlan, inputs: Inputs, out: Output, do: Tensor, dlse: 
     bound = launched(plan, given, made)
     made = *grads, *made[3:]
     if all(plan.addressable) and in_place and not (plan.cut or holes):
-        spent = 2 if plan.config.keys.keeps_ds else 0  # the sheet and the sums
+        spent = plan.config.keys.keeps_ds + plan.config.continues  # the sheet, and sums of dQ
         plan.keep(inputs, KeptLaunch(bound, made, of_mask, spent))
     return plan.gradients(inputs, lse, dlse, made)
 

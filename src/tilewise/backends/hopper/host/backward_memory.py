@@ -40,8 +40,9 @@ class BackwardMemory:
         if self.semaphores_shape is not None:
             found += (lse.new_empty(self.semaphores_shape, dtype=torch.int32),)
         if self.config.keys.keeps_ds:
-            sheet, sums = self.portions.shapes
-            found += grads[0].new_empty(sheet), lse.new_empty(sums)
+            found += (grads[0].new_empty(self.portions.sheet_shape),)
+        if self.config.continues:
+            found += (lse.new_empty(self.portions.sums_shape),)
         if self.config.makes_queue:
             found += (lse.new_empty(1, dtype=torch.int32),)
         if self.config.dbias:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from tilewise.backends.hopper.backward.config import SHEET_ROOM, Backward, sheet_bytes
+from tilewise.backends.hopper.backward.config import SHEET_ROOM, Backward, least_tiles, sheet_bytes
 from tilewise.backends.hopper.backward.tiles import SHEET_BLOCK, SHEET_KEYS
 from tilewise.backends.hopper.config import ROWS
 from tilewise.backends.hopper.host.driver import Bound
@@ -24,6 +24,8 @@ from tilewise.problem import Problem
 # In units of what the pass over keys takes for a block of 64 x 64: a block of the pass over queries, and start and end of a portion;
 # and in blocks of the pass over queries what a tile takes to read its sums, or to write them.
 SHEET_COST, START_COST, SUMS_COST = 0.5, 6.0, 4.0
+
+MADE = 6  # tensors that a launch writes: dq, dk, dv, lse2, delta and the sheet
 
 Span = tuple[int, int]  # [start, stop)
 
@@ -71,7 +73,7 @@ class Portions:
     @property
     def blocks(self) -> tuple[int, int]:
         """How many blocks of keys and of queries a head's sheet has."""
-        return -(-self.seqlen_k // SHEET_KEYS), self.config.queries.blocks(self.problem.seqlen_q)
+        return self.config.queries.blocks(self.problem, self.seqlen_k)
 
     @cached_property
     def all(self) -> list[Portion]:
@@ -79,7 +81,7 @@ class Portions:
         batch, heads, keys = self.sizes
         return [
             Portion(elements, part, tuple(min(SHEET_KEYS * n, self.seqlen_k) for n in blocks))
-            for elements in evenly(self.problem.batch, batch)
+            for elements in evenly(self.problem.batch_dim, batch)
             for part in evenly(self.problem.heads_k, heads)
             for blocks in evenly(self.blocks[0], keys)
         ]
@@ -88,9 +90,11 @@ class Portions:
     def sizes(self) -> tuple[int, int, int]:
         """How many batch elements, key heads and blocks of keys a portion has at most."""
         heads, keys = self.problem.heads_k, self.blocks[0]
-        # Of tiles of keys: as many as the room holds, or one for each CTA.
+        # Of tiles of keys: as many as the room holds, or as few as there must be.
         room = SHEET_ROOM // sheet_bytes(self.config.queries, self.problem)
-        room = max(room, self.cores // self.config.keys.ctas)
+        room = max(room, least_tiles(self.config, self.problem))
+        if self.problem.packed:  # all keys: only the device knows which of them a sequence has
+            return 1, room // keys, keys
         if room >= keys * heads:
             return room // (keys * heads), heads, keys
         counts = (min(1 << n, heads, room) for n in range(heads.bit_length() + 1))
@@ -129,23 +133,36 @@ class Portions:
         return [schedule.seen_blocks(rows * n, rows, SHEET_KEYS, self.band) for n in range(count)]
 
     @cached_property
-    def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The shapes of the sheet, and of dQ's sums in fp32, of the largest portion; of the latter as little as may be where no portion has
-        sums of another."""
-        tiles, (keys, queries) = self.config.queries, self.blocks
-        batch, heads, most = (max(portion.size(name) for portion in self.all) for name in Portion._fields)
-        heads_q = batch * heads * self.group
-        continued = most < self.seqlen_k
-        rows = queries // tiles.warpgroups if continued else 1
-        sums = heads_q if continued else 1, rows, tiles.parts * tiles.warpgroups, ROWS * tiles.width
-        return (heads_q, min(keys, -(-most // SHEET_KEYS)), queries, SHEET_BLOCK), sums
+    def largest(self) -> tuple[int, int]:
+        """How many query heads and keys a portion has at most."""
+        batch, heads, keys = (max(portion.size(name) for portion in self.all) for name in Portion._fields)
+        return batch * heads * self.group, keys
 
-    def tensors(self, portion: Portion, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The views that a portion has of a launch's tensors: q, k, v, o, do, lse, dlse, dq, dk, dv, lse2, delta, sheet, sums."""
-        *others, sheet, sums = tensors
-        of_keys, heads_k = (1, 2, 8, 9), self.problem.heads_k
-        found = [portion.of(x, heads_k, n in of_keys) for n, x in enumerate(others)]
-        return [*found, sheet, sums]
+    @property
+    def sheet_shape(self) -> tuple[int, ...]:
+        """The shape of the sheet."""
+        heads, keys = self.largest
+        return (heads, *self.config.queries.blocks(self.problem, keys), SHEET_BLOCK)
+
+    @property
+    def sums_shape(self) -> tuple[int, ...]:
+        """The shape of dQ's sums in fp32: as little as may be where no portion has sums of another."""
+        tiles, (heads, keys) = self.config.queries, self.largest
+        rows = self.blocks[1] // tiles.warpgroups
+        heads, rows = (heads, rows) if keys < self.seqlen_k else (1, 1)
+        return heads, rows, tiles.parts * tiles.warpgroups, ROWS * tiles.width
+
+    def tensors(self, n: int, given: Sequence[Tensor], made: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """The views that the n-th portion has of the tensors that a launch reads, and of those that it writes."""
+        portion, heads_k = self.all[n], self.problem.heads_k
+        q, k, v, o, do, lse, dlse, *starts = given
+        dq, dk, dv, lse2, delta, *room = made
+        q, o, do, lse, dlse, dq, lse2, delta = (portion.of(x, heads_k) for x in (q, o, do, lse, dlse, dq, lse2, delta))
+        k, v, dk, dv = (portion.of(x, heads_k, keys=True) for x in (k, v, dk, dv))
+        if starts:  # of packed sequences: each portion counts its own tiles
+            cu_q, cu_k, *counts = starts
+            starts = [cu_q, cu_k, *(x[n] for x in counts)]
+        return [q, k, v, o, do, lse, dlse, *starts], [dq, dk, dv, lse2, delta, *room]
 
     def neighbours(self, portion: Portion) -> tuple[bool, bool]:
         """Whether earlier keys have left sums of dQ, and whether later keys follow."""
@@ -173,5 +190,7 @@ class InPortions:
         self.bound, self.portions = bound, portions
 
     def __call__(self, *tensors: Tensor) -> None:
-        for bound, portion in zip(self.bound, self.portions.all, strict=True):
-            bound(*self.portions.tensors(portion, tensors))
+        made = MADE + self.portions.config.continues
+        for n, bound in enumerate(self.bound):
+            given, written = self.portions.tensors(n, tensors[:-made], tensors[-made:])
+            bound(*given, *written)

@@ -40,12 +40,14 @@ class TileScheduler(NamedTuple):
         tile_of: ``(round, params, config)``: this CTA's tile in a round.
         packed_tile: ``(n, params, config)``: the n-th tile of packed sequences, a :class:`packed.PackedTile`.
         place_packed: ``(tile, params, config)``: that tile as ``tile_of`` has it, and the numbers of its sequence.
+        sharing: ``(config)``: how many CTAs of a cluster share a packed tile. More than one take none from a queue: each counts for itself.
     """
 
     rounds_of: Callable
     tile_of: Callable
     packed_tile: Callable
     place_packed: Callable
+    sharing: Callable = lambda config: 1
 
 
 class QueueSlots(NamedTuple):
@@ -218,10 +220,15 @@ def take_tiles(
     phase, rounds_of, tile_of = I32(1), scheduler.rounds_of, scheduler.tile_of
     packed_tile, place_packed = scheduler.packed_tile, scheduler.place_packed
     if cutlass.const_expr(config.packed):
-        taken = packed_tile(I32(cute.arch.block_idx()[0]), params, config)
+        sharing = scheduler.sharing(config)
+        following = I32(cute.arch.block_idx()[0]) if sharing == 1 else I32(cute.arch.block_idx()[0] // sharing)
+        taken = packed_tile(following, params, config)
         while taken.sequence >= 0:
-            # The next tile's number is asked for a tile early, so that nobody waits for the atomic addition.
-            following = packed.take(params.queue)
+            if cutlass.const_expr(sharing == 1):
+                # The next tile's number is asked for a tile early, so that nobody waits for the atomic addition.
+                following = packed.take(params.queue)
+            else:
+                following = following + cute.arch.grid_dim()[0] // sharing
             publish_ahead(taken, smem.boxes, stages, phase)
             body(place_packed(taken, params, config)[0], taken, phase)
             taken = packed_tile(following, params, config)

@@ -243,6 +243,7 @@ PAIRS += [(name, "bits-wide") for name in ("keep", "block-sparse", "block-sparse
 BANDED = ("full", "one", "causal-wide", "causal-empty-rows", "window", "window-left", "keys", "narrow", "large-scores")
 PAIRS += [(name, "kept") for name in BANDED]
 PAIRS += [(name, "kept-halves") for name in ("one", "full", "causal-empty-rows", "window", "narrow", "large-scores")]
+PAIRS += [("softcap", "kept"), ("softcap", "kept-halves")]
 PAIRS += [(name, form) for name in BIASED for form in ("biased", "biased-queued")] + [("pair", "whole")]
 PAIRS.sort()  # one after the other come a case's forms, which one oracle judges
 
@@ -264,6 +265,16 @@ def test_gradients_are_right_where_a_launch_has_some_of_the_keys(name, form):
 
 
 STEEP = (1.0, 0.1, -0.3, 0.0)
+@pytest.mark.parametrize("name", ["full", "causal-wide", "window", "keys", "softcap"])
+def test_a_band_that_is_too_long_for_a_sheet_is_read_as_ends_of_rows(name):
+    tensors, options = CASES[name]
+    c = call(*(x.repeat(1, 1, 1, 4) for x in tensors), **options)  # head_dim 256
+    with patch.object(backward_config, "SHEET_LIMIT", 0):
+        x = backward_config.choose(c.p)
+        assert (x.form, x.keys.keeps_ds) == ("rows", False)
+        assert not wrong(c, emulate_kernels(c, x, ctas=3))
+
+
 SLOPED = {
     "square": (qkv(300, 300, batch=2), STEEP, {}),
     "wide": (qkv(150, 400), (0.7, 0.2, 0.06, 0.004), {}),
@@ -381,8 +392,8 @@ PACKED_PAIRS += [(name, "queued") for name in PACKED] + [
     ("window", "storing-packed"),
     ("many", "storing-packed"),
 ]
-UNSCORED = [name for name, options in PACKED.items() if not {"score", "dropout_p"} & set(options[3])]
-PACKED_PAIRS += [(name, form) for form in ("kept", "kept-halves") for name in UNSCORED]
+PLAIN_OR_CAPPED = [name for name in PACKED if not name.startswith(("dropout", "alibi"))]
+PACKED_PAIRS += [(name, form) for form in ("kept", "kept-halves") for name in PLAIN_OR_CAPPED]
 
 
 @pytest.mark.parametrize(("name", "form"), PACKED_PAIRS, ids=lambda x: x)

@@ -165,7 +165,7 @@ def test_gradients_of_queries_are_summed_where_they_see_many_keys(d, seqlen, opt
         ({"causal": True, "deterministic": True, "sink": torch.zeros(2)}, True),
         ({"mask": tw.documents(torch.arange(600) // 100)}, False),
         ({"mask": tw.prefix(7)}, False),
-        ({"score": tw.softcap(30.0)}, False),
+        ({"score": tw.softcap(30.0), "mask": tw.window(64, 0)}, True),
         ({"dropout_p": 0.1, "dropout_seed": 3}, False),
     ],
     ids=["full", "causal", "window", "deterministic", "documents", "prefix", "softcap", "dropout"],
@@ -179,17 +179,26 @@ def test_bands_of_wide_heads_keep_ds(d, options, kept):
 def test_a_sheet_that_would_take_too_much_memory_is_not_made(monkeypatch):
     monkeypatch.setattr(backward_config.devices, "of", lambda device: SimpleNamespace(cores=132))
 
-    def kept(seqlen: int, group: int = 1) -> bool:
+    def kept(seqlen: int, group: int = 1, packed: bool = False) -> bool:
         row = TABLE[256, 256]
-        p = SimpleNamespace(seqlen_q=seqlen, heads_q=2 * group, heads_k=2, packed=False, device=None)
-        p.spec = SimpleNamespace(dropout_p=0.0)
-        return backward_config.kept_ds(row, p, "upper") is not None
+        sizes = {"batch": 1, "seqlen_q": seqlen, "seqlen_k": seqlen, "heads_q": 2 * group, "heads_k": 2}
+        p = SimpleNamespace(**sizes, packed=packed, device=None)
+        return backward_config.kept_ds(row, p, "upper", softcap=False) is not None
 
-    # 132 tiles of 64 keys, 2 bytes a pair: 4 GiB hold them for 254,200 queries.
+    # 132 tiles of 64 keys, 2 bytes a pair: 4 GiB hold them for 254,200 queries; packed, all pairs of 46,000.
     assert kept(1 << 17)
     assert not kept(1 << 18)
     assert kept(1 << 14, group=8)
     assert not kept(1 << 15, group=8)
+    assert kept(46_000, packed=True)
+    assert not kept(47_000, packed=True)
+
+
+def test_a_band_that_is_too_long_for_a_sheet_makes_two_passes_as_ends_of_rows_do(monkeypatch):
+    monkeypatch.setattr(backward_config.devices, "of", lambda device: SimpleNamespace(cores=132))
+    p = long(256, 1 << 18, causal=True).p
+    x = backward_config.choose(p)
+    assert (x.form, x.keys.keeps_ds, x.name in {y.name for y in shipped()}) == ("rows", False, True)
 
 
 @pytest.mark.parametrize(

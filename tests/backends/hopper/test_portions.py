@@ -29,7 +29,8 @@ HI = {"full": FAR, "causal": 1}
 def made(name: str, mask: str, cores: int = 132) -> Portions:
     d, batch, heads_q, heads_k, seqlen_q, seqlen_k = SIZES[name]
     row = next(row for dims, row in TABLE.items() if dims[1] == d)
-    problem = SimpleNamespace(batch=batch, heads_q=heads_q, heads_k=heads_k, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+    sizes = {"batch": batch, "heads_q": heads_q, "heads_k": heads_k, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+    problem = SimpleNamespace(**sizes, batch_dim=batch, packed=False)
     config = Backward(*row.kept, dtype="bf16", form="full" if mask == "full" else "upper")
     offset = 0 if mask == "full" else seqlen_k - seqlen_q
     return Portions(problem, config, seqlen_k, (-FAR, HI[mask] + offset), cores)
@@ -57,7 +58,8 @@ def test_every_head_has_every_key_once_and_in_order(name, mask):
 @BOTH
 @pytest.mark.parametrize("name", SIZES)
 def test_a_sheet_takes_no_more_memory_than_it_may(name, mask):
-    sheet, sums = made(name, mask).shapes
+    found = made(name, mask)
+    sheet, sums = found.sheet_shape, found.sums_shape
     assert 2 * torch.Size(sheet).numel() <= SHEET_LIMIT
     # More than the room only where a tile for every CTA takes more.
     row = 2 * sheet[0] * sheet[2] * sheet[3]
@@ -69,7 +71,7 @@ def test_a_sheet_takes_no_more_memory_than_it_may(name, mask):
 @pytest.mark.parametrize("name", SIZES)
 def test_the_views_of_a_share_fit_the_sheet_and_the_sums(name, mask):
     found = made(name, mask)
-    sheet, sums = found.shapes
+    sheet, sums = found.sheet_shape, found.sums_shape
     for portion in found.all:
         group = found.group
         assert portion.size("batch") * portion.size("heads") * group <= sheet[0]
@@ -99,7 +101,7 @@ def test_spans_are_as_equal_as_may_be(count, most):
 
 def test_which_keys_a_share_has_depends_on_no_other_sequence(monkeypatch):
     one = made("longer", "causal")
-    many = Portions(SimpleNamespace(**vars(one.problem) | {"batch": 5}), one.config, one.seqlen_k, one.ends, one.cores)
+    many = Portions(SimpleNamespace(**vars(one.problem) | {"batch": 5, "batch_dim": 5}), one.config, one.seqlen_k, one.ends, one.cores)
     assert [portion for portion in many.all if portion.batch == (0, 1)] == one.all
     assert len(many.all) == 5 * len(one.all)
 
@@ -122,3 +124,32 @@ def test_a_launch_in_shares_gets_each_share_s_views():
     portions.InPortions(bound, found)(q, k, k, q, q, lse, lse, q, k, k, lse, lse, sheet, sums)
     assert [(of[0][2], of[1][1]) for of in called] == [(s.size("heads"), s.size("keys")) for s in found.all]
     assert all(of[8] == of[1] and of[5][1] == of[0][2] for of in called)
+
+
+def packed(tokens: int, sequences: int, heads_k: int, group: int = 1, d: int = 256) -> Portions:
+    sizes = {"batch": sequences, "heads_q": heads_k * group, "heads_k": heads_k, "seqlen_q": tokens, "seqlen_k": tokens}
+    config = Backward(*TABLE[d, d].kept, dtype="bf16", form="upper", packed=True)
+    return Portions(SimpleNamespace(**sizes, batch_dim=1, packed=True), config, tokens, (-FAR, 1), 132)
+
+
+@pytest.mark.parametrize(
+    "sizes", [(1, 1, 1), (100, 7, 3), (8192, 9, 16), (16384, 40, 16, 2), (32768, 1, 8), (20000, 3, 4, 4, 512)], ids=str
+)
+def test_a_sheet_of_packed_sequences_has_all_keys_of_some_heads(sizes):
+    found = packed(*sizes)
+    assert [n for s in found.all for n in range(*s.heads)] == [*range(sizes[2])]
+    assert {(s.batch, s.keys) for s in found.all} == {((0, 1), (0, sizes[0]))}
+    size, per_head = 2 * torch.Size(found.sheet_shape).numel(), found.sheet_shape[0] // found.group
+    assert size <= SHEET_ROOM or (per_head == 1 and size <= SHEET_LIMIT)
+
+
+def test_each_portion_of_packed_sequences_counts_its_own_tiles():
+    found, called = packed(8192, 4, 16), []
+    bound = [lambda *tensors: called.append(tensors)] * len(found.all)
+    assert len(bound) > 1
+    q, lse, made_of = torch.empty(1).expand(1, 8192, 16, 256), torch.empty(1).expand(1, 16, 8192), torch.empty(1)
+    counts, cu = torch.zeros(2, len(bound), 1), torch.arange(5)
+    portions.InPortions(bound, found)(q, q, q, q, q, lse, lse, cu, cu, *counts, q, q, q, lse, lse, made_of)
+    for tensors in called:
+        tensors[9].add_(1), tensors[10].add_(1)
+    assert torch.equal(counts, torch.ones(2, len(bound), 1))

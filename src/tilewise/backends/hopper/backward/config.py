@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tilewise import device as devices
-from tilewise.backends.hopper.backward.table import TABLE, BackwardRow, Passes
+from tilewise.backends.hopper.backward.table import BANDS, TABLE, BackwardRow, Passes
 from tilewise.backends.hopper.backward.tiles import (
     KEY_GROUPS,
     SHEET_BLOCK,
@@ -220,7 +220,6 @@ def expected_of(config: Backward) -> tuple[Expected, ...]:
 
 # Bytes of a sheet of dS: of as many tiles of keys as fit into the first, or of one for every CTA, if those fit into the second.
 SHEET_ROOM, SHEET_LIMIT = 1 << 30, 4 << 30
-BANDS = ("full", "upper", "band")  # forms whose rows' ends are numbers
 LEAST_SCALE = 1e-12  # products subtract lse / softmax_scale
 ORDERED_FROM = 1500  # keys a query: additions in order pay then where tiles are unequal, and wait for longer ones
 ORDERED_ROUNDS = 1.5  # of tiles of one sequence: additions in order pay then, as its first tiles wait for each other
@@ -246,6 +245,7 @@ def shipped() -> list[Backward]:
         for softcap in (False, True)
         for form, packed in kinds
         for row in rows
+        if row.form_of_two_passes(form, packed) == form
     ]
     for form, packed in kinds:
         summed = dict.fromkeys([*(row.summed(form, packed) for row in rows), *(row.ordered for row in rows)])
@@ -257,7 +257,12 @@ def shipped() -> list[Backward]:
         for form, packed in kinds
         if row.summed(form, packed, softcap=True)
     ]
-    found += [(row.kept, {"form": form, "packed": packed}) for row in rows for form, packed in kinds if row.kept]
+    found += [
+        (row.keeping(form, softcap), {"form": form, "packed": packed, "softcap": softcap})
+        for row in rows
+        for form, packed in kinds
+        for softcap in (False, True)
+    ]
     found += [(Passes(row.bits), {"form": "bits"}) for row in rows if row.bits]
     dropped = [(form, False) for form in DROPPED] + [("upper", True)]
     found += [
@@ -347,12 +352,27 @@ def rows_for(p: Problem) -> Iterator[BackwardRow]:
     return (row for dims, row in TABLE.items() if p.head_dim <= dims[0] and p.head_dim_v <= dims[1])
 
 
-def chosen_row(p: Problem) -> tuple[BackwardRow, Passes] | None:
-    """The first row of TABLE that holds both head dims and has passes for the form, which repeat their bits; None where no row does."""
+class Chosen(NamedTuple):
+    """A row of TABLE, the passes of it that repeat their bits, and the form in which their kernels learn the mask."""
+
+    row: BackwardRow
+    passes: Passes
+    form: str
+
+
+def chosen_row(p: Problem) -> Chosen | None:
+    """The first row of TABLE that holds both head dims and has passes for a problem; None where no row does."""
     form, traced = form_of(p), Expressions.of(p).traced
     softcap, dropout = p.spec.score is not None and not traced.score, p.spec.dropout_p > 0
-    columns = ((row, kept_ds(row, p, form) or row.passes(form, softcap, traced, dropout)) for row in rows_for(p))
-    return next(((row, passes) for row, passes in columns if passes and exists(passes.keys, form, p.packed)), None)
+    for row in rows_for(p):
+        kept = None if dropout or traced != PLAIN else kept_ds(row, p, form, softcap)
+        if kept:
+            return Chosen(row, kept, form)
+        own = form if dropout or traced != PLAIN else row.form_of_two_passes(form, p.packed)
+        passes = row.passes(own, softcap, traced, dropout)
+        if passes and exists(passes.keys, own, p.packed):
+            return Chosen(row, passes, own)
+    return None
 
 
 def choose(p: Problem) -> Backward:
@@ -364,7 +384,7 @@ def choose(p: Problem) -> Backward:
     bits = bit_tiles_of(p)
     if form in ("rows", "lists") and bits and not why_no_bits(p, bits.tile_m, by_columns=True):
         return Backward(bits, None, DTYPES[str(p.dtype)], "bits")
-    row, passes = chosen_row(p)
+    row, passes, form = chosen_row(p)
     if traced == PLAIN:
         passes = one_pass(row, p, form, softcap) or passes
     return Backward(*passes, DTYPES[str(p.dtype)], form, softcap, p.packed, traced, dropout)
@@ -412,19 +432,19 @@ def bit_tiles_of(p: Problem) -> KeyTiles | None:
     return None if p.spec.deterministic else next((row.bits for row in rows_for(p) if row.bits), None)
 
 
-def kept_ds(row: BackwardRow, p: Problem, form: str) -> Passes | None:
-    """The tiles that keep dS, if this head dim has any for the problem and the sheet takes no more memory than it may. Of equal sequences
-    the lengths and heads of one alone say so: a result does not depend on its batch-mates."""
-    if row.kept is None or p.spec.score is not None or p.spec.dropout_p or Expressions.of(p).traced != PLAIN:
+def kept_ds(row: BackwardRow, p: Problem, form: str, softcap: bool) -> Passes | None:
+    """The tiles that keep dS, if this head dim has any for the form and the sheet takes no more memory than it may. Of equal sequences the
+    lengths and heads of one alone say so: a result does not depend on its batch-mates."""
+    found = row.keeping(form, softcap)
+    if found is None or not exists(found.keys, form, p.packed):
         return None
-    if not exists(row.kept.keys, form, p.packed):
-        return None
-    return row.kept if least_tiles(row.kept, p) * sheet_bytes(row.kept.queries, p) <= SHEET_LIMIT else None
+    tiles = least_tiles(found, p, devices.of(p.device).cores)
+    return found if tiles * sheet_bytes(found.queries, p) <= SHEET_LIMIT else None
 
 
-def least_tiles(passes: Passes | Backward, p: Problem) -> int:
+def least_tiles(passes: Passes | Backward, p: Problem, cores: int) -> int:
     """How many tiles of keys a sheet has at least: those of a packed head, or one for every CTA."""
-    return passes.queries.blocks(p, p.seqlen_k)[0] if p.packed else devices.of(p.device).cores // passes.keys.ctas
+    return passes.queries.blocks(p, p.seqlen_k)[0] if p.packed else cores // passes.keys.ctas
 
 
 def sheet_bytes(queries: SheetTiles, p: Problem) -> int:

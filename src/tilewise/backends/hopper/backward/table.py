@@ -8,6 +8,8 @@ from typing import NamedTuple
 from tilewise.backends.hopper.backward.tiles import KeyTiles, QueryTiles, SheetTiles
 from tilewise.backends.hopper.config import PLAIN, Traced
 
+BANDS = ("full", "upper", "band")  # forms whose rows' ends are numbers
+
 
 class Passes(NamedTuple):
     """Tiles of the pass over keys, and of the pass over queries where there is one."""
@@ -26,7 +28,7 @@ class BackwardRow:
         softcap_band: with a softcap and two ends of a row, which take more; None: those of ``softcap``.
         pairs: with a traced score or dropout; None: those of ``predicate``.
         predicate: with a traced predicate, and whatever is beside it (docs/decisions.md#hopper-pair-tiles).
-        kept: as two_passes, for a band, but that dS is kept (docs/decisions.md#hopper-kept-ds).
+        kept: as two_passes, for a band, but that dS is kept (docs/decisions.md#hopper-kept-ds). keeps_softcap: with a softcap too.
         one_pass: where the pass over keys accumulates dQ.
         softcap_one_pass: as one_pass, with a softcap: its slope takes registers, so that a tile has fewer queries.
         dropout: as one_pass, with dropout and neither a score nor a predicate, however few the keys are: pairs are then drawn once.
@@ -45,6 +47,7 @@ class BackwardRow:
     pairs: Passes | None = None
     predicate: Passes | None = None
     kept: Passes | None = None
+    keeps_softcap: bool = False
     one_pass: KeyTiles | None = None
     softcap_one_pass: KeyTiles | None = None
     dropout: KeyTiles | None = None
@@ -82,6 +85,18 @@ class BackwardRow:
         # Products subtract lse from what is the score itself: not from what a softcap or dropout is yet to change.
         keys = replace(keys, overlaps=True, counts=not packed, subtracts=not (dropout or softcap))
         return keys if form == "full" and not packed else replace(keys, queued=True, prefetches=True)
+
+    def keeping(self, form: str, softcap: bool = False) -> Passes | None:
+        """The tiles that keep dS as a form has them."""
+        if self.kept is None or not (softcap and form == "band"):
+            return None if softcap and not self.keeps_softcap else self.kept
+        # Both ends of a row and a softcap's slope would spill.
+        return Passes(replace(self.kept.keys, reads_late=True), self.kept.queries) if self.keeps_softcap else None
+
+    def form_of_two_passes(self, form: str, packed: bool) -> str:
+        """The form whose kernels make two passes of a problem: where dS is kept, of a band that is too long for that the ends of rows are
+        tensors, so that fewer kernels ship."""
+        return "rows" if self.kept and form in BANDS and not packed else form
 
     def biased(self, form: str) -> KeyTiles:
         """The tiles with a bias by pair as a form has them."""
@@ -189,6 +204,7 @@ TABLE = {
         kept=Passes(
             KeyTiles(256, 256, tile_m=64, stages=4, split=True, keeps_ds=True), SheetTiles(width=256, stages=4)
         ),
+        keeps_softcap=True,
     ),
     (512, 512): BackwardRow(
         two_passes=Passes(
@@ -199,5 +215,6 @@ TABLE = {
             KeyTiles(256, 256, tile_m=64, stages=4, split=True, halved=True, keeps_ds=True),
             SheetTiles(width=256, stages=4, parts=2),
         ),
+        keeps_softcap=True,
     ),
 }

@@ -37,6 +37,8 @@ class BackwardPlan(LaunchPlan):
     @cached_property
     def band(self) -> Band:
         """The band of the mask, cut to the keys that are seen. Packed, it leaves out each sequence's offset, and the kernels cut it."""
+        if self.config.by_rows:  # of a band too, whose ends may be tensors
+            return Band(None, None, 0, self.problem.seqlen_k)
         if not self.config.of_numbers:
             return keys_of(self.problem)[1]
         found = band_of(self.problem)

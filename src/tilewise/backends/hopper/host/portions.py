@@ -92,7 +92,7 @@ class Portions:
         heads, keys = self.problem.heads_k, self.blocks[0]
         # Of tiles of keys: as many as the room holds, or as few as there must be.
         room = SHEET_ROOM // sheet_bytes(self.config.queries, self.problem)
-        room = max(room, least_tiles(self.config, self.problem))
+        room = max(room, least_tiles(self.config, self.problem, self.cores))
         if self.problem.packed:  # all keys: only the device knows which of them a sequence has
             return 1, room // keys, keys
         if room >= keys * heads:

@@ -144,6 +144,7 @@ def emulate_kept(plan: backward_call.BackwardPlan, c: Call, t: dict, ctas: int) 
     tiles, (_, queries) = x.queries, portions.blocks
     heads, parts = p.batch_dim * p.heads_q, tiles.parts * tiles.warpgroups
     t["sums"] = np.full((heads, queries // tiles.warpgroups, parts, ROWS, tiles.width), np.nan, np.float32)
+    of_passes = [{}, {}] if p.packed or x.continues else extras_of(plan, c)
     spans = dict.fromkeys((portion.keys, portions.neighbours(portion)) for portion in portions.all)
     for (start, stop), neighbours in spans:
         t["sheet"] = np.full((heads, *tiles.blocks(p, stop - start), ROWS, ROWS), np.nan, np.float32)
@@ -152,13 +153,13 @@ def emulate_kept(plan: backward_call.BackwardPlan, c: Call, t: dict, ctas: int) 
         numbers = backward_call.numbers_of(plan, p.batch_dim * p.heads_k, keys, *neighbours)
         lo, hi, section_k, ctas_k, section_q, ctas_q, *scales = numbers
         more = numbers[9:]
-        extra = {} if p.packed else dict(zip(x.extra.numbers, more, strict=True))
+        continued = dict(zip(x.extra.numbers, more, strict=True)) if x.continues else {}
         sizes = p.seqlen_q, stop - start, p.heads_k, p.heads_q // p.heads_k, p.batch
         starts = [tensor.numpy() for tensor in plan.starts(c.t)] if p.packed else []
 
-        def work(section: int, turn: int, sizes=sizes, ends=(lo, hi), scales=scales, extra=extra) -> tuple:
+        def work(section: int, turn: int, sizes=sizes, ends=(lo, hi), scales=scales, continued=continued) -> tuple:
             own = (*starts[:2], starts[2 + turn][0], *more) if p.packed else ()
-            return (*sizes, section, *ends, *map(np.float32, scales[:3]), extra, *own)
+            return (*sizes, section, *ends, *map(np.float32, scales[:3]), of_passes[turn] | continued, *own)
 
         *found, _ = emulated.run_keys(x, of_keys, work(section_k, 0), min(ctas, ctas_k))
         emulated.run_sheet(x, of_keys, work(section_q, 1), min(ctas, ctas_q))
@@ -243,7 +244,7 @@ PAIRS += [(name, "bits-wide") for name in ("keep", "block-sparse", "block-sparse
 BANDED = ("full", "one", "causal-wide", "causal-empty-rows", "window", "window-left", "keys", "narrow", "large-scores")
 PAIRS += [(name, "kept") for name in BANDED]
 PAIRS += [(name, "kept-halves") for name in ("one", "full", "causal-empty-rows", "window", "narrow", "large-scores")]
-PAIRS += [("softcap", "kept"), ("softcap", "kept-halves")]
+PAIRS += [(name, form) for name in ("softcap", *ENDS) for form in ("kept", "kept-halves")]
 PAIRS += [(name, form) for name in BIASED for form in ("biased", "biased-queued")] + [("pair", "whole")]
 PAIRS.sort()  # one after the other come a case's forms, which one oracle judges
 

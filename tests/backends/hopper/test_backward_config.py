@@ -163,12 +163,13 @@ def test_gradients_of_queries_are_summed_where_they_see_many_keys(d, seqlen, opt
         ({"causal": True}, True),
         ({"mask": tw.window(70, 3) & tw.key_range(100, 500)}, True),
         ({"causal": True, "deterministic": True, "sink": torch.zeros(2)}, True),
-        ({"mask": tw.documents(torch.arange(600) // 100)}, False),
-        ({"mask": tw.prefix(7)}, False),
+        ({"mask": tw.documents(torch.arange(600) // 100)}, True),
+        ({"mask": tw.prefix(7)}, True),
+        ({"mask": torch.ones(600, 600, dtype=torch.bool).tril()}, False),
         ({"score": tw.softcap(30.0), "mask": tw.window(64, 0)}, True),
         ({"dropout_p": 0.1, "dropout_seed": 3}, False),
     ],
-    ids=["full", "causal", "window", "deterministic", "documents", "prefix", "softcap", "dropout"],
+    ids=["full", "causal", "window", "deterministic", "documents", "prefix", "dense", "softcap", "dropout"],
 )
 def test_bands_of_wide_heads_keep_ds(d, options, kept):
     p = long(d, 600, (1, 2), **options).p
@@ -182,7 +183,7 @@ def test_a_sheet_that_would_take_too_much_memory_is_not_made(monkeypatch):
     def kept(seqlen: int, group: int = 1, packed: bool = False) -> bool:
         row = TABLE[256, 256]
         sizes = {"batch": 1, "seqlen_q": seqlen, "seqlen_k": seqlen, "heads_q": 2 * group, "heads_k": 2}
-        p = SimpleNamespace(**sizes, packed=packed, device=None)
+        p = SimpleNamespace(**sizes, packed=packed, device=None, dtype=torch.bfloat16)
         return backward_config.kept_ds(row, p, "upper", softcap=False) is not None
 
     # 132 tiles of 64 keys, 2 bytes a pair: 4 GiB hold them for 254,200 queries; packed, all pairs of 46,000.

@@ -159,8 +159,9 @@ class Backward(Formed):
 
     @property
     def continues(self) -> bool:
-        """Whether a launch may have some of the keys only, and dQ of those before it. Packed sequences have keys of their own."""
-        return self.keys.keeps_ds and not self.packed
+        """Whether a launch may have some of the keys only, and dQ of those before it: where the ends of rows are numbers, which say what they
+        are of these keys."""
+        return self.keys.keeps_ds and self.of_numbers and not self.packed
 
     @property
     def parts_of_dq(self) -> int:
@@ -302,10 +303,10 @@ def shipped() -> list[Backward]:
 
 
 def exists(keys: KeyTiles, form: str, packed: bool) -> bool:
-    """Whether there is a kernel with these tiles: additions in order, and dS that is kept, need a band's numbers; order and counts, equal
-    sequences. Two CTAs share a tile of packed sequences where dS is kept; elsewhere none has been tried."""
+    """Whether there is a kernel with these tiles: additions in order need a band's numbers; dS that is kept, rows with two ends at most;
+    order and counts, equal sequences. Two CTAs share a tile of packed sequences where dS is kept; elsewhere none has been tried."""
     if keys.keeps_ds:
-        return form in BANDS
+        return form in SHIPPED
     return not (packed and (keys.ordered or keys.counts or keys.halved)) and (not keys.ordered or form in BANDS)
 
 
@@ -438,13 +439,13 @@ def kept_ds(row: BackwardRow, p: Problem, form: str, softcap: bool) -> Passes | 
     found = row.keeping(form, softcap)
     if found is None or not exists(found.keys, form, p.packed):
         return None
-    tiles = least_tiles(found, p, devices.of(p.device).cores)
-    return found if tiles * sheet_bytes(found.queries, p) <= SHEET_LIMIT else None
+    config = Backward(*found, DTYPES[str(p.dtype)], form, packed=p.packed)
+    return found if least_tiles(config, p, devices.of(p.device).cores) * sheet_bytes(found.queries, p) <= SHEET_LIMIT else None
 
 
-def least_tiles(passes: Passes | Backward, p: Problem, cores: int) -> int:
-    """How many tiles of keys a sheet has at least: those of a packed head, or one for every CTA."""
-    return passes.queries.blocks(p, p.seqlen_k)[0] if p.packed else cores // passes.keys.ctas
+def least_tiles(config: Backward, p: Problem, cores: int) -> int:
+    """How many tiles of keys a sheet has at least: one for every CTA, or all of a head."""
+    return cores // config.keys.ctas if config.continues else config.queries.blocks(p, p.seqlen_k)[0]
 
 
 def sheet_bytes(queries: SheetTiles, p: Problem) -> int:

@@ -39,7 +39,7 @@ from tilewise.backends.hopper.backward.fragments import (
     with_tma_layout,
 )
 from tilewise.backends.hopper.backward.key_tiles import KeyTile
-from tilewise.backends.hopper.backward.params import BackwardParams, number_band
+from tilewise.backends.hopper.backward.params import BackwardParams, number_band, row_band
 from tilewise.backends.hopper.backward.sequences import PackedSequence, seqlen_info
 from tilewise.backends.hopper.backward.tiles import SHEET_BLOCK
 from tilewise.backends.hopper.config import ELEMENT_BYTES, ROWS
@@ -256,7 +256,8 @@ def tile_of(round_, params: BackwardParams, config: Backward) -> QueryTile:
     tiles, n = config.queries, schedule.nth(cute.arch.block_idx()[0], cute.arch.grid_dim()[0], round_)
     m_block, head = schedule.tile_at(n // tiles.parts, tile_order(params, config), PICK)
     row, heads = m_block * tiles.tile_m, params.heads_q
-    start, stop = schedule.seen_blocks(row, tiles.tile_m, tiles.tile_n, number_band(params, config), PICK)
+    band = row_band(head // heads, head % heads, params, config)
+    start, stop = schedule.seen_blocks(row, tiles.tile_m, tiles.tile_n, band, PICK)
     return QueryTile(row, head % heads, head // heads, I32(start), I32(stop), piece=n % tiles.parts)
 
 
@@ -373,7 +374,7 @@ def compute_tile(
 ):  # fmt: skip
     """Makes dQ of one tile, and returns the state after it."""
     tiles, row = config.queries, tile.row + w * ROWS
-    start, stop = schedule.seen_blocks(row, ROWS, tiles.tile_n, number_band(params, config), PICK)
+    start, stop = schedule.seen_blocks(row, ROWS, tiles.tile_n, row_band(tile.batch, tile.head, params, config), PICK)
     sums = sums_of(tile, w, made.sums, params, config) if config.continues else None
     operands.dq.fill(0.0)
     # Its rows may see less than the tile's others: of those blocks nothing was written for it.

@@ -28,7 +28,7 @@ class BackwardRow:
         softcap_band: with a softcap and two ends of a row, which take more; None: those of ``softcap``.
         pairs: with a traced score or dropout; None: those of ``predicate``.
         predicate: with a traced predicate, and whatever is beside it (docs/decisions.md#hopper-pair-tiles).
-        kept: as two_passes, for a band, but that dS is kept (docs/decisions.md#hopper-kept-ds). keeps_softcap: with a softcap too.
+        kept: as two_passes, but that dS is kept (docs/decisions.md#hopper-kept-ds). keeps_softcap: with a softcap too.
         one_pass: where the pass over keys accumulates dQ.
         softcap_one_pass: as one_pass, with a softcap: its slope takes registers, so that a tile has fewer queries.
         dropout: as one_pass, with dropout and neither a score nor a predicate, however few the keys are: pairs are then drawn once.
@@ -88,7 +88,7 @@ class BackwardRow:
 
     def keeping(self, form: str, softcap: bool = False) -> Passes | None:
         """The tiles that keep dS as a form has them."""
-        if self.kept is None or not (softcap and form == "band"):
+        if self.kept is None or not (softcap and form in ("band", "rows")):
             return None if softcap and not self.keeps_softcap else self.kept
         # Both ends of a row and a softcap's slope would spill.
         return Passes(replace(self.kept.keys, reads_late=True), self.kept.queries) if self.keeps_softcap else None

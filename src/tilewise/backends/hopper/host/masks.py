@@ -44,6 +44,21 @@ def column_ends(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
     )
 
 
+def column_ends_of_rows(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """:func:`column_ends` as the very ends of rows have them, where both passes of a backward must tell the same blocks: the queries from the
+    first that ends past a key, up to the last that begins no later. Ends of rows never decrease."""
+    lo, hi = grid_of(problem, inputs).key_interval(torch.arange(problem.seqlen_q, device=inputs.q.device))
+    columns = torch.arange(problem.seqlen_k, device=inputs.q.device, dtype=torch.int32)
+    shape = problem.batch, problem.heads_q, -1
+
+    def count(ends: Tensor) -> Tensor:
+        ends = ends.int().contiguous()
+        each = columns.expand(*ends.shape[:-1], -1).contiguous()
+        return torch.searchsorted(ends, each, right=True, out_int32=True).expand(shape)
+
+    return count(hi), count(lo)
+
+
 def visits(problem: Problem, inputs: Inputs, tiles: Sized, by_columns: bool = False) -> tuple[Tensor, Tensor]:
     """``(blocks, counts)`` as :meth:`tilewise.tiles.TileMap.visits` has them, expanded to every batch element and head; the query
     blocks of every key tile ``by_columns``."""

@@ -109,7 +109,8 @@ class LaunchPlan(Plan):
         """
         config, found = self.config, ()
         if config.by_rows:
-            found += self.of_mask(inputs, masks.column_ends if by_columns else masks.row_ends)
+            columns = masks.column_ends_of_rows if by_columns and config.keys.keeps_ds else masks.column_ends
+            found += self.of_mask(inputs, columns if by_columns else masks.row_ends)
         if config.form == "lists":
             found += self.of_mask(inputs, masks.visits, tiles, by_columns)
         if config.form == "bits":

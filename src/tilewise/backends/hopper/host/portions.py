@@ -93,10 +93,10 @@ class Portions:
         # Of tiles of keys: as many as the room holds, or as few as there must be.
         room = SHEET_ROOM // sheet_bytes(self.config.queries, self.problem)
         room = max(room, least_tiles(self.config, self.problem, self.cores))
-        if self.problem.packed:  # all keys: only the device knows which of them a sequence has
-            return 1, room // keys, keys
         if room >= keys * heads:
             return room // (keys * heads), heads, keys
+        if not self.config.continues:  # all keys: only the device knows which of them a row sees
+            return 1, room // keys, keys
         counts = (min(1 << n, heads, room) for n in range(heads.bit_length() + 1))
         choices = [(1, n, min(keys, room // n)) for n in dict.fromkeys(counts)]
         return min(choices, key=lambda sizes: self.cost(*sizes[1:]))
@@ -155,14 +155,16 @@ class Portions:
     def tensors(self, n: int, given: Sequence[Tensor], made: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """The views that the n-th portion has of the tensors that a launch reads, and of those that it writes."""
         portion, heads_k = self.all[n], self.problem.heads_k
-        q, k, v, o, do, lse, dlse, *starts = given
+        q, k, v, o, do, lse, dlse, *more = given
         dq, dk, dv, lse2, delta, *room = made
         q, o, do, lse, dlse, dq, lse2, delta = (portion.of(x, heads_k) for x in (q, o, do, lse, dlse, dq, lse2, delta))
         k, v, dk, dv = (portion.of(x, heads_k, keys=True) for x in (k, v, dk, dv))
-        if starts:  # of packed sequences: each portion counts its own tiles
-            cu_q, cu_k, *counts = starts
-            starts = [cu_q, cu_k, *(x[n] for x in counts)]
-        return [q, k, v, o, do, lse, dlse, *starts], [dq, dk, dv, lse2, delta, *room]
+        if self.problem.packed:  # their starts; each portion counts its own tiles
+            cu_q, cu_k, *counts = more
+            more = [cu_q, cu_k, *(x[n] for x in counts)]
+        else:  # the ends of rows and of columns, if they are tensors
+            more = [portion.of(x, heads_k) for x in more]
+        return [q, k, v, o, do, lse, dlse, *more], [dq, dk, dv, lse2, delta, *room]
 
     def neighbours(self, portion: Portion) -> tuple[bool, bool]:
         """Whether earlier keys have left sums of dQ, and whether later keys follow."""

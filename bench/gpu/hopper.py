@@ -435,8 +435,8 @@ class HopperSubject(Subject):
         alike = [x for x in config.shipped() if about(x) == about(chosen) and not x.split and x.heads == 1]
         if alike and alike[0] != chosen:
             found.forward["unsplit"] = Hopper(alike[0])
-        if c.p.spec.needs_grad:
-            found.backward["two-passes"] = Hopper(backward=two_passes(c))
+        if c.p.spec.needs_grad and (second := two_passes(c)).name in kernel_files.index():
+            found.backward["two-passes"] = Hopper(backward=second)
         return found
 
     def build(self) -> int:
@@ -473,5 +473,6 @@ def two_passes(c: Call) -> Backward:
     """The configuration that is chosen, with a pass of its own for dQ."""
     x = Hopper().backward_config(c.p)
     row = backward_config.TABLE[x.keys.dims]
-    keys, queries = row.passes(x.form, x.softcap, x.traced, x.dropout)
-    return replace(x, keys=keys, queries=queries)
+    form = row.form_of_two_passes(x.form, x.packed) if x.keys.keeps_ds else x.form
+    keys, queries = row.passes(form, x.softcap, x.traced, x.dropout) or row.two_passes
+    return replace(x, keys=keys, queries=queries, form=form)

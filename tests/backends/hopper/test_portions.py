@@ -147,9 +147,15 @@ def test_each_portion_of_packed_sequences_counts_its_own_tiles():
     found, called = packed(8192, 4, 16), []
     bound = [lambda *tensors: called.append(tensors)] * len(found.all)
     assert len(bound) > 1
-    q, lse, made_of = torch.empty(1).expand(1, 8192, 16, 256), torch.empty(1).expand(1, 16, 8192), torch.empty(1)
+    q, lse, made_of = torch.empty(1, 8192, 16, 1).expand(-1, -1, -1, 256), torch.empty(1, 16, 8192), torch.empty(1)
     counts, cu = torch.zeros(2, len(bound), 1), torch.arange(5)
-    portions.InPortions(bound, found)(q, q, q, q, q, lse, lse, cu, cu, *counts, q, q, q, lse, lse, made_of)
+    given = q, q, q, q, q, lse, lse
+    portions.InPortions(bound, found)(*given, cu, cu, *counts, q, q, q, lse, lse, made_of)
     for tensors in called:
         tensors[9].add_(1), tensors[10].add_(1)
     assert torch.equal(counts, torch.ones(2, len(bound), 1))
+    # A repeated launch gets what the caller gave: views begin where they did.
+    again = [[x.data_ptr() for x in tensors[:7]] for tensors in called]
+    called.clear()
+    portions.InPortions(bound, found)(*(x[0] for x in given), cu, cu, *counts, q, q, q, lse, lse, made_of)
+    assert [[x.data_ptr() for x in tensors[:7]] for tensors in called] == again

@@ -259,7 +259,7 @@ def shipped() -> list[Backward]:
         if row.summed(form, packed, softcap=True)
     ]
     found += [
-        (row.keeping(form, softcap), {"form": form, "packed": packed, "softcap": softcap})
+        (row.keeping(form, packed, softcap), {"form": form, "packed": packed, "softcap": softcap})
         for row in rows
         for form, packed in kinds
         for softcap in (False, True)
@@ -436,7 +436,7 @@ def bit_tiles_of(p: Problem) -> KeyTiles | None:
 def kept_ds(row: BackwardRow, p: Problem, form: str, softcap: bool) -> Passes | None:
     """The tiles that keep dS, if this head dim has any for the form and the sheet takes no more memory than it may. Of equal sequences the
     lengths and heads of one alone say so: a result does not depend on its batch-mates."""
-    found = row.keeping(form, softcap)
+    found = row.keeping(form, p.packed, softcap)
     if found is None or not exists(found.keys, form, p.packed):
         return None
     config = Backward(*found, DTYPES[str(p.dtype)], form, packed=p.packed)

@@ -9,6 +9,8 @@ from tilewise.backends.hopper.backward.tiles import KeyTiles, QueryTiles, SheetT
 from tilewise.backends.hopper.config import PLAIN, Traced
 
 BANDS = ("full", "upper", "band")  # forms whose rows' ends are numbers
+# Where dS may be kept beside a band: with a softcap, of packed sequences, and where rows' ends are tensors.
+KEEPS = ("softcap", "packed", "rows")
 
 
 class Passes(NamedTuple):
@@ -28,7 +30,8 @@ class BackwardRow:
         softcap_band: with a softcap and two ends of a row, which take more; None: those of ``softcap``.
         pairs: with a traced score or dropout; None: those of ``predicate``.
         predicate: with a traced predicate, and whatever is beside it (docs/decisions.md#hopper-pair-tiles).
-        kept: as two_passes, but that dS is kept (docs/decisions.md#hopper-kept-ds). keeps_softcap: with a softcap too.
+        kept: as two_passes, for a band, but that dS is kept (docs/decisions.md#hopper-kept-ds).
+        keeps: where else that pays, of KEEPS.
         one_pass: where the pass over keys accumulates dQ.
         softcap_one_pass: as one_pass, with a softcap: its slope takes registers, so that a tile has fewer queries.
         dropout: as one_pass, with dropout and neither a score nor a predicate, however few the keys are: pairs are then drawn once.
@@ -47,7 +50,7 @@ class BackwardRow:
     pairs: Passes | None = None
     predicate: Passes | None = None
     kept: Passes | None = None
-    keeps_softcap: bool = False
+    keeps: tuple[str, ...] = ()
     one_pass: KeyTiles | None = None
     softcap_one_pass: KeyTiles | None = None
     dropout: KeyTiles | None = None
@@ -86,12 +89,13 @@ class BackwardRow:
         keys = replace(keys, overlaps=True, counts=not packed, subtracts=not (dropout or softcap))
         return keys if form == "full" and not packed else replace(keys, queued=True, prefetches=True)
 
-    def keeping(self, form: str, softcap: bool = False) -> Passes | None:
-        """The tiles that keep dS as a form has them."""
-        if self.kept is None or not (softcap and form in ("band", "rows")):
-            return None if softcap and not self.keeps_softcap else self.kept
-        # Both ends of a row and a softcap's slope would spill.
-        return Passes(replace(self.kept.keys, reads_late=True), self.kept.queries) if self.keeps_softcap else None
+    def keeping(self, form: str, packed: bool, softcap: bool) -> Passes | None:
+        """The tiles that keep dS as a form has them; None where that is not done."""
+        wanted = {"softcap": softcap, "packed": packed, "rows": form == "rows"}
+        if self.kept is None or any(wanted[name] and name not in self.keeps for name in KEEPS):
+            return None
+        late = softcap and form in ("band", "rows")  # both ends of a row and a softcap's slope would spill
+        return Passes(replace(self.kept.keys, reads_late=late), self.kept.queries)
 
     def form_of_two_passes(self, form: str, packed: bool) -> str:
         """The form whose kernels make two passes of a problem: where dS is kept, of a band that is too long for that the ends of rows are
@@ -204,7 +208,7 @@ TABLE = {
         kept=Passes(
             KeyTiles(256, 256, tile_m=64, stages=4, split=True, keeps_ds=True), SheetTiles(width=256, stages=4)
         ),
-        keeps_softcap=True,
+        keeps=("softcap", "rows"),
     ),
     (512, 512): BackwardRow(
         two_passes=Passes(
@@ -215,6 +219,6 @@ TABLE = {
             KeyTiles(256, 256, tile_m=64, stages=4, split=True, halved=True, keeps_ds=True),
             SheetTiles(width=256, stages=4, parts=2),
         ),
-        keeps_softcap=True,
+        keeps=("packed", "rows"),
     ),
 }

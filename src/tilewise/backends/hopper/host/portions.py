@@ -45,10 +45,13 @@ class Portion(NamedTuple):
     def of(self, x: Tensor, heads_k: int, keys: bool = False) -> Tensor:
         """The view of a tensor (batch, seqlen, heads, head_dim) or (batch, heads, rows), of key or query heads; ``keys``: its rows are
         those of keys."""
-        dim = 2 if x.ndim == 4 else 1
-        group = x.shape[dim] // heads_k
-        found = x[slice(*self.batch)].narrow(dim, self.heads[0] * group, self.size("heads") * group)
+        found = self.heads_of(x[slice(*self.batch)], heads_k)
         return found[:, slice(*self.keys)] if keys else found
+
+    def heads_of(self, x: Tensor, heads_k: int) -> Tensor:
+        """The view of a tensor whose heads are the last dimension but one, with all batch elements and rows."""
+        group = x.shape[-2] // heads_k
+        return x.narrow(-2, self.heads[0] * group, self.size("heads") * group)
 
 
 @dataclass(frozen=True)
@@ -154,16 +157,21 @@ class Portions:
 
     def tensors(self, n: int, given: Sequence[Tensor], made: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """The views that the n-th portion has of the tensors that a launch reads, and of those that it writes."""
-        portion, heads_k = self.all[n], self.problem.heads_k
+        portion, heads_k, packed = self.all[n], self.problem.heads_k, self.problem.packed
+
+        def view(x: Tensor, keys: bool = False) -> Tensor:
+            # A launch that is repeated gets packed tensors without a dimension of batch elements.
+            return portion.heads_of(x, heads_k) if packed else portion.of(x, heads_k, keys)
+
         q, k, v, o, do, lse, dlse, *more = given
         dq, dk, dv, lse2, delta, *room = made
-        q, o, do, lse, dlse, dq, lse2, delta = (portion.of(x, heads_k) for x in (q, o, do, lse, dlse, dq, lse2, delta))
-        k, v, dk, dv = (portion.of(x, heads_k, keys=True) for x in (k, v, dk, dv))
-        if self.problem.packed:  # their starts; each portion counts its own tiles
+        q, o, do, lse, dlse, dq, lse2, delta = map(view, (q, o, do, lse, dlse, dq, lse2, delta))
+        k, v, dk, dv = (view(x, keys=True) for x in (k, v, dk, dv))
+        if packed:  # the sequences' starts; each portion counts its own tiles
             cu_q, cu_k, *counts = more
             more = [cu_q, cu_k, *(x[n] for x in counts)]
         else:  # the ends of rows and of columns, if they are tensors
-            more = [portion.of(x, heads_k) for x in more]
+            more = [view(x) for x in more]
         return [q, k, v, o, do, lse, dlse, *more], [dq, dk, dv, lse2, delta, *room]
 
     def neighbours(self, portion: Portion) -> tuple[bool, bool]:

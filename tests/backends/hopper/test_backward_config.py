@@ -173,7 +173,6 @@ def test_gradients_of_queries_are_summed_where_they_see_many_keys(d, seqlen, opt
 )
 def test_bands_of_wide_heads_keep_ds(d, options, kept):
     p = long(d, 600, (1, 2), **options).p
-    kept = kept and not (d == 160 and "rows" in backward_config.form_of(p))  # it does not pay there
     if backward_config.chosen_row(p):  # some have no kernels at all
         assert backward_config.choose(p).keys.keeps_ds == kept
 
@@ -181,17 +180,20 @@ def test_bands_of_wide_heads_keep_ds(d, options, kept):
 def test_a_sheet_that_would_take_too_much_memory_is_not_made(monkeypatch):
     monkeypatch.setattr(backward_config.devices, "of", lambda device: SimpleNamespace(cores=132))
 
-    def kept(seqlen: int, group: int = 1, packed: bool = False) -> bool:
+    def kept(seqlen: int, group: int = 1, form: str = "upper", packed: bool = False) -> bool:
         row = TABLE[512, 512] if packed else TABLE[256, 256]
         sizes = {"batch": 1, "seqlen_q": seqlen, "seqlen_k": seqlen, "heads_q": 2 * group, "heads_k": 2}
         p = SimpleNamespace(**sizes, packed=packed, device=None, dtype=torch.bfloat16)
-        return backward_config.kept_ds(row, p, "upper", softcap=False) is not None
+        return backward_config.kept_ds(row, p, form, softcap=False) is not None
 
     # 132 tiles of 64 keys, 2 bytes a pair: 4 GiB hold them for 254,200 queries; packed, all pairs of 46,000.
     assert kept(1 << 17)
     assert not kept(1 << 18)
     assert kept(1 << 14, group=8)
     assert not kept(1 << 15, group=8)
+    # Of ends of rows a head takes a quarter of 1 GiB at most.
+    assert kept(11_500, form="rows")
+    assert not kept(11_700, form="rows")
     assert kept(46_000, packed=True)
     assert not kept(47_000, packed=True)
 

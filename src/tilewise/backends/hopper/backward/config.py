@@ -440,7 +440,9 @@ def kept_ds(row: BackwardRow, p: Problem, form: str, softcap: bool) -> Passes | 
     if found is None or not exists(found.keys, form, p.packed):
         return None
     config = Backward(*found, DTYPES[str(p.dtype)], form, packed=p.packed)
-    return found if least_tiles(config, p, devices.of(p.device).cores) * sheet_bytes(found.queries, p) <= SHEET_LIMIT else None
+    # Few heads at a time whose rows may see little leave CTAs idle; two CTAs that share tiles lose less by it than by two passes.
+    limit = SHEET_LIMIT if config.continues or found.keys.halved else SHEET_ROOM // 4
+    return found if least_tiles(config, p, devices.of(p.device).cores) * sheet_bytes(found.queries, p) <= limit else None
 
 
 def least_tiles(config: Backward, p: Problem, cores: int) -> int:

@@ -180,6 +180,7 @@ TABLE = {
         kept=Passes(
             KeyTiles(192, 128, tile_m=64, stages=6, split=True, keeps_ds=True), SheetTiles(width=192, stages=5)
         ),
+        keeps=("rows",),
     ),
     (192, 192): BackwardRow(
         two_passes=Passes(
@@ -188,6 +189,7 @@ TABLE = {
         kept=Passes(
             KeyTiles(192, 192, tile_m=64, stages=6, split=True, keeps_ds=True), SheetTiles(width=192, stages=5)
         ),
+        keeps=("rows",),
     ),
     (256, 256): BackwardRow(
         two_passes=Passes(

@@ -634,7 +634,7 @@ def run_queries(config: Backward, t: dict, numbers: tuple, ctas: int) -> np.ndar
 
 
 class Blocks:
-    """The sheet as the pass over queries reads it: the blocks of a tile of so many warpgroups; or as the pass over keys writes it, of one."""
+    """The sheet as the pass over queries reads it: the blocks of a tile of so many warpgroups; the pass over keys writes one at a time."""
 
     def __init__(self, sheet: np.ndarray, warpgroups: int):
         self.sheet, self.warpgroups = sheet, warpgroups

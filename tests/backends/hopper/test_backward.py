@@ -147,24 +147,35 @@ def emulate_kept(plan: backward_call.BackwardPlan, c: Call, t: dict, ctas: int) 
     of_passes = [{}, {}] if p.packed or x.continues else extras_of(plan, c)
     spans = dict.fromkeys((portion.keys, portions.neighbours(portion)) for portion in portions.all)
     for (start, stop), neighbours in spans:
-        t["sheet"] = np.full((heads, *tiles.blocks(p, stop - start), ROWS, ROWS), np.nan, np.float32)
+        t["sheet"] = np.full(
+            (heads, *backward_config.sheet_blocks(tiles, p, stop - start), ROWS, ROWS), np.nan, np.float32
+        )
         of_keys = t | {name: t[name][:, start:stop] for name in ("k", "v")}
         keys = slice(plan.keys.start + start, plan.keys.start + stop)
         numbers = backward_call.numbers_of(plan, p.batch_dim * p.heads_k, keys, *neighbours)
-        lo, hi, section_k, ctas_k, section_q, ctas_q, *scales = numbers
-        more = numbers[9:]
-        continued = dict(zip(x.extra.numbers, more, strict=True)) if x.continues else {}
+        lo, hi, section_k, ctas_k, section_q, ctas_q, *_ = numbers
+        continued = dict(zip(x.extra.numbers, numbers[9:], strict=True)) if x.continues else {}
         sizes = p.seqlen_q, stop - start, p.heads_k, p.heads_q // p.heads_k, p.batch
-        starts = [tensor.numpy() for tensor in plan.starts(c.t)] if p.packed else []
+        cu, counts = starts_of(plan, c)
 
-        def work(section: int, turn: int, sizes=sizes, ends=(lo, hi), scales=scales, continued=continued) -> tuple:
-            own = (*starts[:2], starts[2 + turn][0], *more) if p.packed else ()
-            return (*sizes, section, *ends, *map(np.float32, scales[:3]), of_passes[turn] | continued, *own)
+        def work(
+            section: int, turn: int, first=(lo, hi), sizes=sizes, numbers=numbers, last=continued, own=(cu, counts)
+        ):
+            own = (*own[0], own[1][turn], *numbers[9:]) if own[0] else ()
+            return (*sizes, section, *first, *map(np.float32, numbers[6:9]), of_passes[turn] | last, *own)
 
         *found, _ = emulated.run_keys(x, of_keys, work(section_k, 0), min(ctas, ctas_k))
         emulated.run_sheet(x, of_keys, work(section_q, 1), min(ctas, ctas_q))
         dk[:, start:stop], dv[:, start:stop] = found
     return dk, dv, t["dq"]
+
+
+def starts_of(plan: backward_call.BackwardPlan, c: Call) -> tuple[list, list]:
+    """The starts of packed sequences, if there are such, and the counts of the tiles of the two passes, of one portion."""
+    if not plan.problem.packed:
+        return [], []
+    cu_q, cu_k, *counts = (tensor.numpy() for tensor in plan.starts(c.t))
+    return [cu_q, cu_k], [count[0] for count in counts]
 
 
 def wrong(c: Call, grads: Grads) -> list[str]:
@@ -266,6 +277,8 @@ def test_gradients_are_right_where_a_launch_has_some_of_the_keys(name, form):
 
 
 STEEP = (1.0, 0.1, -0.3, 0.0)
+
+
 @pytest.mark.parametrize("name", ["full", "causal-wide", "window", "keys", "softcap"])
 def test_a_band_that_is_too_long_for_a_sheet_is_read_as_ends_of_rows(name):
     tensors, options = CASES[name]

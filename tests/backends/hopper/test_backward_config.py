@@ -180,11 +180,11 @@ def test_bands_of_wide_heads_keep_ds(d, options, kept):
 def test_a_sheet_that_would_take_too_much_memory_is_not_made(monkeypatch):
     monkeypatch.setattr(backward_config.devices, "of", lambda device: SimpleNamespace(cores=132))
 
-    def kept(seqlen: int, group: int = 1, form: str = "upper", packed: bool = False) -> bool:
-        row = TABLE[512, 512] if packed else TABLE[256, 256]
-        sizes = {"batch": 1, "seqlen_q": seqlen, "seqlen_k": seqlen, "heads_q": 2 * group, "heads_k": 2}
-        p = SimpleNamespace(**sizes, packed=packed, device=None, dtype=torch.bfloat16)
-        return backward_config.kept_ds(row, p, form, softcap=False) is not None
+    def kept(seqlen: int, group: int = 1, packed: bool = False, **options) -> bool:
+        d, one = 512 if packed else 256, torch.zeros(1, dtype=torch.bfloat16)
+        tensors = [one.expand(*(() if packed else (1,)), seqlen, heads, d) for heads in (2 * group, 2, 2)]
+        options |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), torch.tensor([0, seqlen])) if packed else {}
+        return backward_config.kept_ds(TABLE[d, d], call(*tensors, **options).p) is not None
 
     # 132 tiles of 64 keys, 2 bytes a pair: 4 GiB hold them for 254,200 queries; packed, all pairs of 46,000.
     assert kept(1 << 17)
@@ -192,8 +192,8 @@ def test_a_sheet_that_would_take_too_much_memory_is_not_made(monkeypatch):
     assert kept(1 << 14, group=8)
     assert not kept(1 << 15, group=8)
     # Of ends of rows a head takes a quarter of 1 GiB at most.
-    assert kept(11_500, form="rows")
-    assert not kept(11_700, form="rows")
+    assert kept(11_500, mask=tw.prefix(7))
+    assert not kept(11_700, mask=tw.prefix(7))
     assert kept(46_000, packed=True)
     assert not kept(47_000, packed=True)
 

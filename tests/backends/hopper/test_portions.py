@@ -101,7 +101,13 @@ def test_spans_are_as_equal_as_may_be(count, most):
 
 def test_which_keys_a_share_has_depends_on_no_other_sequence(monkeypatch):
     one = made("longer", "causal")
-    many = Portions(SimpleNamespace(**vars(one.problem) | {"batch": 5, "batch_dim": 5}), one.config, one.seqlen_k, one.ends, one.cores)
+    many = Portions(
+        SimpleNamespace(**vars(one.problem) | {"batch": 5, "batch_dim": 5}),
+        one.config,
+        one.seqlen_k,
+        one.ends,
+        one.cores,
+    )
     assert [portion for portion in many.all if portion.batch == (0, 1)] == one.all
     assert len(many.all) == 5 * len(one.all)
 

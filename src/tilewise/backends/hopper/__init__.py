@@ -107,9 +107,10 @@ class Hopper(Backend):
     def backward_config(self, p: Problem) -> Backward:
         if self.override_backward:
             return self.override_backward
-        packed = as_packed(p)
-        # Wide heads have kernels for the ends of rows and none for packed sequences.
-        return backward_config.choose(packed if backward_config.chosen_row(packed) else p)
+        packed, own = as_packed(p), backward_config.chosen_row(p)
+        # Wide heads may have no kernels for packed sequences; and a sheet of dS has room for all pairs of these, of a batch's own for few.
+        keeps = own is not None and own.passes.keys.keeps_ds
+        return backward_config.choose(p if keeps or backward_config.chosen_row(packed) is None else packed)
 
     def configs(self, p: Problem) -> list[AnyConfig]:
         """The configs of the kernels that a problem needs."""

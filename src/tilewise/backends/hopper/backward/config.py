@@ -14,7 +14,7 @@ There are three ways to compute the three gradients (docs/algorithm.md#6-backwar
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -130,8 +130,7 @@ class Backward(Formed):
 
     @property
     def name(self) -> str:
-        """How its kernels' symbols begin, which end in ``_rows``, ``_keys``, ``_queries`` or ``_sum``: symbols are among the bits of
-        shipped kernels, so that modules may be renamed and they may not."""
+        """How its kernels' symbols begin, which end in ``_rows``, ``_keys``, ``_queries`` or ``_sum``: among the bits of what ships."""
         k, (width, width_v) = self.keys, self.keys.dims
         dims = f"d{width}" + (f"v{width_v}" if width_v != width else "")
         second = self.queries.name if self.queries else "ordered" if k.ordered else "queue" if k.queued else "sum"
@@ -149,8 +148,10 @@ class Backward(Formed):
         """The optional fields of a launch of these kernels. Packed sequences have parameters of their own, which follow these."""
         both = ("seed",) * self.dropout + ("slopes",) * self.alibi + ("line",) * self.table + ("bias",) * self.bias
         found = ExtraFields(self.mask_fields, self.mask_fields if self.queries else (), both)
-        continued = ("resumes", "suspends") * self.continues
-        return found._replace(numbers=("threshold", "keep") * self.dropout + ("start",) * self.table + continued)
+        names = (
+            ("threshold", "keep") * self.dropout + ("start",) * self.table + ("resumes", "suspends") * self.continues
+        )
+        return found._replace(numbers=names)
 
     @property
     def tile_m(self) -> int:
@@ -159,14 +160,8 @@ class Backward(Formed):
 
     @property
     def continues(self) -> bool:
-        """Whether a launch may have some of the keys only, and dQ of those before it: where the ends of rows are numbers, which say what they
-        are of these keys."""
+        """Whether a launch may have some of the keys only: rows' ends are numbers, which may count from any key."""
         return self.keys.keeps_ds and self.of_numbers and not self.packed
-
-    @property
-    def parts_of_dq(self) -> int:
-        """How many tiles share the columns of a tile's dQ."""
-        return self.queries.parts if self.keys.keeps_ds else 1
 
     @property
     def statistics_gap(self) -> int:
@@ -193,7 +188,7 @@ class Backward(Formed):
     def statistics_rows(self, p: Problem) -> int:
         """The number of elements of a head in the buffers of lse2 and delta: whole query blocks of each pass, for each sequence;
         then the flags of the query tiles, a whole number of blocks too."""
-        if self.packed:  # the rows past the last sequence count as one more sequence
+        if self.packed:  # the rows past the last sequence count as one more
             return -(-(p.seqlen_q + (p.batch + 1) * self.statistics_gap) // STATISTICS_ALIGNMENT) * STATISTICS_ALIGNMENT
         flags = -(-p.seqlen_q // (16 * self.tile_m)) * 16 if self.flagged else 16 if self.keys.counts else 0
         return flags + max(-(-p.seqlen_q // m) * m for m in (self.keys.tile_m, self.tile_m))
@@ -242,11 +237,11 @@ def shipped() -> list[Backward]:
     kinds = [(form, packed) for packed in (False, True) for form in SHIPPED if not (packed and form == "rows")]
     # Tiles and the fields of Backward that differ from its defaults.
     found = [
-        (row.passes(form, softcap), {"form": form, "softcap": softcap, "packed": packed})
+        (passes, {"form": form, "softcap": softcap, "packed": packed})
         for softcap in (False, True)
         for form, packed in kinds
         for row in rows
-        if row.form_of_two_passes(form, packed) == form
+        for passes in (row.two_passes_of(form, packed, softcap), row.keeping(form, packed, softcap))
     ]
     for form, packed in kinds:
         summed = dict.fromkeys([*(row.summed(form, packed) for row in rows), *(row.ordered for row in rows)])
@@ -257,12 +252,6 @@ def shipped() -> list[Backward]:
         for row in rows
         for form, packed in kinds
         if row.summed(form, packed, softcap=True)
-    ]
-    found += [
-        (row.keeping(form, packed, softcap), {"form": form, "packed": packed, "softcap": softcap})
-        for row in rows
-        for form, packed in kinds
-        for softcap in (False, True)
     ]
     found += [(Passes(row.bits), {"form": "bits"}) for row in rows if row.bits]
     dropped = [(form, False) for form in DROPPED] + [("upper", True)]
@@ -318,7 +307,8 @@ def reasons(p: Problem) -> list[str]:
             found.append("packed sequences with dropout and deterministic=True")
         if alibi_of(p) is not None:
             found.append("packed sequences with ALiBi and deterministic=True")
-    if chosen_row(p) is None:
+    # Two passes first: what a sheet may take depends on the device, which need not be here.
+    if not any(two_passes(row, p) for row in rows_for(p)) and chosen_row(p) is None:
         packed = "packed sequences with " * p.packed
         found.append(f"its backward has no tiles for {packed}head dims {p.head_dim} and {p.head_dim_v}")
     return found
@@ -363,17 +353,16 @@ class Chosen(NamedTuple):
 
 def chosen_row(p: Problem) -> Chosen | None:
     """The first row of TABLE that holds both head dims and has passes for a problem; None where no row does."""
-    form, traced = form_of(p), Expressions.of(p).traced
-    softcap, dropout = p.spec.score is not None and not traced.score, p.spec.dropout_p > 0
-    for row in rows_for(p):
-        kept = None if dropout or traced != PLAIN else kept_ds(row, p, form, softcap)
-        if kept:
-            return Chosen(row, kept, form)
-        own = form if dropout or traced != PLAIN else row.form_of_two_passes(form, p.packed)
-        passes = row.passes(own, softcap, traced, dropout)
-        if passes and exists(passes.keys, own, p.packed):
-            return Chosen(row, passes, own)
-    return None
+    return next(filter(None, (kept_ds(row, p) or two_passes(row, p) for row in rows_for(p))), None)
+
+
+def two_passes(row: BackwardRow, p: Problem) -> Chosen | None:
+    """The passes of a row that each make all scores, if it has any for a problem."""
+    form, traced, dropout = form_of(p), Expressions.of(p).traced, p.spec.dropout_p > 0
+    if traced == PLAIN and not dropout:
+        form = row.form_of_two_passes(form, p.packed)
+    passes = row.passes(form, p.spec.score is not None and not traced.score, traced, dropout)
+    return Chosen(row, passes, form) if passes and exists(passes.keys, form, p.packed) else None
 
 
 def choose(p: Problem) -> Backward:
@@ -433,26 +422,33 @@ def bit_tiles_of(p: Problem) -> KeyTiles | None:
     return None if p.spec.deterministic else next((row.bits for row in rows_for(p) if row.bits), None)
 
 
-def kept_ds(row: BackwardRow, p: Problem, form: str, softcap: bool) -> Passes | None:
-    """The tiles that keep dS, if this head dim has any for the form and the sheet takes no more memory than it may. Of equal sequences the
+def kept_ds(row: BackwardRow, p: Problem) -> Chosen | None:
+    """The passes of a row that keep dS, if it has any for a problem and the sheet takes no more memory than it may. Of equal sequences the
     lengths and heads of one alone say so: a result does not depend on its batch-mates."""
-    found = row.keeping(form, p.packed, softcap)
+    form, traced = form_of(p), Expressions.of(p).traced != PLAIN
+    found = None if traced or p.spec.dropout_p else row.keeping(form, p.packed, p.spec.score is not None)
     if found is None or not exists(found.keys, form, p.packed):
         return None
     config = Backward(*found, DTYPES[str(p.dtype)], form, packed=p.packed)
-    # Few heads at a time whose rows may see little leave CTAs idle; two CTAs that share tiles lose less by it than by two passes.
+    # A sheet has room for pairs that no row sees: few heads at a time then leave CTAs idle, which at D 512 still beats what else there is.
     limit = SHEET_LIMIT if config.continues or found.keys.halved else SHEET_ROOM // 4
-    return found if least_tiles(config, p, devices.of(p.device).cores) * sheet_bytes(found.queries, p) <= limit else None
+    tiles = least_tiles(config, p, lambda: devices.of(p.device).cores)
+    return Chosen(row, found, form) if tiles * sheet_bytes(found.queries, p) <= limit else None
 
 
-def least_tiles(config: Backward, p: Problem, cores: int) -> int:
-    """How many tiles of keys a sheet has at least: one for every CTA, or all of a head."""
-    return cores // config.keys.ctas if config.continues else config.queries.blocks(p, p.seqlen_k)[0]
+def least_tiles(config: Backward, p: Problem, cores: Callable[[], int]) -> int:
+    """How many tiles of keys a sheet has at least: one for every CTA, or all of a head. ``cores``: of the device, if need be."""
+    return cores() // config.keys.ctas if config.continues else sheet_blocks(config.queries, p, p.seqlen_k)[0]
+
+
+def sheet_blocks(queries: SheetTiles, p: Problem, seqlen_k: int) -> tuple[int, int]:
+    """How many blocks of so many keys, and of queries, a head's sheet has."""
+    return queries.blocks(p.seqlen_q, seqlen_k, p.batch if p.packed else None)
 
 
 def sheet_bytes(queries: SheetTiles, p: Problem) -> int:
     """Bytes of a sheet for SHEET_KEYS keys of one key head: blocks of all queries of its group."""
-    return ELEMENT_BYTES * SHEET_BLOCK * queries.blocks(p, p.seqlen_k)[1] * (p.heads_q // p.heads_k)
+    return ELEMENT_BYTES * SHEET_BLOCK * sheet_blocks(queries, p, p.seqlen_k)[1] * (p.heads_q // p.heads_k)
 
 
 def one_pass(row: BackwardRow, p: Problem, form: str, softcap: bool = False) -> Passes | None:

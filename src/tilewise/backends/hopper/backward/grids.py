@@ -18,19 +18,20 @@ IDLE_SHARE = 0.02  # of a pass that the end of its last section may take
 def grids(config: Backward, problem: Problem, heads: int, seqlen_k: int, cores: int) -> tuple[int, int, int, int]:
     """``(section, ctas)`` of the pass over ``seqlen_k`` keys, then of the pass over queries, of a launch that has so many key ``heads`` of
     all batch elements."""
+    parts = config.queries.parts if config.queries else 1  # of dQ's columns
     if config.packed:
         # At most so many tiles: only the device knows the lengths. Keys that are seen and those on either side are tiles apart.
         keys = heads * (seqlen_k // config.keys.tile_n + 3 * (problem.batch + 1))
         rows = heads * (problem.heads_q // problem.heads_k) * (problem.seqlen_q // config.tile_m + problem.batch + 1)
         ctas = config.keys.ctas
-        return 1, ctas * min(keys, cores // ctas), 1, min(config.parts_of_dq * rows, cores)
+        return 1, ctas * min(keys, cores // ctas), 1, min(parts * rows, cores)
     tiles, sharing = -(-seqlen_k // config.keys.tile_n), cores if config.form == "full" else SHARING
     at_once = ordered_at_once(config, tiles) if config.keys.ordered else sharing
     keys = spread(heads, tiles, at_once, cores, config.keys.ctas)
     if config.keys.queued:
         keys = open_heads(config, problem, tiles, cores), keys[1]
     ctas = config.queries.ctas if config.queries else 1
-    rows = config.parts_of_dq * -(-problem.seqlen_q // config.tile_m)
+    rows = parts * -(-problem.seqlen_q // config.tile_m)
     return *keys, *spread(heads * (problem.heads_q // problem.heads_k), rows, sharing, cores, ctas)
 
 

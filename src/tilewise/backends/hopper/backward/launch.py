@@ -42,9 +42,10 @@ def launch(given: tuple, made: tuple, numbers: tuple, stream: cuda.CUstream, con
             that count the tiles of each pass.
         made: dq, dk, dv, and lse2, delta (batch, heads_q, at least seqlen_q and a whole number of blocks). Where dQ is accumulated,
             its sums (batch, heads_q, block, 2, part), and in order its semaphores (batch, heads_q, block x 2). Where dS is kept, its
-            sheet (batch x heads_q, key block, query block, element), and unless packed dQ's sums (batch x heads_q, tile, part, element), fp32.
-            Where key tiles come from a queue, (1,) that counts them. Of a bias that is summed, its parts: of slopes (batch, heads_q, warp), of a line
-            zeros (slot, heads_q, distance). Of a bias by pair, its gradient (batch or 1, heads_q or 1, row, key).
+            sheet (batch x heads_q, key block, query block, element), and where a launch may have some of the keys, dQ's sums (batch x
+            heads_q, tile, part, element), fp32. Where key tiles come from a queue, (1,) that counts them. Of a bias that is summed, its
+            parts: of slopes (batch, heads_q, warp), of a line zeros (slot, heads_q, distance). Of a bias by pair, its gradient (batch or
+            1, heads_q or 1, row, key).
         numbers: lo and hi of the band; heads of a section and CTAs of the pass over keys, then of the pass over queries; scale, scale2,
             cap2; the numbers of :func:`optional_params`; of packed sequences the first and the end of the keys that each may see.
     """

@@ -71,14 +71,14 @@ def tile_with_own_ends(m_block, head, batch, params: BackwardParams, config: Bac
 
 
 def packed_tile(n, params: BackwardParams, config: Backward) -> packed.PackedTile:
-    """The n-th tile of packed sequences; in each sequence the longest tiles come first. Where tiles share the columns of dQ, ``head`` counts
-    all parts."""
+    """The n-th tile of packed sequences; in each sequence the longest tiles come first. ``head`` counts the parts of dQ's columns,
+    where tiles share these."""
 
     def tiles_of(sequence):
         rows = packed.rows_of(sequence, params.packed.cu_q, params.seqlen_q, rest=True)
         return packed.in_tiles(rows, config.queries.tile_m)
 
-    heads = params.heads * params.group * config.parts_of_dq
+    heads = params.heads * params.group * config.queries.parts
     found = nth_packed_tile(n, heads, tiles_of, params.packed.cu_q)
     # Under a causal mask the last rows of a sequence see most: they come first.
     if config.form == "full":

@@ -102,6 +102,10 @@ class BackwardRow:
         tensors, so that fewer kernels ship."""
         return "rows" if self.kept and form in BANDS and not packed else form
 
+    def two_passes_of(self, form: str, packed: bool, softcap: bool) -> Passes | None:
+        """The tiles of two passes that ship for a form."""
+        return self.passes(form, softcap) if self.form_of_two_passes(form, packed) == form else None
+
     def biased(self, form: str) -> KeyTiles:
         """The tiles with a bias by pair as a form has them."""
         return self.bias if form == "full" else replace(self.bias, queued=True, prefetches=True)

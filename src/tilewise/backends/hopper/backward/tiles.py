@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tilewise.backends.hopper.config import ALIGNMENT, ELEMENT_BYTES, ROWS
-from tilewise.problem import Problem
 
 FP32_BYTES = 4
 BARRIER_BYTES = 8
@@ -196,6 +195,7 @@ class QueryTiles(Sharing):
     makes_statistics: bool = False
     prefetches: bool = False
     halved: bool = False
+    parts = 1  # of dQ's columns, of which a tile has one
 
     @property
     def name(self) -> str:
@@ -280,13 +280,13 @@ class SheetTiles:
         """The rows by which the blocks of packed sequences lie further apart than their own queries: see :func:`packed.spaced`."""
         return self.tile_m + ROWS
 
-    def blocks(self, p: Problem, seqlen_k: int) -> tuple[int, int]:
-        """How many blocks of so many keys and of queries a head's sheet has."""
-        if p.packed:  # only the device knows the lengths: all keys and queries may be one sequence's, and some lie past the last one
-            keys, queries = seqlen_k + (p.batch + 1) * KEY_GAP, p.seqlen_q + (p.batch + 1) * self.query_gap
+    def blocks(self, seqlen_q: int, seqlen_k: int, sequences: int | None = None) -> tuple[int, int]:
+        """How many blocks of keys and of queries a head's sheet has; ``sequences``: that are packed."""
+        if sequences is not None:  # of any lengths: all pairs may be of one, and some rows lie past the last one
+            keys, queries = seqlen_k + (sequences + 1) * KEY_GAP, seqlen_q + (sequences + 1) * self.query_gap
             return keys // SHEET_KEYS, queries // ROWS
         # One copy brings all blocks of a tile, those past the last query too.
-        return -(-seqlen_k // SHEET_KEYS), -(-p.seqlen_q // self.tile_m) * self.warpgroups
+        return -(-seqlen_k // SHEET_KEYS), -(-seqlen_q // self.tile_m) * self.warpgroups
 
 
 # -- Statistics that products subtract -----------------------------------------------------------------------------

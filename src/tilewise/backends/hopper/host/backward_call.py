@@ -21,7 +21,7 @@ from tilewise.backends.hopper.host import library, masks
 from tilewise.backends.hopper.host.backward_memory import BackwardMemory
 from tilewise.backends.hopper.host.driver import Bound, PerStrides
 from tilewise.backends.hopper.host.plan import ALIGNED, LOG2_E, KeptLaunch, LaunchPlan, addressed, ends_of, leaf
-from tilewise.backends.hopper.host.portions import InPortions, Portions
+from tilewise.backends.hopper.host.portions import InPortions, Portions, views
 from tilewise.caching import cached_property
 from tilewise.dropout import keep_scale, threshold
 
@@ -174,12 +174,12 @@ def launched(plan: BackwardPlan, given: Sequence[Tensor], made: Sequence[Tensor]
         return plan.launch((*given, *made), lambda: (given, made, plan.numbers))
     portions, found = plan.memory.portions, []
     for n, portion in enumerate(portions.all):
-        views = portions.tensors(n, given, made)
+        of_portion = views(portions, n, given, made)
         keys = slice(*(plan.keys.start + key for key in portion.keys))
         heads = portion.size("batch") * portion.size("heads")
         numbers = numbers_of(plan, heads, keys, *portions.neighbours(portion))
-        arguments = *(tuple(tensors) for tensors in views), numbers
-        found.append(plan.launch([*views[0], *views[1]], lambda arguments=arguments: arguments, numbers))
+        arguments = *(tuple(tensors) for tensors in of_portion), numbers
+        found.append(plan.launch([*of_portion[0], *of_portion[1]], lambda arguments=arguments: arguments, numbers))
     return InPortions(found, portions)
 
 

@@ -1,7 +1,8 @@
 """The portions in which a backward that keeps dS is launched: so many heads and keys at a time that their sheet takes a bounded room.
 
 A portion is a launch of the same kernels on views of the call's tensors: some batch elements; or some key heads of one, and of these all
-keys or some. All portions use one sheet, and kernels wait for those of the portion before; dQ of the keys of earlier ones stays in fp32.
+keys or some. Of packed sequences, and where tensors hold the ends of rows, only the device knows which pairs are seen: a portion then has
+all keys, and its sheet has room for all pairs. All portions use one sheet, and kernels wait for those of the portion before; dQ of the keys of earlier ones stays in fp32.
 Which keys a portion has depends on one sequence alone, so that no number depends on the rest of the batch.
 """
 
@@ -13,7 +14,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from tilewise.backends.hopper.backward.config import SHEET_ROOM, Backward, least_tiles, sheet_bytes
+from tilewise.backends.hopper.backward.config import SHEET_ROOM, Backward, least_tiles, sheet_blocks, sheet_bytes
 from tilewise.backends.hopper.backward.tiles import SHEET_BLOCK, SHEET_KEYS
 from tilewise.backends.hopper.config import ROWS
 from tilewise.backends.hopper.host.driver import Bound
@@ -76,7 +77,7 @@ class Portions:
     @property
     def blocks(self) -> tuple[int, int]:
         """How many blocks of keys and of queries a head's sheet has."""
-        return self.config.queries.blocks(self.problem, self.seqlen_k)
+        return sheet_blocks(self.config.queries, self.problem, self.seqlen_k)
 
     @cached_property
     def all(self) -> list[Portion]:
@@ -95,7 +96,7 @@ class Portions:
         heads, keys = self.problem.heads_k, self.blocks[0]
         # Of tiles of keys: as many as the room holds, or as few as there must be.
         room = SHEET_ROOM // sheet_bytes(self.config.queries, self.problem)
-        room = max(room, least_tiles(self.config, self.problem, self.cores))
+        room = max(room, least_tiles(self.config, self.problem, lambda: self.cores))
         if room >= keys * heads:
             return room // (keys * heads), heads, keys
         if not self.config.continues:  # all keys: only the device knows which of them a row sees
@@ -145,7 +146,7 @@ class Portions:
     def sheet_shape(self) -> tuple[int, ...]:
         """The shape of the sheet."""
         heads, keys = self.largest
-        return (heads, *self.config.queries.blocks(self.problem, keys), SHEET_BLOCK)
+        return (heads, *sheet_blocks(self.config.queries, self.problem, keys), SHEET_BLOCK)
 
     @property
     def sums_shape(self) -> tuple[int, ...]:
@@ -155,28 +156,31 @@ class Portions:
         heads, rows = (heads, rows) if keys < self.seqlen_k else (1, 1)
         return heads, rows, tiles.parts * tiles.warpgroups, ROWS * tiles.width
 
-    def tensors(self, n: int, given: Sequence[Tensor], made: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """The views that the n-th portion has of the tensors that a launch reads, and of those that it writes."""
-        portion, heads_k, packed = self.all[n], self.problem.heads_k, self.problem.packed
-
-        def view(x: Tensor, keys: bool = False) -> Tensor:
-            # A launch that is repeated gets packed tensors without a dimension of batch elements.
-            return portion.heads_of(x, heads_k) if packed else portion.of(x, heads_k, keys)
-
-        q, k, v, o, do, lse, dlse, *more = given
-        dq, dk, dv, lse2, delta, *room = made
-        q, o, do, lse, dlse, dq, lse2, delta = map(view, (q, o, do, lse, dlse, dq, lse2, delta))
-        k, v, dk, dv = (view(x, keys=True) for x in (k, v, dk, dv))
-        if packed:  # the sequences' starts; each portion counts its own tiles
-            cu_q, cu_k, *counts = more
-            more = [cu_q, cu_k, *(x[n] for x in counts)]
-        else:  # the ends of rows and of columns, if they are tensors
-            more = [view(x) for x in more]
-        return [q, k, v, o, do, lse, dlse, *more], [dq, dk, dv, lse2, delta, *room]
-
     def neighbours(self, portion: Portion) -> tuple[bool, bool]:
         """Whether earlier keys have left sums of dQ, and whether later keys follow."""
         return portion.keys[0] > 0, portion.keys[1] < self.seqlen_k
+
+
+def views(
+    portions: Portions, n: int, given: Sequence[Tensor], made: Sequence[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The views that the n-th portion has of the tensors that a launch reads, and of those that it writes."""
+    portion, heads_k, packed = portions.all[n], portions.problem.heads_k, portions.problem.packed
+
+    def view(x: Tensor, keys: bool = False) -> Tensor:
+        # A launch that is repeated gets packed tensors without a dimension of batch elements.
+        return portion.heads_of(x, heads_k) if packed else portion.of(x, heads_k, keys)
+
+    q, k, v, o, do, lse, dlse, *more = given
+    dq, dk, dv, lse2, delta, *room = made
+    q, o, do, lse, dlse, dq, lse2, delta = map(view, (q, o, do, lse, dlse, dq, lse2, delta))
+    k, v, dk, dv = (view(x, keys=True) for x in (k, v, dk, dv))
+    if packed:  # the sequences' starts; each portion counts its own tiles
+        cu_q, cu_k, *counts = more
+        more = [cu_q, cu_k, *(x[n] for x in counts)]
+    else:  # the ends of rows and of columns, if they are tensors
+        more = [view(x) for x in more]
+    return [q, k, v, o, do, lse, dlse, *more], [dq, dk, dv, lse2, delta, *room]
 
 
 def span_of_work(lengths: Sequence[int], copies: int, workers: int, each: int = 1) -> float:
@@ -202,5 +206,5 @@ class InPortions:
     def __call__(self, *tensors: Tensor) -> None:
         made = MADE + self.portions.config.continues
         for n, bound in enumerate(self.bound):
-            given, written = self.portions.tensors(n, tensors[:-made], tensors[-made:])
+            given, written = views(self.portions, n, tensors[:-made], tensors[-made:])
             bound(*given, *written)

@@ -7,7 +7,7 @@ each sum in one order, for 2 bytes a pair of memory for as many heads as one lau
 
 Roles of a CTA of ``1 + W`` warpgroups, persistent over tiles of ``64 W`` queries by a part of dQ's columns::
 
-    warp 0       load      dSᵀ and K of 64 keys each, block by block; of packed sequences it takes the tiles from a queue
+    warp 0       load      dSᵀ and K of 64 keys each, block by block; it takes packed tiles from a queue
     warpgroups   compute   dQ += dS K of 64 queries each; dQ goes from registers to global memory
 
 mbarriers (arrivals in brackets), each waited for by the other side::

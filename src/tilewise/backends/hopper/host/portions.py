@@ -2,8 +2,9 @@
 
 A portion is a launch of the same kernels on views of the call's tensors: some batch elements; or some key heads of one, and of these all
 keys or some. Of packed sequences, and where tensors hold the ends of rows, only the device knows which pairs are seen: a portion then has
-all keys, and its sheet has room for all pairs. All portions use one sheet, and kernels wait for those of the portion before; dQ of the keys of earlier ones stays in fp32.
-Which keys a portion has depends on one sequence alone, so that no number depends on the rest of the batch.
+all keys, and its sheet has room for all pairs. All portions use one sheet, and kernels wait for those of the portion before; dQ of the
+keys of earlier ones stays in fp32. Which keys a portion has depends on one sequence alone, so that no number depends on the rest of the
+batch.
 """
 
 from __future__ import annotations

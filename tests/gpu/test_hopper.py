@@ -84,6 +84,23 @@ def test_launches_of_some_of_the_keys_add_up_to_dq(dims, options, monkeypatch):
     assert not other_bits(first, second)
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["prefix", "packed"])
+@pytest.mark.parametrize("dims", [(192, 128), (256, 256), (512, 512)], ids=str)
+def test_launches_of_some_of_the_heads_have_their_own_views(dims, packed, monkeypatch):
+    monkeypatch.setattr(Portions, "sizes", property(lambda self: (1, 1, self.blocks[0])))  # one key head and all keys
+    tensors, options = qkv(nq=500, nk=500, d=dims[0], dv=dims[1], dtype=torch.bfloat16), {"mask": tw.prefix(70)}
+    if packed:
+        cu = torch.tensor([0, 130, 131, 490])
+        tensors, options = [x[0] for x in tensors], {"causal": True, "cu_seqlens_q": cu, "cu_seqlens_k": cu}
+    backend, c = Hopper(), call(*tensors, device="cuda", **options)
+    if reasons := backend.unsupported(c.p):
+        pytest.skip("; ".join(reasons))
+    assert backend.backward_config(c.p).keys.keeps_ds == (not packed or dims[0] == 512)
+    first, second = (results(backend, c) for _ in range(2))  # the second one repeats a launch
+    assert not [str(e) for e in c.expected().judge(first) if not e.ok]
+    assert not other_bits(first, second)
+
+
 def test_a_kept_launch_holds_no_memory_of_a_sheet():
     q, k, v = (torch.randn(1, 2048, 4, 256, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3))
     do = torch.randn_like(q)
@@ -117,7 +134,7 @@ def test_a_graph_replays_a_training_step_and_its_gradients_repeat(d):
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("mask", [tw.causal(), tw.window(99, 0)], ids=["causal", "window"])
+@pytest.mark.parametrize("mask", [tw.causal(), tw.window(99, 0), tw.prefix(50)], ids=["causal", "window", "prefix"])
 @pytest.mark.parametrize("d", [512, 320])
 def test_wide_heads_train(d, mask, compiled):
     q, k, v = (x.cuda().requires_grad_() for x in qkv(batch=3, nq=600, nk=700, hq=8, d=d, dv=d, dtype=torch.bfloat16))

@@ -11,7 +11,7 @@ import torch
 from tilewise.backends.hopper.backward.config import SHEET_LIMIT, SHEET_ROOM, TABLE, Backward
 from tilewise.backends.hopper.host import portions
 from tilewise.backends.hopper.host.plan import FAR
-from tilewise.backends.hopper.host.portions import Portion, Portions, evenly
+from tilewise.backends.hopper.host.portions import LEAST_BLOCKS, Portion, Portions, evenly
 
 SIZES = {  # head dim, batch, query heads, key heads, queries and keys
     "one": (256, 1, 1, 1, 1, 1),
@@ -118,6 +118,14 @@ def test_shares_keep_all_ctas_at_work():
     heads, keys = found.sizes[1:]
     assert heads * keys >= 2 * 132 * 0.9
     assert found.cost(heads, keys) <= found.cost(1, keys)
+
+
+@BOTH
+@pytest.mark.parametrize("name", SIZES)
+def test_a_portion_of_several_heads_has_more_than_a_few_keys(name, mask):
+    found = made(name, mask)
+    _, heads, keys = found.sizes
+    assert heads == 1 or keys >= min(LEAST_BLOCKS, found.blocks[0])
 
 
 def test_a_launch_in_shares_gets_each_share_s_views():

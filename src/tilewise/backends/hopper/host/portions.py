@@ -9,6 +9,7 @@ batch.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -27,6 +28,7 @@ from tilewise.problem import Problem
 # and in blocks of the pass over queries what a tile takes to read its sums, or to write them.
 SHEET_COST, START_COST, SUMS_COST = 0.5, 6.0, 4.0
 
+LEAST_BLOCKS = 16  # of keys in a portion of several heads
 MADE = 6  # tensors that a launch writes: dq, dk, dv, lse2, delta and the sheet
 
 Span = tuple[int, int]  # [start, stop)
@@ -102,7 +104,9 @@ class Portions:
             return room // (keys * heads), heads, keys
         if not self.config.continues:  # all keys: only the device knows which of them a row sees
             return 1, room // keys, keys
-        counts = (min(1 << n, heads, room) for n in range(heads.bit_length() + 1))
+        # Fewer keys than these of more heads would add up more sums of dQ than they even out, and take long to count.
+        most = min(heads, max(1, room // LEAST_BLOCKS))
+        counts = (min(1 << n, most) for n in range(most.bit_length() + 1))
         choices = [(1, n, min(keys, room // n)) for n in dict.fromkeys(counts)]
         return min(choices, key=lambda sizes: self.cost(*sizes[1:]))
 
@@ -111,13 +115,14 @@ class Portions:
         spans, tiles = evenly(self.blocks[0], keys), self.config.queries
         rows = [[max(0, min(stop, b) - max(start, a)) for start, stop in self.seen] for a, b in spans]
         sums, total = SUMS_COST * 2 * (len(spans) > 1), 0.0
-        for part in evenly(self.problem.heads_k, heads):
-            count = part[1] - part[0]
+        # Parts differ by one head at most: each of their sizes is costed once.
+        for count, alike in Counter(stop - start for start, stop in evenly(self.problem.heads_k, heads)).items():
             for (a, b), lengths in zip(spans, rows, strict=True):
-                total += span_of_work(self.visits[a:b], count, self.cores // self.config.keys.ctas, self.group)
-                total += START_COST
+                cost = span_of_work(self.visits[a:b], count, self.cores // self.config.keys.ctas, self.group)
+                cost += START_COST
                 more = [sums + length for length in lengths]
-                total += SHEET_COST * span_of_work(more, count * self.group * tiles.parts, self.cores)
+                cost += SHEET_COST * span_of_work(more, count * self.group * tiles.parts, self.cores)
+                total += alike * cost
         return total
 
     @cached_property

@@ -8,6 +8,7 @@ import torch
 import tilewise as tw
 from tests.backends.contract import call, normal
 from tilewise.backends.hopper.host import masks
+from tilewise.backends.hopper.kit import schedule
 from tilewise.tiles import Grid
 
 IDS = torch.tensor([0] * 9 + [4] + [2] * 20 + [3] * 40)
@@ -40,6 +41,35 @@ def test_the_ends_of_rows_and_of_columns_hold_what_the_mask_keeps(name):
     i, j = torch.arange(70).unsqueeze(-1), torch.arange(70)
     assert torch.equal((lo <= j) & (j < hi), kept(c))
     assert torch.equal((first <= i) & (i < last), kept(c))
+
+
+@pytest.mark.parametrize("name", [name for name in MASKS if name != "either"])
+@pytest.mark.parametrize("lengths", [(70, 70), (75, 70), (40, 70), (69, 70), (9, 70)], ids=str)
+def test_no_block_of_ds_is_read_that_was_not_written(name, lengths):
+    seqlen_q, seqlen_k = lengths
+    c, size = a_call(MASKS[name](), *lengths), 8
+    of_rows, of_columns = (make(c.p, c.t) for make in (masks.row_ends, masks.column_ends_of_rows))
+    for b, h in [(b, h) for b in range(2) for h in range(4)]:
+        lo, hi, first, last = (x[b, h].tolist() for x in (*of_rows, *of_columns))
+        # As kernels read them: past the last row or key, its own ends.
+        by_rows = schedule.Band(
+            lambda i, x=lo: x[min(i, seqlen_q - 1)], lambda i, x=hi: x[min(i, seqlen_q - 1)], seqlen_k
+        )
+        ends = (lambda j, x=x: x[min(j, seqlen_k - 1)] for x in (first, last))
+        by_columns = schedule.Band(None, None, seqlen_k, *ends)
+        written = {
+            (m, n)
+            for n in range(-(-seqlen_k // size))
+            for m in range(*schedule.query_blocks(size * n, size, size, seqlen_q, by_columns))
+        }
+        read = {
+            (m, n)
+            for m in range(-(-seqlen_q // size))
+            for n in range(*schedule.seen_blocks(size * m, size, size, by_rows))
+        }
+        assert read <= written  # beside these a last block of queries may be written, as zeros
+        pairs = kept(c)[b, h].nonzero().tolist()
+        assert {(i // size, j // size) for i, j in pairs} <= read
 
 
 @pytest.mark.parametrize("name", MASKS)

@@ -24,6 +24,7 @@ from tilewise.backends.hopper.host import kernel_files
 from tilewise.backends.hopper.host import proven as proofs
 from tilewise.backends.hopper.latent import config as latent_config
 from tilewise.backends.hopper.latent.config import LatentConfig
+from tilewise.backends.hopper.padding import as_packed
 from tilewise.testing import HIDING, Call, call, of_case, paged_call, qkv
 
 PROBES = (
@@ -435,7 +436,7 @@ class HopperSubject(Subject):
         alike = [x for x in config.shipped() if about(x) == about(chosen) and not x.split and x.heads == 1]
         if alike and alike[0] != chosen:
             found.forward["unsplit"] = Hopper(alike[0])
-        if c.p.spec.needs_grad and (second := two_passes(c)).name in kernel_files.index():
+        if c.p.spec.needs_grad and (second := two_passes(c)):
             found.backward["two-passes"] = Hopper(backward=second)
         return found
 
@@ -469,10 +470,8 @@ def _wanted(problem) -> list[Config | Backward]:
     return [forward, *split, *rest]
 
 
-def two_passes(c: Call) -> Backward:
-    """The configuration that is chosen, with a pass of its own for dQ."""
+def two_passes(c: Call) -> Backward | None:
+    """The configuration that is chosen, with a pass of its own for dQ; None where its head dims have none."""
     x = Hopper().backward_config(c.p)
-    row = backward_config.TABLE[x.keys.dims]
-    form = row.form_of_two_passes(x.form, x.packed) if x.keys.keeps_ds else x.form
-    keys, queries = row.passes(form, x.softcap, x.traced, x.dropout) or row.two_passes
-    return replace(x, keys=keys, queries=queries, form=form)
+    found = backward_config.two_passes(backward_config.TABLE[x.keys.dims], as_packed(c.p) if x.packed else c.p)
+    return found and replace(x, keys=found.passes.keys, queries=found.passes.queries, form=found.form)

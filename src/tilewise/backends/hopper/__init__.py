@@ -108,7 +108,7 @@ class Hopper(Backend):
         if self.override_backward:
             return self.override_backward
         packed, own = as_packed(p), backward_config.chosen_row(p)
-        # Wide heads may have no kernels for packed sequences; and a sheet of dS has room for all pairs of these, of a batch's own for few.
+        # Wide heads may have no kernels for packed sequences; and a sheet of dS has room for all pairs of these, also of different ones.
         keeps = own is not None and own.passes.keys.keeps_ds
         return backward_config.choose(p if keeps or backward_config.chosen_row(packed) is None else packed)
 

@@ -2,8 +2,9 @@
 
 The sheet holds dSᵀ, rounded as its products take it, in blocks of 64 keys x 64 queries, each as it will lie in shared memory: the copy
 engine brings the blocks of a tile's queries at once. Nobody writes blocks that the pass over keys does not visit, and nobody reads them:
-:func:`schedule.seen_blocks` and :func:`schedule.query_blocks` tell the same blocks. So a head's gradients take five products, not seven,
-each sum in one order, for 2 bytes a pair of memory for as many heads as one launch has (:mod:`tilewise.backends.hopper.host.portions`).
+:func:`schedule.seen_blocks` tells none that :func:`schedule.query_blocks` does not tell. So a head's gradients take five products, not
+seven, each sum in one order, for 2 bytes a pair of memory for as many heads as one launch has
+(:mod:`tilewise.backends.hopper.host.portions`).
 
 Roles of a CTA of ``1 + W`` warpgroups, persistent over tiles of ``64 W`` queries by a part of dQ's columns::
 

@@ -45,8 +45,8 @@ def column_ends(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 
 def column_ends_of_rows(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """:func:`column_ends`, counted of the ends of rows: both passes of a backward then tell the same blocks. A key's queries begin with the
-    first that ends past it, and end with the last that begins no later. Ends of rows never decrease."""
+    """:func:`column_ends`, counted of the ends of rows, so that a backward that keeps dS reads no block that it has not written. A key's
+    queries begin with the first that ends past it, and end with the last that begins no later. Ends of rows never decrease."""
     lo, hi = grid_of(problem, inputs).key_interval(torch.arange(problem.seqlen_q, device=inputs.q.device))
     columns = torch.arange(problem.seqlen_k, device=inputs.q.device, dtype=torch.int32)
     shape = problem.batch, problem.heads_q, -1

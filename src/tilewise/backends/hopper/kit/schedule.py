@@ -125,7 +125,7 @@ def key_blocks(row, rows, tile_n, band: Band, pick: Pick = PLAIN):
 
 
 def seen_blocks(row, rows, tile_n, band: Band, pick: Pick = PLAIN):
-    """``(start, stop)``: the key blocks of which rows ``[row, row + rows)`` see a key; possibly none. Those are the blocks that
+    """``(start, stop)``: the key blocks of which rows ``[row, row + rows)`` see a key; possibly none. Those are blocks that
     :func:`query_blocks` has the rows for, if tiles of rows are multiples of ``rows``."""
     stop = (row_stop(row + rows - 1, band, pick) + tile_n - 1) // tile_n
     start = row_start(row, band, pick)

@@ -475,7 +475,7 @@ def run_preprocess(config: Backward, o, do, lse, dlse, lines: int, cu=None) -> t
         # As numbers: run_keys makes the words of an operand.
         put(t, batch, head, line, lane, lse2, delta)
 
-    stand_in(kernel, put_terms=put_terms, clear_queue=lambda queue, n: None)
+    stand_in(kernel, put_terms=put_terms, clear_queue=lambda queue, n: None, measure_once=lambda areas, n, config: None)
     stand_in(kernel, row_part=row_part, put=put, put_zeros=put_zeros, clear_semaphores=clear_semaphores)
     made = [np.full((*lse.shape[:2], lines), np.nan, np.float32) for _ in range(2)]
     sums = Global(np.full((*lse.shape[:2], 3, 1, config.keys.part_elements), np.nan, np.float32))
@@ -489,11 +489,24 @@ def run_preprocess(config: Backward, o, do, lse, dlse, lines: int, cu=None) -> t
     return tuple(made)
 
 
+def run_areas(config: Backward, numbers: tuple, room: int) -> None:
+    """Writes the areas of packed sequences, and how many heads a launch has, whose sheet has room for so many blocks."""
+    (kernel,) = imported("backward.areas")
+    role.threads = 128  # four warps, which write the same
+
+    def put(areas, n, number, mine) -> None:
+        n, number, mine = np.broadcast_arrays(n, number, mine)
+        areas.values[n[mine]] = number[mine]
+
+    stand_in(kernel, put=put)
+    kernel.measure(kernel.Areas(_params(kernel, numbers), room), config)
+
+
 def run_keys(config: Backward, t: dict, numbers: tuple, ctas: int) -> tuple:
     """``(dk, dv)``, and dq or None, of arrays (batch, seqlen, heads, head_dim), one CTA after the other; packed sequences are one
-    batch element."""
+    batch element. ``t`` may have dk and dv, of which only some heads are written."""
     kernel, tiles = load("keys"), config.keys
-    dk, dv = np.full_like(t["k"], np.nan), np.full_like(t["v"], np.nan)
+    dk, dv = (t.get(f"d{name}", np.full_like(t[name], np.nan)) for name in ("k", "v"))
     params = _params(kernel, numbers)
     biases = [
         planes(x.values) if x is not None and config.bias else None for x in (params.extra.bias, params.extra.dbias)
@@ -637,11 +650,11 @@ class Blocks:
     """The sheet as the pass over queries reads it: the blocks of a tile of so many warpgroups; the pass over keys writes one at a time."""
 
     def __init__(self, sheet: np.ndarray, warpgroups: int):
-        self.sheet, self.warpgroups = sheet, warpgroups
+        self.sheet, self.warpgroups, self.shape = sheet, warpgroups, sheet.shape
 
     def __getitem__(self, index: tuple) -> SimpleNamespace:
-        head, n, first, _ = index
-        return SimpleNamespace(iterator=self.sheet[head, n, first : first + self.warpgroups])
+        *place, first, _ = index
+        return SimpleNamespace(iterator=self.sheet[*place, first : first + self.warpgroups])
 
 
 class Place:

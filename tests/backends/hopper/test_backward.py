@@ -23,7 +23,7 @@ from tilewise.backends.hopper import config as shared
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.backward.tiles import KeyTiles, QueryTiles, SheetTiles
 from tilewise.backends.hopper.config import ROWS
-from tilewise.backends.hopper.host import backward_call
+from tilewise.backends.hopper.host import backward_call, portions
 from tilewise.backends.hopper.host.masks import grid_of
 from tilewise.backends.hopper.host.plan import LOG2_E
 from tilewise.backends.hopper.host.portions import Portions
@@ -115,7 +115,7 @@ def emulate_kernels(c: Call, x: backward_config.Backward, ctas: int) -> Grads:
         return (*sizes, lo, hi, *map(np.float32, scales), *more)
 
     if x.keys.keeps_ds:
-        *found, first = emulate_kept(plan, c, t, ctas)
+        *found, first = (emulate_packed if x.packed else emulate_kept)(plan, c, t, ctas)
         dq = None
     else:
         first = None if x.keys.sums_dq else emulated.run_queries(x, t, work(section_q, 1), min(ctas, ctas_q))
@@ -139,13 +139,13 @@ def emulate_kernels(c: Call, x: backward_config.Backward, ctas: int) -> Grads:
 
 def emulate_kept(plan: backward_call.BackwardPlan, c: Call, t: dict, ctas: int) -> tuple:
     """dk, dv and dq where dS is kept: of some keys at a time, as the plan deals them out; all heads at once."""
-    p, x, portions = plan.problem, plan.config, plan.memory.portions
+    p, x, dealt = plan.problem, plan.config, plan.memory.portions
     dk, dv, t["dq"] = (np.full_like(t[name], np.nan) for name in ("k", "v", "q"))
-    tiles, (_, queries) = x.queries, portions.blocks
+    tiles, (_, queries) = x.queries, dealt.blocks
     heads, parts = p.batch_dim * p.heads_q, tiles.parts * tiles.warpgroups
     t["sums"] = np.full((heads, queries // tiles.warpgroups, parts, ROWS, tiles.width), np.nan, np.float32)
-    of_passes = [{}, {}] if p.packed or x.continues else extras_of(plan, c)
-    spans = dict.fromkeys((portion.keys, portions.neighbours(portion)) for portion in portions.all)
+    of_passes = [{}, {}] if x.continues else extras_of(plan, c)
+    spans = dict.fromkeys((portion.keys, dealt.neighbours(portion)) for portion in dealt.all)
     for (start, stop), neighbours in spans:
         t["sheet"] = np.full(
             (heads, *backward_config.sheet_blocks(tiles, p, stop - start), ROWS, ROWS), np.nan, np.float32
@@ -156,13 +156,9 @@ def emulate_kept(plan: backward_call.BackwardPlan, c: Call, t: dict, ctas: int) 
         lo, hi, section_k, ctas_k, section_q, ctas_q, *_ = numbers
         continued = dict(zip(x.extra.numbers, numbers[9:], strict=True)) if x.continues else {}
         sizes = p.seqlen_q, stop - start, p.heads_k, p.heads_q // p.heads_k, p.batch
-        cu, counts = starts_of(plan, c)
 
-        def work(
-            section: int, turn: int, first=(lo, hi), sizes=sizes, numbers=numbers, last=continued, own=(cu, counts)
-        ):
-            own = (*own[0], own[1][turn], *numbers[9:]) if own[0] else ()
-            return (*sizes, section, *first, *map(np.float32, numbers[6:9]), of_passes[turn] | last, *own)
+        def work(section: int, turn: int, first=(lo, hi), sizes=sizes, numbers=numbers, last=continued) -> tuple:
+            return (*sizes, section, *first, *map(np.float32, numbers[6:9]), of_passes[turn] | last)
 
         *found, _ = emulated.run_keys(x, of_keys, work(section_k, 0), min(ctas, ctas_k))
         emulated.run_sheet(x, of_keys, work(section_q, 1), min(ctas, ctas_q))
@@ -170,12 +166,29 @@ def emulate_kept(plan: backward_call.BackwardPlan, c: Call, t: dict, ctas: int) 
     return dk, dv, t["dq"]
 
 
-def starts_of(plan: backward_call.BackwardPlan, c: Call) -> tuple[list, list]:
-    """The starts of packed sequences, if there are such, and the counts of the tiles of the two passes, of one portion."""
-    if not plan.problem.packed:
-        return [], []
-    cu_q, cu_k, *counts = (tensor.numpy() for tensor in plan.starts(c.t))
-    return [cu_q, cu_k], [count[0] for count in counts]
+def emulate_packed(plan: backward_call.BackwardPlan, c: Call, t: dict, ctas: int) -> tuple:
+    """dk, dv and dq of packed sequences where dS is kept, launch by launch: those of the last ones may have no heads."""
+    p, x, launches = plan.problem, plan.config, plan.memory.portions
+    t["dq"], t["dk"], t["dv"] = (np.full_like(t[name], np.nan) for name in ("q", "k", "v"))
+    t["sums"] = np.empty(0, np.float32)
+    *starts, count_k, count_q = (tensor.numpy() for tensor in plan.starts(c.t))
+    counts, areas = (count_k, count_q), np.full(launches.areas_shape, -1, np.int32)
+    sizes = p.seqlen_q, p.seqlen_k, p.heads_k, p.heads_q // p.heads_k, p.batch
+    for n in range(launches.count):
+        lo, hi, section_k, ctas_k, section_q, ctas_q, *scales, first, last, portion = backward_call.numbers_of_portion(
+            plan, n
+        )
+        of, own = (
+            (lo, hi, *map(np.float32, scales)),
+            [(*starts, count[n], first, last, areas, portion) for count in counts],
+        )
+        of_keys, of_queries = (*sizes, section_k, *of, *own[0]), (*sizes, section_q, *of, *own[1])
+        emulated.run_areas(x, of_keys, launches.room)
+        # Each launch has all of the sheet: nobody reads what an earlier one has written.
+        t["sheet"] = np.full((launches.sheet_shape[0], ROWS, ROWS), np.nan, np.float32)
+        emulated.run_keys(x, t, of_keys, min(ctas, ctas_k))
+        emulated.run_sheet(x, t, of_queries, min(ctas, ctas_q))
+    return t["dk"], t["dv"], t["dq"]
 
 
 def wrong(c: Call, grads: Grads) -> list[str]:
@@ -415,6 +428,14 @@ def test_packed_sequences_have_gradients_each_by_itself(name, form):
     c = packed_call(name)
     c.do[c.t.cu_seqlens_q[-1] :] = torch.nan
     assert not wrong(c, emulate(c, KEYS[form], ctas=3))
+
+
+@pytest.mark.parametrize("form", ["kept", "kept-halves"])
+@pytest.mark.parametrize("name", ["full", "causal", "window", "keys", "no-keys-at-all", "many"])
+def test_launches_share_the_heads_of_packed_sequences(name, form):
+    c = packed_call(name)
+    with patch.object(portions, "SHEET_ROOM", 0):  # room for one head whose rows are all of one sequence
+        assert not wrong(c, emulate(c, KEYS[form], ctas=3))
 
 
 @pytest.mark.parametrize("name", ["full", "causal", "window", "keys", "no-keys-at-all", "many"])

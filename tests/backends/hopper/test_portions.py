@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from tilewise.backends.hopper.backward.config import SHEET_LIMIT, SHEET_ROOM, TABLE, Backward
+from tilewise.backends.hopper.backward.tiles import SHEET_BLOCK, SHEET_MARGIN
 from tilewise.backends.hopper.host import portions
 from tilewise.backends.hopper.host.plan import FAR
-from tilewise.backends.hopper.host.portions import LEAST_BLOCKS, Portion, Portions, evenly
+from tilewise.backends.hopper.host.portions import LEAST_BLOCKS, PackedPortions, Portion, Portions, evenly
+from tilewise.backends.hopper.kit import schedule
 
 SIZES = {  # head dim, batch, query heads, key heads, queries and keys
     "one": (256, 1, 1, 1, 1, 1),
@@ -140,10 +142,10 @@ def test_a_launch_in_shares_gets_each_share_s_views():
     assert all(of[8] == of[1] and of[5][1] == of[0][2] for of in called)
 
 
-def packed(tokens: int, sequences: int, heads_k: int, group: int = 1, d: int = 256) -> Portions:
+def packed(tokens: int, sequences: int, heads_k: int, group: int = 1, d: int = 256) -> PackedPortions:
     sizes = {"batch": sequences, "heads_q": heads_k * group, "heads_k": heads_k, "seqlen_q": tokens, "seqlen_k": tokens}
     config = Backward(*TABLE[d, d].kept, dtype="bf16", form="upper", packed=True)
-    return Portions(SimpleNamespace(**sizes, batch_dim=1, packed=True), config, tokens, (-FAR, 1), 132)
+    return PackedPortions(SimpleNamespace(**sizes, batch_dim=1, packed=True), config)
 
 
 @pytest.mark.parametrize(
@@ -151,25 +153,36 @@ def packed(tokens: int, sequences: int, heads_k: int, group: int = 1, d: int = 2
 )
 def test_a_sheet_of_packed_sequences_has_all_keys_of_some_heads(sizes):
     found = packed(*sizes)
-    assert [n for s in found.all for n in range(*s.heads)] == [*range(sizes[2])]
-    assert {(s.batch, s.keys) for s in found.all} == {((0, 1), (0, sizes[0]))}
-    size, per_head = 2 * torch.Size(found.sheet_shape).numel(), found.sheet_shape[0] // found.group
-    assert size <= SHEET_ROOM or (per_head == 1 and size <= SHEET_LIMIT)
+    size, heads = 2 * torch.Size(found.sheet_shape).numel(), found.room // found.most_blocks
+    assert heads * found.count >= sizes[2] > heads * (found.count - 1)
+    assert size <= SHEET_ROOM + 2 * SHEET_MARGIN * SHEET_BLOCK or (heads == 1 and size <= SHEET_LIMIT)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_lengths_of_packed_sequences_take_more_blocks_than_the_host_makes_room_for(seed):
+    n, tiles = torch.Generator().manual_seed(seed), TABLE[256, 256].kept.queries
+    count = int(torch.randint(1, 9, (), generator=n))
+    q, k = (torch.randint(0, (1, 100, 3000)[seed % 3] + 1, (count,), generator=n).tolist() for _ in range(2))
+    most = tiles.most_blocks(sum(q), sum(k), count)
+    blocks = [tiles.blocks(*lengths) for lengths in zip(q, k, strict=True)]
+    assert sum(keys * queries for keys, queries in blocks) <= most
+    alone = [tiles.blocks(sum(q), sum(k))]
+    assert sum(keys * queries for keys, queries in alone) <= most
+    # Every launch has heads as long as some are left, and no more than fit.
+    for heads in (1, 2, 16, 33):
+        each = schedule.heads_at_once(sum(keys * queries for keys, queries in blocks), heads, 2 * most)
+        launches = -(-heads // each)
+        assert 1 <= each <= heads and (launches - 1) * each < heads
+        assert each * sum(keys * queries for keys, queries in blocks) <= 2 * most
 
 
 def test_each_portion_of_packed_sequences_counts_its_own_tiles():
-    found, called = packed(8192, 4, 16), []
-    bound = [lambda *tensors: called.append(tensors)] * len(found.all)
+    found, called = packed(16384, 4, 16), []
+    bound = [lambda *tensors: called.append(tensors)] * found.count
     assert len(bound) > 1
-    q, lse, made_of = torch.empty(1, 8192, 16, 1).expand(-1, -1, -1, 256), torch.empty(1, 16, 8192), torch.empty(1)
-    counts, cu = torch.zeros(2, len(bound), 1), torch.arange(5)
-    given = q, q, q, q, q, lse, lse
-    portions.InPortions(bound, found)(*given, cu, cu, *counts, q, q, q, lse, lse, made_of)
+    counts, cu, x = torch.zeros(2, len(bound), 1), torch.arange(5), torch.empty(1)
+    portions.InPortions(bound, found)(*[x] * 7, cu, cu, *counts, *[x] * 7)
     for tensors in called:
         tensors[9].add_(1), tensors[10].add_(1)
+        assert all(a is b for a, b in zip(tensors[:9], [*[x] * 7, cu, cu], strict=True))
     assert torch.equal(counts, torch.ones(2, len(bound), 1))
-    # A repeated launch gets what the caller gave: views begin where they did.
-    again = [[x.data_ptr() for x in tensors[:7]] for tensors in called]
-    called.clear()
-    portions.InPortions(bound, found)(*(x[0] for x in given), cu, cu, *counts, q, q, q, lse, lse, made_of)
-    assert [[x.data_ptr() for x in tensors[:7]] for tensors in called] == again

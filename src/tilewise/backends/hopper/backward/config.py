@@ -164,6 +164,11 @@ class Backward(Formed):
         return self.keys.keeps_ds and self.of_numbers and not self.packed
 
     @property
+    def packs_sheet(self) -> bool:
+        """Whether dS of packed sequences is kept: the device says where, and how many heads a launch has."""
+        return self.keys.keeps_ds and self.packed
+
+    @property
     def statistics_gap(self) -> int:
         """The rows by which the statistics of packed sequences lie further apart than their own rows: see :func:`packed.spaced`. Whole
         query blocks of each pass fit, and the next multiple of STATISTICS_ALIGNMENT is not past the next sequence's."""
@@ -425,15 +430,22 @@ def bit_tiles_of(p: Problem) -> KeyTiles | None:
 def kept_ds(row: BackwardRow, p: Problem) -> Chosen | None:
     """The passes of a row that keep dS, if it has any for a problem and the sheet takes no more memory than it may. Of equal sequences the
     lengths and heads of one alone say so: a result does not depend on its batch-mates."""
-    form, traced = form_of(p), Expressions.of(p).traced != PLAIN
+    form, traced = row.form_of_kept(form_of(p), p.packed), Expressions.of(p).traced != PLAIN
     found = None if traced or p.spec.dropout_p else row.keeping(form, p.packed, p.spec.score is not None)
     if found is None or not exists(found.keys, form, p.packed):
         return None
     config = Backward(*found, DTYPES[str(p.dtype)], form, packed=p.packed)
-    # A sheet has room for pairs that no row sees: few heads at a time then leave CTAs idle, which at D 512 still beats what else there is.
-    limit = SHEET_LIMIT if config.continues or found.keys.halved else SHEET_ROOM // 4
-    tiles = least_tiles(config, p, lambda: devices.of(p.device).cores)
-    return Chosen(row, found, form) if tiles * sheet_bytes(found.queries, p) <= limit else None
+    # Where rows have ends of their own a sheet has room for pairs that none sees: few heads at a time then leave CTAs idle, which at D 512
+    # still beats what else there is.
+    limit = SHEET_ROOM // 4 if form == "rows" and not found.keys.halved else SHEET_LIMIT
+    return Chosen(row, found, form) if least_sheet(config, p) <= limit else None
+
+
+def least_sheet(config: Backward, p: Problem) -> int:
+    """Bytes of the smallest sheet of a problem; of packed sequences one in which a key head's pairs are all of one sequence."""
+    if p.packed:
+        return ELEMENT_BYTES * SHEET_BLOCK * most_blocks(config.queries, p)
+    return least_tiles(config, p, lambda: devices.of(p.device).cores) * sheet_bytes(config.queries, p)
 
 
 def least_tiles(config: Backward, p: Problem, cores: Callable[[], int]) -> int:
@@ -443,7 +455,12 @@ def least_tiles(config: Backward, p: Problem, cores: Callable[[], int]) -> int:
 
 def sheet_blocks(queries: SheetTiles, p: Problem, seqlen_k: int) -> tuple[int, int]:
     """How many blocks of so many keys, and of queries, a head's sheet has."""
-    return queries.blocks(p.seqlen_q, seqlen_k, p.batch if p.packed else None)
+    return queries.blocks(p.seqlen_q, seqlen_k)
+
+
+def most_blocks(queries: SheetTiles, p: Problem) -> int:
+    """How many blocks the sheet of a key head of packed sequences has at most: of all query heads of its group."""
+    return queries.most_blocks(p.seqlen_q, p.seqlen_k, p.batch) * (p.heads_q // p.heads_k)
 
 
 def sheet_bytes(queries: SheetTiles, p: Problem) -> int:

@@ -43,8 +43,10 @@ def fake_arguments(config: Backward) -> tuple:
     if config.stores_first:
         made = *made, fake.rows(cutlass.Int32, (batch, heads_q, cute.sym_int()))
     if config.keys.keeps_ds:
-        blocks = [cute.sym_int() for _ in range(3)]
+        blocks = [cute.sym_int() for _ in range(1 if config.packed else 3)]
         made = *made, fake.rows(ELEMENT[config.dtype], (*blocks, SHEET_BLOCK), SHEET_BLOCK, 128)
+    if config.packs_sheet:
+        made = *made, fake.vector(cutlass.Int32, cute.sym_int())
     if config.continues:
         sums = [cute.sym_int() for _ in range(3)]
         made = *made, fake.rows(cutlass.Float32, (*sums, ROWS * config.queries.width), SHEET_BLOCK, 128)
@@ -63,7 +65,7 @@ def fake_arguments(config: Backward) -> tuple:
     if config.packed:
         starts = cute.sym_int()
         given = *given, *(fake.vector(cutlass.Int32, size) for size in (starts, starts, 1, 1))
-        numbers = *numbers, fake.I32, fake.I32
+        numbers = *numbers, fake.I32, fake.I32, *[fake.I32] * config.packs_sheet
     return given, made, numbers, make_fake_stream(use_tvm_ffi_env_stream=True)
 
 

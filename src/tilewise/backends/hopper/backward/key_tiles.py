@@ -16,7 +16,12 @@ import cutlass.cute as cute
 from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.backward.params import BackwardParams, column_band, number_band
 from tilewise.backends.hopper.backward.scores import ColumnLimits, ScoreBlock, pairs_of_block, thread_rows
-from tilewise.backends.hopper.backward.sequences import BackwardSeqlenInfo, PackedSequence, seqlen_info
+from tilewise.backends.hopper.backward.sequences import (
+    BackwardSeqlenInfo,
+    PackedSequence,
+    nth_tile_of_launch,
+    seqlen_info,
+)
 from tilewise.backends.hopper.backward.tiles import KEY_GROUPS, LINE_SLOTS, STATISTICS_ALIGNMENT
 from tilewise.backends.hopper.config import ROWS
 from tilewise.backends.hopper.kit import bits, packed, schedule
@@ -153,6 +158,8 @@ def packed_tile(n, params: BackwardParams, config: Backward) -> packed.PackedTil
 
     if config.keys.queued:
         return nth_tile_by_size(n, params.heads, tiles_and_size, params.packed.cu_q)
+    if config.packs_sheet:
+        return nth_tile_of_launch(n, 1, lambda n: tiles_and_size(n)[0], params)
     return nth_packed_tile(n, params.heads, lambda n: tiles_and_size(n)[0], params.packed.cu_q)
 
 
@@ -174,7 +181,7 @@ def place_packed(tile: packed.PackedTile, params: BackwardParams, config: Backwa
     start, stop = schedule.query_blocks(column, tiles.tile_n, tiles.tile_m, numbers.seqlen_q, band, PICK)
     # Keys before and after those seen: no block, so that their dK and dV are stored as zeros.
     stop = I32(cutlass.select_(before < 0, I32(stop), I32(start)))
-    seqlen = seqlen_info(tile.sequence, sequence.q, k, params, config)
+    seqlen = seqlen_info(tile.sequence, sequence, k, params, config)
     return KeyTile(column, tile.head, tile.sequence, I32(start), stop, seqlen), numbers
 
 

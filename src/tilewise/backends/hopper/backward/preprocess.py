@@ -15,6 +15,7 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 
+from tilewise.backends.hopper.backward.areas import Areas, measure
 from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.backward.sequences import statistics_start
 from tilewise.backends.hopper.backward.tiles import KEY_GROUPS, STATISTICS_ALIGNMENT
@@ -42,6 +43,7 @@ class StatisticsTensors(NamedTuple):
         semaphores: (batch, heads_q, block x warpgroup), int32; set to zero. There are fewer than statistics rows.
         queue: (1,), int32: how many key tiles were taken after each CTA's first; set to zero.
         scale2: softmax_scale · log2(e), where products subtract the statistics. ``lse2`` then has four words a row, :func:`terms_of`.
+        areas: where dS of packed sequences is kept.
     """
 
     o: cute.Tensor | None
@@ -55,6 +57,7 @@ class StatisticsTensors(NamedTuple):
     semaphores: cute.Tensor | None = None
     queue: cute.Tensor | None = None
     scale2: F32 | None = None
+    areas: Areas | None = None
 
     def rows(self, config: Backward):
         """How many statistics rows a head has."""
@@ -85,6 +88,9 @@ def launch(t: StatisticsTensors, stream, config: Backward) -> None:
     """Launches the kernel, within a traced function of the host's."""
     kernel.set_name_prefix(f"{config.name}_rows", remove_cutlass_symbol=True, keep_mangled_name=False)
     blocks = cute.ceil_div(t.rows(config), rows_of(config.keys.dims[1]))
+    if cutlass.const_expr(config.packs_sheet):
+        # Launches share the heads, and the first one makes all statistics: later ones make a block's again, which nothing changes.
+        blocks = cutlass.select_(t.areas.params.packed.portion == 0, blocks, 1)
     grid = [blocks * t.lse.shape[0], t.lse.shape[1], 1]
     kernel(t, config).launch(grid=grid, block=[THREADS, 1, 1], stream=stream, use_pdl=True)
 
@@ -117,6 +123,8 @@ def kernel(t: StatisticsTensors, config: cutlass.Constexpr):
         clear_sums(t.dq_sums[batch, head, None, 0, None], block, blocks, config)
     if cutlass.const_expr(config.makes_queue):
         clear_queue(t.queue, n + head + thread)
+    if cutlass.const_expr(config.packs_sheet):
+        measure_once(t.areas, n + head + thread // 32, config)
     total = F32(0.0)
     for n, vectors in enumerate(parts):
         # delta = rowsum(dO ∘ O): 8 products a vector, then the sum over the row's threads.
@@ -241,6 +249,13 @@ def clear_queue(queue: cute.Tensor, n):
     """Sets the queue to zero in one thread, whose ``n`` is 0."""
     if n == 0:
         queue[0] = cutlass.Int32(0)
+
+
+@cute.jit
+def measure_once(areas: Areas, n, config: cutlass.Constexpr):
+    """Measures the sequences in one warp, whose ``n`` is 0."""
+    if n == 0:
+        measure(areas, config)
 
 
 @cute.jit

@@ -14,7 +14,7 @@ import cutlass.cute as cute
 from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.backward.params import BackwardParams, number_band, row_band
 from tilewise.backends.hopper.backward.scores import ColumnLimits, ScoreBlock, pairs_of_block, thread_rows
-from tilewise.backends.hopper.backward.sequences import PackedSequence, seqlen_info
+from tilewise.backends.hopper.backward.sequences import PackedSequence, nth_tile_of_launch, seqlen_info
 from tilewise.backends.hopper.config import ROWS
 from tilewise.backends.hopper.kit import packed, schedule
 from tilewise.backends.hopper.kit.dtypes import I32
@@ -78,8 +78,11 @@ def packed_tile(n, params: BackwardParams, config: Backward) -> packed.PackedTil
         rows = packed.rows_of(sequence, params.packed.cu_q, params.seqlen_q, rest=True)
         return packed.in_tiles(rows, config.queries.tile_m)
 
-    heads = params.heads * params.group * config.queries.parts
-    found = nth_packed_tile(n, heads, tiles_of, params.packed.cu_q)
+    if config.packs_sheet:
+        found = nth_tile_of_launch(n, params.group * config.queries.parts, tiles_of, params)
+    else:
+        heads = params.heads * params.group * config.queries.parts
+        found = nth_packed_tile(n, heads, tiles_of, params.packed.cu_q)
     # Under a causal mask the last rows of a sequence see most: they come first.
     if config.form == "full":
         return found
@@ -94,7 +97,7 @@ def place_packed(tile: packed.PackedTile, params: BackwardParams, config: Backwa
     start, stop = schedule.key_blocks(row, tiles.tile_m, tiles.tile_n, number_band(numbers, config), PICK)
     # A tile without blocks still stores its dQ, which is zero.
     stop = I32(cutlass.select_(numbers.seqlen_k > 0, I32(stop), I32(start)))
-    seqlen = seqlen_info(tile.sequence, sequence.q, sequence.seen, params, config)
+    seqlen = seqlen_info(tile.sequence, sequence, sequence.seen, params, config)
     return QueryTile(row, tile.head, tile.sequence, I32(start), stop, seqlen=seqlen), numbers
 
 

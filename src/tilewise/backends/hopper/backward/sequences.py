@@ -5,15 +5,35 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import cutlass
 import cutlass.cute as cute
 
 from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.backward.params import BackwardParams
-from tilewise.backends.hopper.backward.tiles import KEY_GAP, SHEET_KEYS, STATISTICS_ALIGNMENT
-from tilewise.backends.hopper.config import ROWS
+from tilewise.backends.hopper.backward.tiles import STATISTICS_ALIGNMENT
 from tilewise.backends.hopper.kit import packed, schedule
 from tilewise.backends.hopper.kit.dtypes import I32
-from tilewise.backends.hopper.kit.scheduler import PICK, publish_tile, receive_ahead, receive_tile
+from tilewise.backends.hopper.kit.scheduler import PICK, nth_packed_tile, publish_tile, receive_ahead, receive_tile
+
+FAR = 1 << 30  # past every tile
+
+
+class SheetPlace(NamedTuple):
+    """The place of a packed sequence in a sheet of dS. Sequences follow one another, in each the query heads of the launch, and of a head
+    its blocks of keys, each with those of all queries.
+
+    Attributes:
+        start: where its query head 0 begins, which another launch may have: less than 0 then.
+        head_blocks, key_blocks: how many blocks a head has, and how many of these are of one block of keys.
+    """
+
+    start: I32
+    head_blocks: I32
+    key_blocks: I32
+
+    def block(self, head, n, m):
+        """The number of a query head's block, the n-th of the keys and the m-th of the queries."""
+        return self.start + head * self.head_blocks + n * self.key_blocks + m
 
 
 class BackwardSeqlenInfo(NamedTuple):
@@ -23,14 +43,14 @@ class BackwardSeqlenInfo(NamedTuple):
         q, k: its rows, and the keys that the tile visits or holds.
         statistics_row: the first of its rows in the buffers of lse2 and delta.
         dq_block: the first of its blocks of the accumulated dQ.
-        sheet_block: the first of its blocks of keys, and of queries, in a sheet of dS, where that is kept.
+        sheet: the place of its blocks in a sheet of dS, where that is kept.
     """
 
     q: packed.Span
     k: packed.Span
     statistics_row: I32
     dq_block: I32
-    sheet_block: tuple[I32, I32] | None = None
+    sheet: SheetPlace | None = None
 
 
 class PackedSequence(NamedTuple):
@@ -79,13 +99,15 @@ class PackedSequence(NamedTuple):
         return packed.Span(self.seen.start, self.seen.start - self.k.start)
 
 
-def seqlen_info(n, q: packed.Span, k: packed.Span, params: BackwardParams, config: Backward) -> BackwardSeqlenInfo:
-    """The place of the n-th sequence, of which a tile has the rows ``q`` and the keys ``k``."""
+def seqlen_info(
+    n, sequence: PackedSequence, k: packed.Span, params: BackwardParams, config: Backward
+) -> BackwardSeqlenInfo:
+    """The place of the n-th sequence, of which a tile has the keys ``k``."""
     cu, total = params.packed.cu_q, params.seqlen_q
     # Padded, so that a block of rows never has the statistics of two sequences.
     first_row = statistics_start(n, cu, total, config) * STATISTICS_ALIGNMENT
-    sheet_block = sheet_start(n, params, config) if config.keys.keeps_ds else None
-    return BackwardSeqlenInfo(q, k, first_row, dq_block_start(n, cu, total, config), sheet_block)
+    sheet = sheet_place(n, sequence, params, config) if config.packs_sheet else None
+    return BackwardSeqlenInfo(sequence.q, k, first_row, dq_block_start(n, cu, total, config), sheet)
 
 
 def statistics_start(n, cu: cute.Tensor, total, config: Backward):
@@ -99,12 +121,34 @@ def dq_block_start(n, cu: cute.Tensor, total, config: Backward):
     return packed.spaced(n, cu, total, config.keys.tile_m, config.keys.tile_m)
 
 
-def sheet_start(n, params: BackwardParams, config: Backward) -> tuple[I32, I32]:
-    """The first block of a sequence's keys that are seen, and of its queries, in a sheet of dS: :meth:`SheetTiles.blocks` has room for
-    all."""
+# -- Heads of a launch, and their sheet of dS ----------------------------------------------------------------------
+
+
+def heads_of_launch(params: BackwardParams) -> tuple:
+    """``(first, count)``: the key heads of this launch, where launches share them; possibly none."""
     starts = params.packed
-    keys = packed.spaced(n, starts.cu_k, params.seqlen_k, KEY_GAP, SHEET_KEYS)
-    return keys, packed.spaced(n, starts.cu_q, params.seqlen_q, config.queries.query_gap, ROWS)
+    each = starts.areas[cute.size(starts.areas) - 1]
+    first = starts.portion * each
+    return first, PICK.smaller(each, params.heads - first)
+
+
+def nth_tile_of_launch(n, parts, tiles_of: Callable, params: BackwardParams) -> packed.PackedTile:
+    """The n-th tile as :func:`nth_packed_tile` has it, of this launch's key heads; ``parts`` are tiles apart in each of these."""
+    first, count = heads_of_launch(params)
+    heads = PICK.larger(count, 1) * parts
+    # Of no head every tile is past the last one.
+    n = I32(cutlass.select_(count > 0, n, FAR))
+    found = nth_packed_tile(n, heads, tiles_of, params.packed.cu_q)
+    return found._replace(head=first * parts + found.head)
+
+
+def sheet_place(n, sequence: PackedSequence, params: BackwardParams, config: Backward) -> SheetPlace:
+    """The place of the n-th sequence in this launch's sheet."""
+    numbers, areas = sequence.numbers, params.packed.areas
+    keys, queries = config.queries.blocks(sequence.q.size, numbers.seqlen_k)
+    first, _ = heads_of_launch(params)
+    each = areas[cute.size(areas) - 1]
+    return SheetPlace(params.group * (each * areas[n] - first * keys * queries), keys * queries, queries)
 
 
 # -- Mailboxes -----------------------------------------------------------------------------------------------------

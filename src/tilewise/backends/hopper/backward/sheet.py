@@ -42,7 +42,7 @@ from tilewise.backends.hopper.backward.fragments import (
 from tilewise.backends.hopper.backward.key_tiles import KeyTile
 from tilewise.backends.hopper.backward.params import BackwardParams, number_band, row_band
 from tilewise.backends.hopper.backward.sequences import PackedSequence, seqlen_info
-from tilewise.backends.hopper.backward.tiles import SHEET_BLOCK
+from tilewise.backends.hopper.backward.tiles import SHEET_BLOCK, SHEET_MARGIN
 from tilewise.backends.hopper.config import ELEMENT_BYTES, ROWS
 from tilewise.backends.hopper.forward.epilogue import put_columns
 from tilewise.backends.hopper.kit import packed, schedule
@@ -103,8 +103,9 @@ def place_of(sheet: cute.Tensor, tile: KeyTile | QueryTile, n, m, params: Backwa
     """The place of a block, the n-th of the keys and the m-th of the queries of a tile's query head, or of its packed sequence."""
     if tile.seqlen is None:
         return sheet[tile.batch * params.heads_q + tile.head, n, m, None].iterator
-    first_n, first_m = tile.seqlen.sheet_block
-    return sheet[tile.head, first_n + n, first_m + m, None].iterator
+    # cu_seqlens is checked by no host: of lengths that cannot be, no block lies outside the sheet. Those of a tile follow the first.
+    last = sheet.shape[0] - SHEET_MARGIN
+    return sheet[PICK.larger(PICK.smaller(tile.seqlen.sheet.block(tile.head, n, m), last), 0), None].iterator
 
 
 @cute.jit
@@ -179,7 +180,7 @@ def launch(
     sheet: cute.Tensor, k: cute.Tensor, made: DqTensors, params: BackwardParams, ctas, stream, config: Backward
 ) -> None:
     """Launches the kernel, within a traced function of the host's. ``sheet``: (batch x heads_q, key block, query block, element of the
-    block); ``k``: (batch, seqlen_k, heads_k, head_dim)."""
+    block), of packed sequences (block, element); ``k``: (batch, seqlen_k, heads_k, head_dim)."""
     tiles, element = config.queries, ELEMENT[config.dtype]
     block = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (ROWS, tiles.tile_n, tiles.width), element, 1)
     layout = staged_layout(block, tiles.stages, tiles.k_elements)
@@ -267,7 +268,7 @@ def place_packed(tile: packed.PackedTile, params: BackwardParams, config: Backwa
     tiles, sequence = config.queries, PackedSequence.of(tile.sequence, params, config, rest_q=True)
     numbers, row = sequence.numbers, tile.row * tiles.tile_m
     start, stop = schedule.seen_blocks(row, tiles.tile_m, tiles.tile_n, number_band(numbers, config), PICK)
-    seqlen = seqlen_info(tile.sequence, sequence.q, sequence.seen, params, config)
+    seqlen = seqlen_info(tile.sequence, sequence, sequence.seen, params, config)
     head, piece = tile.head // tiles.parts, tile.head % tiles.parts
     return QueryTile(row, head, tile.sequence, I32(start), I32(stop), seqlen=seqlen, piece=piece), numbers
 

@@ -94,13 +94,19 @@ class BackwardRow:
         wanted = {"softcap": softcap, "packed": packed, "rows": form == "rows"}
         if self.kept is None or any(wanted[name] and name not in self.keeps for name in KEEPS):
             return None
+        if self.form_of_kept(form, packed) != form:
+            return None
         late = softcap and form in ("band", "rows")  # both ends of a row and a softcap's slope would spill
         return Passes(replace(self.kept.keys, reads_late=late), self.kept.queries)
 
+    def form_of_kept(self, form: str, packed: bool) -> str:
+        """The form whose kernels keep dS of a problem: packed, a full mask is read as a band, so that fewer kernels ship."""
+        return "band" if packed and form == "full" else form
+
     def form_of_two_passes(self, form: str, packed: bool) -> str:
         """The form whose kernels make two passes of a problem: where dS is kept, of a band that is too long for that the ends of rows are
-        tensors, so that fewer kernels ship."""
-        return "rows" if self.kept and form in BANDS and not packed else form
+        tensors, packed those of a band, so that fewer kernels ship."""
+        return ("band" if packed else "rows") if self.kept and form in BANDS else form
 
     def two_passes_of(self, form: str, packed: bool, softcap: bool) -> Passes | None:
         """The tiles of two passes that ship for a form."""
@@ -184,7 +190,7 @@ TABLE = {
         kept=Passes(
             KeyTiles(192, 128, tile_m=64, stages=6, split=True, keeps_ds=True), SheetTiles(width=192, stages=5)
         ),
-        keeps=("rows",),
+        keeps=("packed", "rows"),
     ),
     (192, 192): BackwardRow(
         two_passes=Passes(
@@ -193,7 +199,7 @@ TABLE = {
         kept=Passes(
             KeyTiles(192, 192, tile_m=64, stages=6, split=True, keeps_ds=True), SheetTiles(width=192, stages=5)
         ),
-        keeps=("rows",),
+        keeps=("packed", "rows"),
     ),
     (256, 256): BackwardRow(
         two_passes=Passes(
@@ -214,7 +220,7 @@ TABLE = {
         kept=Passes(
             KeyTiles(256, 256, tile_m=64, stages=4, split=True, keeps_ds=True), SheetTiles(width=256, stages=4)
         ),
-        keeps=("softcap", "rows"),
+        keeps=("softcap", "packed", "rows"),
     ),
     (512, 512): BackwardRow(
         two_passes=Passes(

@@ -12,7 +12,9 @@ KEY_GROUPS = 2  # warpgroups that compute in the pass over key tiles
 CLUSTER = 2  # CTAs of a cluster, where two share a tile
 SHEET_KEYS = ROWS  # keys of a block of dS, where that is kept
 SHEET_BLOCK = ROWS * SHEET_KEYS  # its elements
-KEY_GAP = 2 * SHEET_KEYS  # as SheetTiles.query_gap, of keys
+SHEET_MARGIN = (
+    2  # of blocks at the end of a sheet of packed sequences, which a tile's blocks may reach: one for each warpgroup
+)
 LINE_SLOTS = 8  # places in which the gradient of a table by distance is added up: CTAs share them
 CONSTANT_BYTES = 128  # of the constant by which a product subtracts lse
 # A packed sequence's statistics begin at a multiple of so many rows, so that a preprocessing CTA has rows of one sequence.
@@ -275,18 +277,18 @@ class SheetTiles:
         elements = self.stages * (self.ds_elements + self.k_elements)
         return aligned(BARRIER_BYTES * 2 * self.stages) + ELEMENT_BYTES * elements
 
-    @property
-    def query_gap(self) -> int:
-        """The rows by which the blocks of packed sequences lie further apart than their own queries: see :func:`packed.spaced`."""
-        return self.tile_m + ROWS
-
-    def blocks(self, seqlen_q: int, seqlen_k: int, sequences: int | None = None) -> tuple[int, int]:
-        """How many blocks of keys and of queries a head's sheet has; ``sequences``: that are packed."""
-        if sequences is not None:  # of any lengths: all pairs may be of one, and some rows lie past the last one
-            keys, queries = seqlen_k + (sequences + 1) * KEY_GAP, seqlen_q + (sequences + 1) * self.query_gap
-            return keys // SHEET_KEYS, queries // ROWS
+    def blocks(self, seqlen_q, seqlen_k) -> tuple:
+        """How many blocks of keys and of queries the sheet of a head has, or of one packed sequence. Kernels trace this."""
         # One copy brings all blocks of a tile, those past the last query too.
-        return -(-seqlen_k // SHEET_KEYS), -(-seqlen_q // self.tile_m) * self.warpgroups
+        keys, tiles = (seqlen_k + SHEET_KEYS - 1) // SHEET_KEYS, (seqlen_q + self.tile_m - 1) // self.tile_m
+        return keys, tiles * self.warpgroups
+
+    def most_blocks(self, seqlen_q: int, seqlen_k: int, sequences: int) -> int:
+        """How many blocks a head's sheet of packed sequences has at most, whatever their lengths."""
+        # The sum of (k + 63) (q + 127) over sequences, in blocks: nothing is larger than all pairs in one of them.
+        more_k, more_q = SHEET_KEYS - 1, self.tile_m - 1
+        pairs = seqlen_q * seqlen_k + more_q * seqlen_k + more_k * seqlen_q + sequences * more_q * more_k
+        return pairs // SHEET_BLOCK + 1
 
 
 # -- Statistics that products subtract -----------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from tilewise.backends.hopper.host import library, masks
 from tilewise.backends.hopper.host.backward_memory import BackwardMemory
 from tilewise.backends.hopper.host.driver import Bound, PerStrides
 from tilewise.backends.hopper.host.plan import ALIGNED, LOG2_E, KeptLaunch, LaunchPlan, addressed, ends_of, leaf
-from tilewise.backends.hopper.host.portions import InPortions, Portions, views
+from tilewise.backends.hopper.host.portions import InPortions, PackedPortions, Portions
 from tilewise.caching import cached_property
 from tilewise.dropout import keep_scale, threshold
 
@@ -88,7 +88,7 @@ class BackwardPlan(LaunchPlan):
     def starts(self, inputs: Inputs) -> list[Tensor]:
         """The starts of packed sequences, and zeros that count the tiles of the two passes, of each portion if there are such."""
         cu = [x.int().contiguous() for x in (inputs.cu_seqlens_q, inputs.cu_seqlens_k)]
-        counts = (len(self.memory.portions.all), 1) if self.config.keys.keeps_ds else (1,)
+        counts = (self.memory.portions.count, 1) if self.config.keys.keeps_ds else (1,)
         return [*cu, *torch.zeros((2, *counts), dtype=torch.int32, device=inputs.q.device)]
 
     def slope_gradient(self, parts: Tensor) -> dict[int, Tensor]:
@@ -162,8 +162,10 @@ def numbers_of(plan: BackwardPlan, heads: int, keys: slice, resumes: bool = Fals
     return (*found, plan.band.start, plan.band.stop) if problem.packed else found
 
 
-def portions_of(plan: BackwardPlan) -> Portions:
+def portions_of(plan: BackwardPlan) -> Portions | PackedPortions:
     """The heads and keys of each launch of a plan that keeps dS."""
+    if plan.problem.packed:
+        return PackedPortions(plan.problem, plan.config)
     keys, cores = plan.keys, devices.of(plan.problem.device).cores
     return Portions(plan.problem, plan.config, keys.stop - keys.start, ends_of(plan.band, keys.start), cores)
 
@@ -173,14 +175,21 @@ def launched(plan: BackwardPlan, given: Sequence[Tensor], made: Sequence[Tensor]
     if not plan.config.keys.keeps_ds:
         return plan.launch((*given, *made), lambda: (given, made, plan.numbers))
     portions, found = plan.memory.portions, []
-    for n, portion in enumerate(portions.all):
-        of_portion = views(portions, n, given, made)
-        keys = slice(*(plan.keys.start + key for key in portion.keys))
-        heads = portion.size("batch") * portion.size("heads")
-        numbers = numbers_of(plan, heads, keys, *portions.neighbours(portion))
+    for n in range(portions.count):
+        of_portion, numbers = portions.views(n, given, made), numbers_of_portion(plan, n)
         arguments = *(tuple(tensors) for tensors in of_portion), numbers
         found.append(plan.launch([*of_portion[0], *of_portion[1]], lambda arguments=arguments: arguments, numbers))
     return InPortions(found, portions)
+
+
+def numbers_of_portion(plan: BackwardPlan, n: int) -> tuple:
+    """The numbers of the n-th of a launch's portions."""
+    if plan.problem.packed:
+        return (*plan.numbers, n)
+    portions = plan.memory.portions
+    portion = portions.all[n]
+    keys, heads = slice(*(plan.keys.start + key for key in portion.keys)), portion.size("batch") * portion.size("heads")
+    return numbers_of(plan, heads, keys, *portions.neighbours(portion))
 
 
 def as_they_are(given: Sequence[Tensor]) -> bool:
@@ -217,7 +226,8 @@ def backward(plan: BackwardPlan, inputs: Inputs, out: Output, do: Tensor, dlse: 
     bound = launched(plan, given, made)
     made = *grads, *made[3:]
     if all(plan.addressable) and in_place and not (plan.cut or holes):
-        spent = plan.config.keys.keeps_ds + plan.config.continues  # the sheet, and sums of dQ
+        config = plan.config
+        spent = config.keys.keeps_ds + config.continues + config.packs_sheet  # the sheet, sums of dQ, areas
         plan.keep(inputs, KeptLaunch(bound, made, of_mask, spent))
     return plan.gradients(inputs, lse, dlse, made)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.backward.tiles import KEY_GROUPS, LINE_SLOTS
-from tilewise.backends.hopper.host.portions import Portions
+from tilewise.backends.hopper.host.portions import PackedPortions, Portions
 from tilewise.backends.hopper.pair_bias import pair_bias_of
 from tilewise.backends.hopper.tables import line_of
 from tilewise.caching import cached_property
@@ -26,7 +26,7 @@ class BackwardMemory:
 
     problem: Problem
     config: Backward
-    portions: Portions | None = None
+    portions: Portions | PackedPortions | None = None
 
     def written(self, grads: tuple[Tensor, ...], lse: Tensor, holes: bool) -> tuple[Tensor, ...]:
         """All tensors that the launch writes, in the order of :func:`tilewise.backends.hopper.backward.launch.launch`'s ``made``.
@@ -43,6 +43,8 @@ class BackwardMemory:
             found += (grads[0].new_empty(self.portions.sheet_shape),)
         if self.config.continues:
             found += (lse.new_empty(self.portions.sums_shape),)
+        if self.config.packs_sheet:
+            found += (lse.new_empty(self.portions.areas_shape, dtype=torch.int32),)
         if self.config.makes_queue:
             found += (lse.new_empty(1, dtype=torch.int32),)
         if self.config.dbias:

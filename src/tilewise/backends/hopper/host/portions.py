@@ -1,10 +1,12 @@
 """The portions in which a backward that keeps dS is launched: so many heads and keys at a time that their sheet takes a bounded room.
 
 A portion is a launch of the same kernels on views of the call's tensors: some batch elements; or some key heads of one, and of these all
-keys or some. Of packed sequences, and where tensors hold the ends of rows, only the device knows which pairs are seen: a portion then has
-all keys, and its sheet has room for all pairs. All portions use one sheet, and kernels wait for those of the portion before; dQ of the
-keys of earlier ones stays in fp32. Which keys a portion has depends on one sequence alone, so that no number depends on the rest of the
-batch.
+keys or some. Where tensors hold the ends of rows, only the device knows which pairs are seen: a portion then has all keys, and its sheet
+has room for all pairs. All portions use one sheet, and kernels wait for those of the portion before; dQ of the keys of earlier ones stays
+in fp32. Which keys a portion has depends on one sequence alone, so that no number depends on the rest of the batch.
+
+Of packed sequences only the device knows how many heads a portion has (:mod:`tilewise.backends.hopper.backward.areas`): there are as many
+launches as the worst lengths would need, all of the whole tensors, and those that find no heads left end at once.
 """
 
 from __future__ import annotations
@@ -16,9 +18,16 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from tilewise.backends.hopper.backward.config import SHEET_ROOM, Backward, least_tiles, sheet_blocks, sheet_bytes
-from tilewise.backends.hopper.backward.tiles import SHEET_BLOCK, SHEET_KEYS
-from tilewise.backends.hopper.config import ROWS
+from tilewise.backends.hopper.backward.config import (
+    SHEET_ROOM,
+    Backward,
+    least_tiles,
+    most_blocks,
+    sheet_blocks,
+    sheet_bytes,
+)
+from tilewise.backends.hopper.backward.tiles import SHEET_BLOCK, SHEET_KEYS, SHEET_MARGIN
+from tilewise.backends.hopper.config import ELEMENT_BYTES, ROWS
 from tilewise.backends.hopper.host.driver import Bound
 from tilewise.backends.hopper.kit import schedule
 from tilewise.caching import cached_property
@@ -29,7 +38,7 @@ from tilewise.problem import Problem
 SHEET_COST, START_COST, SUMS_COST = 0.5, 6.0, 4.0
 
 LEAST_BLOCKS = 16  # of keys in a portion of several heads
-MADE = 6  # tensors that a launch writes: dq, dk, dv, lse2, delta and the sheet
+MADE = 6  # tensors that a launch writes: dq, dk, dv, lse2, delta and the sheet; sums of dQ, or of packed sequences their areas, follow
 
 Span = tuple[int, int]  # [start, stop)
 
@@ -149,6 +158,11 @@ class Portions:
         return batch * heads * self.group, keys
 
     @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self.all)
+
+    @property
     def sheet_shape(self) -> tuple[int, ...]:
         """The shape of the sheet."""
         heads, keys = self.largest
@@ -166,27 +180,62 @@ class Portions:
         """Whether earlier keys have left sums of dQ, and whether later keys follow."""
         return portion.keys[0] > 0, portion.keys[1] < self.seqlen_k
 
+    def views(
+        self, n: int, given: Sequence[Tensor], made: Sequence[Tensor]
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """The views that the n-th portion has of the tensors that a launch reads, and of those that it writes."""
+        portion, heads_k = self.all[n], self.problem.heads_k
 
-def views(
-    portions: Portions, n: int, given: Sequence[Tensor], made: Sequence[Tensor]
-) -> tuple[list[Tensor], list[Tensor]]:
-    """The views that the n-th portion has of the tensors that a launch reads, and of those that it writes."""
-    portion, heads_k, packed = portions.all[n], portions.problem.heads_k, portions.problem.packed
+        def view(x: Tensor, keys: bool = False) -> Tensor:
+            return portion.of(x, heads_k, keys)
 
-    def view(x: Tensor, keys: bool = False) -> Tensor:
-        # A launch that is repeated gets packed tensors without a dimension of batch elements.
-        return portion.heads_of(x, heads_k) if packed else portion.of(x, heads_k, keys)
+        q, k, v, o, do, lse, dlse, *ends = given
+        dq, dk, dv, lse2, delta, *room = made
+        q, o, do, lse, dlse, dq, lse2, delta = map(view, (q, o, do, lse, dlse, dq, lse2, delta))
+        k, v, dk, dv = (view(x, keys=True) for x in (k, v, dk, dv))
+        # The ends of rows and of columns, if they are tensors.
+        return [q, k, v, o, do, lse, dlse, *map(view, ends)], [dq, dk, dv, lse2, delta, *room]
 
-    q, k, v, o, do, lse, dlse, *more = given
-    dq, dk, dv, lse2, delta, *room = made
-    q, o, do, lse, dlse, dq, lse2, delta = map(view, (q, o, do, lse, dlse, dq, lse2, delta))
-    k, v, dk, dv = (view(x, keys=True) for x in (k, v, dk, dv))
-    if packed:  # the sequences' starts; each portion counts its own tiles
-        cu_q, cu_k, *counts = more
-        more = [cu_q, cu_k, *(x[n] for x in counts)]
-    else:  # the ends of rows and of columns, if they are tensors
-        more = [view(x) for x in more]
-    return [q, k, v, o, do, lse, dlse, *more], [dq, dk, dv, lse2, delta, *room]
+
+@dataclass(frozen=True)
+class PackedPortions:
+    """The portions of a launch of packed sequences."""
+
+    problem: Problem
+    config: Backward
+
+    @property
+    def most_blocks(self) -> int:
+        """How many blocks the sheet of a key head has at most."""
+        return most_blocks(self.config.queries, self.problem)
+
+    @property
+    def room(self) -> int:
+        """For how many blocks the sheet has room: one head's at least."""
+        fitting = max(1, SHEET_ROOM // (ELEMENT_BYTES * SHEET_BLOCK) // self.most_blocks)
+        return self.most_blocks * min(fitting, self.problem.heads_k)
+
+    @property
+    def count(self) -> int:
+        """How many there are, with those that may turn out to have no heads."""
+        return -(-self.problem.heads_k // (self.room // self.most_blocks))
+
+    @property
+    def sheet_shape(self) -> tuple[int, int]:
+        """The shape of the sheet."""
+        return self.room + SHEET_MARGIN, SHEET_BLOCK
+
+    @property
+    def areas_shape(self) -> tuple[int]:
+        """The shape of the areas."""
+        return (self.problem.batch + 2,)
+
+    def views(
+        self, n: int, given: Sequence[Tensor], made: Sequence[Tensor]
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """As :meth:`Portions.views`: all tensors, but that each portion counts its own tiles of both passes."""
+        *more, counts_k, counts_q = given
+        return [*more, counts_k[n], counts_q[n]], made
 
 
 def span_of_work(lengths: Sequence[int], copies: int, workers: int, each: int = 1) -> float:
@@ -206,11 +255,12 @@ def evenly(count: int, most: int) -> list[Span]:
 class InPortions:
     """A launch in portions. Called with all tensors of a launch, in its order."""
 
-    def __init__(self, bound: Sequence[Bound], portions: Portions):
+    def __init__(self, bound: Sequence[Bound], portions: Portions | PackedPortions):
         self.bound, self.portions = bound, portions
 
     def __call__(self, *tensors: Tensor) -> None:
-        made = MADE + self.portions.config.continues
+        config = self.portions.config
+        made = MADE + config.continues + config.packs_sheet
         for n, bound in enumerate(self.bound):
-            given, written = views(self.portions, n, tensors[:-made], tensors[-made:])
+            given, written = self.portions.views(n, tensors[:-made], tensors[-made:])
             bound(*given, *written)

@@ -83,10 +83,7 @@ def find(m, tiles_of: cutlass.Constexpr, count):
     for first in cutlass.range(0, count, 32, unroll=1):
         tiles = tiles_of(cutlass.min(first + lane, count - 1))
         own = I32(cutlass.select_(first + lane < count, I32(tiles), I32(0)))
-        upto = own  # of this and the lanes before
-        for step in cutlass.range_constexpr(5):
-            other = cute.arch.shuffle_sync(upto, lane - (1 << step))
-            upto = upto + I32(cutlass.select_(lane >= 1 << step, I32(other), I32(0)))
+        upto = running_sum(own, lane)
         whole = cute.arch.popc(cute.arch.vote_ballot_sync(upto <= m - before))  # sequences that end before the tile
         earlier = cute.arch.shuffle_sync(upto - own, cutlass.min(whole, 31))
         here = cutlass.min(m - before, 31 - whole) >= 0
@@ -94,6 +91,15 @@ def find(m, tiles_of: cutlass.Constexpr, count):
         block = I32(cutlass.select_(here, I32(m - before - earlier), block))
         before = before + cute.arch.shuffle_sync(upto, 31)
     return tuple(cute.arch.make_warp_uniform(x) for x in (sequence, block, before))
+
+
+def running_sum(own: I32, lane) -> I32:
+    """The sum of a warp's numbers up to each lane's own."""
+    upto = own
+    for step in range(5):
+        other = cute.arch.shuffle_sync(upto, lane - (1 << step))
+        upto = upto + I32(cutlass.select_(lane >= 1 << step, I32(other), I32(0)))
+    return upto
 
 
 @cute.jit

@@ -210,6 +210,14 @@ def whole_query_blocks(column, columns, tile_m, band: Band, blocks, pick: Pick =
     return first, pick.larger(stop, first)
 
 
+def heads_at_once(blocks, heads, room, pick: Pick = PLAIN):
+    """How many of the heads a launch has where each has so many blocks: as many as fit into the room, and one at least, so that all
+    launches have about as many."""
+    most = pick.smaller(pick.larger(room // pick.larger(blocks, 1), 1), heads)
+    launches = (heads + most - 1) // most
+    return (heads + launches - 1) // launches
+
+
 def advance(index, phase, stages, step=1):
     """The ``(index, phase)`` of a ring of ``stages``, ``step`` stages later, at most a round; the phase turns at each round.
 

@@ -2,7 +2,7 @@
 
 Only the device knows the lengths of packed sequences. One warp of the first kernel of a backward adds up their blocks, and counts the key
 heads whose sheets fit into the room that the host has made: launches share the heads, and those that are left without any end at once
-(docs/decisions.md#hopper-packed-sheet).
+(docs/decisions.md#hopper-kept-ds).
 """
 
 from __future__ import annotations

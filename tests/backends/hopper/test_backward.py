@@ -59,6 +59,7 @@ KEYS = {
     "bits-wide": KeyTiles(128, 128, 64, 4, sums_dq=True, dq_first=True, queued=True, overlaps=True, counts=True),
     "kept": KeyTiles(64, 64, 64, 4, split=True, keeps_ds=True),
     "kept-halves": KeyTiles(32, 32, 64, 4, split=True, halved=True, keeps_ds=True),
+    "kept-queued": KeyTiles(64, 64, 64, 4, split=True, keeps_ds=True, queued=True),
     "halved": KeyTiles(32, 32, 32, 4, split=True, halved=True),
 }
 
@@ -420,7 +421,7 @@ PACKED_PAIRS += [(name, "queued") for name in PACKED] + [
     ("many", "storing-packed"),
 ]
 PLAIN_OR_CAPPED = [name for name in PACKED if not name.startswith(("dropout", "alibi"))]
-PACKED_PAIRS += [(name, form) for form in ("kept", "kept-halves") for name in PLAIN_OR_CAPPED]
+PACKED_PAIRS += [(name, form) for form in ("kept-queued", "kept-halves") for name in PLAIN_OR_CAPPED]
 
 
 @pytest.mark.parametrize(("name", "form"), PACKED_PAIRS, ids=lambda x: x)
@@ -430,11 +431,11 @@ def test_packed_sequences_have_gradients_each_by_itself(name, form):
     assert not wrong(c, emulate(c, KEYS[form], ctas=3))
 
 
-@pytest.mark.parametrize("form", ["kept", "kept-halves"])
+@pytest.mark.parametrize("form", ["kept-queued", "kept-halves"])
 @pytest.mark.parametrize("name", ["full", "causal", "window", "keys", "no-keys-at-all", "many"])
 def test_launches_share_the_heads_of_packed_sequences(name, form):
     c = packed_call(name)
-    with patch.object(portions, "SHEET_ROOM", 0):  # room for one head whose rows are all of one sequence
+    with patch.object(portions, "PACKED_ROOM", 0):  # room for one head whose rows are all of one sequence
         assert not wrong(c, emulate(c, KEYS[form], ctas=3))
 
 
@@ -457,7 +458,7 @@ def test_packed_key_tiles_come_once_each_and_those_of_the_longest_sequence_first
     assert lengths == sorted(lengths, reverse=True)
 
 
-@pytest.mark.parametrize("form", ["whole", "split", "queued-wide", "kept", "kept-halves"])
+@pytest.mark.parametrize("form", ["whole", "split", "queued-wide", "kept-queued", "kept-halves"])
 def test_packed_keys_that_no_query_sees_never_touch_a_gradient(form):
     q, k, v = (x[0] for x in qkv(150, 300))
     cu_q, cu_k = torch.tensor([0, 90, 150]), torch.tensor([0, 200, 300])

@@ -219,8 +219,9 @@ def expected_of(config: Backward) -> tuple[Expected, ...]:
 
 # -- What ships ---------------------------------------------------------------------------------------------------
 
-# Bytes of a sheet of dS: of as many tiles of keys as fit into the first, or of one for every CTA, if those fit into the second.
-SHEET_ROOM, SHEET_LIMIT = 1 << 30, 4 << 30
+# Bytes of a sheet of dS: of as many tiles of keys as fit into the first, of as many heads of packed sequences as fit into the second; or
+# of one tile for every CTA, or one head, if those fit into the third.
+SHEET_ROOM, PACKED_ROOM, SHEET_LIMIT = 1 << 30, 2 << 30, 4 << 30
 LEAST_SCALE = 1e-12  # products subtract lse / softmax_scale
 ORDERED_FROM = 1500  # keys a query: additions in order pay then where tiles are unequal, and wait for longer ones
 ORDERED_ROUNDS = 1.5  # of tiles of one sequence: additions in order pay then, as its first tiles wait for each other

@@ -156,11 +156,12 @@ def packed_tile(n, params: BackwardParams, config: Backward) -> packed.PackedTil
         # In query blocks: its longest tile visits so many for each query head.
         return tiles, packed.in_tiles(sequence.q, config.keys.tile_m)
 
+    nth, tiles_of = nth_packed_tile, lambda n: tiles_and_size(n)[0]
     if config.keys.queued:
-        return nth_tile_by_size(n, params.heads, tiles_and_size, params.packed.cu_q)
+        nth, tiles_of = nth_tile_by_size, tiles_and_size
     if config.packs_sheet:
-        return nth_tile_of_launch(n, 1, lambda n: tiles_and_size(n)[0], params)
-    return nth_packed_tile(n, params.heads, lambda n: tiles_and_size(n)[0], params.packed.cu_q)
+        return nth_tile_of_launch(n, 1, nth, tiles_of, params)
+    return nth(n, params.heads, tiles_of, params.packed.cu_q)
 
 
 def place_packed(tile: packed.PackedTile, params: BackwardParams, config: Backward) -> tuple[KeyTile, BackwardParams]:

@@ -53,7 +53,7 @@ from tilewise.backends.hopper.backward.scores import ScoreBlock, probabilities, 
 from tilewise.backends.hopper.backward.sequences import receiver
 from tilewise.backends.hopper.backward.sheet import await_copies, copy_ds, put_ds
 from tilewise.backends.hopper.kit.operands import words
-from tilewise.backends.hopper.kit.scheduler import each_tile
+from tilewise.backends.hopper.kit.scheduler import each_queued, each_tile
 from tilewise.backends.hopper.kit.tiles import rows_columns
 
 # -- P and dV ------------------------------------------------------------------------------------------------------
@@ -67,7 +67,10 @@ def make_values(smem: KeysStorage, mmas: KeysMmas, params: BackwardParams, confi
     def values_of(key_tile, numbers, held_phase, state):
         return value_tile(operands, smem, key_tile, held_phase, state, numbers, config)
 
-    each_tile(SCHEDULER, receiver(smem, 0), params, config, values_of, new_state())
+    if cutlass.const_expr(config.keys.queued):
+        each_queued(SCHEDULER, smem.boxes, params, config, values_of, new_state())
+    else:
+        each_tile(SCHEDULER, receiver(smem, 0), params, config, values_of, new_state())
 
 
 @cute.jit
@@ -141,7 +144,10 @@ def make_keys(
     def keys_of(key_tile, numbers, held_phase, state):
         return gradient_tile(operands, smem, sheet, key_tile, held_phase, state, numbers, config)
 
-    each_tile(SCHEDULER, receiver(smem, 1), params, config, keys_of, new_state())
+    if cutlass.const_expr(config.keys.queued):
+        each_queued(SCHEDULER, smem.boxes, params, config, keys_of, new_state())
+    else:
+        each_tile(SCHEDULER, receiver(smem, 1), params, config, keys_of, new_state())
     if cutlass.const_expr(config.keys.keeps_ds):
         await_copies()
 

@@ -18,7 +18,7 @@ from tilewise.backends.hopper.backward.sequences import PackedSequence, nth_tile
 from tilewise.backends.hopper.config import ROWS
 from tilewise.backends.hopper.kit import packed, schedule
 from tilewise.backends.hopper.kit.dtypes import I32
-from tilewise.backends.hopper.kit.scheduler import PICK, TileScheduler, nth_packed_tile
+from tilewise.backends.hopper.kit.scheduler import PICK, TileScheduler, nth_packed_tile, nth_tile_by_size
 from tilewise.backends.hopper.kit.tiles import QueryTile
 
 # -- The order of tiles --------------------------------------------------------------------------------------------
@@ -78,8 +78,12 @@ def packed_tile(n, params: BackwardParams, config: Backward) -> packed.PackedTil
         rows = packed.rows_of(sequence, params.packed.cu_q, params.seqlen_q, rest=True)
         return packed.in_tiles(rows, config.queries.tile_m)
 
+    def tiles_and_size(sequence):
+        tiles = tiles_of(sequence)
+        return tiles, tiles
+
     if config.packs_sheet:
-        found = nth_tile_of_launch(n, params.group * config.queries.parts, tiles_of, params)
+        found = nth_tile_of_launch(n, params.group * config.queries.parts, nth_tile_by_size, tiles_and_size, params)
     else:
         heads = params.heads * params.group * config.queries.parts
         found = nth_packed_tile(n, heads, tiles_of, params.packed.cu_q)

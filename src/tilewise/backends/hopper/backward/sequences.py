@@ -13,7 +13,7 @@ from tilewise.backends.hopper.backward.params import BackwardParams
 from tilewise.backends.hopper.backward.tiles import STATISTICS_ALIGNMENT
 from tilewise.backends.hopper.kit import packed, schedule
 from tilewise.backends.hopper.kit.dtypes import I32
-from tilewise.backends.hopper.kit.scheduler import PICK, nth_packed_tile, publish_tile, receive_ahead, receive_tile
+from tilewise.backends.hopper.kit.scheduler import PICK, publish_tile, receive_ahead, receive_tile
 
 FAR = 1 << 30  # past every tile
 
@@ -132,13 +132,14 @@ def heads_of_launch(params: BackwardParams) -> tuple:
     return first, PICK.smaller(each, params.heads - first)
 
 
-def nth_tile_of_launch(n, parts, tiles_of: Callable, params: BackwardParams) -> packed.PackedTile:
-    """The n-th tile as :func:`nth_packed_tile` has it, of this launch's key heads; ``parts`` are tiles apart in each of these."""
+def nth_tile_of_launch(n, parts, nth: Callable, tiles_of: Callable, params: BackwardParams) -> packed.PackedTile:
+    """The n-th tile of this launch's key heads, each of which has ``parts`` that are tiles apart, as ``nth`` has it:
+    :func:`nth_packed_tile` or :func:`nth_tile_by_size`, which take ``tiles_of``."""
     first, count = heads_of_launch(params)
     heads = PICK.larger(count, 1) * parts
     # Of no head every tile is past the last one.
     n = I32(cutlass.select_(count > 0, n, FAR))
-    found = nth_packed_tile(n, heads, tiles_of, params.packed.cu_q)
+    found = nth(n, heads, tiles_of, params.packed.cu_q)
     return found._replace(head=first * parts + found.head)
 
 

@@ -19,6 +19,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from tilewise.backends.hopper.backward.config import (
+    PACKED_ROOM,
     SHEET_ROOM,
     Backward,
     least_tiles,
@@ -212,7 +213,7 @@ class PackedPortions:
     @property
     def room(self) -> int:
         """For how many blocks the sheet has room: one head's at least."""
-        fitting = max(1, SHEET_ROOM // (ELEMENT_BYTES * SHEET_BLOCK) // self.most_blocks)
+        fitting = max(1, PACKED_ROOM // (ELEMENT_BYTES * SHEET_BLOCK) // self.most_blocks)
         return self.most_blocks * min(fitting, self.problem.heads_k)
 
     @property

@@ -475,7 +475,7 @@ def run_preprocess(config: Backward, o, do, lse, dlse, lines: int, cu=None) -> t
         # As numbers: run_keys makes the words of an operand.
         put(t, batch, head, line, lane, lse2, delta)
 
-    stand_in(kernel, put_terms=put_terms, clear_queue=lambda queue, n: None, measure_once=lambda areas, n, config: None)
+    stand_in(kernel, put_terms=put_terms, clear_queue=lambda queue, n: None, write_plan=lambda plan, n, config: None)
     stand_in(kernel, row_part=row_part, put=put, put_zeros=put_zeros, clear_semaphores=clear_semaphores)
     made = [np.full((*lse.shape[:2], lines), np.nan, np.float32) for _ in range(2)]
     sums = Global(np.full((*lse.shape[:2], 3, 1, config.keys.part_elements), np.nan, np.float32))
@@ -489,17 +489,19 @@ def run_preprocess(config: Backward, o, do, lse, dlse, lines: int, cu=None) -> t
     return tuple(made)
 
 
-def run_areas(config: Backward, numbers: tuple, room: int) -> None:
-    """Writes the areas of packed sequences, and how many heads a launch has, whose sheet has room for so many blocks."""
-    (kernel,) = imported("backward.areas")
-    role.threads = 128  # four warps, which write the same
+def run_plan(config: Backward, numbers: tuple, room: int) -> None:
+    """Writes the plan of packed sequences whose sheet has room for so many blocks."""
+    (kernel,) = imported("backward.packed_plan")
+    plan = kernel.PackedPlan(_params(kernel, numbers), room)
 
-    def put(areas, n, number, mine) -> None:
+    def put(found, row: int, n, number, mine) -> None:
         n, number, mine = np.broadcast_arrays(n, number, mine)
-        areas.values[n[mine]] = number[mine]
+        found.values[row, n[mine]] = number[mine]
 
     stand_in(kernel, put=put)
-    kernel.measure(kernel.Areas(_params(kernel, numbers), room), config)
+    role.threads = 128
+    kernel.rank(plan.params, 128)
+    kernel.add_up(plan, config)  # four warps, which write the same
 
 
 def run_keys(config: Backward, t: dict, numbers: tuple, ctas: int) -> tuple:

@@ -173,7 +173,7 @@ def emulate_packed(plan: backward_call.BackwardPlan, c: Call, t: dict, ctas: int
     t["dq"], t["dk"], t["dv"] = (np.full_like(t[name], np.nan) for name in ("q", "k", "v"))
     t["sums"] = np.empty(0, np.float32)
     *starts, count_k, count_q = (tensor.numpy() for tensor in plan.starts(c.t))
-    counts, areas = (count_k, count_q), np.full(launches.areas_shape, -1, np.int32)
+    counts, table = (count_k, count_q), np.full(launches.plan_shape, -1, np.int32)
     sizes = p.seqlen_q, p.seqlen_k, p.heads_k, p.heads_q // p.heads_k, p.batch
     for n in range(launches.count):
         lo, hi, section_k, ctas_k, section_q, ctas_q, *scales, first, last, portion = backward_call.numbers_of_portion(
@@ -181,10 +181,10 @@ def emulate_packed(plan: backward_call.BackwardPlan, c: Call, t: dict, ctas: int
         )
         of, own = (
             (lo, hi, *map(np.float32, scales)),
-            [(*starts, count[n], first, last, areas, portion) for count in counts],
+            [(*starts, count[n], first, last, table, portion) for count in counts],
         )
         of_keys, of_queries = (*sizes, section_k, *of, *own[0]), (*sizes, section_q, *of, *own[1])
-        emulated.run_areas(x, of_keys, launches.room)
+        emulated.run_plan(x, of_keys, launches.room)
         # Each launch has all of the sheet: nobody reads what an earlier one has written.
         t["sheet"] = np.full((launches.sheet_shape[0], ROWS, ROWS), np.nan, np.float32)
         emulated.run_keys(x, t, of_keys, min(ctas, ctas_k))

@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass.cute.runtime import make_fake_stream
 
 from tilewise.backends.hopper.backward.config import Backward
-from tilewise.backends.hopper.backward.tiles import KEY_GROUPS, SHEET_BLOCK
+from tilewise.backends.hopper.backward.tiles import KEY_GROUPS, SHEET_BLOCK, PlanRow
 from tilewise.backends.hopper.config import ROWS
 from tilewise.backends.hopper.kit import fake
 from tilewise.backends.hopper.kit.dtypes import ELEMENT
@@ -46,7 +46,7 @@ def fake_arguments(config: Backward) -> tuple:
         blocks = [cute.sym_int() for _ in range(1 if config.packed else 3)]
         made = *made, fake.rows(ELEMENT[config.dtype], (*blocks, SHEET_BLOCK), SHEET_BLOCK, 128)
     if config.packs_sheet:
-        made = *made, fake.vector(cutlass.Int32, cute.sym_int())
+        made = *made, fake.rows(cutlass.Int32, (len(PlanRow), cute.sym_int()))
     if config.continues:
         sums = [cute.sym_int() for _ in range(3)]
         made = *made, fake.rows(cutlass.Float32, (*sums, ROWS * config.queries.width), SHEET_BLOCK, 128)

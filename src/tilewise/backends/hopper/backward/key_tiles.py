@@ -19,10 +19,10 @@ from tilewise.backends.hopper.backward.scores import ColumnLimits, ScoreBlock, p
 from tilewise.backends.hopper.backward.sequences import (
     BackwardSeqlenInfo,
     PackedSequence,
-    nth_tile_of_launch,
+    nth_planned_tile,
     seqlen_info,
 )
-from tilewise.backends.hopper.backward.tiles import KEY_GROUPS, LINE_SLOTS, STATISTICS_ALIGNMENT
+from tilewise.backends.hopper.backward.tiles import KEY_GROUPS, LINE_SLOTS, STATISTICS_ALIGNMENT, PlanRow
 from tilewise.backends.hopper.config import ROWS
 from tilewise.backends.hopper.kit import bits, packed, schedule
 from tilewise.backends.hopper.kit.dtypes import F32, I32
@@ -150,18 +150,24 @@ def packed_tile(n, params: BackwardParams, config: Backward) -> packed.PackedTil
         sequence = I32(cutlass.select_(n < order.tiles, I32(0), I32(-1)))
         return packed.PackedTile(sequence, I32(n_block), I32(head))
 
-    def tiles_and_size(n):
-        sequence = PackedSequence.of(n, params, config, rest_k=True)
-        tiles = sum(packed.in_tiles(part, config.keys.tile_n) for part in sequence.parts)
-        # In query blocks: its longest tile visits so many for each query head.
-        return tiles, packed.in_tiles(sequence.q, config.keys.tile_m)
-
-    nth, tiles_of = nth_packed_tile, lambda n: tiles_and_size(n)[0]
-    if config.keys.queued:
-        nth, tiles_of = nth_tile_by_size, tiles_and_size
     if config.packs_sheet:
-        return nth_tile_of_launch(n, 1, nth, tiles_of, params)
-    return nth(n, params.heads, tiles_of, params.packed.cu_q)
+        return nth_planned_tile(n, 1, PlanRow.KEY_TILES, params)
+    if config.keys.queued:
+        return nth_tile_by_size(n, params.heads, lambda n: tiles_and_size(n, params, config), params.packed.cu_q)
+    return nth_packed_tile(n, params.heads, lambda n: tiles_of(n, params, config), params.packed.cu_q)
+
+
+def tiles_and_size(n, params: BackwardParams, config: Backward) -> tuple:
+    """The number of tiles of the n-th packed sequence, and its size."""
+    sequence = PackedSequence.of(n, params, config, rest_k=True)
+    tiles = sum(packed.in_tiles(part, config.keys.tile_n) for part in sequence.parts)
+    # In query blocks: its longest tile visits so many for each query head.
+    return tiles, packed.in_tiles(sequence.q, config.keys.tile_m)
+
+
+def tiles_of(n, params: BackwardParams, config: Backward):
+    """The number of tiles of the n-th packed sequence."""
+    return tiles_and_size(n, params, config)[0]
 
 
 def place_packed(tile: packed.PackedTile, params: BackwardParams, config: Backward) -> tuple[KeyTile, BackwardParams]:

@@ -26,9 +26,8 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 
-from tilewise.backends.hopper.backward import keys, postprocess, preprocess, queries
+from tilewise.backends.hopper.backward import keys, packed_plan, postprocess, preprocess, queries
 from tilewise.backends.hopper.backward import sheet as sheet_pass
-from tilewise.backends.hopper.backward.areas import Areas
 from tilewise.backends.hopper.backward.keys_storage import RowBuffers
 from tilewise.backends.hopper.backward.params import BackwardParams, PackedParams, optional_params
 from tilewise.backends.hopper.backward.tiles import SHEET_MARGIN
@@ -45,10 +44,10 @@ def launch(given: tuple, made: tuple, numbers: tuple, stream: cuda.CUstream, con
         made: dq, dk, dv, and lse2, delta (batch, heads_q, at least seqlen_q and a whole number of blocks). Where dQ is accumulated,
             its sums (batch, heads_q, block, 2, part), and in order its semaphores (batch, heads_q, block x 2). Where dS is kept, its
             sheet (batch x heads_q, key block, query block, element), and where a launch may have some of the keys, dQ's sums (batch x
-            heads_q, tile, part, element), fp32; of packed sequences a sheet (block, element) and areas
-            (sequence + 2,), int32. Where key tiles come from a queue, (1,) that counts them. Of a bias that is summed, its parts: of
-            slopes (batch, heads_q, warp), of a line zeros (slot, heads_q, distance). Of a bias by pair, its gradient (batch or 1,
-            heads_q or 1, row, key).
+            heads_q, tile, part, element), fp32; of packed sequences a sheet (block, element) and their
+            plan (PlanRow, sequence + 2), int32. Where key tiles come from a queue, (1,) that counts them. Of a bias that is summed, its
+            parts: of slopes (batch, heads_q, warp), of a line zeros (slot, heads_q, distance). Of a bias by pair, its gradient (batch or
+            1, heads_q or 1, row, key).
         numbers: lo and hi of the band; heads of a section and CTAs of the pass over keys, then of the pass over queries; scale, scale2,
             cap2; the numbers of :func:`optional_params`; of packed sequences the first and the end of the keys that each may see, and where
             dS is kept the number of the launch among those that share the heads.
@@ -59,7 +58,7 @@ def launch(given: tuple, made: tuple, numbers: tuple, stream: cuda.CUstream, con
     dbias = buffers.pop() if config.sums_bias or config.dbias else None
     queue = buffers.pop() if config.makes_queue else None
     sums = buffers.pop() if config.continues else None
-    areas = buffers.pop() if config.packs_sheet else None
+    plan = buffers.pop() if config.packs_sheet else None
     sheet = buffers.pop() if config.keys.keeps_ds else None
     buffers = RowBuffers(*buffers, sheet=sheet)
     lo, hi, section_k, ctas_k, section_q, ctas_q, scale, scale2, cap2, *ends = numbers
@@ -69,7 +68,7 @@ def launch(given: tuple, made: tuple, numbers: tuple, stream: cuda.CUstream, con
         *more, cu_q, cu_k, queue_k, queue_q = more
         portion = ends.pop() if config.packs_sheet else None
         *ends, first, last = ends
-        starts = PackedParams(cu_q, cu_k, queue_k, first, last, areas, portion)
+        starts = PackedParams(cu_q, cu_k, queue_k, first, last, plan, portion)
     extra_k, extra_q = optional_params(more, ends, config)
     extra_k = extra_k._replace(queue=queue, dbias=dbias)
     # heads are key heads here: a key tile serves the whole group.
@@ -80,7 +79,7 @@ def launch(given: tuple, made: tuple, numbers: tuple, stream: cuda.CUstream, con
     rows = preprocess.StatisticsTensors(
         o, do, lse, dlse, buffers.lse2, buffers.delta, cu, buffers.dq_sums, buffers.semaphores, queue,
         scale2 if config.subtracts else None,
-        Areas(params_k, sheet.shape[0] - SHEET_MARGIN) if config.packs_sheet else None,
+        packed_plan.PackedPlan(params_k, sheet.shape[0] - SHEET_MARGIN) if config.packs_sheet else None,
     )  # fmt: skip
     keys_tensors = keys.KeysTensors(q, k, v, do, dk, dv, buffers)
     starts = starts._replace(queue=queue_q) if config.packed else None

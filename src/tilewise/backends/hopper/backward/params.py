@@ -21,8 +21,7 @@ class PackedParams(NamedTuple):
         cu_q, cu_k: (sequence + 1,), int32: the first row and key of each sequence.
         queue: (1,), int32: how many tiles of a pass were taken after each CTA's first.
         first, last: keys before ``first`` or from ``last`` on are masked in every sequence.
-        areas: (sequence + 2,), int32, where dS is kept: how many blocks of a head's sheet the sequences before each one have, and those
-            before the rows past the last one; then the key heads of a launch (:mod:`tilewise.backends.hopper.backward.areas`).
+        plan: (PlanRow, sequence + 2), int32, where dS is kept (:mod:`tilewise.backends.hopper.backward.packed_plan`).
         portion: the number of the launch among those that share the key heads.
     """
 
@@ -31,7 +30,7 @@ class PackedParams(NamedTuple):
     queue: cute.Tensor
     first: I32
     last: I32
-    areas: cute.Tensor | None = None
+    plan: cute.Tensor | None = None
     portion: I32 | None = None
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 
-from tilewise.backends.hopper.backward.areas import Areas, measure
+from tilewise.backends.hopper.backward import packed_plan
 from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.backward.sequences import statistics_start
 from tilewise.backends.hopper.backward.tiles import KEY_GROUPS, STATISTICS_ALIGNMENT
@@ -43,7 +43,7 @@ class StatisticsTensors(NamedTuple):
         semaphores: (batch, heads_q, block x warpgroup), int32; set to zero. There are fewer than statistics rows.
         queue: (1,), int32: how many key tiles were taken after each CTA's first; set to zero.
         scale2: softmax_scale · log2(e), where products subtract the statistics. ``lse2`` then has four words a row, :func:`terms_of`.
-        areas: where dS of packed sequences is kept.
+        plan: where dS of packed sequences is kept.
     """
 
     o: cute.Tensor | None
@@ -57,7 +57,7 @@ class StatisticsTensors(NamedTuple):
     semaphores: cute.Tensor | None = None
     queue: cute.Tensor | None = None
     scale2: F32 | None = None
-    areas: Areas | None = None
+    plan: packed_plan.PackedPlan | None = None
 
     def rows(self, config: Backward):
         """How many statistics rows a head has."""
@@ -90,7 +90,7 @@ def launch(t: StatisticsTensors, stream, config: Backward) -> None:
     blocks = cute.ceil_div(t.rows(config), rows_of(config.keys.dims[1]))
     if cutlass.const_expr(config.packs_sheet):
         # Launches share the heads, and the first one makes all statistics: later ones make a block's again, which nothing changes.
-        blocks = cutlass.select_(t.areas.params.packed.portion == 0, blocks, 1)
+        blocks = cutlass.select_(t.plan.params.packed.portion == 0, blocks, 1)
     grid = [blocks * t.lse.shape[0], t.lse.shape[1], 1]
     kernel(t, config).launch(grid=grid, block=[THREADS, 1, 1], stream=stream, use_pdl=True)
 
@@ -124,7 +124,7 @@ def kernel(t: StatisticsTensors, config: cutlass.Constexpr):
     if cutlass.const_expr(config.makes_queue):
         clear_queue(t.queue, n + head + thread)
     if cutlass.const_expr(config.packs_sheet):
-        measure_once(t.areas, n + head + thread // 32, config)
+        write_plan(t.plan, n + head, config)
     total = F32(0.0)
     for n, vectors in enumerate(parts):
         # delta = rowsum(dO ∘ O): 8 products a vector, then the sum over the row's threads.
@@ -252,10 +252,10 @@ def clear_queue(queue: cute.Tensor, n):
 
 
 @cute.jit
-def measure_once(areas: Areas, n, config: cutlass.Constexpr):
-    """Measures the sequences in one warp, whose ``n`` is 0."""
+def write_plan(plan: packed_plan.PackedPlan, n, config: cutlass.Constexpr):
+    """Writes the plan of packed sequences in one CTA, whose ``n`` is 0."""
     if n == 0:
-        measure(areas, config)
+        packed_plan.write(plan, THREADS, config)
 
 
 @cute.jit

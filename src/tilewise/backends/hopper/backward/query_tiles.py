@@ -14,11 +14,12 @@ import cutlass.cute as cute
 from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.backward.params import BackwardParams, number_band, row_band
 from tilewise.backends.hopper.backward.scores import ColumnLimits, ScoreBlock, pairs_of_block, thread_rows
-from tilewise.backends.hopper.backward.sequences import PackedSequence, nth_tile_of_launch, seqlen_info
+from tilewise.backends.hopper.backward.sequences import PackedSequence, nth_planned_tile, seqlen_info
+from tilewise.backends.hopper.backward.tiles import PlanRow
 from tilewise.backends.hopper.config import ROWS
 from tilewise.backends.hopper.kit import packed, schedule
 from tilewise.backends.hopper.kit.dtypes import I32
-from tilewise.backends.hopper.kit.scheduler import PICK, TileScheduler, nth_packed_tile, nth_tile_by_size
+from tilewise.backends.hopper.kit.scheduler import PICK, TileScheduler, nth_packed_tile
 from tilewise.backends.hopper.kit.tiles import QueryTile
 
 # -- The order of tiles --------------------------------------------------------------------------------------------
@@ -73,24 +74,21 @@ def tile_with_own_ends(m_block, head, batch, params: BackwardParams, config: Bac
 def packed_tile(n, params: BackwardParams, config: Backward) -> packed.PackedTile:
     """The n-th tile of packed sequences; in each sequence the longest tiles come first. ``head`` counts the parts of dQ's columns,
     where tiles share these."""
-
-    def tiles_of(sequence):
-        rows = packed.rows_of(sequence, params.packed.cu_q, params.seqlen_q, rest=True)
-        return packed.in_tiles(rows, config.queries.tile_m)
-
-    def tiles_and_size(sequence):
-        tiles = tiles_of(sequence)
-        return tiles, tiles
-
+    heads = params.heads * params.group * config.queries.parts
     if config.packs_sheet:
-        found = nth_tile_of_launch(n, params.group * config.queries.parts, nth_tile_by_size, tiles_and_size, params)
+        found = nth_planned_tile(n, params.group * config.queries.parts, PlanRow.QUERY_TILES, params)
     else:
-        heads = params.heads * params.group * config.queries.parts
-        found = nth_packed_tile(n, heads, tiles_of, params.packed.cu_q)
+        found = nth_packed_tile(n, heads, lambda n: tiles_of(n, params, config), params.packed.cu_q)
     # Under a causal mask the last rows of a sequence see most: they come first.
     if config.form == "full":
         return found
-    return found._replace(row=tiles_of(PICK.larger(found.sequence, 0)) - 1 - found.row)
+    return found._replace(row=tiles_of(PICK.larger(found.sequence, 0), params, config) - 1 - found.row)
+
+
+def tiles_of(n, params: BackwardParams, config: Backward):
+    """The number of tiles of the n-th packed sequence."""
+    rows = packed.rows_of(n, params.packed.cu_q, params.seqlen_q, rest=True)
+    return packed.in_tiles(rows, config.queries.tile_m)
 
 
 def place_packed(tile: packed.PackedTile, params: BackwardParams, config: Backward) -> tuple[QueryTile, BackwardParams]:

@@ -10,7 +10,7 @@ import cutlass.cute as cute
 
 from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.backward.params import BackwardParams
-from tilewise.backends.hopper.backward.tiles import STATISTICS_ALIGNMENT
+from tilewise.backends.hopper.backward.tiles import STATISTICS_ALIGNMENT, PlanRow
 from tilewise.backends.hopper.kit import packed, schedule
 from tilewise.backends.hopper.kit.dtypes import I32
 from tilewise.backends.hopper.kit.scheduler import PICK, publish_tile, receive_ahead, receive_tile
@@ -121,35 +121,35 @@ def dq_block_start(n, cu: cute.Tensor, total, config: Backward):
     return packed.spaced(n, cu, total, config.keys.tile_m, config.keys.tile_m)
 
 
-# -- Heads of a launch, and their sheet of dS ----------------------------------------------------------------------
+# -- The plan of packed sequences ----------------------------------------------------------------------------------
 
 
 def heads_of_launch(params: BackwardParams) -> tuple:
-    """``(first, count)``: the key heads of this launch, where launches share them; possibly none."""
-    starts = params.packed
-    each = starts.areas[cute.size(starts.areas) - 1]
-    first = starts.portion * each
-    return first, PICK.smaller(each, params.heads - first)
+    """``(each, first, count)``: how many key heads every launch has at most; the first of this one's, and how many these are: possibly
+    none."""
+    plan, portion = params.packed.plan, params.packed.portion
+    each = plan[PlanRow.BLOCKS, cute.size(plan, mode=[1]) - 1]
+    return each, portion * each, PICK.larger(PICK.smaller(each, params.heads - portion * each), 0)
 
 
-def nth_tile_of_launch(n, parts, nth: Callable, tiles_of: Callable, params: BackwardParams) -> packed.PackedTile:
-    """The n-th tile of this launch's key heads, each of which has ``parts`` that are tiles apart, as ``nth`` has it:
-    :func:`nth_packed_tile` or :func:`nth_tile_by_size`, which take ``tiles_of``."""
-    first, count = heads_of_launch(params)
-    heads = PICK.larger(count, 1) * parts
-    # Of no head every tile is past the last one.
-    n = I32(cutlass.select_(count > 0, n, FAR))
-    found = nth(n, heads, tiles_of, params.packed.cu_q)
-    return found._replace(head=first * parts + found.head)
+def nth_planned_tile(n, parts, row: PlanRow, params: BackwardParams) -> packed.PackedTile:
+    """The n-th tile of this launch in the plan's order: of each block of a sequence all key heads, each of which has ``parts`` that are
+    tiles apart. ``row``: where the plan has the tiles. A tile past the last one has ``sequence`` -1."""
+    plan, (_, first, count) = params.packed.plan, heads_of_launch(params)
+    heads, last = PICK.larger(count, 1) * parts, cute.size(plan, mode=[1]) - 1
+    block = n // heads
+    place = packed.holder(block, lambda n: plan[row, n], last)
+    there = block - plan[row, last] + (1 - PICK.smaller(count, 1)) * FAR < 0  # no tile, where there is no head
+    sequence = I32(cutlass.select_(there, plan[PlanRow.ORDER, place], I32(-1)))
+    return packed.PackedTile(sequence, I32(block - plan[row, place]), I32(first * parts + n % heads))
 
 
 def sheet_place(n, sequence: PackedSequence, params: BackwardParams, config: Backward) -> SheetPlace:
     """The place of the n-th sequence in this launch's sheet."""
-    numbers, areas = sequence.numbers, params.packed.areas
-    keys, queries = config.queries.blocks(sequence.q.size, numbers.seqlen_k)
-    first, _ = heads_of_launch(params)
-    each = areas[cute.size(areas) - 1]
-    return SheetPlace(params.group * (each * areas[n] - first * keys * queries), keys * queries, queries)
+    keys, queries = config.queries.blocks(sequence.q.size, sequence.numbers.seqlen_k)
+    each, first, _ = heads_of_launch(params)
+    before = each * params.packed.plan[PlanRow.BLOCKS, n]
+    return SheetPlace(params.group * (before - first * keys * queries), keys * queries, queries)
 
 
 # -- Mailboxes -----------------------------------------------------------------------------------------------------

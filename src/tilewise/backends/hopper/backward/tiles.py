@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 
 from tilewise.backends.hopper.config import ALIGNMENT, ELEMENT_BYTES, ROWS
 
@@ -19,6 +20,21 @@ LINE_SLOTS = 8  # places in which the gradient of a table by distance is added u
 CONSTANT_BYTES = 128  # of the constant by which a product subtracts lse
 # A packed sequence's statistics begin at a multiple of so many rows, so that a preprocessing CTA has rows of one sequence.
 STATISTICS_ALIGNMENT = 128
+
+
+class PlanRow(IntEnum):
+    """The rows of the plan of packed sequences, (row, sequence + 2); the rows past the last sequence count as one more sequence.
+
+    Attributes:
+        BLOCKS: how many blocks of a head's sheet the sequences before each one have; at the end the key heads of a launch.
+        ORDER: the sequences in the order in which their tiles are taken.
+        KEY_TILES, QUERY_TILES: how many tiles of either pass there are before those of each in that order; at the end how many in all.
+    """
+
+    BLOCKS = 0
+    ORDER = 1
+    KEY_TILES = 2
+    QUERY_TILES = 3
 
 
 def aligned(size: int) -> int:

@@ -44,7 +44,7 @@ class BackwardMemory:
         if self.config.continues:
             found += (lse.new_empty(self.portions.sums_shape),)
         if self.config.packs_sheet:
-            found += (lse.new_empty(self.portions.areas_shape, dtype=torch.int32),)
+            found += (lse.new_empty(self.portions.plan_shape, dtype=torch.int32),)
         if self.config.makes_queue:
             found += (lse.new_empty(1, dtype=torch.int32),)
         if self.config.dbias:

@@ -5,8 +5,8 @@ keys or some. Where tensors hold the ends of rows, only the device knows which p
 has room for all pairs. All portions use one sheet, and kernels wait for those of the portion before; dQ of the keys of earlier ones stays
 in fp32. Which keys a portion has depends on one sequence alone, so that no number depends on the rest of the batch.
 
-Of packed sequences only the device knows how many heads a portion has (:mod:`tilewise.backends.hopper.backward.areas`): there are as many
-launches as the worst lengths would need, all of the whole tensors, and those that find no heads left end at once.
+Of packed sequences only the device knows how many heads a portion has (:mod:`tilewise.backends.hopper.backward.packed_plan`): there are
+as many launches as the worst lengths would need, all of the whole tensors, and those that find no heads left end at once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tilewise.backends.hopper.backward.config import (
     sheet_blocks,
     sheet_bytes,
 )
-from tilewise.backends.hopper.backward.tiles import SHEET_BLOCK, SHEET_KEYS, SHEET_MARGIN
+from tilewise.backends.hopper.backward.tiles import SHEET_BLOCK, SHEET_KEYS, SHEET_MARGIN, PlanRow
 from tilewise.backends.hopper.config import ELEMENT_BYTES, ROWS
 from tilewise.backends.hopper.host.driver import Bound
 from tilewise.backends.hopper.kit import schedule
@@ -39,7 +39,7 @@ from tilewise.problem import Problem
 SHEET_COST, START_COST, SUMS_COST = 0.5, 6.0, 4.0
 
 LEAST_BLOCKS = 16  # of keys in a portion of several heads
-MADE = 6  # tensors that a launch writes: dq, dk, dv, lse2, delta and the sheet; sums of dQ, or of packed sequences their areas, follow
+MADE = 6  # tensors that a launch writes: dq, dk, dv, lse2, delta and the sheet; sums of dQ, or packed sequences' plan, follow
 
 Span = tuple[int, int]  # [start, stop)
 
@@ -227,9 +227,9 @@ class PackedPortions:
         return self.room + SHEET_MARGIN, SHEET_BLOCK
 
     @property
-    def areas_shape(self) -> tuple[int]:
-        """The shape of the areas."""
-        return (self.problem.batch + 2,)
+    def plan_shape(self) -> tuple[int, int]:
+        """The shape of the plan that the first kernel makes."""
+        return len(PlanRow), self.problem.batch + 2
 
     def views(
         self, n: int, given: Sequence[Tensor], made: Sequence[Tensor]

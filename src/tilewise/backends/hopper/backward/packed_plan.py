@@ -1,0 +1,116 @@
+"""What a backward that keeps dS works out of the lengths of packed sequences, on the device, which alone knows them (sm_90a).
+
+One CTA of the first kernel writes the plan: the sequences in the order in which their tiles are taken, the longest first; how many tiles
+there are before each; how many blocks of a sheet of dS the sequences before each one have; and for how many key heads the sheet has room.
+Launches share the heads, and those that are left without any end at once (docs/decisions.md#hopper-kept-ds).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+
+from tilewise.backends.hopper.backward import key_tiles, query_tiles
+from tilewise.backends.hopper.backward.config import Backward
+from tilewise.backends.hopper.backward.params import BackwardParams
+from tilewise.backends.hopper.backward.sequences import PackedSequence
+from tilewise.backends.hopper.backward.tiles import PlanRow
+from tilewise.backends.hopper.kit import packed, schedule
+from tilewise.backends.hopper.kit.dtypes import I32
+from tilewise.backends.hopper.kit.scheduler import PICK
+
+RANKED = 512  # sequences at most that are taken by their size: each is compared with all
+
+
+class PackedPlan(NamedTuple):
+    """What the plan is made of.
+
+    Attributes:
+        params: of a launch; ``packed.plan`` is written.
+        room: for how many blocks the sheet has room.
+    """
+
+    params: BackwardParams
+    room: I32
+
+
+@cute.jit
+def write(plan: PackedPlan, threads: cutlass.Constexpr, config: cutlass.Constexpr):
+    """A CTA of so many threads writes the plan."""
+    rank(plan.params, threads)
+    # One warp reads what all threads have written.
+    cute.arch.sync_threads()
+    if cute.arch.thread_idx()[0] // 32 == 0:
+        add_up(plan, config)
+
+
+@cute.jit
+def rank(params: BackwardParams, threads: cutlass.Constexpr):
+    """Each thread puts sequences into their places in the order: the larger first, equal ones as they come. The rows past the last
+    sequence count as one more, of no size."""
+    thread, count = cute.arch.thread_idx()[0], cute.size(params.packed.cu_q)
+    lane = thread % 32
+    for first in cutlass.range(0, count, threads, unroll=1):
+        n, place = first + thread, first + thread
+        if count <= RANKED:
+            own, place = size_of(PICK.smaller(n, count - 1), params), 0 * n
+            for others in cutlass.range(0, count, 32, unroll=1):
+                sizes = size_of(PICK.smaller(others + lane, count - 1), params)
+                sizes = I32(cutlass.select_(others + lane < count, sizes, -1))
+                for m in cutlass.range(32, unroll=8):
+                    larger = cute.arch.shuffle_sync(sizes, m) - own
+                    larger = I32(cutlass.select_(others + m < n, larger + 1, larger))
+                    place = place + I32(cutlass.select_(larger > 0, 1, 0))
+        put(params.packed.plan, PlanRow.ORDER, place, n, n < count)
+
+
+def size_of(n, params: BackwardParams) -> I32:
+    """The rows and keys of a sequence: its longest tiles take about as long."""
+    starts = params.packed
+    q = packed.rows_of(n, starts.cu_q, params.seqlen_q, rest=False)
+    return I32(q.size + packed.rows_of(n, starts.cu_k, params.seqlen_k, rest=False).size)
+
+
+@cute.jit
+def add_up(plan: PackedPlan, config: cutlass.Constexpr):
+    """One warp writes the sums, of 32 sequences at a time, and the heads of a launch."""
+    lane, params = cute.arch.thread_idx()[0] % 32, plan.params
+    found, count = params.packed.plan, cute.size(params.packed.cu_q)
+    blocks, keys, queries = I32(0), I32(0), I32(0)
+    for first in cutlass.range(0, count, 32, unroll=1):
+        n = first + lane
+        inside, last = n < count, PICK.smaller(n, count - 1)
+        sequence = found[PlanRow.ORDER, last]
+        own = blocks_of(last, params, config)
+        own_keys, own_queries = (of.tiles_of(sequence, params, config) for of in (key_tiles, query_tiles))
+        blocks = put_sums(found, PlanRow.BLOCKS, n, blocks, own, inside)
+        keys = put_sums(found, PlanRow.KEY_TILES, n, keys, own_keys, inside)
+        queries = put_sums(found, PlanRow.QUERY_TILES, n, queries, own_queries, inside)
+    heads = schedule.heads_at_once(blocks * params.group, params.heads, plan.room, PICK)
+    for row, number in ((PlanRow.BLOCKS, heads), (PlanRow.KEY_TILES, keys), (PlanRow.QUERY_TILES, queries)):
+        put(found, row, count + lane, number, lane == 0)
+
+
+def put_sums(plan: cute.Tensor, row: int, n, before: I32, own, inside) -> I32:
+    """Each lane writes the sum before its own number, if that counts. Returns the sum of all."""
+    own = I32(cutlass.select_(inside, own, 0))
+    upto = packed.running_sum(own, cute.arch.thread_idx()[0] % 32)
+    put(plan, row, n, before + upto - own, inside)
+    return before + cute.arch.shuffle_sync(upto, 31)
+
+
+@cute.jit
+def put(plan: cute.Tensor, row: cutlass.Constexpr, n, number, mine):
+    """Writes a number of the plan in the threads whose own it is."""
+    if mine:
+        plan[row, n] = number
+
+
+def blocks_of(n, params: BackwardParams, config: Backward) -> I32:
+    """How many blocks a head's sheet has of the n-th sequence; none of the rows past the last one."""
+    sequence = PackedSequence.of(n, params, config)
+    keys, queries = config.queries.blocks(sequence.q.size, sequence.numbers.seqlen_k)
+    # cu_seqlens is checked by no host: a sequence may seem to end before it begins.
+    return I32(PICK.larger(keys, 0) * PICK.larger(queries, 0))

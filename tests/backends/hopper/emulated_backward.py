@@ -33,7 +33,7 @@ from tests.backends.hopper.emulated import (
     stand_in_for_queues,
 )
 from tilewise.backends.hopper.backward.config import Backward
-from tilewise.backends.hopper.backward.tiles import KEY_GROUPS, KeyTiles, QueryTiles
+from tilewise.backends.hopper.backward.tiles import KEY_GROUPS, KeyTiles, PlanRow, QueryTiles
 from tilewise.backends.hopper.config import ELEMENT_BYTES, ROWS
 
 LOG2_E = np.float32(np.log2(np.e))
@@ -489,8 +489,15 @@ def run_preprocess(config: Backward, o, do, lse, dlse, lines: int, cu=None) -> t
     return tuple(made)
 
 
-def run_plan(config: Backward, numbers: tuple, room: int) -> None:
-    """Writes the plan of packed sequences whose sheet has room for so many blocks."""
+def planned(config: Backward, sizes: tuple, starts: np.ndarray, room: int) -> np.ndarray:
+    """The plan of sequences that have as many queries as keys; ``sizes``: the numbers of a launch but for those of packed sequences."""
+    plan = np.full((len(PlanRow), len(starts) + 1), -1, np.int32)
+    run_plan(config, (*sizes, starts, starts, None, 0, 1 << 30, plan, 0), room)
+    return plan
+
+
+def run_plan(config: Backward, numbers: tuple, room: int | None) -> None:
+    """Writes the plan of packed sequences whose sheet, if there is one, has room for so many blocks."""
     (kernel,) = imported("backward.packed_plan")
     plan = kernel.PackedPlan(_params(kernel, numbers), room)
 

@@ -113,7 +113,11 @@ def emulate_kernels(c: Call, x: backward_config.Backward, ctas: int) -> Grads:
         p = c.p
         sizes = p.seqlen_q, t["k"].shape[1], p.heads_k, p.heads_q // p.heads_k, p.batch, section
         more = ((extras[turn],) if extras[turn] else ()) + ((cu_q, cu_k, queues[turn], *ends) if p.packed else ())
-        return (*sizes, lo, hi, *map(np.float32, scales), *more)
+        return (*sizes, lo, hi, *map(np.float32, scales), *more, *([planned] if x.planned else []))
+
+    planned = np.full(plan.memory.plan_shape, -1, np.int32) if x.planned else None
+    if x.planned and not x.packs_sheet:
+        emulated.run_plan(x, work(section_k, 0), room=None)
 
     if x.keys.keeps_ds:
         *found, first = (emulate_packed if x.packed else emulate_kept)(plan, c, t, ctas)
@@ -173,7 +177,7 @@ def emulate_packed(plan: backward_call.BackwardPlan, c: Call, t: dict, ctas: int
     t["dq"], t["dk"], t["dv"] = (np.full_like(t[name], np.nan) for name in ("q", "k", "v"))
     t["sums"] = np.empty(0, np.float32)
     *starts, count_k, count_q = (tensor.numpy() for tensor in plan.starts(c.t))
-    counts, table = (count_k, count_q), np.full(launches.plan_shape, -1, np.int32)
+    counts, table = (count_k, count_q), np.full(plan.memory.plan_shape, -1, np.int32)
     sizes = p.seqlen_q, p.seqlen_k, p.heads_k, p.heads_q // p.heads_k, p.batch
     for n in range(launches.count):
         lo, hi, section_k, ctas_k, section_q, ctas_q, *scales, first, last, portion = backward_call.numbers_of_portion(
@@ -447,7 +451,10 @@ def test_packed_key_tiles_come_once_each_and_those_of_the_longest_sequence_first
     cu_q, cu_k, queue, _ = (tensor.numpy() for tensor in plan.starts(c.t))
     lo, hi, *_, first, last = plan.numbers
     sizes = c.p.seqlen_q, c.p.seqlen_k, c.p.heads_k, c.p.group, c.p.batch, 1
-    params = emulated._params(kernel, (*sizes, lo, hi, *np.ones(3, np.float32), cu_q, cu_k, queue, first, last))
+    planned = np.full(plan.memory.plan_shape, -1, np.int32)
+    numbers = *sizes, lo, hi, *np.ones(3, np.float32), cu_q, cu_k, queue, first, last, planned
+    emulated.run_plan(x, numbers, room=None)
+    params = emulated._params(kernel, numbers)
     scheduler, emulated.role.threads, tiles = kernel.SCHEDULER, 128, []
     while (tile := scheduler.packed_tile(len(tiles), params, x)).sequence >= 0:
         tiles.append((tile, scheduler.place_packed(tile, params, x)[0]))

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import numpy as np
 import pytest
 
-from tests.backends.hopper import emulated
+from tests.backends.hopper import emulated, emulated_backward
+from tilewise.backends.hopper.backward.config import TABLE, Backward
+from tilewise.backends.hopper.backward.tiles import PlanRow
+from tilewise.backends.hopper.host.plan import FAR
+from tilewise.backends.hopper.kit import schedule
 
 
 @pytest.fixture
@@ -27,15 +32,30 @@ def test_every_tile_is_found_in_its_sequence(packed, count):
     assert packed.find(len(expected), lambda n: tiles[n], count)[2] == len(expected)
 
 
-@pytest.mark.parametrize("count", [1, 31, 32, 33, 100])
-def test_every_tile_is_found_once_and_those_of_larger_sequences_first(packed, count):
+@pytest.mark.parametrize("count", [1, 31, 32, 33, 100, 600])
+def test_the_plan_has_the_larger_sequences_first_unless_there_are_many(count):
     chance = random.Random(count)
-    tiles, sizes = (np.array([chance.choice((0, 1, 2, 40)) for _ in range(count)]) for _ in range(2))
-    order = sorted(range(count), key=lambda n: -sizes[n])  # stable: equal ones in their order
-    expected = [(n, tile) for n in order for tile in range(tiles[n])]
-    for m in chance.sample(range(len(expected)), min(len(expected), 30)):
-        assert packed.find_by_size(m, lambda n: (tiles[n], sizes[n]), count) == expected[m]
-    assert packed.find_by_size(len(expected), lambda n: (tiles[n], sizes[n]), count)[0] == -1
+    sizes, config = [chance.choice((0, 1, 2, 400)) for _ in range(count)], plan_config()
+    starts = np.cumsum([0, *sizes]).astype(np.int32)
+    plan = emulated_backward.planned(
+        config, (starts[-1] + 9, starts[-1], 3, 2, count, 1, -FAR, 1, 1.0, 1.0, 0.0), starts, 1000
+    )
+    order = [*range(count), count]  # the rows past the last sequence count as one
+    if count < 512:
+        order = sorted(order, key=lambda n: -[*sizes, 0][n])  # stable: equal ones in their order
+    assert plan[PlanRow.ORDER, :-1].tolist() == order
+    tiles = [-(-n // config.keys.tile_n) for n in [*sizes, 0]]
+    assert plan[PlanRow.KEY_TILES].tolist() == np.cumsum([0, *(tiles[n] for n in order)]).tolist()
+    tiles = [-(-n // config.queries.tile_m) for n in [*sizes, 9]]
+    assert plan[PlanRow.QUERY_TILES].tolist() == np.cumsum([0, *(tiles[n] for n in order)]).tolist()
+    blocks = [math.prod(config.queries.blocks(n, n)) for n in sizes]
+    assert plan[PlanRow.BLOCKS, :-1].tolist() == np.cumsum([0, *blocks]).tolist()
+    assert plan[PlanRow.BLOCKS, -1] == schedule.heads_at_once(2 * sum(blocks), 3, 1000)
+
+
+def plan_config() -> Backward:
+    """Of a backward that keeps dS."""
+    return Backward(*TABLE[256, 256].kept, dtype="bf16", form="upper", packed=True)
 
 
 @pytest.mark.parametrize("count", [1, 2, 31, 32, 33, 100, 1024, 1025, 5000])

@@ -164,9 +164,14 @@ class Backward(Formed):
         return self.keys.keeps_ds and self.of_numbers and not self.packed
 
     @property
+    def planned(self) -> bool:
+        """Whether the first kernel plans packed sequences (:mod:`tilewise.backends.hopper.backward.packed_plan`)."""
+        return self.packed and (self.keys.sums_dq or self.keys.keeps_ds)
+
+    @property
     def packs_sheet(self) -> bool:
-        """Whether dS of packed sequences is kept: the device says where, and how many heads a launch has."""
-        return self.keys.keeps_ds and self.packed
+        """Whether dS of packed sequences is kept: the plan says where, and how many heads a launch has."""
+        return self.packed and self.keys.keeps_ds
 
     @property
     def statistics_gap(self) -> int:

@@ -45,11 +45,11 @@ def fake_arguments(config: Backward) -> tuple:
     if config.keys.keeps_ds:
         blocks = [cute.sym_int() for _ in range(1 if config.packed else 3)]
         made = *made, fake.rows(ELEMENT[config.dtype], (*blocks, SHEET_BLOCK), SHEET_BLOCK, 128)
-    if config.packs_sheet:
-        made = *made, fake.rows(cutlass.Int32, (len(PlanRow), cute.sym_int()))
     if config.continues:
         sums = [cute.sym_int() for _ in range(3)]
         made = *made, fake.rows(cutlass.Float32, (*sums, ROWS * config.queries.width), SHEET_BLOCK, 128)
+    if config.planned:
+        made = *made, fake.rows(cutlass.Int32, (len(PlanRow), cute.sym_int()))
     if config.makes_queue:
         made = *made, fake.vector(cutlass.Int32, 1)
     if config.sums_bias:

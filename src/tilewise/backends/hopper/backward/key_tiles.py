@@ -27,7 +27,7 @@ from tilewise.backends.hopper.config import ROWS
 from tilewise.backends.hopper.kit import bits, packed, schedule
 from tilewise.backends.hopper.kit.dtypes import F32, I32
 from tilewise.backends.hopper.kit.lines import KeyLine, line_of_head
-from tilewise.backends.hopper.kit.scheduler import PICK, TileScheduler, nth_packed_tile, nth_tile_by_size
+from tilewise.backends.hopper.kit.scheduler import PICK, TileScheduler, nth_packed_tile
 from tilewise.backends.hopper.kit.slopes import RowSlopes
 from tilewise.backends.hopper.kit.softmax import LOG2_E
 from tilewise.backends.hopper.kit.tiles import column_of
@@ -150,24 +150,15 @@ def packed_tile(n, params: BackwardParams, config: Backward) -> packed.PackedTil
         sequence = I32(cutlass.select_(n < order.tiles, I32(0), I32(-1)))
         return packed.PackedTile(sequence, I32(n_block), I32(head))
 
-    if config.packs_sheet:
+    if config.planned:
         return nth_planned_tile(n, 1, PlanRow.KEY_TILES, params)
-    if config.keys.queued:
-        return nth_tile_by_size(n, params.heads, lambda n: tiles_and_size(n, params, config), params.packed.cu_q)
     return nth_packed_tile(n, params.heads, lambda n: tiles_of(n, params, config), params.packed.cu_q)
-
-
-def tiles_and_size(n, params: BackwardParams, config: Backward) -> tuple:
-    """The number of tiles of the n-th packed sequence, and its size."""
-    sequence = PackedSequence.of(n, params, config, rest_k=True)
-    tiles = sum(packed.in_tiles(part, config.keys.tile_n) for part in sequence.parts)
-    # In query blocks: its longest tile visits so many for each query head.
-    return tiles, packed.in_tiles(sequence.q, config.keys.tile_m)
 
 
 def tiles_of(n, params: BackwardParams, config: Backward):
     """The number of tiles of the n-th packed sequence."""
-    return tiles_and_size(n, params, config)[0]
+    sequence = PackedSequence.of(n, params, config, rest_k=True)
+    return sum(packed.in_tiles(part, config.keys.tile_n) for part in sequence.parts)
 
 
 def place_packed(tile: packed.PackedTile, params: BackwardParams, config: Backward) -> tuple[KeyTile, BackwardParams]:

@@ -1,8 +1,9 @@
-"""What a backward that keeps dS works out of the lengths of packed sequences, on the device, which alone knows them (sm_90a).
+"""What a backward works out of the lengths of packed sequences, on the device, which alone knows them (sm_90a).
 
-One CTA of the first kernel writes the plan: the sequences in the order in which their tiles are taken, the longest first; how many tiles
-there are before each; how many blocks of a sheet of dS the sequences before each one have; and for how many key heads the sheet has room.
-Launches share the heads, and those that are left without any end at once (docs/decisions.md#hopper-kept-ds).
+One CTA of the first kernel writes the plan: the sequences in the order in which their tiles are taken, the longest first
+(docs/decisions.md#hopper-packed-queue), and how many tiles there are before each. Where dS is kept, also how many blocks of its sheet the
+sequences before each one have, and for how many key heads the sheet has room: launches share the heads, and those that are left without
+any end at once (docs/decisions.md#hopper-kept-ds).
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ class PackedPlan(NamedTuple):
 
     Attributes:
         params: of a launch; ``packed.plan`` is written.
-        room: for how many blocks the sheet has room.
+        room: for how many blocks the sheet of dS has room, where there is one.
     """
 
     params: BackwardParams
-    room: I32
+    room: I32 | None
 
 
 @cute.jit
@@ -67,10 +68,8 @@ def rank(params: BackwardParams, threads: cutlass.Constexpr):
 
 
 def size_of(n, params: BackwardParams) -> I32:
-    """The rows and keys of a sequence: its longest tiles take about as long."""
-    starts = params.packed
-    q = packed.rows_of(n, starts.cu_q, params.seqlen_q, rest=False)
-    return I32(q.size + packed.rows_of(n, starts.cu_k, params.seqlen_k, rest=False).size)
+    """The rows of a sequence: the longest tiles of the pass over keys visit them all."""
+    return I32(packed.rows_of(n, params.packed.cu_q, params.seqlen_q, rest=False).size)
 
 
 @cute.jit
@@ -83,14 +82,16 @@ def add_up(plan: PackedPlan, config: cutlass.Constexpr):
         n = first + lane
         inside, last = n < count, PICK.smaller(n, count - 1)
         sequence = found[PlanRow.ORDER, last]
-        own = blocks_of(last, params, config)
-        own_keys, own_queries = (of.tiles_of(sequence, params, config) for of in (key_tiles, query_tiles))
-        blocks = put_sums(found, PlanRow.BLOCKS, n, blocks, own, inside)
-        keys = put_sums(found, PlanRow.KEY_TILES, n, keys, own_keys, inside)
-        queries = put_sums(found, PlanRow.QUERY_TILES, n, queries, own_queries, inside)
-    heads = schedule.heads_at_once(blocks * params.group, params.heads, plan.room, PICK)
-    for row, number in ((PlanRow.BLOCKS, heads), (PlanRow.KEY_TILES, keys), (PlanRow.QUERY_TILES, queries)):
-        put(found, row, count + lane, number, lane == 0)
+        keys = put_sums(found, PlanRow.KEY_TILES, n, keys, key_tiles.tiles_of(sequence, params, config), inside)
+        if cutlass.const_expr(config.packs_sheet):
+            tiles = query_tiles.tiles_of(sequence, params, config)
+            queries = put_sums(found, PlanRow.QUERY_TILES, n, queries, tiles, inside)
+            blocks = put_sums(found, PlanRow.BLOCKS, n, blocks, blocks_of(last, params, config), inside)
+    put(found, PlanRow.KEY_TILES, count + lane, keys, lane == 0)
+    if cutlass.const_expr(config.packs_sheet):
+        heads = schedule.heads_at_once(blocks * params.group, params.heads, plan.room, PICK)
+        put(found, PlanRow.QUERY_TILES, count + lane, queries, lane == 0)
+        put(found, PlanRow.BLOCKS, count + lane, heads, lane == 0)
 
 
 def put_sums(plan: cute.Tensor, row: int, n, before: I32, own, inside) -> I32:

@@ -21,8 +21,8 @@ class PackedParams(NamedTuple):
         cu_q, cu_k: (sequence + 1,), int32: the first row and key of each sequence.
         queue: (1,), int32: how many tiles of a pass were taken after each CTA's first.
         first, last: keys before ``first`` or from ``last`` on are masked in every sequence.
-        plan: (PlanRow, sequence + 2), int32, where dS is kept (:mod:`tilewise.backends.hopper.backward.packed_plan`).
-        portion: the number of the launch among those that share the key heads.
+        plan: (PlanRow, sequence + 2), int32, where there is one (:mod:`tilewise.backends.hopper.backward.packed_plan`).
+        portion: where dS is kept, the number of the launch among those that share the key heads.
     """
 
     cu_q: cute.Tensor

@@ -43,7 +43,7 @@ class StatisticsTensors(NamedTuple):
         semaphores: (batch, heads_q, block x warpgroup), int32; set to zero. There are fewer than statistics rows.
         queue: (1,), int32: how many key tiles were taken after each CTA's first; set to zero.
         scale2: softmax_scale · log2(e), where products subtract the statistics. ``lse2`` then has four words a row, :func:`terms_of`.
-        plan: where dS of packed sequences is kept.
+        plan: of packed sequences, where there is one.
     """
 
     o: cute.Tensor | None
@@ -123,7 +123,7 @@ def kernel(t: StatisticsTensors, config: cutlass.Constexpr):
         clear_sums(t.dq_sums[batch, head, None, 0, None], block, blocks, config)
     if cutlass.const_expr(config.makes_queue):
         clear_queue(t.queue, n + head + thread)
-    if cutlass.const_expr(config.packs_sheet):
+    if cutlass.const_expr(config.planned):
         write_plan(t.plan, n + head, config)
     total = F32(0.0)
     for n, vectors in enumerate(parts):

@@ -133,15 +133,17 @@ def heads_of_launch(params: BackwardParams) -> tuple:
 
 
 def nth_planned_tile(n, parts, row: PlanRow, params: BackwardParams) -> packed.PackedTile:
-    """The n-th tile of this launch in the plan's order: of each block of a sequence all key heads, each of which has ``parts`` that are
-    tiles apart. ``row``: where the plan has the tiles. A tile past the last one has ``sequence`` -1."""
-    plan, (_, first, count) = params.packed.plan, heads_of_launch(params)
-    heads, last = PICK.larger(count, 1) * parts, cute.size(plan, mode=[1]) - 1
-    block = n // heads
+    """The n-th tile of a launch in the plan's order: of each block of a sequence all key heads, each of which has ``parts`` that are tiles
+    apart. ``row``: where the plan has the tiles. A tile past the last one has ``sequence`` -1."""
+    plan, (first, heads) = params.packed.plan, (0, params.heads)
+    if params.packed.portion is not None:
+        _, first, heads = heads_of_launch(params)
+        # Of no head every tile is past the last one.
+        n, heads = I32(cutlass.select_(heads > 0, n, FAR)), PICK.larger(heads, 1)
+    last, block = cute.size(plan, mode=[1]) - 1, n // (heads * parts)
     place = packed.holder(block, lambda n: plan[row, n], last)
-    there = block - plan[row, last] + (1 - PICK.smaller(count, 1)) * FAR < 0  # no tile, where there is no head
-    sequence = I32(cutlass.select_(there, plan[PlanRow.ORDER, place], I32(-1)))
-    return packed.PackedTile(sequence, I32(block - plan[row, place]), I32(first * parts + n % heads))
+    sequence = I32(cutlass.select_(block < plan[row, last], plan[PlanRow.ORDER, place], I32(-1)))
+    return packed.PackedTile(sequence, I32(block - plan[row, place]), I32(first * parts + n % (heads * parts)))
 
 
 def sheet_place(n, sequence: PackedSequence, params: BackwardParams, config: Backward) -> SheetPlace:

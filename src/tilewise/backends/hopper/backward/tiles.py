@@ -26,15 +26,15 @@ class PlanRow(IntEnum):
     """The rows of the plan of packed sequences, (row, sequence + 2); the rows past the last sequence count as one more sequence.
 
     Attributes:
-        BLOCKS: how many blocks of a head's sheet the sequences before each one have; at the end the key heads of a launch.
         ORDER: the sequences in the order in which their tiles are taken.
         KEY_TILES, QUERY_TILES: how many tiles of either pass there are before those of each in that order; at the end how many in all.
+        BLOCKS: how many blocks of a head's sheet the sequences before each one have; at the end the key heads of a launch.
     """
 
-    BLOCKS = 0
-    ORDER = 1
-    KEY_TILES = 2
-    QUERY_TILES = 3
+    ORDER = 0
+    KEY_TILES = 1
+    QUERY_TILES = 2
+    BLOCKS = 3
 
 
 def aligned(size: int) -> int:

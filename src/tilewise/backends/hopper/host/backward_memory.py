@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.hopper.backward.config import Backward
-from tilewise.backends.hopper.backward.tiles import KEY_GROUPS, LINE_SLOTS
+from tilewise.backends.hopper.backward.tiles import KEY_GROUPS, LINE_SLOTS, PlanRow
 from tilewise.backends.hopper.host.portions import PackedPortions, Portions
 from tilewise.backends.hopper.pair_bias import pair_bias_of
 from tilewise.backends.hopper.tables import line_of
@@ -43,8 +43,8 @@ class BackwardMemory:
             found += (grads[0].new_empty(self.portions.sheet_shape),)
         if self.config.continues:
             found += (lse.new_empty(self.portions.sums_shape),)
-        if self.config.packs_sheet:
-            found += (lse.new_empty(self.portions.plan_shape, dtype=torch.int32),)
+        if self.config.planned:
+            found += (lse.new_empty(self.plan_shape, dtype=torch.int32),)
         if self.config.makes_queue:
             found += (lse.new_empty(1, dtype=torch.int32),)
         if self.config.dbias:
@@ -80,6 +80,11 @@ class BackwardMemory:
             return None
         problem, config = self.problem, self.config
         return problem.batch_dim, problem.heads_q, config.blocks(problem), KEY_GROUPS, config.keys.part_elements
+
+    @property
+    def plan_shape(self) -> tuple[int, int]:
+        """The shape of the plan of packed sequences."""
+        return len(PlanRow), self.problem.batch + 2
 
     @cached_property
     def slope_sums_shape(self) -> tuple[int, ...]:

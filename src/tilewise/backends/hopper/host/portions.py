@@ -27,7 +27,7 @@ from tilewise.backends.hopper.backward.config import (
     sheet_blocks,
     sheet_bytes,
 )
-from tilewise.backends.hopper.backward.tiles import SHEET_BLOCK, SHEET_KEYS, SHEET_MARGIN, PlanRow
+from tilewise.backends.hopper.backward.tiles import SHEET_BLOCK, SHEET_KEYS, SHEET_MARGIN
 from tilewise.backends.hopper.config import ELEMENT_BYTES, ROWS
 from tilewise.backends.hopper.host.driver import Bound
 from tilewise.backends.hopper.kit import schedule
@@ -225,11 +225,6 @@ class PackedPortions:
     def sheet_shape(self) -> tuple[int, int]:
         """The shape of the sheet."""
         return self.room + SHEET_MARGIN, SHEET_BLOCK
-
-    @property
-    def plan_shape(self) -> tuple[int, int]:
-        """The shape of the plan that the first kernel makes."""
-        return len(PlanRow), self.problem.batch + 2
 
     def views(
         self, n: int, given: Sequence[Tensor], made: Sequence[Tensor]

@@ -103,34 +103,6 @@ def running_sum(own: I32, lane) -> I32:
 
 
 @cute.jit
-def find_by_size(m, tiles_and_size: cutlass.Constexpr, count):
-    """``(sequence, tile)``: what :func:`find` finds where the larger of ``count`` sequences come first, and equal ones in their order.
-    ``tiles_and_size(n)`` is the number of tiles of the n-th, and its size. Past the last tile the sequence is -1.
-
-    Each lane adds up the tiles of all sequences before its own: for many sequences this takes longer than :func:`find`.
-    """
-    lane, sequence, tile = cute.arch.thread_idx()[0] % 32, I32(-1), I32(0)
-    for first in cutlass.range(0, count, 32, unroll=1):
-        mine, size = tiles_and_size(cutlass.min(first + lane, count - 1))
-        mine, before = I32(cutlass.select_(first + lane < count, I32(mine), I32(0))), I32(0)
-        for other in cutlass.range(0, count, 32, unroll=1):
-            tiles, other_size = tiles_and_size(cutlass.min(other + lane, count - 1))
-            tiles = I32(cutlass.select_(other + lane < count, I32(tiles), I32(0)))
-            for n in cutlass.range(32, unroll=8):
-                larger = cute.arch.shuffle_sync(other_size, n) - size
-                # Of equal ones the earlier sequence comes first.
-                larger = I32(cutlass.select_(other + n < first + lane, larger + 1, larger))
-                before = before + I32(cutlass.select_(larger > 0, cute.arch.shuffle_sync(tiles, n), I32(0)))
-        # At most one lane: the tile is one of its sequence's where both differences are negative.
-        outside = cutlass.max(before - m - 1, m - before - mine)
-        found = cute.arch.vote_ballot_sync(outside < 0)
-        holder = cutlass.min(cute.arch.popc((found & -found) - 1), 31)
-        sequence = I32(cutlass.select_(found == 0, sequence, I32(first + holder)))
-        tile = I32(cutlass.select_(found == 0, tile, I32(m - cute.arch.shuffle_sync(before, holder))))
-    return tuple(cute.arch.make_warp_uniform(x) for x in (sequence, tile))
-
-
-@cute.jit
 def take(queue: cute.Tensor):
     """The next tile of all that no CTA has: CTAs begin with the first ones (docs/decisions.md#hopper-packed-queue)."""
     n = I32(0)

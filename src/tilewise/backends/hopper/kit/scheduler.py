@@ -28,7 +28,6 @@ PICK = schedule.Pick(cutlass.min, cutlass.max)
 """The smaller and the larger of two numbers, as :mod:`tilewise.backends.hopper.kit.schedule` takes them in a kernel."""
 
 SHORT = 16  # blocks: for a longer tile the start-up cost is small, and L2 would hold its first blocks too long
-SORTED = 128  # packed sequences at most that are taken by their size
 MAILBOX_WORDS = 2  # of 8 bytes each
 
 
@@ -295,18 +294,3 @@ def nth_packed_tile(n, heads, tiles_of: Callable, cu: cute.Tensor) -> packed.Pac
     """
     sequence, block, count = packed.find(n // heads, tiles_of, cute.size(cu))
     return packed.PackedTile(I32(cutlass.select_(n < count * heads, sequence, I32(-1))), block, n % heads)
-
-
-@cute.jit
-def nth_tile_by_size(n, heads, tiles_and_size: cutlass.Constexpr, cu: cute.Tensor) -> packed.PackedTile:
-    """The n-th tile as :func:`nth_packed_tile` has it, the largest sequences first unless there are many, whose tiles are short.
-
-    ``tiles_and_size(sequence)`` is a sequence's number of tiles, and its size.
-    """
-    sequence, block = I32(0), I32(0)
-    if cute.size(cu) <= SORTED:
-        sequence, block = packed.find_by_size(n // heads, tiles_and_size, cute.size(cu))
-    else:
-        sequence, block, count = packed.find(n // heads, lambda sequence: tiles_and_size(sequence)[0], cute.size(cu))
-        sequence = I32(cutlass.select_(n < count * heads, sequence, I32(-1)))
-    return packed.PackedTile(sequence, block, n % heads)

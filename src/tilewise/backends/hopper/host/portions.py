@@ -20,6 +20,7 @@ from torch import Tensor
 
 from tilewise.backends.hopper.backward.config import (
     PACKED_ROOM,
+    SHEET_LIMIT,
     SHEET_ROOM,
     Backward,
     least_tiles,
@@ -39,6 +40,8 @@ from tilewise.problem import Problem
 SHEET_COST, START_COST, SUMS_COST = 0.5, 6.0, 4.0
 
 LEAST_BLOCKS = 16  # of keys in a portion of several heads
+MANY_ROUNDS = 4  # of tiles of a portion: a larger sheet would save little
+WORTH_MORE = 0.9  # of the time that a smaller sheet costs
 MADE = 6  # tensors that a launch writes: dq, dk, dv, lse2, delta and the sheet; sums of dQ, or packed sequences' plan, follow
 
 Span = tuple[int, int]  # [start, stop)
@@ -107,13 +110,30 @@ class Portions:
     def sizes(self) -> tuple[int, int, int]:
         """How many batch elements, key heads and blocks of keys a portion has at most."""
         heads, keys = self.problem.heads_k, self.blocks[0]
-        # Of tiles of keys: as many as the room holds, or as few as there must be.
-        room = SHEET_ROOM // sheet_bytes(self.config.queries, self.problem)
-        room = max(room, least_tiles(self.config, self.problem, lambda: self.cores))
+        # Of tiles of keys: as many as a room holds, or as few as there must be.
+        tile, least = (
+            sheet_bytes(self.config.queries, self.problem),
+            least_tiles(self.config, self.problem, lambda: self.cores),
+        )
+        room, *more = (max(size // tile, least) for size in (SHEET_ROOM, 2 * SHEET_ROOM, SHEET_LIMIT))
         if room >= keys * heads:
             return room // (keys * heads), heads, keys
         if not self.config.continues:  # all keys: only the device knows which of them a row sees
             return 1, room // keys, keys
+        found = self.sizes_within(room)
+        if room >= MANY_ROUNDS * self.cores:
+            return found
+        # Few tiles even out badly, as those of grouped heads, which are large.
+        cost = self.cost(*found[1:])
+        for room in more:
+            larger = self.sizes_within(room)
+            if (saved := self.cost(*larger[1:])) < WORTH_MORE * cost:
+                found, cost = larger, saved
+        return found
+
+    def sizes_within(self, room: int) -> tuple[int, int, int]:
+        """As :attr:`sizes`, of a portion that has so many tiles of keys of one sequence at most."""
+        heads, keys = self.problem.heads_k, self.blocks[0]
         # Fewer keys than these of more heads would add up more sums of dQ than they even out, and take long to count.
         most = min(heads, max(1, room // LEAST_BLOCKS))
         counts = (min(1 << n, most) for n in range(most.bit_length() + 1))

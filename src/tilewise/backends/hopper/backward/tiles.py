@@ -127,6 +127,7 @@ class KeyTiles(Sharing):
         layout += (
             "_halves" * self.halved
             + "_kept" * self.keeps_ds
+            + "_queue" * (self.split and self.queued)
             + "_late" * self.reads_late
             + (f"_b{self.bias_stages}" if self.bias_stages else "")
         )

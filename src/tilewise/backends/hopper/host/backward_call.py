@@ -227,7 +227,9 @@ def backward(plan: BackwardPlan, inputs: Inputs, out: Output, do: Tensor, dlse: 
     made = *grads, *made[3:]
     if all(plan.addressable) and in_place and not (plan.cut or holes):
         config = plan.config
-        spent = config.keys.keeps_ds + config.continues + config.packs_sheet  # the sheet, sums of dQ, the plan
+        spent = 0
+        if config.keys.keeps_ds:  # the sheet, sums of dQ, the plan, and the queue
+            spent = 1 + config.continues + config.planned + config.makes_queue
         plan.keep(inputs, KeptLaunch(bound, made, of_mask, spent))
     return plan.gradients(inputs, lse, dlse, made)
 

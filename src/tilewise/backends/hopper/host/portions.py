@@ -276,7 +276,7 @@ class InPortions:
 
     def __call__(self, *tensors: Tensor) -> None:
         config = self.portions.config
-        made = MADE + config.continues + config.packs_sheet
+        made = MADE + config.continues + config.planned + config.makes_queue
         for n, bound in enumerate(self.bound):
             given, written = self.portions.views(n, tensors[:-made], tensors[-made:])
             bound(*given, *written)

@@ -107,6 +107,8 @@ def kernel(t: StatisticsTensors, config: cutlass.Constexpr):
     rows_each_cta = rows_of(config.keys.dims[1])
     blocks, (n, head, _) = cute.ceil_div(t.rows(config), rows_each_cta), cute.arch.block_idx()
     block, batch, thread = n % blocks, n // blocks, cute.arch.thread_idx()[0]
+    if cutlass.const_expr(config.planned):
+        write_plan(t.plan, n + head, config)  # before registers hold what is on its way
     lane, first, step = thread % lanes, block * rows_each_cta + thread // lanes, THREADS // lanes
     mine = lane % ROWS_EACH
     # ROWS_EACH rows whose O and dO this thread reads, and the one whose statistics it writes.
@@ -123,8 +125,6 @@ def kernel(t: StatisticsTensors, config: cutlass.Constexpr):
         clear_sums(t.dq_sums[batch, head, None, 0, None], block, blocks, config)
     if cutlass.const_expr(config.makes_queue):
         clear_queue(t.queue, n + head + thread)
-    if cutlass.const_expr(config.planned):
-        write_plan(t.plan, n + head, config)
     total = F32(0.0)
     for n, vectors in enumerate(parts):
         # delta = rowsum(dO ∘ O): 8 products a vector, then the sum over the row's threads.

@@ -141,9 +141,9 @@ def nth_planned_tile(n, parts, row: PlanRow, params: BackwardParams) -> packed.P
         # Of no head every tile is past the last one.
         n, heads = I32(cutlass.select_(heads > 0, n, FAR)), PICK.larger(heads, 1)
     last, block = cute.size(plan, mode=[1]) - 1, n // (heads * parts)
-    place = packed.holder(block, lambda n: plan[row, n], last)
-    sequence = I32(cutlass.select_(block < plan[row, last], plan[PlanRow.ORDER, place], I32(-1)))
-    return packed.PackedTile(sequence, I32(block - plan[row, place]), I32(first * parts + n % (heads * parts)))
+    start, sequence = packed.holder_of(block, plan[row, None], plan[PlanRow.ORDER, None], last)
+    sequence = I32(cutlass.select_(block < plan[row, last], sequence, I32(-1)))
+    return packed.PackedTile(sequence, I32(block - start), I32(first * parts + n % (heads * parts)))
 
 
 def sheet_place(n, sequence: PackedSequence, params: BackwardParams, config: Backward) -> SheetPlace:

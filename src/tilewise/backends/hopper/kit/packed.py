@@ -113,13 +113,34 @@ def take(queue: cute.Tensor):
 
 
 @cute.jit
+def holder_of(place, starts: cute.Tensor, names: cute.Tensor, count):
+    """``(start, name)`` of the last of ``count`` sequences that starts no later than the place; the starts grow, from 0 on. Both of up to
+    32 are read at once: a wait for a load less."""
+    lane, low, left = cute.arch.thread_idx()[0] % 32, I32(0), I32(count)
+    if count > 32:
+        low, left = nearest(place, lambda n: starts[n], count, 32)
+    n = cutlass.min(low + lane, count - 1)
+    start, name = starts[n], names[n]
+    late = cutlass.max(start - place, lane - left + 1)
+    found = cute.arch.popc(cute.arch.vote_ballot_sync(late <= 0)) - 1
+    return tuple(cute.arch.make_warp_uniform(cute.arch.shuffle_sync(x, found)) for x in (start, name))
+
+
+@cute.jit
 def holder(place, start_of: cutlass.Constexpr, count):
-    """The last of ``count`` sequences whose ``start_of(n)`` is not past the place; the starts grow, from 0 on.
+    """The last of ``count`` sequences whose ``start_of(n)`` is not past the place; the starts grow, from 0 on."""
+    low, _ = nearest(place, start_of, count, 1)
+    return cute.arch.make_warp_uniform(low)
+
+
+@cute.jit
+def nearest(place, start_of: cutlass.Constexpr, count, most: cutlass.Constexpr):
+    """``(first, left)``: at most so many sequences, one of which :func:`holder` finds.
 
     A warp tries 32 sequences at a time, first far apart, then between two of those.
     """
     lane, low, left = cute.arch.thread_idx()[0] % 32, I32(0), I32(count)
-    while left > 1:
+    while left > most:
         step = (left + 31) // 32
         n = cutlass.min(low + lane * step, count - 1)
         # As numbers: both are below 1 where the sequence is one of those left and starts no later.
@@ -127,7 +148,7 @@ def holder(place, start_of: cutlass.Constexpr, count):
         found = cute.arch.popc(cute.arch.vote_ballot_sync(late <= 0)) - 1
         low = I32(low + found * step)
         left = I32(cutlass.min(step, left - found * step))
-    return cute.arch.make_warp_uniform(low)
+    return low, left
 
 
 def spaced(sequence, cu: cute.Tensor, total, between: int, step: int):

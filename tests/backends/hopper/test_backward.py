@@ -165,6 +165,8 @@ def emulate_kept(plan: backward_call.BackwardPlan, c: Call, t: dict, ctas: int) 
         def work(section: int, turn: int, first=(lo, hi), sizes=sizes, numbers=numbers, last=continued) -> tuple:
             return (*sizes, section, *first, *map(np.float32, numbers[6:9]), of_passes[turn] | last)
 
+        if x.makes_queue:
+            of_passes[0]["queue"] = np.zeros(1, np.int32)
         *found, _ = emulated.run_keys(x, of_keys, work(section_k, 0), min(ctas, ctas_k))
         emulated.run_sheet(x, of_keys, work(section_q, 1), min(ctas, ctas_q))
         dk[:, start:stop], dv[:, start:stop] = found
@@ -272,6 +274,7 @@ PAIRS += [(name, "bits") for name in ("keep", "keep-causal", "dense", "dense-emp
 PAIRS += [(name, "bits-wide") for name in ("keep", "block-sparse", "block-sparse-odd")]
 BANDED = ("full", "one", "causal-wide", "causal-empty-rows", "window", "window-left", "keys", "narrow", "large-scores")
 PAIRS += [(name, "kept") for name in BANDED]
+PAIRS += [(name, "kept-queued") for name in ("one", "causal-wide", "window", "keys", "softcap", "documents-empty-rows")]
 PAIRS += [(name, "kept-halves") for name in ("one", "full", "causal-empty-rows", "window", "narrow", "large-scores")]
 PAIRS += [(name, form) for name in ("softcap", *ENDS) for form in ("kept", "kept-halves")]
 PAIRS += [(name, form) for name in BIASED for form in ("biased", "biased-queued")] + [("pair", "whole")]

@@ -29,7 +29,7 @@ def grids(config: Backward, problem: Problem, heads: int, seqlen_k: int, cores: 
     at_once = ordered_at_once(config, tiles) if config.keys.ordered else sharing
     keys = spread(heads, tiles, at_once, cores, config.keys.ctas)
     if config.keys.queued:
-        keys = open_heads(config, problem, tiles, cores), keys[1]
+        keys = open_heads(config, problem, heads, tiles, cores), keys[1]
     ctas = config.queries.ctas if config.queries else 1
     rows = parts * -(-problem.seqlen_q // config.tile_m)
     return *keys, *spread(heads * (problem.heads_q // problem.heads_k), rows, sharing, cores, ctas)
@@ -42,13 +42,13 @@ def spread(heads: int, tiles: int, sharing: int, cores: int, ctas: int = 1) -> t
     return section, ctas * min(heads * tiles, cores // ctas)
 
 
-def open_heads(config: Backward, problem: Problem, tiles: int, cores: int) -> int:
-    """The key heads of a section whose ``tiles`` come from a queue: as many as L2 holds the operands and the sums of dQ of, with room to
-    spare, and no fewer than give every CTA a tile; more where the last section would keep the others waiting
+def open_heads(config: Backward, problem: Problem, heads: int, tiles: int, cores: int) -> int:
+    """The key heads of a section, of so many whose ``tiles`` come from a queue: as many as L2 holds the operands and the sums of dQ of,
+    with room to spare, and no fewer than give every CTA a tile; more where the last section would keep the others waiting
     (docs/decisions.md#hopper-open-heads)."""
     group, row = problem.heads_q // problem.heads_k, ELEMENT_BYTES * (config.keys.width + config.keys.width_v)
     head = group * problem.seqlen_q * (row + FP32_BYTES * config.keys.width) + problem.seqlen_k * row
-    heads, least = problem.batch * problem.heads_k, max(OPEN_BYTES // head, -(-cores // tiles))
+    least = max(OPEN_BYTES // head, -(-cores // tiles))
     return next((n for n in range(least, heads) if idle_share(n, heads, tiles / cores) <= IDLE_SHARE), heads)
 
 

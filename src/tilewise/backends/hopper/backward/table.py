@@ -97,8 +97,8 @@ class BackwardRow:
         if self.form_of_kept(form, packed) != form:
             return None
         late = softcap and form in ("band", "rows")  # both ends of a row and a softcap's slope would spill
-        # The two CTAs that share a tile could not take the same one from a queue.
-        queued = packed and not self.kept.keys.halved
+        # Two CTAs that share a tile could not take the same one from a queue, and tiles of a full mask are alike.
+        queued = form != "full" and not self.kept.keys.halved
         return Passes(replace(self.kept.keys, reads_late=late, queued=queued), self.kept.queries)
 
     def form_of_kept(self, form: str, packed: bool) -> str:

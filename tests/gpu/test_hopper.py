@@ -18,7 +18,7 @@ from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.decoding import config as decoding_config
 from tilewise.backends.hopper.forward.config import Config, shipped
-from tilewise.backends.hopper.host import library
+from tilewise.backends.hopper.host import library, portions
 from tilewise.backends.hopper.host.portions import Portions
 from tilewise.testing import call, other_bits, paged_call, qkv, results
 
@@ -86,8 +86,11 @@ def test_launches_of_some_of_the_keys_add_up_to_dq(dims, options, monkeypatch):
 
 @pytest.mark.parametrize("packed", [False, True], ids=["prefix", "packed"])
 @pytest.mark.parametrize("dims", [(192, 128), (256, 256), (512, 512)], ids=str)
-def test_launches_of_some_of_the_heads_have_their_own_views(dims, packed, monkeypatch):
+def test_launches_of_some_of_the_heads_add_up(dims, packed, monkeypatch):
     monkeypatch.setattr(Portions, "sizes", property(lambda self: (1, 1, self.blocks[0])))  # one key head and all keys
+    monkeypatch.setattr(
+        portions, "PACKED_ROOM", 0
+    )  # one, or as many as the device finds to fit where these may be longer
     tensors, options = qkv(nq=500, nk=500, d=dims[0], dv=dims[1], dtype=torch.bfloat16), {"mask": tw.prefix(70)}
     if packed:
         cu = torch.tensor([0, 130, 131, 490])
@@ -95,10 +98,22 @@ def test_launches_of_some_of_the_heads_have_their_own_views(dims, packed, monkey
     backend, c = Hopper(), call(*tensors, device="cuda", **options)
     if reasons := backend.unsupported(c.p):
         pytest.skip("; ".join(reasons))
-    assert backend.backward_config(c.p).keys.keeps_ds == (not packed or dims[0] == 512)
+    assert backend.backward_config(c.p).keys.keeps_ds
     first, second = (results(backend, c) for _ in range(2))  # the second one repeats a launch
     assert not [str(e) for e in c.expected().judge(first) if not e.ok]
     assert not other_bits(first, second)
+
+
+@pytest.mark.parametrize("count", [1, 40, 600])
+@pytest.mark.parametrize("d", [64, 128, 192, 256, 512])
+def test_packed_backwards_are_right_however_many_sequences_there_are(d, count):
+    lengths = torch.randint(0, 2 * 1200 // count, (count,), generator=torch.Generator().manual_seed(count))
+    cu = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
+    tensors = [x[0] for x in qkv(nq=2400, nk=2400, d=d, dv=d, dtype=torch.bfloat16)]
+    backend, c = Hopper(), call(*tensors, device="cuda", causal=True, cu_seqlens_q=cu, cu_seqlens_k=cu)
+    if reasons := backend.unsupported(c.p):
+        pytest.skip("; ".join(reasons))
+    assert not [str(e) for e in c.expected().judge(results(backend, c)) if not e.ok]
 
 
 def test_a_kept_launch_holds_no_memory_of_a_sheet():

@@ -15,7 +15,7 @@ from tilewise.backends.hopper import Hopper
 from tilewise.backends.hopper import config as shared
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.config import ALIGNMENT, MAX_COLUMNS, PLAIN, SHARED_LIMIT, registers_together
-from tilewise.backends.hopper.forward import config
+from tilewise.backends.hopper.forward import config, grids
 from tilewise.backends.hopper.forward.config import shipped
 from tilewise.backends.hopper.forward.reasons import reasons
 from tilewise.backends.hopper.forward.tiles import PAGED_TILES, TABLE
@@ -32,6 +32,15 @@ def problem(nq=70, nk=70, d=64, dv=None, dtype=torch.bfloat16, heads=4, **option
 @pytest.fixture
 def h200(monkeypatch):
     monkeypatch.setattr(config.devices, "of", lambda device: SimpleNamespace(cores=132))
+
+
+@pytest.mark.parametrize(
+    ("n", "heads", "causal", "expected"),
+    [(512, 64, True, 1), (513, 64, True, 33), (2048, 64, True, 33), (2048, 4, True, 8), (2048, 64, False, 1)],
+)
+def test_heads_of_few_tiles_come_one_after_the_other(h200, n, heads, causal, expected):
+    p = problem(n, n, d=128, heads=heads, causal=causal)
+    assert grids.spread(p, replace(config.choose(p), heads=1), n, 132).section == expected
 
 
 @pytest.mark.parametrize("tiles", ROWS, ids=str)

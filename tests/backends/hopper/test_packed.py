@@ -53,6 +53,13 @@ def test_the_plan_has_the_larger_sequences_first_unless_there_are_many(count):
     assert plan[PlanRow.BLOCKS, -1] == schedule.heads_at_once(2 * sum(blocks), 3, 1000)
 
 
+def test_a_plan_of_starts_that_decrease_stays_in_its_memory():
+    config, starts = plan_config(), np.array([0, 70, 40, 500, 90], np.int32)
+    plan = emulated_backward.planned(config, (500, 500, 3, 2, 4, 1, -FAR, 1, 1.0, 1.0, 0.0), starts, 1000)
+    assert sorted(plan[PlanRow.ORDER, :-1].tolist()) == [*range(5)]
+    assert 1 <= plan[PlanRow.BLOCKS, -1] <= 3
+
+
 def plan_config() -> Backward:
     """Of a backward that keeps dS."""
     return Backward(*TABLE[256, 256].kept, dtype="bf16", form="upper", packed=True)

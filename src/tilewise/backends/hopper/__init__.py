@@ -107,10 +107,11 @@ class Hopper(Backend):
     def backward_config(self, p: Problem) -> Backward:
         if self.override_backward:
             return self.override_backward
-        packed, own = as_packed(p), backward_config.chosen_row(p)
-        # Wide heads may have no kernels for packed sequences; and a sheet of dS has room for all pairs of these, also of different ones.
-        keeps = own is not None and own.passes.keys.keeps_ds
-        return backward_config.choose(p if keeps or backward_config.chosen_row(packed) is None else packed)
+        packed = as_packed(p)
+        own, other = backward_config.chosen_row(p), backward_config.chosen_row(packed)
+        # Wide heads may have no kernels for packed sequences, or none that keep dS.
+        keeps, others = (x is not None and x.passes.keys.keeps_ds for x in (own, other))
+        return backward_config.choose(p if other is None or (keeps and not others) else packed)
 
     def configs(self, p: Problem) -> list[AnyConfig]:
         """The configs of the kernels that a problem needs."""

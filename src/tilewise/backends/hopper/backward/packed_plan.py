@@ -69,7 +69,8 @@ def rank(params: BackwardParams, threads: cutlass.Constexpr):
 
 def size_of(n, params: BackwardParams) -> I32:
     """The rows of a sequence: the longest tiles of the pass over keys visit them all."""
-    return I32(packed.rows_of(n, params.packed.cu_q, params.seqlen_q, rest=False).size)
+    # cu_seqlens is checked by no host: a sequence may seem to end before it begins.
+    return I32(PICK.larger(packed.rows_of(n, params.packed.cu_q, params.seqlen_q, rest=False).size, 0))
 
 
 @cute.jit
@@ -94,7 +95,7 @@ def add_up(plan: PackedPlan, config: cutlass.Constexpr):
         put(found, PlanRow.BLOCKS, count + lane, heads, lane == 0)
 
 
-def put_sums(plan: cute.Tensor, row: int, n, before: I32, own, inside) -> I32:
+def put_sums(plan: cute.Tensor, row: PlanRow, n, before: I32, own, inside) -> I32:
     """Each lane writes the sum before its own number, if that counts. Returns the sum of all."""
     own = I32(cutlass.select_(inside, own, 0))
     upto = packed.running_sum(own, cute.arch.thread_idx()[0] % 32)
@@ -113,5 +114,4 @@ def blocks_of(n, params: BackwardParams, config: Backward) -> I32:
     """How many blocks a head's sheet has of the n-th sequence; none of the rows past the last one."""
     sequence = PackedSequence.of(n, params, config)
     keys, queries = config.queries.blocks(sequence.q.size, sequence.numbers.seqlen_k)
-    # cu_seqlens is checked by no host: a sequence may seem to end before it begins.
-    return I32(PICK.larger(keys, 0) * PICK.larger(queries, 0))
+    return I32(PICK.larger(keys, 0) * PICK.larger(queries, 0))  # as in size_of

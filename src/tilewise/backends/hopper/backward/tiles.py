@@ -13,9 +13,7 @@ KEY_GROUPS = 2  # warpgroups that compute in the pass over key tiles
 CLUSTER = 2  # CTAs of a cluster, where two share a tile
 SHEET_KEYS = ROWS  # keys of a block of dS, where that is kept
 SHEET_BLOCK = ROWS * SHEET_KEYS  # its elements
-SHEET_MARGIN = (
-    2  # of blocks at the end of a sheet of packed sequences, which a tile's blocks may reach: one for each warpgroup
-)
+SHEET_MARGIN = 2  # of blocks at the end of a sheet of packed sequences: a tile has one for each warpgroup
 LINE_SLOTS = 8  # places in which the gradient of a table by distance is added up: CTAs share them
 CONSTANT_BYTES = 128  # of the constant by which a product subtracts lse
 # A packed sequence's statistics begin at a multiple of so many rows, so that a preprocessing CTA has rows of one sequence.

@@ -28,19 +28,20 @@ class Grid:
 
 
 def spread(problem: Problem, config: Config, seqlen_k: int, cores: int) -> Grid:
-    """The grid of a launch: one head after the other where tiles are equally long.
+    """The grid of a launch: one head after the other where tiles are equally long, or a head has no more than SHARING of them.
 
-    Where they are not, as many heads at once as fill a round with SHARING tiles of each: rows of tiles are then nearly equal in
-    a round, and the to-and-fro of rounds evens out the rest. A split of a head counts as a head here, and heads that share a
-    tile count as one.
+    Where that is not so, as many heads at once as fill a round with SHARING tiles of each: rows of tiles are then nearly equal in
+    a round, and the to-and-fro of rounds evens out the rest (docs/decisions.md#hopper-sharing). A split of a head counts as a head
+    here, and heads that share a tile count as one.
     """
     parts = num_splits(config, problem.seqlen_q, seqlen_k) if config.split else 1
     pieces = config.tiles.pieces
     heads = problem.batch * problem.heads_k * -(-problem.group // config.heads) * parts * pieces
-    tiles = heads * -(-problem.seqlen_q // config.tile_queries)
+    rows = -(-problem.seqlen_q // config.tile_queries)
+    tiles = heads * rows
     if problem.packed:  # at most, as only the device knows the lengths
         tiles = problem.heads_q * pieces * (problem.seqlen_q // config.tile_queries + problem.batch + 1)
-    section = 1 if config.form == "full" else min(heads, max(1, cores // SHARING))
+    section = 1 if config.form == "full" or rows <= SHARING else min(heads, max(1, cores // SHARING))
     if config.form == "bits":
         section = min(heads, open_heads(problem, config, cores))
     return Grid(tiles, min(tiles, cores), section, parts)

@@ -20,7 +20,7 @@ tile sizes, registers                               tiles, a row of ``table.TABL
 which kernels a call gets, and which ship           config (no DSL)
 P of a score, masks, softcap, dropout, dS           scores: ``probabilities``, ``score_gradients``
 the gradient of a tensor that a score reads         dslopes, dlines, pair_bias; others: scores: ``score_gradients``; config: ``reasons``
-the order of tiles, which blocks a tile visits      key_tiles, query_tiles; packed: sequences
+the order of tiles, which blocks a tile visits      key_tiles, query_tiles; packed: packed_plan, sequences
 CTAs of a launch, heads at work at a time           grids (no DSL)
 shared memory and barriers                          keys_storage, queries_storage, sheet
 who loads and stores                                keys, queries, sheet

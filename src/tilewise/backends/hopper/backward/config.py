@@ -131,12 +131,7 @@ class Backward(Formed):
     @property
     def name(self) -> str:
         """How its kernels' symbols begin, which end in ``_rows``, ``_keys``, ``_queries`` or ``_sum``: among the bits of what ships."""
-        k, (width, width_v) = self.keys, self.keys.dims
-        dims = f"d{width}" + (f"v{width_v}" if width_v != width else "")
-        second = self.queries.name if self.queries else "ordered" if k.ordered else "queue" if k.queued else "sum"
-        flags = "".join(f"_{name}" for name in FLAGS if getattr(self, name))
-        flags += "" if self.traced == PLAIN else f"_{self.traced.digest}"
-        return f"backward_{self.dtype}_{dims}_{self.form}{flags}_{k.name}_{second}{'_counted' * k.counts}"
+        return name_of(self)
 
     @property
     def expected(self) -> tuple[Expected, ...]:
@@ -146,12 +141,7 @@ class Backward(Formed):
     @property
     def extra(self) -> ExtraFields:
         """The optional fields of a launch of these kernels. Packed sequences have parameters of their own, which follow these."""
-        both = ("seed",) * self.dropout + ("slopes",) * self.alibi + ("line",) * self.table + ("bias",) * self.bias
-        found = ExtraFields(self.mask_fields, self.mask_fields if self.queries else (), both)
-        names = (
-            ("threshold", "keep") * self.dropout + ("start",) * self.table + ("resumes", "suspends") * self.continues
-        )
-        return found._replace(numbers=names)
+        return extra_of(self)
 
     @property
     def tile_m(self) -> int:
@@ -206,6 +196,24 @@ class Backward(Formed):
     def blocks(self, p: Problem) -> int:
         """The number of query blocks of a head whose dQ is accumulated."""
         return p.seqlen_q // self.keys.tile_m + p.batch + 1 if self.packed else -(-p.seqlen_q // self.keys.tile_m)
+
+
+def name_of(config: Backward) -> str:
+    """:attr:`Backward.name`."""
+    k, (width, width_v) = config.keys, config.keys.dims
+    dims = f"d{width}" + (f"v{width_v}" if width_v != width else "")
+    second = config.queries.name if config.queries else "ordered" if k.ordered else "queue" if k.queued else "sum"
+    flags = "".join(f"_{name}" for name in FLAGS if getattr(config, name))
+    flags += "" if config.traced == PLAIN else f"_{config.traced.digest}"
+    return f"backward_{config.dtype}_{dims}_{config.form}{flags}_{k.name}_{second}{'_counted' * k.counts}"
+
+
+def extra_of(config: Backward) -> ExtraFields:
+    """:attr:`Backward.extra`."""
+    both = ("seed",) * config.dropout + ("slopes",) * config.alibi + ("line",) * config.table + ("bias",) * config.bias
+    numbers = ("threshold", "keep") * config.dropout + ("start",) * config.table
+    numbers += ("resumes", "suspends") * config.continues
+    return ExtraFields(config.mask_fields, config.mask_fields if config.queries else (), both, numbers)
 
 
 def expected_of(config: Backward) -> tuple[Expected, ...]:

@@ -1,4 +1,4 @@
-"""What a backward works out of the lengths of packed sequences, on the device, which alone knows them (sm_90a).
+"""The plan of packed sequences, made on the device, which alone knows their lengths (sm_90a).
 
 One CTA of the first kernel writes the plan: the sequences in the order in which their tiles are taken, the longest first
 (docs/decisions.md#hopper-packed-queue), and how many tiles there are before each. Where dS is kept, also how many blocks of its sheet the
@@ -51,17 +51,23 @@ def write(plan: PackedPlan, threads: cutlass.Constexpr, config: cutlass.Constexp
 def rank(params: BackwardParams, threads: cutlass.Constexpr):
     """Each thread puts sequences into their places in the order: the larger first, equal ones as they come. The rows past the last
     sequence count as one more, of no size."""
+    # As many starts as sequences, and one: that of the rows past the last.
     thread, count = cute.arch.thread_idx()[0], cute.size(params.packed.cu_q)
     lane = thread % 32
     for first in cutlass.range(0, count, threads, unroll=1):
+        # Too many to be compared keep their order: their tiles are short, and the last ones keep nobody waiting.
         n, place = first + thread, first + thread
         if count <= RANKED:
+            # A sequence's place is how many come before it.
             own, place = size_of(PICK.smaller(n, count - 1), params), 0 * n
             for others in cutlass.range(0, count, 32, unroll=1):
+                # Every lane reads one size, and all see each.
                 sizes = size_of(PICK.smaller(others + lane, count - 1), params)
+                # Smaller than any: nobody comes behind a sequence that is not there.
                 sizes = I32(cutlass.select_(others + lane < count, sizes, -1))
                 for m in cutlass.range(32, unroll=8):
                     larger = cute.arch.shuffle_sync(sizes, m) - own
+                    # Of equal ones the earlier sequence comes first.
                     larger = I32(cutlass.select_(others + m < n, larger + 1, larger))
                     place = place + I32(cutlass.select_(larger > 0, 1, 0))
         put(params.packed.plan, PlanRow.ORDER, place, n, n < count)
@@ -82,12 +88,14 @@ def add_up(plan: PackedPlan, config: cutlass.Constexpr):
     for first in cutlass.range(0, count, 32, unroll=1):
         n = first + lane
         inside, last = n < count, PICK.smaller(n, count - 1)
+        # Tiles are counted in the order in which they are taken; places in the sheet keep that of the sequences.
         sequence = found[PlanRow.ORDER, last]
         keys = put_sums(found, PlanRow.KEY_TILES, n, keys, key_tiles.tiles_of(sequence, params, config), inside)
         if cutlass.const_expr(config.packs_sheet):
             tiles = query_tiles.tiles_of(sequence, params, config)
             queries = put_sums(found, PlanRow.QUERY_TILES, n, queries, tiles, inside)
             blocks = put_sums(found, PlanRow.BLOCKS, n, blocks, blocks_of(last, params, config), inside)
+    # Behind the last one: the sums of all.
     put(found, PlanRow.KEY_TILES, count + lane, keys, lane == 0)
     if cutlass.const_expr(config.packs_sheet):
         heads = schedule.heads_at_once(blocks * params.group, params.heads, plan.room, PICK)

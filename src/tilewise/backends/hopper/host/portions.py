@@ -72,12 +72,8 @@ class Portion(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Portions:
-    """The portions of a launch with so many keys of a problem, on a device with so many multiprocessors.
-
-    Attributes:
-        ends: lo and hi of the band, as kernels take them, counted from the launch's first key.
-    """
+class SequenceTimes:
+    """What one sequence takes in portions, by a model of clocks. The fields are those of :class:`Portions`."""
 
     problem: Problem
     config: Backward
@@ -94,6 +90,46 @@ class Portions:
     def blocks(self) -> tuple[int, int]:
         """How many blocks of keys and of queries a head's sheet has."""
         return sheet_blocks(self.config.queries, self.problem, self.seqlen_k)
+
+    def cost(self, heads: int, keys: int) -> float:
+        """The time that one sequence takes in portions of so many heads and blocks of keys at most, in blocks of 64 x 64 of a CTA."""
+        spans, tiles = evenly(self.blocks[0], keys), self.config.queries
+        rows = [[max(0, min(stop, b) - max(start, a)) for start, stop in self.seen] for a, b in spans]
+        sums, total = SUMS_COST * 2 * (len(spans) > 1), 0.0
+        # Parts differ by one head at most: each of their sizes is costed once.
+        for count, alike in Counter(stop - start for start, stop in evenly(self.problem.heads_k, heads)).items():
+            for (a, b), lengths in zip(spans, rows, strict=True):
+                cost = span_of_work(self.visits[a:b], count, self.cores // self.config.keys.ctas, self.group)
+                cost += START_COST
+                more = [sums + length for length in lengths]
+                cost += SHEET_COST * span_of_work(more, count * self.group * tiles.parts, self.cores)
+                total += alike * cost
+        return total
+
+    @cached_property
+    def band(self) -> schedule.Band:
+        return schedule.Band(*self.ends, self.seqlen_k)
+
+    @cached_property
+    def visits(self) -> list[int]:
+        """How many blocks of queries each block of keys visits."""
+        first = (SHEET_KEYS * n for n in range(self.blocks[0]))
+        found = (schedule.query_blocks(n, SHEET_KEYS, ROWS, self.problem.seqlen_q, self.band) for n in first)
+        return [stop - start for start, stop in found]
+
+    @cached_property
+    def seen(self) -> list[Span]:
+        """The blocks of keys that each tile of queries sees."""
+        rows, count = self.config.queries.tile_m, self.blocks[1] // self.config.queries.warpgroups
+        return [schedule.seen_blocks(rows * n, rows, SHEET_KEYS, self.band) for n in range(count)]
+
+
+class Portions(SequenceTimes):
+    """The portions of a launch with so many keys of a problem, on a device with so many multiprocessors.
+
+    Attributes:
+        ends: lo and hi of the band, as kernels take them, counted from the launch's first key.
+    """
 
     @cached_property
     def all(self) -> list[Portion]:
@@ -139,38 +175,6 @@ class Portions:
         counts = (min(1 << n, most) for n in range(most.bit_length() + 1))
         choices = [(1, n, min(keys, room // n)) for n in dict.fromkeys(counts)]
         return min(choices, key=lambda sizes: self.cost(*sizes[1:]))
-
-    def cost(self, heads: int, keys: int) -> float:
-        """The time that one sequence takes in portions of so many heads and blocks of keys at most, in blocks of 64 x 64 of a CTA."""
-        spans, tiles = evenly(self.blocks[0], keys), self.config.queries
-        rows = [[max(0, min(stop, b) - max(start, a)) for start, stop in self.seen] for a, b in spans]
-        sums, total = SUMS_COST * 2 * (len(spans) > 1), 0.0
-        # Parts differ by one head at most: each of their sizes is costed once.
-        for count, alike in Counter(stop - start for start, stop in evenly(self.problem.heads_k, heads)).items():
-            for (a, b), lengths in zip(spans, rows, strict=True):
-                cost = span_of_work(self.visits[a:b], count, self.cores // self.config.keys.ctas, self.group)
-                cost += START_COST
-                more = [sums + length for length in lengths]
-                cost += SHEET_COST * span_of_work(more, count * self.group * tiles.parts, self.cores)
-                total += alike * cost
-        return total
-
-    @cached_property
-    def band(self) -> schedule.Band:
-        return schedule.Band(*self.ends, self.seqlen_k)
-
-    @cached_property
-    def visits(self) -> list[int]:
-        """How many blocks of queries each block of keys visits."""
-        first = (SHEET_KEYS * n for n in range(self.blocks[0]))
-        found = (schedule.query_blocks(n, SHEET_KEYS, ROWS, self.problem.seqlen_q, self.band) for n in first)
-        return [stop - start for start, stop in found]
-
-    @cached_property
-    def seen(self) -> list[Span]:
-        """The blocks of keys that each tile of queries sees."""
-        rows, count = self.config.queries.tile_m, self.blocks[1] // self.config.queries.warpgroups
-        return [schedule.seen_blocks(rows * n, rows, SHEET_KEYS, self.band) for n in range(count)]
 
     @cached_property
     def largest(self) -> tuple[int, int]:

@@ -150,6 +150,7 @@ def packed_tile(n, params: BackwardParams, config: Backward) -> packed.PackedTil
         sequence = I32(cutlass.select_(n < order.tiles, I32(0), I32(-1)))
         return packed.PackedTile(sequence, I32(n_block), I32(head))
 
+    # Two passes up to D 128 have no kernel before them that could plan.
     if config.planned:
         return nth_planned_tile(n, 1, PlanRow.KEY_TILES, params)
     return nth_packed_tile(n, params.heads, lambda n: tiles_of(n, params, config), params.packed.cu_q)
@@ -157,6 +158,7 @@ def packed_tile(n, params: BackwardParams, config: Backward) -> packed.PackedTil
 
 def tiles_of(n, params: BackwardParams, config: Backward):
     """The number of tiles of the n-th packed sequence."""
+    # Keys that nobody sees have tiles of their own: their dK and dV are stored as zeros.
     sequence = PackedSequence.of(n, params, config, rest_k=True)
     return sum(packed.in_tiles(part, config.keys.tile_n) for part in sequence.parts)
 

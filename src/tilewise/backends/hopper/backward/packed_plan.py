@@ -26,7 +26,7 @@ RANKED = 512  # sequences at most that are taken by their size: each is compared
 
 
 class PackedPlan(NamedTuple):
-    """What the plan is made of.
+    """The numbers that the plan is made of.
 
     Attributes:
         params: of a launch; ``packed.plan`` is written.

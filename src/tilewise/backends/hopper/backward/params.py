@@ -30,6 +30,7 @@ class PackedParams(NamedTuple):
     queue: cute.Tensor
     first: I32
     last: I32
+    # Written by the first kernel, and read by the passes after it.
     plan: cute.Tensor | None = None
     portion: I32 | None = None
 

@@ -73,7 +73,7 @@ class Portion(NamedTuple):
 
 @dataclass(frozen=True)
 class SequenceTimes:
-    """What one sequence takes in portions, by a model of clocks. The fields are those of :class:`Portions`."""
+    """The time that one sequence takes in portions, by a model of clocks. The fields are those of :class:`Portions`."""
 
     problem: Problem
     config: Backward
@@ -168,7 +168,7 @@ class Portions(SequenceTimes):
         return found
 
     def sizes_within(self, room: int) -> tuple[int, int, int]:
-        """As :attr:`sizes`, of a portion that has so many tiles of keys of one sequence at most."""
+        """The same of a portion that has so many tiles of keys of one sequence at most."""
         heads, keys = self.problem.heads_k, self.blocks[0]
         # Fewer keys than these of more heads would add up more sums of dQ than they even out, and take long to count.
         most = min(heads, max(1, room // LEAST_BLOCKS))
@@ -236,7 +236,7 @@ class PackedPortions:
 
     @property
     def room(self) -> int:
-        """For how many blocks the sheet has room: one head's at least."""
+        """The number of blocks that the sheet has room for: one head's at least."""
         fitting = max(1, PACKED_ROOM // (ELEMENT_BYTES * SHEET_BLOCK) // self.most_blocks)
         return self.most_blocks * min(fitting, self.problem.heads_k)
 
@@ -253,7 +253,7 @@ class PackedPortions:
     def views(
         self, n: int, given: Sequence[Tensor], made: Sequence[Tensor]
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """As :meth:`Portions.views`: all tensors, but that each portion counts its own tiles of both passes."""
+        """The tensors as :meth:`Portions.views` has them: all of them, but that each portion counts its own tiles of both passes."""
         *more, counts_k, counts_q = given
         return [*more, counts_k[n], counts_q[n]], made
 

@@ -95,6 +95,7 @@ def find(m, tiles_of: cutlass.Constexpr, count):
 
 def running_sum(own: I32, lane) -> I32:
     """The sum of a warp's numbers up to each lane's own."""
+    # After each step a lane has the sum of twice as many lanes, its own the last of them.
     upto = own
     for step in range(5):
         other = cute.arch.shuffle_sync(upto, lane - (1 << step))
@@ -119,6 +120,7 @@ def holder_of(place, starts: cute.Tensor, names: cute.Tensor, count):
     lane, low, left = cute.arch.thread_idx()[0] % 32, I32(0), I32(count)
     if count > 32:
         low, left = nearest(place, lambda n: starts[n], count, 32)
+    # One sequence to each lane.
     n = cutlass.min(low + lane, count - 1)
     start, name = starts[n], names[n]
     late = cutlass.max(start - place, lane - left + 1)

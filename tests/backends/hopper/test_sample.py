@@ -44,8 +44,8 @@ def test_every_way_of_summing_dq_is_in_the_sample():
 
 def test_the_sample_is_small_and_holds_nothing_twice():
     assert len(SAMPLE) == len({c.name for c in SAMPLE})
-    # `make kernels-hopper-sample` takes three minutes where all kernels take half an hour.
-    assert len(SAMPLE) < len(SHIPPED) / 7
+    # `make kernels-hopper-sample` takes three minutes, two seconds a kernel on two cores, where all kernels take half an hour.
+    assert len(SAMPLE) <= 90
     assert set(SAMPLE) <= set(SHIPPED)
 
 

@@ -13,8 +13,8 @@ tiles, and sums over the query heads of a group. Its roles::
                  make_keys        dP dS dK, of the same 64 keys
 
 The first three computing roles are in :mod:`tilewise.backends.hopper.backward.keys_compute`, the split ones in
-:mod:`tilewise.backends.hopper.backward.keys_split`. Of packed sequences load_keys alone knows which tile is next and tells the
-others; where tiles of equal sequences come from a queue, load_queries takes them.
+:mod:`tilewise.backends.hopper.backward.keys_split`. Where tiles come from a queue late, ``queued``, load_queries takes them and tells
+the others; of other packed sequences load_keys does.
 
 mbarriers (arrivals in brackets), each waited for by the other side::
 

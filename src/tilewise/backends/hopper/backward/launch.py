@@ -44,10 +44,10 @@ def launch(given: tuple, made: tuple, numbers: tuple, stream: cuda.CUstream, con
         made: dq, dk, dv, and lse2, delta (batch, heads_q, at least seqlen_q and a whole number of blocks). Where dQ is accumulated,
             its sums (batch, heads_q, block, 2, part), and in order its semaphores (batch, heads_q, block x 2). Where dS is kept, its
             sheet (batch x heads_q, key block, query block, element), and where a launch may have some of the keys, dQ's sums (batch x
-            heads_q, tile, part, element), fp32; of packed sequences a sheet (block, element). Of
-            these a plan (PlanRow, sequence + 2), int32. Where key tiles come from a queue, (1,) that counts them. Of a bias that is
-            summed, its parts: of slopes (batch, heads_q, warp), of a line zeros (slot, heads_q, distance). Of a bias by pair, its gradient
-            (batch or 1, heads_q or 1, row, key).
+            heads_q, tile, part, element), fp32; the sheet of packed sequences is (block, element). Where these are planned, their
+            plan (PlanRow, sequence + 2), int32. Where key tiles of equal sequences come from a queue, (1,) that counts them. Of a bias that
+            is summed, its parts: of slopes (batch, heads_q, warp), of a line zeros (slot, heads_q, distance). Of a bias by pair, its
+            gradient (batch or 1, heads_q or 1, row, key).
         numbers: lo and hi of the band; heads of a section and CTAs of the pass over keys, then of the pass over queries; scale, scale2,
             cap2; the numbers of :func:`optional_params`; of packed sequences the first and the end of the keys that each may see, and where
             dS is kept the number of the launch among those that share the heads.

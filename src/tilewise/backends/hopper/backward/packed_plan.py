@@ -22,7 +22,9 @@ from tilewise.backends.hopper.kit import packed, schedule
 from tilewise.backends.hopper.kit.dtypes import I32
 from tilewise.backends.hopper.kit.scheduler import PICK
 
-RANKED = 512  # sequences at most that are taken by their size: each is compared with all
+RANKED = (
+    512  # sequences at most, with the rows past the last one, that are taken by their size: each is compared with all
+)
 
 
 class PackedPlan(NamedTuple):

@@ -74,10 +74,10 @@ def tile_with_own_ends(m_block, head, batch, params: BackwardParams, config: Bac
 def packed_tile(n, params: BackwardParams, config: Backward) -> packed.PackedTile:
     """The n-th tile of packed sequences; in each sequence the longest tiles come first. ``head`` counts the parts of dQ's columns,
     where tiles share these."""
-    heads = params.heads * params.group * config.queries.parts
     if config.packs_sheet:
         found = nth_planned_tile(n, params.group * config.queries.parts, PlanRow.QUERY_TILES, params)
     else:
+        heads = params.heads * params.group * config.queries.parts
         found = nth_packed_tile(n, heads, lambda n: tiles_of(n, params, config), params.packed.cu_q)
     # Under a causal mask the last rows of a sequence see most: they come first.
     if config.form == "full":

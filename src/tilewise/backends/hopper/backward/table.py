@@ -106,8 +106,8 @@ class BackwardRow:
         return "band" if packed and form == "full" else form
 
     def form_of_two_passes(self, form: str, packed: bool) -> str:
-        """The form whose kernels make two passes of a problem: where dS is kept, of a band that is too long for that the ends of rows are
-        tensors, packed those of a band, so that fewer kernels ship."""
+        """The form whose kernels make two passes of a problem. Where dS is kept elsewhere, what is too long for that has one form: a band
+        of equal sequences is read as ends of rows, and packed sequences as a band, so that fewer kernels ship."""
         return ("band" if packed else "rows") if self.kept and form in BANDS else form
 
     def two_passes_of(self, form: str, packed: bool, softcap: bool) -> Passes | None:

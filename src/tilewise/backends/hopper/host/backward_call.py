@@ -21,7 +21,7 @@ from tilewise.backends.hopper.host import library, masks
 from tilewise.backends.hopper.host.backward_memory import BackwardMemory
 from tilewise.backends.hopper.host.driver import Bound, PerStrides
 from tilewise.backends.hopper.host.plan import ALIGNED, LOG2_E, KeptLaunch, LaunchPlan, addressed, ends_of, leaf
-from tilewise.backends.hopper.host.portions import InPortions, PackedPortions, Portions
+from tilewise.backends.hopper.host.portions import InPortions, PackedPortions, Portions, rooms
 from tilewise.caching import cached_property
 from tilewise.dropout import keep_scale, threshold
 
@@ -226,10 +226,7 @@ def backward(plan: BackwardPlan, inputs: Inputs, out: Output, do: Tensor, dlse: 
     bound = launched(plan, given, made)
     made = *grads, *made[3:]
     if all(plan.addressable) and in_place and not (plan.cut or holes):
-        config = plan.config
-        spent = 0
-        if config.keys.keeps_ds:  # the sheet, sums of dQ, the plan, and the queue
-            spent = 1 + config.continues + config.planned + config.makes_queue
+        spent = rooms(plan.config) if plan.config.keys.keeps_ds else 0
         plan.keep(inputs, KeptLaunch(bound, made, of_mask, spent))
     return plan.gradients(inputs, lse, dlse, made)
 

@@ -42,7 +42,7 @@ SHEET_COST, START_COST, SUMS_COST = 0.5, 6.0, 4.0
 LEAST_BLOCKS = 16  # of keys in a portion of several heads
 MANY_ROUNDS = 4  # of tiles of a portion: a larger sheet would save little
 WORTH_MORE = 0.9  # of the time that a smaller sheet costs
-MADE = 6  # tensors that a launch writes: dq, dk, dv, lse2, delta and the sheet; sums of dQ, or packed sequences' plan, follow
+MADE = 5  # tensors that a launch writes before its rooms: dq, dk, dv, lse2 and delta
 
 Span = tuple[int, int]  # [start, stop)
 
@@ -258,6 +258,11 @@ class PackedPortions:
         return [*more, counts_k[n], counts_q[n]], made
 
 
+def rooms(config: Backward) -> int:
+    """How many tensors a launch that keeps dS writes for its own use, the last ones: the sheet, sums of dQ, the plan and the queue."""
+    return 1 + config.continues + config.planned + config.makes_queue
+
+
 def span_of_work(lengths: Sequence[int], copies: int, workers: int, each: int = 1) -> float:
     """The time in which so many workers do tiles of these lengths, ``copies`` of each, dealt out longest first."""
     longest, count = max(lengths, default=0), copies * len(lengths)
@@ -279,8 +284,7 @@ class InPortions:
         self.bound, self.portions = bound, portions
 
     def __call__(self, *tensors: Tensor) -> None:
-        config = self.portions.config
-        made = MADE + config.continues + config.planned + config.makes_queue
+        made = MADE + rooms(self.portions.config)
         for n, bound in enumerate(self.bound):
             given, written = self.portions.views(n, tensors[:-made], tensors[-made:])
             bound(*given, *written)

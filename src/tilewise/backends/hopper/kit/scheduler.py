@@ -1,9 +1,10 @@
 """The tile that a CTA takes next, and how the role that takes it tells the others.
 
-Tiles of equal sequences are dealt out by number: every role counts the rounds for itself (:func:`each_tile`). Or the warp that
-loads ahead takes them from a queue in global memory and tells every role by two slots in shared memory (:func:`take_queued`).
+Tiles of equal sequences are dealt out by number: every role counts the rounds for itself (:func:`each_tile`). Or the warp that loads
+ahead takes them, of packed sequences too, from a queue in global memory and tells every role by two slots in shared memory
+(:func:`take_queued`).
 
-Tiles of packed sequences differ too much to be dealt out by number. The loading warp of a CTA takes the next tile of all from a
+Tiles of packed sequences differ too much to be dealt out by number. Elsewhere the loading warp of a CTA takes the next tile of all from a
 queue in global memory and publishes it in mailboxes in shared memory: one for each stage that a computing warpgroup waits for, and
 one for the warp that loads ahead. A mailbox is written before its stage is filled, so that the stage's ``full`` barrier also says
 that the mailbox can be read. A tile of no sequence (``sequence`` -1) ends every role.
@@ -50,7 +51,7 @@ class TileScheduler(NamedTuple):
 
 
 class QueueSlots(NamedTuple):
-    """Two slots, in turn for a CTA's tiles from a queue of equal sequences: the words of a tile, and barriers of each slot."""
+    """Two slots, in turn for a CTA's tiles from a queue: the words of a tile, and barriers of each slot."""
 
     words: cute.Pointer
     full: cute.Pointer

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import zipfile
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -52,19 +54,25 @@ def test_every_shipped_kernel_is_proven_or_waits_and_only_shipped_ones_wait():
     assert proven.waiting() <= shipped
 
 
+def pack(file: Path, cubin: str) -> None:
+    """Writes a kernel's file with nothing but a cubin."""
+    with zipfile.ZipFile(file, "w") as packed:
+        packed.writestr("cubin", cubin)
+
+
 @pytest.mark.parametrize("bits", ["proven", "other"])
 def test_a_build_fails_where_a_shipped_kernel_has_bits_that_are_not_proven(lists, bits, tmp_path, monkeypatch, capsys):
     kernel = config.shipped()[0]
 
     def build_all(configs, folder, jobs):
-        (folder / kernel_files.file_name(kernel.name)).write_text("made")
+        pack(folder / kernel_files.file_name(kernel.name), "made")
         return {kernel.name: {"faults": [], "file": 4}}
 
     monkeypatch.setenv("TILEWISE_HOPPER_KERNELS", str(tmp_path))
     monkeypatch.setattr(aot, "build_all", build_all)
     monkeypatch.setattr(aot.importlib.util, "find_spec", lambda name: True)
     expected = "5ed3b0e5f5a1fbd2bd4bd8a7" if bits == "other" else None
-    (tmp_path / "made").write_text("made")
+    pack(tmp_path / "made", "made")
     proven.PROVEN.write_text(f"{expected or proven.bits_of(tmp_path / 'made')}   2 {kernel.name}\n")
     assert aot.main(["--only", kernel.name]) == (bits == "other")
     assert ("no GPU has proven" in capsys.readouterr().out) == (bits == "other")
@@ -90,14 +98,14 @@ def builds(lists, tmp_path, monkeypatch):
     def build_with(seed, kernel, folder):
         form = made.forms[min(len(made.seeds), len(made.forms) - 1)]
         made.seeds.append(seed)
-        (folder / kernel_files.file_name(kernel.name)).write_text(kernel.name + form)
+        pack(folder / kernel_files.file_name(kernel.name), kernel.name + form)
         return {"faults": [], "file": 1, "seconds": len(made.seeds)}
 
     monkeypatch.setattr(aot, "build", partial(build_with, None))
     monkeypatch.setattr(aot, "_build_with", build_with)
     proven.PROVEN.unlink()
     for kernel in (ORDINARY, OFTEN):
-        (tmp_path / "p").write_text(kernel.name + "p")
+        pack(tmp_path / "p", kernel.name + "p")
         proven.add({proven.bits_of(tmp_path / "p"): (kernel.name, 2)})
     return made
 

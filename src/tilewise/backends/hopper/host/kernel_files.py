@@ -2,12 +2,15 @@
 
 Kernels that were built ahead of time (:mod:`tilewise.backends.hopper.host.aot`) lie in :func:`folder` beside their index; kernels
 that were built at their first call lie in :func:`cache`. A file is a zip of the cubin and of the
-:class:`tilewise.backends.hopper.host.recipe.Recipe` of its launch.
+:class:`tilewise.backends.hopper.host.recipe.Recipe` of its launch. LZMA takes 0.7 of deflate's bytes: roles repeat what lies further back
+than deflate looks.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
+import io
 import json
 import os
 import zipfile
@@ -71,11 +74,33 @@ def write(file: Path, cubin: bytes, recipe: Recipe) -> Path:
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_suffix(f".{os.getpid()}")
     text = json.dumps(recipes.to_json(recipe), separators=(",", ":"))
-    with zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as packed:
-        for name, content in (("cubin", cubin), ("recipe.json", text)):
-            packed.writestr(zipfile.ZipInfo(name, _DATE), content, zipfile.ZIP_DEFLATED)
+    part.write_bytes(_zipped({"cubin": cubin, "recipe.json": text.encode()}, zipfile.ZIP_LZMA))
     part.replace(file)
     return file
+
+
+def deflated(file: Path) -> bytes:
+    """A kernel's file packed by deflate, as all were when the first ones were proven."""
+    with zipfile.ZipFile(file) as packed:
+        contents = {name: packed.read(name) for name in packed.namelist()}
+    return _zipped(contents, zipfile.ZIP_DEFLATED)
+
+
+def _zipped(contents: dict[str, bytes], method: int) -> bytes:
+    room = io.BytesIO()
+    with zipfile.ZipFile(room, "w", method, compresslevel=9) as packed:
+        for name, content in contents.items():
+            packed.writestr(zipfile.ZipInfo(name, _DATE), content, method)
+    return room.getvalue()
+
+
+def unreadable() -> str:
+    """Why this Python can read no kernel's file, or ""."""
+    return (
+        ""
+        if importlib.util.find_spec("_lzma")
+        else "this Python was built without the module lzma, by which kernels are packed"
+    )
 
 
 def read(file: Path) -> tuple[bytes, Recipe]:

@@ -24,6 +24,7 @@ def missing(*configs: AnyConfig) -> list[str]:
     """The reasons why kernels can be neither loaded nor built here, and what to do about it."""
     launcher = driver.load()
     found = [launcher] if isinstance(launcher, str) else []
+    found += [kernel_files.unreadable()] if kernel_files.unreadable() else []
     absent = [config for config in configs if here(config) is None]
     why = compiler.unusable() if absent else ""
     if why:

@@ -366,6 +366,38 @@ def masks() -> list[str]:
     return section("Masks and scores on an H200", text, table(header, rows))
 
 
+def few() -> list[str]:
+    """Backwards whose key heads are few, as each GPU of a tensor-parallel group has them."""
+    found, rows = load("hopper-calls"), []
+    for case, shape in found.cases(FEW).items():
+        if shape.get("seqlen_q", shape.get("tokens")) < LONG:
+            continue
+        cells = [number(found.value(FEW, case, who, "backward", "rate")) for who, _ in FEW_CONTESTANTS]
+        lengths = (
+            f"{shape['tokens']} rows in sequences of {shape['lengths']}"
+            if "tokens" in shape
+            else f"N {shape['seqlen_q']}"
+        )
+        batch = "" if shape.get("batch", 1) == 1 else f"B {shape['batch']}, "
+        rows.append(
+            [f"{batch}{lengths}, D {shape['head_dim']}, {shape['heads_q']}/{shape['heads_k']}, {shape['mask']}", *cells]
+        )
+    text = (
+        "TFLOP/s of backwards with few key heads, as a GPU of a tensor-parallel group has them: CTAs then share key tiles. cuDNN "
+        f"gets a key head for each query head and need not add up their gradients. {found.source(FEW)}"
+    )
+    return section("Few key heads on an H200", text, table(["", *(title for _, title in FEW_CONTESTANTS)], rows))
+
+
+FEW, LONG = "h200-few-key-heads", 2048  # shorter ones wait for the host
+FEW_CONTESTANTS = (
+    ("tilewise", "tilewise"),
+    ("unshared", "a CTA for each tile"),
+    ("triton", "its Triton"),
+    ("cudnn", "cuDNN"),
+)
+
+
 def single_precision() -> list[str]:
     """Products of fp32 beside PyTorch's memory-efficient attention."""
     found, run, rows = load("triton-calls"), FP32, []
@@ -523,7 +555,7 @@ def training() -> list[str]:
 
 def page() -> str:
     """The whole of docs/performance.md."""
-    parts = (squares, masks, single_precision, cpu, host, training)
+    parts = (squares, masks, few, single_precision, cpu, host, training)
     return "\n".join(["# Performance", "", *wrapped(INTRO), *[line for part in parts for line in part()], ""])
 
 

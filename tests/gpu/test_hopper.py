@@ -116,14 +116,15 @@ def test_packed_backwards_are_right_however_many_sequences_there_are(d, count):
 
 
 def test_a_kept_launch_holds_no_memory_of_a_sheet():
-    q, k, v = (torch.randn(1, 2048, 4, 256, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3))
+    # So many heads that no tiles are shared, whose parts would take memory too.
+    q, k, v = (torch.randn(1, 2048, 16, 256, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3))
     do = torch.randn_like(q)
     for _ in range(2):
         o = tw.attention(q, k, v, causal=True, backend="hopper")
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         grads = torch.autograd.grad(o, (q, k, v), do)
-        sheet, returned = 2 * 4 * 2048 * 2048, sum(2 * grad.numel() for grad in grads)
+        sheet, returned = 2 * 16 * 2048 * 2048, sum(2 * grad.numel() for grad in grads)
         assert torch.cuda.max_memory_allocated() - before < 1.25 * sheet + returned
         del grads
         assert torch.cuda.memory_allocated() - before < sheet / 4

@@ -221,6 +221,7 @@ def stand_in_for_keys(found: dict[str, ModuleType], places: Places) -> None:
         TileValues=tile_values,
     )
     stand_in(found["kit.instructions"], unseen_zero=lambda: 0, zero_after=lambda score, zero: 0)
+    stand_in_for_parts(found["backward.parts"])
     stand_in(found["backward.dq_accumulate"], write_part=write_part, begin_copy=begin_copy, **semaphores())
 
 
@@ -301,9 +302,29 @@ def semaphores() -> dict:
 counting = threading.Lock()
 
 
-def count_up(t: Global, place: tuple) -> None:
+def count_up(t: Global, place: tuple, number=1) -> None:
     with counting:
-        t[place] = t[place] + 1
+        t[place] = t[place] + number
+
+
+def stand_in_for_parts(parts: ModuleType) -> None:
+    """What the parts of shared tiles leave: nobody adds up one that is not there."""
+    left = {}
+
+    def put(accumulators, sums, part, w) -> None:
+        left[part, w] = [acc.values.copy() for acc in accumulators]
+
+    def add(accumulators, sums, part, w) -> None:
+        for acc, values in zip(accumulators, left[part, w], strict=True):
+            acc.values[:] = acc.values + values
+
+    def tell(told, counts, place, each) -> None:
+        with counting:
+            last = counts[place] == each - 1
+            counts[place] = 0 if last else counts[place] + 1
+        told.barriers[told.at] = [int(last)]
+
+    stand_in(parts, put=put, add=add, tell=tell)
 
 
 def add_where(condition, sums: Global, n, number) -> None:
@@ -542,18 +563,23 @@ def run_keys(config: Backward, t: dict, numbers: tuple, ctas: int) -> tuple:
             partial(kernel.load_keys, tmas, smem, params, config),
             partial(kernel.load_queries, tmas, buffers, smem, params, config),
         ]
-        compute = kernel.compute_and_sum if tiles.sums_dq else kernel.compute
-        groups = [partial(compute, smem, w, mmas, params, config) for w in range(2)]
+        groups = [partial(kernel.compute, smem, w, mmas, params, config) for w in range(2)]
+        if tiles.sums_dq:
+            groups = [partial(kernel.compute_and_sum, smem, buffers, w, mmas, params, config) for w in range(2)]
         if tiles.split:
             groups = [
-                partial(kernel.make_values, smem, mmas, params, config),
-                partial(kernel.make_keys, smem, sheet, mmas, params, config),
+                partial(kernel.make_values, smem, buffers, mmas, params, config),
+                partial(kernel.make_keys, smem, buffers, mmas, params, config),
             ]
         roles_of[cta] = [(False, body) for body in loads + stores] + [(True, body) for body in groups]
     if tiles.ordered:  # CTAs wait for each other
         _at_once(roles_of, ctas)
     else:
         _run(roles_of, shared_of, ctas, tiles.ctas)
+    if tiles.counts:
+        # What postprocess waits for: every head's count says that all of its tiles have been added.
+        whole = KEY_GROUPS * -(-t["k"].shape[1] // tiles.tile_n) << (params.extra.block_bits or 0)
+        assert (t["delta"][..., -1] == whole).all()
     if config.stores_first:
         sums[(visits == 0).reshape(sums.shape[:4])] = 0.0
     return dk, dv, _placed(kernel, sums, t["q"].shape, params, config) if tiles.sums_dq else None
@@ -576,7 +602,7 @@ def _keys_storage(kernel, config: Backward, rank: int):
     return kernel.KeysStorage(
         k, v, *out, ring, ring, Rooms(config.statistics.count), handover, *stages, emptied, *bars((held, 128), (1, 128), (1, 128)),
         None, boxes, dq, *bars((1, KEY_GROUPS)), None, _bias_storage(kernel, config) if config.bias else None,
-        _halves(kernel, tiles, rank),
+        _halves(kernel, tiles, rank), None, Pointer([None] * 2 * KEY_GROUPS),
     )  # fmt: skip
 
 

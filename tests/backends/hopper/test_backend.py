@@ -279,6 +279,20 @@ def test_a_fault_in_a_listing_is_found(name):
     assert bool(report.wrong()) == (name == "registers")
 
 
+def test_a_spill_counts_where_it_is_repeated_for_each_block():
+    product, local = (
+        "        /*0000*/                   " + op for op in ("HGMMA.64x128x16 R24 ;\n", "LDL R24, [R1] ;\n")
+    )
+    tiles, blocks = (f".L_x_{n}:\n{{}}        /*0000*/              @!P0 BRA `(.L_x_{n});\n" for n in range(2))
+    outside = tiles.format(local + blocks.format(product) + local)
+    assert sass.repeated(outside) == 0
+    assert sass.repeated(tiles.format(blocks.format(product + local) + local)) == 1
+    report = sass.read(GOOD + outside)
+    assert report.local == 2
+    assert report.slow(exponentials=2, gathers=True) == []
+    assert any("spills" in fault for fault in report.slow(exponentials=2))
+
+
 WAIT = "        /*0000*/                   WARPGROUP.DEPBAR.LE gsb0, 0x{} ;\n"
 LSE = "        /*0000*/                   MUFU.LG2 R2, R3 ;\n"
 

@@ -21,6 +21,7 @@ from tilewise import accuracy
 from tilewise.backends.base import Grads
 from tilewise.backends.hopper import config as shared
 from tilewise.backends.hopper.backward import config as backward_config
+from tilewise.backends.hopper.backward.grids import TileParts
 from tilewise.backends.hopper.backward.tiles import KeyTiles, QueryTiles, SheetTiles
 from tilewise.backends.hopper.config import ROWS
 from tilewise.backends.hopper.host import backward_call, portions
@@ -88,7 +89,7 @@ def emulate_kernels(c: Call, x: backward_config.Backward, ctas: int) -> Grads:
     with poisoned():
         made = plan.memory.statistics(torch.from_numpy(t["lse"]), holes=c.p.packed and c.t.sink is not None)
         t["lse2"], t["delta"] = (room.numpy() for room in made)
-    rows, lines = [t[name] for name in ("o", "do", "lse", "dlse")], x.statistics_rows(c.p)
+    rows, lines = [t[name] for name in ("o", "do", "lse", "dlse")], t["delta"].shape[2]
     if not x.queries_first:
         own = c.p.packed or x.bias  # the source itself where it says more than an emulated statistic does
         made = emulated.run_preprocess(x, *rows, lines, cu_q) if own else emulated.statistics(*rows, lines)
@@ -294,6 +295,26 @@ def test_gradients_are_right_where_a_launch_has_some_of_the_keys(name, form):
     tensors, options = CASES[name]
     c = call(*tensors, **options)
     with patch.object(Portions, "sizes", (1, 1, 2)):  # two blocks of keys at a time
+        assert not wrong(c, emulate(c, KEYS[form], ctas=3))
+
+
+HALVES, EIGHTHS, LATER = TileParts(0, by_heads=2), TileParts(0, 2, 2), TileParts(2, 2, 1)
+SHARED = [
+    ("full", "subtracting", LATER), ("full", "subtracting-wide", EIGHTHS), ("causal-wide", "subtracting-wide", EIGHTHS),
+    ("one", "subtracting", EIGHTHS), ("causal-empty-rows", "subtracting", EIGHTHS), ("window", "queued-wide", LATER),
+    ("keys", "subtracting-wide", TileParts(1, 1, 1)), ("documents-empty-rows", "subtracting", HALVES),
+    ("dense-empty", "bits", HALVES), ("block-sparse-odd", "bits-wide", HALVES), ("pair", "biased", EIGHTHS),
+    ("dropout", "queued-wide", EIGHTHS), ("softcap", "queued-wide", EIGHTHS),
+    ("full", "kept", LATER), ("causal-wide", "kept-queued", EIGHTHS), ("window", "kept-queued", LATER),
+    ("causal-empty-rows", "kept", EIGHTHS), ("documents-empty-rows", "kept", HALVES), ("keys", "kept-queued", HALVES),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "form", "shares"), SHARED, ids=lambda x: "-".join(map(str, x)) if len(x) == 3 else x)
+def test_parts_of_shared_tiles_add_up(name, form, shares):
+    tensors, options = CASES[name]
+    c = call(*tensors, **options)
+    with patch.object(backward_call, "tile_parts", lambda *_: shares):
         assert not wrong(c, emulate(c, KEYS[form], ctas=3))
 
 

@@ -13,13 +13,14 @@ import torch
 
 import tilewise as tw
 from tests.backends.contract import Call, call, normal
+from tilewise import device as devices
 from tilewise.backends.base import Output
 from tilewise.backends.hopper import Hopper
 from tilewise.backends.hopper import config as sizes
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.backward import grids
 from tilewise.backends.hopper.backward.config import TABLE, shipped
-from tilewise.backends.hopper.backward.tiles import KEY_GROUPS, SHEET_KEYS, STATISTICS_ALIGNMENT
+from tilewise.backends.hopper.backward.tiles import KEY_GROUPS, SHEET_KEYS, STATISTICS_ALIGNMENT, left_elements
 from tilewise.backends.hopper.config import ALIGNMENT, SHARED_LIMIT, registers_together
 from tilewise.backends.hopper.forward import config as forward_config
 from tilewise.backends.hopper.forward import reasons as forward_reasons
@@ -263,6 +264,73 @@ def test_causal_key_tiles_from_the_queue_are_even_and_of_heads_that_l2_holds(dim
     assert max(work) <= (1.03 if group == 1 else 1.08) * sum(work) / ctas
 
 
+def shared_tiles(dims, form, shape, deterministic=False, packed=False) -> tuple:
+    """Tiles of ``(batch, seqlen, heads_q, heads_k)`` and how 132 multiprocessors share them."""
+    row, (batch, seqlen, heads_q, heads_k) = TABLE[dims], shape
+    passes = row.keeping(form, packed, softcap=False) or backward_config.Passes(row.summed(form, packed))
+    x = backward_config.Backward(*passes, "bf16", form, packed=packed)
+    spec, total = SimpleNamespace(deterministic=deterministic), seqlen * (batch if packed else 1)
+    p = SimpleNamespace(
+        batch=batch, heads_q=heads_q, heads_k=heads_k, seqlen_q=total, seqlen_k=total, spec=spec, batch_dim=batch
+    )
+    heads = heads_k if packed else batch * heads_k
+    return x, p, heads, grids.tile_parts(x, p, heads, total, (-grids.FAR, 1), 132)
+
+
+FEW = [(1, 2048, 8, 1), (1, 4096, 8, 1), (1, 8192, 8, 1), (1, 4096, 8, 2), (2, 4096, 16, 2), (1, 16384, 1, 1)]
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("form", ["full", "upper"])
+@pytest.mark.parametrize("shape", FEW, ids=str)
+def test_few_tiles_keep_132_sms_at_work(dims, form, shape):
+    """The time of the busiest CTA over the mean, in query blocks, where the CTA that is free first takes the next part. A part's own cost
+    counts: more of them would be more even and slower."""
+    x, p, heads, shares = shared_tiles(dims, form, shape)
+    tiles, group = -(-p.seqlen_k // x.keys.tile_n), p.heads_q // p.heads_k
+    order, per_head = schedule.Order(tiles, heads, heads, False), [-(-p.seqlen_q // x.keys.tile_m)] * tiles
+    if form == "upper":
+        one = schedule.Order(tiles, 1, 1, False)
+        per_head = causal_blocks(one, x.keys, p.seqlen_q)
+    found = []
+    for n in range(shares.units(order.tiles)):
+        tile, part = (n, -1) if n < shares.whole else divmod(n - shares.whole, shares.each)
+        blocks, of = per_head[schedule.tile_at(tile, order)[0]], part % (1 << shares.block_bits)
+        ends = [blocks * (of + k) >> shares.block_bits for k in range(2)] if part >= 0 else [0, blocks]
+        found.append((ends[1] - ends[0]) * (group // shares.by_heads if part >= 0 else group))
+    assert sum(found) == heads * group * sum(per_head)  # every block has one part
+    work = [0] * 132
+    for blocks in found:
+        heapq.heapreplace(work, work[0] + blocks + grids.BEGIN_COST + grids.PART_COST)
+    assert max(work) <= 1.5 * sum(work) / 132
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("form", ["full", "upper"])
+@pytest.mark.parametrize("packed", [False, True], ids=["equal", "packed"])
+def test_what_parts_leave_takes_a_bounded_room(dims, form, packed):
+    for shape in (*FEW, (1, 512, 64, 1), (64, 512, 8, 1), (1, 131072, 16, 1), (1, 128, 6, 3), (3, 1, 4, 4)):
+        x, p, heads, shares = shared_tiles(dims, x_form(form, packed), shape, packed=packed)
+        _, parts = shares.room(x, p, heads, slice(0, p.seqlen_k))
+        assert parts * KEY_GROUPS * left_elements(x.keys) * 4 <= grids.PARTS_ROOM
+        assert (p.heads_q // p.heads_k) % shares.by_heads == 0
+
+
+def x_form(form: str, packed: bool) -> str:
+    """The form whose kernels a form of packed sequences has."""
+    return "band" if packed and form == "full" else form
+
+
+@pytest.mark.parametrize("form", ["full", "upper"])
+@pytest.mark.parametrize("seqlen", [300, 2048, 4096, 16384])
+def test_what_must_repeat_is_shared_as_one_sequence_alone_says(form, seqlen):
+    alone = [shared_tiles((256, 256), form, (b, seqlen, 8, 2), deterministic=True)[-1] for b in (1, 2, 5)]
+    assert len(set(alone)) == 1
+    # No tile's place in the launch says whether it is shared.
+    assert alone[0].whole in (0, grids.FAR)
+    assert shared_tiles((256, 256), "band", (3, seqlen, 8, 2), True, packed=True)[-1] == grids.TileParts()
+
+
 def test_the_names_of_what_is_shipped_tell_them_apart():
     names = [x.name for x in shipped()]
     assert len(set(names)) == len(names)
@@ -289,6 +357,15 @@ def test_what_is_chosen_is_shipped(d, mask, score):
 def test_one_pass_is_taken_where_it_pays_which_a_softcap_makes_sooner(d, score, keys):
     assert backward_config.choose(small(d=d, nk=keys, score=score).p).queries is None
     assert backward_config.choose(small(d=d, nk=keys * 5 // 9, score=score).p).queries is not None
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_few_tiles_are_shared_in_one_pass_however_few_the_keys_are(d, monkeypatch):
+    monkeypatch.setattr(devices, "of", lambda device: SimpleNamespace(cores=132))
+    sizes = {"nq": 300, "nk": 300, "d": d, "causal": True}
+    assert backward_config.choose(small(**sizes).p).queries is None  # 6 tiles
+    assert backward_config.choose(small(**sizes, heads=(24, 24)).p).queries is not None  # 72 tiles
+    assert backward_config.choose(small(**sizes, deterministic=True).p).queries is not None
 
 
 def test_a_call_whose_backward_is_missing_is_refused_from_its_forward_on():
@@ -554,11 +631,12 @@ def test_a_launch_gets_the_tensors_themselves_and_the_numbers_of_the_call(launch
     assert [x.data_ptr() for x in given[:3]] == [x.data_ptr() for x in (c.t.q, c.t.k, c.t.v)]
     assert [x.data_ptr() for x in made[:3]] == [x.data_ptr() for x in (grads.dq, grads.dk, grads.dv)]
     assert numbers[1] == 1
-    assert numbers[6:] == (0.25, 0.25 * math.log2(math.e), 0.0)
-    lse2, delta, sums, queue = made[3:]
+    assert numbers[6:] == (0.25, 0.25 * math.log2(math.e), 0.0, grids.FAR, 1, 2, 0)
+    lse2, delta, sums, parts, queue = made[3:]
     assert lse2.shape == (1, 4, 4 * (128 + 16))  # the terms of both statistics, which products subtract
     assert delta.shape == (1, 4, 128 + 16)  # whole blocks, and the head's count
     assert sums.shape == (1, 4, 1, 2, 64 * 64)
+    assert parts.shape == (0, 2, 64 * 128)  # no tile is shared
     assert (queue.shape, queue.dtype) == ((1,), torch.int32)
 
 

@@ -137,7 +137,7 @@ def test_a_launch_in_shares_gets_each_share_s_views():
     q, k = (torch.empty(1, n, 8, 1).expand(1, n, 8, 256) for n in (p.seqlen_q, p.seqlen_k))
     lse = torch.empty(1).expand(1, 8, p.seqlen_q)
     sheet, sums = torch.empty(1), torch.empty(1)
-    portions.InPortions(bound, found)(q, k, k, q, q, lse, lse, q, k, k, lse, lse, sheet, sums)
+    portions.InPortions(bound, found)(q, k, k, q, q, lse, lse, q, k, k, lse, lse, sheet, sums, torch.empty(0))
     assert [(of[0][2], of[1][1]) for of in called] == [(s.size("heads"), s.size("keys")) for s in found.all]
     assert all(of[8] == of[1] and of[5][1] == of[0][2] for of in called)
 
@@ -182,7 +182,7 @@ def test_each_portion_of_packed_sequences_counts_its_own_tiles():
     bound = [lambda *tensors: called.append(tensors)] * found.count
     assert len(bound) > 1
     counts, cu, x = torch.zeros(2, len(bound), 1), torch.arange(5), torch.empty(1)
-    portions.InPortions(bound, found)(*[x] * 7, cu, cu, *counts, *[x] * 7)
+    portions.InPortions(bound, found)(*[x] * 7, cu, cu, *counts, *[x] * 8)
     for tensors in called:
         tensors[9].add_(1), tensors[10].add_(1)
         assert all(a is b for a, b in zip(tensors[:9], [*[x] * 7, cu, cu], strict=True))

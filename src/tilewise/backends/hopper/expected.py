@@ -17,6 +17,7 @@ class Expected:
         loads, stores: the copy engine loads tiles, and stores them.
         beside: groups of products that are under way beside those exponentials.
         idle_loops: some loops have products in flight and no exponentials at all.
+        gathers: a tile's end adds up what other CTAs have left; it may spill what loops of products may not.
     """
 
     kernel: str
@@ -27,3 +28,4 @@ class Expected:
     stores: bool = True
     beside: int = 1
     idle_loops: bool = False
+    gathers: bool = False

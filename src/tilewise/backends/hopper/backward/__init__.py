@@ -22,6 +22,7 @@ P of a score, masks, softcap, dropout, dS           scores: ``probabilities``, `
 the gradient of a tensor that a score reads         dslopes, dlines, pair_bias; others: scores: ``score_gradients``; config: ``reasons``
 the order of tiles, which blocks a tile visits      key_tiles, query_tiles; packed: packed_plan, sequences
 CTAs of a launch, heads at work at a time           grids (no DSL)
+key tiles that CTAs share                           parts; into how many parts: ``grids.tile_parts``
 shared memory and barriers                          keys_storage, queries_storage, sheet
 who loads and stores                                keys, queries, sheet
 the products of a block, and what runs under what   keys_compute, keys_split, queries_compute, sheet

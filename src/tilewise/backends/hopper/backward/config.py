@@ -180,22 +180,41 @@ class Backward(Formed):
         return self.keys.queued and not self.packed
 
     @property
+    def parted(self) -> bool:
+        """Whether CTAs may share a key tile: :func:`shares_tiles`."""
+        return shares_tiles(self)
+
+    @property
     def flagged(self) -> bool:
-        """Whether the pass over keys begins under the end of the pass over queries: its first tiles then wait for their heads' statistics
-        (docs/decisions.md#hopper-flags). Tiles of other forms all end at about the same time; only the device knows packed ones."""
+        """Whether the pass over keys begins under that over queries and awaits its statistics (docs/decisions.md#hopper-queries-first)."""
         return self.queries_first and self.form == "full" and not self.packed
 
-    def statistics_rows(self, p: Problem) -> int:
-        """The number of elements of a head in the buffers of lse2 and delta: whole query blocks of each pass, for each sequence;
-        then the flags of the query tiles, a whole number of blocks too."""
-        if self.packed:  # the rows past the last sequence count as one more
-            return -(-(p.seqlen_q + (p.batch + 1) * self.statistics_gap) // STATISTICS_ALIGNMENT) * STATISTICS_ALIGNMENT
-        flags = -(-p.seqlen_q // (16 * self.tile_m)) * 16 if self.flagged else 16 if self.keys.counts else 0
-        return flags + max(-(-p.seqlen_q // m) * m for m in (self.keys.tile_m, self.tile_m))
+    def statistics_rows(self, p: Problem, counts: int = 0) -> int:
+        """The number of elements of a head in the buffers of lse2 and delta: :func:`statistics_rows_of`."""
+        return statistics_rows_of(self, p, counts)
 
     def blocks(self, p: Problem) -> int:
         """The number of query blocks of a head whose dQ is accumulated."""
         return p.seqlen_q // self.keys.tile_m + p.batch + 1 if self.packed else -(-p.seqlen_q // self.keys.tile_m)
+
+
+def shares_tiles(config: Backward) -> bool:
+    """:attr:`Backward.parted` (:mod:`tilewise.backends.hopper.backward.parts`): not where each tile writes numbers of its own, where the
+    CTAs of a cluster share it already, or where a table, the gradient of a bias, or a softcap leave no registers."""
+    keys = config.keys
+    alone = config.dslopes or config.table or config.dbias or keys.halved or (keys.keeps_ds and keys.reads_late)
+    return (keys.overlaps or keys.keeps_ds) and not alone
+
+
+def statistics_rows_of(config: Backward, p: Problem, counts: int) -> int:
+    """:meth:`Backward.statistics_rows`: whole query blocks of each pass, for each sequence; then the flags of the query tiles, a whole
+    number of blocks too. ``counts``: of warpgroups that have left parts of shared tiles, before the last element of all."""
+    counts += counts > 0
+    if config.packed:  # the rows past the last sequence count as one more
+        rows = p.seqlen_q + (p.batch + 1) * config.statistics_gap + counts
+        return -(-rows // STATISTICS_ALIGNMENT) * STATISTICS_ALIGNMENT
+    flags = -(-p.seqlen_q // (16 * config.tile_m)) * 16 if config.flagged else 16 if config.keys.counts else 0
+    return flags + -(-counts // 16) * 16 + max(-(-p.seqlen_q // m) * m for m in (config.keys.tile_m, config.tile_m))
 
 
 def name_of(config: Backward) -> str:
@@ -212,7 +231,12 @@ def extra_of(config: Backward) -> ExtraFields:
     """:attr:`Backward.extra`."""
     both = ("seed",) * config.dropout + ("slopes",) * config.alibi + ("line",) * config.table + ("bias",) * config.bias
     numbers = ("threshold", "keep") * config.dropout + ("start",) * config.table
-    numbers += ("resumes", "suspends") * config.continues
+    numbers += ("resumes", "suspends") * config.continues + (
+        "whole",
+        "parts",
+        "part_heads",
+        "block_bits",
+    ) * config.parted
     return ExtraFields(config.mask_fields, config.mask_fields if config.queries else (), both, numbers)
 
 
@@ -221,7 +245,8 @@ def expected_of(config: Backward) -> tuple[Expected, ...]:
     keys, queries = config.keys, config.queries
     hidden = None if keys.split or keys.dp_late else keys.tile_m // 2
     roles = keys.registers, keys.registers_load
-    found = [Expected(f"{config.name}_keys", roles, shared_of(keys, config.statistics), hidden, idle_loops=True)]
+    shared = shared_of(keys, config.statistics)
+    found = [Expected(f"{config.name}_keys", roles, shared, hidden, idle_loops=True, gathers=config.parted)]
     if queries:
         roles, kept = (queries.registers, queries.registers_load), keys.keeps_ds
         hidden = None if kept else queries.tile_n // 2
@@ -491,11 +516,18 @@ def one_pass(row: BackwardRow, p: Problem, form: str, softcap: bool = False) -> 
     keys = row.ordered if p.spec.deterministic else row.summed(form, p.packed, softcap=softcap)
     if keys is None or not exists(keys, form, p.packed):
         return None
-    if mean_keys_per_query(p) < row.least_keys(keys, p.packed, softcap):
+    if mean_keys_per_query(p) < row.least_keys(keys, p.packed, softcap) and not few_tiles(keys, p):
         return None
     if keys.subtracts and p.softmax_scale < LEAST_SCALE:
         return None
     return Passes(keys) if not keys.ordered or pays_in_order(p, form) else None
+
+
+def few_tiles(keys: KeyTiles, p: Problem) -> bool:
+    """Whether key tiles that may be shared are so few that they would keep no more than half of the multiprocessors at work: two passes,
+    whose tiles may not, are slower then, however few the keys are."""
+    tiles = p.batch_dim * p.heads_k * -(-p.seqlen_k // keys.tile_n)
+    return keys.overlaps and 2 * tiles <= devices.of(p.device).cores
 
 
 def pays_in_order(p: Problem, form: str) -> bool:

@@ -228,11 +228,12 @@ def add_part(dq: cute.Tensor, smem: SumStorage, w, m, phase) -> None:
     release_part(smem, w)
 
 
-def count_tile(delta: cute.Tensor, batch, head) -> None:
-    """One warp counts a tile of a head as soon as all its additions have arrived in global memory. Partner: postprocess."""
+def count_tile(delta: cute.Tensor, batch, head, weight) -> None:
+    """One warp counts a tile of a head, or a part of one by its weight, as soon as all its additions have arrived in global memory.
+    Partner: postprocess."""
     cute.arch.cp_async_bulk_wait_group(0, read=False)
     with cute.arch.elect_one():
-        count_up(delta, count_place(batch, head, delta))
+        count_up(delta, count_place(batch, head, delta), weight)
 
 
 class UnclearedSums(NamedTuple):
@@ -335,7 +336,7 @@ def await_semaphore(semaphores: cute.Tensor, n, rank, found):
 
 @cute.jit
 def signal_semaphore(semaphores: cute.Tensor, n, rank):
-    """Lets the next tile add to part n, as soon as the copy has arrived; why with release: docs/decisions.md#hopper-turn-fence."""
+    """Lets the next tile add to part n, as soon as the copy has arrived; why with release: docs/decisions.md#hopper-ordered-dq."""
     cute.arch.cp_async_bulk_wait_group(0, read=False)
     with cute.arch.elect_one():
         cute.arch.store(semaphores.iterator + n, rank, sem="release", scope="gpu")

@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass.cute.runtime import make_fake_stream
 
 from tilewise.backends.hopper.backward.config import Backward
-from tilewise.backends.hopper.backward.tiles import KEY_GROUPS, SHEET_BLOCK, PlanRow
+from tilewise.backends.hopper.backward.tiles import KEY_GROUPS, SHEET_BLOCK, PlanRow, left_elements
 from tilewise.backends.hopper.config import ROWS
 from tilewise.backends.hopper.kit import fake
 from tilewise.backends.hopper.kit.dtypes import ELEMENT
@@ -50,6 +50,8 @@ def fake_arguments(config: Backward) -> tuple:
         made = *made, fake.rows(cutlass.Float32, (*sums, ROWS * config.queries.width), SHEET_BLOCK, 128)
     if config.planned:
         made = *made, fake.rows(cutlass.Int32, (len(PlanRow), cute.sym_int()))
+    if config.parted:
+        made = *made, fake.rows(cutlass.Float32, (cute.sym_int(), KEY_GROUPS, left_elements(config.keys)), 4, 16)
     if config.makes_queue:
         made = *made, fake.vector(cutlass.Int32, 1)
     if config.sums_bias:
@@ -59,8 +61,7 @@ def fake_arguments(config: Backward) -> tuple:
     # lo, hi, a section and a grid for each pass; scale, scale2, cap2.
     numbers = *[fake.I32] * 6, *[fake.F32] * 3
     given = *given, *_optional(config, (batch, heads_q), (seqlen_k, seqlen_q))
-    kinds = {"threshold": fake.I32, "keep": fake.F32, "start": fake.I32, "resumes": fake.I32, "suspends": fake.I32}
-    numbers = *numbers, *(kinds[name] for name in config.extra.numbers)
+    numbers = *numbers, *(fake.F32 if name == "keep" else fake.I32 for name in config.extra.numbers)
     numbers = *numbers, *(fake.NUMBERS[kind] for kind in config.traced.numbers)
     if config.packed:
         starts = cute.sym_int()

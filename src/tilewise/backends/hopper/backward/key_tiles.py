@@ -15,6 +15,7 @@ import cutlass.cute as cute
 
 from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.backward.params import BackwardParams, column_band, number_band
+from tilewise.backends.hopper.backward.parts import Division, PartOfTile, TileShare
 from tilewise.backends.hopper.backward.scores import ColumnLimits, ScoreBlock, pairs_of_block, thread_rows
 from tilewise.backends.hopper.backward.sequences import (
     BackwardSeqlenInfo,
@@ -45,6 +46,7 @@ class KeyTile(NamedTuple):
             Where ends are tensors, only :func:`of_query_head` knows them.
         bits: the slot of the bits of the first partial block; those of the others follow.
         seqlen: where the tile's packed sequence lies.
+        share: what this CTA has of a tile that CTAs may share; ``start`` and ``stop`` are its own.
     """
 
     column: I32
@@ -55,6 +57,11 @@ class KeyTile(NamedTuple):
     seqlen: BackwardSeqlenInfo | None = None
     partial: I32 | None = None
     bits: I32 | None = None
+    share: TileShare | None = None
+
+    def query_heads(self, params: BackwardParams):
+        """How many query heads of the group the tile visits."""
+        return params.group if self.share is None else self.share.heads
 
     @property
     def keys(self):
@@ -115,13 +122,27 @@ def direction(config: Backward) -> int:
 
 def rounds_of(params: BackwardParams, config: Backward):
     """How many tiles this CTA has."""
-    return schedule.rounds(*cta_of(config), tile_order(params, config).tiles, direction(config))
+    tiles = tile_order(params, config).tiles
+    # Parts are dealt out as tiles are, behind those that are whole.
+    tiles = Division.of(params).units(tiles) if config.parted else tiles
+    return schedule.rounds(*cta_of(config), tiles, direction(config))
 
 
 def tile_of(round_, params: BackwardParams, config: Backward) -> KeyTile:
     """This CTA's tile in a round."""
-    n = schedule.nth(*cta_of(config), round_, direction(config))
-    return key_tile(*schedule.tile_at(n, tile_order(params, config), PICK), params, config)
+    n, order = schedule.nth(*cta_of(config), round_, direction(config)), tile_order(params, config)
+    if config.parted:
+        n, part = Division.of(params).unit(n)
+        return shared(key_tile(*schedule.tile_at(n, order, PICK), params, config), part, params)
+    return key_tile(*schedule.tile_at(n, order, PICK), params, config)
+
+
+def shared(tile: KeyTile, part, params: BackwardParams) -> KeyTile:
+    """A part of a tile; its number is negative where the tile is whole."""
+    # All roles see a tile with fewer blocks and heads: nothing else tells a part from a tile.
+    share = TileShare.of(part, params)
+    start, stop = share.cut(tile.start, tile.stop)
+    return tile._replace(start=I32(start), stop=I32(stop), share=share)
 
 
 def key_tile(n_block, head, params: BackwardParams, config: Backward) -> KeyTile:
@@ -135,9 +156,18 @@ def key_tile(n_block, head, params: BackwardParams, config: Backward) -> KeyTile
     return KeyTile(column, head % params.heads, head // params.heads, I32(start), I32(stop))
 
 
+def queued_tile(n, params: BackwardParams, config: Backward) -> packed.PackedTile | PartOfTile:
+    """The n-th tile of the queue, or part of one."""
+    if not config.parted:
+        return packed_tile(n, params, config)
+    # Past the last part there is no tile either.
+    n, part = Division.of(params).unit(n)
+    return PartOfTile(*packed_tile(n, params, config), part)
+
+
 def packed_tile(n, params: BackwardParams, config: Backward) -> packed.PackedTile:
-    """The n-th tile of the queue. Equal sequences are one, whose rows are the tiles of a head; of packed ones, in each sequence the tiles
-    of the keys that are seen come first."""
+    """The n-th whole tile of the queue. Equal sequences are one, whose rows are the tiles of a head; of packed ones, in each sequence the
+    tiles of the keys that are seen come first."""
     if not config.packed:
         order = tile_order(params, config)
         if config.form == "bits":
@@ -163,8 +193,16 @@ def tiles_of(n, params: BackwardParams, config: Backward):
     return sum(packed.in_tiles(part, config.keys.tile_n) for part in sequence.parts)
 
 
+def place_queued(tile: PartOfTile, params: BackwardParams, config: Backward) -> tuple[KeyTile, BackwardParams]:
+    """A part of a tile of the queue, and the numbers of its sequence."""
+    if not config.parted:
+        return place_packed(tile, params, config)
+    whole, numbers = place_packed(tile, params, config)
+    return shared(whole, tile.part, params), numbers
+
+
 def place_packed(tile: packed.PackedTile, params: BackwardParams, config: Backward) -> tuple[KeyTile, BackwardParams]:
-    """A tile of the queue, and the numbers of its sequence. Keys that nobody sees have no query blocks."""
+    """A whole tile of the queue, and the numbers of its sequence. Keys that nobody sees have no query blocks."""
     if not config.packed:
         return key_tile(tile.row, tile.head, params, config), params
     tiles, sequence = config.keys, PackedSequence.of(tile.sequence, params, config, rest_k=True)
@@ -185,15 +223,19 @@ def place_packed(tile: packed.PackedTile, params: BackwardParams, config: Backwa
     return KeyTile(column, tile.head, tile.sequence, I32(start), stop, seqlen), numbers
 
 
-SCHEDULER = TileScheduler(rounds_of, tile_of, packed_tile, place_packed, lambda config: config.keys.ctas)
+SCHEDULER = TileScheduler(
+    rounds_of, tile_of, queued_tile, place_queued, lambda config: config.keys.ctas,
+    lambda config: PartOfTile if config.parted else packed.PackedTile,
+)  # fmt: skip
 
 
 # -- Query blocks of a tile ----------------------------------------------------------------------------------------
 
 
 def of_query_head(tile: KeyTile, g, params: BackwardParams, config: Backward) -> KeyTile:
-    """The tile for the g-th query head of its group, with that head's query blocks."""
-    tiles, tile = config.keys, tile._replace(head=tile.head * params.group + g)
+    """The tile for the g-th query head of its group, or of its share of it, with that head's query blocks."""
+    tiles, head = config.keys, tile.head * params.group + (g if tile.share is None else tile.share.first_head + g)
+    tile = tile._replace(head=head)
     if config.of_numbers:
         return tile
     if config.form == "bits":

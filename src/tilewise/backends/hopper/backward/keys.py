@@ -39,7 +39,7 @@ import cutlass.utils.hopper_helpers as sm90
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.utils import LayoutEnum
 
-from tilewise.backends.hopper.backward import dq_accumulate, pair_bias
+from tilewise.backends.hopper.backward import dq_accumulate, pair_bias, parts
 from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.backward.fragments import rows_first, warp_and_warpgroup
 from tilewise.backends.hopper.backward.key_tiles import SCHEDULER, KeyTile, block_at, of_query_head
@@ -60,7 +60,7 @@ from tilewise.backends.hopper.backward.tiles import FP32_BYTES, KEY_GROUPS, v_re
 from tilewise.backends.hopper.config import ELEMENT_BYTES, ROWS
 from tilewise.backends.hopper.kit import packed
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
-from tilewise.backends.hopper.kit.instructions import await_count, meet
+from tilewise.backends.hopper.kit.instructions import await_count, get_words, meet
 from tilewise.backends.hopper.kit.ring import PipelineState, fetch, new_writer, release
 from tilewise.backends.hopper.kit.scheduler import each_queued, each_tile, take_queued, take_tiles
 from tilewise.backends.hopper.kit.tiles import staged_layout, tma_tiles
@@ -170,13 +170,13 @@ def kernel(tmas: KeysTmas, buffers: RowBuffers, mmas: KeysMmas, params: Backward
     else:
         cute.arch.setmaxregister_increase(tiles.registers)
         if cutlass.const_expr(tiles.sums_dq):
-            compute_and_sum(smem, group - 1, mmas, params, config)
+            compute_and_sum(smem, buffers, group - 1, mmas, params, config)
         elif cutlass.const_expr(not tiles.split):
             compute(smem, group - 1, mmas, params, config)
         elif group == 1:
-            make_values(smem, mmas, params, config)
+            make_values(smem, buffers, mmas, params, config)
         else:
-            make_keys(smem, buffers.sheet, mmas, params, config)
+            make_keys(smem, buffers, mmas, params, config)
     if cutlass.const_expr(tiles.halved):
         meet()  # neither CTA's shared memory goes while the peer may still reach for it
 
@@ -196,11 +196,13 @@ def load_keys(tmas: KeysTmas, smem: KeysStorage, params: BackwardParams, config:
         for n in range(tiles.key_tiles):
             m, full, empty = key_tile.column // ROWS + n, smem.held_full + n, smem.held_empty + n
             publish_held(packed_tile, smem, n, phase)
+            parts.publish(key_tile, smem, n, phase)
             # K, 64 × width, for warpgroup n alone; held_empty: its storing warp has sent dK from there.
             fetch(tmas.k, gK[None, m], sK[None, n], k_bytes, full, empty, phase)
             full, empty = full + tiles.key_tiles, empty + tiles.key_tiles
             if tiles.split:
                 publish_held(packed_tile, smem, 1, phase)
+                parts.publish(key_tile, smem, 1, phase)
             # V, 64 × width_v, likewise.
             fetch(tmas.v, gV[None, m], sV[None, n], v_bytes, full, empty, phase)
 
@@ -256,7 +258,7 @@ def load_blocks(
     place is ``bias_place``. Returns the ring's state."""
     tiles, words = config.keys, config.statistics.words
     q_bytes, do_bytes = (ELEMENT_BYTES * tiles.tile_m * width for width in (tiles.width, tiles.width_v))
-    for g in cutlass.range(params.group, unroll=1):
+    for g in cutlass.range(key_tile.query_heads(params), unroll=1):
         head_tile = of_query_head(key_tile, g, params, config)
         head = head_tile.head
         # (box, block) of one query head, and (box, stage).
@@ -377,7 +379,7 @@ def store_tile(
     warpgroup's ring of biases, where their gradient is wanted."""
     tiles, phase, part_phase = config.keys, *phases
     if cutlass.const_expr(tiles.sums_dq):
-        for g in cutlass.range(params.group, unroll=1):
+        for g in cutlass.range(key_tile.query_heads(params), unroll=1):
             head_tile = of_query_head(key_tile, g, params, config)
             sums = key_tile.dq_blocks(buffers.dq_sums, head_tile.head)
             # The order of dQ's additions is decided here.
@@ -392,28 +394,37 @@ def store_tile(
             else:
                 part_phase = dq_accumulate.add_all(sums, smem.dq, w, head_tile, part_phase, params, config)
             if cutlass.const_expr(tiles.counts):
-                dq_accumulate.count_tile(buffers.delta, key_tile.batch, head_tile.head)
+                weight = key_tile.share.weight(params) if config.parted else F32(1.0)
+                dq_accumulate.count_tile(buffers.delta, key_tile.batch, head_tile.head, weight)
     gK, sK = tma_tiles(tmas.dk, (ROWS, tiles.width), (None, smem.half), key_tile.head, key_tile.keys, smem.dk)
     gV, sV = tma_tiles(tmas.dv, (ROWS, tiles.width_v), (None, smem.half), key_tile.head, key_tile.keys, smem.dv)
-    n = key_tile.column // ROWS
+    n, told = key_tile.column // ROWS, smem.told + w if config.parted else None
     if cutlass.const_expr(not tiles.split):
-        store_when_done(tmas.dv, sV[None, w], gV[None, n + w], smem, tiles.key_tiles + w, phase, not tiles.overlaps)
-        store_when_done(tmas.dk, sK[None, w], gK[None, n + w], smem, w, phase, not tiles.overlaps)
+        store_when_done(
+            tmas.dv, sV[None, w], gV[None, n + w], smem, tiles.key_tiles + w, phase, not tiles.overlaps, told
+        )
+        store_when_done(tmas.dk, sK[None, w], gK[None, n + w], smem, w, phase, not tiles.overlaps, told)
         if cutlass.const_expr(tiles.overlaps):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             release(smem.left)  # partner: the warpgroups, before they put dS or a part of dQ there
     elif cutlass.const_expr(w == 0):
-        store_when_done(tmas.dv, sV[None, 0], gV[None, n], smem, 0, phase)  # dV lies where K was
+        store_when_done(tmas.dv, sV[None, 0], gV[None, n], smem, 0, phase, told=told)  # dV lies where K was
     else:
-        store_when_done(tmas.dk, sK[None, 0], gK[None, n], smem, 1, phase)  # dK lies where V was
+        store_when_done(tmas.dk, sK[None, 0], gK[None, n], smem, 1, phase, told=told)  # dK lies where V was
     return part_phase
 
 
-def store_when_done(info: cpasync.TmaInfo, s, g, smem: KeysStorage, n: int, phase, gives_back: bool = True) -> None:
-    """Waits until a warpgroup is done with tile n, stores it, and gives its shared memory back."""
+def store_when_done(
+    info: cpasync.TmaInfo, s, g, smem: KeysStorage, n: int, phase, gives_back: bool = True, told: cute.Pointer | None = None
+) -> None:  # fmt: skip
+    """Waits until a warpgroup is done with tile n, stores it, unless ``told`` says that it is a part of one, and gives its shared memory
+    back."""
     # Partner: the 128 threads of the warpgroup that rounded its gradient into shared memory.
     cute.arch.mbarrier_wait(smem.done + n, phase)
-    cute.copy(info.atom, s, g)
+    if told is None:
+        cute.copy(info.atom, s, g)
+    else:
+        copy_if(get_words(told, 1)[0] != 0, info.atom, s, g)
     cute.arch.cp_async_bulk_commit_group()
     if not gives_back:
         return
@@ -421,3 +432,10 @@ def store_when_done(info: cpasync.TmaInfo, s, g, smem: KeysStorage, n: int, phas
     # Partner: load_keys, which puts the next tile there.
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive(smem.held_empty + n)
+
+
+@cute.jit
+def copy_if(condition, atom: cute.CopyAtom, s: cute.Tensor, g: cute.Tensor):
+    """Starts a copy, where the condition holds."""
+    if condition:
+        cute.copy(atom, s, g)

@@ -17,7 +17,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import warpgroup
 
-from tilewise.backends.hopper.backward import dlines, dq_accumulate, dslopes, pair_bias
+from tilewise.backends.hopper.backward import dlines, dq_accumulate, dslopes, pair_bias, parts
 from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.backward.fragments import (
     HeldStatistic,
@@ -33,7 +33,7 @@ from tilewise.backends.hopper.backward.fragments import (
     transposed,
 )
 from tilewise.backends.hopper.backward.key_tiles import SCHEDULER, KeyTile, blocks_of_group, blocks_of_head
-from tilewise.backends.hopper.backward.keys_storage import KeysMmas, KeysStorage
+from tilewise.backends.hopper.backward.keys_storage import KeysMmas, KeysStorage, RowBuffers
 from tilewise.backends.hopper.backward.params import BackwardParams
 from tilewise.backends.hopper.backward.scores import ScoreBlock, probabilities, score_gradients
 from tilewise.backends.hopper.backward.sequences import receiver
@@ -330,12 +330,14 @@ def finish(acc: cute.Tensor, mma: cute.TiledMma, smem_tile: cute.Tensor, done, c
 
 
 @cute.jit
-def compute_and_sum(smem: KeysStorage, w, mmas: KeysMmas, params: BackwardParams, config: cutlass.Constexpr):
+def compute_and_sum(
+    smem: KeysStorage, buffers: RowBuffers, w, mmas: KeysMmas, params: BackwardParams, config: cutlass.Constexpr
+):  # fmt: skip
     """One warpgroup makes dK and dV of 64 keys of each tile, and its parts of dQ."""
     operands = make_operands(mmas, smem, w, config)
 
     def sum_one(key_tile, numbers, held_phase, state):
-        return summing_tile(operands, w, smem, key_tile, held_phase, state, numbers, config)
+        return summing_tile(operands, w, smem, buffers, key_tile, held_phase, state, numbers, config)
 
     if cutlass.const_expr(config.keys.queued):
         each_queued(SCHEDULER, smem.boxes, params, config, sum_one, new_state())
@@ -345,7 +347,7 @@ def compute_and_sum(smem: KeysStorage, w, mmas: KeysMmas, params: BackwardParams
 
 @cute.jit
 def summing_tile(
-    operands: DkDvOperands, w, smem: KeysStorage, key_tile: KeyTile, held_phase, state: KeysPipelineState,
+    operands: DkDvOperands, w, smem: KeysStorage, buffers: RowBuffers, key_tile: KeyTile, held_phase, state: KeysPipelineState,
     params: BackwardParams, config: cutlass.Constexpr,
 ):  # fmt: skip
     """Makes dK, dV and the parts of dQ of one tile, and returns the state after it."""
@@ -363,7 +365,7 @@ def summing_tile(
     state = state.restart()
     if cutlass.const_expr(config.sums_bias):
         operands.dbias.fill(0.0)
-    for g in cutlass.range(params.group, unroll=1):
+    for g in cutlass.range(key_tile.query_heads(params), unroll=1):
         blocks = blocks_of_head(group_blocks, column, key_tile, g, params, config)
         if cutlass.const_expr(config.table and config.form == "full"):
             for _ in cutlass.range(blocks.near - blocks.tile.start, unroll=1):
@@ -391,9 +393,12 @@ def summing_tile(
             dlines.store(operands.dbias, blocks.bias.sums)
     dq_accumulate.begin_part(operands.dq, smem.dq, state.count - 1, config)  # of the last block
     warpgroup.wait_group(0)
+    part = parts.published(smem, w) if config.parted else None  # before load_keys may tell the next one
     if cutlass.const_expr(tiles.overlaps):
         release_held(smem)
     put_part_before(operands, w, state, smem)
+    if cutlass.const_expr(config.parted):
+        parts.gather((operands.dk, operands.dv), buffers, smem.told, part, w, 2, params)
     scale(operands.dk, params.scale)
     scale_dropped(operands.dv, params, config)
     # Both warpgroups have read K and V, and dS, for the last time

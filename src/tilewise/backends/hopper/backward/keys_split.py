@@ -16,6 +16,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import warpgroup
 
+from tilewise.backends.hopper.backward import parts
 from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.backward.fragments import (
     column_statistic,
@@ -47,7 +48,7 @@ from tilewise.backends.hopper.backward.keys_compute import (
     scale_dropped,
     tile_at,
 )
-from tilewise.backends.hopper.backward.keys_storage import KeysMmas, KeysStorage
+from tilewise.backends.hopper.backward.keys_storage import KeysMmas, KeysStorage, RowBuffers
 from tilewise.backends.hopper.backward.params import BackwardParams
 from tilewise.backends.hopper.backward.scores import ScoreBlock, probabilities, score_gradients
 from tilewise.backends.hopper.backward.sequences import receiver
@@ -60,12 +61,14 @@ from tilewise.backends.hopper.kit.tiles import rows_columns
 
 
 @cute.jit
-def make_values(smem: KeysStorage, mmas: KeysMmas, params: BackwardParams, config: cutlass.Constexpr):
+def make_values(
+    smem: KeysStorage, buffers: RowBuffers, mmas: KeysMmas, params: BackwardParams, config: cutlass.Constexpr
+):  # fmt: skip
     """One warpgroup makes P and dV of the 64 keys of each tile."""
     operands = make_operands(mmas, smem, 0, config)
 
     def values_of(key_tile, numbers, held_phase, state):
-        return value_tile(operands, smem, key_tile, held_phase, state, numbers, config)
+        return value_tile(operands, smem, buffers, key_tile, held_phase, state, numbers, config)
 
     if cutlass.const_expr(config.keys.queued):
         each_queued(SCHEDULER, smem.boxes, params, config, values_of, new_state())
@@ -75,7 +78,7 @@ def make_values(smem: KeysStorage, mmas: KeysMmas, params: BackwardParams, confi
 
 @cute.jit
 def value_tile(
-    operands: DkDvOperands, smem: KeysStorage, key_tile: KeyTile, held_phase, state: KeysPipelineState,
+    operands: DkDvOperands, smem: KeysStorage, buffers: RowBuffers, key_tile: KeyTile, held_phase, state: KeysPipelineState,
     params: BackwardParams, config: cutlass.Constexpr,
 ):  # fmt: skip
     """Makes dV of one tile, and returns the state after it."""
@@ -83,7 +86,7 @@ def value_tile(
     group_blocks = blocks_of_group(key_tile.column, key_tile, params, config)
     operands.dv.fill(0.0)
     cute.arch.mbarrier_wait(smem.held_full, held_phase)  # K, from load_keys
-    for g in cutlass.range(params.group, unroll=1):
+    for g in cutlass.range(key_tile.query_heads(params), unroll=1):
         state = state.restart()
         blocks = blocks_of_head(group_blocks, key_tile.column, key_tile, g, params, config)
         if cutlass.const_expr(config.has_upper):
@@ -101,6 +104,8 @@ def value_tile(
                 state = value_block(operands, state, block, smem, params, config)
         warpgroup.wait_group(0)
         release_before(smem.empty, state, 1, tiles.stages)
+    if cutlass.const_expr(config.parted):
+        parts.gather((operands.dv,), buffers, smem.told, parts.published(smem, 0), 0, 1, params)
     scale_dropped(operands.dv, params, config)
     cute.arch.barrier(barrier_id=1, number_of_threads=128)  # all four warps have read K for the last time
     finish(operands.dv, operands.mmas.dv, tile_at(smem.dv, 0), smem.done, config)
@@ -136,13 +141,13 @@ def value_block(
 
 @cute.jit
 def make_keys(
-    smem: KeysStorage, sheet: cute.Tensor | None, mmas: KeysMmas, params: BackwardParams, config: cutlass.Constexpr
-):
+    smem: KeysStorage, buffers: RowBuffers, mmas: KeysMmas, params: BackwardParams, config: cutlass.Constexpr
+):  # fmt: skip
     """One warpgroup makes dS and dK of the 64 keys of each tile, and keeps dS in the sheet, if there is one."""
     operands = make_operands(mmas, smem, 0, config)
 
     def keys_of(key_tile, numbers, held_phase, state):
-        return gradient_tile(operands, smem, sheet, key_tile, held_phase, state, numbers, config)
+        return gradient_tile(operands, smem, buffers, key_tile, held_phase, state, numbers, config)
 
     if cutlass.const_expr(config.keys.queued):
         each_queued(SCHEDULER, smem.boxes, params, config, keys_of, new_state())
@@ -154,16 +159,16 @@ def make_keys(
 
 @cute.jit
 def gradient_tile(
-    operands: DkDvOperands, smem: KeysStorage, sheet: cute.Tensor | None, key_tile: KeyTile, held_phase, state: KeysPipelineState,
+    operands: DkDvOperands, smem: KeysStorage, buffers: RowBuffers, key_tile: KeyTile, held_phase, state: KeysPipelineState,
     params: BackwardParams, config: cutlass.Constexpr,
 ):  # fmt: skip
     """Makes dK of one tile, and returns the state after it. The P that it takes is masked already, so that all blocks are alike."""
-    tiles = config.keys
+    tiles, sheet = config.keys, buffers.sheet
     operands.dk.fill(0.0)
     cute.arch.mbarrier_wait(smem.held_full + 1, held_phase)  # V, from load_keys
     state = state.restart()
     if cutlass.const_expr(tiles.keeps_ds):
-        for g in cutlass.range(params.group, unroll=1):
+        for g in cutlass.range(key_tile.query_heads(params), unroll=1):
             head_tile = of_query_head(key_tile, g, params, config)
             for m in cutlass.range(head_tile.start, head_tile.stop, unroll=1):
                 state = key_block(operands, state, ScoreBlock(), smem, params, config)
@@ -184,6 +189,8 @@ def gradient_tile(
             state = key_block(operands, state, ScoreBlock(), smem, params, config)
     warpgroup.wait_group(0)
     release_before(smem.empty, state, 2, tiles.stages)
+    if cutlass.const_expr(config.parted):
+        parts.gather((operands.dk,), buffers, smem.told, parts.published(smem, 1), 1, 1, params)
     scale(operands.dk, params.scale)
     cute.arch.barrier(barrier_id=2, number_of_threads=128)  # all four warps have read V for the last time
     finish(operands.dk, operands.mmas.dk, tile_at(smem.dk, 0), smem.done + 1, config)

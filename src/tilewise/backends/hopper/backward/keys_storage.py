@@ -67,6 +67,8 @@ class RowBuffers(NamedTuple):
         dq_sums: (batch, heads_q, block, warpgroup, part), fp32, where dQ is accumulated.
         semaphores: (batch, heads_q, block x warpgroup), int32, where it is accumulated in order: how many key tiles have been added.
         sheet: (batch x heads_q, key block, query block, element), where dSᵀ is kept (:mod:`tilewise.backends.hopper.backward.sheet`).
+        parts: (part, warpgroup, element), fp32: dK and dV of the parts of shared tiles
+            (:mod:`tilewise.backends.hopper.backward.parts`).
     """
 
     lse2: cute.Tensor
@@ -74,6 +76,7 @@ class RowBuffers(NamedTuple):
     dq_sums: cute.Tensor | None = None
     semaphores: cute.Tensor | None = None
     sheet: cute.Tensor | None = None
+    parts: cute.Tensor | None = None
 
 
 class KeysStorage(NamedTuple):
@@ -94,6 +97,8 @@ class KeysStorage(NamedTuple):
         bias: the rings of a bias by pair.
         halves: where the two CTAs of a cluster exchange S and dP. half: which half of the columns this CTA has.
         kept: (64 keys, 64 queries, 2): blocks of dS on their way to a sheet, where there is room for them.
+        told: words of 4 bytes, where CTAs share tiles: for each warpgroup whether its gradients are a tile's, then the number of the part
+            that it works on.
     """
 
     k: cute.Tensor
@@ -119,6 +124,7 @@ class KeysStorage(NamedTuple):
     bias: pair_bias.BiasStorage | None = None
     halves: halves.Halves | None = None
     kept: cute.Tensor | None = None
+    told: cute.Pointer | None = None
 
     @property
     def half(self) -> I32 | int:
@@ -129,7 +135,8 @@ def allocate(tmas: KeysTmas, config: Backward) -> KeysStorage:
     """Allocates in the order of :attr:`KeyTiles.shared`."""
     allocator, tiles = cutlass.utils.SmemAllocator(), config.keys
     words = QUEUE_WORDS if tiles.queued else mailbox_words(config, KEY_GROUPS)
-    full = allocator.allocate_array(cutlass.Int64, tiles.barriers + 1 + words)
+    full = allocator.allocate_array(cutlass.Int64, tiles.barriers + 1 + words + 2 * config.parted)
+    told = cute.recast_ptr(full + tiles.barriers + 1 + words, dtype=I32) if config.parted else None
     if config.subtracts:
         layouts = subtrahends_layout(tiles.tile_m, config.statistics.count), constant_layout()
         statistics, minus_lse = (allocator.allocate_tensor(ELEMENT[config.dtype], layout, 128) for layout in layouts)
@@ -170,7 +177,7 @@ def allocate(tmas: KeysTmas, config: Backward) -> KeysStorage:
         with_tma_layout(k, tmas.k), with_tma_layout(v, tmas.v), with_tma_layout(dk, tmas.dk), with_tma_layout(dv, tmas.dv),
         with_tma_layout(q, tmas.q), with_tma_layout(q, tmas.do), statistics, handover,
         full, empty, held_full, held_empty, done, p_full, p_full + 1, full + tiles.barriers,
-        (queue_slots if tiles.queued else mailboxes)(full + tiles.barriers + 1), dq, left, minus_lse, bias, shared, kept,
+        (queue_slots if tiles.queued else mailboxes)(full + tiles.barriers + 1), dq, left, minus_lse, bias, shared, kept, told,
     )  # fmt: skip
 
 

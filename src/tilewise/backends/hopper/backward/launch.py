@@ -45,9 +45,10 @@ def launch(given: tuple, made: tuple, numbers: tuple, stream: cuda.CUstream, con
             its sums (batch, heads_q, block, 2, part), and in order its semaphores (batch, heads_q, block x 2). Where dS is kept, its
             sheet (batch x heads_q, key block, query block, element), and where a launch may have some of the keys, dQ's sums (batch x
             heads_q, tile, part, element), fp32; the sheet of packed sequences is (block, element). Where these are planned, their
-            plan (PlanRow, sequence + 2), int32. Where key tiles of equal sequences come from a queue, (1,) that counts them. Of a bias that
-            is summed, its parts: of slopes (batch, heads_q, warp), of a line zeros (slot, heads_q, distance). Of a bias by pair, its
-            gradient (batch or 1, heads_q or 1, row, key).
+            plan (PlanRow, sequence + 2), int32. Where CTAs may share key tiles, dK and dV of their parts (part, 2, element), fp32.
+            Where key tiles of equal sequences come from a queue, (1,) that counts them. Of a bias that is summed, its parts: of slopes
+            (batch, heads_q, warp), of a line zeros (slot, heads_q, distance). Of a bias by pair, its gradient (batch or 1, heads_q or 1,
+            row, key).
         numbers: lo and hi of the band; heads of a section and CTAs of the pass over keys, then of the pass over queries; scale, scale2,
             cap2; the numbers of :func:`optional_params`; of packed sequences the first and the end of the keys that each may see, and where
             dS is kept the number of the launch among those that share the heads.
@@ -57,10 +58,11 @@ def launch(given: tuple, made: tuple, numbers: tuple, stream: cuda.CUstream, con
     dq, dk, dv, *buffers = made
     dbias = buffers.pop() if config.sums_bias or config.dbias else None
     queue = buffers.pop() if config.makes_queue else None
+    parts = buffers.pop() if config.parted else None
     sums = buffers.pop() if config.continues else None
     plan = buffers.pop() if config.planned else None
     sheet = buffers.pop() if config.keys.keeps_ds else None
-    buffers = RowBuffers(*buffers, sheet=sheet)
+    buffers = RowBuffers(*buffers, sheet=sheet, parts=parts)
     lo, hi, section_k, ctas_k, section_q, ctas_q, scale, scale2, cap2, *ends = numbers
     group, queue_q, starts = q.shape[2] // k.shape[2], None, None
     if cutlass.const_expr(config.packed):
@@ -95,7 +97,10 @@ def launch(given: tuple, made: tuple, numbers: tuple, stream: cuda.CUstream, con
         preprocess.launch(rows, stream, config)
         keys.launch(keys_tensors, params_k, ctas_k, stream, config)
         if cutlass.const_expr(config.queries is None):
-            counts = (buffers.delta, cute.ceil_div(k.shape[1], config.keys.tile_n)) if config.keys.counts else ()
+            tiles = cute.ceil_div(k.shape[1], config.keys.tile_n)
+            if cutlass.const_expr(config.parted):
+                tiles = tiles << params_k.extra.block_bits
+            counts = (buffers.delta, tiles) if config.keys.counts else ()
             sums = postprocess.DqSums(buffers.dq_sums, cu, params_k.seqlen_q, buffers.semaphores, *counts)
             postprocess.launch(sums, dq, scale, stream, config)
         elif cutlass.const_expr(config.keys.keeps_ds):

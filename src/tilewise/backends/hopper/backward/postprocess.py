@@ -36,7 +36,8 @@ class DqSums(NamedTuple):
         cu: (sequence + 1,), int32: where packed sequences begin; None where none are packed.
         rows: the rows of packed sequences.
         semaphores: (batch, heads_q, block x warpgroup), int32: 0 where no key tile was added to a part; only where sums are not cleared.
-        counts, key_tiles: delta, which holds the counts of :func:`count_place`, and the number of a head's key tiles; only with counts.
+        counts, key_tiles: delta, which holds the counts of :func:`count_place`, and what these are when all key tiles of a head, or all
+            parts of them, have been added; only with counts.
     """
 
     parts: cute.Tensor

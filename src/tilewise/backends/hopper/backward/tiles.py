@@ -306,6 +306,11 @@ class SheetTiles:
         return pairs // SHEET_BLOCK + 1
 
 
+def left_elements(keys: KeyTiles) -> int:
+    """The number of elements of dK and dV that one warpgroup leaves of a part of a tile."""
+    return ROWS * (max(keys.width, keys.width_v) if keys.split else keys.width + keys.width_v)
+
+
 # -- Statistics that products subtract -----------------------------------------------------------------------------
 
 

@@ -149,7 +149,8 @@ def judged(config: AnyConfig, listing: str, recipe: Recipe) -> dict[str, Any]:
             report = replace(report, hidden=tuple(n for n in report.hidden if n))
         reports.append(report)
         wrong += [f"{name}: {fault}" for fault in (*report.wrong(), *unlike(expected, report, shared[name]))]
-        slow += [f"{name}: {fault}" for fault in report.slow(expected.exponentials, expected.loads, expected.stores)]
+        wanted = expected.exponentials, expected.loads, expected.stores, expected.gathers
+        slow += [f"{name}: {fault}" for fault in report.slow(*wanted)]
     others = [sass.read(section).local for section in sections.values()]
     slow += [f"{n} loads or stores of spills" for n in others if n]
     return {

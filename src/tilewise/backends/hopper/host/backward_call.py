@@ -15,13 +15,13 @@ from tilewise import device as devices
 from tilewise import state
 from tilewise.backends.base import Grads, Inputs, Output, gradients_of_no_pair, has_no_pair
 from tilewise.backends.hopper.backward.config import Backward
-from tilewise.backends.hopper.backward.grids import grids
+from tilewise.backends.hopper.backward.grids import TileParts, grids, tile_parts
 from tilewise.backends.hopper.config import PLAIN, Band, band_of, keys_of, strides_addressable
 from tilewise.backends.hopper.host import library, masks
 from tilewise.backends.hopper.host.backward_memory import BackwardMemory
 from tilewise.backends.hopper.host.driver import Bound, PerStrides
 from tilewise.backends.hopper.host.plan import ALIGNED, LOG2_E, KeptLaunch, LaunchPlan, addressed, ends_of, leaf
-from tilewise.backends.hopper.host.portions import InPortions, PackedPortions, Portions, rooms
+from tilewise.backends.hopper.host.portions import InPortions, PackedPortions, Portion, Portions, rooms
 from tilewise.caching import cached_property
 from tilewise.dropout import keep_scale, threshold
 
@@ -58,7 +58,7 @@ class BackwardPlan(LaunchPlan):
     def memory(self) -> BackwardMemory:
         """The sizes of what the launch writes."""
         portions = portions_of(self) if self.config.keys.keeps_ds else None
-        return BackwardMemory(self.problem, self.config, portions)
+        return BackwardMemory(self.problem, self.config, portions, *parts_room(self, portions))
 
     @cached_property
     def numbers(self) -> tuple:
@@ -151,12 +151,15 @@ def numbers_of(plan: BackwardPlan, heads: int, keys: slice, resumes: bool = Fals
     """The numbers of a launch that has so many key heads of all batch elements, and some keys, from the first of which the band's ends
     count; whether earlier keys have left sums of dQ, and whether later ones follow."""
     problem, scale = plan.problem, plan.problem.softmax_scale
-    sections = grids(plan.config, problem, heads, keys.stop - keys.start, devices.of(problem.device).cores)
+    shares, cores = shares_of(plan, heads, keys), devices.of(problem.device).cores
+    sections = grids(plan.config, problem, heads, keys.stop - keys.start, cores, shares)
     found = (*ends_of(plan.band, keys.start), *sections, scale, *plan.scales)
     dropped = problem.spec.dropout_p
     kinds = {"threshold": lambda: threshold(dropped), "keep": lambda: keep_scale(dropped)}
     kinds["start"] = lambda: plan.line_of.start
     kinds |= {"resumes": lambda: int(resumes), "suspends": lambda: int(suspends)}
+    kinds |= {"whole": lambda: shares.whole, "parts": lambda: shares.each, "block_bits": lambda: shares.block_bits}
+    kinds |= {"part_heads": lambda: problem.heads_q // problem.heads_k // shares.by_heads}
     found += tuple(kinds[name]() for name in plan.config.extra.numbers)
     found += () if plan.config.traced == PLAIN else plan.expressions.numbers
     return (*found, plan.band.start, plan.band.stop) if problem.packed else found
@@ -188,8 +191,28 @@ def numbers_of_portion(plan: BackwardPlan, n: int) -> tuple:
         return (*plan.numbers, n)
     portions = plan.memory.portions
     portion = portions.all[n]
-    keys, heads = slice(*(plan.keys.start + key for key in portion.keys)), portion.size("batch") * portion.size("heads")
-    return numbers_of(plan, heads, keys, *portions.neighbours(portion))
+    return numbers_of(plan, *heads_and_keys(plan, portion), *portions.neighbours(portion))
+
+
+def shares_of(plan: BackwardPlan, heads: int, keys: slice) -> TileParts:
+    """The division of the key tiles of a launch that has so many key heads of all batch elements, and some keys."""
+    ends, cores = ends_of(plan.band, keys.start), devices.of(plan.problem.device).cores
+    return tile_parts(plan.config, plan.problem, heads, keys.stop - keys.start, ends, cores)
+
+
+def parts_room(plan: BackwardPlan, portions: Portions | PackedPortions | None) -> tuple[int, int]:
+    """The most key tiles that a launch shares, and the most parts that these have."""
+    launches = [(plan.problem.batch_dim * plan.problem.heads_k, plan.keys)]
+    if portions and not plan.problem.packed:
+        launches = [heads_and_keys(plan, portion) for portion in portions.all]
+    rooms_of = [shares_of(plan, *launch).room(plan.config, plan.problem, *launch) for launch in launches]
+    return max(shared for shared, _ in rooms_of), max(parts for _, parts in rooms_of)
+
+
+def heads_and_keys(plan: BackwardPlan, portion: Portion) -> tuple[int, slice]:
+    """The key heads of all batch elements that a portion has, and its keys."""
+    keys = slice(*(plan.keys.start + key for key in portion.keys))
+    return portion.size("batch") * portion.size("heads"), keys
 
 
 def as_they_are(given: Sequence[Tensor]) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.hopper.backward.config import Backward
-from tilewise.backends.hopper.backward.tiles import KEY_GROUPS, LINE_SLOTS, PlanRow
+from tilewise.backends.hopper.backward.tiles import KEY_GROUPS, LINE_SLOTS, PlanRow, left_elements
 from tilewise.backends.hopper.host.portions import PackedPortions, Portions
 from tilewise.backends.hopper.pair_bias import pair_bias_of
 from tilewise.backends.hopper.tables import line_of
@@ -22,11 +22,17 @@ WARPS = 4  # of a warpgroup
 
 @dataclass(frozen=True)
 class BackwardMemory:
-    """The sizes of what the kernels of one problem's backward write beside dq, dk and dv; ``portions``: where dS is kept."""
+    """The sizes of what the kernels of one problem's backward write beside dq, dk and dv.
+
+    Attributes:
+        portions: where dS is kept. shared, parts: how many key tiles CTAs share at most, and how many parts these have in all.
+    """
 
     problem: Problem
     config: Backward
     portions: Portions | PackedPortions | None = None
+    shared: int = 0
+    parts: int = 0
 
     def written(self, grads: tuple[Tensor, ...], lse: Tensor, holes: bool) -> tuple[Tensor, ...]:
         """All tensors that the launch writes, in the order of :func:`tilewise.backends.hopper.backward.launch.launch`'s ``made``.
@@ -45,6 +51,8 @@ class BackwardMemory:
             found += (lse.new_empty(self.portions.sums_shape),)
         if self.config.planned:
             found += (lse.new_empty(self.plan_shape, dtype=torch.int32),)
+        if self.config.parted:
+            found += (lse.new_empty(self.parts_shape),)
         if self.config.makes_queue:
             found += (lse.new_empty(1, dtype=torch.int32),)
         if self.config.dbias:
@@ -69,7 +77,7 @@ class BackwardMemory:
             holes: packed, there are rows between the sequences that nobody writes; where a sink's gradient reads them too, they must
                 add nothing to it.
         """
-        shape = *lse.shape[:2], self.config.statistics_rows(self.problem)
+        shape = *lse.shape[:2], self.config.statistics_rows(self.problem, KEY_GROUPS * self.shared)
         kinds = ((*shape[:2], shape[2] * self.config.statistics.words), INF), (shape, 0.0)
         return tuple(lse.new_full(size, n) if holes else lse.new_empty(size) for size, n in kinds)
 
@@ -85,6 +93,11 @@ class BackwardMemory:
     def plan_shape(self) -> tuple[int, int]:
         """The shape of the plan of packed sequences."""
         return len(PlanRow), self.problem.batch + 2
+
+    @property
+    def parts_shape(self) -> tuple[int, int, int]:
+        """The shape of dK and dV of all parts of shared tiles."""
+        return self.parts, KEY_GROUPS, left_elements(self.config.keys)
 
     @cached_property
     def slope_sums_shape(self) -> tuple[int, ...]:

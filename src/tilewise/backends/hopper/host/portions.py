@@ -209,6 +209,8 @@ class Portions(SequenceTimes):
         self, n: int, given: Sequence[Tensor], made: Sequence[Tensor]
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """The views that the n-th portion has of the tensors that a launch reads, and of those that it writes."""
+        if self.count == 1:  # it has all of them, and views take the host as long as a short launch
+            return given, made
         portion, heads_k = self.all[n], self.problem.heads_k
 
         def view(x: Tensor, keys: bool = False) -> Tensor:
@@ -259,8 +261,9 @@ class PackedPortions:
 
 
 def rooms(config: Backward) -> int:
-    """How many tensors a launch that keeps dS writes for its own use, the last ones: the sheet, sums of dQ, the plan and the queue."""
-    return 1 + config.continues + config.planned + config.makes_queue
+    """How many tensors a launch that keeps dS writes for its own use, the last ones: the sheet, sums of dQ, the plan, parts of shared tiles
+    and the queue."""
+    return 1 + config.continues + config.planned + config.parted + config.makes_queue
 
 
 def span_of_work(lengths: Sequence[int], copies: int, workers: int, each: int = 1) -> float:

@@ -11,6 +11,7 @@ from itertools import pairwise
 
 from tilewise.backends.hopper.host import compiler
 
+_LABEL_OR_INSTRUCTION = re.compile(r"^(\.L_\w+):|\*/\s+(?:@!?U?P\w+ +)?([A-Z][A-Z0-9_.]+)([^;]*);", re.MULTILINE)
 _INSTRUCTION = re.compile(r"\*/\s+(?:@!?U?P\w+ +)?([A-Z][A-Z0-9_.]+)([^;]*);")
 
 
@@ -20,7 +21,7 @@ class Report:
 
     Attributes:
         registers: the highest that is named in each role's code, by the number that setmaxnreg gave it.
-        local: loads from and stores to local memory: spills.
+        local: loads from and stores to local memory: spills. repeated: those in the loops of products, once for each block.
         wgmma, loads, stores: instructions of the tensor cores and the copy engine.
         serialised: wgmma groups of one instruction each, one after the other.
         hidden: exponentials that run under P V, in each loop over key blocks.
@@ -28,6 +29,7 @@ class Report:
 
     registers: dict[int, int]
     local: int
+    repeated: int
     wgmma: int
     loads: int
     stores: int
@@ -38,14 +40,18 @@ class Report:
         """The faults that keep the kernel from computing what it should."""
         return [f"{n} registers where setmaxnreg gives {limit}" for limit, n in self.registers.items() if n > limit]
 
-    def slow(self, exponentials: int | None, loads: bool = True, stores: bool = True) -> list[str]:
+    def slow(
+        self, exponentials: int | None, loads: bool = True, stores: bool = True, gathers: bool = False
+    ) -> list[str]:
         """The faults that make the kernel slower than it should be.
 
         Args:
             exponentials: how many of one key block and thread must run under a product; None: none need to.
             loads, stores: the copy engine loads tiles, and stores them.
+            gathers: spills count in the loops of products only.
         """
-        found = [f"{self.local} loads or stores of spills"] if self.local else []
+        spills = self.repeated if gathers else self.local
+        found = [f"{spills} loads or stores of spills"] if spills else []
         copies = bool(self.loads) == loads and bool(self.stores) == stores
         found += [] if self.wgmma and copies else ["no wgmma, or no copies by the copy engine"]
         found += [f"{self.serialised} wgmmas wait for the one before"] if self.serialised else []
@@ -81,12 +87,33 @@ def read(listing: str, beside: int = 1) -> Report:
     return Report(
         registers,
         count["LDL"] + count["STL"],
+        repeated(listing),
         count["HGMMA"],
         count["UTMALDG"],
         count["UTMASTG"],
         sum(a and b for a, b in pairwise(last)),
         tuple(hidden),
     )
+
+
+def repeated(listing: str) -> int:
+    """How many loads from and stores to local memory are in a loop of products: in one that has a product which no loop within it has."""
+    labels, names, loops = {}, [], {}
+    for label, op, args in _LABEL_OR_INSTRUCTION.findall(listing):
+        if label:
+            labels[label] = len(names)
+            continue
+        target = re.search(r"`\((\.L_\w+)\)", args)
+        if op.startswith("BRA") and target and target[1] in labels:
+            loops[target[1]] = labels[target[1]], len(names)  # the last branch back to its beginning ends a loop
+        names.append(op.split(".")[0])
+
+    def innermost(n: int) -> tuple[int, int] | None:
+        within = [(end - start, start) for start, end in loops.values() if start <= n <= end]
+        return min(within, default=None)
+
+    found = {innermost(n) for n, name in enumerate(names) if name == "HGMMA"} - {None}
+    return sum(name in ("LDL", "STL") and innermost(n) in found for n, name in enumerate(names))
 
 
 def disassemble(cubin: bytes) -> str:

@@ -211,9 +211,9 @@ def add_where(condition, sums: cute.Tensor, n, number) -> None:
     cute.arch.inline_ptx(code, read_only_args=[flag, (sums.iterator + n).toint(), number])
 
 
-def count_up(counts: cute.Tensor, place: tuple) -> None:
-    """One thread adds 1 to an fp32 count in global memory; whoever sees the new count sees all that this thread wrote before."""
-    cute.arch.atomic_add(cute.domain_offset(place, counts).iterator, F32(1.0), sem="release", scope="gpu")
+def count_up(counts: cute.Tensor, place: tuple, number=1.0) -> None:
+    """One thread adds a number to an fp32 count in global memory; whoever sees the new count sees all that this thread wrote before."""
+    cute.arch.atomic_add(cute.domain_offset(place, counts).iterator, F32(number), sem="release", scope="gpu")
 
 
 @cute.jit

@@ -37,6 +37,7 @@ class OptionalParams(NamedTuple):
             (slot, heads_q, distance); or the gradient of a bias by pair, as the bias lies.
         resumes, suspends: of a launch that has some of the keys: not 0 where earlier keys have left sums of dQ, and where later ones
             follow.
+        whole, parts, part_heads, block_bits: how CTAs share key tiles (:class:`tilewise.backends.hopper.backward.parts.Division`).
         leaves, numbers: the tensors and numbers that expressions read; of a softcap,
             those of :func:`tilewise.backends.hopper.capped.numbers`.
     """
@@ -76,5 +77,9 @@ class OptionalParams(NamedTuple):
     bias: cute.Tensor | None = None
     resumes: I32 | None = None
     suspends: I32 | None = None
+    whole: I32 | None = None
+    parts: I32 | None = None
+    part_heads: I32 | None = None
+    block_bits: I32 | None = None
     leaves: tuple | None = None
     numbers: tuple | None = None

@@ -41,6 +41,7 @@ class TileScheduler(NamedTuple):
         packed_tile: ``(n, params, config)``: the n-th tile of packed sequences, a :class:`packed.PackedTile`.
         place_packed: ``(tile, params, config)``: that tile as ``tile_of`` has it, and the numbers of its sequence.
         sharing: ``(config)``: how many CTAs of a cluster share a packed tile. More than one take none from a queue: each counts for itself.
+        kind: ``(config)``: the class of a tile from a queue, :class:`packed.PackedTile` or one with more numbers.
     """
 
     rounds_of: Callable
@@ -48,6 +49,7 @@ class TileScheduler(NamedTuple):
     packed_tile: Callable
     place_packed: Callable
     sharing: Callable = lambda config: 1
+    kind: Callable = lambda config: packed.PackedTile
 
 
 class QueueSlots(NamedTuple):
@@ -83,10 +85,10 @@ def _publish(tile: packed.PackedTile, slots: QueueSlots, count) -> None:
     cute.arch.sync_warp()
 
 
-def _receive(slots: QueueSlots, count) -> packed.PackedTile:
-    """The tile of that number; its slot is free again at once."""
+def _receive(slots: QueueSlots, count, kind: type) -> packed.PackedTile:
+    """The tile of that number, of a class; its slot is free again at once."""
     n = count % 2
-    found = _read_mailbox(slots.full + n, count // 2 % 2, slots.words + MAILBOX_WORDS * n)
+    found = _read_mailbox(slots.full + n, count // 2 % 2, slots.words + MAILBOX_WORDS * n, kind)
     # All lanes have read the words before one of them gives the slot back.
     cute.arch.sync_warp()
     with cute.arch.elect_one():
@@ -118,13 +120,13 @@ def each_queued(
     scheduler: cutlass.Constexpr, slots: QueueSlots, params, config: cutlass.Constexpr, body: cutlass.Constexpr, state
 ):
     """Runs ``state = body(tile, numbers, phase, state)`` in every other role for the tiles that :func:`take_queued` takes."""
-    count, place_packed = I32(0), scheduler.place_packed
-    taken = _receive(slots, count)
+    count, place_packed, kind = I32(0), scheduler.place_packed, scheduler.kind(config)
+    taken = _receive(slots, count, kind)
     while taken.sequence >= 0:
         tile, numbers = place_packed(taken, params, config)
         state = body(tile, numbers, count % 2, state)
         count = count + 1
-        taken = _receive(slots, count)
+        taken = _receive(slots, count, kind)
 
 
 class Mailboxes(NamedTuple):
@@ -186,14 +188,14 @@ def receive_ahead(boxes: Mailboxes, stages: int, phase) -> packed.PackedTile:
     return found
 
 
-def _read_mailbox(full, phase, words) -> packed.PackedTile:
+def _read_mailbox(full, phase, words, kind: type = packed.PackedTile) -> packed.PackedTile:
     cute.arch.mbarrier_wait(full, phase)
-    return read_tile(words)
+    return read_tile(words, kind)
 
 
-def read_tile(words: cute.Pointer) -> packed.PackedTile:
+def read_tile(words: cute.Pointer, kind: type = packed.PackedTile) -> packed.PackedTile:
     """The packed tile in a mailbox that can be read, the same for all lanes of the warp."""
-    return packed.PackedTile(*(cute.arch.make_warp_uniform(n) for n in get_words(words, 3)))
+    return kind(*(cute.arch.make_warp_uniform(n) for n in get_words(words, len(kind._fields))))
 
 
 @cute.jit

@@ -126,9 +126,12 @@ def tile_parts(
     alone = problem.spec.deterministic
     if not config.parted or (alone and config.packed):
         return WHOLE
-    times = TileTimes.of(config, problem, min(heads, problem.heads_k) if alone else heads, seqlen_k, ends, cores)
+    heads = min(heads, problem.heads_k) if alone else heads
+    if config.form != "full" and heads * (seqlen_k // config.keys.tile_n) >= MANY_ROUNDS * cores:
+        return WHOLE
+    times = TileTimes.of(config, problem, heads, seqlen_k, ends, cores)
     room = PARTS_ROOM // (FP32_BYTES * KEY_GROUPS * left_elements(config.keys))
-    most = most_tiles(config, problem, min(heads, problem.heads_k) if alone else heads, seqlen_k)
+    most = most_tiles(config, problem, heads, seqlen_k)
     found = (x for x in times.divisions(config, alone) if x.shared(most) * x.each <= room)
     return min(found, key=times.cost)
 
@@ -160,12 +163,14 @@ class TileTimes(NamedTuple):
         if config.packed:
             copies, (rows, keys) = heads * problem.batch, (max(1, n // problem.batch) for n in (rows, keys))
             ends = tuple(end + keys - rows for end in ends)
-        lo, hi = ends if config.of_numbers and config.form != "full" else (None, None)
-        band, tiles = schedule.Band(lo if config.form == "band" else None, hi, keys), config.keys
+        tiles, group = config.keys, problem.heads_q // problem.heads_k
         columns = range(0, keys, tiles.tile_n)
+        if config.form == "full" or not config.of_numbers:
+            each = -(-rows // tiles.tile_m)
+            return cls(copies, group, len(columns), each, each, each * len(columns), cores)
+        band = schedule.Band(ends[0] if config.form == "band" else None, ends[1], keys)
         spans = (schedule.query_blocks(column, tiles.tile_n, tiles.tile_m, rows, band) for column in columns)
         blocks = [stop - start for start, stop in spans]
-        group = problem.heads_q // problem.heads_k
         return cls(copies, group, len(blocks), min(blocks), max(blocks), sum(blocks), cores)
 
     @property
@@ -180,7 +185,7 @@ class TileTimes(NamedTuple):
         alike, whole = config.form == "full" and not config.packed, 0
         if alike:
             whole = self.all // self.cores * self.cores
-        if (alone and whole) or (not alike and self.all >= MANY_ROUNDS * self.cores):
+        if alone and whole:
             return
         yield from (TileParts(whole, n) for n in range(2, self.group + 1) if self.group % n == 0)
         # Where tensors say what is seen, each query head has blocks of its own.

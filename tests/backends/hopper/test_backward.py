@@ -186,10 +186,9 @@ def emulate_packed(plan: backward_call.BackwardPlan, c: Call, t: dict, ctas: int
         lo, hi, section_k, ctas_k, section_q, ctas_q, *scales, first, last, portion = backward_call.numbers_of_portion(
             plan, n
         )
-        of, own = (
-            (lo, hi, *map(np.float32, scales)),
-            [(*starts, count[n], first, last, table, portion) for count in counts],
-        )
+        extras = dict(zip(x.extra.numbers, scales[3:], strict=True))
+        of = lo, hi, *map(np.float32, scales[:3]), *([extras] if extras else [])
+        own = [(*starts, count[n], first, last, table, portion) for count in counts]
         of_keys, of_queries = (*sizes, section_k, *of, *own[0]), (*sizes, section_q, *of, *own[1])
         emulated.run_plan(x, of_keys, launches.room)
         # Each launch has all of the sheet: nobody reads what an earlier one has written.
@@ -299,14 +298,16 @@ def test_gradients_are_right_where_a_launch_has_some_of_the_keys(name, form):
 
 
 HALVES, EIGHTHS, LATER = TileParts(0, by_heads=2), TileParts(0, 2, 2), TileParts(2, 2, 1)
+# Whole blocks of queries: what counts parts lies right behind them.
+CASES["even"] = (qkv(128, 256), {"causal": True})
 SHARED = [
-    ("full", "subtracting", LATER), ("full", "subtracting-wide", EIGHTHS), ("causal-wide", "subtracting-wide", EIGHTHS),
-    ("one", "subtracting", EIGHTHS), ("causal-empty-rows", "subtracting", EIGHTHS), ("window", "queued-wide", LATER),
-    ("keys", "subtracting-wide", TileParts(1, 1, 1)), ("documents-empty-rows", "subtracting", HALVES),
-    ("dense-empty", "bits", HALVES), ("block-sparse-odd", "bits-wide", HALVES), ("pair", "biased", EIGHTHS),
-    ("dropout", "queued-wide", EIGHTHS), ("softcap", "queued-wide", EIGHTHS),
-    ("full", "kept", LATER), ("causal-wide", "kept-queued", EIGHTHS), ("window", "kept-queued", LATER),
-    ("causal-empty-rows", "kept", EIGHTHS), ("documents-empty-rows", "kept", HALVES), ("keys", "kept-queued", HALVES),
+    ("even", "kept-queued", EIGHTHS), ("even", "subtracting", EIGHTHS), ("even", "kept", HALVES), ("full", "subtracting", LATER),
+    ("full", "subtracting-wide", EIGHTHS), ("causal-wide", "subtracting-wide", EIGHTHS), ("one", "subtracting", EIGHTHS),
+    ("causal-empty-rows", "subtracting", EIGHTHS), ("window", "queued-wide", LATER), ("keys", "subtracting-wide", TileParts(1, 1, 1)),
+    ("documents-empty-rows", "subtracting", HALVES), ("dense-empty", "bits", HALVES), ("block-sparse-odd", "bits-wide", HALVES),
+    ("pair", "biased", EIGHTHS), ("dropout", "queued-wide", EIGHTHS), ("softcap", "queued-wide", EIGHTHS), ("full", "kept", LATER),
+    ("causal-wide", "kept-queued", EIGHTHS), ("window", "kept-queued", LATER), ("causal-empty-rows", "kept", EIGHTHS),
+    ("documents-empty-rows", "kept", HALVES), ("keys", "kept-queued", HALVES),
 ]  # fmt: skip
 
 
@@ -464,6 +465,14 @@ def test_packed_sequences_have_gradients_each_by_itself(name, form):
 def test_launches_share_the_heads_of_packed_sequences(name, form):
     c = packed_call(name)
     with patch.object(portions, "PACKED_ROOM", 0):  # room for one head whose rows are all of one sequence
+        assert not wrong(c, emulate(c, KEYS[form], ctas=3))
+
+
+@pytest.mark.parametrize(("form", "shares"), [("subtracting-packed", EIGHTHS), ("kept-queued", EIGHTHS)], ids=str)
+@pytest.mark.parametrize("name", ["full", "causal", "window", "keys", "no-keys-at-all", "many"])
+def test_parts_of_packed_tiles_add_up(name, form, shares):
+    c = packed_call(name)
+    with patch.object(backward_call, "tile_parts", lambda *_: shares):
         assert not wrong(c, emulate(c, KEYS[form], ctas=3))
 
 

@@ -336,6 +336,12 @@ def test_the_names_of_what_is_shipped_tell_them_apart():
     assert len(set(names)) == len(names)
 
 
+def test_no_warpgroup_of_what_ships_waits_for_registers_that_nobody_has():
+    for keys in {x.keys for x in shipped()}:
+        by_role = [keys.registers_load, *[keys.registers] * KEY_GROUPS]
+        assert sum(by_role) <= registers_together(len(by_role)), keys.name
+
+
 def small(nq=70, nk=70, d=64, heads=(4, 2), **options) -> Call:
     lengths = ((nq, heads[0]), (nk, heads[1]), (nk, heads[1]))
     return call(*(normal(1, n, h, d, dtype=torch.bfloat16, seed=s) for s, (n, h) in enumerate(lengths)), **options)

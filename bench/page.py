@@ -367,35 +367,24 @@ def masks() -> list[str]:
 
 
 def few() -> list[str]:
-    """Backwards whose key heads are few, as each GPU of a tensor-parallel group has them."""
+    """Causal backwards with one key head, as each GPU of a tensor-parallel group may have."""
     found, rows = load("hopper-calls"), []
-    for case, shape in found.cases(FEW).items():
-        if shape.get("seqlen_q", shape.get("tokens")) < LONG:
-            continue
-        cells = [number(found.value(FEW, case, who, "backward", "rate")) for who, _ in FEW_CONTESTANTS]
-        lengths = (
-            f"{shape['tokens']} rows in sequences of {shape['lengths']}"
-            if "tokens" in shape
-            else f"N {shape['seqlen_q']}"
-        )
-        batch = "" if shape.get("batch", 1) == 1 else f"B {shape['batch']}, "
-        rows.append(
-            [f"{batch}{lengths}, D {shape['head_dim']}, {shape['heads_q']}/{shape['heads_k']}, {shape['mask']}", *cells]
-        )
+    for d in DIMS:
+        cells = []
+        for case in (*(f"few-d{d}-b1-n{n}-8-1-causal" for n in FEW_LENGTHS), f"few-packed-d{d}-8192-2048-8-1-causal"):
+            first, *others = (number(found.value(FEW, case, who, "backward", "rate")) for who in FEW_CONTESTANTS)
+            cells.append(f"**{first}** {' '.join(others)}")
+        rows.append([f"D {d}", *cells])
     text = (
-        "TFLOP/s of backwards with few key heads, as a GPU of a tensor-parallel group has them: CTAs then share key tiles. cuDNN "
-        f"gets a key head for each query head and need not add up their gradients. {found.source(FEW)}"
+        "TFLOP/s of **tilewise**, of the same kernels with a CTA for each key tile, of its Triton, and of cuDNN, which gets a key head for "
+        f"each query head and need not add up their gradients: causal backwards of 8 query heads on 1 key head. {found.source(FEW)}"
     )
-    return section("Few key heads on an H200", text, table(["", *(title for _, title in FEW_CONTESTANTS)], rows))
+    header = ["", *(f"N {n}" for n in FEW_LENGTHS), "packed, 4 of 2048"]
+    return section("One key head on an H200", text, table(header, rows))
 
 
-FEW, LONG = "h200-few-key-heads", 2048  # shorter ones wait for the host
-FEW_CONTESTANTS = (
-    ("tilewise", "tilewise"),
-    ("unshared", "a CTA for each tile"),
-    ("triton", "its Triton"),
-    ("cudnn", "cuDNN"),
-)
+FEW, FEW_LENGTHS = "h200-few-key-heads", (2048, 4096, 8192)
+FEW_CONTESTANTS = "tilewise", "unshared", "triton", "cudnn"
 
 
 def single_precision() -> list[str]:

@@ -200,8 +200,11 @@ class Backward(Formed):
 
 def shares_tiles(config: Backward) -> bool:
     """:attr:`Backward.parted` (:mod:`tilewise.backends.hopper.backward.parts`): not where each tile writes numbers of its own, where the
-    CTAs of a cluster share it already, or where a table, the gradient of a bias, or a softcap leave no registers."""
+    CTAs of a cluster share it already, where mailboxes hand on tiles, or where a table, the gradient of a bias, or a softcap leave no
+    registers."""
     keys = config.keys
+    if config.packed and not keys.queued:
+        return False
     alone = config.dslopes or config.table or config.dbias or keys.halved or (keys.keeps_ds and keys.reads_late)
     return (keys.overlaps or keys.keeps_ds) and not alone
 

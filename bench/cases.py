@@ -232,6 +232,10 @@ def _h200() -> Iterable[Case]:
             yield _case(
                 f"h200-gqa4-d128-n{n}-{label}", "grouped queries", shape, "grouped", dtype="bfloat16", mask=mask
             )
+    for head_dim in (64, 128, 256):
+        for n in (2048, 4096, 8192):  # one GPU's heads of a tensor-parallel group
+            shape, options = (1, n, n, 8, 1, head_dim, head_dim), {"dtype": "bfloat16", "mask": "causal"}
+            yield _case(f"h200-mqa8-d{head_dim}-n{n}-causal", "one key head", shape, "grouped", **options)
 
 
 def _cpu() -> Iterable[Case]:

@@ -57,6 +57,7 @@ from tilewise.problem import Problem
 
 # Fields that are words of a name, in this order.
 FLAGS = "softcap", "dropout", "alibi", "dslopes", "table", "bias", "dbias", "packed"
+DIVISION = "whole", "parts", "part_heads", "block_bits"  # numbers of a launch whose CTAs may share key tiles
 
 
 class ExtraFields(NamedTuple):
@@ -234,12 +235,7 @@ def extra_of(config: Backward) -> ExtraFields:
     """:attr:`Backward.extra`."""
     both = ("seed",) * config.dropout + ("slopes",) * config.alibi + ("line",) * config.table + ("bias",) * config.bias
     numbers = ("threshold", "keep") * config.dropout + ("start",) * config.table
-    numbers += ("resumes", "suspends") * config.continues + (
-        "whole",
-        "parts",
-        "part_heads",
-        "block_bits",
-    ) * config.parted
+    numbers += ("resumes", "suspends") * config.continues + DIVISION * config.parted
     return ExtraFields(config.mask_fields, config.mask_fields if config.queries else (), both, numbers)
 
 

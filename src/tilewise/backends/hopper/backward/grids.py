@@ -58,10 +58,10 @@ WHOLE = TileParts()  # no tile is shared
 
 def most_tiles(config: Backward, problem: Problem, heads: int, seqlen_k: int) -> int:
     """How many tiles a pass over so many keys has at most: of packed sequences only the device knows the lengths."""
-    # Of these, keys that are seen and those on either side are tiles apart.
-    more = 3 * (problem.batch + 1) if config.packed else 1
-    whole = seqlen_k // config.keys.tile_n if config.packed else (seqlen_k - 1) // config.keys.tile_n
-    return heads * (whole + more)
+    if not config.packed:
+        return heads * -(-seqlen_k // config.keys.tile_n)
+    # Keys that are seen and those on either side are tiles apart.
+    return heads * (seqlen_k // config.keys.tile_n + 3 * (problem.batch + 1))
 
 
 def grids(

@@ -1,6 +1,6 @@
 """The kernels that a GPU has proven right, by their bits, and those that wait for a GPU.
 
-A kernel's bits are those of its file, cubin and recipe: the same sources and the same compiler give the same ones on every
+A kernel's bits are those of what its file holds, cubin and recipe: the same sources and the same compiler give the same ones on every
 machine, but for some kernels, mostly with a softcap at head_dim 128 or over pages, which come out in one of several forms; each form
 is listed once a GPU has proven it, and ``aot.build_as_proven`` looks for one of them.
 

@@ -11,8 +11,8 @@ from itertools import pairwise
 
 from tilewise.backends.hopper.host import compiler
 
-_LABEL_OR_INSTRUCTION = re.compile(r"^(\.L_\w+):|\*/\s+(?:@!?U?P\w+ +)?([A-Z][A-Z0-9_.]+)([^;]*);", re.MULTILINE)
 _INSTRUCTION = re.compile(r"\*/\s+(?:@!?U?P\w+ +)?([A-Z][A-Z0-9_.]+)([^;]*);")
+_LABEL_OR_INSTRUCTION = re.compile(rf"^(\.L_\w+):|{_INSTRUCTION.pattern}", re.MULTILINE)
 
 
 @dataclass(frozen=True)

@@ -182,7 +182,8 @@ def test_each_portion_of_packed_sequences_counts_its_own_tiles():
     bound = [lambda *tensors: called.append(tensors)] * found.count
     assert len(bound) > 1
     counts, cu, x = torch.zeros(2, len(bound), 1), torch.arange(5), torch.empty(1)
-    portions.InPortions(bound, found)(*[x] * 7, cu, cu, *counts, *[x] * 8)
+    made = portions.MADE + portions.rooms(found.config)
+    portions.InPortions(bound, found)(*[x] * 7, cu, cu, *counts, *[x] * made)
     for tensors in called:
         tensors[9].add_(1), tensors[10].add_(1)
         assert all(a is b for a, b in zip(tensors[:9], [*[x] * 7, cu, cu], strict=True))

@@ -84,7 +84,14 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "backends.hopper.backward.table": ("backends.hopper.backward.tiles", "backends.hopper.config"),
     "backends.hopper.forward.tiles": ("backends.hopper.config",),
     "backends.triton.tiles": (),
-    "backends.triton.config": ("backends.triton.tiles", "distances", "problem", "device"),
+    "backends.triton.group_parts": ("backends.triton.tiles", "masks.facts", "problem"),
+    "backends.triton.config": (
+        "backends.triton.group_parts",
+        "backends.triton.tiles",
+        "distances",
+        "problem",
+        "device",
+    ),
     "backends.*.config": ("problem", "device"),
     # A program of its own.
     "backends.*.compile_all": (

@@ -29,6 +29,7 @@ from tilewise import expr
 from tilewise.backends.base import Output
 from tilewise.backends.triton import Triton, config, interpreting, sheet
 from tilewise.backends.triton.config import INTERPRETED, MAX_HEAD_DIM, MAX_LATENT_DIM, TABLE, Config
+from tilewise.backends.triton.group_parts import group_parts
 from tilewise.backends.triton.host.leaf_sums import LeafSums
 from tilewise.backends.triton.host.plan import Plan
 from tilewise.backends.triton.host.terms import split_into_terms
@@ -187,6 +188,33 @@ def test_split_keys_are_merged(sink):
     q, k, v = qkv(batch=1, nq=5, nk=150, hq=4, hk=2)
     config = Config(INTERPRETED.forward, INTERPRETED.dkdv, INTERPRETED.dq, split=64)
     agree(Triton(config), call(q, k, v, causal=True, sink=normal(4) if sink else None, max_logit=sink))
+
+
+# Each with a case that programs which share a key tile's heads could break.
+@pytest.mark.parametrize(
+    ("tiles", "parts", "name"),
+    [
+        ("small", 4, "mqa-causal"),
+        ("tma", 3, "gqa-causal"),
+        ("tma", 2, "packed-causal-cross"),
+        ("three-passes", 2, "dropout-causal-alibi-sink"),
+        ("small", 2, "keep-odd-cross"),
+        ("tma", 2, "bias-causal-cross"),
+        ("terms", 2, "softcap-alibi-causal-cross"),
+        ("small", 2, "packed-no-keys-causal-sink"),
+    ],
+)
+def test_parts_of_a_group_add_up(tiles, parts, name):
+    c = of_case(cases.named(f"contract-{name}"))
+    assert c.p.group % parts == 0
+    agree(Triton(replace(OTHER_TILES[tiles], group_parts=parts)), c)
+
+
+def test_parts_of_a_group_keep_ds_for_a_broadcast_bias():
+    c = call(*qkv(batch=2, nq=70, nk=72, hk=1), causal=True, score=tw.bias(normal(70, 72).requires_grad_()))
+    tiles = replace(OTHER_TILES["tma"], group_parts=4)
+    assert Plan(c.p, tiles).sheet
+    agree(Triton(tiles), c)
 
 
 def test_prepared_masks_give_the_same_result():
@@ -677,10 +705,10 @@ def test_cpu_tensors_are_refused_when_not_interpreting(monkeypatch):
     assert Triton().unsupported(c.p) == ["runs on cuda, q is on cpu"]
 
 
-def shaped(batch: int, nq: int, nk: int, hq: int, hk: int) -> object:
+def shaped(batch: int, nq: int, nk: int, hq: int, hk: int, **options: object) -> object:
     """A problem of that size, without memory."""
     q, k = (torch.empty(batch, n, h, 128, dtype=torch.bfloat16, device="meta") for n, h in ((nq, hq), (nk, hk)))
-    extras, seed, text = assemble(q, k, k, Options())
+    extras, seed, text = assemble(q, k, k, Options(**options))
     return check(q, k, k, extras, seed, parse_spec(text))
 
 
@@ -696,3 +724,35 @@ def shaped(batch: int, nq: int, nk: int, hq: int, hk: int) -> object:
 )
 def test_keys_are_split_where_whole_rows_leave_the_machine_idle(shape, splits):
     assert (config.split_keys(shaped(*shape), 128, 132) is not None) == splits
+
+
+# Two programs of four warps on each of 132 multiprocessors, and 64 keys a tile.
+@pytest.mark.parametrize(
+    ("shape", "options", "parts"),
+    [
+        ((1, 4096, 4096, 8, 1), {}, 4),  # 64 tiles: 256 programs at once
+        ((1, 4096, 4096, 8, 1), {"causal": True}, 8),  # the longest of 256 would end last
+        ((1, 32768, 32768, 8, 1), {}, 1),
+        ((1, 4096, 4096, 32, 8), {}, 1),
+        ((1, 2048, 2048, 32, 8), {"causal": True}, 2),  # 256 tiles, of which the longest takes as long as two
+        ((1, 32, 4096, 8, 1), {}, 1),  # a part costs more than it walks
+        ((8, 1024, 1024, 8, 1), {}, 2),
+        ((8, 1024, 1024, 8, 1), {"deterministic": True}, 8),  # as if a sequence were alone
+        ((1, 4096, 4096, 1, 1), {}, 1),
+        ((1, 4096, 0, 8, 1), {}, 1),
+    ],
+)
+def test_query_heads_are_parted_where_key_tiles_leave_the_machine_idle(shape, options, parts):
+    tiles = Tiles(64, 64, 4, 2, tma=True)
+    assert group_parts(shaped(*shape, **options), tiles, 132) == parts
+
+
+def test_packed_heads_are_parted_by_an_average_sequence_and_never_where_batch_mates_may_not_decide():
+    q, k = (torch.empty(4096, h, 128, dtype=torch.bfloat16, device="meta") for h in (8, 1))
+    cu = torch.empty(5, dtype=torch.int32, device="meta")
+    parts = []
+    for deterministic in (False, True):
+        given = Options(cu_seqlens_q=cu, cu_seqlens_k=cu, deterministic=deterministic)
+        extras, seed, text = assemble(q, k, k, given)
+        parts.append(group_parts(check(q, k, k, extras, seed, parse_spec(text)), Tiles(64, 64, 4, 2, tma=True), 132))
+    assert parts == [4, 1]

@@ -144,7 +144,9 @@ def test_backward_on_another_stream_waits_for_its_forward():
 
 
 @pytest.mark.parametrize(
-    ("nq", "nk", "hq", "hk"), [(4096, 4096, 1, 1), (1, 20000, 8, 1), (1, 9000, 4, 4)], ids=["one-head", "decode", "mha"]
+    ("nq", "nk", "hq", "hk"),
+    [(4096, 4096, 1, 1), (1, 20000, 8, 1), (1, 9000, 4, 4), (2000, 2000, 8, 1)],
+    ids=["one-head", "decode", "mha", "parted"],
 )
 def test_split_keys_and_grouped_heads_agree_with_the_oracle(nq, nk, hq, hk):
     c = call(*qkv(batch=1, nq=nq, nk=nk, hq=hq, hk=hk, d=128, dv=128, dtype=torch.bfloat16), device="cuda", causal=True)

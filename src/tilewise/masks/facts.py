@@ -34,6 +34,12 @@ def every_key_seen(region: Region, seqlen_q: int, seqlen_k: int) -> bool:
     return interval is not None and bool((interval[0].clamp(min=0) < interval[1].clamp(max=seqlen_q)).all())
 
 
+def queries_of_keys(region: Region, seqlen_q: int, seqlen_k: int) -> tuple[Tensor, Tensor] | None:
+    """The queries ``[first, last)`` of every key, unclamped: int64 (seqlen_k,). None where heads or batch elements differ, or where a
+    predicate or the mask's tensors have a say."""
+    return _interval(region, "j", seqlen_q, seqlen_k)
+
+
 @lru_cache(maxsize=4096)
 def every_pair_kept(region: Region, seqlen_q: int, seqlen_k: int) -> bool:
     """Whether it is certain that each query sees each key, in every batch element and head."""

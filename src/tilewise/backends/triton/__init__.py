@@ -1,8 +1,8 @@
 """Attention on any GPU that Triton knows: NVIDIA sm_80 and newer, AMD; and, for tests, Triton's interpreter on CPU tensors.
 
 Importing this imports no Triton: it is looked for when a problem is asked about. ``config`` chooses tiles, ``paging`` those over a cache
-in pages, ``sheet`` the parts of dS that are kept, and ``tiles`` says what they need; ``kernels/`` are the kernels, and ``host/`` launches
-them.
+in pages, ``group_parts`` how many programs share the query heads of a key tile, ``sheet`` the parts of dS that are kept, and ``tiles``
+says what they need; ``kernels/`` are the kernels, and ``host/`` launches them.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from typing import Literal, TypeVar
 import torch
 
 from tilewise import device as devices
+from tilewise.backends.triton.group_parts import group_parts
 from tilewise.backends.triton.tiles import (
     OVER_KEYS,
     Streams,
@@ -41,6 +42,7 @@ class Config:
         split: keys of a split, where the keys are split.
         splits: of the keys that a row sees in a paged cache; ``split`` is then the least of one (``paging.paged_splits``).
         shares: even shares of all key tiles of a paged cache, of each key head (``kernels.shares``); 0: programs have splits.
+        group_parts: programs of the backward that share the query heads of a key tile (:mod:`group_parts`).
         beside: batch elements and heads whose programs of one tile run side by side.
         overlapping: whether a kernel may begin while the one before it in the stream has yet to end (``host.plan.Role``).
         products: of fp32: "ieee", as its arithmetic units compute them, "tf32", or "bf16x6", of TERMS bf16 terms.
@@ -53,6 +55,7 @@ class Config:
     split: int | None = None
     splits: int = 1
     shares: int = 0
+    group_parts: int = 1
     beside: tuple[int, int] = (1, 1)
     overlapping: bool = False
     products: str = "ieee"
@@ -72,6 +75,7 @@ class Config:
     def describe(self) -> str:
         titles = {"forward": "forward", "dkdv": "dK dV", "dk": "dK", "dv": "dV", "dq": "dQ"}
         split = f"; keys split by {self.split}" if self.split else ""
+        split += f"; query heads of a key tile in {self.group_parts} parts" if self.group_parts > 1 else ""
         split += "" if self.products == "ieee" else f"; fp32 products {self.products}"
         return "; ".join(f"{titles[name]} {tiles.describe()}" for name, tiles in self.passes.items()) + split
 
@@ -439,8 +443,10 @@ def choose(
     passes |= {name: x for name, x in distant(arch, problem, distances).items() if name in passes}
     passes = {name: within_blocks(name, x, blocks) for name, x in preceded(passes, measured or {}).items()}
     fitted = fit_all(problem, passes, pair_bytes)
-    split = split_keys(problem, fitted["forward"].tile_m, devices.of(problem.device).cores)
-    return replace(Config.of(fitted, split), beside=together, overlapping=arch in OVERLAPPING, products=fp32)
+    cores = devices.of(problem.device).cores
+    chosen = Config.of(fitted, split_keys(problem, fitted["forward"].tile_m, cores))
+    parts = group_parts(problem, chosen.dkdv, cores)
+    return replace(chosen, group_parts=parts, beside=together, overlapping=arch in OVERLAPPING, products=fp32)
 
 
 # The least rows of a tile that a program owns, and of one that it streams: smaller ones take other instructions.

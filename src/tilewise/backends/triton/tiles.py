@@ -100,8 +100,8 @@ def shared_memory(
     """Bytes that a kernel may need: its resident tiles, and ``num_stages`` of what its loop streams.
 
     Args:
-        kernel: "forward", "merge", "paged", "latent", "merge_rows", "merge_shares", "dkdv", "dk", "dv", "dq", "delta", "tile", "strip",
-            "sheet" or "sheet_strip".
+        kernel: "forward", "merge", "paged", "latent", "merge_rows", "merge_shares", "dkdv", "dk", "dv", "dq",
+            "group_parts", "delta", "tile", "strip", "sheet" or "sheet_strip".
         widths: :func:`columns` of q, k and of v.
     """
     w, wv = widths
@@ -122,6 +122,7 @@ def shared_memory(
         "merge": 0,
         "merge_rows": 8 * wv,
         "merge_shares": 8 * wv,
+        "group_parts": 0,
         "terms": 0,
         "tile": stages * (m + n) * (w + wv),
         "strip": stages * (m + n) * (w + wv),

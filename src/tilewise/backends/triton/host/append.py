@@ -28,8 +28,8 @@ def append(cache: Pages, k: Tensor, v: Tensor | None, cu_seqlens_q: Tensor | Non
     if any(n % unit for each in strides.values() for n in each):
         unit = 1
     strides = {name: tuple(n // unit for n in each) for name, each in strides.items()}
-    tensors = kernels.AppendTensors(k_pages, v_pages, k, v, block_table, seqlens_k, cu_seqlens_q, *scales)
-    sizes = kernels.AppendSizes(
+    tensors = kernels.append.AppendTensors(k_pages, v_pages, k, v, block_table, seqlens_k, cu_seqlens_q, *scales)
+    sizes = kernels.append.AppendSizes(
         batch=batch,
         new=k.shape[1],
         num_pages=num_pages,
@@ -42,6 +42,6 @@ def append(cache: Pages, k: Tensor, v: Tensor | None, cu_seqlens_q: Tensor | Non
     )
     rows = k.shape[0] * (k.shape[1] if cu_seqlens_q is None else 1)
     each = [x.ndim == 3 for x in scales] or [False, False]
-    kernels.append[rows,](
+    kernels.append.append_kernel[rows,](
         tensors, runtime.opaque(sizes), *k.shape[-2:], 0 if v is None else v.shape[-1], unit, *each, num_warps=4
     )

@@ -40,19 +40,30 @@ class BackwardBuffers:
     Attributes:
         dq, dk, dv: the gradients.
         statistics: (2, rows of all heads) fp32: lse in base 2, and below it delta.
+        parts: dK and dV of each part of a group's heads, fp32 (group_parts, *); None where a program has the group.
     """
 
     dq: Tensor
     dk: Tensor
     dv: Tensor
     statistics: Tensor
+    parts: tuple[Tensor, Tensor] | None = None
 
     @classmethod
-    def empty(cls, problem: Problem, inputs: Inputs) -> BackwardBuffers:
+    def empty(cls, problem: Problem, inputs: Inputs, group_parts: int = 1) -> BackwardBuffers:
         rows = seqlen_q_rounded(problem) * problem.heads_q * problem.batch_dim
         padded = -(-(rows + PADDING) // 4) * 4  # delta starts at a multiple of 16 bytes too
         gradients = (x.new_empty(x.shape) for x in (inputs.q, inputs.k, inputs.v))
-        return cls(*gradients, inputs.q.new_empty((2, padded), dtype=torch.float32))
+        buffers = cls(*gradients, inputs.q.new_empty((2, padded), dtype=torch.float32))
+        if group_parts > 1:
+            of_parts = (x.new_empty((group_parts, *x.shape), dtype=torch.float32) for x in (inputs.k, inputs.v))
+            buffers.parts = tuple(of_parts)
+        return buffers
+
+    @property
+    def over_keys(self) -> tuple[Tensor, Tensor]:
+        """The tensors that passes over key tiles write: dK and dV, or those of each part of a group's heads."""
+        return self.parts or (self.dk, self.dv)
 
     def delta(self, problem: Problem) -> Tensor:
         """The deltas, in lse's shape."""

@@ -93,7 +93,8 @@ class Call:
 
     def _sizes(self, slots: int, portion: int, lists: TileLists | None, chosen: dict[str, tuple[int, ...]]):
         plan, problem = self.plan, self.plan.problem
-        chosen = {"beside": plan.config.beside, "heads": (0, problem.heads_k)} | chosen
+        config = plan.config
+        chosen = {"beside": config.beside, "heads": (0, problem.heads_k), "group_parts": config.group_parts} | chosen
         sizes = runtime.kernels().Sizes(
             batch=problem.batch,
             heads_q=problem.heads_q,

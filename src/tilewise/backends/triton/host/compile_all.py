@@ -70,6 +70,7 @@ def _options(feature: str, q: torch.Tensor) -> dict[str, object]:
         "causal": {"causal": True},
         "full": {},
         "split": {},
+        "parted": {"causal": True},
         "softcap": {"causal": True, "score": softcap(30.0)},
         "alibi": {"causal": True, "score": alibi(torch.empty(heads, device="meta", requires_grad=True))},
         "window": {"mask": window(100, 0)},
@@ -168,7 +169,11 @@ def call_of(item: Launch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dic
     """q, k and v without memory, and the options of the call."""
     dims = item.head_dim, item.head_dim, item.head_dim_v
     if item.feature not in PAGED:
-        q, k, v = (torch.empty((2, 4096, 8, d), dtype=item.dtype, device="meta", requires_grad=True) for d in dims)
+        heads = (8, 1, 1) if item.feature == "parted" else (8, 8, 8)
+        q, k, v = (
+            torch.empty((2, 4096, h, d), dtype=item.dtype, device="meta", requires_grad=True)
+            for h, d in zip(heads, dims, strict=True)
+        )
         return q, k, v, _options(item.feature, q)
     page_size, max_pages, queries, options = PAGED[item.feature]
     heads_q, heads_k = (128, 1) if item.feature in LATENT else (32, 8)
@@ -249,6 +254,7 @@ def configured(item: Launch, problem: Problem) -> config.Config:
             name, tiles, partial(shared_memory, item, name), program_limit(tiles, limit, item.arch, size)
         )
     chosen = config.Config.of(passes, 1024 if item.feature == "split" else None)
+    chosen = replace(chosen, group_parts=8 if item.feature == "parted" else 1)
     return replace(chosen, overlapping=item.arch in config.OVERLAPPING, products=item.products)
 
 
@@ -398,11 +404,11 @@ def items() -> list[Launch]:
             for head_dim in head_dims(arch, dtype):
                 features = ["causal"]
                 if dtype == torch.bfloat16 and head_dim in (64, 128):
-                    features += ["rich", "sparse", "moving"]
+                    features += ["rich", "sparse", "moving", "parted"]
                     features += ["softcap", "dense", "full", "window", "split"] if arch == "sm90" else []
                     features += ["bias", "bias32", "relative", "distances"] if arch == "sm90" else []
                 if dtype == torch.float32 and head_dim in (64, 128) and arch == "sm90":
-                    features += ["rich", "bias", *(["dense"] if head_dim == 128 else [])]
+                    features += ["rich", "bias", "parted", *(["dense"] if head_dim == 128 else [])]
                 products = products_of(dtype, head_dim)
                 if arch != "sm100" or dtype != torch.float32 or products != "ieee":
                     found += [Launch(arch, dtype, head_dim, feature, products) for feature in features]

@@ -60,6 +60,7 @@ MEANINGS = {
     "split": "the program's keys are one split of a row's",
     "dk": "the pass over key tiles makes dK",
     "dv": "the pass over key tiles makes dV",
+    "in_parts": "its programs have parts of a key head's query heads (Config.group_parts)",
     "sheet": "queries that are read at once of the sheet to which a pass leaves dS; 0: it leaves none",
     "strips": "queries of a strip, where a descriptor stores dS; else 0",
     "unit": "a number that divides seqlen_k",

@@ -35,6 +35,7 @@ from tilewise.masks.facts import as_band
 from tilewise.problem import Problem, regrouped_queries
 
 MERGING = Tiles(16, 16, 4, 1, padded=True)
+SUMMING = Tiles(16, 64, 4, 1, padded=True)
 
 
 # -- Forward -------------------------------------------------------------------------------------------------------
@@ -137,7 +138,7 @@ def backward(plan: Plan, inputs: Inputs, out: Output, do: Tensor, dlse: Tensor) 
     problem, relaunch = plan.problem, plan.relaunch(inputs, do.stride())
     if relaunch is None and has_no_pair(problem):
         return gradients_of_no_pair(problem, inputs, dlse)
-    buffers = BackwardBuffers.empty(problem, inputs)
+    buffers = BackwardBuffers.empty(problem, inputs, plan.config.group_parts)
     leaves = None if relaunch is None else relaunch(inputs, out, do, dlse, buffers)
     if leaves is None:
         leaves = _first_backward(plan, inputs, out, do, dlse, buffers)
@@ -156,7 +157,8 @@ def _first_backward(
     sums = LeafSums(plan, inputs)  # may launch kernels; what overlaps follows one another in the stream
     statistics = launch_statistics(call, out, dlse, buffers)
     lse2, delta = buffers.statistics.unbind()
-    tensors = call.tensors(lse2=lse2, delta=delta, dq=buffers.dq, dk=buffers.dk, dv=buffers.dv, grads=sums.buffers)
+    dk, dv = buffers.over_keys
+    tensors = call.tensors(lse2=lse2, delta=delta, dq=buffers.dq, dk=dk, dv=dv, grads=sums.buffers)
     if plan.sheet:
         passes = _passes_over_sheets(call, tensors, sums.reads[0])
     else:
@@ -166,6 +168,8 @@ def _first_backward(
         passes += [_pass(call, name, tensors, role="joins") for name in over_keys]
         passes += [_pair_sum(call, tensors, n, read) for n, read in enumerate(sums.reads) if read.how == TILES]
         passes += [_strip_sum(call, tensors, n, read) for n, read in enumerate(sums.reads) if read.how == DIAGONALS]
+    if buffers.parts is not None:
+        passes.append(_sum_group_parts(call, tensors, buffers))
     leaves = sums.totals()
     relaunch = BackwardRelaunch.of(call, [statistics, *passes])
     if relaunch is not None:
@@ -203,14 +207,23 @@ def _pass(call: Call, name: str, tensors, part: SheetPart | None = None, *, role
         chosen["sheet"] = max(SHEET_STRIP, sheet_tiles(problem, plan.config).tile_m)
     if over_keys:
         more, facts_of_them = _views_over_keys(call, name, tensors, part, tma)
-        views, chosen = (*views, *more), chosen | facts_of_them
+        views, chosen = (*views, *more), chosen | facts_of_them | {"in_parts": plan.config.group_parts > 1}
     facts = plan.facts(tiles, call.align, tma=tma, whole=tma and plan.whole, **chosen)
     sizes = call.sizes(slots, lists=lists) if part is None else _sheet_sizes(call, slots, tensors, part)
     if lists is not None:
         tensors = tensors._replace(lists=list_pointers(lists))
-    outer = (part.heads if part else problem.heads_k) if over_keys else problem.heads_q
+    outer = (part.heads if part else problem.heads_k) * plan.config.group_parts if over_keys else problem.heads_q
     kernel = kernels().dkdv if over_keys else kernels().dq
     return call.launch(kernel, (slots * outer * problem.batch_dim,), tiles, tensors, sizes, facts, *views)
+
+
+def _sum_group_parts(call: Call, tensors, buffers: BackwardBuffers) -> Launched:
+    """Adds up dK and dV of the parts of each group's heads."""
+    block = SUMMING.tile_m * SUMMING.tile_n
+    grid = (-(-max(buffers.dk.numel(), buffers.dv.numel()) // block),)
+    facts = call.plan.facts(SUMMING, call.align, **call.plan.overlap("reads"))
+    views = View("dk_sums", buffers.dk), View("dv_sums", buffers.dv)
+    return call.launch(kernels().group_parts, grid, SUMMING, tensors, call.sizes(1), facts, *views)
 
 
 def _views_over_keys(

@@ -142,14 +142,17 @@ class BackwardRelaunch:
             return None
         (sheet, sums), leaves = new_sheet(self.plan, inputs.q), LeafSums(self.plan, inputs)
         lse2, delta = buffers.statistics.unbind()
+        dk, dv = buffers.over_keys
         addresses = {
             **read,
             **shared,
             "lse2": lse2.data_ptr(),
             "delta": delta.data_ptr(),
             "dq": buffers.dq.data_ptr(),
-            "dk": buffers.dk.data_ptr(),
-            "dv": buffers.dv.data_ptr(),
+            "dk": dk.data_ptr(),
+            "dv": dv.data_ptr(),
+            "dk_sums": buffers.dk.data_ptr(),
+            "dv_sums": buffers.dv.data_ptr(),
             "sheet": address(sheet),
             "dq_sums": address(sums),
         }

@@ -75,6 +75,7 @@ class Sizes(NamedTuple):
         threshold: dropout keeps a pair whose 16-bit value is below it.
         beside: batch elements and heads whose programs of one tile run side by side (:func:`scheduled`).
         heads: the first and the number of the key heads that the launch is for.
+        group_parts: programs that share the query heads of a key tile (:mod:`group_parts`).
         sheet: strips, and rows of a strip, of one head's sheet of dS.
         list_strides: ``(batch, head, block)`` strides of a list of tiles, and ``(batch, head)`` strides of its counts.
         extents: size and stride of each axis, for each leaf. grad_extents: the same for the gradients of the leaves.
@@ -95,6 +96,7 @@ class Sizes(NamedTuple):
     threshold: int = 0
     beside: tuple = (1, 1)
     heads: tuple = (0, 0)
+    group_parts: int = 1
     sheet: tuple = (0, 0)
     list_strides: tuple = (0, 0, 0, 0, 0)
     extents: tuple = ()
@@ -184,6 +186,7 @@ def plain_sizes(sizes):
         threshold=plain(sizes.threshold),
         beside=(plain(sizes.beside[0]), plain(sizes.beside[1])),
         heads=(plain(sizes.heads[0]), plain(sizes.heads[1])),
+        group_parts=plain(sizes.group_parts),
         sheet=(plain(sizes.sheet[0]), plain(sizes.sheet[1])),
         list_strides=(
             plain(sizes.list_strides[0]),

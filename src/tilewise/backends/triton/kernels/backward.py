@@ -11,7 +11,8 @@ The passes of dQ, dK and dV read nothing of each other, so each begins where the
 Where the registers do not hold dK and dV at once (head dims above 128), dV has a pass of its own (``FACTS.dv`` without
 ``FACTS.dk``) and another pass computes dK alone: 8 products of a tile instead of 7. A pass for dQ and one for dK and dV cost two
 products more than one pass would, which would need atomics (docs/decisions.md#triton-two-passes). The passes over key tiles work on
-transposed tiles, (tile_n, tile_m), read the mask by columns, and sum the query heads of a group in order.
+transposed tiles, (tile_n, tile_m), read the mask by columns, and sum the query heads of a group in order, or where there are few key
+tiles those of its parts, whose sums :mod:`group_parts` adds up.
 
 Gradients of the tensors that a score reads (section 7): a leaf that is not read at j gets its sums in the pass over query tiles, a
 leaf that is read at j alone gets them in the pass over key tiles; :mod:`pair_bias` sums a bias that is broadcast, :mod:`diagonals`
@@ -39,6 +40,7 @@ from tilewise.backends.triton.kernels.arguments import (
     with_tile,
     work_tile,
 )
+from tilewise.backends.triton.kernels.group_parts import keys_of_all
 from tilewise.backends.triton.kernels.mask import (
     block_lists,
     dropout_keep,
@@ -253,7 +255,10 @@ def exponent(s, lse2, head, i, j, scales, work, FACTS: tl.constexpr):
 def dkdv_kernel(
     tensors, sizes, scales, q_view, q_rest, do_view, do_rest, statistics, pairs, sheet, FACTS: tl.constexpr
 ):
-    """dK of one key tile if ``FACTS.dk``, its dV if ``FACTS.dv``. Grid: (slots · heads_k · batch).
+    """dK of one key tile if ``FACTS.dk``, its dV if ``FACTS.dv``. Grid: (slots · heads_k · group_parts · batch).
+
+    Where ``FACTS.in_parts``, a program has a part of the key head's query heads, and dk and dv hold the sums of each part
+    (:mod:`group_parts`).
 
     Args:
         q_view, q_rest, do_view, do_rest: descriptors for the first and the second piece of the head dim, None where there is none.
@@ -261,7 +266,12 @@ def dkdv_kernel(
     """
     sizes = plain_sizes(sizes)
     begin_overlap(FACTS)
-    slot, head_k, b = scheduled(1, sizes)
+    slot, head_k, b = scheduled(sizes.group_parts if FACTS.in_parts else 1, sizes)
+    group = sizes.heads_q // sizes.heads_k
+    heads, part = group, 0
+    if FACTS.in_parts:
+        part, head_k = head_k % sizes.group_parts, head_k // sizes.group_parts
+        heads = group // sizes.group_parts
     if FACTS.sheet:  # the slots are of the keys from a first one on
         first_key = sizes.portion
         slot += first_key // FACTS.tile_n
@@ -275,9 +285,8 @@ def dkdv_kernel(
     dk = zeros(FACTS.tile_n, OF_V=False, FACTS=FACTS) if FACTS.dk else ()
     dv = zeros(FACTS.tile_n, OF_V=True, FACTS=FACTS) if FACTS.dv else ()
 
-    group = sizes.heads_q // sizes.heads_k
-    for g in range(group):  # the query heads of the key head, in order: dK and dV are sums over them
-        head = head_k * group + g
+    for g in range(heads):  # the program's query heads, in order: dK and dV are sums over them
+        head = head_k * group + part * heads + g
         of_head = with_heads(work, head, FACTS)
         rows = query_head(tensors, sizes, work, head, (q_view, q_rest), (do_view, do_rest), statistics, FACTS)
         if FACTS.lists:
@@ -317,7 +326,9 @@ def dkdv_kernel(
     token = tl.cast(work.start_k, tl.int64)
     if not FACTS.packed:
         token += tl.cast(work.b, tl.int64) * sizes.seqlen_k
-    # dK: (tile_n, head_dim), dV: (tile_n, head_dim_v), rounded to the inputs' dtype.
+    if FACTS.in_parts:  # a part's sums lie behind those of the parts before it
+        token += part * keys_of_all(sizes, FACTS)
+    # dK: (tile_n, head_dim), dV: (tile_n, head_dim_v), rounded to the inputs' dtype; those of a part are fp32.
     if FACTS.dk:
         row = sizes.heads_k * FACTS.head_dim
         base = tensors.dk + token * row + head_k * FACTS.head_dim

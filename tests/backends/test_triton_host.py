@@ -123,6 +123,25 @@ def test_a_second_backward_is_the_first_with_new_addresses(launches):
     assert isinstance(launches[8][1][0].q, torch.Tensor)
 
 
+def test_a_second_backward_adds_up_its_own_parts(launches):
+    c, new = (call(*qkv(d=64, dv=32, hk=1, dtype=torch.bfloat16), causal=True) for _ in range(2))
+    plan = Plan(c.p, replace(TMA, group_parts=4))
+    out = launch.forward(plan, c.t)
+    launch.backward(plan, c.t, out, c.do, c.dlse)
+    grads = launch.backward(plan, new.t, out, new.do, new.dlse)
+    (grid, first), (_, summing) = launches[3:5]
+    assert grid == (-(-c.p.seqlen_k // TMA.dkdv.tile_n) * c.p.batch * 4,)
+    assert [x.shape for x in (first[0].dk, first[0].dv)] == [(4, *c.t.k.shape), (4, *c.t.v.shape)]
+    assert summing[0].dk is first[0].dk
+    (_, dq), (_, over_keys), (grid, summing) = launches[6:9]
+    written = {x.data_ptr() for x in (grads.dk, grads.dv)}
+    assert (over_keys[0].dk, over_keys[0].dv) == (summing[0].dk, summing[0].dv)
+    assert not written & {over_keys[0].dk, over_keys[0].dv}
+    assert dq[0].dq == grads.dq.data_ptr()
+    assert summing[3:5] == (grads.dk.data_ptr(), grads.dv.data_ptr())
+    assert grid[0] * 1024 >= c.t.k.numel()
+
+
 def test_later_calls_of_a_predicate_walk_over_the_lists_of_their_own_mask(launches):
     rows = [torch.rand(130) > 0.3 for _ in range(2)]
     hides = [tw.keep(lambda b, h, i, j, x=x: x[i] & (j <= i)) for x in rows]
@@ -170,6 +189,7 @@ LISTS = ("tile_lists", "tile_order", "key_lists", "key_order")
     ("feature", "roles"),
     [
         ("causal", {"forward": None, "delta": "leads", "dq": "reads", "dkdv": "joins"}),
+        ("parted", {"forward": None, "delta": "leads", "dq": "reads", "dkdv": "joins", "group_parts": "reads"}),
         ("bias", {"forward": None, "delta": "leads", "dkdv": "reads", "sheet": None}),
         ("sparse", dict.fromkeys(("forward", "delta", "dq", "dkdv", "tile_map", *LISTS, "tile_bits"))),
     ],

@@ -122,10 +122,12 @@ def direction(config: Backward) -> int:
 
 def rounds_of(params: BackwardParams, config: Backward):
     """How many tiles this CTA has."""
-    tiles = tile_order(params, config).tiles
+    # In two branches, since operations follow one another as they are written: whole tiles keep the bits that GPUs have proven.
+    if not config.parted:
+        return schedule.rounds(*cta_of(config), tile_order(params, config).tiles, direction(config))
     # Parts are dealt out as tiles are, behind those that are whole.
-    tiles = Division.of(params).units(tiles) if config.parted else tiles
-    return schedule.rounds(*cta_of(config), tiles, direction(config))
+    units = Division.of(params).units(tile_order(params, config).tiles)
+    return schedule.rounds(*cta_of(config), units, direction(config))
 
 
 def tile_of(round_, params: BackwardParams, config: Backward) -> KeyTile:

@@ -1,11 +1,12 @@
 """Compiles the kernels ahead of time, on a machine with or without a GPU: ``python -m tilewise.backends.hopper.host.aot``.
 
-    aot [--only TEXT] [--sample] [--jobs N] [--table FILE] [--candidates]
+    aot [--only TEXT] [--sample] [--jobs N] [--table FILE] [--candidates] [--programs]
 
 Each is compiled for sm_90a, held against what it must be (registers, spills, shared memory, wgmma in flight), written down
-with the recipe of its launch, and listed in ``index.json``. What was made from the same sources is kept. Exit code 1 if one
-is not as it must be, or is to be shipped with bits that no GPU has proven (:mod:`tilewise.backends.hopper.host.proven`).
-``--sample`` compiles a few that stand for all; ``--table`` writes the figures of all as text.
+with the recipe of its launch, and listed in ``index.json``. What was made from the same sources is kept, and so is what was made from
+others that give the compiler the same program. Exit code 1 if one is not as it must be, or is to be shipped with bits that no GPU has
+proven (:mod:`tilewise.backends.hopper.host.proven`). ``--sample`` compiles a few that stand for all; ``--table`` writes the figures of all
+as text; ``--programs`` compiles nothing, and fails where a program is not the one in that text.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import hashlib
+import importlib.metadata
 import importlib.util
 import json
 import multiprocessing
@@ -21,8 +24,8 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -42,14 +45,25 @@ from tilewise.backends.hopper.kernels import AnyConfig, shipped
 from tilewise.backends.hopper.latent.config import LatentConfig
 
 OPTIONS = "--gpu-arch sm_90a --keep-cubin --keep-ptx"
+# What makes a kernel's file of its program, and says whether it is as it must be.
+HOST = (
+    "expected.py", "kit/fake.py", "*/fake_arguments.py",
+    "host/aot.py", "host/hostcode.py", "host/llvm_types.py", "host/cubin.py", "host/recipe.py", "host/sass.py",
+)  # fmt: skip
 SEEDS = 16  # tried for a kernel whose build has no proven bits
 ALIKE = 3  # builds with the same bits that no GPU has proven: such bits are no chance of the compiler's order
 ASK_PERSONALITY, ADDR_NO_RANDOMIZE = 0xFFFFFFFF, 0x0040000  # of Linux's personality(2)
 
 
-def compiled(config: AnyConfig, scratch: Path, options: str = OPTIONS) -> tuple[Any, tuple]:
-    """The compiled launch of a kernel, and the arguments without memory that it was compiled for."""
+def compiled(
+    config: AnyConfig, scratch: Path, options: str = OPTIONS, hear: Callable[[str], None] = lambda program: None
+) -> tuple[Any, tuple]:
+    """The compiled launch of a kernel, and the arguments without memory that it was compiled for.
+
+    ``hear`` is told the hash of the kernel's program before it is compiled.
+    """
     import cutlass.cute as cute
+    from cutlass.cutlass_dsl import CuTeDSL
 
     if isinstance(config, Backward):
         from tilewise.backends.hopper.backward.fake_arguments import fake_arguments
@@ -64,7 +78,32 @@ def compiled(config: AnyConfig, scratch: Path, options: str = OPTIONS) -> tuple[
         from tilewise.backends.hopper.forward.fake_arguments import fake_arguments
         from tilewise.backends.hopper.forward.kernel import launch
     arguments = fake_arguments(config)
-    return cute.compile(launch, *arguments, config, options=f"{options} --dump-dir {scratch}"), arguments
+    with CuTeDSL._get_dsl().trace_finalize_hooks(lambda dsl, module, name: hear(hash_of(module))):
+        return cute.compile(launch, *arguments, config, options=f"{options} --dump-dir {scratch}"), arguments
+
+
+def hash_of(module: Any) -> str:
+    """The hash of a traced module, without the places in files from which its operations come, and of the compiler that takes it."""
+    compiler = f"{importlib.metadata.version('nvidia-cutlass-dsl')} {OPTIONS}"
+    text = module.operation.get_asm(enable_debug_info=False)
+    return hashlib.sha256(f"{compiler}\n{text}".encode()).hexdigest()[:16]
+
+
+class ProgramFound(BaseException):
+    """The end of a build of which only the program is wanted. No Exception: the DSL would take it for a fault of the trace."""
+
+
+def program(config: AnyConfig) -> str:
+    """The hash of a kernel's program, in a sixth of the time of a build."""
+    found: list[str] = []
+
+    def stop(traced: str) -> None:
+        found.append(traced)
+        raise ProgramFound
+
+    with contextlib.suppress(ProgramFound), tempfile.TemporaryDirectory() as scratch:
+        compiled(config, Path(scratch), hear=stop)
+    return found[0]
 
 
 def build(config: AnyConfig, folder: Path) -> dict:
@@ -73,15 +112,15 @@ def build(config: AnyConfig, folder: Path) -> dict:
     In the row, ``faults`` says what is not as it must be, and ``wrong`` which of that keeps the kernel from being launched: the
     rest makes it slower than it should be. A kernel that ships has no faults.
     """
-    started = time.perf_counter()
+    started, found = time.perf_counter(), []
     with tempfile.TemporaryDirectory() as scratch:
-        made, arguments = compiled(config, Path(scratch))
+        made, arguments = compiled(config, Path(scratch), hear=found.append)
     recipe = hostcode.read(made.ir_module, made.function_name, arguments, made.__cubin__)
     row = judged(config, sass.disassemble(made.__cubin__), recipe)
     file = kernel_files.write(folder / file_name(config.name), made.__cubin__, recipe)
     seconds = round(time.perf_counter() - started, 1)
     sizes = {"cubin": len(made.__cubin__), "file": file.stat().st_size, "seconds": seconds}
-    return {"config": asdict(config), **row, **sizes}
+    return {**described(config), "program": found[0], **row, **sizes}
 
 
 def build_as_proven(config: AnyConfig, folder: Path) -> dict:
@@ -181,40 +220,76 @@ def used_registers(config: AnyConfig, reports: list[sass.Report]) -> list[int]:
 
 def table(rows: dict[str, dict]) -> str:
     """The figures as text that differs only where a kernel differs."""
-    head = f"{'kernel':48}{'registers':>12}{'spills':>8}{'shared':>9}{'wgmma':>7}{'cubin':>8}  exponentials under P V"
-    lines = [head]
+    head = f"{'kernel':48}  {'program':16}{'registers':>12}{'spills':>8}{'shared':>9}{'wgmma':>7}{'cubin':>8}"
+    lines = [f"{head}  exponentials under P V"]
     for name, row in sorted(rows.items()):
         registers = "/".join(str(n) for n in row["registers"])
         hidden = " ".join(str(n) for n in row["hidden"])
         lines.append(
-            f"{name:48}{registers:>12}{row['spills']:>8}{row['shared']:>9}{row['wgmma']:>7}{row['cubin']:>8}  {hidden}"
+            f"{name:48}  {row['program']:16}{registers:>12}{row['spills']:>8}{row['shared']:>9}{row['wgmma']:>7}"
+            f"{row['cubin']:>8}  {hidden}"
         )
     return "\n".join(lines) + "\n"
 
 
+def described(config: AnyConfig) -> dict[str, Any]:
+    """The part of a kernel's row that is known before it is built."""
+    return {"config": asdict(config), "expected": repr(config.expected)}
+
+
 def build_all(configs: list[AnyConfig], folder: Path, jobs: int) -> dict[str, dict]:
-    """Builds kernels, and returns the rows of the index by name; kernels that exist, of the same sources, are kept."""
+    """Builds kernels, and returns the rows of the index by name; kernels that exist and are the same are kept."""
     folder.mkdir(parents=True, exist_ok=True)
-    file = folder / "index.json"
-    content = json.loads(file.read_text()) if file.exists() else {}
-    rows = content.get("kernels", {}) if content.get("sources") == kernel_files.source_hash() else {}
-    for known in folder.glob(file_name("*")) if not rows else ():  # of other sources: not to be shipped
-        known.unlink()
-
-    def kept(config: AnyConfig) -> bool:
-        row = rows.get(config.name, {})
-        return row.get("config") == asdict(config) and (folder / file_name(config.name)).exists()
-
-    wanted = [config for config in configs if not kept(config)]
     with ProcessPoolExecutor(jobs) as pool:
+        rows = kept_rows(configs, folder, pool)
+        for known in {*folder.glob(file_name("*"))} - {folder / file_name(name) for name in rows}:
+            known.unlink()  # of other sources: not to be shipped
+        wanted = [config for config in configs if not is_of(rows, config)]
         for config, row in zip(wanted, pool.map(build_as_proven, wanted, [folder] * len(wanted)), strict=True):
             rows[config.name] = row
             state, faults = "FAIL" if row["faults"] else "ok  ", "; ".join(row["faults"])
             print(f"{state} {config.name:48} {row['seconds']:5} s  {faults}", flush=True)
-            part = file.with_suffix(f".{os.getpid()}")
-            part.write_text(json.dumps({"sources": kernel_files.source_hash(), "kernels": rows}, indent=1))
-            part.replace(file)
+            write_index(folder, rows)
     return rows
+
+
+def is_of(rows: dict[str, dict], config: AnyConfig) -> bool:
+    """Whether there is a row of this kernel."""
+    return described(config).items() <= rows.get(config.name, {}).items()
+
+
+def kept_rows(configs: list[AnyConfig], folder: Path, pool: Executor) -> dict[str, dict]:
+    """The rows of a folder's index that still hold: all that were made from these sources, and of others those of ``configs`` whose
+    programs are still the same."""
+    file = folder / "index.json"
+    content = json.loads(file.read_text()) if file.exists() else {}
+    rows = {name: row for name, row in content.get("kernels", {}).items() if (folder / file_name(name)).exists()}
+    if content.get("sources") == kernel_files.source_hash():
+        return rows
+    if content.get("host") != kernel_files.source_hash(HOST):
+        return {}
+    known = [config for config in configs if is_of(rows, config)]
+    programs = zip(known, pool.map(program, known), strict=True)
+    kept = {config.name: rows[config.name] for config, found in programs if found == rows[config.name]["program"]}
+    print(f"{len(kept)} of {len(configs)} kernels have the programs that they had and are kept", flush=True)
+    write_index(folder, kept)
+    return kept
+
+
+def write_index(folder: Path, rows: dict[str, dict]) -> None:
+    """Writes a folder's index, which appears whole or not at all."""
+    content = {"sources": kernel_files.source_hash(), "host": kernel_files.source_hash(HOST), "kernels": rows}
+    part = folder / f"index.{os.getpid()}"
+    part.write_text(json.dumps(content, indent=1))
+    part.replace(folder / "index.json")
+
+
+def other_programs(configs: list[AnyConfig], jobs: int) -> list[str]:
+    """The names of kernels whose programs are not those that ``kernels.txt`` lists."""
+    listed = dict(line.split()[:2] for line in kernel_files.TABLE.read_text().splitlines()[1:])
+    with ProcessPoolExecutor(jobs) as pool:
+        found = zip(configs, pool.map(program, configs), strict=True)
+        return [config.name for config, program_ in found if program_ != listed.get(config.name)]
 
 
 def main(arguments: list[str]) -> int:
@@ -224,6 +299,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--table", type=Path)
     parser.add_argument("--candidates", action="store_true", help="also the kernels that are there to be measured")
+    parser.add_argument("--programs", action="store_true", help="compile none, hold programs against kernels.txt")
     options = parser.parse_args(arguments)
     if importlib.util.find_spec("cutlass") is None:
         print(
@@ -234,6 +310,11 @@ def main(arguments: list[str]) -> int:
     every = sample(kept) if options.sample else kept
     every += forward_config.candidates() + backward_config.candidates() if options.candidates else []
     configs, started = [c for c in every if options.only in c.name], time.perf_counter()
+    if options.programs:
+        others = other_programs(configs, options.jobs)
+        print("".join(f"FAIL {name}: not the program that kernels.txt lists\n" for name in others), end="")
+        print(f"{len(configs)} programs, {len(others)} not as listed, {time.perf_counter() - started:.0f} s")
+        return 1 if others else 0
     rows = build_all(configs, kernel_files.folder(), options.jobs)
     failed = {c.name for c in configs if rows[c.name]["faults"]}
     for config in (c for c in configs if c in kept):

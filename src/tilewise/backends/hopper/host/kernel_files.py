@@ -43,10 +43,10 @@ def cache() -> Path:
     return settings.cache_folder() / f"hopper-{source_hash()}"
 
 
-@lru_cache(maxsize=1)
-def source_hash() -> str:
-    """The hash of all that kernels are made from: kernels of other sources are not run."""
-    files = [file for pattern in SOURCES for file in sorted(_HERE.glob(pattern))]
+@lru_cache(maxsize=2)
+def source_hash(patterns: tuple[str, ...] = SOURCES) -> str:
+    """The hash of all that kernels are made from, kernels of other sources are not run; or of other files of the backend."""
+    files = [file for pattern in patterns for file in sorted(_HERE.glob(pattern))]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 

@@ -35,13 +35,10 @@ def group_parts(problem: Problem, tiles: Tiles, cores: int) -> int:
     longest, total = problem.group * max(lengths), problem.group * copies * sum(lengths)
 
     def span(parts: int) -> float:
-        each, all_ = longest / parts, total
-        if parts > 1:
-            each, all_ = each + PART_ROWS, all_ + PART_ROWS * parts * copies * count
-        # Tiles of one length take whole rounds; of many, the long ones begin.
-        return (
-            each * -(-parts * copies * count // workers) if min(lengths) == max(lengths) else max(each, all_ / workers)
-        )
+        more, programs = PART_ROWS if parts > 1 else 0, parts * copies * count
+        if min(lengths) == max(lengths):  # programs of one length take whole rounds
+            return (longest / parts + more) * -(-programs // workers)
+        return max(longest / parts + more, (total + more * programs) / workers)  # the long ones begin
 
     best = min((n for n in range(1, problem.group + 1) if problem.group % n == 0), key=span)
     return best if 3 * span(best) <= 2 * span(1) else 1

@@ -382,6 +382,20 @@ def test_a_bias_by_descriptor_of_packed_sequences():
     agree(Triton(OTHER_TILES["tma"]), call(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, score=score))
 
 
+# A tile of which no pair is seen is on no list: nobody writes its dS.
+@pytest.mark.parametrize("read", ["pair", "distance"])
+def test_gradients_of_what_all_heads_read_come_from_listed_tiles_alone(read):
+    t = normal(*((72, 72) if read == "pair" else (4, 33))).requires_grad_()
+    by_distance = tw.score(lambda s, b, h, i, j: s + t[h, (i - j).clamp(-16, 16) + 16])
+    mask = tw.keep(lambda b, h, i, j: (i // 32 + j // 32) % 2 == 0) & tw.causal()
+    c = call(*qkv(nq=72, nk=72), mask=mask, score=tw.bias(t) if read == "pair" else by_distance)
+    plan = Plan(c.p, OTHER_TILES["tma"])
+    assert plan.whole
+    assert plan.lists
+    assert not plan.sheet
+    agree(Triton(OTHER_TILES["tma"]), c)
+
+
 @pytest.mark.parametrize("shape", [(4, 70, 72), (70, 72), (3, 1, 70, 72)], ids=["batch", "both", "heads"])
 @pytest.mark.parametrize("tiles", ["tma", "wide"])
 def test_programs_take_turns_at_a_sum_that_three_or_four_or_all_share(shape, tiles):

@@ -295,10 +295,13 @@ def extents_of(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ..
 def kept_sheet(decisions: Decisions) -> tuple[SheetPart, ...]:
     """The parts of dS that the backward keeps for dQ and the gradient of a broadcast bias, or of a table read at most distances.
 
-    There are none unless that is the one tensor that wants a gradient, dS is that gradient, and a sheet can hold a part of it.
+    There are none unless that is the one tensor that wants a gradient, dS is that gradient, and a sheet can hold a part of it; nor where
+    tiles come as lists, since a sheet is read wherever the ends of rows allow, and listed tiles alone would be written.
     """
     problem, emitted = decisions.problem, decisions.emitted
-    if len(emitted.reads) != 1 or not decisions.whole or {"slope", "tile_0"} & set(emitted.functions):
+    if len(emitted.reads) != 1 or {"slope", "tile_0"} & set(emitted.functions):
+        return ()
+    if decisions.lists or not decisions.whole:
         return ()
     read = emitted.reads[0]
     if read.how not in (TILES, DIAGONALS):

@@ -1,10 +1,12 @@
 """Random calls of a backend, forward and backward, judged against float64 by the project's rule (tilewise.accuracy).
 
     python -m tests.fuzz --seconds 600 --seed 0 --backend cpu --out out/fuzz-cpu.json
+    python -m tests.fuzz --backend hopper --device cuda
 
-Case n is drawn from the number seed + n alone: shapes, strides, offsets, dtypes, masks, scores, sinks, dropout, packing,
-threads, and for cpu the instruction set and the tiles. What lies between the elements of a strided input is NaN, and so is
-what a result was before it was written. Each failure prints the line that runs it again.
+Case n is drawn from the number seed + n alone, for what is searched: shapes, strides, offsets, dtypes, masks, scores, sinks, dropout,
+packing, threads, for cpu the instruction set, and for cpu and triton the tiles. Triton runs in its interpreter on the device cpu.
+What lies between the elements of a strided input is NaN, and so is what a result was before it was written. Each failure prints
+the line that runs it again.
 
 Thousands of small cases also meet some where eager attention is exact by luck, so that the rule allows next to nothing. A
 case beyond the rule therefore counts as close, not as a failure, up to FACTOR times what is allowed, or FACTOR times the error
@@ -15,11 +17,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import random
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest import mock
 
@@ -31,25 +34,97 @@ from tilewise import accuracy, dispatch
 from tilewise.backends.cpu import Cpu, library
 from tilewise.backends.cpu import call as cpu_call
 from tilewise.backends.cpu.config import Config
-from tilewise.testing import Call, call, poisoned
+from tilewise.problem import Problem
+from tilewise.testing import Call, call, results
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-LENGTHS = (0, 1, 2, 15, 16, 17, 63, 64, 65, 100, 129, 200, 257)
 FACTOR = 4
-WIDTHS = (1, 2, 3, 8, 15, 16, 17, 31, 32, 33, 64, 65, 80, 128, 130)
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """What sizes and dtypes are drawn from; most lengths and head dims are listed ones, others up to the longest and widest.
+
+    Attributes:
+        heads_k: the most key heads.
+        tiles: sides of Triton's; without any, it has its own.
+    """
+
+    lengths: tuple[int, ...]
+    longest: int
+    widths: tuple[int, ...]
+    widest: int
+    dtypes: tuple[torch.dtype, ...]
+    heads_k: int = 3
+    tiles: tuple[int, ...] = ()
+
+
+# A GPU has larger tiles, and kernels of half precision at few head dims; Triton's interpreter takes 5 ms for a pair of tiles.
+RANGES = {
+    "cpu": Ranges(
+        lengths=(0, 1, 2, 15, 16, 17, 63, 64, 65, 100, 129, 200, 257),
+        longest=300,
+        widths=(1, 2, 3, 8, 15, 16, 17, 31, 32, 33, 64, 65, 80, 128, 130),
+        widest=300,
+        dtypes=(torch.float32, torch.bfloat16, torch.float16, torch.float64),
+    ),
+    "cuda": Ranges(
+        lengths=(0, 1, 17, 64, 65, 127, 128, 129, 255, 256, 257, 384, 513),
+        longest=1200,
+        widths=(16, 32, 40, 64, 64, 64, 80, 96, 128, 128, 128, 192, 256, 256, 512),
+        widest=512,
+        dtypes=(torch.bfloat16, torch.float16, torch.bfloat16, torch.float16, torch.float32),
+    ),
+    "interpreter": Ranges(
+        lengths=(0, 1, 17, 33, 64, 65, 100, 129),
+        longest=150,
+        widths=(3, 16, 24, 40),
+        widest=70,
+        dtypes=(torch.float32, torch.bfloat16, torch.float16),
+        heads_k=2,
+        tiles=(16, 32),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Target:
+    """The backend that is searched, on one device, and for cpu one instruction set instead of a random one for each case."""
+
+    backend: str
+    isa: str | None = None
+    device: str = "cpu"
+
+    @property
+    def ranges(self) -> Ranges:
+        return RANGES["interpreter" if (self.backend, self.device) == ("triton", "cpu") else self.device]
+
+    @property
+    def arguments(self) -> str:
+        """The arguments of this module that give it."""
+        isa = f" --isa {self.isa}" if self.isa else ""
+        return f"--backend {self.backend}{isa}" + (f" --device {self.device}" if self.device != "cpu" else "")
 
 
 class Draw(random.Random):
-    """Random numbers of a case, and tensors from them."""
+    """Random numbers of a case, and tensors from them, on the default device."""
+
+    ranges: Ranges
+
+    @classmethod
+    def of_case(cls, number: int, target: Target) -> Draw:
+        r = cls(number)
+        r.ranges = target.ranges
+        return r
 
     def tensor(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.randn(shape, generator=torch.Generator().manual_seed(self.getrandbits(40))).to(dtype)
+        normal = torch.randn(shape, generator=torch.Generator().manual_seed(self.getrandbits(40)), device="cpu")
+        return normal.to(torch.get_default_device(), dtype)
 
     def likely(self, p: float) -> bool:
         return self.random() < p
 
     def length(self) -> int:
-        return self.choice(LENGTHS) if self.likely(0.7) else self.randint(1, 300)
+        return self.choice(self.ranges.lengths) if self.likely(0.7) else self.randint(1, self.ranges.longest)
 
     def strided(self, x: Tensor) -> Tensor:
         """The same numbers in other strides, at an offset, with NaN between them."""
@@ -86,15 +161,15 @@ class Sizes:
 
     @classmethod
     def draw(cls, r: Draw) -> Sizes:
-        hk, group = r.randint(1, 3), r.choice((1, 1, 2, 3, 4))
-        d = r.choice(WIDTHS) if r.likely(0.8) else r.randint(1, 300)
+        hk, group = r.randint(1, r.ranges.heads_k), r.choice((1, 1, 2, 3, 4))
+        d = r.choice(r.ranges.widths) if r.likely(0.8) else r.randint(1, r.ranges.widest)
         batch, nq, nk = r.choice((0, 1, 1, 2, 2, 3)), r.length(), r.length()
         nk = nq if r.likely(0.4) else nk
         lengths = ()
         if r.likely(0.2):
             lengths = tuple((r.length() // 2, r.length() // 2) for _ in range(r.randint(1, 4)))
             batch, nq, nk = len(lengths), *(sum(n[side] for n in lengths) for side in (0, 1))
-        return cls(batch, nq, nk, hk * group, hk, d, d if r.likely(0.6) else r.choice(WIDTHS), lengths)
+        return cls(batch, nq, nk, hk * group, hk, d, d if r.likely(0.6) else r.choice(r.ranges.widths), lengths)
 
 
 # -- Masks and scores --------------------------------------------------------------------------------------------------
@@ -117,7 +192,13 @@ def interval_mask(r: Draw, s: Sizes) -> tw.Mask:
 
 def pair_mask(r: Draw, s: Sizes) -> tw.Mask:
     m, n, c = r.randint(2, 9), r.randint(1, 9), r.randint(1, 5)
+    side, step = r.choice((8, 16, 32, 64)), r.choice((17, 33))
+    blocks = tw.keep(lambda b, h, i, j: (i // side + j // side) % 2 == 0)
     kinds = [
+        lambda: blocks,
+        lambda: blocks & tw.causal(),
+        lambda: tw.keep(lambda b, h, i, j: (j % step == 0) | (i // side == j // side)),
+        lambda: tw.keep(lambda b, h, i, j: (i - j) % m == 0),
         lambda: tw.keep(lambda b, h, i, j: (i * n + j * 3 + h) % m < c),
         lambda: tw.keep(lambda b, h, i, j: (i - j).abs() <= n * (h + 1)),
         lambda: tw.keep(lambda b, h, i, j: torch.where(b % 2 == 0, j % m != 0, i // 16 >= j // 16)),
@@ -126,10 +207,10 @@ def pair_mask(r: Draw, s: Sizes) -> tw.Mask:
         some = lambda *shape: r.tensor(*shape) > r.choice((-1.0, 0.0, 1.0))  # noqa: E731
         batch, heads = r.choice((1, s.batch)), r.choice((1, s.hq))
         block = r.choice((16, 32, 40, 64, 128))
-        blocks = -(-s.nq // block), -(-s.nk // block)
+        counts = -(-s.nq // block), -(-s.nk // block)
         kinds += [
             lambda: tw.dense(some(batch, heads, s.nq, s.nk)),
-            lambda: tw.block_sparse(some(*blocks), block, block),
+            lambda: tw.block_sparse(some(*counts), block, block),
         ]
     return r.choice(kinds)()
 
@@ -139,7 +220,7 @@ def draw_mask(r: Draw, s: Sizes) -> tw.Mask | None:
     if kind < 0.3:
         return None
     mask = interval_mask(r, s) if kind < 0.65 else pair_mask(r, s)
-    if r.likely(0.3):
+    if r.likely(0.5):
         other = interval_mask(r, s) if r.likely(0.6) else pair_mask(r, s)
         mask = mask & other if r.likely(0.6) else mask | other
     return mask
@@ -147,12 +228,16 @@ def draw_mask(r: Draw, s: Sizes) -> tw.Mask | None:
 
 def one_score(r: Draw, s: Sizes, dtype: torch.dtype) -> tw.Score:
     leaf = lambda *shape: (0.5 * r.tensor(*shape, dtype=dtype)).requires_grad_(r.likely(0.8))  # noqa: E731
-    table, by_key, temperature = leaf(s.hq, 32), leaf(max(s.nk, 1)), leaf()
+    table, temperature, distances = leaf(s.hq, 32), leaf(), leaf(s.hq, s.nq + s.nk + 1)
+    by_row, by_key = (leaf(max(n, 1)) for n in (s.nq, s.nk))
     kinds = [
         lambda: tw.softcap(r.choice((2.0, 20.0))),
         lambda: tw.alibi(leaf(*r.choice(((s.hq,), (s.batch, s.hq))))),
         lambda: tw.score(lambda z, b, h, i, j: z + table[h, (i - j).clamp(-16, 15) + 16]),
+        lambda: tw.score(lambda z, b, h, i, j: z + distances[h, i - j + s.nk]),
+        lambda: tw.score(lambda z, b, h, i, j: z + table[h, (i - j) % 9]),
         lambda: tw.score(lambda z, b, h, i, j: z * (1 + temperature) + by_key[j]),
+        lambda: tw.score(lambda z, b, h, i, j: z * by_row[i] + by_key[j] * z),
         lambda: tw.score(lambda z, b, h, i, j: torch.where((i + 2 * j) % 5 == 0, -torch.inf, z)),
         lambda: tw.score(lambda z, b, h, i, j: torch.tanh(z) * torch.sigmoid(table[h, j % 32]) - 0.01 * (i - j).abs()),
     ]
@@ -174,7 +259,7 @@ def draw_score(r: Draw, s: Sizes, dtype: torch.dtype) -> tw.Score | None:
 
 def draw_call(r: Draw) -> tuple[Call, str]:
     """A call and its description."""
-    s, dtype = Sizes.draw(r), r.choice(DTYPES)
+    s, dtype = Sizes.draw(r), r.choice(r.ranges.dtypes)
     lead_q, lead_k = ((s.nq,), (s.nk,)) if s.lengths else ((s.batch, s.nq), (s.batch, s.nk))
     q, k = r.input(*lead_q, s.hq, s.d, dtype=dtype), r.input(*lead_k, s.hk, s.d, dtype=dtype)
     v, do = r.input(*lead_k, s.hk, s.dv, dtype=dtype), r.input(*lead_q, s.hq, s.dv, dtype=dtype)
@@ -193,31 +278,40 @@ def draw_call(r: Draw) -> tuple[Call, str]:
     return c, f"{c.p.describe()}    strides {q.stride()} {k.stride()} {v.stride()} {do.stride()}"
 
 
-def draw_backend(r: Draw, name: str, isa: str | None, c: Call):
+def draw_backend(r: Draw, target: Target, p: Problem):
     """The backend, how many threads it gets, and its description."""
     threads = r.choice((1, 1, 2, 3))
-    if name != "cpu":
-        return dispatch.backend(name), threads, name
-    isa = isa or r.choice(library.load().isas)
+    backend = dispatch.backend(target.backend)
+    if target.backend == "cpu":
+        isa = target.isa or r.choice(library.load().isas)
+        backend = Cpu(cpu_config(r, isa, p)) if r.likely(0.5) else Cpu(isa=isa)
+    elif target.backend == "triton":
+        backend = type(backend)(triton_config(r, backend.config(p), p))
+    return backend, threads, target.backend if target.backend == "portable" else f"{backend.config(p)}"
+
+
+def cpu_config(r: Draw, isa: str, p: Problem) -> Config:
     tile_n = r.choice((64, 128, 192, 256))
-    config = Config(
+    return Config(
         isa=isa,
         tile_m=r.choice((1, 5, 6, 16, 33, 64, 96)),
         tile_n=tile_n,
-        heads=1 if c.p.packed else r.randint(1, c.p.group),
+        heads=1 if p.packed else r.randint(1, p.group),
         backward_m=r.choice((1, 6, 7, 16, 64, 96)),
         backward_n=r.choice((64, 128, 256)),
-        split=0 if c.p.packed else tile_n * r.choice((0, 0, 1, 2)),
-        shares=1 if c.p.packed else r.randint(1, 3),
+        split=0 if p.packed else tile_n * r.choice((0, 0, 1, 2)),
+        shares=1 if p.packed else r.randint(1, 3),
     )
-    backend = Cpu(config) if r.likely(0.5) else Cpu(isa=isa)
-    return backend, threads, f"{backend.config(c.p)}"
 
 
-def results(backend, c: Call) -> dict[str, Tensor]:
-    with poisoned():
-        out = backend.forward(c.p, c.t)
-        return accuracy.tensors(out, backend.backward(c.p, c.t, out, c.do, c.dlse))
+def triton_config(r: Draw, own, p: Problem):
+    """Its own configuration with random parts of a group, and in the interpreter, which has room for all, random tiles."""
+    parts = r.choice([n for n in range(1, p.group + 1) if p.group % n == 0])
+    if sides := r.ranges.tiles:
+        tma = r.likely(0.5)
+        drawn = {n: replace(x, tile_m=r.choice(sides), tile_n=r.choice(sides), tma=tma) for n, x in own.passes.items()}
+        own = type(own).of(drawn)
+    return replace(own, group_parts=parts)
 
 
 def judged(name: str, c: Call, found: dict[str, Tensor]) -> tuple[list[str], list[str]]:
@@ -241,14 +335,15 @@ def judged(name: str, c: Call, found: dict[str, Tensor]) -> tuple[list[str], lis
     return wrong, close
 
 
-def run_case(number: int, name: str, isa: str | None) -> tuple[list[str], list[str], dict[str, str]]:
+def run_case(number: int, target: Target) -> tuple[list[str], list[str], dict[str, str]]:
     """What is wrong with a case, what comes close, and what it was."""
-    r = Draw(number)
-    c, text = draw_call(r)
-    backend, threads, how = draw_backend(r, name, isa, c)
-    refused = backend.unsupported(c.p)
+    r, name = Draw.of_case(number, target), target.backend
+    with torch.device(target.device):
+        c, text = draw_call(r)
+    refused = dispatch.backend(name).unsupported(c.p)
     if refused:
         return [], [], {"refused": refused[0]}
+    backend, threads, how = draw_backend(r, target, c.p)
     torch.set_num_threads(threads)
     with mock.patch.object(cpu_call, "PRIVATE_ELEMENTS", r.choice((0, cpu_call.PRIVATE_ELEMENTS))):
         found = results(backend, c)
@@ -258,14 +353,14 @@ def run_case(number: int, name: str, isa: str | None) -> tuple[list[str], list[s
     return ([text, how, f"{threads} threads", *wrong] if wrong else []), close, facts
 
 
-def fuzz(name: str, isa: str | None, numbers, seconds: float) -> dict:
+def fuzz(target: Target, numbers, seconds: float) -> dict:
     """Cases until the time is up; counts by dtype and instruction set, what came close, and the failures."""
     start, counts, failures, near, cases = time.monotonic(), Counter(), {}, {}, 0
     for number in numbers:
         if time.monotonic() - start > seconds:
             break
         try:
-            wrong, close, facts = run_case(number, name, isa)
+            wrong, close, facts = run_case(number, target)
         except Exception as error:
             wrong, close, facts = [f"{type(error).__name__}: {error}"], [], {"raised": type(error).__name__}
         cases += 1
@@ -273,7 +368,7 @@ def fuzz(name: str, isa: str | None, numbers, seconds: float) -> dict:
         near |= {number: close} if close else {}
         if wrong:
             failures[number] = wrong
-            again = f"python -m tests.fuzz --backend {name}{f' --isa {isa}' if isa else ''} --case {number}"
+            again = f"python -m tests.fuzz {target.arguments} --case {number}"
             print("\n  ".join([again, *wrong]), flush=True)
     spent = round(time.monotonic() - start)
     counts = dict(sorted(counts.items()))
@@ -286,12 +381,22 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--backend", default="cpu")
     parser.add_argument("--isa", help="one instruction set of cpu, instead of a random one for each case")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--case", type=int, help="one case again")
     parser.add_argument("--out", type=Path)
     a = parser.parse_args()
     numbers = range(a.seed, a.seed + (1 << 40)) if a.case is None else [a.case]
-    result = fuzz(a.backend, a.isa, numbers, a.seconds)
-    record = {"backend": a.backend, "seed": a.seed, "machine": platform.machine(), "torch": torch.__version__, **result}
+    if a.backend == "triton" and a.device == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported, at the first case
+    result = fuzz(Target(a.backend, a.isa, a.device), numbers, a.seconds)
+    record = {
+        "backend": a.backend,
+        "device": a.device,
+        "seed": a.seed,
+        "machine": platform.machine(),
+        "torch": torch.__version__,
+    }
+    record |= result
     print(json.dumps(record, indent=1))
     if a.out:
         a.out.write_text(json.dumps(record, indent=1) + "\n")

@@ -12,20 +12,20 @@ if isinstance(library.load(), str):
 
 
 def test_the_first_cases_are_right():
-    result = fuzz.fuzz("cpu", None, range(6), seconds=30)
+    result = fuzz.fuzz(fuzz.Target("cpu"), range(6), seconds=30)
     assert result["cases"] == 6
     assert not result["failures"]
 
 
 def test_a_case_is_the_same_each_time():
-    descriptions = [fuzz.draw_call(fuzz.Draw(3))[1] for _ in range(2)]
+    descriptions = [fuzz.draw_call(fuzz.Draw.of_case(3, fuzz.Target("cpu")))[1] for _ in range(2)]
     assert descriptions[0] == descriptions[1]
 
 
 def test_a_wrong_result_is_a_failure_with_its_case(monkeypatch, capsys):
     forward = Cpu.forward
     monkeypatch.setattr(Cpu, "forward", lambda *a: dataclasses.replace(out := forward(*a), o=out.o * 1.1))
-    result = fuzz.fuzz("cpu", None, range(3), seconds=30)
+    result = fuzz.fuzz(fuzz.Target("cpu"), range(3), seconds=30)
     assert result["failures"]
     number = next(iter(result["failures"]))
     assert f"python -m tests.fuzz --backend cpu --case {number}" in capsys.readouterr().out

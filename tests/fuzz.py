@@ -46,7 +46,7 @@ class Ranges:
 
     Attributes:
         heads_k: the most key heads.
-        tiles: sides of Triton's; without any, it has its own.
+        tiles: sides of Triton's tiles; empty, these are its own.
     """
 
     lengths: tuple[int, ...]
@@ -58,7 +58,8 @@ class Ranges:
     tiles: tuple[int, ...] = ()
 
 
-# A GPU has larger tiles, and kernels of half precision at few head dims; Triton's interpreter takes 5 ms for a pair of tiles.
+# By device, and for Triton's interpreter, which takes 5 ms for a pair of tiles. A GPU's tiles are larger than a CPU's, and Hopper's kernels
+# are of half precision and few head dims.
 RANGES = {
     "cpu": Ranges(
         lengths=(0, 1, 2, 15, 16, 17, 63, 64, 65, 100, 129, 200, 257),
@@ -287,7 +288,7 @@ def draw_backend(r: Draw, target: Target, p: Problem):
         backend = Cpu(cpu_config(r, isa, p)) if r.likely(0.5) else Cpu(isa=isa)
     elif target.backend == "triton":
         backend = type(backend)(triton_config(r, backend.config(p), p))
-    return backend, threads, target.backend if target.backend == "portable" else f"{backend.config(p)}"
+    return backend, threads, f"{backend.config(p)}"
 
 
 def cpu_config(r: Draw, isa: str, p: Problem) -> Config:
@@ -305,7 +306,7 @@ def cpu_config(r: Draw, isa: str, p: Problem) -> Config:
 
 
 def triton_config(r: Draw, own, p: Problem):
-    """Its own configuration with random parts of a group, and in the interpreter, which has room for all, random tiles."""
+    """Triton's own configuration with random parts of a group; in the interpreter, which has room for all, with random tiles."""
     parts = r.choice([n for n in range(1, p.group + 1) if p.group % n == 0])
     if sides := r.ranges.tiles:
         tma = r.likely(0.5)

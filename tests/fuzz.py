@@ -354,11 +354,21 @@ def run_case(number: int, target: Target) -> tuple[list[str], list[str], dict[st
     return ([text, how, f"{threads} threads", *wrong] if wrong else []), close, facts
 
 
+def lost(target: Target) -> bool:
+    """Whether a fault has taken the GPU from this process: every later case would raise."""
+    try:
+        if target.device == "cuda":
+            torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
+
+
 def fuzz(target: Target, numbers, seconds: float) -> dict:
-    """Cases until the time is up; counts by dtype and instruction set, what came close, and the failures."""
+    """Cases until the time is up or the GPU is lost; counts by dtype and instruction set, what came close, and the failures."""
     start, counts, failures, near, cases = time.monotonic(), Counter(), {}, {}, 0
     for number in numbers:
-        if time.monotonic() - start > seconds:
+        if time.monotonic() - start > seconds or (failures and lost(target)):
             break
         try:
             wrong, close, facts = run_case(number, target)

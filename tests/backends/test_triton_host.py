@@ -15,7 +15,7 @@ from tests.backends.contract import call, normal, qkv
 from tilewise.backends import base
 from tilewise.backends.triton import interpreting
 from tilewise.backends.triton.config import Config
-from tilewise.backends.triton.host import compile_all, launch, plan, runtime
+from tilewise.backends.triton.host import compile_all, driver, launch, plan, runtime
 from tilewise.backends.triton.host.descriptors import four_axes
 from tilewise.backends.triton.host.facts import MEANINGS, Facts
 from tilewise.backends.triton.host.plan import Plan
@@ -30,6 +30,27 @@ TERMS = replace(TMA, products="bf16x6")
 def test_numbers_are_never_one_nor_a_multiple_of_sixteen():
     found = runtime.opaque((1, 16, (0, 32, 4096), 2.0))
     assert found == (5, 35, (3, 67, 8195), 2.0)
+
+
+def test_an_assembler_is_chosen_for_a_while_unless_somebody_has_chosen_one(monkeypatch):
+    nvidia = runtime.kernels().triton.knobs.nvidia
+    older, newer = nvidia.ptxas.path, nvidia.ptxas_blackwell.path
+    with runtime.assembled_by(newer):
+        with runtime.assembled_by(newer):
+            assert nvidia.ptxas.path == newer
+        assert nvidia.ptxas.path == newer
+    assert nvidia.ptxas.path == older
+    monkeypatch.setenv("TRITON_PTXAS_PATH", older)
+    with runtime.assembled_by(newer):
+        assert nvidia.ptxas.path == older
+
+
+def test_the_newer_assembler_is_taken_where_the_driver_loads_its_code(monkeypatch):
+    nvidia = runtime.kernels().triton.knobs.nvidia
+    major = int(nvidia.ptxas_blackwell.version.partition(".")[0])
+    for loads, tool in ((major, nvidia.ptxas_blackwell), (major - 1, nvidia.ptxas)):
+        monkeypatch.setattr(driver, "cuda_version", lambda loads=loads: loads)
+        assert runtime.newer_ptxas.__wrapped__() == tool.path
 
 
 def test_every_fact_that_a_kernel_reads_has_a_meaning_and_each_meaning_is_of_one_that_is_read():

@@ -39,6 +39,14 @@ def on_gpu(*tensors: torch.Tensor, device: str = "cuda") -> list[torch.Tensor]:
     return [x.to(device).requires_grad_(x.is_floating_point()) for x in tensors]
 
 
+@pytest.mark.parametrize(("d", "dv"), [(64, 40), (128, 16), (225, 16), (40, 128)])
+def test_narrow_values_beside_wide_keys_and_the_other_way_round(d, dv):
+    """One ptxas reads tiles of these at addresses that nothing has written (``runtime.newer_ptxas``)."""
+    mask = tw.keep(lambda b, h, i, j: (i * 6 + j * 3 + h) % 9 < 2)
+    for masked in ({"mask": mask}, {"mask": tw.prefix(64) | tw.prefix(85)}, {}):
+        agree(Triton(), call(*on_gpu(*qkv(batch=1, nq=384, nk=384, d=d, dv=dv, dtype=torch.bfloat16)), **masked))
+
+
 def test_a_graph_is_captured_and_replayed_with_other_lengths():
     q, k, v = on_gpu(*(x.flatten(0, 1) for x in qkv(batch=1, nq=600, nk=600, d=64, dv=64, dtype=torch.bfloat16)))
     cu = torch.tensor([0, 200, 600], dtype=torch.int32, device="cuda")

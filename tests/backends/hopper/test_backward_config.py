@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import tilewise as tw
-from tests.backends.contract import Call, call, normal
+from tests.backends.contract import Call, call, normal, qkv
 from tilewise import device as devices
 from tilewise.backends.base import Output
 from tilewise.backends.hopper import Hopper
@@ -392,6 +392,11 @@ def test_a_call_whose_backward_is_missing_is_refused_from_its_forward_on():
         small(score=tw.alibi(wanted), causal=True).p, **{x: replace(getattr(p, x), dtype=torch.float32) for x in "qkv"}
     )
     assert Hopper().refused(in_fp32) == ["torch.float32: its kernels take float16 and bfloat16"]
+    ends = torch.tensor([0, 70, 150])
+    rows = [x.flatten(0, 1) for x in qkv(batch=2, nq=75, nk=75, d=264, dtype=torch.float32)]
+    wide_in_fp32 = call(*rows, cu_seqlens_q=ends, cu_seqlens_k=ends).p
+    assert wide_in_fp32.spec.needs_grad
+    assert "torch.float32: its kernels take float16 and bfloat16" in Hopper().refused(wide_in_fp32)
     assert Hopper().refused(small(score=tw.alibi(each), causal=True).p)  # slopes of batch elements
     assert Hopper().refused(small(score=tw.alibi(wanted) >> tw.softcap(5.0), causal=True).p)
 

@@ -344,6 +344,8 @@ def exists(keys: KeyTiles, form: str, packed: bool) -> bool:
 
 def reasons(p: Problem) -> list[str]:
     """Every reason why these kernels cannot run the backward of a problem whose forward they can. Another backend then runs both."""
+    if str(p.dtype) not in DTYPES:  # which the forward refuses by name
+        return []
     found = _reasons_of_leaves(p) if p.spec.lookups else []
     if p.packed and p.spec.deterministic:
         if p.spec.dropout_p:

@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -309,9 +310,11 @@ def compile_launches(item: Launch) -> Iterator[Compiled]:
         started = time.perf_counter()
         try:
             source = ASTSource(kernel, types, constants, aligned)
-            made = triton.compile(
-                source, target=GPUTarget(target.backend, target.arch, target.warp), options=tiles.options
-            )
+            newer = runtime.assembled_by(triton.knobs.nvidia.ptxas_blackwell.path)
+            with newer if item.arch == "sm90" else nullcontext():
+                made = triton.compile(
+                    source, target=GPUTarget(target.backend, target.arch, target.warp), options=tiles.options
+                )
         except Exception as error:
             while error.__cause__ is not None:  # the innermost says what; Triton wraps it once per function
                 error = error.__cause__

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
+from threading import RLock
 from types import SimpleNamespace
 
 import torch
 
+from tilewise.backends.triton.host import driver
 from tilewise.backends.triton.host.facts import Facts
 from tilewise.backends.triton.tiles import Tiles
+
+_ASSEMBLING = RLock()  # the setting of an assembler is the process's
 
 
 @lru_cache(maxsize=1)
@@ -89,7 +96,37 @@ def run(kernel, grid: tuple[int, ...], tiles: Tiles, *arguments: object) -> obje
     if not all(grid):
         return None
     early = {"launch_pdl": True} if arguments[-1].overlap in ("reads", "joins") else {}
-    return kernel[grid](*arguments, **tiles.options, **early)
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        return kernel[grid](*arguments, **tiles.options, **early)
+    with assembled_by(newer_ptxas()):
+        return kernel[grid](*arguments, **tiles.options, **early)
+
+
+@contextmanager
+def assembled_by(ptxas: str) -> Iterator[None]:
+    """A context in which Triton assembles by the ptxas at this path, unless somebody has chosen another."""
+    settings = vars(kernels().triton.knobs.nvidia)
+    with _ASSEMBLING:
+        if "ptxas" in settings or "TRITON_PTXAS_PATH" in os.environ:
+            yield
+            return
+        settings["ptxas"] = ptxas
+        try:
+            yield
+        finally:
+            del settings["ptxas"]
+
+
+@lru_cache(maxsize=1)
+def newer_ptxas() -> str:
+    """The path of the newer of the two ptxas that Triton brings; of the other where the driver is too old for the newer one's code.
+
+    The other, 12.8, makes wrong kernels for Hopper of right PTX: a product reads a tile at an address that comes from a register which
+    nothing has written (:mod:`host.machine_code`; docs/decisions.md#triton-ptxas).
+    """
+    nvidia = kernels().triton.knobs.nvidia
+    newer = nvidia.ptxas_blackwell
+    return newer.path if int(newer.version.partition(".")[0]) <= driver.cuda_version() else nvidia.ptxas.path
 
 
 def listening() -> bool:

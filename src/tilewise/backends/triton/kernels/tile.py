@@ -241,6 +241,7 @@ def accumulate(p, tiles, acc, FACTS: tl.constexpr):
 @triton.jit
 def dot(left, right, acc, FACTS: tl.constexpr):
     """``left right + acc`` in fp32. Triton's interpreter knows no bf16 products: it gets the same numbers as fp32."""
+    # On Hopper wgmma, whose second factor is read from shared memory; the host sees to the assembler (runtime.assembling).
     if FACTS.upcast:
         return tl.dot(left.to(tl.float32), right.to(tl.float32), acc, input_precision=FACTS.precision)
     else:

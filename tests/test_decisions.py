@@ -14,7 +14,7 @@ DECISIONS = ROOT / "docs" / "decisions.md"
 SOURCES = {".py", ".h", ".cpp", ".toml", ".md", ".txt"}
 FOLDERS = ("src", "bench", "tests", "examples", "docs")
 NAMED = re.compile(r"docs/decisions\.md(#[a-z0-9-]+(?:,\s#[a-z0-9-]+)*)")  # docs/decisions.md#one, #two
-MACHINES = ("H200", "Zen 5", "Xeon", "sm_90a", "counted", "model")
+MACHINES = ("H200", "H100", "Zen 5", "Xeon", "sm_90a", "counted", "model")
 DATE = re.compile(r"\b11-\d\d\b")
 
 

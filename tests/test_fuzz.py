@@ -6,6 +6,7 @@ import pytest
 
 from tests import fuzz
 from tilewise.backends.cpu import Cpu, library
+from tilewise.backends.triton import interpreting
 
 if isinstance(library.load(), str):
     pytest.skip("no native library", allow_module_level=True)
@@ -14,6 +15,14 @@ if isinstance(library.load(), str):
 def test_the_first_cases_are_right():
     result = fuzz.fuzz(fuzz.Target("cpu"), range(6), seconds=30)
     assert result["cases"] == 6
+    assert not result["failures"]
+
+
+@pytest.mark.skipif(not interpreting(), reason="kernels are not interpreted (tests/conftest.py)")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of infinities that the mathematics selects away
+def test_triton_is_searched_in_its_interpreter():
+    result = fuzz.fuzz(fuzz.Target("triton"), range(3), seconds=60)
+    assert result["counts"]["isa triton"] == 3
     assert not result["failures"]
 
 

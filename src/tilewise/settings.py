@@ -10,6 +10,7 @@
   ``XDG_CACHE_HOME`` or ``~/.cache``.
 - ``TILEWISE_CHECK=1``: read ``cu_seqlens``, and a cache's table and lengths, back from the accelerator at each call and refuse
   wrong ones.
+- ``TRITON_PTXAS_PATH=path``, Triton's own: the triton backend then leaves the choice of an assembler to it.
 """
 
 import contextlib
@@ -52,6 +53,11 @@ def hopper_kernels() -> str:
 def launcher_library() -> str:
     """The file of the library that launches compiled kernels; empty: the one that was built with the package."""
     return os.environ.get("TILEWISE_LAUNCHER", "")
+
+
+def triton_ptxas() -> str:
+    """The assembler that Triton shall use; empty: one that it brings."""
+    return os.environ.get("TRITON_PTXAS_PATH", "")
 
 
 @contextlib.contextmanager

@@ -48,9 +48,12 @@ def test_an_assembler_is_chosen_for_a_while_unless_somebody_has_chosen_one(monke
 def test_the_newer_assembler_is_taken_where_the_driver_loads_its_code(monkeypatch):
     nvidia = runtime.kernels().triton.knobs.nvidia
     major = int(nvidia.ptxas_blackwell.version.partition(".")[0])
-    for loads, tool in ((major, nvidia.ptxas_blackwell), (major - 1, nvidia.ptxas)):
-        monkeypatch.setattr(driver, "cuda_version", lambda loads=loads: loads)
-        assert runtime.newer_ptxas.__wrapped__() == tool.path
+    choose = runtime.newer_ptxas.__wrapped__
+    monkeypatch.setattr(driver, "cuda_version", lambda: major)
+    assert choose() == nvidia.ptxas_blackwell.path
+    monkeypatch.setattr(driver, "cuda_version", lambda: major - 1)
+    with pytest.warns(UserWarning, match="TRITON_PTXAS_PATH"):
+        assert choose() == nvidia.ptxas.path
 
 
 def test_every_fact_that_a_kernel_reads_has_a_meaning_and_each_meaning_is_of_one_that_is_read():

@@ -11,7 +11,7 @@ from tilewise.backends.triton.tiles import Tiles
 from tilewise.masks.facts import queries_of_keys
 from tilewise.problem import Problem
 
-# What a part writes, and its sum reads, is taken to cost as much time as so many more queries would: predicted, not measured.
+# What a part writes, and its sum reads, is taken to cost as much time as so many more queries would (docs/decisions.md#triton-split).
 PART_ROWS = 256
 
 

@@ -344,14 +344,14 @@ def exists(keys: KeyTiles, form: str, packed: bool) -> bool:
 
 def reasons(p: Problem) -> list[str]:
     """Every reason why these kernels cannot run the backward of a problem whose forward they can. Another backend then runs both."""
-    if str(p.dtype) not in DTYPES:  # which the forward refuses by name
-        return []
     found = _reasons_of_leaves(p) if p.spec.lookups else []
     if p.packed and p.spec.deterministic:
         if p.spec.dropout_p:
             found.append("packed sequences with dropout and deterministic=True")
         if alibi_of(p) is not None:
             found.append("packed sequences with ALiBi and deterministic=True")
+    if str(p.dtype) not in DTYPES:  # which the forward refuses by name
+        return found
     # Two passes first: what a sheet may take depends on the device, which need not be here.
     if not any(two_passes(row, p) for row in rows_for(p)) and chosen_row(p) is None:
         packed = "packed sequences with " * p.packed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -14,6 +14,7 @@ import torch
 from tilewise.backends.triton.host import driver
 from tilewise.backends.triton.host.facts import Facts
 from tilewise.backends.triton.tiles import Tiles
+from tilewise.settings import triton_ptxas
 
 _ASSEMBLING = RLock()  # the setting of an assembler is the process's
 
@@ -107,7 +108,7 @@ def assembled_by(ptxas: str) -> Iterator[None]:
     """A context in which Triton assembles by the ptxas at this path, unless somebody has chosen another."""
     settings = vars(kernels().triton.knobs.nvidia)
     with _ASSEMBLING:
-        if "ptxas" in settings or "TRITON_PTXAS_PATH" in os.environ:
+        if "ptxas" in settings or triton_ptxas():
             yield
             return
         settings["ptxas"] = ptxas
@@ -125,8 +126,15 @@ def newer_ptxas() -> str:
     nothing has written (:mod:`host.machine_code`; docs/decisions.md#triton-ptxas).
     """
     nvidia = kernels().triton.knobs.nvidia
-    newer = nvidia.ptxas_blackwell
-    return newer.path if int(newer.version.partition(".")[0]) <= driver.cuda_version() else nvidia.ptxas.path
+    newer, older = nvidia.ptxas_blackwell, nvidia.ptxas
+    if int(newer.version.partition(".")[0]) <= driver.cuda_version():
+        return newer.path
+    warnings.warn(
+        f"the driver is too old for the code of Triton's ptxas {newer.version}, and its {older.version} makes wrong kernels of some head "
+        "dims of v on Hopper: install a newer driver, or name a ptxas of CUDA 12.9 by TRITON_PTXAS_PATH",
+        stacklevel=2,
+    )
+    return older.path
 
 
 def listening() -> bool:

@@ -1,8 +1,10 @@
 """The host side of the Triton backend: what later calls repeat of the first, descriptors, and how kernels overlap."""
 
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,6 +14,7 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 
 import tilewise as tw
 from tests.backends.contract import call, normal, qkv
+from tests.backends.test_triton_machine_code import listing
 from tilewise.backends import base
 from tilewise.backends.triton import interpreting
 from tilewise.backends.triton.config import Config
@@ -52,8 +55,24 @@ def test_the_newer_assembler_is_taken_where_the_driver_loads_its_code(monkeypatc
     monkeypatch.setattr(driver, "cuda_version", lambda: major)
     assert choose() == nvidia.ptxas_blackwell.path
     monkeypatch.setattr(driver, "cuda_version", lambda: major - 1)
-    with pytest.warns(UserWarning, match="TRITON_PTXAS_PATH"):
-        assert choose() == nvidia.ptxas.path
+    assert choose() == nvidia.ptxas.path
+
+
+@pytest.mark.parametrize(("tool", "right"), [("ptxas", False), ("ptxas_blackwell", True)])
+def test_kernels_are_read_where_the_assembler_is_an_older_one(monkeypatch, tool, right):
+    nvidia = runtime.kernels().triton.knobs.nvidia
+    monkeypatch.setenv("TRITON_PTXAS_PATH", getattr(nvidia, tool).path)
+    assert runtime.assembles_right() == right
+
+
+@pytest.mark.parametrize(("base", "wrong"), [("", True), ("USHF.R.U32.HI UR4, URZ, 0x4, UR12", False)])
+def test_a_kernel_that_reads_a_register_which_nothing_wrote_is_refused(monkeypatch, base, wrong):
+    sass = listing("S2UR UR12, SR_CgaCtaId", *[base] * bool(base), "UIADD3 UR6, UP0, UR4, 0x20, URZ", "EXIT")
+    monkeypatch.setattr(runtime, "listings", lambda cubins, nvdisasm: [sass] * len(cubins))
+    compiled = SimpleNamespace(asm={"cubin": b""}, metadata=SimpleNamespace(name="forward_kernel"))
+    refused = pytest.raises(RuntimeError, match=r"forward_kernel reads .*UR4.*TRITON_PTXAS_PATH")
+    with refused if wrong else nullcontext():
+        runtime.refuse_misassembled(compiled)
 
 
 def test_every_fact_that_a_kernel_reads_has_a_meaning_and_each_meaning_is_of_one_that_is_read():

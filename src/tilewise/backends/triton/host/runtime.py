@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -13,9 +12,12 @@ import torch
 
 from tilewise.backends.triton.host import driver
 from tilewise.backends.triton.host.facts import Facts
+from tilewise.backends.triton.host.machine_code import listings, unset_registers
 from tilewise.backends.triton.tiles import Tiles
 from tilewise.settings import triton_ptxas
 
+# 12.8 makes wrong kernels for Hopper of right PTX: they read a tile at an address that comes from a register which nothing has written.
+RIGHT_PTXAS = (12, 9)
 _ASSEMBLING = RLock()  # the setting of an assembler is the process's
 
 
@@ -100,6 +102,8 @@ def run(kernel, grid: tuple[int, ...], tiles: Tiles, *arguments: object) -> obje
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         return kernel[grid](*arguments, **tiles.options, **early)
     with assembled_by(newer_ptxas()):
+        if not assembles_right():
+            refuse_misassembled(kernel.warmup(*arguments, grid=grid, **tiles.options, **early))
         return kernel[grid](*arguments, **tiles.options, **early)
 
 
@@ -120,21 +124,33 @@ def assembled_by(ptxas: str) -> Iterator[None]:
 
 @lru_cache(maxsize=1)
 def newer_ptxas() -> str:
-    """The path of the newer of the two ptxas that Triton brings; of the other where the driver is too old for the newer one's code.
+    """The path of the newer of the two ptxas that Triton brings; of the other where the driver is too old for the newer one's code."""
+    nvidia = kernels().triton.knobs.nvidia
+    newer = nvidia.ptxas_blackwell
+    return (newer if int(newer.version.partition(".")[0]) <= driver.cuda_version() else nvidia.ptxas).path
 
-    The other, 12.8, makes wrong kernels for Hopper of right PTX: a product reads a tile at an address that comes from a register which
-    nothing has written (:mod:`host.machine_code`; docs/decisions.md#triton-ptxas).
+
+def assembles_right() -> bool:
+    """Whether Hopper's kernels are known to be right as the present assembler makes them (docs/decisions.md#triton-ptxas)."""
+    version = kernels().triton.knobs.nvidia.ptxas.version
+    return tuple(map(int, version.split(".")[:2])) >= RIGHT_PTXAS
+
+
+def refuse_misassembled(compiled) -> None:
+    """A kernel of an older assembler is read before it runs: half a second, once in a process.
+
+    Raises:
+        RuntimeError: it reads a register that nothing has written (:mod:`host.machine_code`), and so tiles at some address.
     """
     nvidia = kernels().triton.knobs.nvidia
-    newer, older = nvidia.ptxas_blackwell, nvidia.ptxas
-    if int(newer.version.partition(".")[0]) <= driver.cuda_version():
-        return newer.path
-    warnings.warn(
-        f"the driver is too old for the code of Triton's ptxas {newer.version}, and its {older.version} makes wrong kernels of some head "
-        "dims of v on Hopper: install a newer driver, or name a ptxas of CUDA 12.9 by TRITON_PTXAS_PATH",
-        stacklevel=2,
-    )
-    return older.path
+    (listing,) = listings([compiled.asm["cubin"]], nvidia.nvdisasm.path)
+    unset = unset_registers(listing)
+    if unset:
+        raise RuntimeError(
+            f"ptxas {nvidia.ptxas.version} makes a wrong kernel for these head dims: {compiled.metadata.name} reads a register that "
+            f"nothing has written ({unset[0]}). Install a driver of CUDA {nvidia.ptxas_blackwell.version.partition('.')[0]}, or "
+            f"name a ptxas of CUDA 12.9 or newer that the driver can load by TRITON_PTXAS_PATH; backend='portable' needs neither"
+        )
 
 
 def listening() -> bool:

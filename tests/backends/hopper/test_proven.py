@@ -80,27 +80,31 @@ def test_a_build_fails_where_a_shipped_kernel_has_bits_that_are_not_proven(lists
 
 ORDINARY = next(c for c in config.shipped() if not c.paged)
 OFTEN = next(c for c in config.shipped() if c.paged)  # over pages: often unlike its proven form
-ANEW = {  # the kernel; the forms that its builds have, the last one from then on; the seeds of these builds, None: no process of its own
-    "proven-at-once": (ORDINARY, "p", [None]),
-    "proven-at-the-third": (ORDINARY, "xyp", [None, 0, 1]),
-    "sources-changed": (ORDINARY, "x", [None, 0, 1]),
-    "never-proven": (ORDINARY, "abcdefghijklmnoqr", [None, *range(16)]),
-    "often-differs": (OFTEN, "xxxxp", [0, 1, 2, 3, 4]),
-    "often-differs-never-proven": (OFTEN, "x", list(range(16))),
+# The kernel; its program; the forms that its builds have, the last one from then on; the seeds of these builds, None: no process of its own.
+ANEW = {
+    "proven-at-once": (ORDINARY, "listed", "p", [None]),
+    "proven-at-the-third": (ORDINARY, "listed", "xyp", [None, 0, 1]),
+    "proven-after-many-alike": (ORDINARY, "listed", "xxxxxp", [None, 0, 1, 2, 3, 4]),
+    "sources-changed": (ORDINARY, "other", "x", [None]),
+    "never-proven": (ORDINARY, "listed", "abcdefghijklmnoqr", [None, *range(16)]),
+    "often-differs": (OFTEN, "listed", "xxxxp", [0, 1, 2, 3, 4]),
+    "often-differs-never-proven": (OFTEN, "listed", "x", list(range(16))),
+    "often-differs-sources-changed": (OFTEN, "other", "x", [0]),
 }
 
 
 @pytest.fixture
 def builds(lists, tmp_path, monkeypatch):
     """A builder whose kernels have the forms that are put into its list ``forms``; its list ``seeds`` says how each was built."""
-    made = SimpleNamespace(forms="", seeds=[])
+    made = SimpleNamespace(forms="", program="listed", seeds=[])
 
     def build_with(seed, kernel, folder):
         form = made.forms[min(len(made.seeds), len(made.forms) - 1)]
         made.seeds.append(seed)
         pack(folder / kernel_files.file_name(kernel.name), kernel.name + form)
-        return {"faults": [], "file": 1, "seconds": len(made.seeds)}
+        return {"faults": [], "program": made.program, "file": 1, "seconds": len(made.seeds)}
 
+    monkeypatch.setattr(aot, "listed_programs", lambda: dict.fromkeys((ORDINARY.name, OFTEN.name), "listed"))
     monkeypatch.setattr(aot, "build", partial(build_with, None))
     monkeypatch.setattr(aot, "_build_with", build_with)
     proven.PROVEN.unlink()
@@ -112,7 +116,7 @@ def builds(lists, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("case", ANEW)
 def test_a_kernel_is_built_anew_until_its_bits_are_proven(builds, case, tmp_path):
-    kernel, builds.forms, seeds = ANEW[case]
+    kernel, builds.program, builds.forms, seeds = ANEW[case]
     row = aot.build_as_proven(kernel, tmp_path)
     assert builds.seeds == seeds
     assert row["seconds"] == len(seeds)

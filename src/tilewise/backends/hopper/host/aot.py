@@ -51,7 +51,6 @@ HOST = (
     "host/aot.py", "host/hostcode.py", "host/llvm_types.py", "host/cubin.py", "host/recipe.py", "host/sass.py",
 )  # fmt: skip
 SEEDS = 16  # tried for a kernel whose build has no proven bits
-ALIKE = 3  # builds with the same bits that no GPU has proven: such bits are no chance of the compiler's order
 ASK_PERSONALITY, ADDR_NO_RANDOMIZE = 0xFFFFFFFF, 0x0040000  # of Linux's personality(2)
 
 
@@ -129,14 +128,13 @@ def build_as_proven(config: AnyConfig, folder: Path) -> dict:
     The compiler orders by addresses and by Python's hashes, so a kernel may come out in one of several forms. A build that has no proven
     bits is therefore repeated in processes of their own, with one seed after the other, and addresses that are always the same, up to the
     first form that a GPU has proven. Kernels that often differ (:func:`_has_forms`) are built so from the start: every build of a release
-    takes the same form. Another kernel that comes out ``ALIKE`` times with the same bits is not tried further: its sources have changed.
+    takes the same form. A kernel whose program is not the listed one is not tried further: its sources have changed.
 
     Returns:
         The row of the last build; where no build was as proven, with the bits of each as ``tried``.
     """
-    often = _has_forms(config)
     tried: list[str] = []
-    seeds = [*range(SEEDS)] if often else [None, *range(SEEDS)]
+    seeds = [*range(SEEDS)] if _has_forms(config) else [None, *range(SEEDS)]
     row: dict[str, Any] = {}
     for seed in seeds if config.name in proven.proven().values() else seeds[:1]:
         row = build(config, folder) if seed is None else _build_with(seed, config, folder)
@@ -144,7 +142,7 @@ def build_as_proven(config: AnyConfig, folder: Path) -> dict:
         if not proven.faults(config.name, bits):
             return row
         tried.append(bits)
-        if not often and tried.count(bits) == ALIKE:
+        if row["program"] != listed_programs().get(config.name):
             break
     return {**row, "tried": tried}
 
@@ -284,9 +282,14 @@ def write_index(folder: Path, rows: dict[str, dict]) -> None:
     part.replace(folder / "index.json")
 
 
+def listed_programs() -> dict[str, str]:
+    """The hashes of the shipped kernels' programs, as ``kernels.txt`` lists them."""
+    return dict(line.split()[:2] for line in kernel_files.TABLE.read_text().splitlines()[1:])
+
+
 def other_programs(configs: list[AnyConfig], jobs: int) -> list[str]:
     """The names of kernels whose programs are not those that ``kernels.txt`` lists."""
-    listed = dict(line.split()[:2] for line in kernel_files.TABLE.read_text().splitlines()[1:])
+    listed = listed_programs()
     with ProcessPoolExecutor(jobs) as pool:
         found = zip(configs, pool.map(program, configs), strict=True)
         return [config.name for config, program_ in found if program_ != listed.get(config.name)]

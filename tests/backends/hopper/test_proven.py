@@ -80,7 +80,7 @@ def test_a_build_fails_where_a_shipped_kernel_has_bits_that_are_not_proven(lists
 
 ORDINARY = next(c for c in config.shipped() if not c.paged)
 OFTEN = next(c for c in config.shipped() if c.paged)  # over pages: often unlike its proven form
-# The kernel; its program; the forms that its builds have, the last one from then on; the seeds of these builds, None: no process of its own.
+# The kernel; its program; the forms of its builds, the last one from then on; the seeds of these builds, None: no process of its own.
 ANEW = {
     "proven-at-once": (ORDINARY, "listed", "p", [None]),
     "proven-at-the-third": (ORDINARY, "listed", "xyp", [None, 0, 1]),

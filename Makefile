@@ -102,10 +102,13 @@ kernels-hopper-sample: setup $(VENV)/ready-kernels-$(TORCH)
 	@$(COMPILE_HOPPER) --programs
 	@$(BUILD_HOPPER) --sample
 
-# Eight processes; Hopper's tests skip what `make kernels-hopper` and, for what is not shipped, `python -m bench.gpu build --backend hopper`
-# have not left in src/tilewise/backends/hopper/kernels.
+# A process for each 16 GB of the GPU, which the oracle may take, and eight at most. Hopper's tests skip what `make kernels-hopper` and,
+# for what is not shipped, `python -m bench.gpu build --backend hopper` have not left in src/tilewise/backends/hopper/kernels.
+GPU_PROCESSES = $(shell nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null | \
+  awk 'NR == 1 {n = int($$1 / 16000)} END {print (n > 8 ? 8 : n < 1 ? 1 : n)}')
+
 gpu-test: setup
-	@$(BIN)/python -m pytest -m gpu -n 8 --maxschedchunk 1 tests/gpu
+	@$(BIN)/python -m pytest -m gpu -n $(GPU_PROCESSES) --maxschedchunk 1 tests/gpu
 
 # The site (mkdocs.yml), built without a network; a dead link or any other warning is an error.
 $(VENV)/ready-docs-$(TORCH): $(VENV)/ready-$(TORCH)

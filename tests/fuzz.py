@@ -231,14 +231,15 @@ def one_score(r: Draw, s: Sizes, dtype: torch.dtype) -> tw.Score:
     leaf = lambda *shape: (0.5 * r.tensor(*shape, dtype=dtype)).requires_grad_(r.likely(0.8))  # noqa: E731
     table, temperature, distances = leaf(s.hq, 32), leaf(), leaf(s.hq, s.nq + s.nk + 1)
     by_row, by_key = (leaf(max(n, 1)) for n in (s.nq, s.nk))
+    # Factors are positive: another one would make +inf of the -inf of a score before, and NaN of the row.
     kinds = [
         lambda: tw.softcap(r.choice((2.0, 20.0))),
         lambda: tw.alibi(leaf(*r.choice(((s.hq,), (s.batch, s.hq))))),
         lambda: tw.score(lambda z, b, h, i, j: z + table[h, (i - j).clamp(-16, 15) + 16]),
         lambda: tw.score(lambda z, b, h, i, j: z + distances[h, i - j + s.nk]),
         lambda: tw.score(lambda z, b, h, i, j: z + table[h, (i - j) % 9]),
-        lambda: tw.score(lambda z, b, h, i, j: z * (1 + temperature) + by_key[j]),
-        lambda: tw.score(lambda z, b, h, i, j: z * by_row[i] + by_key[j] * z),
+        lambda: tw.score(lambda z, b, h, i, j: z * torch.exp(temperature) + by_key[j]),
+        lambda: tw.score(lambda z, b, h, i, j: z * torch.exp(by_row[i]) + torch.exp(by_key[j]) * z),
         lambda: tw.score(lambda z, b, h, i, j: torch.where((i + 2 * j) % 5 == 0, -torch.inf, z)),
         lambda: tw.score(lambda z, b, h, i, j: torch.tanh(z) * torch.sigmoid(table[h, j % 32]) - 0.01 * (i - j).abs()),
     ]

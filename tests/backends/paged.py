@@ -158,7 +158,7 @@ CASES = {
         heads_first=True,
     ),
     "fp8-float32": Case(8, (30,), rows=2, options=lambda: {"causal": True}, scales="one"),
-    # Of 16 pairs of values beside 18 of keys, ptxas 12.8 made a kernel that was wrong (`value_pieces` of the triton backend).
+    # Of 16 pairs of values beside 18 of keys, ptxas 12.8 made a kernel that was wrong (docs/decisions.md#triton-ptxas).
     "fp8-narrow-values": Case(
         16,
         (20, 5),

@@ -1,7 +1,6 @@
 """The host side of the Triton backend: what later calls repeat of the first, descriptors, and how kernels overlap."""
 
 import re
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,8 +13,8 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 
 import tilewise as tw
 from tests.backends.contract import call, normal, qkv
-from tests.backends.test_triton_machine_code import listing
-from tilewise.backends import base
+from tilewise import device as devices
+from tilewise.backends import base, triton
 from tilewise.backends.triton import interpreting
 from tilewise.backends.triton.config import Config
 from tilewise.backends.triton.host import compile_all, driver, launch, plan, runtime
@@ -58,21 +57,22 @@ def test_the_newer_assembler_is_taken_where_the_driver_loads_its_code(monkeypatc
     assert choose() == nvidia.ptxas.path
 
 
-@pytest.mark.parametrize(("tool", "right"), [("ptxas", False), ("ptxas_blackwell", True)])
-def test_kernels_are_read_where_the_assembler_is_an_older_one(monkeypatch, tool, right):
+@pytest.mark.parametrize("tool", ["ptxas", "ptxas_blackwell"])
+@pytest.mark.parametrize(
+    ("dims", "whole"), [((64, 40), 0), ((225, 16), 0), ((64, 24), 0), ((40, 40), 1), ((96, 64), 1), ((192, 128), 1)]
+)
+def test_an_older_assembler_is_not_given_narrow_values_on_hopper(monkeypatch, dims, whole, tool):
     nvidia = runtime.kernels().triton.knobs.nvidia
     monkeypatch.setenv("TRITON_PTXAS_PATH", getattr(nvidia, tool).path)
-    assert runtime.assembles_right() == right
-
-
-@pytest.mark.parametrize(("base", "wrong"), [("", True), ("USHF.R.U32.HI UR4, URZ, 0x4, UR12", False)])
-def test_a_kernel_that_reads_a_register_which_nothing_wrote_is_refused(monkeypatch, base, wrong):
-    sass = listing("S2UR UR12, SR_CgaCtaId", *[base] * bool(base), "UIADD3 UR6, UP0, UR4, 0x20, URZ", "EXIT")
-    monkeypatch.setattr(runtime, "listings", lambda cubins, nvdisasm: [sass] * len(cubins))
-    compiled = SimpleNamespace(asm={"cubin": b""}, metadata=SimpleNamespace(name="forward_kernel"))
-    refused = pytest.raises(RuntimeError, match=r"forward_kernel reads .*UR4.*TRITON_PTXAS_PATH")
-    with refused if wrong else nullcontext():
-        runtime.refuse_misassembled(compiled)
+    for capability in ((8, 0), (9, 0)):
+        monkeypatch.setattr(devices, "of", lambda device, c=capability: SimpleNamespace(capability=c))
+        d, dv = dims
+        c = call(*qkv(d=d, dv=dv, dtype=torch.bfloat16))
+        reasons = triton._assembler_reasons(replace(c.p, device=torch.device("cuda")))
+        refused = tool == "ptxas" and capability == (9, 0) and not whole
+        assert [f"head dims {d} and {dv}: ptxas {nvidia.ptxas.version} makes wrong" in x for x in reasons] == [
+            True
+        ] * refused
 
 
 def test_every_fact_that_a_kernel_reads_has_a_meaning_and_each_meaning_is_of_one_that_is_read():

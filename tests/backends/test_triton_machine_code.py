@@ -6,8 +6,6 @@ import sys
 import pytest
 
 from tilewise.backends.triton.host.machine_code import code_of, instructions, listings, serialised, unset_registers
-from tilewise.backends.triton.paging import NARROWEST_VALUES, value_pieces
-from tilewise.backends.triton.tiles import Tiles
 
 
 def listing(*lines: str, start: int = 0) -> str:
@@ -96,10 +94,3 @@ def test_products_that_wait_for_each_other_are_found():
     assert serialised(listing(PRODUCT, wait, PRODUCT, wait))
     assert not serialised(listing(PRODUCT, PRODUCT, wait))
     assert unset_registers("") == []
-
-
-def test_values_of_a_quantised_cache_have_no_tile_of_16_pairs():
-    for pairs in range(1, 257):
-        found = value_pieces(pairs, Tiles(64, 64, 4, 3))
-        assert sum(columns for _, columns, _ in found) == pairs
-        assert min(wide for _, _, wide in found) >= NARROWEST_VALUES

@@ -31,13 +31,14 @@ from tilewise.backends.base import (
     wide_mask,
 )
 from tilewise.backends.triton.config import MAX_HEAD_DIM, MAX_LATENT_DIM, Config, choose, tf32_allowed
-from tilewise.backends.triton.host import launch, tangent, tile_map, tuned
+from tilewise.backends.triton.host import launch, runtime, tangent, tile_map, tuned
 from tilewise.backends.triton.host.append import append
 from tilewise.backends.triton.host.plan import Memo, Plan
 from tilewise.backends.triton.kernels.distant import distances_read, parts_of
 from tilewise.backends.triton.kernels.leaf_reads import PairReads, described_lookup, predicate_blocks
 from tilewise.backends.triton.kernels.writer import OPERATIONS
 from tilewise.backends.triton.paging import choose_paged, few_queries
+from tilewise.backends.triton.tiles import fills_tiles
 from tilewise.bit_tiles import BitTiles, Sections
 from tilewise.leaf_gradients import DIAGONALS, SCATTER, TILES, classify
 from tilewise.problem import Problem
@@ -127,7 +128,7 @@ class Triton(Backend):
         reasons = _device_reasons(problem.device)
         if problem.dtype == torch.float64:
             reasons.append("float64: its kernels compute in float32")
-        reasons += _width_reasons(problem)
+        reasons += _width_reasons(problem) + _assembler_reasons(problem)
         reasons += unknown_operations(problem, OPERATIONS) + piece_reasons(problem, dropout=16)
         reasons += wide_mask(problem) + large_numbers(problem)
         if problem.spec.deterministic and problem.spec.grad_slots:
@@ -244,6 +245,22 @@ def _width_reasons(problem: Problem) -> list[str]:
     if problem.head_dim_v > MAX_HEAD_DIM:
         return [f"head_dim {problem.head_dim_v} of v is above {MAX_HEAD_DIM}"]
     return []
+
+
+def _assembler_reasons(problem: Problem) -> list[str]:
+    """Why an older assembler gets no narrow head dims of which k's and v's differ, or that are in 8 bits: it makes wrong kernels of some
+    (docs/decisions.md#triton-ptxas)."""
+    d, dv = problem.head_dim, problem.head_dim_v
+    each = 2 if problem.quantised else 1  # columns of 8 bits come in pairs
+    if (d == dv and not problem.quantised) or (fills_tiles(d // each) and fills_tiles(dv // each)):
+        return []
+    if problem.device.type != "cuda" or devices.of(problem.device).capability != (9, 0):
+        return []
+    version = runtime.wrong_ptxas()
+    return [
+        f"head dims {d} and {dv}: ptxas {version} makes wrong kernels for Hopper of some that do not fill tiles of 32 columns; with "
+        "a newer driver Triton uses another ptxas, or name one of CUDA 12.9 or newer by TRITON_PTXAS_PATH"
+    ] * bool(version)
 
 
 def _pair_reasons(problem: Problem) -> list[str]:

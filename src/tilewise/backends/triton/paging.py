@@ -26,7 +26,7 @@ from tilewise.backends.triton.config import (
     table,
     tf32_allowed,
 )
-from tilewise.backends.triton.tiles import Streams, Tiles, columns, fit, pieces, program_limit, shared_memory, width
+from tilewise.backends.triton.tiles import Streams, Tiles, columns, fit, program_limit, shared_memory, width
 from tilewise.problem import Problem
 
 Addressing = Literal["whole", "one", "several"]
@@ -36,7 +36,6 @@ LARGE_TILE = 128  # queries (docs/decisions.md#triton-pages)
 FEWEST_ROWS = 16  # of a tile: a step of decoding has a row for each head of a group (docs/decisions.md#triton-pages)
 
 E4M3_BYTES, E4M3_PAIR = 1, 2  # kernels read two numbers at a time
-NARROWEST_VALUES = 32  # columns of a tile of e4m3 pairs of v: see value_pieces
 
 # How keys are split: `python -m bench.serving --parts tiles` on a GPU measures them (docs/decisions.md#triton-pages).
 PROGRAMS = 2  # for each multiprocessor, as many as run there at a time
@@ -210,23 +209,8 @@ def paged_memory(problem: Problem, arch: str, tiles: Tiles) -> int:
         tiles = replace(tiles, num_stages=-(-tiles.num_stages * E4M3_BYTES // problem.dtype.itemsize) + turned)
     each = E4M3_PAIR if problem.quantised else 1
     widths = each * columns(problem.head_dim // each, tiles), each * columns(problem.head_dim_v // each, tiles)
-    if problem.quantised:
-        widths = widths[0], each * sum(wide for _, _, wide in value_pieces(problem.head_dim_v // each, tiles))
     streams = Streams(plain=problem.spec.region.predicate is None)
     return shared_memory("latent" if problem.latent else "paged", tiles, widths, problem.dtype.itemsize, streams, arch)
-
-
-def value_pieces(head_dim_v: int, tiles: Tiles) -> tuple[tuple[int, int, int], ...]:
-    """The :func:`tiles.pieces` of v in a quantised cache, whose head dim is counted in pairs; none is narrower than 32 columns.
-
-    Of a v of 16 columns ptxas 12.8 makes a wrong kernel: the address of v's odd columns for all but the first 16 keys of a tile comes
-    from a register that nothing has written, and o was wrong by 0.236 of its size (H200, 11-22). The kernel's PTX, executed step by step,
-    gives the right o. ``make kernels`` fails where machine code reads such a register (:mod:`host.machine_code`).
-    """
-    found = pieces(head_dim_v, tiles)
-    if found[-1][2] >= NARROWEST_VALUES:
-        return found
-    return ((0, head_dim_v, max(width(head_dim_v), NARROWEST_VALUES)),)
 
 
 def shared_tiles(problem: Problem, tiles: Tiles, machine: Machine) -> tuple[Tiles, int]:

@@ -68,6 +68,11 @@ def pieces(head_dim: int, tiles: Tiles) -> tuple[tuple[int, int, int], ...]:
     return ((0, head_dim, width(head_dim)),)
 
 
+def fills_tiles(head_dim: int) -> bool:
+    """Whether a head dim fills tiles of more than MIN_WIDTH columns, as 64 and 96 do; 24, 40 and 80 do not."""
+    return all(n == wide > MIN_WIDTH for _, n, wide in pieces(head_dim, Tiles(0, 0, 0, 0)))
+
+
 def shared_pieces(head_dim: int, head_dim_v: int, tiles: Tiles) -> tuple[tuple[int, int, int], ...]:
     """The :func:`pieces` of k where its first ``head_dim_v`` columns are v: those of v, and then those of the rest."""
     rest = pieces(head_dim - head_dim_v, tiles) if head_dim > head_dim_v else ()

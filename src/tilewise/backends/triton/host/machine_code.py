@@ -111,7 +111,7 @@ def unset_registers(sass: str) -> list[str]:
     """The instructions that read a uniform register which some way from the kernel's entry has not written.
 
     Such a kernel is wrong though its source is right. ptxas 12.8, which Triton 3.6 brings, makes ``UIADD3 UR50, UP0, UR50, 0x20`` of the
-    address of a v of 16 columns, where nothing has written UR50; ptxas 12.9 makes right code of it (:func:`runtime.refuse_misassembled`).
+    address of a v of 16 columns, where nothing has written UR50; ptxas 12.9 makes right code of it (docs/decisions.md#triton-ptxas).
     """
     code = instructions(sass)
     after, uses = followers(code), [x.uniform() for x in code]

@@ -12,7 +12,7 @@ from tilewise.backends.triton.host.call import Call, tile_slots
 from tilewise.backends.triton.host.descriptors import operand_views
 from tilewise.backends.triton.host.launched import Launched, View
 from tilewise.backends.triton.host.plan import Plan
-from tilewise.backends.triton.paging import E4M3_PAIR, addressing, value_pieces
+from tilewise.backends.triton.paging import E4M3_PAIR, addressing
 from tilewise.backends.triton.tiles import Tiles, pieces, shared_pieces
 from tilewise.problem import Problem
 
@@ -101,7 +101,7 @@ def stored_pieces(problem: Problem, tiles: Tiles) -> dict[str, tuple[tuple[int, 
     d, dv = problem.head_dim // each, problem.head_dim_v // each
     if problem.latent:
         return {"k": shared_pieces(d, dv, tiles), "v": pieces(dv, tiles)}
-    return {"k": pieces(d, tiles), "v": value_pieces(dv, tiles) if problem.quantised else pieces(dv, tiles)}
+    return {"k": pieces(d, tiles), "v": pieces(dv, tiles)}
 
 
 def _which(scale: Tensor) -> str:

@@ -12,11 +12,10 @@ import torch
 
 from tilewise.backends.triton.host import driver
 from tilewise.backends.triton.host.facts import Facts
-from tilewise.backends.triton.host.machine_code import listings, unset_registers
 from tilewise.backends.triton.tiles import Tiles
 from tilewise.settings import triton_ptxas
 
-# 12.8 makes wrong kernels for Hopper of right PTX: they read a tile at an address that comes from a register which nothing has written.
+# 12.8 makes wrong kernels of narrow values: some read a tile at an address that comes from a register which nothing has written.
 RIGHT_PTXAS = (12, 9)
 _ASSEMBLING = RLock()  # the setting of an assembler is the process's
 
@@ -102,8 +101,6 @@ def run(kernel, grid: tuple[int, ...], tiles: Tiles, *arguments: object) -> obje
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         return kernel[grid](*arguments, **tiles.options, **early)
     with assembled_by(newer_ptxas()):
-        if not assembles_right():
-            refuse_misassembled(kernel.warmup(*arguments, grid=grid, **tiles.options, **early))
         return kernel[grid](*arguments, **tiles.options, **early)
 
 
@@ -130,27 +127,11 @@ def newer_ptxas() -> str:
     return (newer if int(newer.version.partition(".")[0]) <= driver.cuda_version() else nvidia.ptxas).path
 
 
-def assembles_right() -> bool:
-    """Whether Hopper's kernels are known to be right as the present assembler makes them (docs/decisions.md#triton-ptxas)."""
-    version = kernels().triton.knobs.nvidia.ptxas.version
-    return tuple(map(int, version.split(".")[:2])) >= RIGHT_PTXAS
-
-
-def refuse_misassembled(compiled) -> None:
-    """A kernel of an older assembler is read before it runs: half a second, once in a process.
-
-    Raises:
-        RuntimeError: it reads a register that nothing has written (:mod:`host.machine_code`), and so tiles at some address.
-    """
-    nvidia = kernels().triton.knobs.nvidia
-    (listing,) = listings([compiled.asm["cubin"]], nvidia.nvdisasm.path)
-    unset = unset_registers(listing)
-    if unset:
-        raise RuntimeError(
-            f"ptxas {nvidia.ptxas.version} makes a wrong kernel for these head dims: {compiled.metadata.name} reads a register that "
-            f"nothing has written ({unset[0]}). Install a driver of CUDA {nvidia.ptxas_blackwell.version.partition('.')[0]}, or "
-            f"name a ptxas of CUDA 12.9 or newer that the driver can load by TRITON_PTXAS_PATH; backend='portable' needs neither"
-        )
+def wrong_ptxas() -> str:
+    """The version of the ptxas that Hopper's kernels get, where that one makes wrong ones (:data:`RIGHT_PTXAS`); else ""."""
+    with assembled_by(newer_ptxas()):
+        version = kernels().triton.knobs.nvidia.ptxas.version
+    return "" if tuple(map(int, version.split(".")[:2])) >= RIGHT_PTXAS else version
 
 
 def listening() -> bool:

@@ -173,21 +173,15 @@ class Squares:
 
     Attributes:
         file: of bench/results. run: the one that the table shows. peers: who is compared.
-        newer: a run of backwards that are faster since; who it did not time has its old ratio to cuDNN.
     """
 
     file: str
     run: str
     peers: tuple[str, ...]
-    newer: str = ""
-
-    def runs(self, direction: str) -> list[str]:
-        """The runs of a pass, the newest first."""
-        return [self.newer] * (direction == "backward" and self.newer != "") + [self.run]
 
     def tflops(self, case: str, who: str, direction: str) -> float | None:
         """TFLOP/s of a contestant on a case."""
-        found = load(self.file).rate(self.runs(direction), case, who, direction)
+        found = load(self.file).rate([self.run], case, who, direction)
         return found and found[1]
 
     def over_cudnn(self, who: str, case: str, direction: str) -> float:
@@ -196,7 +190,7 @@ class Squares:
         mean = results.found.get((self.run, case, who, direction, "rate"), {}).get("over_cudnn")  # of several processes
         if mean:
             return mean
-        run, rate = results.rate(self.runs(direction), case, who, direction)
+        run, rate = results.rate([self.run], case, who, direction)
         return rate / results.rate([run], case, "cudnn", direction)[1]
 
     def over(self, peer: str, case: str, direction: str) -> float:
@@ -256,8 +250,8 @@ def square(head_dim: int, seqlen: int, mask: str) -> str:
 
 
 PEERS = ("fa2", "cudnn", "fa4")
-H200 = Squares("h200-peers", "2a803e1108f0", PEERS, newer="d80e214573ef")
-H100 = Squares("h200-peers", "d2ad37e868cb", PEERS, newer="47ab8f1ba019")
+H200 = Squares("h200-peers", "cae6dfec7fa7", PEERS)
+H100 = Squares("h200-peers", "074d739eee7e", PEERS)
 BESIDE_FA3 = Squares("h200-peers", "h200-squares", ("fa3",))
 """The run that timed FlashAttention-3, which has no wheel, beside tilewise of that day."""
 
@@ -306,7 +300,7 @@ def squares() -> list[str]:
         f"{load(H200.file).source(H200.run)} On an H100 "
         f"{H100.behind()} ({load(H100.file).runs[H100.run]['device']}, the same command); the third table has its rows. FA3 has no "
         f"wheel: tilewise of {load(H200.file).runs[BESIDE_FA3.run]['when']} was timed beside it, whose backward was slower than today's."
-        f" D 256's backwards, but for FA4's, and the last table: {load('hopper-calls').runs[KEPT]['when']}."
+        f" The last table: {load('hopper-calls').runs[KEPT]['when']}."
     )
     plot = ["![TFLOP/s against the sequence length, forward and backward](img/h200-hopper.png)"]
     who = ("fa2", "fa4", "tilewise")

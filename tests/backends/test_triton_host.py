@@ -3,7 +3,6 @@
 import re
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,7 +12,6 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 
 import tilewise as tw
 from tests.backends.contract import call, normal, qkv
-from tilewise import device as devices
 from tilewise.backends import base, triton
 from tilewise.backends.triton import interpreting
 from tilewise.backends.triton.config import Config
@@ -57,19 +55,30 @@ def test_the_newer_assembler_is_taken_where_the_driver_loads_its_code(monkeypatc
     assert choose() == nvidia.ptxas.path
 
 
+@pytest.mark.parametrize(
+    ("hip", "capability", "hopper"), [(None, (9, 0), True), (None, (8, 0), False), ("6.4", (9, 0), False)]
+)
+def test_a_gpu_of_amd_is_no_hopper_whatever_its_number(monkeypatch, hip, capability, hopper):
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert runtime.on_hopper() == hopper
+
+
 @pytest.mark.parametrize("tool", ["ptxas", "ptxas_blackwell"])
 @pytest.mark.parametrize(
-    ("dims", "whole"), [((64, 40), 0), ((225, 16), 0), ((64, 24), 0), ((40, 40), 1), ((96, 64), 1), ((192, 128), 1)]
+    ("dims", "whole"),
+    [((64, 40), False), ((225, 16), False), ((64, 24), False), ((40, 40), True), ((96, 64), True), ((192, 128), True)],
 )
 def test_an_older_assembler_is_not_given_narrow_values_on_hopper(monkeypatch, dims, whole, tool):
     nvidia = runtime.kernels().triton.knobs.nvidia
     monkeypatch.setenv("TRITON_PTXAS_PATH", getattr(nvidia, tool).path)
-    for capability in ((8, 0), (9, 0)):
-        monkeypatch.setattr(devices, "of", lambda device, c=capability: SimpleNamespace(capability=c))
+    for hopper in (False, True):
+        monkeypatch.setattr(runtime, "on_hopper", lambda device, hopper=hopper: hopper)
         d, dv = dims
         c = call(*qkv(d=d, dv=dv, dtype=torch.bfloat16))
         reasons = triton._assembler_reasons(replace(c.p, device=torch.device("cuda")))
-        refused = tool == "ptxas" and capability == (9, 0) and not whole
+        refused = tool == "ptxas" and hopper and not whole
         assert [f"head dims {d} and {dv}: ptxas {nvidia.ptxas.version} makes wrong" in x for x in reasons] == [
             True
         ] * refused

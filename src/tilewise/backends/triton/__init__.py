@@ -254,7 +254,7 @@ def _assembler_reasons(problem: Problem) -> list[str]:
     each = 2 if problem.quantised else 1  # columns of 8 bits come in pairs
     if (d == dv and not problem.quantised) or (fills_tiles(d // each) and fills_tiles(dv // each)):
         return []
-    if problem.device.type != "cuda" or devices.of(problem.device).capability != (9, 0):
+    if problem.device.type != "cuda" or not runtime.on_hopper(problem.device):
         return []
     version = runtime.wrong_ptxas()
     return [

@@ -98,10 +98,16 @@ def run(kernel, grid: tuple[int, ...], tiles: Tiles, *arguments: object) -> obje
     if not all(grid):
         return None
     early = {"launch_pdl": True} if arguments[-1].overlap in ("reads", "joins") else {}
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+    if not on_hopper():
         return kernel[grid](*arguments, **tiles.options, **early)
     with assembled_by(newer_ptxas()):
         return kernel[grid](*arguments, **tiles.options, **early)
+
+
+def on_hopper(device: torch.device | None = None) -> bool:
+    """Whether a CUDA device, the current one where none is named, is a Hopper; AMD's have the same numbers."""
+    there = torch.cuda.is_available() and not torch.version.hip
+    return there and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 @contextmanager

@@ -4,7 +4,7 @@
     python -m tests.fuzz --backend hopper --device cuda
 
 Case n is drawn from the number seed + n alone, for what is searched: shapes, strides, offsets, dtypes, masks, scores, sinks, dropout,
-packing, threads, for cpu the instruction set, and for cpu and triton the tiles. Triton runs in its interpreter on the device cpu.
+packing, pages, threads, for cpu the instruction set, and for cpu and triton the tiles. Triton runs in its interpreter on the device cpu.
 What lies between the elements of a strided input is NaN, and so is what a result was before it was written. Each failure prints
 the line that runs it again.
 
@@ -30,14 +30,16 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
+from tests.backends.paged import random_case
 from tilewise import accuracy, dispatch
 from tilewise.backends.cpu import Cpu, library
 from tilewise.backends.cpu import call as cpu_call
 from tilewise.backends.cpu.config import Config
 from tilewise.problem import Problem
-from tilewise.testing import Call, call, results
+from tilewise.testing import Call, call, paged_call, results
 
 FACTOR = 4
+PAGED = 0.2  # of all calls
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class Ranges:
 
     Attributes:
         heads_k: the most key heads.
+        latent: head dims of k and of v where v lies in k's memory.
         tiles: sides of Triton's tiles; empty, these are its own.
     """
 
@@ -55,6 +58,7 @@ class Ranges:
     widest: int
     dtypes: tuple[torch.dtype, ...]
     heads_k: int = 3
+    latent: tuple[tuple[int, int], ...] = ()
     tiles: tuple[int, ...] = ()
 
 
@@ -74,6 +78,7 @@ RANGES = {
         widths=(16, 32, 40, 64, 64, 64, 80, 96, 128, 128, 128, 192, 256, 256, 512),
         widest=512,
         dtypes=(torch.bfloat16, torch.float16, torch.bfloat16, torch.float16, torch.float32),
+        latent=((576, 512), (576, 512), (576, 512)),
     ),
     "interpreter": Ranges(
         lengths=(0, 1, 17, 33, 64, 65, 100, 129),
@@ -280,14 +285,25 @@ def draw_call(r: Draw) -> tuple[Call, str]:
     return c, f"{c.p.describe()}    strides {q.stride()} {k.stride()} {v.stride()} {do.stride()}"
 
 
+def draw_paged(r: Draw, device: str) -> tuple[Call, str]:
+    """A call over a cache in pages, and its description."""
+    d, dv = r.choice(r.ranges.widths), r.choice(r.ranges.widths)
+    latent = tuple((2 * n, n) for n in r.ranges.widths if 2 * n <= r.ranges.widest)
+    half = tuple(x for x in r.ranges.dtypes if x != torch.float64)
+    case = random_case(r, ((d, d), (d, d), (d, dv)), (*latent, *r.ranges.latent), half)
+    q, cache, options = case.draw()
+    c = paged_call(q, cache, device, **options)
+    return c, f"{c.p.describe()}    {case}"
+
+
 def draw_backend(r: Draw, target: Target, p: Problem):
     """The backend, how many threads it gets, and its description."""
     threads = r.choice((1, 1, 2, 3))
     backend = dispatch.backend(target.backend)
     if target.backend == "cpu":
         isa = target.isa or r.choice(library.load().isas)
-        backend = Cpu(cpu_config(r, isa, p)) if r.likely(0.5) else Cpu(isa=isa)
-    elif target.backend == "triton":
+        backend = Cpu(cpu_config(r, isa, p)) if r.likely(0.5) and not p.paged else Cpu(isa=isa)
+    elif target.backend == "triton" and not p.paged:
         backend = type(backend)(triton_config(r, backend.config(p), p))
     return backend, threads, f"{backend.config(p)}"
 
@@ -340,8 +356,11 @@ def judged(name: str, c: Call, found: dict[str, Tensor]) -> tuple[list[str], lis
 def run_case(number: int, target: Target) -> tuple[list[str], list[str], dict[str, str]]:
     """What is wrong with a case, what comes close, and what it was."""
     r, name = Draw.of_case(number, target), target.backend
-    with torch.device(target.device):
-        c, text = draw_call(r)
+    if r.likely(PAGED):
+        c, text = draw_paged(r, target.device)
+    else:
+        with torch.device(target.device):
+            c, text = draw_call(r)
     refused = dispatch.backend(name).unsupported(c.p)
     if refused:
         return [], [], {"refused": refused[0]}

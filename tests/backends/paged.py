@@ -275,14 +275,26 @@ class PagedContract:
         assert (got["lse"][:, -2:] == -torch.inf).all()
 
 
-def random_case(seed: int) -> Case:
-    """A case that the seed alone decides: page size, lengths, rows, masks, scores, widths and dtype."""
-    draw = random.Random(seed)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def random_case(
+    draw: random.Random,
+    dims: tuple = ((16, 16), (64, 64), (33, 17)),
+    latent: tuple = ((48, 32),),
+    dtypes: tuple = DTYPES,
+) -> Case:
+    """A case that the state of ``draw`` decides: page size, lengths, rows, masks, scores, and how a cache lies and is scaled.
+
+    Args:
+        dims: of k and of v, of which one is taken. latent: the same where v lies in k's memory.
+    """
     n = draw.choice((1, 2, 3, 7, 8, 16, 33, 64))
     near = (0, 1, n - 1, n, n + 1, 2 * n + 3, draw.randint(0, 200), draw.choice((5, 2100)))
     lengths = tuple(draw.choice(near) for _ in range(draw.randint(1, 4)))
     rows = draw.randint(1, 9) if draw.random() < 0.5 else tuple(draw.choice((0, 1, 1, 2, 30)) for _ in lengths)
-    heads_k = draw.choice((1, 2))
+    in_k = draw.random() < 0.15
+    heads_k = 1 if in_k else draw.choice((1, 2))
     heads = heads_k * draw.choice((1, 3, 8))
     mask = draw.choice(
         (None, tw.window(draw.randint(0, 40), 0), tw.keep(lambda b, h, i, j: (i + j) % 3 != 0), tw.prefix(5))
@@ -295,6 +307,16 @@ def random_case(seed: int) -> Case:
         "deterministic": draw.random() < 0.3,
     }
     options |= {"sink": normal(heads, seed=3)} if draw.random() < 0.3 else {}
-    dims = draw.choice(((16, 16), (64, 64), (33, 17)))
-    dtype = draw.choice((torch.float32, torch.bfloat16, torch.float16))
-    return Case(n, lengths, rows, lambda: options, (heads, heads_k), dims, dtype, heads_first=draw.random() < 0.2)
+    return Case(
+        page_size=n,
+        lengths=lengths,
+        rows=rows,
+        options=lambda: options,
+        heads=(heads, heads_k),
+        dims=draw.choice(latent if in_k else dims),
+        dtype=draw.choice(dtypes),
+        shared=draw.choice((0, 0, 1)),
+        heads_first=draw.random() < 0.2,
+        latent=in_k,
+        scales=draw.choice(("one", "heads", "sequences", "tokens")) if draw.random() < 0.3 else "",
+    )

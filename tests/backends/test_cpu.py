@@ -1,5 +1,6 @@
 """The cpu backend against the contract: on every instruction set of this machine, with its own tiles and with others."""
 
+import random
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -49,7 +50,7 @@ class TestCpuOverPages(PagedContract):
 
     @pytest.mark.parametrize("seed", range(40))
     def test_random_tables_agree_with_the_oracle(self, seed):
-        q, cache, options = random_case(seed).draw()
+        q, cache, options = random_case(random.Random(seed)).draw()
         c = self.call(q, cache, **options)
         errors = c.expected().judge(paged_run(self.backend, c))
         # On few numbers eager attention may be exact by luck (tests/fuzz.py).

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton", reason="the package triton is not installed")
 
 import tilewise as tw
-from tests.backends.paged import CASES, Case, PagedContract, run
+from tests.backends.paged import CASES, Case, PagedContract, run, tree
 from tilewise import cache as caches
 from tilewise.backends.triton import Triton, interpreting
 from tilewise.backends.triton.config import Config
@@ -228,6 +228,17 @@ def test_tiles_lie_in_one_page_wherever_pages_have_64_keys():
     assert {n: addressing(problem(8, 1, n, 1024 // n), tile_n) for n, tile_n in found.items()} == {
         16: "several", 64: "one", 128: "one", 192: "one", 1024: "whole",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(("scales", "keys"), [("", 32), ("heads", 64)])
+def test_tiles_of_latent_attention_leave_room_for_what_a_predicate_moves(scales, keys):
+    case = Case(64, (70,), rows=4, heads=(16, 1), dims=(576, 512), dtype=torch.bfloat16, latent=True, scales=scales)
+    q, cache, _ = case.draw()
+    masks = {"causal": tw.causal(), "drafted": tw.keep(tree)}
+    found = {
+        name: paged_config(paged_call(q, cache, mask=mask).p, H200, "ieee").forward for name, mask in masks.items()
+    }
+    assert (found["causal"].tile_n, found["drafted"].tile_n) == (64, keys)
 
 
 def test_deterministic_splits_depend_on_one_sequence_alone():

@@ -9,7 +9,7 @@ import tilewise as tw
 from tests.backends.paged import Case, normal, tree
 from tilewise.backends.triton import Triton
 from tilewise.backends.triton.paging import choose_paged
-from tilewise.testing import paged_call
+from tilewise.testing import paged_call, wrong
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -45,3 +45,14 @@ def test_warps_with_keys_of_their_own_agree_with_the_oracle_and_repeat_their_bit
         assert [str(e) for e in c.expected().judge({"o": first.o, "lse": first.lse}) if not e.ok] == []
         assert torch.equal(first.o, again.o)
         assert torch.equal(first.lse, again.lse)
+
+
+@pytest.mark.parametrize("scales", ["", "heads"])
+@pytest.mark.parametrize("options", [{"mask": tw.keep(tree)}, {"causal": True}], ids=["tree", "causal"])
+def test_latent_attention_of_drafted_tokens_agrees_with_the_oracle(options, scales):
+    case = Case(
+        64, (130, 4, 1000), rows=4, heads=(16, 1), dims=(576, 512), dtype=torch.bfloat16, latent=True, scales=scales
+    )
+    q, cache, _ = case.draw()
+    c = paged_call(q, cache, "cuda", **options)
+    assert not wrong(Triton(), c)

@@ -209,7 +209,8 @@ def paged_memory(problem: Problem, arch: str, tiles: Tiles) -> int:
         tiles = replace(tiles, num_stages=-(-tiles.num_stages * E4M3_BYTES // problem.dtype.itemsize) + turned)
     each = E4M3_PAIR if problem.quantised else 1
     widths = each * columns(problem.head_dim // each, tiles), each * columns(problem.head_dim_v // each, tiles)
-    streams = Streams(plain=problem.spec.region.predicate is None)
+    # Beside stages of e4m3 a predicate's pairs need no room of their own.
+    streams = Streams(plain=problem.spec.region.predicate is None or problem.quantised)
     return shared_memory("latent" if problem.latent else "paged", tiles, widths, problem.dtype.itemsize, streams, arch)
 
 

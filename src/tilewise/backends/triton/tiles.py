@@ -118,7 +118,8 @@ def shared_memory(
     rows = {
         "forward": m * w + stages * n * (w + wv),
         "paged": m * w + stages * n * (w + wv),
-        "latent": m * w + stages * n * w + m * n,  # v is in k; P changes its layout
+        # V is in K. P changes its layout, and a predicate's pairs beside it.
+        "latent": m * w + stages * n * w + (m * n if streams.plain else 2 * m * n),
         "dkdv": n * (w + wv) + over_keys,
         "dk": n * (w + wv) + over_keys,
         "dv": n * w + over_keys,

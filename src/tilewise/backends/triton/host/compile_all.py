@@ -107,6 +107,8 @@ PAGED = {
     "mla": (64, 128, 1, lambda q: {}),
     "mla-chunk": (64, 128, 64, lambda q: {"causal": True}),
     "mla-fp8": (64, 128, 1, lambda q: _scales(1)),
+    "mla-keep": (64, 128, 8, lambda q: {"mask": keep(lambda b, h, i, j: (i + j) % 3 > 0)}),
+    "mla-fp8-keep": (64, 128, 8, lambda q: {"mask": keep(lambda b, h, i, j: (i + j) % 3 > 0), **_scales(1)}),
     "fp8": (64, 512, 1, lambda q: _scales(8)),
     "fp8-each": (64, 512, 1, lambda q: _scales(4096, 64, 8)),
     "fp8-chunk": (64, 512, 512, lambda q: {"causal": True, **_scales(8)}),
@@ -122,8 +124,8 @@ PAGED = {
     ),
 }
 
-QUANTISED = ("fp8", "fp8-each", "fp8-chunk", "mla-fp8")
-LATENT = ("mla", "mla-chunk", "mla-fp8")
+QUANTISED = ("fp8", "fp8-each", "fp8-chunk", "mla-fp8", "mla-fp8-keep")
+LATENT = ("mla", "mla-chunk", "mla-fp8", "mla-keep", "mla-fp8-keep")
 
 
 @dataclass(frozen=True)
@@ -424,7 +426,7 @@ def items() -> list[Launch]:
         ]
         if arch == "sm90":
             found += [Launch(arch, torch.float16, 128, feature) for feature in QUANTISED[:2]]
-            found.append(Launch(arch, torch.bfloat16, 80, "fp8-chunk"))  # v of 40 pairs has no piece of 8
+            found.append(Launch(arch, torch.bfloat16, 80, "fp8-chunk"))  # 40 pairs, a piece of them 8
             found += [Launch(arch, torch.bfloat16, config.MAX_LATENT_DIM, feature) for feature in LATENT]
             found += [Launch(arch, torch.bfloat16, limit, "paged") for limit in (64, 96, 256, config.MAX_LATENT_DIM)]
     return found

@@ -289,8 +289,8 @@ def draw_paged(r: Draw, device: str) -> tuple[Call, str]:
     """A call over a cache in pages, and its description."""
     d, dv = r.choice(r.ranges.widths), r.choice(r.ranges.widths)
     latent = tuple((2 * n, n) for n in r.ranges.widths if 2 * n <= r.ranges.widest)
-    half = tuple(x for x in r.ranges.dtypes if x != torch.float64)
-    case = random_case(r, ((d, d), (d, d), (d, dv)), (*latent, *r.ranges.latent), half)
+    dtypes = tuple(x for x in r.ranges.dtypes if x != torch.float64)
+    case = random_case(r, ((d, d), (d, d), (d, dv)), (*latent, *r.ranges.latent), dtypes)
     q, cache, options = case.draw()
     c = paged_call(q, cache, device, **options)
     return c, f"{c.p.describe()}    {case}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -35,6 +36,17 @@ def of(device: torch.device) -> Device:
     if device.type == "cpu":
         return Device(_cpu_name(), "cpu", torch.get_num_threads())
     return Device(device.type, device.type, 1)
+
+
+@lru_cache(maxsize=1)
+def cuda_version() -> int:
+    """The major version of CUDA whose machine code NVIDIA's driver loads; 0 where there is no such driver."""
+    version = ctypes.c_int()
+    try:
+        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        return 0
+    return 0 if failed else version.value // 1000
 
 
 def is_captured() -> bool:

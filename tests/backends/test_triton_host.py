@@ -12,10 +12,11 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 
 import tilewise as tw
 from tests.backends.contract import call, normal, qkv
+from tilewise import device as devices
 from tilewise.backends import base, triton
 from tilewise.backends.triton import interpreting
 from tilewise.backends.triton.config import Config
-from tilewise.backends.triton.host import compile_all, driver, launch, plan, runtime
+from tilewise.backends.triton.host import compile_all, launch, plan, runtime
 from tilewise.backends.triton.host.descriptors import four_axes
 from tilewise.backends.triton.host.facts import MEANINGS, Facts
 from tilewise.backends.triton.host.plan import Plan
@@ -49,9 +50,9 @@ def test_the_newer_assembler_is_taken_where_the_driver_loads_its_code(monkeypatc
     nvidia = runtime.kernels().triton.knobs.nvidia
     major = int(nvidia.ptxas_blackwell.version.partition(".")[0])
     choose = runtime.newer_ptxas.__wrapped__
-    monkeypatch.setattr(driver, "cuda_version", lambda: major)
+    monkeypatch.setattr(devices, "cuda_version", lambda: major)
     assert choose() == nvidia.ptxas_blackwell.path
-    monkeypatch.setattr(driver, "cuda_version", lambda: major - 1)
+    monkeypatch.setattr(devices, "cuda_version", lambda: major - 1)
     assert choose() == nvidia.ptxas.path
 
 

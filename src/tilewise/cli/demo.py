@@ -114,8 +114,9 @@ def hopper_kernels(place: Place, longest: int) -> None:
 
     from tilewise import device as devices
     from tilewise import dispatch
+    from tilewise.backends.hopper import driver_reasons
 
-    if devices.of(torch.device(place.device)).capability != (9, 0):
+    if devices.of(torch.device(place.device)).capability != (9, 0) or driver_reasons():
         return
     backend = dispatch.backend("hopper")
     configs = dict.fromkeys(config for p in problems(place.device, longest) for config in backend.configs(p))

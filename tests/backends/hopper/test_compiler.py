@@ -120,6 +120,17 @@ def test_an_expression_falls_back_with_a_reason_where_the_compiler_is_of_another
     assert dispatch.select(p).name != "hopper"
 
 
+@pytest.mark.parametrize(("version", "refused"), [(12, True), (13, False), (14, False), (0, False)])
+def test_a_driver_that_cannot_load_the_kernels_leaves_the_call_to_others(hopper_gpu, monkeypatch, version, refused):
+    from tilewise import device as devices
+
+    monkeypatch.setattr(library, "here", lambda config: "a file")
+    monkeypatch.setattr(devices, "cuda_version", lambda: version)
+    p = problem(causal=True)
+    assert ["code of CUDA 12" in reason for reason in Hopper().unsupported(p)] == [True] * refused
+    assert (dispatch.select(p).name == "hopper") != refused
+
+
 def test_a_shipped_kernel_that_is_missing_names_the_command_that_builds_it(hopper_gpu, installed):
     installed(None)
     (reason,) = Hopper().unsupported(problem(causal=True))

@@ -50,6 +50,8 @@ from tilewise.backends.hopper.latent.config import LatentConfig
 from tilewise.backends.hopper.padding import as_packed
 from tilewise.problem import Problem
 
+LEAST_CUDA = 13  # of a driver that loads the kernels' machine code
+
 
 class Hopper(Backend):
     """The backend of Hopper's kernels.
@@ -152,4 +154,15 @@ def _device_reasons(p: Problem) -> list[str]:
     if p.device.type != "cuda":
         return [f"runs on cuda, q is on {p.device.type}"]
     major, minor = devices.of(p.device).capability
-    return [] if (major, minor) == (9, 0) else [f"compute capability {major}.{minor} is not 9.0"]
+    if (major, minor) != (9, 0):
+        return [f"compute capability {major}.{minor} is not 9.0"]
+    return driver_reasons()
+
+
+def driver_reasons() -> list[str]:
+    """Why the driver, if there is one, cannot load the kernels."""
+    version = devices.cuda_version()
+    return [
+        f"the driver loads code of CUDA {version}, and its kernels are of CUDA {LEAST_CUDA}: they need driver 580 or newer, or the package "
+        f"cuda-compat-{LEAST_CUDA}-0 beside an older one"
+    ] * (0 < version < LEAST_CUDA)

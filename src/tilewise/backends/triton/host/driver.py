@@ -68,14 +68,6 @@ def library():
     return cuda
 
 
-def cuda_version() -> int:
-    """The major version of CUDA whose code the driver loads; 0 where :func:`library` has none."""
-    version = ctypes.c_int()
-    if library() is None or library().cuDriverGetVersion(ctypes.byref(version)):
-        return 0
-    return version.value // 1000
-
-
 class Parameter(NamedTuple):
     """A parameter of a compiled kernel.
 

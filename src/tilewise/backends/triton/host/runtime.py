@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import torch
 
-from tilewise.backends.triton.host import driver
+from tilewise import device as devices
 from tilewise.backends.triton.host.facts import Facts
 from tilewise.backends.triton.tiles import Tiles
 from tilewise.settings import triton_ptxas
@@ -130,7 +130,7 @@ def newer_ptxas() -> str:
     """The path of the newer of the two ptxas that Triton brings; of the other where the driver is too old for the newer one's code."""
     nvidia = kernels().triton.knobs.nvidia
     newer = nvidia.ptxas_blackwell
-    return (newer if int(newer.version.partition(".")[0]) <= driver.cuda_version() else nvidia.ptxas).path
+    return (newer if int(newer.version.partition(".")[0]) <= devices.cuda_version() else nvidia.ptxas).path
 
 
 def wrong_ptxas() -> str:

@@ -275,14 +275,11 @@ class PagedContract:
         assert (got["lse"][:, -2:] == -torch.inf).all()
 
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
 def random_case(
     draw: random.Random,
     dims: tuple = ((16, 16), (64, 64), (33, 17)),
     latent: tuple = ((48, 32),),
-    dtypes: tuple = DTYPES,
+    dtypes: tuple = (torch.float32, torch.bfloat16, torch.float16),
 ) -> Case:
     """A case that the state of ``draw`` decides: page size, lengths, rows, masks, scores, and how a cache lies and is scaled.
 

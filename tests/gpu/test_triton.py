@@ -41,7 +41,7 @@ def on_gpu(*tensors: torch.Tensor, device: str = "cuda") -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(("d", "dv"), [(64, 40), (128, 16), (225, 16), (40, 128)])
 def test_narrow_values_beside_wide_keys_and_the_other_way_round(d, dv):
-    """One ptxas reads tiles of these at addresses that nothing has written (``runtime.newer_ptxas``)."""
+    """An older ptxas makes wrong kernels of these, and is refused them (``runtime.wrong_ptxas``)."""
     mask = tw.keep(lambda b, h, i, j: (i * 6 + j * 3 + h) % 9 < 2)
     for masked in ({"mask": mask}, {"mask": tw.prefix(64) | tw.prefix(85)}, {}):
         agree(Triton(), call(*on_gpu(*qkv(batch=1, nq=384, nk=384, d=d, dv=dv, dtype=torch.bfloat16)), **masked))

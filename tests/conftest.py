@@ -4,6 +4,8 @@ import os
 import signal
 import sys
 
+import pytest
+
 from tests.interpreter import quicken
 
 # A shell ignores Ctrl-C in what it starts in the background, and so would every process below; some tests interrupt.
@@ -26,3 +28,10 @@ def pytest_collection_finish(session):
         from tests.oracles import remember
 
         remember()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_decided():
+    """Tests exchange backends and their answers: what one test's calls decided is not kept for the next."""
+    if "tilewise.dispatch" in sys.modules:
+        sys.modules["tilewise.dispatch"].forget()

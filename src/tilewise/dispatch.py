@@ -15,7 +15,8 @@ from tilewise import pages, settings
 from tilewise.amounts import in_bytes, in_flop
 from tilewise.backends.base import Backend, Inputs, Pages
 from tilewise.caching import cached_property
-from tilewise.problem import Problem, check, check_values
+from tilewise.problem import Problem, Signature, check, check_values
+from tilewise.sizes import ByStructure
 from tilewise.spec import Options, assemble, parse_spec
 
 if TYPE_CHECKING:
@@ -147,7 +148,14 @@ class Plan:
 
 
 _plans: dict[tuple, Plan] = {}
-_PLANS_LIMIT = 4096
+_selected = ByStructure()
+_PLANS_LIMIT = 512  # of calls that repeat; another one of a known structure takes little more
+
+
+def forget() -> None:
+    """Forgets what was decided: backends are asked again."""
+    _plans.clear()
+    _selected.clear()
 
 
 def _signature(t: Tensor) -> tuple:
@@ -170,8 +178,12 @@ def plan(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor
     if found is not None and found.problem.spec.page_slots and found.problem.latent != pages.lies_in(v, k):
         found = None  # the same sizes as another call's, where v and k lay otherwise
     if found is None:
-        problem = check(q, k, v, extras, seed, parse_spec(spec))
-        found = Plan(problem, select(problem))
+        call = Signature.of(q, k, v, extras, parse_spec(spec))
+        of_seed = None if seed is None else (seed.dtype, seed.shape, seed.device)
+        backend_of_call = _selected.of(
+            (call.structure, of_seed), call.sizes, lambda sizes: select(call.checked(seed, sizes))
+        )
+        found = Plan(call.problem(), backend_of_call)
         if len(_plans) >= _PLANS_LIMIT:
             _plans.clear()
         _plans[signature] = found

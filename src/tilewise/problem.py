@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,25 +19,10 @@ from torch import Tensor
 from tilewise import dropout, expr, pages
 from tilewise.caching import cached_property
 from tilewise.masks import Region
+from tilewise.signature import Shaped, Structured, TensorFacts, tensors_with_sizes
 from tilewise.spec import Spec
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
-@dataclass(frozen=True)
-class TensorFacts:
-    """A tensor without its values."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, t: Tensor) -> TensorFacts:
-        return cls(tuple(t.shape), tuple(t.stride()), t.dtype)
-
-    def shown(self, name: str) -> str:
-        return f"{name} {self.shape} {str(self.dtype).removeprefix('torch.')}"
 
 
 @dataclass(frozen=True)
@@ -95,7 +81,7 @@ class Key:
 
 
 @dataclass(frozen=True)
-class Problem:
+class Problem(Structured):
     """A call that passed every check. Packed, ``batch`` counts sequences and the lengths are the totals of all.
 
     Paged, q alone may be packed; k and v are pools of pages, and ``seqlen_k`` is the capacity of a sequence: what its row of the
@@ -115,6 +101,20 @@ class Problem:
     device: torch.device
     spec: Spec
     latent: bool = False
+
+    @property
+    def tensors(self) -> tuple[TensorFacts, ...]:
+        """The facts of all tensors."""
+        return self.q, self.k, self.v, *self.extras
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        return (self.device,)
+
+    def with_sizes(self, sizes: Sequence[Any]) -> Problem:
+        """The problem of this structure that has these :attr:`sizes`."""
+        q, k, v, *extras = tensors_with_sizes(self.tensors, sizes)
+        return Problem(q, k, v, tuple(extras), self.device, self.spec, self.latent)
 
     @property
     def packed(self) -> bool:
@@ -267,8 +267,45 @@ def regrouped_queries(problem: Problem, q: Tensor) -> Tensor:
 # -- The checks ----------------------------------------------------------------------------------------------------
 
 
-def check(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None, spec: Spec) -> Problem:
-    """The Problem of a call.
+@dataclass(frozen=True)
+class Signature(Structured):
+    """A call that was not checked yet: all that decides about it, as its tensors tell.
+
+    Attributes:
+        tensors: of q, k, v and the extras. devices: of each. latent: as of a Problem.
+    """
+
+    tensors: tuple[TensorFacts, ...]
+    devices: tuple[torch.device, ...]
+    spec: Spec
+    latent: bool
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], spec: Spec) -> Signature:
+        given = (q, k, v, *extras)
+        facts = tuple([TensorFacts.of(t) for t in given])
+        return cls(facts, tuple([t.device for t in given]), spec, spec.paged and pages.lies_in(v, k))
+
+    def problem(self) -> Problem:
+        """The Problem of such a call, which was checked."""
+        q, k, v, *extras = self.tensors
+        return Problem(q, k, v, tuple(extras), self.devices[0], self.spec, self.latent)
+
+    def checked(self, seed: Tensor | None, sizes: Sequence[Any]) -> Problem:
+        """The Problem of such a call with these sizes.
+
+        Raises:
+            ValueError: for a wrong call, with every reason.
+        """
+        facts = tensors_with_sizes(self.tensors, sizes)
+        q, k, v, *extras = [Shaped(*x, device) for x, device in zip(facts, self.devices, strict=True)]
+        return check(q, k, v, extras, seed, self.spec, self.latent)
+
+
+def check(
+    q: Tensor | Shaped, k: Tensor | Shaped, v: Tensor | Shaped, extras: Sequence, seed: Tensor | None, spec: Spec, latent: bool | None = None
+) -> Problem:  # fmt: skip
+    """The Problem of a call. ``latent``: as of a Problem, where tensors without memory cannot tell.
 
     Raises:
         ValueError: for a wrong call, with every reason.
@@ -285,7 +322,8 @@ def check(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tenso
         )
         raise ValueError(f"{spec.call} was called wrongly\n    " + shown + "".join(f"\n  {x}" for x in reasons))
     facts = TensorFacts.of
-    latent = spec.paged and pages.lies_in(v, k)
+    if latent is None:
+        latent = spec.paged and pages.lies_in(v, k)
     return Problem(facts(q), facts(k), facts(v), tuple(facts(t) for t in extras), q.device, spec, latent)
 
 

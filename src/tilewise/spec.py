@@ -75,6 +75,11 @@ class Spec:
             f"{_ints(self.scale_slots)};{mapped};{backend}"
         )
 
+    @cached_property
+    def source(self) -> str:
+        """:meth:`text`, once."""
+        return self.text()
+
     @property
     def packed(self) -> bool:
         return bool(self.cu_slots)

@@ -12,6 +12,8 @@ import torch
 from tilewise import device
 from tilewise.backends import base
 from tilewise.backends.base import Output, PerProblem, PerTensors
+from tilewise.problem import check
+from tilewise.spec import Spec
 
 
 def test_what_was_made_of_tensors_is_made_again_when_one_changes_or_is_another():
@@ -121,10 +123,28 @@ def test_what_a_capture_was_given_of_an_earlier_call_outlives_the_limit(monkeypa
     assert [x() is not None for x in alive] == [True, False]
 
 
-def test_what_was_decided_for_a_problem_is_decided_once_and_no_more_than_the_limit_are_kept():
-    decided, problems = [], [object() for _ in range(20)]
-    memory = PerProblem(lambda p: decided.append(p) or len(decided), limit=8)
-    assert [memory.of(p) for p in problems[:8] for _ in range(2)] == [n for n in range(1, 9) for _ in range(2)]
-    for p in problems:
-        assert decided[memory.of(p) - 1] is p
-        assert len(memory._found) <= 8
+def test_what_was_decided_for_a_problem_is_decided_once_and_lives_as_long_as_it():
+    decided, problems = [], [problem_of(n) for n in (5, 6)]
+    memory = PerProblem(lambda p: decided.append(p.seqlen_q) or object())
+    first, second = (memory.of(p) for p in problems)
+    assert first is not second
+    assert [memory.of(p) for p in problems] == [first, second]
+    assert decided == [5, 6]
+    assert PerProblem(lambda p: "another").of(problems[0]) == "another"
+
+
+def test_by_structure_a_problem_of_other_lengths_gets_what_would_be_decided_for_it():
+    decided = []
+
+    def by_structure(p):
+        decided.append(p)
+        return (lambda p, values: (p.seqlen_q, *values)), (p.seqlen_q // 2, p.head_dim)
+
+    memory = PerProblem(lambda p: pytest.fail("by structure alone"), by_structure)
+    assert [memory.of(problem_of(n)) for n in (5, 6, 7, 9)] == [(5, 2, 8), (6, 3, 8), (7, 3, 8), (9, 4, 8)]
+    assert len(decided) == 2
+
+
+def problem_of(seqlen):
+    q = torch.empty(2, seqlen, 1, 8)
+    return check(q, q, q, [], None, Spec())

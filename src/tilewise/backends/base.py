@@ -15,6 +15,7 @@ from tilewise import expr
 from tilewise.caching import edition
 from tilewise.device import Ready, is_captured, is_warming_up, lasting, tensors_in
 from tilewise.problem import Problem
+from tilewise.sizes import ByStructure, Size
 
 
 @dataclass
@@ -190,23 +191,34 @@ class Backend(Protocol):
 
 
 class PerProblem:
-    """Memory of what a backend decides once for each Problem object, of which dispatch makes one a signature.
+    """Memory of what a backend decides once for each Problem object, of which dispatch makes one a signature: it lies with the problem.
 
     Args:
-        limit: how many may be kept; fewer where what is decided grows with the lengths of a call.
+        decide: of a problem.
+        by_structure: how it is decided for a problem of known structure: a function of the problem that gives ``(make, values)``, which is
+            recorded (:mod:`tilewise.sizes`), and ``make(problem, values)`` is what ``decide`` would return. None: anew for each problem.
     """
 
-    def __init__(self, decide: Callable[[Problem], Any], limit: int = 4096):
-        self._decide, self._limit = decide, limit
-        self._found: dict[int, tuple[Problem, Any]] = {}  # an id is another's only when its problem is gone: it stays
+    def __init__(
+        self,
+        decide: Callable[[Problem], Any],
+        by_structure: Callable[[Problem], tuple[Callable[[Problem, Any], Any], Any]] | None = None,
+    ):
+        self._decide, self._by_structure, self._ways = decide, by_structure, ByStructure()
 
     def of(self, p: Problem) -> Any:
-        found = self._found.get(id(p))
-        if found is None:
-            if len(self._found) >= self._limit:
-                self._found.clear()
-            found = self._found[id(p)] = (p, self._decide(p))
-        return found[1]
+        decided = p.decided
+        found = decided.get(self, _NOTHING)
+        if found is _NOTHING:
+            found = decided[self] = self._decided(p)
+        return found
+
+    def _decided(self, p: Problem) -> Any:
+        by_structure = self._by_structure
+        if by_structure is None or isinstance(p.sizes[0], Size):  # a part of a larger decision is recorded with it
+            return self._decide(p)
+        make, values = self._ways.of(p.structure, p.sizes, lambda sizes: by_structure(p.with_sizes(sizes)))
+        return make(p, values)
 
 
 _NOTHING = object()  # what was made may be None

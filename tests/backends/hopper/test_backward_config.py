@@ -389,7 +389,7 @@ def test_a_call_whose_backward_is_missing_is_refused_from_its_forward_on():
         assert p.spec.needs_grad
         assert Hopper().refused(p) == [f"the gradient of ALiBi's slopes with {reason}"]
     in_fp32 = replace(
-        small(score=tw.alibi(wanted), causal=True).p, **{x: replace(getattr(p, x), dtype=torch.float32) for x in "qkv"}
+        small(score=tw.alibi(wanted), causal=True).p, **{x: getattr(p, x)._replace(dtype=torch.float32) for x in "qkv"}
     )
     assert Hopper().refused(in_fp32) == ["torch.float32: its kernels take float16 and bfloat16"]
     ends = torch.tensor([0, 70, 150])

@@ -43,7 +43,7 @@ class Cpu(Backend):
     def __init__(self, override: Config | None = None, isa: str | None = None):
         self.override, self.isa = override, isa
         # Under a window at 4,000 keys one takes 98 KiB, and calls may have as many lengths as there are prompts.
-        self._prepared = PerProblem(lambda p: Prepared(p, self.config(p)), limit=512)
+        self._prepared = PerProblem(lambda p: Prepared(p, self.config(p)))
 
     def unsupported(self, p: Problem) -> list[str]:
         reasons = []

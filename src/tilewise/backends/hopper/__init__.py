@@ -20,6 +20,9 @@ Importing this imports no DSL. Where to look:
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from torch import Tensor
 
 from tilewise import device as devices
@@ -64,7 +67,11 @@ class Hopper(Backend):
 
     def __init__(self, override: Config | None = None, backward: Backward | None = None):
         self.override, self.override_backward = override, backward
-        self._plans, self._backward_plans = PerProblem(self._plan), PerProblem(self._backward_plan)
+        self._plans = PerProblem(self._plan, lambda p: self._decided(p, self._plans, self._plan, self.config(p)))
+        self._backward_plans = PerProblem(
+            self._backward_plan,
+            lambda p: self._decided(p, self._backward_plans, self._backward_plan, self.backward_config(p)),
+        )
 
     def unsupported(self, p: Problem) -> list[str]:
         """Every reason why this problem cannot run, of the machine and of the problem; where there is none, what is not installed."""
@@ -126,7 +133,8 @@ class Hopper(Backend):
         return self._backward_plans.of(p).backward(t, out, do, dlse)
 
     def _plan(self, p: Problem):
-        if isinstance(self.config(p), DecodingConfig):
+        config = self.config(p)
+        if isinstance(config, DecodingConfig):
             from tilewise.backends.hopper.host.decoding_call import DecodingPlan as ForwardPlan
         elif p.latent:
             from tilewise.backends.hopper.host.latent_call import LatentPlan as ForwardPlan
@@ -134,20 +142,34 @@ class Hopper(Backend):
             from tilewise.backends.hopper.host.paged_call import PagedPlan as ForwardPlan
         else:
             from tilewise.backends.hopper.host.forward_call import ForwardPlan
-        return self._plan_of_class(p, ForwardPlan, self.config(p))
+        return self._padded(p, config, self._plans) or ForwardPlan(p, config)
 
     def _backward_plan(self, p: Problem):
         from tilewise.backends.hopper.host.backward_call import BackwardPlan
 
-        return self._plan_of_class(p, BackwardPlan, self.backward_config(p))
+        config = self.backward_config(p)
+        return self._padded(p, config, self._backward_plans) or BackwardPlan(p, config)
 
-    def _plan_of_class(self, p: Problem, plan: type, config: AnyConfig):
-        """The plan of a problem, of the class ``plan``; of a padded problem that of the packed one that it equals."""
-        if not config.packed or p.packed or p.paged or isinstance(config, DecodingConfig):
-            return plan(p, config)
+    def _padded(self, p: Problem, config: AnyConfig, plans: PerProblem):
+        """The plan of a padded problem, by that of the packed one that it equals; None of any other."""
+        if not _runs_as_packed(p, config):
+            return None
         from tilewise.backends.hopper.host.padded_call import PaddedPlan
 
-        return PaddedPlan(p, plan(as_packed(p), config))
+        return PaddedPlan.of(p, plans)
+
+    def _decided(self, p: Problem, plans: PerProblem, plan: Callable[[Problem], Any], config: AnyConfig) -> tuple:
+        """The ``(make, values)`` of :class:`tilewise.backends.base.PerProblem`."""
+        if _runs_as_packed(p, config):
+            from tilewise.backends.hopper.host.padded_call import PaddedPlan
+
+            return PaddedPlan.of, plans
+        return plan(p).decided()
+
+
+def _runs_as_packed(p: Problem, config: AnyConfig) -> bool:
+    """Whether a problem that is not packed has a kernel of packed sequences."""
+    return config.packed and not (p.packed or p.paged or isinstance(config, DecodingConfig))
 
 
 def _device_reasons(p: Problem) -> list[str]:

@@ -52,7 +52,9 @@ def _parts(p: Problem) -> int:
 
 def _rows(x: TensorFacts) -> TensorFacts:
     """The facts of a tensor whose batch elements lie one after the other."""
-    return TensorFacts.of(torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device="meta").flatten(0, 1))
+    batch, seqlen, *rest = x.shape
+    # With one row each, the rows are the batch elements.
+    return TensorFacts((batch * seqlen, *rest), (x.stride[0] if seqlen == 1 else x.stride[1], *x.stride[2:]), x.dtype)
 
 
 def starts(p: Problem, t: Inputs) -> tuple[Tensor, Tensor]:

@@ -8,8 +8,10 @@ time keep the operands and the sums of dQ in L2, many heads keep the CTAs evenly
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import reduce
 from typing import NamedTuple
 
+from tilewise import sizes
 from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.backward.tiles import FP32_BYTES, KEY_GROUPS, left_elements
 from tilewise.backends.hopper.config import ELEMENT_BYTES, SHARING
@@ -24,6 +26,8 @@ IDLE_SHARE = 0.02  # of a pass that the end of its last section may take
 BEGIN_COST, PART_COST, GATHER_COST, MOST_BITS, PARTS_ROOM = 8.0, 3.0, 0.25, 5, 64 << 20
 MANY_ROUNDS = 4  # of unequal tiles: longest first, they end at about the same time
 FAR = 1 << 30  # past every tile
+JUDGED = 9  # tiles whose blocks are counted
+EITHER = schedule.Pick(sizes.smaller, sizes.larger)
 
 
 class TileParts(NamedTuple):
@@ -164,14 +168,17 @@ class TileTimes(NamedTuple):
             copies, (rows, keys) = heads * problem.batch, (max(1, n // problem.batch) for n in (rows, keys))
             ends = tuple(end + keys - rows for end in ends)
         tiles, group = config.keys, problem.heads_q // problem.heads_k
-        columns = range(0, keys, tiles.tile_n)
+        count = -(-keys // tiles.tile_n)
         if config.form == "full" or not config.of_numbers:
             each = -(-rows // tiles.tile_m)
-            return cls(copies, group, len(columns), each, each, each * len(columns), cores)
+            return cls(copies, group, count, each, each, each * count, cores)
         band = schedule.Band(ends[0] if config.form == "band" else None, ends[1], keys)
-        spans = (schedule.query_blocks(column, tiles.tile_n, tiles.tile_m, rows, band) for column in columns)
+        # Along a band blocks rise and fall in straight lines: those of a few tiles, the first and the last among them, tell of all.
+        columns = [n * (count - 1) // (JUDGED - 1) * tiles.tile_n for n in range(JUDGED)]
+        spans = (schedule.query_blocks(column, tiles.tile_n, tiles.tile_m, rows, band, EITHER) for column in columns)
         blocks = [stop - start for start, stop in spans]
-        return cls(copies, group, len(blocks), min(blocks), max(blocks), sum(blocks), cores)
+        shortest, longest = reduce(sizes.smaller, blocks), reduce(sizes.larger, blocks)
+        return cls(copies, group, count, shortest, longest, sum(blocks) * count // JUDGED, cores)
 
     @property
     def all(self) -> int:

@@ -33,6 +33,7 @@ class BackwardPlan(LaunchPlan):
     """The decisions for one problem's backward. Its launch writes dq, dk and dv, and what it needs beside them."""
 
     config: Backward
+    DECIDED = (*LaunchPlan.DECIDED, "band", "keys", "cut", "room", "scales", "numbers")
 
     @cached_property
     def band(self) -> Band:
@@ -57,8 +58,12 @@ class BackwardPlan(LaunchPlan):
     @cached_property
     def memory(self) -> BackwardMemory:
         """The sizes of what the launch writes."""
-        portions = portions_of(self) if self.config.keys.keeps_ds else None
-        return BackwardMemory(self.problem, self.config, portions, *parts_room(self, portions))
+        return BackwardMemory(self.problem, self.config, portions_of(self), *self.room)
+
+    @cached_property
+    def room(self) -> tuple[int, int]:
+        """The most key tiles that a launch shares, and the most parts that these have."""
+        return parts_room(self, portions_of(self))
 
     @cached_property
     def numbers(self) -> tuple:
@@ -165,8 +170,10 @@ def numbers_of(plan: BackwardPlan, heads: int, keys: slice, resumes: bool = Fals
     return (*found, plan.band.start, plan.band.stop) if problem.packed else found
 
 
-def portions_of(plan: BackwardPlan) -> Portions | PackedPortions:
-    """The heads and keys of each launch of a plan that keeps dS."""
+def portions_of(plan: BackwardPlan) -> Portions | PackedPortions | None:
+    """The heads and keys of each launch of a plan, where it keeps dS."""
+    if not plan.config.keys.keeps_ds:
+        return None
     if plan.problem.packed:
         return PackedPortions(plan.problem, plan.config)
     keys, cores = plan.keys, devices.of(plan.problem.device).cores

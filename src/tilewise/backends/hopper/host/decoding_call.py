@@ -17,6 +17,8 @@ from tilewise.caching import cached_property
 class DecodingPlan(PagedPlan):
     """The decisions for one problem with a few queries a sequence."""
 
+    DECIDED = ("shares", "numbers")
+
     @cached_property
     def shares(self) -> int:
         return shares_of(self.problem)

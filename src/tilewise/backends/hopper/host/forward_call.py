@@ -29,6 +29,7 @@ class ForwardPlan(LaunchPlan):
     """The decisions for one problem's forward. Its launch writes o and lse, then the states of splits of keys."""
 
     config: Config
+    DECIDED = (*LaunchPlan.DECIDED, "band", "cut", "grid", "scales", "numbers", "last_numbers")
 
     @cached_property
     def band(self) -> Band:

@@ -18,6 +18,8 @@ from tilewise.caching import cached_property
 class LatentPlan(PagedPlan):
     """The decisions for one problem whose values are the first columns of its keys, in pages."""
 
+    DECIDED = ("grid", "numbers")
+
     @cached_property
     def grid(self) -> Grid:
         tiles, splits = tiles_of(self.problem), self.config.splits(splits_of(self.problem))

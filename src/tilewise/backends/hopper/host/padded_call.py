@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from tilewise.backends.base import Grads, Inputs, Output
+from tilewise.backends.base import Grads, Inputs, Output, PerProblem
 from tilewise.backends.hopper import padding
 from tilewise.backends.hopper.host.backward_call import BackwardPlan
 from tilewise.backends.hopper.host.forward_call import ForwardPlan
 from tilewise.backends.hopper.host.plan import Plan
+from tilewise.problem import Problem
 
 
 @dataclass(eq=False)
@@ -18,6 +19,11 @@ class PaddedPlan(Plan):
     """The decisions for one padded problem: ``packed`` is the plan of the packed problem that it equals."""
 
     packed: ForwardPlan | BackwardPlan
+
+    @classmethod
+    def of(cls, problem: Problem, plans: PerProblem) -> PaddedPlan:
+        """The plan of a padded problem; ``plans``: of packed ones."""
+        return cls(problem, plans.of(padding.as_packed(problem)))
 
     def inputs(self, inputs: Inputs) -> Inputs:
         """The tensors of the packed problem."""

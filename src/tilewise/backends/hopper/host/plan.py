@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from tilewise.backends.base import Inputs, PerTensors, without_memory
+from tilewise.backends.base import Inputs, PerTensors, has_no_pair, without_memory
 from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.config import Band, Expressions, cap_of, slopes_of, strides_addressable
 from tilewise.backends.hopper.forward.config import Config
@@ -30,10 +30,15 @@ ALIGNED = 16  # bytes: the copy engine reads from multiples of them
 
 @dataclass(eq=False)
 class Plan:
-    """Decisions for one problem. ``made``: what was made of a mask's tensors, kept while these are the same."""
+    """Decisions for one problem. ``made``: what was made of a mask's tensors, kept while these are the same.
+
+    Attributes:
+        DECIDED: the properties that follow from the problem, which are computed at once where they are by structure.
+    """
 
     problem: Problem
     made: PerTensors = field(default_factory=PerTensors, kw_only=True)
+    DECIDED: ClassVar[tuple[str, ...]] = ("addressable", "expressions")
 
     @cached_property
     def addressable(self) -> tuple[bool, bool, bool]:
@@ -79,6 +84,20 @@ class LaunchPlan(Plan):
 
     config: Config | Backward
     kept: KeptLaunch | None = field(default=None, kw_only=True)
+
+    def decided(self) -> tuple[Callable[[Problem, dict[str, Any]], LaunchPlan], dict[str, Any]]:
+        """``(make, values)`` of :class:`tilewise.backends.base.PerProblem`."""
+        values = {"config": self.config}
+        if not has_no_pair(self.problem):  # such a call has no launch
+            values |= {name: getattr(self, name) for name in self.DECIDED}
+        return type(self).with_values, values
+
+    @classmethod
+    def with_values(cls, problem: Problem, values: dict[str, Any]) -> LaunchPlan:
+        """The plan of a problem that has these properties."""
+        plan = cls(problem, values["config"])
+        plan.__dict__.update(values)
+        return plan
 
     @cached_property
     def reads_mask(self) -> bool:
@@ -142,7 +161,7 @@ class LaunchPlan(Plan):
         """The biases of a table by distance, (1 or heads_q, count), fp32, in base 2."""
         return (self.line_of.of(inputs.leaves[self.line_of.slot].detach()).float() * LOG2_E).contiguous()
 
-    @property
+    @cached_property
     def scales(self) -> tuple[float, float]:
         """``(scale2, cap2)``: what takes the kernel's scores to base 2, and what a softcap multiplies products by, 0 without one."""
         problem = self.problem

@@ -2,12 +2,12 @@
 
 The compiler turns the host side of a kernel (tensor maps, lengths, the grid) into straight code.
 :mod:`tilewise.backends.hopper.host.hostcode` writes that code down as a :class:`Recipe`, which lies beside the cubin. The recipe
-is worked out once for one set of sizes (:func:`Recipe.prepared`); from then on, only addresses change from call to call.
+is worked out by the launcher (native/launcher.cpp, ``tw_prepare``) for one set of sizes; from then on, only addresses change from call to
+call. Python has the operations for the compiler's constants, and to test the launcher's.
 """
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 # A value is a row [operation, bits, operand ..]. Leaves: constant, number (an argument that is one), size and stride (of a
 # tensor's dimension), address. Operands of the others are rows before theirs. Values are kept as they are without a sign.
 LEAVES = ("constant", "number", "size", "stride", "address")
-_BITS = {"i32": 32, "i64": 64, "f32": 32}
 
 
 def signed(n: int, bits: int) -> int:
@@ -162,19 +161,6 @@ def offsets(sizes: Sequence[int]) -> list[int]:
     return found
 
 
-class PreparedLaunch(NamedTuple):
-    """One launch for one set of sizes: everything but addresses, the device and the stream."""
-
-    kernel: str
-    grid: tuple[int, int, int]
-    block: tuple[int, int, int]
-    shared: int
-    parameters: bytes
-    offsets: tuple[int, ...]
-    patches: tuple[Patch, ...]
-    attributes: tuple[tuple[int, bytes], ...]
-
-
 @dataclass(frozen=True)
 class Recipe:
     """The arguments of a host function, flat and in order, and the launches that it makes of them, in order."""
@@ -193,29 +179,6 @@ class Recipe:
             found += [n] if len(set(symbols)) < len(symbols) else []
         return found
 
-    def values(self, given: Sequence[Any]) -> list[int]:
-        """The values of all rows for flat arguments; addresses are 0."""
-        found: list[int] = []
-        for operation, bits, operands, width in self.rows:
-            if operation in LEAVES:
-                found.append(self._leaf(operation, bits, operands, given) & ((1 << bits) - 1))
-            else:
-                found.append(apply(operation, bits, width, *[found[n] for n in operands]))
-        return found
-
-    def _leaf(self, operation: str, bits: int, operands: tuple[int, ...], given: Sequence[Any]) -> int:
-        if operation == "constant":
-            return operands[0]
-        if operation == "number":
-            return number_bits(self.arguments[operands[0]], given[operands[0]])
-        if operation == "address":
-            return 0
-        tensor, dim = operands
-        found = given[tensor].shape[dim] if operation == "size" else given[tensor].stride()[dim]
-        if not 0 <= found < 1 << (bits - 1):
-            raise ValueError(f"{operation} {found} of dimension {dim} of argument {tensor} does not fit in {bits} bits")
-        return found
-
     def check(self, given: Sequence[Any]) -> None:
         """Raises ValueError with all that is wrong with flat arguments; strides of tensors of one element are free."""
         if len(given) != len(self.arguments):
@@ -226,52 +189,23 @@ class Recipe:
                 continue
             devices.add(tensor.device)
             found += [f"argument {n}: {fault}" for fault in argument.faults(tensor, seen)]
+        found += [fault for row in self.rows for fault in self._misfit(row, given)] if not found else []
         found += [f"tensors on {', '.join(sorted(map(str, devices)))}"] if len(devices) > 1 else []
         if found:
             raise ValueError("not what the kernel was compiled for: " + "; ".join(found))
 
-    def prepared(self, given: Sequence[Any]) -> list[PreparedLaunch]:
-        """The launches for the sizes, strides and numbers of flat arguments."""
-        self.check(given)
-        values = self.values(given)
-        return [_prepared(launch, values) for launch in self.launches]
-
-
-def number_bits(kind: str, number: int | float) -> int:
-    """The bits of a number in a parameter.
-
-    Raises:
-        ValueError: it does not fit.
-    """
-    if kind == "f32":
-        return struct.unpack("<I", struct.pack("<f", number))[0]
-    bits = _BITS[kind]
-    if not isinstance(number, int) or not -(1 << (bits - 1)) <= number < 1 << (bits - 1):
-        raise ValueError(f"{number!r} is no {kind}")
-    return number & ((1 << bits) - 1)
-
-
-def filled(fields: Sequence[Field], size: int, values: Sequence[int]) -> bytes:
-    """So many bytes with the fields' values in them, and zeros between."""
-    content = bytearray(size)
-    for offset, count, value in fields:
-        content[offset : offset + count] = values[value].to_bytes(count, "little")
-    return bytes(content)
-
-
-def _prepared(launch: Launch, values: Sequence[int]) -> PreparedLaunch:
-    """A launch with the values of its recipe's rows."""
-    starts = offsets(launch.sizes)
-    return PreparedLaunch(
-        launch.kernel,
-        tuple(values[n] for n in launch.grid),
-        tuple(values[n] for n in launch.block),
-        launch.shared,
-        filled(launch.fields, starts[-1], values),
-        tuple(starts[:-1]),
-        launch.patches,
-        tuple((number, filled(fields, 64, values)) for number, fields in launch.attributes),
-    )
+    def _misfit(self, row: Row, given: Sequence[Any]) -> list[str]:
+        """The reason why a leaf's number does not fit in its bits, if it does not."""
+        if row.operation not in ("size", "stride", "number"):
+            return []
+        argument, *dim = row.operands
+        if row.operation == "number":
+            kind, found = self.arguments[argument], given[argument]
+            fits = kind == "f32" or (isinstance(found, int) and -(1 << (row.bits - 1)) <= found < 1 << (row.bits - 1))
+            return [] if fits else [f"{found!r} of argument {argument} is no {kind}"]
+        found = given[argument].shape[dim[0]] if row.operation == "size" else given[argument].stride()[dim[0]]
+        words = f"{row.operation} {found} of dimension {dim[0]} of argument {argument} does not fit in {row.bits} bits"
+        return [] if 0 <= found < 1 << (row.bits - 1) else [words]
 
 
 def flat(arguments: Sequence[Any]) -> list[Any]:

@@ -250,7 +250,129 @@ int launch_one(const TwLaunch& x, Function function, const uint64_t* addresses, 
 
 }  // namespace
 
+// -- Recipes -------------------------------------------------------------------------------------------------------
+
+namespace {
+
+// In the order of recipe.py's LEAVES and OPERATIONS.
+enum Operation : uint8_t {
+  kConstant, kNumber, kSize, kStride, kAddress,
+  kAdd, kSub, kMul, kAnd, kOr, kXor, kShl, kLshr, kAshr, kUdiv, kUrem, kSdiv, kSrem, kZext, kTrunc, kSext, kSelect,
+  kUmin, kUmax, kSmin, kSmax, kEq, kNe, kSlt, kSle, kSgt, kSge, kUlt, kUle, kUgt, kUge,
+};
+
+uint64_t cut(uint64_t n, unsigned bits) { return bits >= 64 ? n : n & ((uint64_t{1} << bits) - 1); }
+
+int64_t with_sign(uint64_t n, unsigned bits) {
+  unsigned above = bits >= 64 ? 0 : 64 - bits;
+  return static_cast<int64_t>(n << above) >> above;
+}
+
+// Numbers that do not fit, and divisions by zero: the host code that a recipe was read from has neither.
+bool leaf(const TwRecipe& recipe, const TwRow& row, const int64_t* given, uint64_t* value) {
+  if (row.operation == kAddress) return *value = 0, true;
+  if (row.operation == kConstant) return *value = cut(recipe.constant[row.a], row.bits), true;
+  int64_t n = given[row.a], end = row.bits >= 64 ? INT64_MAX : (int64_t{1} << (row.bits - 1)) - 1;
+  int64_t least = row.operation == kNumber ? -end - 1 : 0;
+  *value = cut(n, row.bits);
+  return row.b != 0 || (n >= least && n <= end);  // b: of bits, not of a number
+}
+
+bool computed(const TwRow& row, const uint64_t* values, uint64_t* value) {
+  uint64_t a = values[row.a], b = row.b < 0 ? 0 : values[row.b], w = row.width;
+  int64_t x = with_sign(a, w), y = with_sign(b, w);
+  uint64_t found = 0;
+  switch (row.operation) {
+    case kAdd: found = a + b; break;
+    case kSub: found = a - b; break;
+    case kMul: found = a * b; break;
+    case kAnd: found = a & b; break;
+    case kOr: found = a | b; break;
+    case kXor: found = a ^ b; break;
+    case kShl: found = b < w ? a << b : 0; break;
+    case kLshr: found = b < 64 ? a >> b : 0; break;
+    case kAshr: found = x >> (b < 64 ? b : 63); break;
+    case kUdiv: if (b == 0) return false; found = a / b; break;
+    case kUrem: if (b == 0) return false; found = a % b; break;
+    case kSdiv: if (y == 0 || y == -1) { if (y == 0) return false; found = -a; break; } found = x / y; break;
+    case kSrem: if (y == 0) return false; found = y == -1 ? 0 : x % y; break;
+    case kZext: case kTrunc: found = a; break;
+    case kSext: found = x; break;
+    case kSelect: found = a ? b : values[row.c]; break;
+    case kUmin: found = a < b ? a : b; break;
+    case kUmax: found = a < b ? b : a; break;
+    case kSmin: found = x < y ? x : y; break;
+    case kSmax: found = x < y ? y : x; break;
+    case kEq: found = a == b; break;
+    case kNe: found = a != b; break;
+    case kSlt: found = x < y; break;
+    case kSle: found = x <= y; break;
+    case kSgt: found = x > y; break;
+    case kSge: found = x >= y; break;
+    case kUlt: found = a < b; break;
+    case kUle: found = a <= b; break;
+    case kUgt: found = a > b; break;
+    case kUge: found = a >= b; break;
+    default: return false;
+  }
+  *value = cut(found, row.bits);
+  return true;
+}
+
+bool fits(const TwRecipe& recipe, const int64_t* given) {
+  std::vector<int64_t> seen(recipe.symbols, -1);
+  for (const TwCheck* x = recipe.check; x != recipe.check + recipe.checks; ++x) {
+    int64_t n = given[x->place];
+    if (x->free >= 0 && given[x->free] == 1) continue;
+    if (x->symbol < 0) {
+      if (n != x->number) return false;
+      continue;
+    }
+    if (seen[x->symbol] < 0) seen[x->symbol] = n;
+    if (seen[x->symbol] != n || n % x->number) return false;
+  }
+  return true;
+}
+
+void fill(char* memory, const TwField* field, uint32_t count, const uint64_t* values) {
+  for (const TwField* x = field; x != field + count; ++x) std::memcpy(memory + x->offset, &values[x->row], x->bytes);
+}
+
+}  // namespace
+
 extern "C" {
+
+int32_t tw_prepare(const TwRecipe* recipe, const int64_t* given, TwLaunch* launches, char* memory) {
+  if (!fits(*recipe, given)) return kTwUnfit;
+  std::vector<uint64_t> values(recipe->rows);
+  for (uint32_t n = 0; n < recipe->rows; ++n) {
+    const TwRow& row = recipe->row[n];
+    bool there = row.operation <= kAddress ? leaf(*recipe, row, given, &values[n]) : computed(row, values.data(), &values[n]);
+    if (!there) return kTwUnfit;
+  }
+  for (uint32_t n = 0; n < recipe->launches; ++n) {
+    const TwTemplate& x = recipe->launch[n];
+    TwLaunch& to = launches[n];
+    to = TwLaunch{x.image, memory, x.offsets, x.patch, nullptr, x.kernel, {}, {}, x.shared, x.bytes, x.count, x.patches, x.attributes};
+    for (int d = 0; d < 3; ++d) {
+      to.grid[d] = values[x.grid[d]];
+      to.block[d] = values[x.block[d]];
+    }
+    std::memset(memory, 0, x.bytes + x.attributes * sizeof(Attribute));
+    fill(memory, x.field, x.fields, values.data());
+    memory += x.bytes;
+    to.attribute = memory;
+    const TwField* field = x.attribute_field;
+    for (uint32_t k = 0; k < x.attributes; ++k) {
+      auto* attribute = reinterpret_cast<Attribute*>(memory);
+      attribute->number = x.attribute[2 * k];
+      fill(attribute->value, field, x.attribute[2 * k + 1], values.data());
+      field += x.attribute[2 * k + 1];
+      memory += sizeof(Attribute);
+    }
+  }
+  return 0;
+}
 
 int32_t tw_launcher_version() { return kTwLauncherVersion; }
 

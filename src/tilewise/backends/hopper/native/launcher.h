@@ -5,7 +5,8 @@
 
 #define TW_EXPORT __attribute__((visibility("default")))
 
-constexpr int32_t kTwLauncherVersion = 1;
+constexpr int32_t kTwLauncherVersion = 2;
+constexpr int32_t kTwUnfit = -2;
 constexpr uint32_t kTwParameterBytes = 32764, kTwParameters = 1024;  // of one kernel, at most: the driver's own limit
 
 struct TwImage;  // a cubin and its kernels
@@ -26,6 +27,46 @@ struct TwLaunch {
   uint32_t bytes, count, patches, attributes;
 };
 
+// One operation of a recipe (host/recipe.py), on the values of rows before it. `a` of a leaf is its place among the constants, or among
+// what a call gives.
+struct TwRow {
+  uint8_t operation, bits, width, padding;
+  int32_t a, b, c;
+};
+
+// The value of a row, in `bytes` at `offset`.
+struct TwField {
+  uint32_t offset, bytes, row;
+};
+
+// What a kernel was compiled for of the number at `place`: that it is `number`; or, of a symbol, that it is a multiple of `number` and
+// equal to all others of that symbol. Strides of a dimension of size one, whose size is at `free`, may be anything.
+struct TwCheck {
+  int32_t place, free, symbol;
+  int32_t padding;
+  int64_t number;
+};
+
+// A launch before its sizes are known. An attribute has its number, and fields of its value of 64 bytes.
+struct TwTemplate {
+  TwImage* image;
+  const uint32_t* offsets;
+  const TwPatch* patch;
+  const TwField* field;
+  const uint32_t* attribute;  // number and count of fields of each
+  const TwField* attribute_field;
+  uint32_t kernel, grid[3], block[3], shared;
+  uint32_t bytes, count, patches, fields, attributes;
+};
+
+struct TwRecipe {
+  const TwRow* row;
+  const int64_t* constant;
+  const TwCheck* check;
+  const TwTemplate* launch;
+  uint32_t rows, checks, symbols, launches;
+};
+
 extern "C" {
 TW_EXPORT int32_t tw_launcher_version();
 TW_EXPORT int64_t tw_launch_size();
@@ -35,6 +76,9 @@ TW_EXPORT const char* tw_launcher_error();
 TW_EXPORT TwImage* tw_image(const void* cubin, int64_t bytes, const char* const* kernels, const int32_t* shared, int32_t count);
 // Loads it on a device, if it is not there yet: a launch that follows calls nothing but the launch itself.
 TW_EXPORT int32_t tw_load(TwImage* image, int32_t device);
+// Fills the launches of a recipe for the sizes, strides and numbers that a call gives (32-bit floats as their bits), and memory that they
+// point to: the parameters of each, at a multiple of 8, and its attributes behind them. kTwUnfit: the kernel was not compiled for these.
+TW_EXPORT int32_t tw_prepare(const TwRecipe* recipe, const int64_t* given, TwLaunch* launches, char* memory);
 // Launches kernels one after the other on a stream of a device.
 TW_EXPORT int32_t tw_launch(const TwLaunch* launches, int32_t count, const uint64_t* addresses, int32_t device, void* stream);
 }

@@ -1,0 +1,90 @@
+"""Calls that differ in their lengths alone: a structure, by which decisions are kept, and sizes, with which they are computed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.caching import cached_property
+from tilewise.spec import Spec
+
+
+class TensorFacts(NamedTuple):
+    """A tensor without its values."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, t: Tensor) -> TensorFacts:
+        return cls(tuple(t.shape), t.stride(), t.dtype)
+
+    @property
+    def structure(self) -> tuple:
+        """The part that is the same for tensors of other lengths."""
+        return self.dtype, len(self.shape)
+
+    def shown(self, name: str) -> str:
+        return f"{name} {self.shape} {str(self.dtype).removeprefix('torch.')}"
+
+
+class Shaped(NamedTuple):
+    """A tensor as the checks read it: without its values."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def stride(self) -> tuple[int, ...]:
+        return self.strides
+
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+class Structured:
+    """A call as its tensors tell it. Heads and head dims belong to the structure; batch, lengths and strides are sizes."""
+
+    tensors: tuple[TensorFacts, ...]
+    devices: tuple[torch.device, ...]
+    spec: Spec
+    latent: bool
+
+    @cached_property
+    def decided(self) -> dict:
+        """Answers of backends that are kept with this call (:class:`tilewise.backends.base.PerProblem`)."""
+        return {}
+
+    @cached_property
+    def structure(self) -> Hashable:
+        q, k, v = self.tensors[:3]
+        heads = q.shape[-2:], k.shape[-2:], v.shape[-2:]
+        return self.spec.source, self.devices, self.latent, heads, *[x.structure for x in self.tensors]
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """The sizes of q, k and v before heads and head dim, and their strides; of the extras everything."""
+        q, k, v, *extras = self.tensors
+        of_qkv = (*q.shape[:-2], *q.stride, *k.shape[:-2], *k.stride, *v.shape[:-2], *v.stride)
+        return of_qkv if not extras else (*of_qkv, *[n for x in extras for n in (*x.shape, *x.stride)])
+
+
+def tensors_with_sizes(tensors: Sequence[TensorFacts], sizes: Sequence[Any]) -> list[TensorFacts]:
+    """Tensors of the same structure whose :attr:`Structured.sizes` are these."""
+    rest, found = iter(sizes), []
+    for n, x in enumerate(tensors):
+        kept = x.shape[-2:] if n < 3 else ()
+        shape = (*islice(rest, len(x.shape) - len(kept)), *kept)
+        found.append(TensorFacts(shape, tuple(islice(rest, len(x.shape))), x.dtype))
+    return found

@@ -104,7 +104,6 @@ class Problem(Structured):
 
     @property
     def tensors(self) -> tuple[TensorFacts, ...]:
-        """The facts of all tensors."""
         return self.q, self.k, self.v, *self.extras
 
     @property
@@ -115,19 +114,6 @@ class Problem(Structured):
         """The problem of this structure that has these :attr:`sizes`."""
         q, k, v, *extras = tensors_with_sizes(self.tensors, sizes)
         return Problem(q, k, v, tuple(extras), self.device, self.spec, self.latent)
-
-    @property
-    def packed(self) -> bool:
-        return self.spec.packed
-
-    @property
-    def paged(self) -> bool:
-        return self.spec.paged
-
-    @property
-    def quantised(self) -> bool:
-        """Whether k and v are pages of e4m3 numbers, which k_scale and v_scale multiply."""
-        return self.spec.quantised
 
     @property
     def page_size(self) -> int:
@@ -289,7 +275,9 @@ class Signature(Structured):
     def problem(self) -> Problem:
         """The Problem of such a call, which was checked."""
         q, k, v, *extras = self.tensors
-        return Problem(q, k, v, tuple(extras), self.devices[0], self.spec, self.latent)
+        found = Problem(q, k, v, tuple(extras), self.devices[0], self.spec, self.latent)
+        found.__dict__.update(structure=self.structure, sizes=self.sizes)
+        return found
 
     def checked(self, seed: Tensor | None, sizes: Sequence[Any]) -> Problem:
         """The Problem of such a call with these sizes.
@@ -303,7 +291,8 @@ class Signature(Structured):
 
 
 def check(
-    q: Tensor | Shaped, k: Tensor | Shaped, v: Tensor | Shaped, extras: Sequence, seed: Tensor | None, spec: Spec, latent: bool | None = None
+    q: Tensor | Shaped, k: Tensor | Shaped, v: Tensor | Shaped, extras: Sequence, seed: Tensor | None, spec: Spec,
+    latent: bool | None = None,
 ) -> Problem:  # fmt: skip
     """The Problem of a call. ``latent``: as of a Problem, where tensors without memory cannot tell.
 

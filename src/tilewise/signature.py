@@ -61,6 +61,19 @@ class Structured:
     spec: Spec
     latent: bool
 
+    @property
+    def packed(self) -> bool:
+        return self.spec.packed
+
+    @property
+    def paged(self) -> bool:
+        return self.spec.paged
+
+    @property
+    def quantised(self) -> bool:
+        """Whether k and v are pages of e4m3 numbers, which k_scale and v_scale multiply."""
+        return self.spec.quantised
+
     @cached_property
     def decided(self) -> dict:
         """Answers of backends that are kept with this call (:class:`tilewise.backends.base.PerProblem`)."""

@@ -28,7 +28,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 _SIGNS = {
     "add": "+", "sub": "-", "mul": "*", "floordiv": "//", "truediv": "/", "mod": "%", "rshift": ">>", "lshift": "<<", "and_": "&",
-    "or_": "|", "lt": "<", "le": "<=", "eq": "==", "ne": "!=",
+    "or_": "|", "neg": "-", "lt": "<", "le": "<=", "eq": "==", "ne": "!=",
 }  # fmt: skip
 
 
@@ -217,7 +217,14 @@ class Record:
 
         def expression(name: str, operands: Sequence[Any]) -> str:
             written = [text(x) for x in operands]
-            return f" {_SIGNS[name]} ".join(written) if name in _SIGNS else f"_{name}({', '.join(written)})"
+            sign = _SIGNS.get(name)
+            return (
+                f"_{name}({', '.join(written)})"
+                if sign is None
+                else sign.join(written)
+                if len(written) > 1
+                else sign + written[0]
+            )
 
         by_step: dict[int, list[str]] = {}
         for (name, *operands), (step, outcome) in self._guards.items():

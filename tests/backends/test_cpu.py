@@ -350,7 +350,7 @@ def test_tiles_of_blocks_and_the_keys_that_are_seen_are_listed_by_the_library(bl
 def listed(mask, blocks) -> tuple[torch.Tensor, torch.Tensor]:
     """The states of tiles by the library and by hand, (2, 4, ...), after a look at the keys that are seen."""
     c = call(*qkv(nq=300, nk=700), mask=mask)
-    bound = cpu_call.Bound(cpu_call.Prepared(c.p, Cpu().config(c.p)), c.t, backward=False)
+    bound = cpu_call.Bound(cpu_call.Prepared(c.p, cpu_call.Decided.of(c.p, Cpu().config(c.p))), c.t, backward=False)
     assert bound.region.unlisted == blocks
     bound.prepared.loaded.run("list", bound.call, *blocks)
     kept = Grid.whole(c.p.spec.region, c.t.leaves, (2, 4, 300, 700), "cpu").kept(torch.arange(300), torch.arange(700))

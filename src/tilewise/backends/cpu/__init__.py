@@ -25,7 +25,7 @@ from tilewise.backends.base import (
     unknown_operations,
 )
 from tilewise.backends.cpu import library, program
-from tilewise.backends.cpu.call import Bound, LeafSums, Prepared
+from tilewise.backends.cpu.call import Bound, Decided, LeafSums, Prepared
 from tilewise.backends.cpu.config import Config, choose
 from tilewise.problem import Problem
 
@@ -42,8 +42,10 @@ class Cpu(Backend):
 
     def __init__(self, override: Config | None = None, isa: str | None = None):
         self.override, self.isa = override, isa
-        # Under a window at 4,000 keys one takes 98 KiB, and calls may have as many lengths as there are prompts.
-        self._prepared = PerProblem(lambda p: Prepared(p, self.config(p)))
+        self._prepared = PerProblem(lambda p: Prepared(p, self._decided(p)), lambda p: (Prepared, self._decided(p)))
+
+    def _decided(self, p: Problem) -> Decided:
+        return Decided.of(p, self.config(p))
 
     def unsupported(self, p: Problem) -> list[str]:
         reasons = []

@@ -11,6 +11,7 @@ import math
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import pairwise, product
 
 import torch
@@ -22,8 +23,9 @@ from tilewise.backends.cpu import library, program
 from tilewise.backends.cpu.config import Config
 from tilewise.caching import cached_property
 from tilewise.leaf_gradients import classify
-from tilewise.masks.facts import every_key_seen, granularity, monotone_terms
+from tilewise.masks.facts import Band, as_band, every_key_seen, granularity, monotone_terms
 from tilewise.problem import Problem
+from tilewise.spec import parse_spec
 from tilewise.tiles import Grid, TileMap, known_status, seen_keys
 
 Blocks = tuple[int, int]
@@ -45,78 +47,77 @@ class Region:
     listing: threading.RLock = field(default_factory=threading.RLock)  # a mask of shapes alone serves all threads
 
 
+@dataclass(frozen=True)
+class Decided:
+    """The decisions for a problem.
+
+    Attributes:
+        numbers: by pass, the fields of its struct that are numbers.
+        band: as :func:`band_of`.
+        dtypes: of the scores and of the mask.
+        constant: whether the mask follows from the shapes.
+    """
+
+    config: Config
+    numbers: dict[str, dict[str, int]]
+    band: Band | None
+    dtypes: tuple[torch.dtype, torch.dtype]
+    constant: bool
+
+    @classmethod
+    def of(cls, p: Problem, config: Config) -> Decided:
+        numbers = {name: _numbers(p, config, name == "backward") for name in ("forward", "backward")}
+        region = p.spec.region
+        constant = not p.packed and not p.paged and region.prepared is None and not expr.lookups(*region.parts)
+        return cls(config, numbers, band_of(p), (p.compute_dtype, region.compared_in(p.extras)), constant)
+
+
 class Prepared:
     """The part of a call that is the same for all calls of one problem."""
 
-    def __init__(self, p: Problem, config: Config):
-        self.p, self.config = p, config
+    def __init__(self, p: Problem, decided: Decided):
+        self.p, self.decided, self.config = p, decided, decided.config
         self.loaded = library.load()
         self._tangents: dict[tuple[int, ...], tuple[program.Code, library.Call]] = {}
-
-    @property
-    def _dtypes(self) -> tuple[torch.dtype, torch.dtype]:
-        """The dtypes of the scores and of the mask."""
-        return self.p.compute_dtype, self.p.spec.region.compared_in(self.p.extras)
-
-    @cached_property
-    def forward_code(self) -> program.Code:
-        return program.compile_spec(self.p.spec, self._dtypes, backward=False)
-
-    @cached_property
-    def backward_code(self) -> program.Code:
-        return program.compile_spec(self.p.spec, self._dtypes, backward=True)
 
     def tangent(self, moving: Mapping[int, int]) -> tuple[program.Code, library.Call]:
         """The program and the call of forward mode, where the leaves of these slots have tangents (:attr:`Directions.slots`)."""
         key = tuple(moving)
         if key not in self._tangents:
-            code = program.compile_spec(self.p.spec, self._dtypes, backward=False, moving=moving)
-            call = self._call(code, backward=False)
+            code = program.compile_spec(self.p.spec, self.decided.dtypes, backward=False, moving=moving)
+            call = self._call(_without_sizes(code), "forward")
             call.split = 0
             self._tangents[key] = code, call
         return self._tangents[key]
 
     @cached_property
+    def forward_code(self) -> program.Code:
+        return _compiled(self.p.spec.source, self.decided.dtypes, False)[0]
+
+    @cached_property
+    def backward_code(self) -> program.Code:
+        return _compiled(self.p.spec.source, self.decided.dtypes, True)[0]
+
+    @cached_property
     def forward_call(self) -> library.Call:
-        return self._call(self.forward_code, backward=False)
+        return self._call(_compiled(self.p.spec.source, self.decided.dtypes, False)[1], "forward")
 
     @cached_property
     def backward_call(self) -> library.Call:
-        return self._call(self.backward_code, backward=True)
+        return self._call(_compiled(self.p.spec.source, self.decided.dtypes, True)[1], "backward")
 
-    def _call(self, code: program.Code, backward: bool) -> library.Call:
+    def _call(self, shared: library.Call, which: str) -> library.Call:
         """The native call of a pass, but for the addresses of tensors, which are each call's own."""
-        p, config = self.p, self.config
-        call = library.Call(version=library.VERSION, type=library.TYPES[p.dtype], heads_per_item=config.heads, shares=1)
-        call.isa, call.softmax_scale, call.split = config.isa.encode(), p.softmax_scale, 0 if backward else config.split
-        call.tile_m, call.tile_n = self.tile(backward)
-        call.batch, call.heads_q, call.heads_k = p.batch, p.heads_q, p.heads_k
-        call.head_dim, call.head_dim_v, call.seqlen_q, call.seqlen_k = p.head_dim, p.head_dim_v, p.seqlen_q, p.seqlen_k
-        call.lse_batch, call.lse_head = (0, p.seqlen_q) if p.packed else (p.heads_q * p.seqlen_q, p.seqlen_q)
-        if p.spec.dropout_p:
-            call.keep_below = dropout.threshold(p.spec.dropout_p)
-            call.q_start, call.k_start = p.starts
-        native = call.program
-        register = lambda v: -1 if v is None else v.register  # noqa: E731
-        native.registers = code.registers
-        native.raw, native.score = register(code.raw), register(code.score)
-        native.keep, native.slope = register(code.keep), register(code.slope)
-        if code.steps:
-            native.code = _instructions(code, self.loaded.operations)
-        for part, level in product(range(3), range(4)):
-            chosen = [n for n, x in enumerate(code.steps) if (x.part, x.out.level) == (part, level)]
-            native.range[part][level][:] = (chosen[0], chosen[-1] + 1) if chosen else (0, 0)
+        p, call = self.p, library.Call.from_buffer_copy(shared)
+        call.type, call.shares = library.TYPES[p.dtype], 1
+        call.isa, call.softmax_scale = self.config.isa.encode(), p.softmax_scale
+        for name, n in self.decided.numbers[which].items():
+            setattr(call, name, n)
         return call
 
-    def tile(self, backward: bool) -> tuple[int, int]:
-        config = self.config
-        return (config.backward_m, config.backward_n) if backward else (config.tile_m, config.tile_n)
-
-    @cached_property
-    def constant_mask(self) -> bool:
-        """Whether the mask follows from the shapes."""
-        region = self.p.spec.region
-        return not self.p.packed and not self.p.paged and region.prepared is None and not expr.lookups(*region.parts)
+    def tile(self, backward: bool) -> Blocks:
+        numbers = self.decided.numbers["backward" if backward else "forward"]
+        return numbers["tile_m"], numbers["tile_n"]
 
     @cached_property
     def forward_region(self) -> Region:
@@ -127,7 +128,7 @@ class Prepared:
         return self._region((), None, True)
 
     def region(self, t: Inputs, backward: bool) -> Region:
-        if self.constant_mask:
+        if self.decided.constant:
             return self.backward_region if backward else self.forward_region
         return self._region(t.leaves, t, backward)
 
@@ -137,6 +138,8 @@ class Prepared:
             return Region({})
         if p.paged and p.spec.region.predicate is None:
             return Region(_paged_ends(p, t) if p.batch else {})
+        if self.decided.band is not None:
+            return _region_of_band(self.decided.band, p, backward)
         tile = self.tile(backward)
         heads = torch.arange(p.heads_q)
         native = _blocks_to_list(p)
@@ -148,6 +151,76 @@ class Prepared:
             grid = Grid(p.spec.region, leaves, nq, nk, torch.tensor([b]), heads, nk)
             parts.append(_region_of(grid, p, tile, backward, native))
         return _stacked(parts, p.batch, native)
+
+
+@lru_cache(maxsize=512)
+def _compiled(spec: str, dtypes: tuple[torch.dtype, torch.dtype], backward: bool) -> tuple[program.Code, library.Call]:
+    """The program of a pass of all calls of a spec, and a struct that has it."""
+    code = program.compile_spec(parse_spec(spec), dtypes, backward)
+    return code, _without_sizes(code)
+
+
+def _without_sizes(code: program.Code) -> library.Call:
+    """The struct of a call whose program is known, and nothing else."""
+    call = library.Call(version=library.VERSION)
+    native = call.program
+    register = lambda v: -1 if v is None else v.register  # noqa: E731
+    native.registers = code.registers
+    native.raw, native.score = register(code.raw), register(code.score)
+    native.keep, native.slope = register(code.keep), register(code.slope)
+    if code.steps:
+        native.code = code.instructions = _instructions(code, library.load().operations)
+    for part, level in product(range(3), range(4)):
+        chosen = [n for n, x in enumerate(code.steps) if (x.part, x.out.level) == (part, level)]
+        native.range[part][level][:] = (chosen[0], chosen[-1] + 1) if chosen else (0, 0)
+    return call
+
+
+def _numbers(p: Problem, config: Config, backward: bool) -> dict[str, int]:
+    """The fields of a pass' struct that are numbers."""
+    tile_m, tile_n = (config.backward_m, config.backward_n) if backward else (config.tile_m, config.tile_n)
+    found = {
+        "tile_m": tile_m, "tile_n": tile_n, "split": 0 if backward else config.split, "heads_per_item": config.heads,
+        "batch": p.batch, "heads_q": p.heads_q, "heads_k": p.heads_k, "head_dim": p.head_dim, "head_dim_v": p.head_dim_v,
+        "seqlen_q": p.seqlen_q, "seqlen_k": p.seqlen_k,
+        "lse_batch": 0 if p.packed else p.heads_q * p.seqlen_q, "lse_head": p.seqlen_q,
+    }  # fmt: skip
+    if p.spec.dropout_p:
+        q_start, k_start = p.starts
+        found |= {"keep_below": dropout.threshold(p.spec.dropout_p), "q_start": q_start, "k_start": k_start}
+    return found
+
+
+def band_of(p: Problem) -> Band | None:
+    """The mask of equal sequences as a band that no key ends, whose rows each see keys; None: it is another one."""
+    region = p.spec.region
+    if p.packed or p.paged or region.prepared is not None or region.everything or not (p.seqlen_q and p.seqlen_k):
+        return None
+    band = as_band(region, p.seqlen_k - p.seqlen_q, p.seqlen_k)
+    if band is None or band.start != 0 or band.stop != p.seqlen_k:
+        return None
+    return None if band.lo is not None and band.hi is not None and band.lo >= band.hi else band
+
+
+def _region_of_band(band: Band, p: Problem, backward: bool) -> Region:
+    """The ends of a band's rows, or columns, counted off."""
+    cut = band.cut(p.seqlen_q)
+    seen = None
+    if (cut.start, cut.stop) != (0, p.seqlen_k):  # a row sees the keys one further than the row before
+        seen = torch.zeros((1, 1, p.seqlen_k), dtype=torch.uint8)
+        seen[..., cut.start : cut.stop] = 1
+    if backward:
+        moved = {"first": band.hi, "last": band.lo}
+        ends = {name: _counted(1 - n, p.seqlen_k, p.seqlen_q) for name, n in moved.items() if n is not None}
+    else:
+        moved = {"lo": band.lo, "hi": band.hi}
+        ends = {name: _counted(n, p.seqlen_q, p.seqlen_k) for name, n in moved.items() if n is not None}
+    return Region(ends, seen=seen)
+
+
+def _counted(start: int, count: int, limit: int) -> Tensor:
+    """So many numbers from ``start`` on, within 0 and a limit: int32 ``(1, 1, count)``."""
+    return torch.arange(start, start + count, dtype=torch.int32).clamp_(0, limit).view(1, 1, count)
 
 
 def _lengths(p: Problem, t: Inputs) -> list[tuple[int, int]]:

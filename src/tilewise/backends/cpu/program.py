@@ -79,6 +79,7 @@ class Code:
     slope: Value | None = None
     reads: list[Read] = field(default_factory=list)
     registers: int = 0
+    instructions: object = None  # the steps as the library takes them, once a call has them
 
 
 def compile_spec(

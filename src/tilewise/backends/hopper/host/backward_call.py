@@ -57,7 +57,6 @@ class BackwardPlan(LaunchPlan):
 
     @cached_property
     def memory(self) -> BackwardMemory:
-        """The sizes of what the launch writes."""
         return BackwardMemory(self.problem, self.config, portions_of(self), *self.room)
 
     @cached_property

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tilewise.backends.base import Inputs, PerTensors, has_no_pair, without_memory
 from tilewise.backends.hopper.backward.config import Backward
-from tilewise.backends.hopper.config import Band, Expressions, cap_of, slopes_of, strides_addressable
+from tilewise.backends.hopper.config import Band, Expressions, cap_of, keys_of, slopes_of, strides_addressable
 from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.host import masks
 from tilewise.backends.hopper.host.driver import Bound
@@ -85,10 +85,16 @@ class LaunchPlan(Plan):
     config: Config | Backward
     kept: KeptLaunch | None = field(default=None, kw_only=True)
 
+    @property
+    def sees_nothing(self) -> bool:
+        """Whether it is certain that no query sees a key."""
+        band = keys_of(self.problem)[1]
+        return has_no_pair(self.problem) or (band.start == band.stop and not self.problem.packed)
+
     def decided(self) -> tuple[Callable[[Problem, dict[str, Any]], LaunchPlan], dict[str, Any]]:
         """``(make, values)`` of :class:`tilewise.backends.base.PerProblem`."""
         values = {"config": self.config}
-        if not has_no_pair(self.problem):  # such a call has no launch
+        if not self.sees_nothing:  # such a call has no launch
             values |= {name: getattr(self, name) for name in self.DECIDED}
         return type(self).with_values, values
 

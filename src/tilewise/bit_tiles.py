@@ -53,7 +53,6 @@ def slot_bytes(crossing: int) -> int:
 # -- How many partial tiles there may be ---------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=1024)  # a new mask of a known text is planned in the time of a few launches
 def most_partial(region: Region, lines: int, crossing: int, tiles: tuple[int, int], by_columns: bool = False) -> int:
     """A bound, from the mask's expressions alone, of the partial tiles of one batch element and head.
 
@@ -64,15 +63,21 @@ def most_partial(region: Region, lines: int, crossing: int, tiles: tuple[int, in
     Args:
         lines, crossing: how many tiles there are along each axis. tiles: lines and crossing lines of a tile.
     """
-    staircase = lines + crossing
-    ends = sum(end is not None for end in region.ends[:2]) * staircase
-    found = ends + (crossing if by_columns else lines)  # the last keys' tiles, which end past the last key
-    if region.predicate is not None and not _same_on_tiles(region, tiles[::-1] if by_columns else tiles):
-        terms = monotone_terms(region)
-        if terms is None:
-            return lines * crossing
-        found += staircase * len({str(x.holds) for term in terms for x in term})
-    return min(found, lines * crossing)
+    stairs = _staircases(region, tiles[::-1] if by_columns else tiles)
+    if stairs is None:
+        return lines * crossing
+    # The last keys' tiles end past the last key.
+    return min(stairs * (lines + crossing) + (crossing if by_columns else lines), lines * crossing)
+
+
+@lru_cache(maxsize=1024)  # a new mask of a known text is planned in the time of a few launches
+def _staircases(region: Region, tile: tuple[int, int]) -> int | None:
+    """How many boundaries a mask has; None: a predicate may make any tile of ``tile`` (queries, keys) partial."""
+    ends = sum(end is not None for end in region.ends[:2])
+    if region.predicate is None or _same_on_tiles(region, tile):
+        return ends
+    terms = monotone_terms(region)
+    return None if terms is None else ends + len({str(x.holds) for term in terms for x in term})
 
 
 def only_seen_keys(region: Region, tile: tuple[int, int]) -> bool:

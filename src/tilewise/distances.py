@@ -99,13 +99,13 @@ def indices(p: Problem, lookup: Expr, start: int, stop: int) -> dict[int, torch.
     index = list(moving.values())
     if expr.lookups(*index) or expr.depends_on(*index) & ({"b", "h"} | varying(p)):
         return None
-    line = torch.arange(start, stop, device="cpu")
+    line = torch.arange(int(start), int(stop), device="cpu")
     sizes = {"seqlen_q": p.seqlen_q, "seqlen_k": p.seqlen_k, "off": 0 if p.packed else p.seqlen_k - p.seqlen_q}
-    env = {name: torch.tensor(size, device="cpu") for name, size in sizes.items()}
+    env = {name: torch.tensor(int(size), device="cpu") for name, size in sizes.items()}
     env |= {"i": line, "j": torch.zeros_like(line)}
     shape = p.extras[lookup.args[0][1]].shape
     found = zip(moving, expr.evaluate(index, env, [], torch.float32), strict=True)
-    return {axis: x.clamp(0, max(shape[axis] - 1, 0)).expand_as(line) for axis, x in found}
+    return {axis: x.clamp(0, int(max(shape[axis] - 1, 0))).expand_as(line) for axis, x in found}
 
 
 def near(p: Problem, lookup: Expr) -> Near:

@@ -5,8 +5,9 @@ runs it once with symbols in place of the sizes and records what it did: every c
 an expression. Python code is written from that record. A later call of the same structure evaluates the guards with its own sizes; where
 all hold, the decision would have taken the same way, and what it returns is computed. Where one fails, it is recorded anew.
 
-Nothing has to be known of a decision: it is plain Python. What cannot be recorded (a size that indexes, is hashed, or becomes text) is a
-guard that the size is that very number, and a symbol that outlives its record raises an error.
+Nothing has to be known of a decision: it is plain Python. What cannot be recorded (a size that indexes or becomes text, ``int(size)``) is
+a guard that the size is that very number. A size cannot be hashed, so that no cache keeps one, and one that outlives its record raises an
+error.
 """
 
 from __future__ import annotations
@@ -66,8 +67,7 @@ class Size:
     def __bool__(self) -> bool:
         return self._record.guard("ne", self, 0)
 
-    def __hash__(self) -> int:
-        return hash(self._known())
+    __hash__ = None  # type: ignore[assignment]  # a cache would keep it beyond the decision: it is asked for int(size)
 
     def __index__(self) -> int:
         return operator.index(self._known())
@@ -325,7 +325,7 @@ class ByStructure:
         unrecorded: structures whose decision a symbol could not take; it is made anew for each call.
     """
 
-    WAYS = 64  # recorded ways of one structure; the one that was not taken for longest goes first
+    WAYS = 64  # recorded ways of one structure at most: a decision that has more is made anew, which takes less than recording
     STRUCTURES = 4096
 
     def __init__(self) -> None:
@@ -353,6 +353,8 @@ class ByStructure:
                 if n:
                     self._ways[structure] = [way, *ways[:n], *ways[n + 1 :]]
                 return found
+        if len(ways) >= self.WAYS:
+            return decide(sizes)
         record = Record(sizes)
         try:
             way = record.function(decide(record.symbols))
@@ -360,5 +362,5 @@ class ByStructure:
             decided = decide(sizes)
             self.unrecorded.add(structure)
             return decided
-        self._ways[structure] = [way, *ways][: self.WAYS]
+        self._ways[structure] = [way, *ways]
         return way(*sizes)

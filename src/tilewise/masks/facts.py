@@ -23,12 +23,24 @@ from tilewise.masks.regions import Region
 # -- Which keys are seen -------------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=4096)
 def every_key_seen(region: Region, seqlen_q: int, seqlen_k: int) -> bool:
     """Whether it is certain that each key has some query that sees it, in every batch element and head."""
-    if region.covers:
+    if region.covers or (region.keeps_diagonal and seqlen_q >= seqlen_k):
         return True
-    if seqlen_q >= seqlen_k and (region.keeps_diagonal or _diagonal_kept(region, seqlen_q, seqlen_k)):
+    band = as_band(region, seqlen_k - seqlen_q, seqlen_k)
+    if band is None and not _of_shapes(region):
+        return False
+    if band is None:
+        return _every_key_seen(region, int(seqlen_q), int(seqlen_k))
+    # Each row sees the keys one further than the row before.
+    cut = band.cut(seqlen_q)
+    return seqlen_k == 0 or (seqlen_q > 0 and not band.empty and (cut.start, cut.stop) == (0, seqlen_k))
+
+
+@lru_cache(maxsize=4096)
+def _every_key_seen(region: Region, seqlen_q: int, seqlen_k: int) -> bool:
+    """:func:`every_key_seen` of a mask that is no band."""
+    if seqlen_q >= seqlen_k and _diagonal_kept(region, seqlen_q, seqlen_k):
         return True
     interval = _interval(region, "j", seqlen_q, seqlen_k)
     return interval is not None and bool((interval[0].clamp(min=0) < interval[1].clamp(max=seqlen_q)).all())
@@ -40,9 +52,18 @@ def queries_of_keys(region: Region, seqlen_q: int, seqlen_k: int) -> tuple[Tenso
     return _interval(region, "j", seqlen_q, seqlen_k)
 
 
-@lru_cache(maxsize=4096)
 def every_pair_kept(region: Region, seqlen_q: int, seqlen_k: int) -> bool:
     """Whether it is certain that each query sees each key, in every batch element and head."""
+    band = as_band(region, seqlen_k - seqlen_q, seqlen_k)
+    if band is None:
+        return _every_pair_kept(region, int(seqlen_q), int(seqlen_k))
+    first, last = band.lo is None or seqlen_q - 1 + band.lo <= 0, band.hi is None or band.hi >= seqlen_k
+    return seqlen_q == 0 or seqlen_k == 0 or (first and last and band.start == 0 and band.stop == seqlen_k)
+
+
+@lru_cache(maxsize=4096)
+def _every_pair_kept(region: Region, seqlen_q: int, seqlen_k: int) -> bool:
+    """:func:`every_pair_kept` of a mask that is no band."""
     interval = _interval(region, "i", seqlen_q, seqlen_k)
     return interval is not None and bool(((interval[0] <= 0) & (interval[1] >= seqlen_k)).all())
 
@@ -52,9 +73,15 @@ def _follows_from_shapes(*parts: Expr) -> bool:
     return not expr.lookups(*parts) and not expr.depends_on(*parts) & {"b", "h"}
 
 
+@lru_cache(maxsize=4096)
+def _of_shapes(region: Region) -> bool:
+    """Whether a mask follows from the shapes alone, the same in every batch element and head."""
+    return _follows_from_shapes(*region.parts)
+
+
 def _diagonal_kept(region: Region, seqlen_q: int, seqlen_k: int) -> bool:
     """Whether each key is seen by the query at its own position, ``i = j - off``; there must be at least as many queries as keys."""
-    if not _follows_from_shapes(*region.parts):
+    if not _of_shapes(region):
         return False
     j = torch.arange(seqlen_k, device="cpu")  # whatever device is the default
     return bool(_evaluated(region.inside(), seqlen_q, seqlen_k, i=j - (seqlen_k - seqlen_q), j=j).all())
@@ -97,6 +124,11 @@ class Band:
     @property
     def form(self) -> str:
         return "full" if self.lo is None and self.hi is None else "upper" if self.lo is None else "band"
+
+    @property
+    def empty(self) -> bool:
+        """Whether no row sees a key, wherever it lies."""
+        return self.lo is not None and self.hi is not None and self.lo >= self.hi
 
     def cut(self, seqlen_q: int) -> Band:
         """The same band with ``start`` and ``stop`` such that some row sees the first and some row sees the last key between them.

@@ -199,7 +199,7 @@ def band_of(p: Problem) -> Band | None:
     band = as_band(region, p.seqlen_k - p.seqlen_q, p.seqlen_k)
     if band is None or band.start != 0 or band.stop != p.seqlen_k:
         return None
-    return None if band.lo is not None and band.hi is not None and band.lo >= band.hi else band
+    return None if band.empty else band
 
 
 def _region_of_band(band: Band, p: Problem, backward: bool) -> Region:

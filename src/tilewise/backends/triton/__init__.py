@@ -119,7 +119,7 @@ class Triton(Backend):
 
     def __init__(self, override: Config | None = None):
         self.override = override
-        self._plans, self._tf32_plans = PerProblem(self._plan), PerProblem(self._plan)
+        self._plans, self._tf32_plans = (PerProblem(self._plan, lambda p: self._plan(p).decided()) for _ in range(2))
         self._tangent_plans = PerProblem(_no_plans)
 
     def unsupported(self, problem: Problem) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -214,6 +214,18 @@ class Plan(Decisions):
     lines: Memo[torch.device, tuple[Tensor, ...]] = field(default_factory=Memo)
     indices: Memo[tuple, list[Tensor]] = field(default_factory=Memo)
     relaunches: dict[tuple[int, ...] | None, Any] = field(default_factory=dict)
+    DECIDED: ClassVar[tuple[str, ...]] = ("wide", "emitted", "extents", "whole", "pair_leaf")
+
+    def decided(self) -> tuple[Callable[[Problem, dict[str, Any]], Plan], dict[str, Any]]:
+        """``(make, values)`` of :class:`tilewise.backends.base.PerProblem`."""
+        return Plan.with_values, {"config": self.config, **{name: getattr(self, name) for name in self.DECIDED}}
+
+    @classmethod
+    def with_values(cls, problem: Problem, values: dict[str, Any]) -> Plan:
+        """The plan of a problem that has these properties."""
+        plan = cls(problem, values["config"])
+        plan.__dict__.update(values)
+        return plan
 
     def mask_leaves(self, inputs: Inputs) -> list[Tensor]:
         """The tensors that the mask reads."""

@@ -37,7 +37,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "masks.derived": ("caching", "device"),
     "masks.catalogue": ("masks.patterns", "masks.derived", "caching", "device", "expr"),
     "masks.regions": ("expr", "caching"),
-    "masks.facts": ("masks.regions", "expr"),
+    "masks.facts": ("masks.regions", "expr", "sizes"),
     "scores": ("scores.catalogue", "scores.reading"),
     "scores.catalogue": ("masks", "expr"),
     "scores.reading": ("scores.catalogue", "expr"),
@@ -68,10 +68,11 @@ ARROWS: dict[str, tuple[str, ...]] = {
     ),
     # A kernel's key holds the expressions traced into it.
     "backends.hopper.expected": (),
-    "backends.hopper.config": ("bit_tiles", "problem", "masks.facts", "expr"),
+    "backends.hopper.config": ("sizes", "bit_tiles", "problem", "masks.facts", "expr"),
     "backends.hopper.tables": ("backends.hopper.config", "backends.base", "device", "distances", "expr", "problem"),
     "backends.hopper.pair_bias": ("backends.hopper.config", "backends.hopper.tables", "backends.base", "problem"),
     "backends.hopper.*.config": (
+        "sizes",
         "backends.hopper.config",
         "backends.hopper.tables",
         "backends.hopper.pair_bias",

@@ -59,9 +59,7 @@ def test_sizes_that_take_the_same_way_need_no_other_record():
     assert all(function(n, 4000) == decide(n, 4000) for n in range(65, 129))
 
 
-@pytest.mark.parametrize(
-    "use", [int, str, float, range, lambda n: [0] * n, "{}".format, lambda n: 2**n]
-)
+@pytest.mark.parametrize("use", [int, str, float, range, lambda n: [0] * n, "{}".format, lambda n: 2**n])
 def test_a_size_that_is_taken_as_a_number_holds_for_that_number_alone(use):
     function = recorded(lambda n: (use(n), n)[1], 5)
     assert function(5) == 5

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from itertools import count
 from typing import Any
@@ -144,6 +144,18 @@ def smaller(a: Number | Size, b: Number | Size) -> Any:
 def larger(a: Number | Size, b: Number | Size) -> Any:
     """The larger of two numbers, as :func:`smaller`."""
     return _either("max", a, b)
+
+
+def best(options: Iterable[Any], cost: Callable[[Any], Number | Size]) -> Any:
+    """The first of the options that cost least, as ``min`` finds it, which would record the order of the others too."""
+    options = list(options)
+    costs = [cost(x) for x in options]
+    values = [x._value if isinstance(x, Size) else x for x in costs]
+    n = values.index(min(values))
+    for k, other in enumerate(costs):
+        if k != n:  # these hold, and are recorded
+            assert costs[n] < other if k < n else costs[n] <= other
+    return options[n]
 
 
 def _either(name: str, a: Number | Size, b: Number | Size) -> Any:

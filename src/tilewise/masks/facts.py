@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise import expr
+from tilewise import expr, sizes
 from tilewise.expr import Expr
 from tilewise.masks.regions import Region
 
@@ -136,11 +136,11 @@ class Band:
         A kernel that gets K and V from ``start`` to ``stop`` alone never meets a key that no query sees. A moving end that
         cuts no row any more is dropped: a single query has none.
         """
-        start = self.start if self.lo is None else max(self.start, self.lo)
-        stop = self.stop if self.hi is None else min(self.stop, seqlen_q - 1 + self.hi)
+        start = self.start if self.lo is None else sizes.larger(self.start, self.lo)
+        stop = self.stop if self.hi is None else sizes.smaller(self.stop, seqlen_q - 1 + self.hi)
         lo = None if self.lo is None or seqlen_q - 1 + self.lo <= start else self.lo
         hi = None if self.hi is None or self.hi >= stop else self.hi
-        return Band(lo, hi, start, max(start, stop))
+        return Band(lo, hi, start, sizes.larger(start, stop))
 
 
 def as_band(region: Region, off: int | None, seqlen_k: int) -> Band | None:
@@ -153,8 +153,8 @@ def as_band(region: Region, off: int | None, seqlen_k: int) -> Band | None:
     if region.predicate is not None or lo is None or hi is None:
         return None
     start = max(0, 0 if lo[1] is None else lo[1])
-    stop = min(seqlen_k, seqlen_k if hi[1] is None else hi[1])
-    return Band(lo[0], hi[0], start, max(start, stop))
+    stop = seqlen_k if hi[1] is None else sizes.smaller(seqlen_k, hi[1])
+    return Band(lo[0], hi[0], start, sizes.larger(start, stop))
 
 
 def _moving_end(e: Expr | None, op: str, off: int | None) -> tuple[int | None, int | None] | None:

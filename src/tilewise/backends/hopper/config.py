@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tilewise import expr
+from tilewise import expr, sizes
 from tilewise.bit_tiles import BUDGET, bits_bytes
 from tilewise.expr import Expr
 from tilewise.masks.facts import Band, as_band
@@ -137,9 +137,9 @@ def mean_keys_per_query(problem: Problem) -> float:
     off = seqlen_k - seqlen_q if problem.packed else 0
 
     def seen(i: float) -> float:
-        first = band.start if band.lo is None else max(band.start, i + off + band.lo)
-        stop = min(band.stop, seqlen_k)
-        return max(0.0, (stop if band.hi is None else min(stop, i + off + band.hi)) - first)
+        first = band.start if band.lo is None else sizes.larger(band.start, i + off + band.lo)
+        stop = sizes.smaller(band.stop, seqlen_k)
+        return sizes.larger(0.0, (stop if band.hi is None else sizes.smaller(stop, i + off + band.hi)) - first)
 
     return sum(seen((n + 0.5) / 16 * (seqlen_q - 1)) for n in range(16)) / 16
 

@@ -45,7 +45,7 @@ class TileParts(NamedTuple):
 
     def shared(self, tiles: int) -> int:
         """How many of so many tiles are shared."""
-        return max(0, tiles - self.whole)
+        return sizes.larger(0, tiles - self.whole)
 
     def units(self, tiles: int) -> int:
         """How many parts and whole tiles so many tiles are."""
@@ -79,11 +79,11 @@ def grids(
         keys = units
         rows = heads * (problem.heads_q // problem.heads_k) * (problem.seqlen_q // config.tile_m + problem.batch + 1)
         ctas = config.keys.ctas
-        return 1, ctas * min(keys, cores // ctas), 1, min(parts * rows, cores)
+        return 1, ctas * sizes.smaller(keys, cores // ctas), 1, sizes.smaller(parts * rows, cores)
     tiles, sharing = -(-seqlen_k // config.keys.tile_n), cores if config.form == "full" else SHARING
     at_once = ordered_at_once(config, tiles) if config.keys.ordered else sharing
     keys = spread(heads, tiles, at_once, cores, config.keys.ctas)
-    keys = keys[0], config.keys.ctas * min(units, cores // config.keys.ctas)
+    keys = keys[0], config.keys.ctas * sizes.smaller(units, cores // config.keys.ctas)
     if config.keys.queued:
         keys = open_heads(config, problem, heads, tiles, cores), keys[1]
     ctas = config.queries.ctas if config.queries else 1
@@ -94,8 +94,8 @@ def grids(
 def spread(heads: int, tiles: int, sharing: int, cores: int, ctas: int = 1) -> tuple[int, int]:
     """``(section, ctas)`` for ``tiles`` of each of ``heads``: heads of a section, and CTAs of the launch. ``sharing`` tiles of a head are
     at work at once, if there are heads enough; ``ctas`` share a tile."""
-    section = min(heads, max(1, cores // ctas // sharing))
-    return section, ctas * min(heads * tiles, cores // ctas)
+    section = sizes.smaller(heads, max(1, cores // ctas // sharing))
+    return section, ctas * sizes.smaller(heads * tiles, cores // ctas)
 
 
 def open_heads(config: Backward, problem: Problem, heads: int, tiles: int, cores: int) -> int:
@@ -105,6 +105,8 @@ def open_heads(config: Backward, problem: Problem, heads: int, tiles: int, cores
     group, row = problem.heads_q // problem.heads_k, ELEMENT_BYTES * (config.keys.width + config.keys.width_v)
     head = group * problem.seqlen_q * (row + FP32_BYTES * config.keys.width) + problem.seqlen_k * row
     least = max(OPEN_BYTES // head, -(-cores // tiles))
+    if least >= heads:
+        return heads
     return next((n for n in range(least, heads) if idle_share(n, heads, tiles / cores) <= IDLE_SHARE), heads)
 
 
@@ -137,7 +139,7 @@ def tile_parts(
     room = PARTS_ROOM // (FP32_BYTES * KEY_GROUPS * left_elements(config.keys))
     most = most_tiles(config, problem, heads, seqlen_k)
     found = (x for x in times.divisions(config, alone) if x.shared(most) * x.each <= room)
-    return min(found, key=times.cost)
+    return sizes.best(found, times.cost)
 
 
 class TileTimes(NamedTuple):
@@ -201,7 +203,7 @@ class TileTimes(NamedTuple):
 
     def cost(self, parts: TileParts) -> float:
         """The time of the pass."""
-        shared = self.all - min(parts.whole, self.all)
+        shared = self.all - sizes.smaller(parts.whole, self.all)
         each, rest = (parts.each, shared) if shared else (1, self.all % self.cores)
         begin, gathered = (BEGIN_COST + PART_COST, GATHER_COST * each) if shared else (BEGIN_COST, 0.0)
         longest = self.group // parts.by_heads * -(-self.longest >> parts.block_bits) + begin
@@ -211,7 +213,7 @@ class TileTimes(NamedTuple):
             return rounds + -(-rest * each // self.cores) * longest + gathered
         work = self.copies * self.group * self.total + self.all * each * begin
         # Longest first: no CTA ends before the mean, nor before its longest part.
-        return max(longest, work / self.cores) + gathered
+        return sizes.larger(longest, work / self.cores) + gathered
 
 
 def ordered_at_once(config: Backward, tiles: int) -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from tilewise import device as devices
+from tilewise import sizes
 from tilewise.backends.hopper.config import (
     DROPPED,
     DTYPES,
@@ -261,9 +262,10 @@ def choose(problem: Problem) -> Config:
     others = (*smaller(config), *(grouped(config) if problem.group > 1 else ()))
     options = [config, *(c for c in others if c in _shipped())]
     halves = (replace(c, split=True) for c in options if leaves_idle(c, problem) and not problem.packed)
-    whole = min(options, key=clocks)
+    whole = sizes.best(options, clocks)
     # Few queries with a traced score are worth a kernel of their own; dropout is for training, whose queries are many.
-    split = min((c for c in halves if c in _shipped() or traced != PLAIN), key=clocks, default=whole)
+    halves = [c for c in halves if c in _shipped() or traced != PLAIN]
+    split = sizes.best(halves, clocks) if halves else whole
     return split if split.split and 3 * clocks(split) <= 2 * clocks(whole) else whole
 
 
@@ -340,7 +342,8 @@ def num_splits(config: Config, seqlen_q: int, seqlen_k: int) -> int:
     The number depends on the lengths of one sequence alone.
     """
     blocks = -(-seqlen_k // config.tiles.tile_n)
-    size = max(-(-blocks // MAX_SPLITS[seqlen_q <= config.tile_queries]), -(-MIN_SPLIT_KEYS // config.tiles.tile_n))
+    least = -(-blocks // MAX_SPLITS[seqlen_q <= config.tile_queries])
+    size = sizes.larger(least, -(-MIN_SPLIT_KEYS // config.tiles.tile_n))
     return -(-blocks // size)
 
 
@@ -380,6 +383,7 @@ def estimated_clocks(config: Config, problem: Problem, seqlen_k: int, cores: int
     if config.form == "full":
         return -(-count // cores) * tile_clocks(most) + MERGE * config.split
     # Along a diagonal the last rows of tiles end half of the square before the last key, on average.
-    shorter = max(0, min(seqlen_q, seqlen_k) - config.tile_queries) / 2
+    shorter = sizes.larger(0, sizes.smaller(seqlen_q, seqlen_k) - config.tile_queries) / 2
     mean = (seqlen_k - shorter) / tiles.tile_n + (config.tile_queries % tiles.tile_n > 0) / 2
-    return max(tile_clocks(most), count / cores * tile_clocks(min(mean, most))) + MERGE * config.split
+    balanced = count / cores * tile_clocks(sizes.smaller(mean, most))
+    return sizes.larger(tile_clocks(most), balanced) + MERGE * config.split

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tilewise import sizes
 from tilewise.backends.hopper.config import SHARING
 from tilewise.backends.hopper.forward.config import Config, num_splits
 from tilewise.problem import Problem
@@ -41,10 +42,10 @@ def spread(problem: Problem, config: Config, seqlen_k: int, cores: int) -> Grid:
     tiles = heads * rows
     if problem.packed:  # at most, as only the device knows the lengths
         tiles = problem.heads_q * pieces * (problem.seqlen_q // config.tile_queries + problem.batch + 1)
-    section = 1 if config.form == "full" or rows <= SHARING else min(heads, max(1, cores // SHARING))
+    section = 1 if config.form == "full" or rows <= SHARING else sizes.smaller(heads, max(1, cores // SHARING))
     if config.form == "bits":
-        section = min(heads, open_heads(problem, config, cores))
-    return Grid(tiles, min(tiles, cores), section, parts)
+        section = sizes.smaller(heads, open_heads(problem, config, cores))
+    return Grid(tiles, sizes.smaller(tiles, cores), section, parts)
 
 
 def open_heads(problem: Problem, config: Config, cores: int) -> int:
@@ -52,4 +53,5 @@ def open_heads(problem: Problem, config: Config, cores: int) -> int:
     than give every CTA a tile (docs/decisions.md#hopper-open-keys)."""
     row = config.tiles.element_bytes * (config.tiles.width + config.tiles.width_v)
     keys = problem.seqlen_k * row // problem.group
-    return max(OPEN_KEYS // max(keys, 1), -(-cores // -(-problem.seqlen_q // config.tile_queries)), 1)
+    filling = -(-cores // -(-problem.seqlen_q // config.tile_queries))
+    return sizes.larger(sizes.larger(OPEN_KEYS // sizes.larger(keys, 1), filling), 1)

@@ -1,0 +1,156 @@
+"""Microseconds of the host a call where its lengths, or its mask's tensors, are new: `python -m bench.new_lengths --out FILE.json`.
+
+A step of generation, a prompt, a batch of packed sequences: what they cost the host is not what a repeated call costs. Each row makes its
+tensors first, waits for the device, and times the call alone, once for each set of tensors; *known* repeats one set. Beside each stands
+`F.scaled_dot_product_attention` where it has such a call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import tilewise as tw
+
+HEADS, KEY_HEADS, DIM = 16, 4, 64
+CALLS = 120  # of each row
+
+
+class Row:
+    """A kind of call: ``make(n)`` gives the arguments of its n-th call, ``ours`` and ``sdpa`` make it."""
+
+    def __init__(self, make: Callable[[int], tuple], ours: Callable[..., Any], sdpa: Callable[..., Any] | None = None):
+        self.make, self.ours, self.sdpa = make, ours, sdpa
+
+
+def rows(device: str, dtype: torch.dtype) -> dict[str, Row]:
+    """The rows by name."""
+    new = partial(torch.randn, device=device, dtype=dtype)
+
+    def decode(n: int) -> tuple:
+        k = new(1, 700 + n, KEY_HEADS, DIM)
+        return new(1, 1, HEADS, DIM), k, k
+
+    def prompt(n: int) -> tuple:
+        k = new(1, 200 + 3 * n, KEY_HEADS, DIM)
+        return new(1, 200 + 3 * n, HEADS, DIM), k, k
+
+    def packed(n: int) -> tuple:
+        q, lengths = new(1024 + n, HEADS, DIM), torch.tensor([0, 100 + n, 500 + n, 1024 + n], dtype=torch.int32)
+        return q, q[:, :KEY_HEADS], q[:, :KEY_HEADS], lengths.to(device)
+
+    def training(n: int) -> tuple:
+        q, k, v = (new(1, 64 + n, h, DIM).requires_grad_() for h in (HEADS, KEY_HEADS, KEY_HEADS))
+        return q, k, v, torch.ones_like(q)
+
+    def documents(n: int) -> tuple:
+        k = new(1, 512, KEY_HEADS, DIM)
+        return new(1, 512, HEADS, DIM), k, k, tw.documents((torch.arange(512, device=device) > 100 + n).int()[None])
+
+    def lengths(n: int) -> tuple:
+        k = new(2, 512, KEY_HEADS, DIM)
+        return new(2, 512, HEADS, DIM), k, k, tw.key_lengths(torch.tensor([500 - n, 512], device=device))
+
+    def dense(n: int) -> tuple:
+        k, kept = new(1, 512, KEY_HEADS, DIM), torch.rand(1, 1, 512, 512, device=device) < 0.9
+        return new(1, 512, HEADS, DIM), k, k, kept | torch.eye(512, dtype=torch.bool, device=device)
+
+    def paged(n: int) -> tuple:
+        pools, table = new(2, 64, 64, KEY_HEADS, DIM), torch.arange(64, device=device, dtype=torch.int32).view(4, 16)
+        return (
+            new(4, 1, HEADS, DIM),
+            pools,
+            table,
+            torch.full((4,), 300 + n, device=device, dtype=torch.int32),
+            new(4, 1, KEY_HEADS, DIM),
+        )
+
+    def over_pages(q: Tensor, pools: Tensor, table: Tensor, seqlens: Tensor, k: Tensor, append: bool) -> Tensor:
+        cache = tw.paged(*pools, table, seqlens)
+        if append:
+            tw.append(cache, k, k)
+        return tw.attention_paged(q, cache)
+
+    def trained(call: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> tuple:
+        return torch.autograd.grad(call(q, k, v), (q, k, v), do)
+
+    causal, theirs = partial(tw.attention, causal=True), partial(_sdpa, is_causal=True)
+    masked = lambda q, k, v, mask: tw.attention(q, k, v, mask=mask)  # noqa: E731
+    return {
+        "decode": Row(decode, causal, _sdpa),
+        "prompt": Row(prompt, causal, theirs),
+        "packed": Row(packed, lambda q, k, v, cu: tw.attention_varlen(q, k, v, cu, causal=True)),
+        "training": Row(training, partial(trained, causal), partial(trained, theirs)),
+        "documents": Row(documents, masked),
+        "key_lengths": Row(lengths, masked),
+        "dense mask": Row(dense, masked, lambda q, k, v, mask: _sdpa(q, k, v, attn_mask=mask)),
+        "paged decode": Row(paged, partial(over_pages, append=False)),
+        "append and paged decode": Row(paged, partial(over_pages, append=True)),
+    }
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, **words: object) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **words).transpose(1, 2)
+
+
+def microseconds(call: Callable[..., Any], given: Iterator[tuple], device: str) -> list[float]:
+    """The host's time of each call; the device has done all that went before."""
+    found = []
+    for arguments in given:
+        if device == "cuda":
+            torch.cuda.synchronize()
+        began = time.perf_counter_ns()
+        call(*arguments)
+        found.append((time.perf_counter_ns() - began) / 1e3)
+    return found
+
+
+def measured(row: Row, device: str) -> dict[str, float]:
+    """Medians, and the ninth decile of ours where all is new."""
+    found: dict[str, float] = {}
+    for who, call in (("ours", row.ours), ("sdpa", row.sdpa)):
+        if call is None:
+            continue
+        call(*row.make(0))
+        each = microseconds(call, (row.make(n) for n in range(CALLS)), device)[
+            4:
+        ]  # the second of a structure is recorded
+        found[f"{who}, new"] = round(statistics.median(each), 1)
+        if who == "ours":
+            found["ours, new, p90"] = round(statistics.quantiles(each, n=10)[-1], 1)
+        same = row.make(7)
+        known = microseconds(call, (same for _ in range(CALLS)), device)[4:]
+        found[f"{who}, known"] = round(statistics.median(known), 1)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, help="a JSON file")
+    parser.add_argument("--only", nargs="*", help="names of rows")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    options = parser.parse_args()
+    name = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
+    results = {"machine": name, "torch": torch.__version__, "tilewise": tw.__version__, "us": {}}
+    for row_name, row in rows(options.device, torch.bfloat16).items():
+        if options.only and row_name not in options.only:
+            continue
+        results["us"][row_name] = found = measured(row, options.device)
+        print(f"{row_name:24}" + "  ".join(f"{who} {us:8.1f}" for who, us in found.items()), flush=True)
+    if options.out:
+        options.out.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

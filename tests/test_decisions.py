@@ -57,9 +57,3 @@ def test_an_entry_names_its_machine_and_date(anchor):
     text = " ".join(entries()[anchor].split())
     assert any(machine in text for machine in MACHINES)
     assert DATE.search(text)
-
-
-def test_decisions_are_short():
-    lines = DECISIONS.read_text(encoding="utf-8").splitlines()
-    assert len(lines) <= 300
-    assert max(map(len, lines)) <= 160

@@ -134,11 +134,7 @@ def test_the_added_files_keep_the_import_arrows(changed):
     assert after <= before
 
 
-def test_adding_is_short():
-    assert len(ADDING.read_text(encoding="utf-8").splitlines()) <= 150
-
-
-README_BLOCKS = blocks(README.read_text(encoding="utf-8")) if README.exists() else []
+README_BLOCKS = blocks(README.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("block", [b for b in README_BLOCKS if b.language == "python"], ids=lambda b: f"line-{b.line}")
@@ -167,14 +163,9 @@ def test_switching_shows_before_and_after_of_each():
     assert all(("# before" if b.language == "py" else "# after") in b.text for b in found)
 
 
-def test_the_readme_begins_with_complete_code_and_is_short():
-    if not README.exists():
-        pytest.skip("README.md is not there yet")
-    lines = README.read_text(encoding="utf-8").splitlines()
-    assert len(lines) <= 150
+def test_the_first_code_of_the_readme_is_complete():
     first = next(b for b in README_BLOCKS if b.language == "python")
-    assert first.line + first.text.count("\n") <= 15
-    assert "import tilewise as tw" in first.text
+    assert {"import torch", "import tilewise as tw"} <= set(first.text.splitlines())
 
 
 # -- The reader of documents ---------------------------------------------------------------------------------------

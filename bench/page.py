@@ -543,29 +543,35 @@ def page() -> str:
 
 
 def summary() -> str:
-    """A paragraph on the speed beside cuDNN, the FlashAttentions and SDPA, which other pages quote."""
-    speeds = []
+    """A table of the speed beside cuDNN, the FlashAttentions and SDPA, which other pages quote."""
+    beside_cudnn, beside_best = [], []
     for direction in PASSES:
         cases = [square(d, n, mask) for d in DIMS for n in LENGTHS for mask in MASKS]
-        speeds.append([H200.over_cudnn("tilewise", case, direction) for case in cases])
-        speeds.append([H200.over_best(case, direction) for case in cases])
-    forward, forward_best, backward, backward_best = (
-        f"{geometric_mean(some):.2f} times ({min(some):.2f} to {max(some):.2f} by shape)" for some in speeds
-    )
+        beside_cudnn.append(mean_and_range([H200.over_cudnn("tilewise", case, direction) for case in cases]))
+        beside_best.append(mean_and_range([H200.over_best(case, direction) for case in cases]))
     pairs = [over_sdpa(*kind, shape) for kind in CPU_KINDS for shape in CPU_SHAPES]
     on_cpu = [sorted(each[n] for each in pairs if each[n]) for n in range(2)]
-    cpu_forward, cpu_backward = (f"{some[0]:.1f} to {some[-1]:.1f} times" for some in on_cpu)
-    return (
-        f"On one H200, in bf16 and over 36 shapes, the forward runs at {forward} the speed of cuDNN's attention and at {forward_best} "
-        f"that of the best of cuDNN and FlashAttention-2 and 4; the backward at {backward} and {backward_best}. On two CPU cores the "
-        f"forward runs at {cpu_forward} the speed of PyTorch's SDPA, the backward at {cpu_backward}."
-    )
+    rows = [
+        ["cuDNN, on an H200 (bf16, 36 shapes)", *beside_cudnn],
+        ["the best of cuDNN, FlashAttention-2 and 4, on the same", *beside_best],
+        [
+            "PyTorch's SDPA, on two CPU cores (fp32 and bf16)",
+            *(f"{some[0]:.1f} to {some[-1]:.1f} ×" for some in on_cpu),
+        ],
+    ]
+    return "\n".join(table(["how many times as fast as", "forward", "backward"], rows))
+
+
+def mean_and_range(ratios: list[float]) -> str:
+    """The geometric mean of ratios and their range, as text."""
+    return f"**{geometric_mean(ratios):.2f} ×** ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
 def quoted(text: str) -> str:
     """The text of a page with its quotation of :func:`summary` as the results have it now."""
-    lines = "\n".join(wrapped(summary()))
-    return re.sub(r"(?s)(<!-- speed -->\n).*?(<!-- /speed -->)", lambda found: f"{found[1]}{lines}\n{found[2]}", text)
+    return re.sub(
+        r"(?s)(<!-- speed -->\n).*?(<!-- /speed -->)", lambda found: f"{found[1]}{summary()}\n{found[2]}", text
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:

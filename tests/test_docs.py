@@ -1,4 +1,4 @@
-"""The documents run: every block of docs/adding.md, of README.md, docs/serving.md and docs/switching.md does what it says."""
+"""The documents run: every block of README.md and of docs/adding.md, serving.md, support.md and switching.md does what it says."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.test_imports import modules, violations
 
 ROOT = Path(__file__).parents[1]
 ADDING, README, SWITCHING = ROOT / "docs" / "adding.md", ROOT / "README.md", ROOT / "docs" / "switching.md"
-SERVING = ROOT / "docs" / "serving.md"
+SERVING, SUPPORT = ROOT / "docs" / "serving.md", ROOT / "docs" / "support.md"
 LARGEST = 256  # numbers of README are cut to it: the examples run at sizes for a test
 
 
@@ -134,12 +134,17 @@ def test_the_added_files_keep_the_import_arrows(changed):
     assert after <= before
 
 
-README_BLOCKS = blocks(README.read_text(encoding="utf-8"))
+BY_THEMSELVES = {
+    f"{page.name}-{block.line}": block.text
+    for page in (README, SUPPORT)
+    for block in blocks(page.read_text(encoding="utf-8"))
+    if block.language == "python"
+}
 
 
-@pytest.mark.parametrize("block", [b for b in README_BLOCKS if b.language == "python"], ids=lambda b: f"line-{b.line}")
-def test_every_example_of_the_readme_runs_by_itself(block):
-    python(ROOT, "-c", small(block.text))
+@pytest.mark.parametrize("name", BY_THEMSELVES)
+def test_every_example_of_the_readme_and_of_what_runs_where_runs_by_itself(name):
+    python(ROOT, "-c", small(BY_THEMSELVES[name]))
 
 
 SWITCHING_BLOCKS = [b for b in blocks(SWITCHING.read_text(encoding="utf-8")) if b.language == "python"]
@@ -164,7 +169,7 @@ def test_switching_shows_before_and_after_of_each():
 
 
 def test_the_first_code_of_the_readme_is_complete():
-    first = next(b for b in README_BLOCKS if b.language == "python")
+    first = next(b for b in blocks(README.read_text(encoding="utf-8")) if b.language == "python")
     assert {"import torch", "import tilewise as tw"} <= set(first.text.splitlines())
 
 

@@ -126,7 +126,7 @@ def _mask(block_mask: object, query: Tensor, key: Tensor) -> object:
         return block_mask
     lengths = query.shape[2], key.shape[2]
     if tuple(block_mask.seq_lengths) != lengths:
-        raise ValueError(f"block_mask is of lengths {tuple(block_mask.seq_lengths)}, the call of {lengths}")
+        raise ValueError(f"block_mask was built for lengths {tuple(block_mask.seq_lengths)} but the call has {lengths}")
     inside = tw.keep(block_mask.mask_mod)
     if torch.compiler.is_compiling():
         return _of_lists(block_mask, inside)

@@ -84,8 +84,9 @@ def _refuse_heads(query_heads: int, key_heads: int, sizes: list[int]) -> None:
     if any(end * key_heads != end_k * query_heads or start_k == end_k for (_, end), (start_k, end_k) in dealt):
         parts = ", ".join(f"{end - start} / {end_k - start_k}" for (start, end), (start_k, end_k) in dealt)
         raise NotImplementedError(
-            f"unsupported head sharding\n  each rank must hold whole groups: a key head with all of its query heads; {query_heads} query and "
-            f"{key_heads} key heads are sharded as {parts}\n  Shard the heads over a number of ranks that divides the key heads."
+            "unsupported head sharding\n  each rank must hold whole groups: a key head with all of its query heads; "
+            f"{query_heads} query and {key_heads} key heads are sharded as {parts}\n"
+            "  Shard the heads over a number of ranks that divides the key heads."
         )
 
 

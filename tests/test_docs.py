@@ -1,4 +1,4 @@
-"""The documents run: every block of README.md and of docs/adding.md, serving.md, support.md and switching.md does what it says."""
+"""The documents run: every block of README.md and of the pages of docs/ named here does what it says."""
 
 from __future__ import annotations
 
@@ -136,14 +136,14 @@ def test_the_added_files_keep_the_import_arrows(changed):
 
 BY_THEMSELVES = {
     f"{page.name}-{block.line}": block.text
-    for page in (README, SUPPORT)
+    for page in (README, SUPPORT, ROOT / "docs" / "algorithm.md", ROOT / "docs" / "derivatives.md")
     for block in blocks(page.read_text(encoding="utf-8"))
     if block.language == "python"
 }
 
 
 @pytest.mark.parametrize("name", BY_THEMSELVES)
-def test_every_example_of_the_readme_and_of_what_runs_where_runs_by_itself(name):
+def test_every_example_of_a_page_runs_by_itself(name):
     python(ROOT, "-c", small(BY_THEMSELVES[name]))
 
 

@@ -173,6 +173,15 @@ def test_the_first_code_of_the_readme_is_complete():
     assert {"import torch", "import tilewise as tw"} <= set(first.text.splitlines())
 
 
+COPIED = ("README.md", *(f"docs/{name}.md" for name in ("derivatives", "huggingface", "serving", "switching")))
+
+
+@pytest.mark.parametrize("page", COPIED)
+def test_code_to_copy_has_at_most_80_columns(page):
+    code = re.findall(r"^```\w*\n(.*?)^```$", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    assert [line for text in code for line in text.splitlines() if len(line) > 80] == []
+
+
 # -- The reader of documents ---------------------------------------------------------------------------------------
 
 

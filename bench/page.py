@@ -393,24 +393,26 @@ FEW_CONTESTANTS = {
 
 def single_precision() -> list[str]:
     """Products of fp32 beside PyTorch's memory-efficient attention."""
-    found, run, rows = load("triton-calls"), FP32, []
+    found, run = load("triton-calls"), FP32
+    rows: dict[str, list[list[str]]] = {direction: [] for direction in PASSES}
     for case, shape in found.cases(run).items():
         if shape["tf32"]:
             continue
-        cells = []
-        for name, who in ((case, "tilewise"), (case, "efficient"), (case.replace("exact", "tf32"), "tilewise")):
-            cells += [number(found.value(run, name, who, d, "time"), 2) for d in PASSES]
         length = (
             f"N {shape['seqlen_q']}" if shape["seqlen_q"] == shape["seqlen_k"] else f"1 query, {shape['seqlen_k']} keys"
         )
         title = f"B {shape['batch']}, H {shape['heads']}, {length}, D {shape['head_dim']}, {shape['mask'] or 'full'}"
-        rows.append([title, *cells])
+        timed = (case, "tilewise"), (case, "efficient"), (case.replace("exact", "tf32"), "tilewise")
+        for direction in PASSES:
+            times = [found.value(run, name, who, direction, "time") for name, who in timed]
+            rows[direction].append([title, *[number(ms, 2) for ms in times]])
     text = (
         "Milliseconds by the Triton backend; SDPA runs its memory-efficient kernels. PyTorch is ahead above D 128, where tilewise's three "
         f"bf16 terms for a number do not fit the registers. {found.source(run)}"
     )
-    header = ["fp32", *(f"{who}, {d}" for who in ("tilewise", "SDPA", "tilewise with tf32") for d in PASSES)]
-    return section("fp32 on an H200", text, table(header, rows))
+    header = ["", "tilewise", "SDPA", "tilewise with tf32"]
+    tables = [[f"**{direction.capitalize()}**", "", *table(header, rows[direction])] for direction in PASSES]
+    return section("fp32 on an H200", text, *tables)
 
 
 def host() -> list[str]:
@@ -563,24 +565,22 @@ def summary() -> str:
     beside_cudnn, beside_best = [], []
     for direction in PASSES:
         cases = [square(d, n, mask) for d in DIMS for n in LENGTHS for mask in MASKS]
-        beside_cudnn.append(mean_and_range([H200.over_cudnn("tilewise", case, direction) for case in cases]))
-        beside_best.append(mean_and_range([H200.over_best(case, direction) for case in cases]))
+        beside_cudnn += mean_and_range([H200.over_cudnn("tilewise", case, direction) for case in cases])
+        beside_best += mean_and_range([H200.over_best(case, direction) for case in cases])
     pairs = [over_sdpa(*kind, shape) for kind in CPU_KINDS for shape in CPU_SHAPES]
-    on_cpu = [sorted(each[n] for each in pairs if each[n]) for n in range(2)]
+    on_cpu = [cell for n in range(2) for cell in mean_and_range([each[n] for each in pairs if each[n]])]
     rows = [
         ["cuDNN, on an H200 (bf16, 36 shapes)", *beside_cudnn],
-        ["the best of cuDNN, FlashAttention-2 and 4, on the same", *beside_best],
-        [
-            "PyTorch's SDPA, on two CPU cores (fp32 and bf16)",
-            *(f"{some[0]:.1f} to {some[-1]:.1f} ×" for some in on_cpu),
-        ],
+        ["the best of cuDNN, FlashAttention-2 and 4 there", *beside_best],
+        ["PyTorch's SDPA, on two CPU cores (fp32, bf16)", *on_cpu],
     ]
-    return "\n".join(table(["how many times as fast as", "forward", "backward"], rows))
+    header = ["how many times as fast as", *(cell for direction in PASSES for cell in (direction, "range"))]
+    return "\n".join(table(header, rows))
 
 
-def mean_and_range(ratios: list[float]) -> str:
-    """The geometric mean of ratios and their range, as text."""
-    return f"**{geometric_mean(ratios):.2f} ×** ({min(ratios):.2f} to {max(ratios):.2f})"
+def mean_and_range(ratios: list[float]) -> list[str]:
+    """The geometric mean of ratios, and their range, as text."""
+    return [f"**{geometric_mean(ratios):.2f}**", f"{min(ratios):.2f} to {max(ratios):.2f}"]
 
 
 def quoted(text: str) -> str:

@@ -580,7 +580,7 @@ def summary() -> str:
 
 def mean_and_range(ratios: list[float]) -> list[str]:
     """The geometric mean of ratios, and their range, as text."""
-    return [f"**{geometric_mean(ratios):.2f}**", f"{min(ratios):.2f} to {max(ratios):.2f}"]
+    return [f"**{geometric_mean(ratios):.2f}**", f"{min(ratios):.2f}–{max(ratios):.2f}"]
 
 
 def quoted(text: str) -> str:

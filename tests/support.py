@@ -37,12 +37,18 @@ architectures = checkout.load_example("architectures.py")
 
 ARCHITECTURES_HEAD = """# Attention as models call it
 
-Each section is one complete call, from `examples/architectures.py`, with gradients for every floating tensor that it
-takes. `tests/test_architectures.py` runs each call at odd sizes on the CPU and compares o and all gradients with the
-textbook. `python -m tests.support --write` writes this page from the functions' own sources and from what each backend
-answers at the model's size, in bf16, forward and backward. Layouts are `(batch, seqlen, heads, head_dim)`, and every
-block begins with `import math`, `import torch` and `import tilewise as tw`. All functions compile as they stand, with
-`torch.compile(fullgraph=True)`. `tw.lookup(t, h, i)` reads a table as `t[h, i]` does."""
+This page has the attention of published models as complete calls that you can copy. The shortest one is a causal language model:
+
+```python
+o = tw.attention(q, k, v, causal=True)  # (batch, seqlen, heads, head_dim)
+```
+
+Every block begins with `import math`, `import torch` and `import tilewise as tw`, and compiles with
+`torch.compile(fullgraph=True)`. `tw.lookup(t, h, i)` reads a table as `t[h, i]` does. Floating tensors get gradients.
+
+`tests/test_architectures.py` runs each call at odd sizes on the CPU and compares o and all gradients with the textbook. The
+calls are in `examples/architectures.py`. The table shows what each backend answers at the model's size, in bf16, forward and
+backward; `python -m tests.support --write` writes this page."""
 
 # The rows of docs/support.md: what a user would look for, and the cases that must run for a tick.
 FEATURES = {
@@ -184,7 +190,9 @@ def architectures_page(support: dict[str, dict]) -> str:
 
 def _refusals(support: dict[str, dict], systems: list[str]) -> list[str]:
     """Every reason that a backend gives, the most frequent first."""
-    head = "The list counts the calls that each backend refuses, of the test suite's cases and the calls above, with every reason."
+    head = (
+        "These are the reasons of each backend to refuse a case of the test suite or a call above, with their counts."
+    )
     lines = ["## What is refused", "", head, ""]
     for name in systems:
         answers = support[name].values()

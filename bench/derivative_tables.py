@@ -12,10 +12,10 @@ TENSORS = ("o tangent", "second dq", "second dk", "second dv", "second dsink", "
 
 
 TEXTS = {
-    "triton-calls": "Milliseconds, and memory beyond inputs and outputs, eager attention's behind the stroke.",
+    "triton-calls": "Milliseconds, and memory beyond inputs and outputs, as tilewise / eager attention.",
     "cpu-calls": (
-        "On one thread of a CPU that others used too, so that only times measured in turns say something: multiples of tilewise's forward "
-        "and of its backward, eager attention's behind the stroke."
+        "One thread of a shared CPU, where only ratios of times measured in turns mean something: multiples of tilewise's forward and "
+        "of its backward, as tilewise / eager attention."
     ),
 }
 
@@ -113,7 +113,7 @@ def measured() -> str:
         ]
         lines += [
             "",
-            *wrapped("Relative rms errors against float64 in the same run, eager attention's behind the stroke."),
+            *wrapped("Relative rms errors against float64 in the same run, as tilewise / eager attention."),
         ]
         lines += ["", *errors(found, run)]
     return "\n".join(lines[1:])

@@ -45,10 +45,10 @@ RANKS = {2: "6f41e8220b30", 4: "031e580f267a"}
 """The runs of bench.traffic, bench.gpt_speed, examples.gpt.context_gpu, examples.pathfinder.ladder and, by GPUs, bench.gpt_ranks that are
 shown: name a newer one here."""
 INTRO = (
-    "What the papers claim, what they report, and what comes out here. `python -m bench.evidence --write` writes this page from "
-    "`bench/claims.toml` (the papers' figures, and when we say that a claim holds), `bench/results` (what was measured) and "
-    "`tilewise.iomodel` (what was counted, [io.md](io.md)). Each row has a command that reruns it; `tilewise bench --tag paper` runs what "
-    "the machine at hand can. Speeds beside other libraries are in [performance.md](performance.md)."
+    "This page compares the claims of the FlashAttention papers with our measurements. Each row has a command to repeat it; `tilewise "
+    "bench --tag paper` runs those that your machine can. Speeds beside other libraries are in [performance.md](performance.md). "
+    "`python -m bench.evidence --write` writes this page from `bench/claims.toml` (the papers' figures, and our criteria), `bench/results` "
+    "(measurements) and `tilewise.iomodel` (counts, [io.md](io.md))."
 )
 
 
@@ -387,7 +387,7 @@ def text() -> str:
     said = ", ".join(
         f"{verdicts.count(v)} {w}" for v, w in ((HOLDS, "hold"), (FAILS, "do not"), (UNSEEN, "not measured here"))
     )
-    lines = ["# Evidence", "", *wrapped(INTRO), "", f"Of {len(verdicts)} claims {said}.", "", *claim_table()]
+    lines = ["# Evidence", "", *wrapped(INTRO), "", f"There are {len(verdicts)} claims: {said}.", "", *claim_table()]
     for part in (training_section, parts_section, traffic_section, newcomer_section):
         lines += part()
     return "\n".join([*lines, ""])
@@ -410,8 +410,8 @@ def training_section() -> list[str]:
         lines.append([title, *cells, number(limit, 0)])
     words = (
         "TFLOP/s of a training step by the paper's formula, 6 · tokens · weights + 12 · layers · width · N · tokens, and the share of "
-        "a bf16 product of 8192³ timed in the same rounds. Heads of 128, bf16 under autocast, AdamW in fp32, bytes for tokens, so that the "
-        "models lack the vocabulary's weights. Nothing is checkpointed but standard attention's scores, which are computed again. "
+        "a bf16 product of 8192³ timed in the same rounds. Heads of 128, bf16 under autocast, AdamW in fp32. Tokens are bytes, so the "
+        "models lack the vocabulary's weights. Only standard attention's scores are checkpointed. "
         f"{found.source(*TABLE)} {found.runs[TABLE[0]]['statistic']}"
     )
     head = ["", "standard", "SDPA, FA2", "SDPA, cuDNN", "tilewise", "product"]
@@ -436,10 +436,9 @@ def parts_section() -> list[str]:
         rows.append([title, *[number(x, 2) for x in values], f"{values[2] * len(ours) / sum(ours):.3f}"])
     words = (
         "Milliseconds of a step of a GPT of 6 layers and width 512, context 1,024 × 16 rows, bf16, not compiled. So small a model "
-        "launches over 600 kernels of 0.03 ms each in the mean, and its host takes about as long as its GPU. Where kernels follow each "
-        "other without a gap, captured in a graph, tilewise is faster; in the whole step one contestant, twice, differs by more than the "
-        "two attentions; and the host alone, on a GPU that was idle before, takes longer with tilewise, whose backward is Python where "
-        "SDPA's is C++. "
+        "launches over 600 kernels of 0.03 ms each in the mean, and its host takes about as long as its GPU. tilewise is faster in a CUDA "
+        "graph, where kernels follow each other without a gap. Two runs of tilewise differ by more than the two attentions in the whole "
+        "step. The host alone takes longer with tilewise, because its backward is Python and SDPA's is C++. "
         f"{found.source(PARTS)}"
     )
     head = ["", "tilewise", "tilewise again", "SDPA", "SDPA / tilewise"]
@@ -458,14 +457,13 @@ def traffic_section() -> list[str]:
             ms = found.value(TRAFFIC, f"traffic-{shape['order']}-h128", "kernel", "forward", "time")
             rows.append([order_title(shape["order"]), *[number(x, 1) for x in values.values()], *share, number(ms, 2)])
     words = (
-        "MB of one head, forward, N 8192, D 64, fp16. *Counted* is what iomodel counts, whose fast memory is one multiprocessor's; *L2* is "
-        "what the counters saw between multiprocessors and L2, *DRAM* between L2 and memory; *least* reads Q, K and V and writes O once. "
-        "With keys outside, a head's Q and O pass by for each key block: 128 heads side by side hold more of them than L2 does, and DRAM "
-        "moves what is counted, until a pattern's band is narrow enough to stay in L2 (the last pattern). With queries outside, "
-        "the programs of a head read the same K and V at about the same time, L2 serves all but the first, and DRAM moves the least that "
-        "any algorithm can. Standard attention's products are cuBLAS's, whose tiles read Q, K, P and V more often than the long blocks "
-        "that the model keeps; S and P themselves go through DRAM as counted. Its counters are of 16 heads, all others of 128; the last "
-        "column is the time of 128. "
+        "MB of one head, forward, N 8192, D 64, fp16. *Counted* is iomodel's number, for the fast memory of one multiprocessor. *L2* and "
+        "*DRAM* are hardware counters between multiprocessors and L2, and between L2 and memory. *Least* reads Q, K and V and writes O "
+        "once. Each key block reads a head's Q and O again if the keys are outside: 128 heads have more of them than L2 holds, so DRAM "
+        " moves the counted bytes, until a pattern's band is narrow enough for L2 (the last pattern). The programs of a head read the "
+        "same K and V at about the same time if the queries are outside: L2 serves all but the first, and DRAM moves the least possible. "
+        "Standard attention uses cuBLAS's products. Their tiles read Q, K, P and V more often than the model's long blocks; S and P go "
+        "through DRAM as counted. Its counters are of 16 heads, all others of 128; the last column is the time of 128. "
         f"{found.source(TRAFFIC)} {found.runs[TRAFFIC]['statistic']}"
     )
     head = ["order of the loops", "counted", "L2", "DRAM", "least", "L2 / counted", "DRAM / counted", "ms"]
@@ -487,7 +485,7 @@ def newcomer_section() -> list[str]:
     ]
     load_then = found.runs[run]["load"]
     words = (
-        "How long the first commands took in an empty folder, the first of them with an environment to build. "
+        "Time of the first commands in an empty folder; the first one builds an environment. "
         f"The machine's load before was {load_then}. {found.source(run)}"
     )
     return section("The first commands", words, table(["command", "took"], rows))

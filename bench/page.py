@@ -8,9 +8,9 @@ import math
 import re
 import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -41,13 +41,16 @@ MASKS = ("full", "causal")
 MASK_PEERS = ("tilewise", "triton", "cudnn-flex", "flex")
 LEVEL = 0.995  # of a peer's speed: below it a contestant counts as behind
 NONE = "—"
-INTRO = (
-    "How fast tilewise is, from `bench/results`. `python -m bench.page --write` writes this page: change those files, not this one. "
-    "A contestant that is wrong is not timed. N is the sequence length, D the head dim, and *16/4* are 16 query heads on 4 key "
-    "heads. Inputs are bf16 unless a table says otherwise. A causal mask counts half of the operations, other masks count the pairs that "
-    "they keep, and a backward counts 2.5 times its forward. [decisions.md](decisions.md) says why the kernels are as they are, "
-    "[tried.md](tried.md) what lost."
-)
+INTRO = "This page shows how fast tilewise is beside other libraries, from the files in `bench/results`. To measure a case on your machine:"
+COMMAND = ["```", "tilewise bench --list          # the cases", "tilewise bench --case NAME", "```"]
+TERMS = [
+    "- N is the sequence length, D the head dim. *16/4* means 16 query heads on 4 key heads.",
+    "- Inputs are bf16 unless a table says otherwise.",
+    "- A causal mask counts half of the operations, other masks count the pairs that they keep. A backward counts 2.5 times its forward.",
+    "- A contestant with a wrong result is not timed.",
+    "- [decisions.md](decisions.md) says why the kernels are as they are, [tried.md](tried.md) what lost.",
+    "- `python -m bench.page --write` writes this page: change the results, not the page.",
+]
 
 
 class Results:
@@ -136,8 +139,8 @@ def wrapped(text: str) -> list[str]:
 
 
 def section(title: str, text: str, *tables: list[str]) -> list[str]:
-    """A heading, its paragraph, and what follows it: tables or a plot."""
-    lines = ["", f"## {title}", *wrapped(text)]
+    """A heading, its paragraph, if any, and what follows it: tables, a plot or another paragraph."""
+    lines = ["", f"## {title}", *(["", *wrapped(text)] if text else [])]
     for each in tables:
         lines += ["", *each]
     return lines
@@ -210,24 +213,33 @@ class Squares:
             for mask in MASKS
         ]
 
-    def cell(self, case: str, direction: str) -> str:
-        """TFLOP/s of tilewise, and how many times as fast as each close peer it is."""
-        if self.tflops(case, "tilewise", direction) is None:
-            return NONE
-        timed = {peer: self.tflops(case, peer, direction) is not None for peer in CLOSE}
-        ratios = [f"{self.over(peer, case, direction):.2f}" if timed[peer] else NONE for peer in CLOSE]
-        return " ".join([f"**{number(self.tflops(case, 'tilewise', direction))}**", *ratios])
+    def tables(self, rows: list[tuple[str, str, list[str]]]) -> list[list[str]]:
+        """TFLOP/s of tilewise, and how many times as fast as each close peer it is, each under a heading."""
+
+        def filled(title: str, cell: Callable[[str, str], float | None], digits: int | None) -> list[str]:
+            cells = [[name, *(number(cell(case, d), digits) for case in cases)] for name, d, cases in rows]
+            return [f"**{title}**", "", *table(["", *[f"N {n}" for n in LENGTHS]], cells)]
+
+        found = [filled("TFLOP/s of tilewise", lambda case, d: self.tflops(case, "tilewise", d), None)]
+        for peer, name in zip(CLOSE, ("cuDNN", "FlashAttention-4"), strict=True):
+            found.append(filled(f"Times as fast as {name}", partial(self.over_if_timed, peer), 2))
+        return found
+
+    def over_if_timed(self, peer: str, case: str, direction: str) -> float | None:
+        """How many times as fast as a peer tilewise is on a case; None where one of them was not timed."""
+        timed = [self.tflops(case, who, direction) is not None for who in ("tilewise", peer)]
+        return self.over(peer, case, direction) if all(timed) else None
 
     def behind(self) -> str:
-        """A clause on the cells in which a peer is faster: how many, and the worst."""
+        """A clause on the rows in which a peer is faster: how many, and the worst."""
         ratios = [
             (self.over_best(case, direction), f"{title}, N {n}")
             for title, direction, cases in self.rows()
             for n, case in zip(LENGTHS, cases, strict=True)
         ]
         behind = sorted(row for row in ratios if row[0] < LEVEL)
-        worst = f", at worst at {behind[0][0]:.2f} × ({behind[0][1]})" if behind else ""
-        return f"of {len(ratios)} cells tilewise is behind the best of its peers in {len(behind)}{worst}"
+        worst = f"; tilewise then has at least {behind[0][0]:.2f} of its speed ({behind[0][1]})" if behind else ""
+        return f"the best peer is faster in {len(behind)} of {len(ratios)} shapes{worst}"
 
     def means(self, contestants: tuple[str, ...]) -> list[list[str]]:
         """Geometric means over cuDNN, over the best peer and over FlashAttention-3, by pass and head dim."""
@@ -256,51 +268,41 @@ BESIDE_FA3 = Squares("h200-peers", "h200-squares", ("fa3",))
 """The run that timed FlashAttention-3, which has no wheel, beside tilewise of that day."""
 
 
-def wide() -> list[str]:
-    """The table of a head dim above 256, beside PyTorch's memory-efficient attention, which alone of its kernels takes it; and of the
+def wide() -> list[list[str]]:
+    """Two tables: a head dim above 256 beside PyTorch's memory-efficient attention, the only one of its kernels that takes it; and the
     backward where v has other columns than q and k, beside cuDNN."""
     found = load("hopper-calls")
     cases = {(shape["mask"], shape["seqlen_q"]): name for name, shape in found.cases(WIDE).items()}
-
-    def speeds(case: str, direction: str) -> str:
+    rows = []
+    for direction in PASSES:
         runs = (KEPT, WIDE) if direction == "backward" else (WIDE,)
-        ours, efficient = (found.rate(runs, case, who, direction) for who in ("tilewise", "efficient"))
-        return f"**{number(ours[1], 0)}** {number(efficient[1], 0)}"
-
-    rows = [
-        [f"{direction}, D 512, {mask}", *[speeds(cases[mask, n], direction) for n in LENGTHS]]
-        for direction in PASSES
-        for mask in MASKS
+        for mask in MASKS:
+            for who, name in (("tilewise", "**tilewise**"), ("efficient", "SDPA, memory-efficient")):
+                speeds = [found.rate(runs, cases[mask, n], who, direction)[1] for n in LENGTHS]
+                rows.append([f"{direction}, {mask}, {name}", *[number(speed, 0) for speed in speeds]])
+    uneven = []
+    for mask in MASKS:
+        for who, name in zip(UNEVEN, ("**tilewise**", "cuDNN"), strict=True):
+            speeds = [found.rate((KEPT,), f"kept-d192v128-n{n}-{mask}", who, "backward")[1] for n in LENGTHS]
+            uneven.append([f"backward, {mask}, {name}", *[number(speed, 0) for speed in speeds]])
+    lengths = [f"N {n}" for n in LENGTHS]
+    return [
+        ["**TFLOP/s, D 512**", "", *table(["", *lengths], rows)],
+        ["**TFLOP/s, D 192 with a v of 128**", "", *table(["", *lengths], uneven)],
     ]
-    # v has other columns than q and k: beside cuDNN.
-    uneven = [
-        [found.rate((KEPT,), f"kept-d192v128-n{n}-{m}", w, "backward")[1] for m in MASKS for w in UNEVEN]
-        for n in LENGTHS
-    ]
-    rows.append(
-        [
-            "backward, D 192, v 128, full / causal, cuDNN",
-            *["**{:.0f}** {:.0f} / **{:.0f}** {:.0f}".format(*x) for x in uneven],
-        ]
-    )
-    return table(["**tilewise**, SDPA memory-efficient", *[f"N {n}" for n in LENGTHS]], rows)
 
 
 def squares() -> list[str]:
     """Forward and backward beside cuDNN and the FlashAttentions, by head dim, mask and length; grouped queries below them."""
-    rows = [[title, *[H200.cell(case, direction) for case in cases]] for title, direction, cases in H200.rows()]
+    rows = H200.rows()
     for direction in PASSES:
         for mask in MASKS:
             cases = [f"h200-gqa4-d128-n{n}-{mask}" for n in LENGTHS]
-            cells = [H200.cell(case, direction) for case in cases]
-            rows.append([f"{direction}, D 128, 16/4, {mask}", *cells])
+            rows.append((f"{direction}, D 128, 16/4, {mask}", direction, cases))
     text = (
-        "16,384 tokens, hidden size 2048. A cell of the first table has **TFLOP/s of tilewise**, and how many times as fast as cuDNN "
-        f"and FA4 it is, in the same rounds, kernels alone. But for grouped heads, {H200.behind()}. "
-        f"{load(H200.file).source(H200.run)} On an H100 "
-        f"{H100.behind()} ({load(H100.file).runs[H100.run]['device']}, the same command); the third table has its rows. FA3 has no "
-        f"wheel: tilewise of {load(H200.file).runs[BESIDE_FA3.run]['when']} was timed beside it, whose backward was slower than today's."
-        f" The last table: {load('hopper-calls').runs[KEPT]['when']}."
+        f"16,384 tokens of hidden size 2048, kernels alone, all contestants in the same rounds. Apart from grouped heads, {H200.behind()}. "
+        f"{load(H200.file).source(H200.run)} FA3 has no wheel: tilewise of "
+        f"{load(H200.file).runs[BESIDE_FA3.run]['when']} was timed beside it; its backward was slower than today's."
     )
     plot = ["![TFLOP/s against the sequence length, forward and backward](img/h200-hopper.png)"]
     who = ("fa2", "fa4", "tilewise")
@@ -312,15 +314,18 @@ def squares() -> list[str]:
         "tilewise over its best peer",
         "earlier, over FA3",
     ]
-    lengths = [f"N {n}" for n in LENGTHS]
-    smaller = [[title, *[H100.cell(case, direction) for case in cases]] for title, direction, cases in H100.rows()]
-    tables = (
-        table(["", *lengths], rows),
-        table(header, H200.means(who)),
-        table(["H100, over cuDNN and FA4", *lengths], smaller),
-        wide(),
+    first = section(
+        "Forward and backward on an H200", "", plot, wrapped(text), table(header, H200.means(who)), *H200.tables(rows)
     )
-    return section("Forward and backward on an H200 and an H100", text, plot, *tables)
+    smaller = f"The same table on an H100: {H100.behind()}. {load(H100.file).source(H100.run)}"
+    above = (
+        f"PyTorch has only its memory-efficient kernels for head dims above 256. {load('hopper-calls').source(KEPT)}"
+    )
+    return [
+        *first,
+        *section("Forward and backward on an H100", smaller, *H100.tables(H100.rows())),
+        *section("Large and uneven head dims on an H200", above, *wide()),
+    ]
 
 
 def mask_rate(cases: Iterable[str], who: str, direction: str) -> float | None:
@@ -332,73 +337,82 @@ def mask_rate(cases: Iterable[str], who: str, direction: str) -> float | None:
 
 def masks() -> list[str]:
     """Masks and scores beside cudnn.flex_attention and compiled FlexAttention."""
-    found, rows, behind = load("h200-peers"), [], dict.fromkeys(PASSES, 0)
-    earlier = found.cases(MASKED[-1])
+    found, behind = load("h200-peers"), dict.fromkeys(PASSES, 0)
+    rows: dict[str, list[list[str]]] = {direction: [] for direction in PASSES}
+    plans, earlier = [], found.cases(MASKED[-1])
     for case in (case for case in tagged("masks") if not case.lengths):
         before = case.name if case.name in earlier else case.name.removesuffix(f"-n{case.seqlen_q}")
-        rates = {who: [mask_rate((case.name, before), who, d) for d in PASSES] for who in MASK_PEERS}
-        for n, direction in enumerate(PASSES):
-            behind[direction] += rates["tilewise"][n] < LEVEL * max(rate[n] or 0 for rate in rates.values())
-        cells = [pair(rate) for rate in rates.values()]
-        for column, who in ((0, "tilewise"), (2, "cudnn-flex")):
-            packed = [case.name.replace("documents-causal", "packed-causal")]
-            cells[column] += f" ({pair(mask_rate(packed, who, d) for d in PASSES)})" if packed != [case.name] else ""
-        plans = [found.value(MASKED[-1], before, who, "forward", "plan") for who in ("tilewise", "cudnn-flex", "flex")]
-        anew = found.value(PLANS, case.name, "tilewise", "forward", "plan")
-        plans[0] = plans[0] if anew is None else anew
         length = f"N {case.seqlen_q}" + (f", batch {case.batch}" if case.batch > 1 else "")
         title = f"{earlier[before]['what']}, {length}, D {case.head_dim}, {case.heads_q}/{case.heads_k}"
-        rows.append([title, *cells, " / ".join(number(ms, 2) for ms in plans)])
+        packed = case.name.replace("documents-causal", "packed-causal")
+        for direction in PASSES:
+            rates = [mask_rate((case.name, before), who, direction) for who in MASK_PEERS]
+            behind[direction] += rates[0] < LEVEL * max(rate or 0 for rate in rates)
+            rows[direction].append([title, *map(number, rates)])
+            if packed != case.name:
+                own = [mask_rate([packed], who, direction) for who in MASK_PEERS]
+                rows[direction].append(["… as a packed call", *map(number, own)])
+        made = [found.value(MASKED[-1], before, who, "forward", "plan") for who in ("tilewise", "cudnn-flex", "flex")]
+        anew = found.value(PLANS, case.name, "tilewise", "forward", "plan")
+        plans.append([title, *[number(ms, 2) for ms in (made[0] if anew is None else anew, *made[1:])]])
     text = (
-        f"TFLOP/s of kept pairs, forward / backward, in brackets as a packed call; a dash: it cannot. Another is faster than tilewise in "
-        f"{behind['forward']} of {len(rows)} forwards and {behind['backward']} backwards. {found.source(MASKED[3])} Of an earlier "
-        f"run: FlexAttention and the peers' plans; of later ones: ALiBi and the table. "
-        f"Ours: `{found.runs[PLANS]['command']}`."
+        f"TFLOP/s of kept pairs. Another library is faster than tilewise in {behind['forward']} of {len(plans)} forwards and "
+        f"{behind['backward']} backwards. A dash means that it cannot run the call. {found.source(MASKED[3])} FlexAttention and the peers' "
+        f"plans are from an earlier run, ALiBi and the table from later ones; tilewise's plans: `{found.runs[PLANS]['command']}`."
     )
-    header = ["mask and score", "tilewise", "its Triton", "cudnn.flex", "FlexAttention"]
-    header.append("plan, ms: tilewise / cudnn.flex / Flex")
-    return section("Masks and scores on an H200", text, table(header, rows))
+    header = ["tilewise", "its Triton", "cudnn.flex", "FlexAttention"]
+    tables = [[f"**{direction.capitalize()}**", "", *table(["", *header], rows[direction])] for direction in PASSES]
+    plan = ["**Planning a new mask, ms**", "", *table(["", "tilewise", "cudnn.flex", "FlexAttention"], plans)]
+    return section("Masks and scores on an H200", text, *tables, plan)
 
 
 def few() -> list[str]:
     """Causal backwards with one key head, as each GPU of a tensor-parallel group may have."""
     found, rows = load("hopper-calls"), []
     for d in DIMS:
-        cells = []
-        for case in (*(f"few-d{d}-b1-n{n}-8-1-causal" for n in FEW_LENGTHS), f"few-packed-d{d}-8192-2048-8-1-causal"):
-            first, *others = (number(found.value(FEW, case, who, "backward", "rate")) for who in FEW_CONTESTANTS)
-            cells.append(f"**{first}** {' '.join(others)}")
-        rows.append([f"D {d}", *cells])
+        cases = [*(f"few-d{d}-b1-n{n}-8-1-causal" for n in FEW_LENGTHS), f"few-packed-d{d}-8192-2048-8-1-causal"]
+        for who, name in FEW_CONTESTANTS.items():
+            cells = [number(found.value(FEW, case, who, "backward", "rate")) for case in cases]
+            rows.append([f"D {d}, {name}", *cells])
     text = (
-        "TFLOP/s of **tilewise**, of the same kernels with a CTA for each key tile, of its Triton, and of cuDNN, which gets a key head for "
-        f"each query head and need not add up their gradients: causal backwards of 8 query heads on 1 key head. {found.source(FEW)}"
+        "TFLOP/s of causal backwards with 8 query heads on 1 key head. cuDNN gets a key head for each query head and need not add up their "
+        f"gradients. {found.source(FEW)}"
     )
     header = ["", *(f"N {n}" for n in FEW_LENGTHS), "packed, 4 of 2048"]
     return section("One key head on an H200", text, table(header, rows))
 
 
 FEW, FEW_LENGTHS = "h200-few-key-heads", (2048, 4096, 8192)
-FEW_CONTESTANTS = "tilewise", "unshared", "triton", "cudnn"
+FEW_CONTESTANTS = {
+    "tilewise": "**tilewise**",
+    "unshared": "with a CTA for each key tile",
+    "triton": "its Triton",
+    "cudnn": "cuDNN",
+}
 
 
 def single_precision() -> list[str]:
     """Products of fp32 beside PyTorch's memory-efficient attention."""
-    found, run, rows = load("triton-calls"), FP32, []
+    found, run = load("triton-calls"), FP32
+    rows: dict[str, list[list[str]]] = {direction: [] for direction in PASSES}
     for case, shape in found.cases(run).items():
         if shape["tf32"]:
             continue
-        cells = []
-        for name, who in ((case, "tilewise"), (case, "efficient"), (case.replace("exact", "tf32"), "tilewise")):
-            cells.append(pair((found.value(run, name, who, d, "time") for d in PASSES), 2))
         length = (
             f"N {shape['seqlen_q']}" if shape["seqlen_q"] == shape["seqlen_k"] else f"1 query, {shape['seqlen_k']} keys"
         )
         title = f"B {shape['batch']}, H {shape['heads']}, {length}, D {shape['head_dim']}, {shape['mask'] or 'full'}"
-        rows.append([title, *cells])
-    text = f"Milliseconds, forward / backward, by the Triton backend. {found.source(run)}"
-    text += " Three bf16 terms stand for a number: above D 128 they do not fit the registers, and PyTorch is ahead."
-    header = ["fp32", "tilewise", "SDPA, memory-efficient", "tilewise where tf32 is allowed"]
-    return section("fp32 on an H200", text, table(header, rows))
+        timed = (case, "tilewise"), (case, "efficient"), (case.replace("exact", "tf32"), "tilewise")
+        for direction in PASSES:
+            times = [found.value(run, name, who, direction, "time") for name, who in timed]
+            rows[direction].append([title, *[number(ms, 2) for ms in times]])
+    text = (
+        "Milliseconds by the Triton backend; SDPA runs its memory-efficient kernels. PyTorch is ahead above D 128, where tilewise's three "
+        f"bf16 terms for a number do not fit the registers. {found.source(run)}"
+    )
+    header = ["", "tilewise", "SDPA", "tilewise with tf32"]
+    tables = [[f"**{direction.capitalize()}**", "", *table(header, rows[direction])] for direction in PASSES]
+    return section("fp32 on an H200", text, *tables)
 
 
 def host() -> list[str]:
@@ -413,8 +427,8 @@ def host() -> list[str]:
                 cells.append(spread(found.value(run, case, who, direction, "host") for run in runs))
             rows.append([f"{backend}, {case.removeprefix('host-')}", *cells])
     text = (
-        "Microseconds a call on the host of an H200, the range over processes. A call has 2 heads of 64 queries, so that the kernels are "
-        f"short. {found.source(*runs)}"
+        "Microseconds that a call costs the host of an H200, as a range over processes. A call has 2 heads of 64 queries, and the same "
+        f"shape each time. {found.source(*runs)}"
     )
     header = ["", "backend forward", "backend backward", "`tw.attention`", "with a graph for gradients", "SDPA"]
     return section("Host time", text, table(header, rows))
@@ -455,19 +469,22 @@ def over_sdpa_by_amx(head_dim: int, shape: str) -> list[float | None]:
 
 def cpu() -> list[str]:
     """The CPU backend beside PyTorch's SDPA, and beside the machine's limits."""
-    found, rows = load("cpu-goals"), []
+    found = load("cpu-goals")
+    rows: list[list[list[str]]] = [[], []]
     for shape in CPU_SHAPES:
         ratios = [over_sdpa(*kind, shape) for kind in CPU_KINDS] + [over_sdpa_by_amx(d, shape) for d in (64, 128)]
-        rows.append([shape_title(shape), *[pair(each, 2) for each in ratios]])
+        for n in range(2):
+            rows[n].append([shape_title(shape), *[number(each[n], 2) for each in ratios]])
     runs = [run for run, record in found.runs.items() if "sdpa" in record["peers"]]
     text = (
-        "How many times as fast as PyTorch's SDPA, forward / backward, 8 heads; the last two columns are bf16 by AMX, which SDPA uses "
-        f"too. {found.source(*runs)} AMX: {load('cpu-calls').source(AMX)} {sparse_on_cpu()} "
-        f"Decoding reads K and V at {decode_on_cpu('-b')} of a plain sum's pace from memory, {decode_on_cpu('k')} from L3."
+        "How many times as fast as PyTorch's SDPA the CPU backend is, with 8 heads. The last two columns are bf16 with AMX, which SDPA "
+        f"uses too. {found.source(*runs)} AMX: {load('cpu-calls').source(AMX)} {sparse_on_cpu()} "
+        f"Decoding reads K and V at {decode_on_cpu('-b')} of a plain sum's pace from memory, at {decode_on_cpu('k')} from L3."
     )
     header = ["", *[f"{dtype}, D {d}" for dtype, d in CPU_KINDS], "AMX, D 64", "AMX, D 128"]
     plot = ["![Ratio to SDPA by case, forward and backward](img/cpu-goals.png)"]
-    return section("CPU", text, plot, table(header, rows))
+    tables = [[f"**{d.capitalize()}**", "", *table(header, found)] for d, found in zip(PASSES, rows, strict=True)]
+    return section("CPU", "", plot, wrapped(text), *tables)
 
 
 def shape_title(shape: str) -> str:
@@ -504,8 +521,8 @@ def sparse_on_cpu() -> str:
         full, mine = ([found.value(run, case, "cpu", d, "time") for d in PASSES] for case in cases)
         gains.append(pair((a / b for a, b in zip(full, mine, strict=True)), 1))
     return (
-        f"In fp32 at N 16384 a window of 512 makes full attention {gains[0]} times as fast, a pattern of {100 * kept:.1f} % of the blocks "
-        f"{gains[1]} times ({machine(found.runs[run])})."
+        f"A window of 512 is {gains[0]} times as fast as full attention in fp32 at N 16384, and a pattern of {100 * kept:.1f} % of the "
+        f"blocks {gains[1]} times (forward / backward, {machine(found.runs[run])})."
     )
 
 
@@ -527,7 +544,7 @@ def training() -> list[str]:
             [f"CPU, context 1024 × 4 rows, {threads} thread{'s'[: threads > 1]}", number(ms[0]), NONE, number(ms[1])]
         )
     text = (
-        "Milliseconds of one step of a small GPT: forward, backward and AdamW; [training.md](training.md) shows losses. "
+        "Milliseconds of one step of a small GPT: forward, backward and AdamW. [training.md](training.md) shows the losses. "
         f"{gpu.source(STEPS)} {on_cpu.source(*runs)}"
     )
     return section("A training step", text, table(["", "tilewise", "its Triton", "SDPA"], rows))
@@ -539,33 +556,38 @@ def training() -> list[str]:
 def page() -> str:
     """The whole of docs/performance.md."""
     parts = (squares, masks, few, single_precision, cpu, host, training)
-    return "\n".join(["# Performance", "", *wrapped(INTRO), *[line for part in parts for line in part()], ""])
+    head = ["# Performance", "", *wrapped(INTRO), "", *COMMAND, "", summary(), "", *TERMS]
+    return "\n".join([*head, *[line for part in parts for line in part()], ""])
 
 
 def summary() -> str:
-    """A paragraph on the speed beside cuDNN, the FlashAttentions and SDPA, which other pages quote."""
-    speeds = []
+    """A table of the speed beside cuDNN, the FlashAttentions and SDPA, which other pages quote."""
+    beside_cudnn, beside_best = [], []
     for direction in PASSES:
         cases = [square(d, n, mask) for d in DIMS for n in LENGTHS for mask in MASKS]
-        speeds.append([H200.over_cudnn("tilewise", case, direction) for case in cases])
-        speeds.append([H200.over_best(case, direction) for case in cases])
-    forward, forward_best, backward, backward_best = (
-        f"{geometric_mean(some):.2f} times ({min(some):.2f} to {max(some):.2f} by shape)" for some in speeds
-    )
+        beside_cudnn += mean_and_range([H200.over_cudnn("tilewise", case, direction) for case in cases])
+        beside_best += mean_and_range([H200.over_best(case, direction) for case in cases])
     pairs = [over_sdpa(*kind, shape) for kind in CPU_KINDS for shape in CPU_SHAPES]
-    on_cpu = [sorted(each[n] for each in pairs if each[n]) for n in range(2)]
-    cpu_forward, cpu_backward = (f"{some[0]:.1f} to {some[-1]:.1f} times" for some in on_cpu)
-    return (
-        f"On one H200, in bf16 and over 36 shapes, the forward runs at {forward} the speed of cuDNN's attention and at {forward_best} "
-        f"that of the best of cuDNN and FlashAttention-2 and 4; the backward at {backward} and {backward_best}. On two CPU cores the "
-        f"forward runs at {cpu_forward} the speed of PyTorch's SDPA, the backward at {cpu_backward}."
-    )
+    on_cpu = [cell for n in range(2) for cell in mean_and_range([each[n] for each in pairs if each[n]])]
+    rows = [
+        ["cuDNN, on an H200 (bf16, 36 shapes)", *beside_cudnn],
+        ["the best of cuDNN, FlashAttention-2 and 4 there", *beside_best],
+        ["PyTorch's SDPA, on two CPU cores (fp32, bf16)", *on_cpu],
+    ]
+    header = ["how many times as fast as", *(cell for direction in PASSES for cell in (direction, "range"))]
+    return "\n".join(table(header, rows))
+
+
+def mean_and_range(ratios: list[float]) -> list[str]:
+    """The geometric mean of ratios, and their range, as text."""
+    return [f"**{geometric_mean(ratios):.2f}**", f"{min(ratios):.2f}–{max(ratios):.2f}"]
 
 
 def quoted(text: str) -> str:
     """The text of a page with its quotation of :func:`summary` as the results have it now."""
-    lines = "\n".join(wrapped(summary()))
-    return re.sub(r"(?s)(<!-- speed -->\n).*?(<!-- /speed -->)", lambda found: f"{found[1]}{lines}\n{found[2]}", text)
+    return re.sub(
+        r"(?s)(<!-- speed -->\n).*?(<!-- /speed -->)", lambda found: f"{found[1]}{summary()}\n{found[2]}", text
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,5 +1,7 @@
-"""What runs where: every backend's ``unsupported`` over the case table and the architectures, as ``tests/support.json``, the
-README's table and docs/architectures.md; and what ``explain`` says of three calls on the machine that writes it.
+"""What runs where, as each backend's ``unsupported`` answers for the case table and the architectures.
+
+It is written to ``tests/support.json``, to the tables of README.md and docs/support.md, and to docs/architectures.md.
+docs/support.md also gets what ``explain`` says of three calls on the machine that writes it.
 
 python -m tests.support --write
 """
@@ -27,6 +29,7 @@ from tilewise.testing import of_case
 ROOT = Path(__file__).parent.parent
 FILE = ROOT / "tests" / "support.json"
 README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "support.md"
 ARCHITECTURES = ROOT / "docs" / "architectures.md"
 RUNS, FORWARD = "runs", "runs without gradients"
 
@@ -34,14 +37,20 @@ architectures = checkout.load_example("architectures.py")
 
 ARCHITECTURES_HEAD = """# Attention as models call it
 
-Each section is one complete call, from `examples/architectures.py`, with gradients for every floating tensor that it
-takes. `tests/test_architectures.py` runs each call at odd sizes on the CPU and compares o and all gradients with the
-textbook. `python -m tests.support --write` writes this page from the functions' own sources and from what each backend
-answers at the model's size, in bf16, forward and backward. Layouts are `(batch, seqlen, heads, head_dim)`, and every
-block begins with `import math`, `import torch` and `import tilewise as tw`. All functions compile as they stand, with
-`torch.compile(fullgraph=True)`. `tw.lookup(t, h, i)` reads a table as `t[h, i]` does."""
+This page has the attention of published models as complete calls that you can copy. The shortest one is a causal language model:
 
-# README's rows: what a user would look for, and the cases that must run for a tick.
+```python
+o = tw.attention(q, k, v, causal=True)  # (batch, seqlen, heads, head_dim)
+```
+
+Every block begins with `import math`, `import torch` and `import tilewise as tw`, and compiles with
+`torch.compile(fullgraph=True)`. `tw.lookup(t, h, i)` reads a table as `t[h, i]` does. Floating tensors get gradients.
+
+`tests/test_architectures.py` runs each call at odd sizes on the CPU and compares o and all gradients with the textbook. The
+calls are in `examples/architectures.py`. The table shows what each backend answers at the model's size, in bf16, forward and
+backward; `python -m tests.support --write` writes this page."""
+
+# The rows of docs/support.md: what a user would look for, and the cases that must run for a tick.
 FEATURES = {
     "any length, queries ≠ keys, empty rows": ["n1000-full", "more-queries-causal", "decode-causal"],
     "`causal`, `window`": ["gqa-causal", "window-8", "window-both-cross"],
@@ -52,13 +61,25 @@ FEATURES = {
     "dropout": ["dropout", "dropout-causal-alibi-sink"],
     "GQA, MQA": ["gqa-full", "mqa-causal"],
     "head_dim of v ≠ of q": ["dv-above-d-full", "dv-below-d-causal"],
-    "any head_dim (1, 513)": ["d1-full", "d513-causal"],
+    "head_dim 1": ["d1-full"],
+    "head_dim 513": ["d513-causal"],
     "packed sequences (`attention_varlen`)": ["packed-full", "packed-causal-cross", "packed-window-softcap"],
     "bf16, fp16": ["bfloat16-causal", "float16-causal"],
     "fp32": ["float32-causal"],
     "fp64": ["float64-causal"],
 }
 
+
+# The rows of README.md: each stands for some rows of FEATURES, by the words that their titles begin with.
+SUMMARY = {
+    "any mask, any length, GQA, packed sequences, sinks": ("any length", "`causal`", "`prefix`", "`keep`", "GQA", "packed", "sinks"),
+    "softcap, ALiBi, bias, any score function": ("`softcap`",),
+    "dropout": ("dropout",),
+    "head_dim above 512": ("head_dim 513",),
+    "bf16, fp16": ("bf16",),
+    "fp32": ("fp32",),
+    "fp64": ("fp64",),
+}  # fmt: skip
 
 SIXTEEN_BITS = ("hopper",)
 WHERE = {"hopper": "Hopper GPU, 16 bits"}
@@ -122,7 +143,13 @@ def architecture_problem(row) -> problem.Problem:
     return asked
 
 
-def readme_table(support: dict[str, dict]) -> str:
+def summary() -> dict[str, list[str]]:
+    """The rows of README.md with the cases of the features that they stand for."""
+    of = lambda words: [cases for title, cases in FEATURES.items() if title.startswith(words)]  # noqa: E731
+    return {title: [case for cases in of(words) for case in cases] for title, words in SUMMARY.items()}
+
+
+def support_table(support: dict[str, dict], features: dict[str, list[str]]) -> str:
     """Markdown: a row a feature, a column a backend."""
     rows = list(dispatch.BACKENDS)
     where = {
@@ -134,7 +161,7 @@ def readme_table(support: dict[str, dict]) -> str:
         "| | " + " | ".join(f"`{row.name}` ({where[row.name]})" for row in rows) + " |",
         "|---" * (len(rows) + 1) + "|",
     ]
-    for feature, names in FEATURES.items():
+    for feature, names in features.items():
         ticks = [tick([support[row.name][n] for n in names]) for row in rows]
         lines.append(f"| {feature} | {' | '.join(ticks)} |")
     return "\n".join(lines)
@@ -163,7 +190,9 @@ def architectures_page(support: dict[str, dict]) -> str:
 
 def _refusals(support: dict[str, dict], systems: list[str]) -> list[str]:
     """Every reason that a backend gives, the most frequent first."""
-    head = "The list counts the calls that each backend refuses, of the test suite's cases and the calls above, with every reason."
+    head = (
+        "These are the reasons of each backend to refuse a case of the test suite or a call above, with their counts."
+    )
     lines = ["## What is refused", "", head, ""]
     for name in systems:
         answers = support[name].values()
@@ -237,12 +266,13 @@ def with_block(text: str, name: str, block: str) -> str:
 def main() -> None:
     support = current()
     if "--write" not in sys.argv:
-        print(readme_table(support))
+        print(support_table(support, FEATURES))
         return
     FILE.write_text(json.dumps(support, indent=1, sort_keys=True) + "\n")
     ARCHITECTURES.write_text(architectures_page(support), encoding="utf-8")
-    readme = with_block(README.read_text(), "support", readme_table(support))
-    README.write_text(with_block(readme, "explain", explain_block()))
+    README.write_text(with_block(README.read_text(), "support", support_table(support, summary())), encoding="utf-8")
+    page = with_block(PAGE.read_text(), "support", support_table(support, FEATURES))
+    PAGE.write_text(with_block(page, "explain", explain_block()), encoding="utf-8")
 
 
 if __name__ == "__main__":

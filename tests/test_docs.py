@@ -1,4 +1,4 @@
-"""The documents run: every block of docs/adding.md, of README.md, docs/serving.md and docs/switching.md does what it says."""
+"""The documents run: every block of README.md and of the pages of docs/ named here does what it says."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.test_imports import modules, violations
 
 ROOT = Path(__file__).parents[1]
 ADDING, README, SWITCHING = ROOT / "docs" / "adding.md", ROOT / "README.md", ROOT / "docs" / "switching.md"
-SERVING = ROOT / "docs" / "serving.md"
+SERVING, SUPPORT = ROOT / "docs" / "serving.md", ROOT / "docs" / "support.md"
 LARGEST = 256  # numbers of README are cut to it: the examples run at sizes for a test
 
 
@@ -134,16 +134,17 @@ def test_the_added_files_keep_the_import_arrows(changed):
     assert after <= before
 
 
-def test_adding_is_short():
-    assert len(ADDING.read_text(encoding="utf-8").splitlines()) <= 150
+BY_THEMSELVES = {
+    f"{page.name}-{block.line}": block.text
+    for page in (README, SUPPORT, ROOT / "docs" / "algorithm.md", ROOT / "docs" / "derivatives.md")
+    for block in blocks(page.read_text(encoding="utf-8"))
+    if block.language == "python"
+}
 
 
-README_BLOCKS = blocks(README.read_text(encoding="utf-8")) if README.exists() else []
-
-
-@pytest.mark.parametrize("block", [b for b in README_BLOCKS if b.language == "python"], ids=lambda b: f"line-{b.line}")
-def test_every_example_of_the_readme_runs_by_itself(block):
-    python(ROOT, "-c", small(block.text))
+@pytest.mark.parametrize("name", BY_THEMSELVES)
+def test_every_example_of_a_page_runs_by_itself(name):
+    python(ROOT, "-c", small(BY_THEMSELVES[name]))
 
 
 SWITCHING_BLOCKS = [b for b in blocks(SWITCHING.read_text(encoding="utf-8")) if b.language == "python"]
@@ -167,14 +168,18 @@ def test_switching_shows_before_and_after_of_each():
     assert all(("# before" if b.language == "py" else "# after") in b.text for b in found)
 
 
-def test_the_readme_begins_with_complete_code_and_is_short():
-    if not README.exists():
-        pytest.skip("README.md is not there yet")
-    lines = README.read_text(encoding="utf-8").splitlines()
-    assert len(lines) <= 150
-    first = next(b for b in README_BLOCKS if b.language == "python")
-    assert first.line + first.text.count("\n") <= 15
-    assert "import tilewise as tw" in first.text
+def test_the_first_code_of_the_readme_is_complete():
+    first = next(b for b in blocks(README.read_text(encoding="utf-8")) if b.language == "python")
+    assert {"import torch", "import tilewise as tw"} <= set(first.text.splitlines())
+
+
+COPIED = ("README.md", *(f"docs/{name}.md" for name in ("derivatives", "huggingface", "serving", "switching")))
+
+
+@pytest.mark.parametrize("page", COPIED)
+def test_code_to_copy_has_at_most_80_columns(page):
+    code = re.findall(r"^```\w*\n(.*?)^```$", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    assert [line for text in code for line in text.splitlines() if len(line) > 80] == []
 
 
 # -- The reader of documents ---------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from tests import support
 
 
@@ -20,6 +22,20 @@ def test_the_committed_table_is_the_current_one():
     assert json.loads(support.FILE.read_text()) == support.current(), "run: python -m tests.support --write"
 
 
-def test_the_readme_shows_the_current_table():
-    readme = support.README.read_text()
-    assert support.with_block(readme, "support", support.readme_table(support.current())) == readme
+@pytest.mark.parametrize(
+    ("page", "features"),
+    [(support.README, support.summary()), (support.PAGE, support.FEATURES)],
+    ids=["README", "support"],
+)
+def test_a_page_shows_the_current_table(page, features):
+    text = page.read_text()
+    assert support.with_block(text, "support", support.support_table(support.current(), features)) == text
+
+
+def test_every_row_of_the_readme_stands_for_features():
+    assert all(support.summary().values())
+    alone = {"head_dim of v ≠ of q", "head_dim 1"}
+    shown = [case for cases in support.summary().values() for case in cases]
+    assert sorted(shown) == sorted(
+        case for title, cases in support.FEATURES.items() if title not in alone for case in cases
+    )

@@ -1,4 +1,4 @@
-"""Exact attention, tile by tile: ``softmax(q kᵀ) v`` and its gradients on every device."""
+"""Exact attention for PyTorch: ``softmax(q kᵀ) v`` with any mask, any bias and all gradients, on every device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The public functions: signatures and docstrings. They assemble a call and check nothing; the operator does."""
+"""The public functions: signatures and docstrings. They assemble a call; the operator checks it."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _is_nested(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 def _run_nested(q: Tensor, k: Tensor, v: Tensor, o: Options, parallel: Parallel | None) -> tuple[Tensor, Tensor]:
     if parallel is not None:
-        raise NotImplementedError("parallel= takes dense tensors; nested ones are not sharded")
+        raise NotImplementedError("parallel= takes dense tensors, not nested ones")
     qkv, packed = nested.packed_call(q, k, v, o)
     return nested.nested_like(q, *autograd.attention(*qkv, *assemble(*qkv, packed)))
 
@@ -88,7 +88,7 @@ def _run(
         from tilewise.parallel import dtensors  # which is above this layer, and which no other tensor needs
 
         if parallel is not None:
-            raise ValueError("DTensors say themselves how they are sharded: drop parallel=, or pass x.to_local()")
+            raise ValueError("a DTensor already says how it is sharded: drop parallel=, or pass x.to_local()")
         return dtensors.attention(q, k, v, o, with_lse)  # type: ignore[arg-type]
     if _is_nested(q, k, v):
         return _run_nested(q, k, v, o, parallel)
@@ -158,32 +158,33 @@ def attention(
     parallel: Parallel | None = None,
     **others: Never,
 ) -> Tensor:
-    """Exact attention, ``softmax(mask(score(softmax_scale * q kᵀ))) v``, tile by tile; differentiable.
+    """Compute exact attention, ``softmax(mask(score(softmax_scale * q kᵀ))) v``, in linear memory. Differentiable.
 
     Args:
         q: ``(batch, seqlen_q, heads_q, head_dim)``, fp16, bf16, fp32 or fp64.
         k: ``(batch, seqlen_k, heads_k, head_dim)``; ``heads_q`` is a multiple of ``heads_k`` (GQA, MQA).
-        v: ``(batch, seqlen_k, heads_k, head_dim_v)``. A batch of one, of k and v both, serves every q. Nested tensors in the
+        v: ``(batch, seqlen_k, heads_k, head_dim_v)``. If k and v have a batch of one, they serve every q. Nested tensors in the
             jagged layout, ``(batch, j, heads, head_dim)``, are a packed call: masks and scores see each sequence's own indices.
-        causal: also hide the keys after a query, aligned at the last (``mask & tw.causal()``).
+        causal: also hide the keys after a query (``mask & tw.causal()``). The last query is aligned with the last key.
         mask: a Mask, a bool tensor broadcastable to ``(batch, heads_q, seqlen_q, seqlen_k)`` (True = kept), or a function
             of ``(b, h, i, j)``.
         score: a Score, a float tensor added to the scores, or a function of ``(s, b, h, i, j)``.
         softmax_scale: default ``1 / sqrt(head_dim)``.
         sink: ``(heads_q,)``, a logit per query head that takes part in the softmax and has no value.
-        dropout_p: probability of dropping a pair after the softmax.
-        dropout_seed: an int, or one int64 on q's device; default: drawn by ``torch.randint``.
-        deterministic: results repeat bit for bit and do not depend on the rest of the batch. Default:
+        dropout_p: the probability of dropping a pair after the softmax.
+        dropout_seed: an int, or one int64 on q's device. Default: drawn by ``torch.randint``.
+        deterministic: make results repeat bit for bit, whatever else is in the batch. Default:
             ``torch.are_deterministic_algorithms_enabled()``.
-        backend: run here or raise. Default: the first that can, see :func:`explain`.
-        parallel: the ranks over which the sequence is sharded, from :func:`tilewise.context_parallel`. q, k and v are then this
-            rank's rows, and so is the result; masks, scores and dropout speak of positions in the whole sequence.
+        backend: run on this backend or raise. Default: the first that supports the call (see :func:`explain`).
+        parallel: the ranks that share the sequence, from :func:`tilewise.context_parallel`. q, k, v and the result are then this
+            rank's rows. Masks, scores and dropout use positions in the whole sequence.
 
     Returns:
-        ``(batch, seqlen_q, heads_q, head_dim_v)``, contiguous, nested as q is. A row that sees no key is zero.
+        ``(batch, seqlen_q, heads_q, head_dim_v)``, contiguous; nested if q is. A row that sees no key is zero.
 
     Raises:
-        ValueError: a wrong call, with every reason. NotImplementedError: what no backend, or not this one, can run.
+        ValueError: the call is wrong; the message has every reason. NotImplementedError: no backend, or not the named one, supports
+            the call.
 
     Source: Dao et al. 2022, Algorithm 1; Dao 2023, Algorithm 1; docs/algorithm.md#4-forward.
     """
@@ -216,11 +217,11 @@ def attention_with_lse(
     parallel: Parallel | None = None,
     **others: Never,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`attention` and the log of its softmax's denominators; both are differentiable.
+    """Compute :func:`attention` and its log-sum-exp. Both are differentiable.
 
     Returns:
-        o, and lse ``(batch, heads_q, seqlen_q)``: natural log, fp32 (fp64 for fp64), the sink included, ``-inf`` for a row
-        that sees no key and has no sink.
+        o, and lse ``(batch, heads_q, seqlen_q)`` in fp32 (fp64 for fp64): the natural logarithm of the softmax's denominator, with the
+        sink. It is ``-inf`` for a row without keys and sink.
     """
     if others:
         raise words.refused("attention_with_lse", others)
@@ -252,21 +253,22 @@ def attention_with_stats(
     parallel: Parallel | None = None,
     **others: Never,
 ) -> AttentionStats:
-    """:func:`attention_with_lse` and the largest scores, which training recipes watch (QK-clip: Kimi K2, 2025, Algorithm 1).
+    """Compute :func:`attention_with_lse` and the largest scores, for training recipes such as QK-clip (Kimi K2, 2025, Algorithm 1).
 
     Args:
-        k: keys, with v; or the cache of :func:`attention_paged`, without.
-        per: ``"row"``, or ``"head"``: the largest over batch and rows, found on the device; over ranks too with ``parallel``.
+        k: the keys; or the cache of :func:`attention_paged`, without v.
+        per: ``"row"``, or ``"head"`` for the largest score over batch and rows (and over ranks, with ``parallel``), found on the device.
         cu_seqlens_q, cu_seqlens_k: for packed sequences, as in :func:`attention_varlen`.
 
     Returns:
         ``(o, lse, max_logit)``, the first two as from :func:`attention_with_lse`. max_logit is in lse's dtype, ``(batch, heads_q,
-        seqlen_q)``, packed ``(heads_q, total_q)``, or ``(heads_q,)``: the largest score that a row sees, after the scale and the
-        score function and before the sink; ``-inf`` where a row sees no key, NaN where its o is NaN. It carries no gradient;
-        o and lse do.
+        seqlen_q)``, packed ``(heads_q, total_q)``, or ``(heads_q,)``: the largest visible score of a row, after the scale and the
+        score function and before the sink. It is ``-inf`` for a row without keys and NaN if the row's o is NaN. It carries no
+        gradient; o and lse do.
 
     Raises:
-        ValueError: a wrong call, with every reason. NotImplementedError: what no backend, or not this one, can run.
+        ValueError: the call is wrong; the message has every reason. NotImplementedError: no backend, or not the named one, supports
+            the call.
     """
     if others:
         raise words.refused("attention_with_stats", others)
@@ -274,7 +276,7 @@ def attention_with_stats(
         raise ValueError(f'attention_with_stats was called wrongly\n  per must be "row" or "head", got {per!r}')
     if _is_dtensor(q):
         raise NotImplementedError(
-            "attention_with_stats of DTensors is not built; pass x.to_local(), and parallel= if the sequence is sharded"
+            "attention_with_stats does not support DTensors; pass x.to_local(), and parallel= if the sequence is sharded"
         )
     # fmt: off
     options = Options(causal, mask, score, softmax_scale, sink, dropout_p, dropout_seed, deterministic, backend,
@@ -326,16 +328,16 @@ def attention_varlen(
     return_lse: bool = False,
     **others: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """:func:`attention` of packed sequences; sequence b is rows ``cu_seqlens[b]:cu_seqlens[b + 1]``.
+    """Compute :func:`attention` of packed sequences. Sequence b is rows ``cu_seqlens[b]:cu_seqlens[b + 1]``.
 
     Args:
         q: ``(total_q, heads_q, head_dim)``. k: ``(total_k, heads_k, head_dim)``. v: ``(total_k, heads_k, head_dim_v)``.
         cu_seqlens_q, cu_seqlens_k: int32 or int64, ``(batch + 1,)``, starting at 0, never decreasing;
             ``cu_seqlens_k=None``: the same. No maximum length is needed.
 
-    Masks and scores see indices within the sequence. Rows past ``cu_seqlens[-1]`` give ``o = 0``, ``lse = -inf``. On the
-    CPU the values are checked; on an accelerator only with ``TILEWISE_CHECK=1``. With ``parallel=`` the packed rows are sharded
-    over ranks wherever sequences begin; ``cu_seqlens_*`` are those of the whole.
+    Masks and scores see indices within the sequence. Rows past ``cu_seqlens[-1]`` give ``o = 0``, ``lse = -inf``. The CPU checks
+    the values of ``cu_seqlens``; an accelerator does so only with ``TILEWISE_CHECK=1``. ``parallel=`` shards the packed rows, and
+    sequences may cross ranks; ``cu_seqlens_*`` describe the whole.
 
     Returns:
         o ``(total_q, heads_q, head_dim_v)``; with ``return_lse`` also lse ``(heads_q, total_q)``.
@@ -366,28 +368,28 @@ def attention_paged(
     backend: str | None = None,
     **others: Never,
 ) -> Tensor:
-    """:func:`attention` of the last queries of each sequence over its keys in a cache: prefill, decode and verification.
+    """Compute attention of each sequence's last queries over its keys in a cache: prefill, decode and verification.
 
-    Query rows are counted from a sequence's end: of ``seqlen_q`` rows, row i sits at position ``i + off``, with ``off = seqlens_k[b] -
-    seqlen_q``, so the last row at the last key. Masks and scores see the sequence's own ``b, i, j`` and lengths; heads are query heads.
-    The cache must already hold the keys of these rows (:func:`append`). Lengths and tables are read on the device: a CUDA graph that
-    holds this call is right for whatever they say when it is replayed.
+    Query rows count from a sequence's end: row i of ``seqlen_q`` is at position ``i + off``, with ``off = seqlens_k[b] - seqlen_q``, so
+    the last row is at the last key. Masks and scores see the sequence's own ``b, i, j`` and lengths; heads are query heads. The cache
+    must already hold the keys of these rows (:func:`append`). Lengths and tables are read on the device: a CUDA graph with this call is
+    right for their values at each replay.
 
     Args:
-        q: ``(batch, seqlen_q, heads_q, head_dim)``, packed ``(total_q, heads_q, head_dim)``; in the cache's dtype, over a quantised
-            cache in any floating dtype, which is then that of the products and of o.
-        cache: what :func:`paged` or :func:`dense_cache` made, or of that ``cache.share(prefix_pages)``.
-        cu_seqlens_q: int32 or int64 ``(batch + 1,)``, where the sequences' rows start in a packed q; rows past the last give ``o = 0``.
+        q: ``(batch, seqlen_q, heads_q, head_dim)``, packed ``(total_q, heads_q, head_dim)``, in the cache's dtype. Over a quantised
+            cache it may have any floating dtype, which is also that of the products and of o.
+        cache: from :func:`paged` or :func:`dense_cache`, also with ``.share(prefix_pages)``.
+        cu_seqlens_q: int32 or int64 ``(batch + 1,)``, where the sequences' rows start in a packed q. Rows past the last give ``o = 0``.
         causal, mask, score, softmax_scale, sink, deterministic, backend: as in :func:`attention`. There is no dropout and no gradient.
 
-    Keys behind a length and pages that no sequence uses never touch a result. On the CPU lengths and the page numbers in use are
-    checked; on an accelerator only with ``TILEWISE_CHECK=1``.
+    Keys past a length and unused pages never touch a result. The CPU checks lengths and the page numbers in use; an accelerator does so
+    only with ``TILEWISE_CHECK=1``.
 
     Returns:
         o, like q with v's head_dim, contiguous. A row that sees no key is zero.
 
     Raises:
-        ValueError: a wrong call, with every reason; also one that wants a gradient.
+        ValueError: the call is wrong or wants a gradient; the message has every reason.
     """
     if others:
         raise words.refused("attention_paged", others)
@@ -409,7 +411,7 @@ def attention_paged_with_lse(
     backend: str | None = None,
     **others: Never,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`attention_paged` and the log of its softmax's denominators, with which :func:`merge` joins parts of the keys.
+    """Compute :func:`attention_paged` and its log-sum-exp, for :func:`merge`.
 
     Returns:
         o, and lse ``(batch, heads_q, seqlen_q)``, packed ``(heads_q, total_q)``: natural log, fp32 (fp64 for fp64).
@@ -421,7 +423,7 @@ def attention_paged_with_lse(
 
 
 def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """The attention over all keys, from its attentions over disjoint sets of them; differentiable in every part.
+    """Combine attention results over disjoint sets of keys into the result over all of them. Differentiable in every part.
 
     Args:
         parts: one or more ``(o, lse)`` of the same queries, as :func:`attention_with_lse` and ``attention_varlen(...,
@@ -429,11 +431,11 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
             natural log; packed ``(total_q, heads_q, head_dim_v)`` with ``(heads_q, total_q)``. A sink belongs to one part alone.
 
     Returns:
-        ``(o, lse)`` in the same layouts and dtypes. The order of the parts decides rounding and nothing else. Parts in fp32
-        keep what 16-bit parts have rounded away already.
+        ``(o, lse)`` in the same layouts and dtypes. The order of the parts changes only the rounding. Pass fp32 parts to avoid the
+        rounding of 16-bit ones.
 
     Raises:
-        ValueError: parts that are not alike, with every reason.
+        ValueError: the parts do not match; the message has every reason.
 
     Source: docs/algorithm.md, (8).
     """
@@ -454,11 +456,11 @@ def explain(
     parallel: Parallel | None = None,
     **options: Unpack[Keywords],
 ) -> dispatch.Explanation:
-    """Says which backend would run this call, with which tiles and traffic, and why the others would not; computes nothing.
+    """Say which backend would run this call, with which tiles and traffic, and why the others would not. Computes nothing.
 
     Args:
-        k: keys, with v; or the cache of :func:`attention_paged`, without.
-        parallel: explains this rank's part of an attention over ranks, and how they share it; every rank must call it.
+        k: the keys; or the cache of :func:`attention_paged`, without v.
+        parallel: explain this rank's part of an attention over ranks, and how they share it. Every rank must call it.
         options: the keywords of :func:`attention`. ``cu_seqlens_*`` for a packed call, ``max_logit`` for
             :func:`attention_with_stats`.
     """
@@ -475,7 +477,7 @@ def explain(
             return replace(dispatch.explain(q, k, v, o), prefix=shared_prefix.described(q, shared, o))
     if _is_dtensor(q):
         raise NotImplementedError(
-            "explain of DTensors is not built; pass x.to_local(), and parallel= if the sequence is sharded"
+            "explain does not support DTensors; pass x.to_local(), and parallel= if the sequence is sharded"
         )
     return dispatch.explain(q, k, v, o) if parallel is None else _ranks(parallel).explain(q, k, v, o)
 
@@ -483,10 +485,10 @@ def explain(
 def show_mask(
     mask: Mask | Tensor | MaskFunction, seqlen_q: int, seqlen_k: int | None = None, *, batch: int = 0, head: int = 0
 ) -> str:
-    """The 0/1 matrix of a mask: one line a query, ``1`` for a kept key, ``.`` for a hidden one.
+    """Return the 0/1 matrix of a mask as text: one line a query, ``1`` for a kept key, ``.`` for a hidden one.
 
     Raises:
-        ValueError: a mask that is not for these lengths, or that has no such batch element or head.
+        ValueError: the mask does not fit these lengths, or has no such batch element or head.
     """
     kept = as_mask(mask)
     seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
@@ -515,7 +517,7 @@ def dropout_mask(
     *,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """The pairs that dropout keeps: bool ``(batch, heads_q, seqlen_q, seqlen_k)``, the same on every device and backend."""
+    """Return the pairs that dropout keeps, bool ``(batch, heads_q, seqlen_q, seqlen_k)``. They are the same on every device and backend."""
     if not dropout.possible(p):
         raise ValueError(f"dropout_mask: p {p} must round to between 1/65536 and 65535/65536")
     if not isinstance(seed, Tensor):

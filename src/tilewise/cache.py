@@ -32,14 +32,14 @@ _append = torch.ops.tilewise.append.default
 class PagedCache(NamedTuple):
     """A cache of keys and values; made by :func:`paged` or :func:`dense_cache`, read by :func:`tilewise.attention_paged`.
 
-    It holds the tensors that it was given, no copies: what is written into them, lengths and tables too, is seen by the next call, and
-    by the next replay of a CUDA graph.
+    It holds the given tensors and no copies. The next call, and the next replay of a CUDA graph, sees what you write into them, lengths
+    and tables included.
 
     Attributes:
         k_pages: ``(num_pages, page_size, heads_k, head_dim)``. v_pages: ``(num_pages, page_size, heads_k, head_dim_v)``.
-        block_table: int32 ``(batch, max_pages)``, the page of each ``page_size`` keys of a sequence. Entries behind a sequence's
+        block_table: int32 ``(batch, max_pages)``, the page of each ``page_size`` keys of a sequence. Entries past a sequence's
             length may hold anything.
-        seqlens_k: int32 ``(batch,)``, how many keys each sequence has.
+        seqlens_k: int32 ``(batch,)``, the number of keys of each sequence.
     """
 
     k_pages: Tensor
@@ -48,7 +48,7 @@ class PagedCache(NamedTuple):
     seqlens_k: Tensor
 
     def share(self, prefix_pages: int) -> SharedCache:
-        """The same cache, whose sequences all begin with the same ``prefix_pages`` pages (:class:`SharedCache`)."""
+        """Return this cache with the promise that all sequences begin with the same ``prefix_pages`` pages (:class:`SharedCache`)."""
         return SharedCache(self, prefix_pages)
 
 
@@ -69,15 +69,15 @@ class QuantizedCache(NamedTuple):
     v_scale: Tensor
 
     def share(self, prefix_pages: int) -> SharedCache:
-        """The same cache, whose sequences all begin with the same ``prefix_pages`` pages (:class:`SharedCache`)."""
+        """Return this cache with the promise that all sequences begin with the same ``prefix_pages`` pages (:class:`SharedCache`)."""
         return SharedCache(self, prefix_pages)
 
 
 class SharedCache(NamedTuple):
-    """A cache of which every row of the table begins with the same pages, and whose queries all lie behind these.
+    """A cache whose sequences all begin with the same pages. All queries must be behind these pages.
 
-    :func:`tilewise.attention_paged` attends to the prefix once for the batch where that takes less time, and :func:`tilewise.explain`
-    says whether it does. The result is the same attention.
+    :func:`tilewise.attention_paged` attends to the prefix once for the batch if that takes less time; :func:`tilewise.explain` says
+    so. The result is the same.
 
     Attributes:
         cache: :class:`PagedCache` or :class:`QuantizedCache`. prefix_pages: above 0 and below the pages of a row of the table.
@@ -130,19 +130,19 @@ def paged(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> PagedCache | QuantizedCache:
-    """A cache in pages, which sequences may share.
+    """Make a cache in pages. Sequences may share pages.
 
     Args:
-        k_pages: ``(num_pages, page_size, heads_k, head_dim)``, any strides with a unit last one; so a pool that keeps heads before
-            rows comes as ``pool.transpose(1, 2)``. v_pages: ``(num_pages, page_size, heads_k, head_dim_v)``.
+        k_pages: ``(num_pages, page_size, heads_k, head_dim)``, any strides with a unit last one. Pass a pool with heads before
+            rows as ``pool.transpose(1, 2)``. v_pages: ``(num_pages, page_size, heads_k, head_dim_v)``.
         block_table: int32 ``(batch, max_pages)`` on the same device: position j of sequence b lies at row ``j % page_size`` of page
             ``block_table[b, j // page_size]``.
         seqlens_k: int32 ``(batch,)``, between 0 and ``max_pages * page_size``.
-        k_scale, v_scale: of pages in float8_e4m3fn, the factors of keys and of values: float32, each ``()``, ``(heads_k,)``, ``(batch,
-            heads_k)`` or ``(num_pages, page_size, heads_k)``. Attention is exact on the numbers that the cache then holds; q may be
-            of any floating dtype, in which the products are computed.
+        k_scale, v_scale: the factors of keys and values in float8_e4m3fn pages: float32, each ``()``, ``(heads_k,)``, ``(batch,
+            heads_k)`` or ``(num_pages, page_size, heads_k)``. Attention is exact for the numbers in the cache. q may have any floating
+            dtype; products are computed in it.
 
-    Nothing is read or checked here; the calls that use the cache check it.
+    The calls that use the cache check it; this function reads nothing.
     """
     return _cache_of(k_pages, v_pages, block_table, seqlens_k, k_scale, v_scale)
 
@@ -156,11 +156,11 @@ def dense_cache(k: Tensor, v: Tensor, seqlens_k: Tensor, *, k_scale: Tensor, v_s
 def dense_cache(
     k: Tensor, v: Tensor, seqlens_k: Tensor, *, k_scale: Tensor | None = None, v_scale: Tensor | None = None
 ) -> PagedCache | QuantizedCache:
-    """A cache with room for ``capacity`` keys of each sequence: pages of that size, one a sequence.
+    """Make a cache with room for ``capacity`` keys of each sequence: one page of that size a sequence.
 
     Args:
         k: ``(batch, capacity, heads_k, head_dim)``. v: ``(batch, capacity, heads_k, head_dim_v)``.
-        seqlens_k: int32 ``(batch,)``, how many of them each sequence has.
+        seqlens_k: int32 ``(batch,)``, the number of keys of each sequence.
         k_scale, v_scale: as in :func:`paged`; for each token and head ``(batch, capacity, heads_k)``.
     """
     rows = torch.arange(k.shape[0], dtype=torch.int32, device=k.device)
@@ -186,29 +186,28 @@ def _cache_of(
 
 
 def append(cache: Cache, k: Tensor, v: Tensor | None = None, cu_seqlens_q: Tensor | None = None) -> Cache:
-    """The cache with new keys and values behind those of each sequence; they are written into its pages, in place.
+    """Write new keys and values behind those of each sequence, into the cache's pages, and return the cache with the new lengths.
 
-    ``cache.seqlens_k`` are the lengths before, as in flash_attn_with_kvcache, and stay so: only the pages are written. The result has the
-    same pages and table, and the lengths after, which is what :func:`tilewise.attention_paged` wants for the queries of the new tokens.
-    Layers that share one table and lengths each append to the lengths before; then advance those once a step, in place where a CUDA graph
-    reads them: ``seqlens_k.add_(1)``. The table must already name the pages for the new rows, and a page that is written must belong to
-    one sequence. Nothing is read on the host.
+    ``cache.seqlens_k`` are the old lengths, as in flash_attn_with_kvcache, and stay unchanged. Pass the returned cache to
+    :func:`tilewise.attention_paged`. Layers that share one table and lengths all append to the old lengths; advance these once a step,
+    in place for a CUDA graph: ``seqlens_k.add_(1)``. The table must already name the pages for the new rows, and a written page must
+    belong to one sequence. The host reads nothing.
 
-    A quantised cache is written ``k / k_scale`` rounded to the nearest e4m3 number, to even; what is larger than 448, infinities too,
-    becomes 448 with its sign, and NaN stays NaN. Scales for each token and head are written as well: the largest finite number of the
-    head's row over 448, or 1 where that is 0.
+    A quantised cache gets ``k / k_scale``, rounded to the nearest e4m3 number (ties to even). Numbers above 448 and infinities become
+    448 with their sign; NaN stays NaN. Scales for each token and head are written too: the largest finite number of the head's row over
+    448, or 1 if that is 0.
 
     Args:
         k: ``(batch, seqlen_new, heads_k, head_dim)``, packed ``(total, heads_k, head_dim)``, in the cache's dtype; for a quantised
             cache in any floating dtype of attention.
-        v: ``(batch, seqlen_new, heads_k, head_dim_v)``, packed ``(total, heads_k, head_dim_v)``; None where the values of the cache lie
-            in the memory of its keys. A quantised cache then has one scale for both: the same tensor.
+        v: ``(batch, seqlen_new, heads_k, head_dim_v)``, packed ``(total, heads_k, head_dim_v)``; None if the values of the cache are
+            a view of its keys. A quantised cache then has one scale for both: the same tensor.
         cu_seqlens_q: int32 or int64 ``(batch + 1,)``, where the sequences' rows start in packed k and v; rows past the last are not
             written.
 
     Raises:
-        ValueError: a wrong call, with every reason. On the CPU also where a row of the table has no room for the new keys, or names a
-            page that the pool does not have; on an accelerator such rows are not written, and ``TILEWISE_CHECK=1`` refuses them.
+        ValueError: the call is wrong; the message has every reason. The CPU also checks that the table has room for the new keys, and
+            that the pool has its pages. An accelerator does not write such rows; ``TILEWISE_CHECK=1`` refuses them.
     """
     if not hasattr(cache, "k_pages"):
         raise ValueError(f"append was called wrongly\n  {not_a_cache(cache)}")

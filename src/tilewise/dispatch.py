@@ -208,12 +208,14 @@ def append(cache: Pages, k: Tensor, v: Tensor | None, cu_seqlens_q: Tensor | Non
 
 @dataclass(frozen=True)
 class Explanation:
-    """The backend that would run a call, and why not the others. ``print`` it.
+    """The backend that would run a call, and the reasons against the others. ``print`` it.
 
-    ``tangents``: the backend of forward mode; ``second``: that of second derivatives; ``tangents_refused``, ``second_refused``: why
-    not those that come before it.
-    ``tile``: queries and keys of a tile of the forward, where the backend has such tiles. ``extras``: the call's tensors beside q, k, v.
-    ``prefix``: how a shared prefix is read. ``forward``: the backend of the forward and its tiles, where another one has the backward.
+    Attributes:
+        chosen, tiles: the backend and its tiles. refused: every reason of each other backend.
+        tangents, second: the backends of forward mode and of second derivatives. tangents_refused, second_refused: the reasons against
+            the backends before them.
+        tile: queries and keys of a tile of the forward, if the backend has such tiles. extras: the call's tensors beside q, k, v.
+        prefix: how a shared prefix is read. forward: the backend of the forward and its tiles, if another one runs the backward.
     """
 
     problem: Problem

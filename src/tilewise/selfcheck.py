@@ -1,4 +1,4 @@
-"""``verify()``: what this machine computes, against float64."""
+"""``verify()``: check this machine against float64."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def verify(
     dtypes: tuple[torch.dtype, ...] | None = None,
     features: tuple[str, ...] | None = None,
 ) -> Report:
-    """Runs every backend that this machine has on a table of features, forward and backward, against float64.
+    """Run every backend of this machine on a table of features, forward and backward, and compare with float64.
 
     Args:
         device: default: the GPU if there is one, else the CPU.
@@ -97,7 +97,7 @@ def verify(
         features: names of the table's rows; default: all of them.
 
     Raises:
-        ValueError: a device that torch does not know or this machine does not have, a dtype that is not attention's.
+        ValueError: torch does not know the device, this machine does not have it, or the dtype is not supported.
     """
     device = _device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     default = (torch.float32, torch.bfloat16) + ((torch.float16,) if device.type == "cuda" else ())

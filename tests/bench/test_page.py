@@ -30,12 +30,6 @@ def test_the_tables_of_derivatives_are_what_the_results_say():
     assert text == derivative_tables.quoted(text), f"run {WRITE}"
 
 
-def test_the_page_is_short():
-    lines = page.page().splitlines()
-    assert len(lines) <= 165
-    assert max(len(line) for line in lines if line[:1] != "|") <= page.WIDTH
-
-
 @pytest.mark.parametrize("text", sections(), ids=lambda text: text.partition("\n")[0])
 def test_a_section_says_machine_date_and_command(text):
     said = " ".join(text.split())

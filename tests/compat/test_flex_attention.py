@@ -197,7 +197,7 @@ def test_its_names_and_arguments_are_those_of_torch():
         ({"return_lse": True, "return_aux": AuxRequest(lse=True)}, "return_lse and return_aux exclude each other"),
         ({"key": torch.zeros(3, HK, N, D)}, "batch differs: query 2, key 3, value 2"),
         ({"query": torch.zeros(H, N, D)}, r"are \(batch, heads, seqlen, head_dim\), got \(4, 36, 16\)"),
-        ({"query": torch.zeros(B, H, N + 1, D), "block_mask": blocks(causal)}, r"of lengths \(36, 36\), the call of \(37, 36\)"),
+        ({"query": torch.zeros(B, H, N + 1, D), "block_mask": blocks(causal)}, r"for lengths \(36, 36\) but the call has \(37, 36\)"),
         ({"block_mask": (1, 2)}, "got tuple"),
     ],
 )  # fmt: skip

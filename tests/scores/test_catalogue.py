@@ -125,7 +125,7 @@ BAD = {
     "softcap-nan": (lambda: tw.softcap(float("nan")), "cap must be > 0 and finite, got nan"),
     "softcap-inf": (lambda: tw.softcap(float("inf")), "cap must be > 0 and finite, got inf"),
     "softcap-text": (lambda: tw.softcap("30"), "cap must be > 0 and finite, got '30'"),
-    "softcap-learned": (lambda: tw.softcap(torch.nn.Parameter(torch.ones(()))), r"a cap that is learned is a score: tw\.score"),
+    "softcap-learned": (lambda: tw.softcap(torch.nn.Parameter(torch.ones(()))), r"write a learned cap as a score: tw\.score"),
     "alibi-ints": (lambda: tw.alibi(torch.ones(3).int()), r"\(batch, heads_q\), got torch\.int32 \(3,\); convert it: slopes\.float"),
     "alibi-scalar": (lambda: tw.alibi(torch.tensor(0.5)), r"floating tensor \(heads_q,\) .*got torch\.float32 \(\); one slope a head"),
     "alibi-list": (lambda: tw.alibi([0.5, 0.25]), r"floating tensor .*got list; make it one: torch\.tensor\(slopes\)"),

@@ -157,7 +157,7 @@ class Backend(Protocol):
     def preferred(self, p: Problem) -> str:
         """Why this backend is tried before those of earlier rows of ``dispatch.BACKENDS``; empty: it is not.
 
-        Said of a call without gradients alone, it is given the forwards of such calls with gradients, whose backward is another's.
+        If only the call without gradients is preferred, this backend runs the forward and another runs the backward.
         """
         return ""
 
@@ -310,7 +310,7 @@ def wide_mask(problem: Problem) -> list[str]:
     if problem.spec.region.compared_in(problem.extras) == torch.float32:
         return []
     return [
-        "a mask reads float64, and its kernels compare in float32; where that tells the numbers apart, give t.float()"
+        "a mask reads float64, but its kernels compare in float32; pass t.float() if float32 can represent the values"
     ]
 
 

@@ -42,7 +42,7 @@ def _options(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the versions and stop.")
     ] = False,
 ) -> None:
-    """Exact attention, tile by tile: see it work, ask what runs and why, check it, measure it."""
+    """Exact attention for PyTorch: try it, ask which backend runs a call, check this machine, measure it."""
 
 
 for command in (

@@ -57,7 +57,7 @@ class DemoOptions:
 
 
 def demo(options: DemoOptions) -> int:
-    """See it work: exactness, time and memory against N, and a small GPT trained twice. Under 4 minutes on 2 cores."""
+    """Try it: errors against float64, time and memory over N, a small GPT trained twice. Takes under 4 minutes on 2 cores."""
     began = time.perf_counter()
     place = Place(checkout.use_bench(), checkout.choose_device(options.device), options.out)
     options.out.mkdir(parents=True, exist_ok=True)

@@ -34,7 +34,7 @@ class DoctorOptions:
 
 
 def doctor(options: DoctorOptions) -> int:
-    """Say what this machine is, which backends run and why others do not, and check one attention on each device in seconds.
+    """Describe this machine for a bug report: which backends run, why others do not, and a check of one attention on each device.
     Exit code 1: the check is wrong or fails."""
     with progress() as bar:
         bar.add_task("looking at this machine", total=None)

@@ -19,23 +19,25 @@ class ExplainOptions:
     seqlen: Annotated[int, typer.Option(help="Queries, and keys unless --seqlen-k says otherwise.")] = 4096
     seqlen_k: Annotated[int | None, typer.Option(help="Keys.")] = None
     heads: Annotated[int, typer.Option(help="Query heads.")] = 8
-    heads_k: Annotated[int | None, typer.Option(help="Key and value heads; default: as many.")] = None
+    heads_k: Annotated[int | None, typer.Option(help="Key and value heads; default: as many as --heads.")] = None
     head_dim: Annotated[int, typer.Option(help="Width of q and k.")] = 64
-    head_dim_v: Annotated[int | None, typer.Option(help="Width of v and o; default: the same.")] = None
+    head_dim_v: Annotated[int | None, typer.Option(help="Width of v and o; default: as --head-dim.")] = None
     dtype: Annotated[str, typer.Option(help="float16, bfloat16, float32 or float64.")] = "float32"
-    causal: Annotated[bool, typer.Option("--causal", help="A causal mask: no key after its query.")] = False
-    window: Annotated[int | None, typer.Option(help="Only this many keys to the left of a query, and itself.")] = None
-    mask: Annotated[str, typer.Option(help='Like "causal() & key_lengths(1000)"; tilewise show draws it.')] = ""
-    score: Annotated[str, typer.Option(help='Like "softcap(30)".')] = ""
+    causal: Annotated[bool, typer.Option("--causal", help="Hide the keys after a query.")] = False
+    window: Annotated[int | None, typer.Option(help="Keep only this many keys before a query, and its own.")] = None
+    mask: Annotated[
+        str, typer.Option(help='A mask, such as "causal() & key_lengths(1000)"; tilewise show draws it.')
+    ] = ""
+    score: Annotated[str, typer.Option(help='A score, such as "softcap(30)".')] = ""
     dropout: Annotated[float, typer.Option(help="Probability of dropping a pair.")] = 0.0
-    backward: Annotated[bool, typer.Option("--backward", help="Gradients are wanted too.")] = False
-    backend: Annotated[str | None, typer.Option(help="Ask for this backend by name.")] = None
+    backward: Annotated[bool, typer.Option("--backward", help="Include the gradients.")] = False
+    backend: Annotated[str | None, typer.Option(help="Use this backend, or say why it cannot run the call.")] = None
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto"
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
 
 
 def explain(options: ExplainOptions) -> int:
-    """Say which backend would run a call, with which tiles and traffic, and why not the others. Computes nothing."""
+    """Say which backend would run a call, with which tiles and traffic, and why the others would not. Computes nothing."""
     import tilewise as tw
 
     sizes = ("batch", "seqlen", "seqlen_k", "heads", "heads_k", "head_dim", "head_dim_v")

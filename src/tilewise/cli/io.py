@@ -20,7 +20,7 @@ def io(
     sweep: Annotated[str | None, typer.Option(help="Save a plot over block, sparsity, seqlen or sram instead.")] = None,
     output: Annotated[Path, typer.Option(help="Folder of the plot.")] = Path(),
 ) -> None:
-    """Count what each attention algorithm of the papers reads, writes and computes, and what would limit it.
+    """Count the memory traffic and the operations of each attention algorithm of the papers, and predict its time.
 
     Defaults: GPT-2 medium's attention, the setting of the FlashAttention paper's Figure 2.
     """

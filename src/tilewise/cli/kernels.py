@@ -1,4 +1,4 @@
-"""`tilewise kernels`: which of the Hopper backend's kernels are on this machine, where they lie, and building the others."""
+"""`tilewise kernels`: list the Hopper backend's kernels on this machine, and build missing ones."""
 
 import json
 import os
@@ -29,8 +29,8 @@ class KernelsOptions:
 
 
 def kernels(options: KernelsOptions) -> int:
-    """List the kernels for Hopper GPUs: which are on this machine, and where they lie. With --for or --all, build those that are not.
-    Building needs no GPU. Exit code 1: one could not be built."""
+    """List the kernels for Hopper GPUs and their files on this machine. --for and --all build missing ones, without a GPU.
+    Exit code 1: a kernel could not be built."""
     from tilewise.backends.hopper.host import selection
 
     if options.everything:

@@ -26,7 +26,7 @@ class ShowOptions:
 
 
 def show(options: ShowOptions) -> int:
-    """Draw a mask: which tiles are full, partial and skipped, and the bytes that a kernel moves for them.
+    """Draw a mask: its full, partial and skipped tiles, and the bytes that a kernel moves for them.
 
     Example: tilewise show "causal() & window(256, 0)" --seqlen 1024 --tile 128
     """

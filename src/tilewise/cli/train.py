@@ -1,4 +1,4 @@
-"""`tilewise train`: a byte-level GPT on real text, saved as it goes; the same command goes on after a stop."""
+"""`tilewise train`: a byte-level GPT on real text, with checkpoints; the same command continues after a stop."""
 
 import hashlib
 import json
@@ -38,7 +38,7 @@ class TrainOptions:
 
 
 def train(options: TrainOptions) -> int:
-    """Train a small GPT on text. Ctrl-C saves; the same command goes on, with the same losses."""
+    """Train a small GPT on text. Ctrl-C saves the run; the same command continues it, with the same losses."""
     run = Run(options)
     run.introduce()
     with first_interrupt() as stopped:

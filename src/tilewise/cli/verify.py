@@ -19,7 +19,7 @@ class VerifyOptions:
 
 
 def verify(options: VerifyOptions) -> int:
-    """Check this machine: every backend that can run here against float64. Exit code 1: one is wrong."""
+    """Check every backend that runs on this machine against float64. Exit code 1: a result is wrong."""
     device = checkout.choose_device(options.device)
     import tilewise as tw
 

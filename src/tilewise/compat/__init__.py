@@ -1,8 +1,8 @@
 """Other libraries' names over the same op: ``flash_attn``, ``flex_attention``, ``sdpa``, ``transformers``, ``xformers``.
 
-What cannot be honoured is refused.
+Unsupported arguments are refused by name.
 
-Each module is imported by its name (``from tilewise.compat import flash_attn``), so that ``import tilewise`` loads none of
-them, and none loads a package that the others would need. They share ``layouts`` (orders of dimensions), ``probabilities`` (the matrix P
-for those who ask), ``refusals`` (what cannot be honoured) and ``stand_in`` (being found under another package's name).
+Import each module by its name (``from tilewise.compat import flash_attn``): ``import tilewise`` loads none of them, and none loads a
+package that only another one needs. They share ``layouts`` (orders of dimensions), ``probabilities`` (the matrix P on request),
+``refusals`` (unsupported arguments) and ``stand_in`` (modules under another package's name).
 """

@@ -1,11 +1,11 @@
 """FlexAttention's names over tilewise's op: change ``from torch.nn.attention.flex_attention import ...`` to this module.
 
-Layouts are FlexAttention's, ``(batch, heads, seqlen, head_dim)``, and mods run as they are. Where the two differ:
+Layouts are FlexAttention's, ``(batch, heads, seqlen, head_dim)``, and mods run unchanged. The differences:
 
-- :func:`create_block_mask` gives a :class:`tilewise.Mask`, which holds no blocks and knows no lengths; a ``BlockMask`` of torch's is
-  taken too, and means what its lists say. They are read once, and again when they or what the mask_mod reads have changed.
+- :func:`create_block_mask` returns a :class:`tilewise.Mask` without blocks and lengths. torch's ``BlockMask`` works too. Its lists are
+  read once, and again when they or the tensors of its mask_mod have changed.
 - A row that sees no key is zero.
-- ``torch.compile`` is not needed, and works; ``kernel_options`` change no result: they are taken and not needed.
+- ``torch.compile`` works and is not needed. ``kernel_options`` is accepted and has no effect.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def create_block_mask(
     compute_dq_write_order: bool = False,
     dq_kv_order: bool = True,
 ) -> tw.Mask:
-    """``tw.keep(mask_mod)``: all else is taken and not needed, since tiles are listed by the call that runs.
+    """Make ``tw.keep(mask_mod)``. The other arguments have no effect, because the call lists the tiles.
 
     ``create_block_mask(...).prepare(q, k)`` lists them once for all layers; q and k are ``(batch, seqlen, heads, head_dim)``.
     """
@@ -126,7 +126,7 @@ def _mask(block_mask: object, query: Tensor, key: Tensor) -> object:
         return block_mask
     lengths = query.shape[2], key.shape[2]
     if tuple(block_mask.seq_lengths) != lengths:
-        raise ValueError(f"block_mask is of lengths {tuple(block_mask.seq_lengths)}, the call of {lengths}")
+        raise ValueError(f"block_mask was built for lengths {tuple(block_mask.seq_lengths)} but the call has {lengths}")
     inside = tw.keep(block_mask.mask_mod)
     if torch.compiler.is_compiling():
         return _of_lists(block_mask, inside)

@@ -1,4 +1,4 @@
-"""Attention of tensors in any order of dimensions: ``layout="BHND"`` says it in letters, and the result has the same.
+"""Attention of tensors in any order of dimensions, such as ``layout="BHND"``. The result has the same order.
 
 B is batch, N the sequence, H heads and D the head dim. Nothing is copied to change the order: kernels read strides.
 """

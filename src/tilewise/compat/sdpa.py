@@ -1,14 +1,14 @@
 """``torch.nn.functional.scaled_dot_product_attention`` over tilewise's op, and :func:`patch` for a whole model.
 
-Torch's signature and layout, ``(..., heads, seqlen, head_dim)``, with its **top-left** causal mask: query i sees keys
-``j <= i``, also where the lengths differ (tilewise's own ``causal`` is aligned at the last query and key). Nothing is expanded:
-a mask of shape ``(batch, 1, 1, seqlen_k)`` stays one bit per key, an additive one is read where it lies and gets its gradient.
+Signature and layout are torch's, ``(..., heads, seqlen, head_dim)``. The causal mask is torch's **top-left** one: query i sees keys
+``j <= i``, even if the lengths differ (tilewise's own ``causal`` is aligned at the last query and key). Nothing is expanded: a mask of
+shape ``(batch, 1, 1, seqlen_k)`` stays one bit per key, and an additive mask is read in place and gets its gradient.
 
-As in torch, a row that sees no key, be it by a bool mask, by -inf or without keys, is zero and passes on zero. Unlike there, a
-NaN in a key that every query masks does not reach the output. Dropout has other random numbers than torch's.
+A row without visible keys is zero and has zero gradients, as in torch. A NaN in a key that every query masks does not reach the
+output, unlike in torch. Dropout draws other random numbers than torch's.
 
-A row that a floating mask gives a huge negative number at every key, as ``torch.finfo(dtype).min``, should have -inf or a bool mask
-there: gradients through such a row are too large (docs/algorithm.md#14-numerics).
+Use -inf or a bool mask instead of a huge negative number such as ``torch.finfo(dtype).min``: gradients through a row that has this
+number at every key are too large (docs/algorithm.md#14-numerics).
 """
 
 from __future__ import annotations
@@ -264,21 +264,21 @@ class _Patch(ContextDecorator):
 
 
 def patch(unsupported: str = "raise") -> _Patch:
-    """A context (or decorator) in which ``torch.nn.functional.scaled_dot_product_attention`` is this module's.
+    """Replace ``torch.nn.functional.scaled_dot_product_attention`` by this module's, as a context or decorator.
 
-    ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer`` come here too: their fused inference path is switched off
-    inside. With ``need_weights=True`` the matrix of probabilities is computed besides, and a warning says so. What
-    ``torch.jit.script`` compiles inside calls back to Python and follows the patch in and out; it cannot be saved.
+    ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer`` use it too: their fused inference path is off inside. With
+    ``need_weights=True`` the matrix of probabilities is computed as well, and a warning says so. ``torch.jit.script`` works inside: its
+    result calls back to Python, follows the patch in and out, and cannot be saved.
 
     Args:
-        unsupported: what happens to a call that cannot run here. "raise": its error. "warn": a RuntimeWarning with the reason,
-            and torch's own function, which may take O(seqlen_q * seqlen_k) memory; a call that is wrong for torch too raises.
+        unsupported: the treatment of unsupported calls. "raise": raise the error. "warn": give a RuntimeWarning with the reason and run
+            torch's own function, which may take O(seqlen_q * seqlen_k) memory. A call that is wrong for torch too raises.
 
-    It is process-wide: every thread's calls come here while any thread is inside, and the latest entered ``unsupported``
-    decides. Entries may nest and overlap; when the last one is left, also by an exception, the originals are back. Run the
-    backward inside too where activation checkpoints will call the function again. A name bound before
-    (``from torch.nn.functional import scaled_dot_product_attention``) is not reached. ``torch.compile`` works either way
-    around: it compiles again when the function has changed.
+    The patch is process-wide: all threads' calls come here while any thread is inside, and the latest ``unsupported`` decides.
+    Entries may nest and overlap; the originals are back when the last one is left, even by an exception. Run the backward inside too if
+    activation checkpoints call the function again. A name that was imported before the patch (``from torch.nn.functional import
+    scaled_dot_product_attention``) is not replaced. ``torch.compile`` works inside and outside: it compiles again when the function has
+    changed.
     """
     if unsupported not in ("raise", "warn"):
         raise ValueError(f'patch(unsupported=...) takes "raise" or "warn", got {unsupported!r}')

@@ -28,9 +28,10 @@ _ENDLESS = expr.LARGEST_NUMBER
 class Mask:
     """The pairs that are kept; made by the functions of this module, combined by ``&`` and ``|``.
 
-    A call keeps what the mask's tensors hold by then. What was made of them is kept until PyTorch counts a write, and it counts none by
-    ``t.data``, a NumPy view, kernels of your own, or ``torch.distributed`` (``broadcast``, ``scatter``, ``recv``, ``all_reduce`` and
-    ``all_to_all_single`` into a tensor that a mask reads), after which ``torch.autograd.graph.increment_version(t)`` says so.
+    A call reads the values that the mask's tensors have at that time. Lists of tiles made from them are cached until PyTorch counts a
+    write. PyTorch does not count writes by ``t.data``, a NumPy view, your own kernels, or ``torch.distributed`` (``broadcast``,
+    ``scatter``, ``recv``, ``all_reduce`` and ``all_to_all_single`` into a tensor that a mask reads). Call
+    ``torch.autograd.graph.increment_version(t)`` after these.
     """
 
     def __init__(self, text: str, parts: tuple[torch.Tensor | Derived, ...] = ()):
@@ -88,12 +89,12 @@ class Mask:
         return f"Mask({self.text})"
 
     def prepare(self, q: torch.Tensor, k: torch.Tensor) -> Mask:
-        """The same mask with its list of tiles computed for the shapes of ``q`` and ``k``, to be shared by all layers.
+        """Compute the list of tiles for the shapes of ``q`` and ``k`` now, to share it between all layers.
 
         Args:
             q, k: ``(batch, seqlen, heads, head_dim)``; only shapes and device are read.
 
-        A prepared mask whose tensors were written since is refused by the call that gets it.
+        A call refuses a prepared mask if its tensors were written since.
         """
         from tilewise import tiles  # tiles read masks; only this convenience looks the other way
 
@@ -125,8 +126,8 @@ class _Prepared(Mask):
         for t, known in zip(self.of.sources, self._editions, strict=True):
             if known is not None and edition(t) != known:
                 raise ValueError(
-                    f"a tensor of shape {tuple(t.shape)} that the prepared mask {self.of.text} reads was written since: its tiles "
-                    "are those of before; call mask.prepare(q, k) again, or pass the mask without prepare"
+                    f"a tensor of shape {tuple(t.shape)} was written after the mask {self.of.text} was prepared from it, so its "
+                    "tiles are out of date; call mask.prepare(q, k) again, or pass the mask without prepare"
                 )
         self._ready.await_here()
 
@@ -165,7 +166,7 @@ def window(left: int | None = None, right: int | None = None) -> Mask:
         . . . 1 1
 
     Raises:
-        ValueError: a negative bound (flash-attention's -1 is ``None`` here).
+        ValueError: a bound is negative (flash-attention's -1 is ``None`` here).
     """
     left, right = (None if bound is None else _integer("window", bound) for bound in (left, right))
     left, right = (None if bound is not None and bound >= _ENDLESS else bound for bound in (left, right))
@@ -193,7 +194,7 @@ def prefix(n: int | torch.Tensor) -> Mask:
 
 
 def key_range(start: int | torch.Tensor, end: int | torch.Tensor) -> Mask:
-    """Only keys ``start <= j < end`` are seen: padding on either side. It hides keys and moves nothing else.
+    """Queries see the keys ``start <= j < end``: padding on either side. Positions stay as they are.
 
     Args:
         start, end: ints, or integer tensors of shape ``()``, ``(batch,)`` or ``(batch, heads_q)``.
@@ -210,8 +211,8 @@ def documents(ids: torch.Tensor) -> Mask:
     """Query ``i`` sees the keys of its own document: the run of equal ids around key position ``i + off``.
 
     Args:
-        ids: integers ``(seqlen_k,)`` or ``(batch, seqlen_k)``. A document is a maximal run of equal ids: an id that
-            comes again after another one starts a new document. A query that sits before key 0 sees nothing.
+        ids: integers ``(seqlen_k,)`` or ``(batch, seqlen_k)``. A document is a maximal run of equal ids: the same id after
+            another one starts a new document. A query before key 0 sees nothing.
     """
     if not isinstance(ids, torch.Tensor) or ids.ndim not in (1, 2) or ids.dtype.is_floating_point:
         found = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, torch.Tensor) else type(ids).__name__
@@ -247,10 +248,10 @@ def keep(fn: MaskFunction) -> Mask:
 
     Args:
         fn: elementwise in its four integer scalars; may index tensors with them (``allowed[b, i, j]``) and use
-            comparisons, arithmetic, ``&``, ``|``, ``~`` and ``torch.where``: FlexAttention's ``mask_mod``. It is called once.
+            comparisons, arithmetic, ``&``, ``|``, ``~`` and ``torch.where``. It is called once.
 
     Raises:
-        NotImplementedError: for what cannot be traced, by name.
+        NotImplementedError: an operation cannot be traced; the message names it.
     """
     if isinstance(fn, torch.Tensor):
         raise ValueError("a function of (b, h, i, j) is needed, got Tensor; a bool tensor is tw.dense(t)")
@@ -261,7 +262,7 @@ def keep(fn: MaskFunction) -> Mask:
 
 
 def dense(allowed: torch.Tensor) -> Mask:
-    """The pairs that a bool tensor, broadcastable to ``(batch, heads_q, seqlen_q, seqlen_k)``, allows (True = kept)."""
+    """The pairs that are True in a bool tensor, broadcastable to ``(batch, heads_q, seqlen_q, seqlen_k)``."""
     if not isinstance(allowed, torch.Tensor) or allowed.dtype != torch.bool:
         found = allowed.dtype if isinstance(allowed, torch.Tensor) else type(allowed).__name__
         raise ValueError(

@@ -33,27 +33,25 @@ def context_parallel(
     scheme: str = "auto",
     sum_leaf_gradients: bool = True,
 ) -> ContextParallel:
-    """A group of ranks over which attention is computed: the ``parallel=`` of :func:`tilewise.attention`.
+    """Make a group of ranks that share a sequence, for ``parallel=`` of :func:`tilewise.attention`.
 
     Args:
-        group: a process group, a device mesh (``mesh["cp"]``; of two dimensions: the ranks of a row exchange heads, and rows gather keys or
-            pass them around), or ``None`` for all ranks. GPUs of one machine that
-            reach each other's memory move rows by copy engines, others by NCCL (``tilewise.parallel.exchange.Group(group)`` for
-            NCCL alone).
+        group: a process group, a device mesh (``mesh["cp"]``), or ``None`` for all ranks. In a mesh of two dimensions the ranks of a
+            row exchange heads, and rows gather keys or pass them around. GPUs of one machine that reach each other's memory move rows
+            by copy engines, others by NCCL (``tilewise.parallel.exchange.Group(group)`` always uses NCCL).
         layout: who holds which positions of a sequence: ``"zigzag"`` (balanced for causal masks), ``"contiguous"`` (for masks that
-            treat all queries alike), ``"chunks"`` (the same by ``torch.chunk``, as DTensors have it), or a
+            treat all queries alike), ``"chunks"`` (the same by ``torch.chunk``, like DTensors), or a
             :class:`tilewise.parallel.Layout`, such as ``tilewise.parallel.balanced(mask, ...)``.
         scheme: how ranks share the work: ``"gather"`` (each rank computes its own rows against the keys of all), ``"heads"`` (each
             computes all rows of some heads; the key heads must be a multiple of the ranks), ``"ring"`` (each computes its own rows
             against the keys of one rank after the other, and holds those of two others at most), ``"heads+gather"`` and
-            ``"heads+ring"`` (neighbouring ranks exchange heads, neighbourhoods keys), or ``"auto"``, the one that
-            :mod:`tilewise.parallel.cost` finds cheapest of those that can and fit.
-        sum_leaf_gradients: sinks and tensors that a score reads get the gradient that one device would give them, summed over the
-            ranks. ``False`` leaves each rank its own part, for wrappers that sum parameters' gradients over the ranks
-            themselves (DDP, FSDP over the same ranks).
+            ``"heads+ring"`` (neighbouring ranks exchange heads, neighbourhoods keys), or ``"auto"``, the cheapest
+            by :mod:`tilewise.parallel.cost` that supports the call and fits in memory.
+        sum_leaf_gradients: sum the gradients of sinks and of tensors that a score reads over the ranks, as on one device. Pass
+            ``False`` with DDP or FSDP over the same ranks, which sum parameters' gradients themselves.
 
     Raises:
-        ValueError: no process group, a mesh of several dimensions, or an unknown layout or scheme.
+        ValueError: there is no process group, the mesh has more than two dimensions, or the layout or scheme is unknown.
     """
     neighbours = 0
     if isinstance(group, dist.device_mesh.DeviceMesh):
@@ -83,9 +81,8 @@ _NOT_SAVED = (
 class ContextParallel:
     """A group of ranks that share a sequence; made by :func:`context_parallel`.
 
-    Its index maps are differentiable for a loss that is the sum of all ranks' losses, and every rank's tensors are its own: of a whole
-    tensor that all ranks hold alike, each gets the part of the gradient that came through its copy, and the parts add up, as those
-    of parameters do under DDP and FSDP.
+    Its index maps are differentiable for a loss that is the sum of all ranks' losses. If all ranks hold the same whole tensor, each gets
+    the gradient that came through its copy. These add up to the whole gradient, like those of parameters under DDP and FSDP.
     """
 
     def __init__(
@@ -138,31 +135,31 @@ class ContextParallel:
         return self.layout
 
     def prepare(self, mask: Mask) -> Mask:
-        """The same mask, whose tensors keep what they hold from now on: a CUDA graph may then capture calls with it, by any scheme.
+        """Promise that the mask's tensors keep their values, so that a CUDA graph may capture calls with it, by any scheme.
 
-        Each is made once before the capture, alike, on every rank. A replay reads q, k and v anew; the keys that travel and are seen are
-        those of the call before. What was written to the mask's tensors since then is refused in a capture, and later not noticed.
+        Make each call once before the capture, on every rank. A replay reads q, k and v anew, and the keys of that first call travel. A
+        capture refuses the mask if its tensors were written since then; a later write is not noticed.
 
         Raises:
-            ValueError: a mask that was prepared for one device, or with tensors of inference mode, which do not tell when they change.
+            ValueError: the mask was prepared for one device, or has tensors of inference mode, which do not tell when they change.
         """
         self.plans.prepare(mask)
         return mask
 
     def positions(self, seqlen: int, device: torch.device | str | None = None) -> Tensor:
-        """int64: the global position of each row that this rank holds, of a sequence of this length (for rotary embeddings, say)."""
+        """Return the global position (int64) of each of this rank's rows, for rotary embeddings for example."""
         return self.layout_of(seqlen).positions(self.rank, device)
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
-        """This rank's rows of a tensor that every rank holds whole, along ``dim``."""
+        """Return this rank's rows, along ``dim``, of a tensor that every rank holds whole."""
         return self.layout_of(x.shape[dim]).shard(x, self.rank, dim)
 
     def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
-        """The whole tensor, on every rank, from the rows that each holds."""
+        """Gather the rows of all ranks into the whole tensor, on every rank."""
         return _Unshard.apply(self, x, dim)
 
     def roll(self, x: Tensor, shifts: int, dim: int = 1) -> Tensor:
-        """``torch.roll`` of the whole sequence, for tensors that hold this rank's rows: labels of the next token, say."""
+        """Roll the whole sequence (``torch.roll``) of which ``x`` has this rank's rows: labels of the next token, for example."""
         return self.shard(torch.roll(self.unshard(x, dim), shifts, dim), dim)
 
     def attention(
@@ -214,11 +211,11 @@ def compiled(
 def _refuse(options: Options) -> None:
     given = {
         "a piece of an attention": options.piece is not None,
-        "a cache in pages": options.block_table is not None or options.seqlens_k is not None,
+        "a paged cache": options.block_table is not None or options.seqlens_k is not None,
     }
     for what, asked in given.items():
         if asked:
-            raise NotImplementedError(f"parallel= with {what} is not built")
+            raise NotImplementedError(f"parallel= does not support {what}")
 
 
 def _autocast(*tensors: Tensor) -> list[Tensor]:

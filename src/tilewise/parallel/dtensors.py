@@ -84,8 +84,9 @@ def _refuse_heads(query_heads: int, key_heads: int, sizes: list[int]) -> None:
     if any(end * key_heads != end_k * query_heads or start_k == end_k for (_, end), (start_k, end_k) in dealt):
         parts = ", ".join(f"{end - start} / {end_k - start_k}" for (start, end), (start_k, end_k) in dealt)
         raise NotImplementedError(
-            f"attention of these DTensors is not built\n  {query_heads} query and {key_heads} key heads are dealt as {parts}; a rank must "
-            "hold a key head, and the query heads of its key heads: shard the heads over a number of ranks that divides the key heads"
+            "unsupported head sharding\n  each rank must hold whole groups: a key head with all of its query heads; "
+            f"{query_heads} query and {key_heads} key heads are sharded as {parts}\n"
+            "  Shard the heads over a number of ranks that divides the key heads."
         )
 
 
@@ -112,7 +113,7 @@ def _refuse(cut: dict[int, str], extras: list[Tensor], seed: Tensor | None, text
         elif what != "sequence" and (what[0] in reads or seed is not None or (what == "heads" and "sink" in reads)):
             found.append(f"the {what} are sharded, and the mask, score, sink or dropout depends on them")
     if found:
-        raise NotImplementedError("attention of these DTensors is not built" + "".join(f"\n  {x}" for x in found))
+        raise NotImplementedError("attention cannot run on these DTensors" + "".join(f"\n  {x}" for x in found))
 
 
 @torch.compiler.assume_constant_result  # which Dynamo calls, as it cannot read the text itself

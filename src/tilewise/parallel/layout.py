@@ -1,4 +1,4 @@
-"""Who holds which positions of a sequence: contiguous pieces of it on each rank."""
+"""Layouts of a sequence over ranks: each rank holds contiguous pieces of it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tilewise.caching import cached_property
 
 @dataclass(frozen=True)
 class Layout:
-    """The pieces ``[start, stop)`` of a sequence that each rank holds, in the order in which its tensors hold them.
+    """The pieces ``[start, stop)`` of a sequence on each rank, in the order of the rank's rows.
 
     Every position belongs to one piece of one rank. A rank may hold nothing.
 
     Attributes:
-        fetched, lent: the most keys of other ranks that the queries of one rank see, and the most that others see of one rank's, counted
-            for each of them, under the masks for which the layout was made; None where it was made for none. The cost model reads them.
+        fetched, lent: for the cost model, under the masks of the layout (None without masks): the most keys of other ranks that one rank's
+            queries see, and the most of one rank's keys that others see, counted for each of them.
     """
 
     pieces: tuple[tuple[tuple[int, int], ...], ...]

@@ -37,7 +37,7 @@ MASK_ENTRIES = (
     Entry("causal", "tw.causal()"),
     Entry(
         "causal, more keys than queries", "tw.causal()",
-        "32 queries are the last ones of 64 positions, as in a prompt that continues a cache.", (32, 64),
+        "The 32 queries are the last ones of 64 positions, as in a prompt that continues a cache.", (32, 64),
     ),
     Entry("window", "tw.window(left=20, right=4)"),
     Entry("prefix", "tw.prefix(20)"),
@@ -55,11 +55,11 @@ MASK_ENTRIES = (
     ),
     Entry(
         "Both of two masks", "tw.causal() & tw.window(left=20) & tw.documents(torch.arange(64) // 36)",
-        "`&` keeps the pairs that every mask keeps: a sliding window that does not cross into another document.",
+        "`&` keeps the pairs that every mask keeps: a sliding window within documents.",
     ),
     Entry(
         "Either of two masks", "tw.window(left=6, right=6) | tw.key_range(0, 5) | tw.keep(lambda b, h, i, j: i < 5)",
-        "`|` keeps the pairs that some mask keeps: a window, and five positions that see and are seen by all (Longformer).",
+        "`|` keeps the pairs that either mask keeps: a window, and five positions that see and are seen by all (Longformer).",
     ),
     Entry(
         "A window with first keys", "tw.causal() & (tw.window(left=16) | tw.key_lengths(4))",
@@ -79,34 +79,38 @@ SCORE_ENTRIES = (
 
 PAGE = """# Masks and scores to look at
 
-Every mask and score of the catalogue, drawn by the rules of `tiles.py` for {size} queries (rows, from the top) and {size} keys (columns)
-in tiles of {tile} x {tile}. A kernel computes a *full* tile without looking at the mask, looks at every pair of a *partial* tile, and skips
-the others, whose keys it never loads. For other sizes there are [the explorer](explorer.html), one file to open in a browser, and the
-command
+This page shows every mask and score of the catalogue with its code. You can draw your own:
 
 ```
-tilewise show "causal() & (window(300, 0) | key_range(0, 40))" --seqlen 1024 --tile 128 --png mask.png
+tilewise show "causal() & (window(300, 0) | key_range(0, 40))" --png mask.png
 ```
 
 ![Tiles of a window with first keys: full ones, the pairs of partial ones, and those that are skipped](img/mask-tiles.png)
 
-Blue pairs lie in full tiles, orange ones in partial tiles; pale pairs of a partial tile are hidden, and grey tiles are skipped. On Hopper
-a mask like this one, which is no single interval a row, is lists of such tiles and one bit for each pair of a partial tile; kernels
-read nothing else of it ([decisions.md](decisions.md#hopper-list-tiles)).
+| color | tile | a kernel |
+|---|---|---|
+| blue | full | computes it without reading the mask |
+| orange (kept), pale (hidden) | partial | reads the mask for every pair |
+| grey | empty | skips it and never loads its keys |
+
+The pictures below have {size} queries (rows, from the top) and {size} keys (columns) in tiles of {tile} x {tile}.
+[The explorer](explorer.html), one file for a browser, and `tilewise show` draw other sizes. A mask like the one above has several
+intervals a row. Hopper's kernels read it as lists of tiles and one bit for each pair of a partial tile
+([decisions.md](decisions.md#hopper-list-tiles)).
 
 ## Masks
 
 {masks}
 ## Scores
 
-A score changes `s = softmax_scale · q·k` before the mask. The pictures show what it makes of s = 0 at each pair, the largest value darkest;
-where the place does not matter, the curve from s = -100 to 100, beside the line of a score that changes nothing.
+A score changes `s = softmax_scale · q·k` before the mask. The pictures show its value for s = 0 at each pair, the largest darkest.
+If the position does not matter, they show the curve from s = -100 to 100, beside the identity.
 
 {scores}
 ## A call
 
-`tw.explain(q, k, v, ...).plot()` draws the tiles that the chosen backend visits for a call, and its score, above what `explain` says.
-Here it is a causal window of 1,024 keys that stays within documents, with linear biases.
+`tw.explain(q, k, v, ...).plot()` draws the tiles that the chosen backend visits, the score, and the text of `explain`. This call has a
+causal window of 1,024 keys within documents, and linear biases.
 
 ![The tiles of a call, its score, and what explain says of it](img/explain-plot.png)
 

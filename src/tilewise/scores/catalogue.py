@@ -56,11 +56,10 @@ def score(fn: ScoreFunction) -> Score:
 
     Args:
         fn: elementwise in the score ``s`` and four integer scalars; may index tensors with them (``table[h, i - j]``),
-            which then are leaves with gradients, an index out of range being clamped. It is called once. A result of
-            ``-inf`` hides the pair.
+            which then get gradients; an index out of range is clamped. It is called once. A result of ``-inf`` hides the pair.
 
     Raises:
-        NotImplementedError: for what cannot be traced (``if``, ``int()``, reductions), by name.
+        NotImplementedError: an operation cannot be traced (``if``, ``int()``, reductions); the message names it.
     """
     e = trace(fn, ("s", "b", "h", "i", "j"))
     if expr.kind(e) == "bool":
@@ -74,7 +73,7 @@ def softcap(cap: float) -> Score:
     """``cap * tanh(s / cap)`` (Gemma 2); ``cap`` a finite number > 0."""
     if isinstance(cap, torch.Tensor):  # as a number it would lose its gradient
         raise ValueError(
-            "softcap(cap): cap must be a number, got a tensor; a cap that is learned is a score: "
+            "softcap(cap): cap must be a number, got a tensor; write a learned cap as a score: "
             "tw.score(lambda s, b, h, i, j: cap * torch.tanh(s / cap))"
         )
     if not hasattr(cap, "__float__") or not 0 < cap < math.inf:

@@ -84,9 +84,9 @@ def few_queries(problem: Problem, cores: int) -> bool:
 
 
 LATENT_TILE = 64  # rows, and keys, of a tile of the kernel for v in k's memory
-# The fewest heads of queries of a sequence, and the fewest tiles of a call, with which that kernel was measured to take less time: 84.0 µs
-# for 139 at 32 × 8,192 with 16 heads, 27.6 for 31.5 with 512 tiles; with 128 tiles 23.3 for 23.6, and 23.8 for 20.3 before. In 8 bits
-# nothing below 4,096 tiles was measured (H200, 11-22).
+# The fewest query heads of a sequence, and the fewest tiles of a call, for which that kernel is faster (H200, 11-22): 84.0 µs instead of
+# 139 at 32 × 8,192 with 16 heads, 27.6 instead of 31.5 with 512 tiles. 128 tiles gain nothing: 23.3 and 23.6, or 23.8 instead of 20.3
+# in an earlier version. Nothing below 4,096 tiles was measured in 8 bits.
 LATENT_ROWS, LATENT_TILES = 16, {False: 512, True: 4096}  # by whether the cache is in 8 bits
 
 

@@ -1,18 +1,18 @@
 """flash-attn 2.8's functions over tilewise's op: its names, argument order, defaults and return values.
 
-They take the same tensors in the same layout, ``(batch, seqlen, heads, head_dim)`` or packed ``(total, heads, head_dim)``,
-and beyond it: any device, fp32 and fp64, any head_dim, one of v that differs from q's, dropout together with softcap, and
-gradients for ``alibi_slopes`` and ``softmax_lse``. ``interface_3`` and ``cute`` are generations 3 and 4, ``kvcache`` is the call over a
-cache, ``private`` and ``bert_padding`` are what libraries import besides, and ``installation`` answers ``import flash_attn`` with all this.
-Where the two differ:
+They take the same tensors in the same layout, ``(batch, seqlen, heads, head_dim)`` or packed ``(total, heads, head_dim)``. They also
+take any device, fp32 and fp64, any head_dim, another head_dim for v, dropout together with softcap, and give gradients for
+``alibi_slopes`` and ``softmax_lse``. ``interface_3`` and ``cute`` are generations 3 and 4, ``kvcache`` is the call over a cache.
+``private`` and ``bert_padding`` have what other libraries import, and ``installation`` makes ``import flash_attn`` find all of it. The
+differences:
 
 - A row that sees no key has ``softmax_lse = -inf``; the original's kernels store +inf.
-- ``S_dmask`` holds signs alone: ``+1`` kept, ``-1`` dropped. The original documents signs, on probabilities that it calls not
-  guaranteed to be correct. Without dropout there is nothing to encode, and reading it says so.
-- ``max_seqlen_*`` size ``S_dmask`` and nothing else: no kernel needs them. They and ``window_size`` are whole numbers in any
-  form: ints, NumPy's, or tensors of one, which are read on the host.
+- ``S_dmask`` holds only signs: ``+1`` kept, ``-1`` dropped. The original has signs on probabilities that it does not guarantee. A call
+  without dropout has none, and reading it raises.
+- ``max_seqlen_*`` only set the size of ``S_dmask``. They and ``window_size`` may be ints, NumPy numbers or tensors of one element, which
+  the host reads.
 - ``deterministic=False`` follows ``torch.use_deterministic_algorithms``.
-- Pages (``block_table``) may have any size. Calls over a cache have no gradient, as in the original, and refuse one that is wanted.
+- Pages (``block_table``) may have any size. Calls over a cache have no gradient, as in the original, and raise if one is wanted.
 """
 
 from __future__ import annotations
@@ -328,13 +328,13 @@ _FUNCTIONS = (
 
 
 def install_as_flash_attn(generation: int = 2) -> None:
-    """Makes ``import flash_attn`` give this module's functions, and ``importlib.metadata`` find a distribution of that name.
+    """Make ``import flash_attn`` return this module's functions, and ``importlib.metadata`` find a distribution of that name.
 
-    For libraries that try the import or look up the version. Call it before they are imported. Generation 3 is
-    ``flash_attn_interface``, and 4 ``flash_attn.cute``; each has functions of its own (:mod:`.interface_3`, :mod:`.cute`).
+    Call it before importing libraries that try the import or look up the version. Generation 3 is ``flash_attn_interface``, and 4
+    ``flash_attn.cute``; each has functions of its own (:mod:`.interface_3`, :mod:`.cute`).
 
     Raises:
-        ValueError: the real module is installed, or was already imported; another generation than 2, 3 and 4.
+        ValueError: the real module is installed or already imported, or the generation is not 2, 3 or 4.
     """
     from tilewise.compat.flash_attn.installation import install
 

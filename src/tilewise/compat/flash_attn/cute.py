@@ -1,8 +1,7 @@
 """FlashAttention-4's functions, those of its package ``flash_attn.cute``, over tilewise's op.
 
-``num_splits`` and ``pack_gqa`` say how the original's kernels share out their work and change no result: they are taken and not
-needed. ``learnable_sink`` has its gradient here. What is written in the original's kernel language (``score_mod``, ``mask_mod``), its
-lists of blocks, pages and unused rows are refused by name.
+``num_splits`` and ``pack_gqa`` tune the original's kernels; they are accepted and have no effect. ``learnable_sink`` has its gradient
+here. Mods in the original's kernel language (``score_mod``, ``mask_mod``), lists of blocks, pages and unused rows are refused by name.
 """
 
 from __future__ import annotations

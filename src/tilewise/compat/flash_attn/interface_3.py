@@ -1,7 +1,7 @@
 """FlashAttention-3's functions, those of its module ``flash_attn_interface``, over tilewise's op.
 
-``num_splits``, ``pack_gqa`` and ``sm_margin`` say how the original's kernels share out their work and change no result: they are
-taken and not needed. fp8 (``*_descale``), of which only a cache may be, ``qv`` and unused rows (``seqused_*``) are refused by name.
+``num_splits``, ``pack_gqa`` and ``sm_margin`` tune the original's kernels; they are accepted and have no effect. ``qv``, unused rows
+(``seqused_*``) and fp8 (``*_descale``) outside a cache are refused by name.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@
     tilewise.compat.transformers.register()
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="tilewise")
 
-Masks come from :mod:`tilewise.compat.transformers.masks`, of a sequence that is sharded over ranks from ``sharded``; ``classes`` has
-attention classes for models that never ask for one. The rest of what transformers hands to an attention is :class:`Handed`. What
-cannot be honoured is refused, and says why.
+Masks come from :mod:`tilewise.compat.transformers.masks`, and from ``sharded`` for a sequence that is sharded over ranks. ``classes`` has
+attention classes for models without transformers' interface. :class:`Handed` holds all other arguments that transformers passes to an
+attention. Unsupported ones are refused with the reason.
 """
 
 from __future__ import annotations
@@ -144,10 +144,9 @@ _UNKNOWN = (
 
 
 def register() -> None:
-    """Makes ``attn_implementation="tilewise"`` known to transformers; calling it again changes nothing.
+    """Register ``attn_implementation="tilewise"`` with transformers. A second call changes nothing.
 
-    Models whose code computes attention without transformers' AttentionInterface would keep computing it so, whatever
-    they are asked for: with this name they are refused.
+    Models that compute attention without transformers' AttentionInterface would ignore the name, so they are refused.
 
     Raises:
         ImportError: transformers is older than 5.17.

@@ -41,14 +41,14 @@ _open = 0  # blocks of `sharded` in this process: torch.compile reads a number, 
 
 @contextlib.contextmanager
 def sharded(parallel: ContextParallel) -> Iterator[ContextParallel]:
-    """Models called inside hold the rows of a sequence that ``parallel`` deals to this rank, and attend to those of all ranks.
+    """Let models that are called inside attend to the rows of all ranks, each rank with its own rows of the sequence.
 
-    Every rank calls the model alike, with ``position_ids=parallel.positions(seqlen)[None]`` (packed: ``parallel.shard`` of positions
-    that begin at 0 in each document) and, where there is padding, with ``attention_mask=parallel.shard(mask)``. Labels are shifted by the
-    model along its own rows, so take the loss outside, of ``parallel.roll(ids, -1)``. The backward may run outside.
+    Every rank calls the model in the same way, with ``position_ids=parallel.positions(seqlen)[None]`` (packed: ``parallel.shard`` of
+    positions that begin at 0 in each document). Pass ``attention_mask=parallel.shard(mask)`` if there is padding. A model shifts labels
+    along its own rows, so compute the loss outside, from ``parallel.roll(ids, -1)``. The backward may run outside.
 
     Args:
-        parallel: what :func:`tilewise.context_parallel` made.
+        parallel: from :func:`tilewise.context_parallel`.
     """
     global _open
     token = _group.set(parallel)

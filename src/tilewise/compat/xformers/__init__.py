@@ -1,13 +1,13 @@
 """xformers' ``memory_efficient_attention`` and its bias classes over tilewise's op.
 
-Layouts are xformers': ``(batch, seqlen, heads, head_dim)``; ``(batch, seqlen, head_dim)``, one head; and ``(batch, seqlen, groups,
-heads, head_dim)``, where keys and values that were expanded over heads are read once. Biases with blocks become a packed call, without
-padding; the biases are in ``attn_bias``. Where the two differ:
+Layouts are xformers': ``(batch, seqlen, heads, head_dim)``; ``(batch, seqlen, head_dim)`` for one head; and ``(batch, seqlen, groups,
+heads, head_dim)``, whose keys and values are read once if they are expanded over heads. The biases are in ``attn_bias``. Biases with
+blocks become a packed call without padding. The differences:
 
 - A row that sees no key is zero; the original's is undefined.
 - A tensor bias needs no alignment, may broadcast, and has its gradient; a bool tensor selects.
-- Keys in slots (padded, gappy) are copied once, those in use; paged ones are refused.
-- ``op`` chooses among the original's kernels and changes no result: it is taken and not needed.
+- Keys in slots (padded, gappy) are copied once, only those in use. Paged biases are refused.
+- ``op`` chooses among the original's kernels. It is accepted and has no effect.
 """
 
 from __future__ import annotations

@@ -200,9 +200,11 @@ class Backward(Formed):
 
 
 def shares_tiles(config: Backward) -> bool:
-    """:attr:`Backward.parted` (:mod:`tilewise.backends.hopper.backward.parts`): not where each tile writes numbers of its own, where the
-    CTAs of a cluster share it already, where mailboxes hand on tiles, or where a table, the gradient of a bias, or a softcap leave no
-    registers."""
+    """Whether CTAs share key tiles, as :attr:`Backward.parted` says (:mod:`tilewise.backends.hopper.backward.parts`).
+
+    Disabled for packed tiles dealt through mailboxes, for clusters, for tiles that write numbers of their own, and where registers run
+    out (a table, the gradient of a bias, a softcap).
+    """
     keys = config.keys
     if config.packed and not keys.queued:
         return False

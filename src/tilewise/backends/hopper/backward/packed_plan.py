@@ -76,7 +76,7 @@ def rank(params: BackwardParams, threads: cutlass.Constexpr):
 
 
 def size_of(n, params: BackwardParams) -> I32:
-    """The rows of a sequence: the longest tiles of the pass over keys visit them all."""
+    """Number of query rows; used as the sort key, since the longest key tile visits all of them."""
     # cu_seqlens is checked by no host: a sequence may seem to end before it begins.
     return I32(PICK.larger(packed.rows_of(n, params.packed.cu_q, params.seqlen_q, rest=False).size, 0))
 

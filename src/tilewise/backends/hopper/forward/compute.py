@@ -245,7 +245,7 @@ def first_scores(
     operands: ForwardOperands, query_tile: QueryTile, n_q, q_phase, state: PipelineState, w, smem: ForwardStorage,
     params: ForwardParams, config: cutlass.Constexpr, there,
 ):  # fmt: skip
-    """Begins S of a tile's first block; unless it is ``there``, of whatever lies in its place. Returns the state at its K."""
+    """Issues the first QKᵀ of a tile. If the tile is not ``there``, computes garbage that is discarded. Returns the state at its K."""
     if there:
         cute.arch.mbarrier_wait(smem.q_full + n_q, q_phase)  # the loading warp
         if cutlass.const_expr(config.skips):

@@ -6,7 +6,7 @@ has room for all pairs. All portions use one sheet, and kernels wait for those o
 in fp32. Which keys a portion has depends on one sequence alone, so that no number depends on the rest of the batch.
 
 Of packed sequences only the device knows how many heads a portion has (:mod:`tilewise.backends.hopper.backward.packed_plan`): there are
-as many launches as the worst lengths would need, all of the whole tensors, and those that find no heads left end at once.
+as many launches as the worst lengths would need, all of the whole tensors. Surplus launches exit immediately.
 """
 
 from __future__ import annotations

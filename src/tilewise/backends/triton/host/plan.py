@@ -286,8 +286,10 @@ class Plan(Decisions):
 
     @cached_property
     def regrouped(self) -> Plan | None:
-        """The plan of a decoding step with the query heads of each key head as the rows of one tile; None where that is another
-        attention: beside scores, dropout, sinks, and masks that hide a key, heads differ."""
+        """The plan of a decoding step with the query heads of each key head as the rows of one tile.
+
+        None if heads are not interchangeable (scores, dropout, sinks, masks that hide a key).
+        """
         problem, spec = self.problem, self.problem.spec
         if problem.seqlen_q != 1 or problem.group == 1 or problem.packed or problem.paged:
             return None

@@ -169,17 +169,36 @@ class _Examples(NamedTuple):
     batch_size: int
 
 
+def _is_batched(x: object) -> bool:
+    """Whether a vmap before torch.func's maps ``x``."""
+    return isinstance(x, Tensor) and torch._C._dispatch_keys(x).has(_LEGACY_BATCHED)
+
+
+def _has_level(x: Tensor, level: int) -> bool:
+    """Whether the map of this level is one of those over ``x``: another one's dimension would get whatever size is asked for."""
+    one, two = (torch._remove_batch_dim(x, level, size, 0).shape[0] for size in (1, 2))
+    return one == two
+
+
+def _innermost(x: Tensor) -> int:
+    """The level of the innermost map over a tensor. The thread does not tell it: a GPU's backward runs in one that knows of no map."""
+    level = 0
+    while _is_batched(x):
+        level += 1
+        x = torch._remove_batch_dim(x, level, 1, 0) if _has_level(x, level) else x
+    return level
+
+
 def _legacy(rule: Callable[..., tuple]) -> Callable[..., Any]:
     """The rule for tensors of the vmap before torch.func's, by which ``is_grads_batched`` and ``jacobian(vectorize=True)`` still map."""
 
     def kernel(*arguments: Any) -> Any:
-        level = torch._C._vmapmode_increment_nesting() - 1
-        torch._C._vmapmode_decrement_nesting()
         flat, tree = tree_flatten(arguments)
-        batched = [isinstance(x, Tensor) and torch._C._dispatch_keys(x).has(_LEGACY_BATCHED) for x in flat]
-        given = [torch._remove_batch_dim(x, level, 1, 0) if yes else x for x, yes in zip(flat, batched, strict=True)]
-        size = next(x.shape[0] for x, yes in zip(given, batched, strict=True) if yes)
-        dims = tree_unflatten([0 if yes else None for yes in batched], tree)
+        level = max(_innermost(x) for x in flat)
+        mapped = [_is_batched(x) and _has_level(x, level) for x in flat]
+        given = [torch._remove_batch_dim(x, level, 1, 0) if yes else x for x, yes in zip(flat, mapped, strict=True)]
+        size = next(x.shape[0] for x, yes in zip(given, mapped, strict=True) if yes)
+        dims = tree_unflatten([0 if yes else None for yes in mapped], tree)
         results, _ = rule(_Examples(size), dims, *tree_unflatten(given, tree))
         return tree_map(partial(torch._add_batch_dim, batch_dim=0, level=level), results)
 

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from tilewise import dispatch
-from tilewise.backends.base import Directions, Output, OutputGrads, empty_gradients, empty_output, unit_last
-from tilewise.problem import Problem, check
+from tilewise.backends.base import Directions, Output, OutputGrads, empty_gradients, empty_output
+from tilewise.problem import check
 from tilewise.spec import parse_spec
 from tilewise.untraced import untraced
 
@@ -52,22 +52,17 @@ def _run_jvp(inputs, extras, seed, tangents, spec):
     q, k, v, o, lse = inputs
     plan = dispatch.plan(q, k, v, extras, seed, spec).forward_mode
     given = dispatch.inputs(plan, q, k, v, extras, seed)
-    moved = plan.backend.jvp(plan.problem, given, Output(o, lse), _directions(plan.problem, tangents))
+    moved = plan.backend.jvp(plan.problem, given, Output.of(o, lse), Directions.of(plan.problem, tangents))
     return moved.o, moved.lse
 
 
 def _run_backward_jvp(grads, moved, inputs, extras, seed, tangents, spec):
     q, k, v, o, lse = inputs
-    do, dlse, do_tangent, dlse_tangent = grads
     plan = dispatch.plan(q, k, v, extras, seed, spec).second
     p, given = plan.problem, dispatch.inputs(plan, q, k, v, extras, seed)
-    grad = OutputGrads(unit_last(do), dlse, None if do_tangent is None else unit_last(do_tangent), dlse_tangent)
-    found = plan.backend.backward_jvp(p, given, Output(o, lse), grad, _directions(p, tangents), Output(*moved))
+    grad, along = OutputGrads.of(*grads), Directions.of(p, tangents)
+    found = plan.backend.backward_jvp(p, given, Output.of(o, lse), grad, along, Output.of(*moved))
     return found.dq, found.dk, found.dv, found.extras(p, extras)
-
-
-def _directions(p: Problem, tangents: Sequence[Tensor | None]) -> Directions:
-    return Directions.of(p, [None if x is None else unit_last(x) for x in tangents])
 
 
 def _fake_jvp(inputs, extras, seed, tangents, spec):

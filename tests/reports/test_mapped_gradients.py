@@ -108,6 +108,7 @@ def test_a_backward_in_a_thread_that_knows_of_no_map():
         found = torch.autograd.grad(outputs, inputs, output_gradients(), is_grads_batched=True)
     except RuntimeError:  # else all later tests would be mapped
         thread.end()
+        thread.up(), thread.down()
         raise
     assert_right(found, expected_gradients())
 
@@ -158,3 +159,26 @@ def test_any_of_q_k_v_and_a_bias_are_mapped_along_any_axis(backend):
 
         found = vmap(partial(both, partial(ours, backend)), in_dims=tuple(dims))(*given)
         assert_right(found, one_by_one(partial(both, plain), *looped))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_each_example_has_its_own_sink(backend):
+    """ "A sink is one logit for each head, the same for all examples": outputs, tangents, gradients and second derivatives."""
+    q, k, v, _ = tensors()
+    sinks, do = normal(EXAMPLES, 2, seed=5), normal(1, 2, 2, 3, seed=6)
+
+    def derived(sink, q=q):
+        name = "portable" if q.dtype == torch.float64 else backend
+
+        def f(q, sink):
+            return tw.attention(q, k.to(q), v.to(q), sink=sink, backend=name)
+
+        o, pull = vjp(f, q, sink)
+        moved = jvp(f, (q, sink), (q, sink))[1]
+        if backend == "cpu":
+            return o, *pull(do.to(q)), moved
+        second = jvp(lambda q, s: vjp(f, q, s)[1](do.to(q)), (q, sink), (q, sink))[1]
+        return o, *pull(do.to(q)), moved, *second
+
+    expected = one_by_one(partial(derived, q=q.double()), sinks.double())
+    assert_right(vmap(derived)(sinks), expected)

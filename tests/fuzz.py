@@ -5,8 +5,8 @@
 
 Case n is drawn from the number seed + n alone, for what is searched: shapes, strides, offsets, dtypes, masks, scores, sinks, dropout,
 packing, pages, threads, for cpu the instruction set, and for cpu and triton the tiles. Triton runs in its interpreter on the device cpu.
-What lies between the elements of a strided input is NaN, and so is what a result was before it was written. Each failure prints
-the line that runs it again.
+What lies between the elements of a strided input is NaN, and so is what a result was before it was written. Some calls are mapped over
+examples (:mod:`tests.mapped`), in outputs, gradients and tangents. Each failure prints the line that runs it again.
 
 Thousands of small cases also meet some where eager attention is exact by luck, so that the rule allows next to nothing. A
 case beyond the rule therefore counts as close, not as a failure, up to FACTOR times what is allowed, or FACTOR times the error
@@ -22,6 +22,7 @@ import platform
 import random
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest import mock
@@ -31,15 +32,17 @@ from torch import Tensor
 
 import tilewise as tw
 from tests.backends.paged import random_case
+from tests.mapped import MappedCall, named
 from tilewise import accuracy, dispatch
 from tilewise.backends.cpu import Cpu, library
 from tilewise.backends.cpu import call as cpu_call
 from tilewise.backends.cpu.config import Config
 from tilewise.problem import Problem
-from tilewise.testing import Call, call, paged_call, results
+from tilewise.testing import Call, call, paged_call, poisoned, results
 
 FACTOR = 4
 PAGED = 0.2  # of all calls
+MAPPED = 0.3  # of the others
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,13 @@ class Target:
         return RANGES["interpreter" if (self.backend, self.device) == ("triton", "cpu") else self.device]
 
     @property
+    def mapped_ranges(self) -> Ranges:
+        """The ranges of a call's examples: some of them are one call, and their number tells nothing that one does not."""
+        if self.ranges is RANGES["interpreter"]:
+            return replace(self.ranges, lengths=(0, 1, 3, 17), longest=20, widths=(3, 16), widest=20)
+        return replace(self.ranges, lengths=(0, 1, 2, 5, 16, 17, 33), longest=70)
+
+    @property
     def arguments(self) -> str:
         """The arguments of this module that give it."""
         isa = f" --isa {self.isa}" if self.isa else ""
@@ -135,23 +145,28 @@ class Draw(random.Random):
     def strided(self, x: Tensor) -> Tensor:
         """The same numbers in other strides, at an offset, with NaN between them."""
         axes = list(range(x.ndim))
+        if not axes:
+            return x
         if self.likely(0.5):
             axes[:-1] = self.sample(axes[:-1], x.ndim - 1)
         if self.likely(0.1):
             self.shuffle(axes)  # the last axis too: backends copy
         margins = [(self.randint(0, 3), self.randint(0, 3)) if self.likely(0.3) else (0, 0) for _ in axes]
         sizes = [x.shape[a] + sum(margins[a]) for a in axes]
-        room = torch.full(sizes, torch.nan, dtype=x.dtype)
+        between = torch.nan if x.is_floating_point() else x.dtype == torch.bool or 1 << 24
+        room = torch.full(sizes, between, dtype=x.dtype)
         view = room.permute([axes.index(n) for n in range(x.ndim)])
         view = view[tuple(slice(margins[a][0], margins[a][0] + x.shape[a]) for a in range(x.ndim))]
         return view.copy_(x)
 
-    def input(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Strided, or expanded along some axes."""
-        if self.likely(0.15):
+    def input(self, *shape: int, dtype: torch.dtype, draw: Callable[..., Tensor] | None = None) -> Tensor:
+        """Strided, or expanded along some axes; ``draw``: what draws the numbers of a shape."""
+        draw = draw or (lambda *shape: self.tensor(*shape, dtype=dtype))
+        if shape and self.likely(0.15):
             once = [1 if self.likely(0.4) else n for n in shape[:-1]]
-            return self.strided(self.tensor(*once, shape[-1], dtype=dtype)).expand(shape)
-        return self.strided(self.tensor(*shape, dtype=dtype))
+            last = 1 if len(shape) == 1 and self.likely(0.5) else shape[-1]
+            return self.strided(draw(*once, last)).expand(shape)
+        return self.strided(draw(*shape))
 
 
 @dataclass(frozen=True)
@@ -233,7 +248,8 @@ def draw_mask(r: Draw, s: Sizes) -> tw.Mask | None:
 
 
 def one_score(r: Draw, s: Sizes, dtype: torch.dtype) -> tw.Score:
-    leaf = lambda *shape: (0.5 * r.tensor(*shape, dtype=dtype)).requires_grad_(r.likely(0.8))  # noqa: E731
+    half = lambda *shape: 0.5 * r.tensor(*shape, dtype=dtype)  # noqa: E731
+    leaf = lambda *shape: r.input(*shape, dtype=dtype, draw=half).requires_grad_(r.likely(0.8))  # noqa: E731
     table, temperature, distances = leaf(s.hq, 32), leaf(), leaf(s.hq, s.nq + s.nk + 1)
     by_row, by_key = (leaf(max(n, 1)) for n in (s.nq, s.nk))
     # Factors are positive: another one would make +inf of the -inf of a score before, and NaN of the row.
@@ -272,7 +288,7 @@ def draw_call(r: Draw) -> tuple[Call, str]:
     v, do = r.input(*lead_k, s.hk, s.dv, dtype=dtype), r.input(*lead_q, s.hq, s.dv, dtype=dtype)
     leaves = torch.float64 if dtype == torch.float64 else torch.float32
     options: dict[str, object] = {"mask": draw_mask(r, s), "score": draw_score(r, s, leaves)}
-    options["sink"] = r.tensor(s.hq, dtype=leaves) if r.likely(0.2) else None
+    options["sink"] = r.input(s.hq, dtype=leaves) if r.likely(0.2) else None
     options["deterministic"] = r.likely(0.3)
     if r.likely(0.15):
         options |= {"dropout_p": r.choice((0.1, 0.5)), "dropout_seed": r.getrandbits(62)}
@@ -280,7 +296,7 @@ def draw_call(r: Draw) -> tuple[Call, str]:
         options["softmax_scale"] = r.choice((0.05, 1.0, 0.0, -0.3))
     if s.lengths:
         for name, side in (("cu_seqlens_q", 0), ("cu_seqlens_k", 1)):
-            options[name] = torch.tensor([0, *(n[side] for n in s.lengths)]).cumsum(0)
+            options[name] = r.strided(torch.tensor([0, *(n[side] for n in s.lengths)]).cumsum(0))
     c = call(q, k, v, do, **options)
     return c, f"{c.p.describe()}    strides {q.stride()} {k.stride()} {v.stride()} {do.stride()}"
 
@@ -358,6 +374,8 @@ def run_case(number: int, target: Target) -> tuple[list[str], list[str], dict[st
     r, name = Draw.of_case(number, target), target.backend
     if r.likely(PAGED):
         c, text = draw_paged(r, target.device)
+    elif r.likely(MAPPED):
+        return run_mapped(r, target)
     else:
         with torch.device(target.device):
             c, text = draw_call(r)
@@ -372,6 +390,34 @@ def run_case(number: int, target: Target) -> tuple[list[str], list[str], dict[st
     wrong, close = judged(name, c, found)
     facts = {"dtype": str(c.p.dtype).removeprefix("torch."), "isa": getattr(backend.config(c.p), "isa", name)}
     return ([text, how, f"{threads} threads", *wrong] if wrong else []), close, facts
+
+
+def run_mapped(r: Draw, target: Target) -> tuple[list[str], list[str], dict[str, str]]:
+    """:func:`run_case` of a call that is mapped over examples."""
+    r.ranges, name = target.mapped_ranges, target.backend
+    with torch.device(target.device):
+        c, _ = draw_call(r)
+        while c.p.packed or c.p.spec.dropout_p:
+            c, _ = draw_call(r)
+        mapped = MappedCall.draw(r, named(c, name))
+    way, wrong, close = r.choice(mapped.ways), [], []
+    facts = {"mapped": way.__name__, "dtype": str(c.p.dtype).removeprefix("torch."), "isa": name}
+    torch.set_num_threads(r.choice((1, 1, 2, 3)))
+    try:
+        with poisoned():
+            found = way()
+        moves = c.p.dtype == torch.float32 and r.likely(0.5)
+        if moves and not dispatch.backend(name).without_tangents(mapped.calls[0].p, second=False):
+            facts["mapped"] += " and tangents"
+            wrong += mapped.worse_tangents(dispatch.backend(name), FACTOR)
+    except NotImplementedError as error:
+        return [], [], {"refused": str(error).splitlines()[-1].strip()}
+    finally:
+        torch.set_num_threads(1)
+    for each, results_of_each in zip(mapped.calls, found, strict=True):
+        beyond, near = judged(name, each, results_of_each)
+        wrong, close = [*wrong, *beyond], [*close, *near]
+    return ([mapped.describe(), way.__name__, *wrong] if wrong else []), close, facts
 
 
 def lost(target: Target) -> bool:

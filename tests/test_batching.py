@@ -136,7 +136,6 @@ def test_a_hessian_is_that_of_pytorch():
 
 PACKED = torch.tensor([0, 4, 9])
 REFUSED = {
-    "a sink": lambda x, s: tw.attention(x, x, x, sink=s),
     "dropout is drawn by the batch index": lambda x, s: tw.attention(x, x, x, dropout_p=0.5, dropout_seed=3),
     "packed sequences": lambda x, s: tw.attention_varlen(x[0], x[0], x[0], PACKED),
     "a prepared mask": lambda x, s: tw.attention(x, x, x, mask=_prepared(x)),

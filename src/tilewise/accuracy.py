@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tilewise import gather, reference
-from tilewise.backends.base import Backend, Grads, Inputs, Output
+from tilewise.backends.base import Backend, Grads, Inputs, Output, OutputGrads
 from tilewise.problem import Problem
 from tilewise.reference import Arithmetic
 
@@ -160,6 +160,8 @@ def _in_layout_of(p: Problem, results: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def check(backend: Backend, p: Problem, t: Inputs, do: Tensor | None = None, dlse: Tensor | None = None) -> list[Error]:
     """A backend's forward and, with ``do`` and ``dlse``, its backward, judged."""
-    out = backend.forward(p, t)
-    grads = None if do is None else backend.backward(p, t, out, do, dlse)
+    out, grads = backend.forward(p, t), None
+    if do is not None:
+        grad = OutputGrads.of(do, dlse)
+        grads = backend.backward(p, t, out, grad.do, grad.dlse)
     return Expected.of(p, t, do, dlse).judge(tensors(out, grads))

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad, profiler
 
 from tilewise import derivatives, dispatch
-from tilewise.backends.base import Output, empty_gradients, empty_output, unit_last
+from tilewise.backends.base import Output, OutputGrads, empty_gradients, empty_output
 from tilewise.problem import check
 from tilewise.spec import parse_spec
 from tilewise.untraced import untraced
@@ -82,7 +82,8 @@ def _backward(*arguments):
     do, dlse, q, k, v, o, lse, extras, seed, spec = arguments
     plan = dispatch.plan(q, k, v, extras, seed, spec)
     inputs = dispatch.inputs(plan, q, k, v, extras, seed)
-    grads = plan.backend.backward(plan.problem, inputs, Output(o, lse), unit_last(do), dlse)
+    grad = OutputGrads.of(do, dlse)
+    grads = plan.backend.backward(plan.problem, inputs, Output.of(o, lse), grad.do, grad.dlse)
     return grads.dq, grads.dk, grads.dv, grads.extras(plan.problem, extras)
 
 

@@ -36,6 +36,7 @@ class Fold:
 
     def __init__(self, size: int, spec: str, q: Tensor, dim: int | None):
         self.size, self.spec = size, parse_spec(spec)
+        self.sink_slot = self.spec.sink_slot
         self.batch = q.shape[0] if dim is None else q.movedim(dim, 0).shape[1]
 
     def rows(self, x: Tensor | None, dim: int | None) -> Tensor | None:
@@ -56,6 +57,15 @@ class Fold:
     def extras(self, extras: Sequence[Tensor], dims: Dims, slots: set[int]) -> list[Tensor]:
         """The extras, those of ``slots`` with the mapped dimension in front."""
         return [self.in_front(x, dim) if n in slots else x for n, (x, dim) in enumerate(zip(extras, dims, strict=True))]
+
+    def leave_sink_out(self) -> None:
+        """Takes the sink out of the folded call: what it adds follows from the statistics of the rows, for each example by itself."""
+        wanted = tuple(n for n in self.spec.grad_slots if n in self.spec.score_slots)
+        self.spec = replace(self.spec, sink_slot=None, grad_slots=wanted)
+
+    def by_head(self, x: Tensor, dim: int | None, dtype: torch.dtype) -> Tensor:
+        """A sink, or its tangent, beside a statistic of the examples' rows: (examples, 1, heads, 1)."""
+        return self.in_front(x, dim).to(dtype)[:, None, :, None]
 
     def text(self, slots: set[int]) -> str:
         """The spec of the folded call, in which the extras of ``slots`` differ from example to example."""
@@ -83,8 +93,6 @@ class Fold:
             reasons.append("dropout is drawn by the batch index, so no example's pairs would be those of its own call")
         if spec.piece is not None or spec.whole_region.prepared is not None:
             reasons.append("a prepared mask, or a piece of an attention, is made for one batch")
-        if spec.sink_slot in found:
-            reasons.append("a sink is one logit for each head, the same for all examples")
         if reasons:
             raise NotImplementedError(
                 "attention inside torch.vmap: the mapped dimension cannot be folded into the batch; make it a part of the batch "
@@ -98,57 +106,94 @@ class Fold:
 
 def _forward(info, in_dims, q, k, v, extras, seed, spec):
     fold = Fold(info.batch_size, spec, q, in_dims[0])
+    given, own_sinks = extras, fold.sink_slot is not None and in_dims[3][fold.sink_slot] is not None
+    if own_sinks:
+        fold.leave_sink_out()
     slots = fold.differing(in_dims[3])
     qkv, extras = fold.all_rows((q, k, v), in_dims[:3]), fold.extras(extras, in_dims[3], slots)
     out = derivatives.operator_of(spec)(*qkv, extras, seed, fold.text(slots))
-    return tuple(fold.examples(x) for x in out), (0,) * len(out)
+    o, lse, *stats = [fold.examples(x) for x in out]
+    if own_sinks:
+        sink = fold.by_head(given[fold.sink_slot], in_dims[3][fold.sink_slot], lse.dtype)
+        whole, lse = state.add_sink(o.to(lse.dtype).transpose(2, 3), lse, sink)
+        o = whole.transpose(2, 3).to(o.dtype)
+    return (o, lse, *stats), (0,) * len(out)
 
 
 def _backward(info, in_dims, *arguments):
     *tensors, extras, seed, spec = arguments
     fold = Fold(info.batch_size, spec, tensors[2], in_dims[2])
-    read, sink_slot, wanted = fold.spec.score_slots, fold.spec.sink_slot, fold.spec.grad_slots
-    # Each example's gradient of a tensor is a sum over its own elements. The sink's follows from the rows' statistics alone.
-    fold.spec = replace(fold.spec, sink_slot=None, grad_slots=tuple(n for n in wanted if n in read))
+    wanted = fold.spec.grad_slots
+    # Each example's gradient of a tensor is a sum over its own elements.
+    fold.leave_sink_out()
     slots = fold.differing(in_dims[7]) | set(fold.spec.grad_slots)
     rows = fold.all_rows(tensors, in_dims[:7])
     given = *rows, fold.extras(extras, in_dims[7], slots), seed, fold.text(slots)
     dq, dk, dv, dextras = torch.ops.tilewise.attention_backward.default(*given)
     found = dict(zip(fold.spec.grad_slots, dextras, strict=True))
-    if sink_slot in wanted:
+    if fold.sink_slot in wanted:
         do, dlse, *_, o, lse = rows
-        sink = fold.in_front(extras[sink_slot], in_dims[7][sink_slot]).to(lse.dtype)[:, None, :, None]
-        delta = (do.to(lse.dtype) * o).sum(-1).transpose(1, 2) - dlse
-        by_row = state.sink_gradient(sink, *[fold.examples(x) for x in (lse, delta)])
-        total = by_row.sum((1, 3)).to(extras[sink_slot].dtype)
-        found[sink_slot] = total + found[sink_slot] if sink_slot in found else total
+        sink = fold.by_head(extras[fold.sink_slot], in_dims[7][fold.sink_slot], lse.dtype)
+        by_row = state.sink_gradient(sink, *[fold.examples(x) for x in (lse, _delta(do, o, lse.dtype) - dlse)])
+        _add_sink_gradient(found, fold.sink_slot, by_row, extras)
     results = *[fold.examples(x) for x in (dq, dk, dv)], [found[n] for n in wanted]
     return results, (0, 0, 0, [0] * len(wanted))
 
 
+def _delta(do: Tensor, o: Tensor, dtype: torch.dtype) -> Tensor:
+    """``rowsum(dO ∘ O)``, in lse's shape."""
+    return (do.to(dtype) * o).sum(-1).transpose(1, 2)
+
+
+def _add_sink_gradient(found: dict[int, Tensor], slot: int, by_row: Tensor, extras: Sequence[Tensor]) -> None:
+    """Adds the gradient of each example's sink to the gradients that are found, of parts (examples, batch, heads, rows)."""
+    total = by_row.sum((1, 3)).to(extras[slot].dtype)
+    found[slot] = total + found[slot] if slot in found else total
+
+
 def _jvp(info, in_dims, inputs, extras, seed, tangents, spec):
     fold = Fold(info.batch_size, spec, inputs[0], in_dims[0][0])
+    slot, moved_sink = fold.sink_slot, None
+    if slot is not None and (in_dims[1][slot] is not None or in_dims[3][3 + slot] is not None):
+        fold.leave_sink_out()
+        moved_sink = tangents[3 + slot]
     slots = fold.differing(in_dims[1], in_dims[3][3:])
     along = _tangents(fold, tangents, in_dims[3], slots)
-    rows, extras = fold.all_rows(inputs, in_dims[0]), fold.extras(extras, in_dims[1], slots)
-    moved = torch.ops.tilewise.attention_jvp.default(rows, extras, seed, along, fold.text(slots))
-    return tuple(fold.examples(x) for x in moved), (0, 0)
+    rows, given = fold.all_rows(inputs, in_dims[0]), fold.extras(extras, in_dims[1], slots)
+    moved = torch.ops.tilewise.attention_jvp.default(rows, given, seed, along, fold.text(slots))
+    moved_o, moved_lse = (fold.examples(x) for x in moved)
+    if moved_sink is not None:
+        o, lse = (fold.examples(x) for x in rows[3:])
+        sink = fold.by_head(extras[slot], in_dims[1][slot], lse.dtype)
+        by = -state.sink_gradient(sink, lse, fold.by_head(moved_sink, in_dims[3][3 + slot], lse.dtype))
+        moved_o = (moved_o - by.transpose(2, 3).unsqueeze(-1) * o).to(o.dtype)
+        moved_lse = moved_lse + by
+    return (moved_o, moved_lse), (0, 0)
 
 
 def _backward_jvp(info, in_dims, *arguments):
     grads, moved, inputs, extras, seed, tangents, spec = arguments
     fold = Fold(info.batch_size, spec, inputs[0], in_dims[2][0])
+    slot, wanted = fold.sink_slot, fold.spec.grad_slots
+    fold.leave_sink_out()
     slots = fold.differing(in_dims[3], in_dims[5][3:]) | set(fold.spec.grad_slots)
-    if fold.spec.sink_slot in slots:
-        raise NotImplementedError(
-            "attention inside torch.vmap: second derivatives of each example's sink are not built; loop over the examples"
-        )
     along = _tangents(fold, tangents, in_dims[5], slots)
     rows = [fold.all_rows(*x) for x in ((grads, in_dims[0]), (moved, in_dims[1]), (inputs, in_dims[2]))]
-    extras = fold.extras(extras, in_dims[3], slots)
-    found = torch.ops.tilewise.attention_backward_jvp.default(*rows, extras, seed, along, fold.text(slots))
-    *results, dextras = found
-    return (*[fold.examples(x) for x in results], dextras), (0, 0, 0, [0] * len(dextras))
+    given = fold.extras(extras, in_dims[3], slots)
+    *results, dextras = torch.ops.tilewise.attention_backward_jvp.default(*rows, given, seed, along, fold.text(slots))
+    found = dict(zip(fold.spec.grad_slots, dextras, strict=True))
+    if slot in wanted:
+        (do, dlse, do_tangent, dlse_tangent), (moved_o, moved_lse), (*_, o, lse) = rows
+        moved_delta = _delta(do, moved_o, lse.dtype)
+        moved_delta = moved_delta if do_tangent is None else moved_delta + _delta(do_tangent, o, lse.dtype)
+        moved_delta = moved_delta if dlse_tangent is None else moved_delta - dlse_tangent
+        sink, by = fold.by_head(extras[slot], in_dims[3][slot], lse.dtype), -fold.examples(moved_lse)
+        if tangents[3 + slot] is not None:
+            by = by + fold.by_head(tangents[3 + slot], in_dims[5][3 + slot], lse.dtype)
+        delta, moved_delta = (fold.examples(x) for x in (_delta(do, o, lse.dtype) - dlse, moved_delta))
+        by_row = state.sink_gradient(sink, fold.examples(lse), by * delta + moved_delta)
+        _add_sink_gradient(found, slot, by_row, extras)
+    return (*[fold.examples(x) for x in results], [found[n] for n in wanted]), (0, 0, 0, [0] * len(wanted))
 
 
 def _tangents(fold: Fold, tangents: Sequence[Tensor | None], dims: Dims, slots: set[int]) -> list[Tensor | None]:
@@ -169,17 +214,36 @@ class _Examples(NamedTuple):
     batch_size: int
 
 
+def _is_batched(x: object) -> bool:
+    """Whether a vmap before torch.func's maps ``x``."""
+    return isinstance(x, Tensor) and torch._C._dispatch_keys(x).has(_LEGACY_BATCHED)
+
+
+def _has_level(x: Tensor, level: int) -> bool:
+    """Whether the map of this level is one of those over ``x``: another one's dimension would get whatever size is asked for."""
+    one, two = (torch._remove_batch_dim(x, level, size, 0).shape[0] for size in (1, 2))
+    return one == two
+
+
+def _innermost(x: Tensor) -> int:
+    """The level of the innermost map over a tensor. The thread does not tell it: a GPU's backward runs in one that knows of no map."""
+    level = 0
+    while _is_batched(x):
+        level += 1
+        x = torch._remove_batch_dim(x, level, 1, 0) if _has_level(x, level) else x
+    return level
+
+
 def _legacy(rule: Callable[..., tuple]) -> Callable[..., Any]:
     """The rule for tensors of the vmap before torch.func's, by which ``is_grads_batched`` and ``jacobian(vectorize=True)`` still map."""
 
     def kernel(*arguments: Any) -> Any:
-        level = torch._C._vmapmode_increment_nesting() - 1
-        torch._C._vmapmode_decrement_nesting()
         flat, tree = tree_flatten(arguments)
-        batched = [isinstance(x, Tensor) and torch._C._dispatch_keys(x).has(_LEGACY_BATCHED) for x in flat]
-        given = [torch._remove_batch_dim(x, level, 1, 0) if yes else x for x, yes in zip(flat, batched, strict=True)]
-        size = next(x.shape[0] for x, yes in zip(given, batched, strict=True) if yes)
-        dims = tree_unflatten([0 if yes else None for yes in batched], tree)
+        level = max(_innermost(x) for x in flat)
+        mapped = [_is_batched(x) and _has_level(x, level) for x in flat]
+        given = [torch._remove_batch_dim(x, level, 1, 0) if yes else x for x, yes in zip(flat, mapped, strict=True)]
+        size = next(x.shape[0] for x, yes in zip(given, mapped, strict=True) if yes)
+        dims = tree_unflatten([0 if yes else None for yes in mapped], tree)
         results, _ = rule(_Examples(size), dims, *tree_unflatten(given, tree))
         return tree_map(partial(torch._add_batch_dim, batch_dim=0, level=level), results)
 

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from tilewise import dispatch
-from tilewise.backends.base import Directions, Output, OutputGrads, empty_gradients, empty_output, unit_last
-from tilewise.problem import Problem, check
+from tilewise.backends.base import Directions, Output, OutputGrads, empty_gradients, empty_output
+from tilewise.problem import check
 from tilewise.spec import parse_spec
 from tilewise.untraced import untraced
 
@@ -52,22 +52,17 @@ def _run_jvp(inputs, extras, seed, tangents, spec):
     q, k, v, o, lse = inputs
     plan = dispatch.plan(q, k, v, extras, seed, spec).forward_mode
     given = dispatch.inputs(plan, q, k, v, extras, seed)
-    moved = plan.backend.jvp(plan.problem, given, Output(o, lse), _directions(plan.problem, tangents))
+    moved = plan.backend.jvp(plan.problem, given, Output.of(o, lse), Directions.of(plan.problem, tangents))
     return moved.o, moved.lse
 
 
 def _run_backward_jvp(grads, moved, inputs, extras, seed, tangents, spec):
     q, k, v, o, lse = inputs
-    do, dlse, do_tangent, dlse_tangent = grads
     plan = dispatch.plan(q, k, v, extras, seed, spec).second
     p, given = plan.problem, dispatch.inputs(plan, q, k, v, extras, seed)
-    grad = OutputGrads(unit_last(do), dlse, None if do_tangent is None else unit_last(do_tangent), dlse_tangent)
-    found = plan.backend.backward_jvp(p, given, Output(o, lse), grad, _directions(p, tangents), Output(*moved))
+    grad, along = OutputGrads.of(*grads), Directions.of(p, tangents)
+    found = plan.backend.backward_jvp(p, given, Output.of(o, lse), grad, along, Output.of(*moved))
     return found.dq, found.dk, found.dv, found.extras(p, extras)
-
-
-def _directions(p: Problem, tangents: Sequence[Tensor | None]) -> Directions:
-    return Directions.of(p, [None if x is None else unit_last(x) for x in tangents])
 
 
 def _fake_jvp(inputs, extras, seed, tangents, spec):
@@ -188,7 +183,7 @@ class AttentionBackward(torch.autograd.Function):
         count = len(tensors) - INPUTS
         along = (dq, dk, dv, *_by_slot(ctx.spec, dextras, count))
         moved = AttentionJvp.apply(seed, ctx.spec, count, *tensors, *along)
-        grads = AttentionBackwardJvp.apply(seed, ctx.spec, count, do, dlse, None, None, *moved, *tensors, *along)
+        grads = _backward_tangents(seed, ctx.spec, count, (do, dlse, None, None), moved, tensors, along)
         return None, None, *moved, *grads[:3], None, None, *_by_slot(ctx.spec, grads[3:], count)
 
     @staticmethod
@@ -198,7 +193,7 @@ class AttentionBackward(torch.autograd.Function):
         along = (*tangents[:3], *tangents[INPUTS:])
         moved = AttentionJvp.apply(seed, ctx.spec, count, *tensors, *along)
         grads = do, dlse, do_tangent, dlse_tangent
-        return AttentionBackwardJvp.apply(seed, ctx.spec, count, *grads, *moved, *tensors, *along)
+        return _backward_tangents(seed, ctx.spec, count, grads, moved, tensors, along)
 
 
 @untraced
@@ -226,9 +221,8 @@ class AttentionJvp(torch.autograd.Function):
         if do is None and dlse is None:
             return (None,) * (3 + len(tensors))
         do, dlse = _zeros(do, o_tangent), _zeros(dlse, lse_tangent)
-        grads = AttentionBackwardJvp.apply(
-            seed, ctx.spec, ctx.count, do, dlse, None, None, o_tangent, lse_tangent, *tensors
-        )
+        moved, grads = (o_tangent, lse_tangent), (do, dlse, None, None)
+        grads = _backward_tangents(seed, ctx.spec, ctx.count, grads, moved, (*inputs, *extras), along)
         of_inputs = *grads[:3], None, None, *_by_slot(ctx.spec, grads[3:], ctx.count)
         of_tangents = [None] * len(along)
         if any(ctx.needs_input_grad[-len(along) :]):
@@ -239,14 +233,17 @@ class AttentionJvp(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx, *_):
-        raise _third("forward mode inside forward mode")
+        raise _third("forward mode inside forward mode", "; jacfwd(jacrev(f)) is jacfwd(jacfwd(f))")
 
 
 @untraced
 class AttentionBackwardJvp(torch.autograd.Function):
-    """The tangents of dq, dk, dv and the extras' gradients, which are differentiated no further.
+    """The tangents of dq, dk, dv and the extras' gradients.
 
-    ``tensors`` are dO, dlse and their tangents, the tangents of o and lse, then those of :class:`AttentionJvp`.
+    ``tensors`` are dO, dlse and their tangents, the tangents of o and lse, then those of :class:`AttentionJvp`. They are linear in the
+    tangents, and differentiated with respect to these alone: so `torch.autograd.functional.hvp` asks. The second derivatives of F are
+    symmetric, so that these gradients are the same tangents once more, along the cotangents; as above they hold what the tangents of o
+    and lse contribute.
     """
 
     generate_vmap_rule = True
@@ -260,18 +257,61 @@ class AttentionBackwardJvp(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        pass
+        seed, ctx.spec, ctx.count, *tensors = inputs
+        _save(ctx, seed, *tensors[:2], *tensors[6 : 6 + INPUTS + ctx.count])
 
     @staticmethod
-    def backward(ctx, *_):
-        raise _third("a third derivative")
+    def backward(ctx, dq, dk, dv, *dextras):
+        seed, do, dlse, *tensors = ctx.saved_tensors
+        along = (dq, dk, dv, *_by_slot(ctx.spec, dextras, ctx.count))
+        moved = AttentionJvp.apply(seed, ctx.spec, ctx.count, *tensors, *along)
+        grads = _backward_tangents(seed, ctx.spec, ctx.count, (do, dlse, None, None), moved, tensors, along)
+        of_tangents = *grads[:3], *_by_slot(ctx.spec, grads[3:], ctx.count)
+        found = *(None,) * 5, *moved, None, None, *(None,) * len(tensors), *of_tangents
+        return tuple(x if wanted else None for x, wanted in zip(found, ctx.needs_input_grad, strict=True))
 
     @staticmethod
     def jvp(ctx, *_):
         raise _third("a third derivative, or a second one inside forward_ad.dual_level(), which has to end first,")
 
 
-for _function in (Attention, AttentionBackward, AttentionJvp, AttentionBackwardJvp):
+@untraced
+class _Fixed(torch.autograd.Function):
+    """Tensors as they are, with respect to which a second derivative is not differentiated."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*tensors):
+        return tuple(x.view_as(x) for x in tensors)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise _third("a third derivative")
+
+    jvp = AttentionBackwardJvp.jvp
+
+
+def _backward_tangents(
+    seed: Tensor | None,
+    spec: str,
+    count: int,
+    grads: Sequence[Tensor | None],
+    moved: Sequence[Tensor],
+    tensors: Sequence[Tensor],
+    along: Sequence[Tensor | None],
+) -> tuple[Tensor, ...]:
+    """:class:`AttentionBackwardJvp` of dO, dlse and their tangents, the tangents of o and lse, the inputs and extras, and their
+    tangents, whose further derivatives with respect to anything but tangents are refused."""
+    do, dlse, *tensors = _Fixed.apply(*grads[:2], *tensors)
+    return AttentionBackwardJvp.apply(seed, spec, count, do, dlse, *grads[2:], *moved, *tensors, *along)
+
+
+for _function in (Attention, AttentionBackward, AttentionJvp, AttentionBackwardJvp, _Fixed):
     # PyTorch asks for this signature at every call, and inspect works it out anew each time unless it is written down.
     _function.forward.__signature__ = inspect.signature(_function.forward)  # type: ignore[attr-defined]
 
@@ -281,8 +321,8 @@ def _parted(tensors: Sequence[Tensor | None], count: int) -> tuple[Sequence[Tens
     return tensors[:INPUTS], tensors[INPUTS : INPUTS + count], tensors[INPUTS + count :]
 
 
-def _third(what: str) -> NotImplementedError:
+def _third(what: str, instead: str = "") -> NotImplementedError:
     return NotImplementedError(
         f"{what} of attention is not built; tilewise computes first derivatives in both modes, and second ones by reverse mode over "
-        "either or forward mode over reverse mode. Compute this attention in plain torch where a further one is needed"
+        f"either or forward mode over reverse mode{instead}. Compute this attention in plain torch where a further one is needed"
     )

@@ -13,7 +13,7 @@ from torch import Tensor
 from tilewise import device as devices
 from tilewise import pages, settings
 from tilewise.amounts import in_bytes, in_flop
-from tilewise.backends.base import Backend, Inputs, Pages
+from tilewise.backends.base import Backend, Inputs, Pages, contiguous
 from tilewise.caching import cached_property
 from tilewise.problem import Problem, Signature, check, check_values
 from tilewise.sizes import ByStructure
@@ -200,7 +200,7 @@ def inputs(found: Plan, q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor
 def append(cache: Pages, k: Tensor, v: Tensor | None, cu_seqlens_q: Tensor | None) -> bool:
     """Whether a backend of the device has written new rows into the pages of a cache."""
     rows = [row for row in BACKENDS if row.device_types is not None and k.device.type in row.device_types]
-    return any(backend(row.name).append(cache, k, v, cu_seqlens_q) for row in rows)
+    return any(backend(row.name).append(cache, k, v, contiguous(cu_seqlens_q)) for row in rows)
 
 
 # -- Explaining ----------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import tilewise as tw
 from tilewise import accuracy, problem
-from tilewise.backends.base import Backend, Inputs
+from tilewise.backends.base import Backend, Inputs, OutputGrads
 from tilewise.spec import Options, assemble, parse_spec
 
 # ---- calls ------------------------------------------------------------------------------------------------------------
@@ -153,7 +153,8 @@ def results(backend: Backend, c: Call) -> dict[str, Tensor]:
     """A backend's outputs, and its gradients where the call wants any, by name; what it does not write is NaN."""
     with poisoned():
         out = backend.forward(c.p, c.t)
-        grads = backend.backward(c.p, c.t, out, c.do, c.dlse) if c.p.spec.needs_grad else None
+        grad = OutputGrads.of(c.do, c.dlse)
+        grads = backend.backward(c.p, c.t, out, grad.do, grad.dlse) if c.p.spec.needs_grad else None
     return accuracy.tensors(out, grads)
 
 

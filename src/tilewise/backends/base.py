@@ -18,9 +18,19 @@ from tilewise.problem import Problem
 from tilewise.sizes import ByStructure, Size
 
 
+def contiguous(x: Tensor | None) -> Tensor | None:
+    """``x``, or a copy of it that is contiguous; of no tensor none."""
+    return None if x is None else x.contiguous()
+
+
+def unit_last(x: Tensor) -> Tensor:
+    """``x``, or a copy whose last stride is 1; a single number has none."""
+    return x if x.ndim == 0 or x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
+
+
 @dataclass
 class Inputs:
-    """The tensors of a call, named. Layouts as in :class:`Problem`; ``leaves`` are all extras, by slot."""
+    """The tensors of a call, named. Shapes as in :class:`Problem`, strides as :class:`Backend` says; ``leaves`` are all extras, by slot."""
 
     q: Tensor
     k: Tensor
@@ -37,11 +47,12 @@ class Inputs:
 
     @classmethod
     def of(cls, p: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None) -> Inputs:
+        seed = seed if seed is None or seed.ndim == 1 else seed.reshape(1)
         if not extras:
             return cls(q, k, v, seed)
         spec = p.spec
-        sink = None if spec.sink_slot is None else extras[spec.sink_slot]
-        cu_q, cu_k = (*[extras[n] for n in spec.cu_slots], None, None)[:2]
+        sink = None if spec.sink_slot is None else extras[spec.sink_slot].contiguous()
+        cu_q, cu_k = (*[extras[n].contiguous() for n in spec.cu_slots], None, None)[:2]
         table, lengths = [extras[n] for n in spec.page_slots] or (None, None)
         scales = [extras[n] for n in spec.scale_slots]
         return cls(q, k, v, seed, extras, sink, cu_q, cu_k, table, lengths, *scales)
@@ -63,6 +74,11 @@ class Output:
     o: Tensor
     lse: Tensor
     max_logit: Tensor | None = None
+
+    @classmethod
+    def of(cls, o: Tensor, lse: Tensor) -> Output:
+        """The outputs of an earlier forward, or their tangents, as backends read them."""
+        return cls(o.contiguous(), lse.contiguous())
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -112,7 +128,7 @@ class Directions:
     @classmethod
     def of(cls, p: Problem, tangents: Sequence[Tensor | None]) -> Directions:
         """The tangents of q, k, v and all extras, in this order."""
-        q, k, v, *extras = tangents
+        q, k, v, *extras = map(contiguous, tangents)
         return cls(q, k, v, None if p.spec.sink_slot is None else extras[p.spec.sink_slot], extras)
 
     @property
@@ -134,6 +150,13 @@ class OutputGrads:
     do_tangent: Tensor | None = None
     dlse_tangent: Tensor | None = None
 
+    @classmethod
+    def of(
+        cls, do: Tensor, dlse: Tensor, do_tangent: Tensor | None = None, dlse_tangent: Tensor | None = None
+    ) -> OutputGrads:
+        """Gradients of any strides, as backends read them."""
+        return cls(unit_last(do), dlse.contiguous(), contiguous(do_tangent), contiguous(dlse_tangent))
+
 
 class Config(Protocol):
     """A backend's choices for one problem: frozen, and able to describe themselves."""
@@ -146,7 +169,19 @@ class Config(Protocol):
 
 
 class Backend(Protocol):
-    """The members that dispatch asks of a backend; the backends derive from it."""
+    """The members that dispatch asks of a backend; the backends derive from it.
+
+    What a backend may take for granted of the strides of what it reads:
+
+    - q, k, v and pages, leaves, block_table, seqlens_k, k_scale and v_scale have any strides, also 0 and a last one that is not 1. The
+      Problem has them (``p.q.stride``, ``p.extras``): a backend strides over them, makes a copy, or refuses them in :meth:`unsupported`.
+    - dO has any strides, also 0, and a last one of 1 (:func:`unit_last`). No Problem has them.
+    - o, lse, dlse, sink, seed and cu_seqlens are contiguous; so is every tangent, of leaves and of o, lse, dO and dlse too.
+
+    :meth:`Inputs.of`, :meth:`Output.of`, :meth:`OutputGrads.of` and :meth:`Directions.of` copy what comes otherwise, and whoever calls a
+    backend, above all the operators, makes these of them. They align nothing: a tensor may begin at any of its elements. What a
+    backend returns is contiguous.
+    """
 
     name: str
 
@@ -323,11 +358,6 @@ def why_not_built() -> str:
     if NOT_BUILT.exists():
         return NOT_BUILT.read_text(encoding="utf-8").strip()
     return "nothing built it here; `make setup` does, and build/native.log holds what CMake and the compiler said"
-
-
-def unit_last(x: Tensor) -> Tensor:
-    """``x``, or a copy whose last stride is 1; a single number has none."""
-    return x if x.ndim == 0 or x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
 def empty_output(p: Problem, q: Tensor, v: Tensor) -> Output:

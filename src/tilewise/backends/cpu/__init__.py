@@ -21,7 +21,6 @@ from tilewise.backends.base import (
     PerProblem,
     empty_output,
     piece_reasons,
-    unit_last,
     unknown_operations,
 )
 from tilewise.backends.cpu import library, program
@@ -89,14 +88,14 @@ class Cpu(Backend):
 
     def backward(self, p: Problem, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads:
         bound = Bound(self._prepared.of(p), t, backward=True)
-        call, lse = bound.call, out.lse.contiguous()
+        call, lse = bound.call, out.lse
         sums = LeafSums.plan(p, t.leaves, bound.code, bound.prepared.config.parts(p, call.threads))
         sums.bind(bound)
         new = torch.zeros_like if p.packed else torch.empty_like  # rows outside every sequence get zero
         summed = torch.zeros_like if p.dtype == p.compute_dtype else new  # a 16-bit dq is summed elsewhere
         dq, dk, dv = (f(x, memory_format=torch.contiguous_format) for f, x in ((summed, t.q), (new, t.k), (new, t.v)))
         delta = torch.zeros_like(lse)
-        call.o, call.lse, call.dout = bound.tensor(unit_last(out.o)), bound.data(lse), bound.tensor(unit_last(do))
+        call.o, call.lse, call.dout = bound.tensor(out.o), bound.data(lse), bound.tensor(do)
         call.dq, call.dk, call.dv = bound.tensor(dq), bound.tensor(dk), bound.tensor(dv)
         call.dlse, call.delta = bound.data(dlse.to(lse.dtype)), delta.data_ptr()
         bound.run("backward")
@@ -109,14 +108,14 @@ class Cpu(Backend):
 
     def jvp(self, p: Problem, t: Inputs, out: Output, along: Directions) -> Output:
         new = torch.zeros_like if p.packed else torch.empty_like  # rows outside every sequence get zero
-        found = Output(new(out.o, memory_format=torch.contiguous_format), new(out.lse))
+        found = Output(new(out.o), new(out.lse))
         inputs = replace(t, leaves=along.with_leaves(t.leaves))
         bound = Bound(self._prepared.of(p), inputs, backward=False, moving=along.slots)
-        bound.call.o, bound.call.lse = bound.tensor(unit_last(out.o)), bound.data(out.lse)
+        bound.call.o, bound.call.lse = bound.tensor(out.o), bound.data(out.lse)
         moved = library.Moved(o=bound.tensor(found.o), lse=found.lse.data_ptr())
         for name in "qkv":
             if (tangent := getattr(along, name)) is not None:
-                setattr(moved, name, bound.tensor(unit_last(tangent)))
+                setattr(moved, name, bound.tensor(tangent))
         if along.sink is not None:
             moved.sink = bound.data(along.sink.to(p.compute_dtype))
         if bound.code.moved is not None:

@@ -182,7 +182,6 @@ def launch_statistics(call: Call, out: Output, dlse: Tensor, buffers: BackwardBu
     plan, problem = call.plan, call.plan.problem
     tiles = Tiles(64 if plan.terms == 1 else TERM_ROWS, 64, 4, 1, padded=True)
     slots = -(-problem.seqlen_q // tiles.tile_m)
-    dlse = dlse.contiguous()
     call = call if is_aligned(out.o, out.lse, dlse) else replace(call, steady=False)
     lse2, delta = buffers.statistics.unbind()
     tensors = call.tensors(o=out.o, lse=out.lse, dlse=dlse, lse2=lse2, delta=delta)

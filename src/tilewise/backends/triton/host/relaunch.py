@@ -138,7 +138,7 @@ class BackwardRelaunch:
             "dlse": dlse.data_ptr(),
         }
         shared = shared_addresses(self.plan, inputs)
-        if shared is None or reduce(operator.or_, read.values()) % 16 or not dlse.is_contiguous():
+        if shared is None or reduce(operator.or_, read.values()) % 16:
             return None
         (sheet, sums), leaves = new_sheet(self.plan, inputs.q), LeafSums(self.plan, inputs)
         lse2, delta = buffers.statistics.unbind()

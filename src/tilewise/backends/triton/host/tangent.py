@@ -134,12 +134,12 @@ def jvp(plan: TangentPlan, inputs: Inputs, out: Output, along: Directions) -> Ou
     if has_no_pair(problem):
         return tangents_of_no_pair(out, along)
     call = _moving_call(plan, inputs, along, None)
-    moved = Output(torch.empty_like(out.o, memory_format=torch.contiguous_format), torch.empty_like(out.lse))
+    moved = Output(torch.empty_like(out.o), torch.empty_like(out.lse))
     directions = _directions(along, None)
     tiles = plan.tiles["tangent"]
     lists = call.tile_lists(tiles, False)
     slots = tile_slots(problem, problem.seqlen_q, tiles.tile_m)
-    tensors = call.tensors(o=aligned(out.o), lse=out.lse.contiguous(), lists=list_pointers(lists))
+    tensors = call.tensors(o=aligned(out.o), lse=out.lse, lists=list_pointers(lists))
     given = kernels().Moved(**directions, o=moved.o, lse=moved.lse, sink=along.sink)
     views = _views(call, tiles, directions, "k", "v")
     facts = plan.facts(
@@ -166,7 +166,7 @@ def backward_jvp(
     # By what they are of, and by lse and delta: fp32 (2, 2, rows). Each lies at the same distance from its tangent.
     statistics = buffers.statistics.new_empty((2, *buffers.statistics.shape))
     buffers.statistics, changes = statistics[0], replace(buffers, statistics=statistics[1])
-    out = Output(aligned(out.o), out.lse.contiguous())
+    out = Output(aligned(out.o), out.lse)
     launch_statistics(call, out, grad.dlse, buffers)
     _moved_statistics(call, out, grad, moved, changes)
     (lse2, delta), (moved_lse, moved_delta) = (x.unbind() for x in statistics)
@@ -207,15 +207,14 @@ def _moved_statistics(call: Call, out: Output, grad: OutputGrads, moved: Output,
     """Computes the tangents of lse and of delta, (32), as the statistics of ``changes``."""
     no_dlse = torch.zeros_like(out.lse) if grad.dlse_tangent is None else grad.dlse_tangent
     # In fp32's units the kernel passes on an lse as it is.
-    launch_statistics(call, Output(aligned(moved.o), moved.lse.contiguous()), no_dlse, changes, natural=True)
+    launch_statistics(call, Output(aligned(moved.o), moved.lse), no_dlse, changes, natural=True)
     if grad.do_tangent is not None:
         products = (grad.do_tangent.float() * out.o.float()).sum(-1)
         changes.delta(call.plan.problem).add_(products.transpose(-1, -2))
 
 
 def aligned(x: Tensor) -> Tensor:
-    """``x``, or a copy that is contiguous and starts at a multiple of 16 bytes."""
-    x = x.contiguous()
+    """A contiguous ``x``, or a copy that starts at a multiple of 16 bytes."""
     return x if is_aligned(x) else x.clone()
 
 

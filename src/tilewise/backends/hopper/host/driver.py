@@ -15,7 +15,7 @@ import torch
 from tilewise import settings
 from tilewise.backends.base import why_not_built
 from tilewise.backends.hopper.host.recipe import PreparedLaunch, Recipe, TensorArgument, flat
-from tilewise.device import stream_of
+from tilewise.device import beyond_grid, stream_of
 
 VERSION = 1
 _FILE = Path(__file__).parents[1] / "libtilewise_launcher.so"
@@ -106,6 +106,9 @@ class Kernels:
         """A launch for the sizes, strides and numbers of these arguments, on the device that they are on, loaded there."""
         given = flat(arguments)
         prepared = self.recipe.prepared(given)
+        too_many = beyond_grid({x.kernel: x.grid for x in prepared})
+        if too_many:
+            raise NotImplementedError("; ".join(too_many))
         device = given[self.tensors[0]].device.index or 0
         if self.library.tw_load(self.image, device):
             raise failed(self.library)

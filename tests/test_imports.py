@@ -34,7 +34,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "untraced": (),
     "masks": ("masks.catalogue", "masks.regions"),
     "masks.patterns": (),
-    "masks.derived": ("caching", "device"),
+    "masks.derived": ("caching", "device", "untraced"),
     "masks.catalogue": ("masks.patterns", "masks.derived", "caching", "device", "expr"),
     "masks.regions": ("expr", "caching"),
     "masks.facts": ("masks.regions", "expr", "sizes"),
@@ -181,7 +181,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "untraced",
     ),
     "compat.transformers.sharded": ("compat.transformers.masks", "masks.catalogue", "parallel.context"),
-    "compat.flex_attention": ("masks.catalogue", "scores.catalogue", "caching", ""),
+    "compat.flex_attention": ("masks.catalogue", "masks.derived", "scores.catalogue", "caching", "device", ""),
     "compat*": ("own", "api", "spec", "masks.catalogue", "scores.catalogue", "expr", ""),
     "iomodel*": ("own", "device"),
     "pictures*": (

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import Parameter
 
 if sys.version_info >= (3, 12):
     from functools import cached_property
@@ -32,13 +34,42 @@ else:
 def edition(t: Tensor) -> tuple[int, int] | None:
     """Another one after each write that PyTorch counts, and after ``t.data = x`` and ``swap_tensors``, which it does not count.
 
-    None of an inference tensor, whose writes are not counted.
+    None of a tensor whose writes are not counted: one of inference mode, or of a transform of torch.func.
     """
-    plain = type(t) is Tensor  # a subclass may have no memory, and warn when it is asked
+    plain = type(t) is Tensor or type(t) is Parameter  # another subclass may have no memory, and warn when it is asked
     try:
         return t._version, t.data_ptr() if plain else 0
-    except RuntimeError:  # nor has a tensor of torch.func's
-        return None if t.is_inference() else (t._version, 0)
+    except RuntimeError:
+        return None
 
 
-__all__ = ["cached_property", "edition"]
+_tracked: dict[int, StorageWeakRef] = {}  # a storage's address is no other's while a reference to it lies here
+_few = 1024
+
+
+def keep_track(t: Tensor) -> None:
+    """Says that editions tell when this tensor changes. Those of a compiled graph's own do not: it gives their memory to others."""
+    global _few
+    try:
+        storage = t.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # it has no memory
+        return
+    if storage._cdata not in _tracked:
+        found = StorageWeakRef(storage)
+        _tracked[found.cdata] = found
+    if len(_tracked) > _few:
+        for address, kept in list(_tracked.items()):
+            if kept.expired():
+                _tracked.pop(address, None)
+        _few = 2 * len(_tracked) + 1024
+
+
+def is_tracked(t: Tensor) -> bool:
+    """Whether editions tell when a tensor changes: :func:`keep_track` was told so of one of the same memory."""
+    try:
+        return t.untyped_storage()._cdata in _tracked
+    except (NotImplementedError, RuntimeError):
+        return False
+
+
+__all__ = ["cached_property", "edition", "is_tracked", "keep_track"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, is_dataclass
 from functools import lru_cache
@@ -47,6 +47,21 @@ def cuda_version() -> int:
     except (OSError, AttributeError):
         return 0
     return 0 if failed else version.value // 1000
+
+
+MOST_BLOCKS = (2**31 - 1, 65_535, 65_535)
+"""The most blocks that a launch has along x, y and z: CUDA's compute capabilities, Table "Technical Specifications". A launch of more is
+CUDA_ERROR_INVALID_VALUE."""
+
+
+def beyond_grid(launches: Mapping[str, Sequence[int]]) -> list[str]:
+    """The reasons against launches of so many blocks along x, y and z, by what they compute."""
+    return [
+        f"{blocks:,} blocks along {axis} in the launch of {what}, where a GPU has {most:,} at most"
+        for what, grid in launches.items()
+        for axis, blocks, most in zip("xyz", grid, MOST_BLOCKS, strict=False)
+        if blocks > most
+    ]
 
 
 def is_captured() -> bool:

@@ -33,6 +33,8 @@ class Spec:
         deterministic: results repeat bit for bit and do not depend on the rest of the batch.
         needs_grad: a backward may follow; a backend that lacks it is refused.
         max_logit: the largest score of each row is an output too.
+        traced: the mask's tensors are copies that a compiled graph made (``Mask.copied``): a call of others is another problem, for which
+            nothing is kept of what gets their memory later.
         grad_slots: the extras that want a gradient.
         sink_slot, cu_slots, mask_slots, score_slots: where sink, cu_seqlens (q, k; over pages q alone) and the leaves are.
         page_slots: where block_table and seqlens_k of a paged cache are, or empty.
@@ -49,6 +51,7 @@ class Spec:
     deterministic: bool = False
     needs_grad: bool = False
     max_logit: bool = False
+    traced: bool = False
     grad_slots: tuple[int, ...] = ()
     sink_slot: int | None = None
     cu_slots: tuple[int, ...] = ()
@@ -64,7 +67,8 @@ class Spec:
         """The canonical text; :func:`parse_spec` reads it. No newline: generated code carries it in a literal."""
         scale = "" if self.softmax_scale is None else float(self.softmax_scale)
         sink = "" if self.sink_slot is None else self.sink_slot
-        flags = ("d" if self.deterministic else "") + ("g" if self.needs_grad else "") + ("m" if self.max_logit else "")
+        told = (("d", self.deterministic), ("g", self.needs_grad), ("m", self.max_logit), ("t", self.traced))
+        flags = "".join([letter for letter, said in told if said])
         backend = "" if self.backend is None else f"={self.backend}"
         at = self.piece
         piece = "" if at is None else _ints([at.q_start, at.k_start, at.total_q, at.total_k])
@@ -160,6 +164,7 @@ def parse_spec(text: str) -> Spec:
         deterministic="d" in flags,
         needs_grad="g" in flags,
         max_logit="m" in flags,
+        traced="t" in flags,
         grad_slots=_numbers(grad),
         sink_slot=int(sink) if sink else None,
         cu_slots=_numbers(cu),
@@ -252,6 +257,7 @@ def assemble(q: Tensor, k: Tensor, v: Tensor, o: Options) -> tuple[list[Tensor],
         deterministic=deterministic,
         needs_grad=needs_grad,
         max_logit=o.max_logit,
+        traced=kept.copied,
         grad_slots=tuple(grad_slots),
         sink_slot=sink_slot,
         cu_slots=cu_slots,
@@ -311,6 +317,8 @@ def brief(q: Tensor, k: Tensor, v: Tensor, words: Words) -> tuple[list[Tensor], 
         and (score is None or type(score) is Score)
     ):  # fmt: skip
         return None
+    if mask is not None and type(mask) is not Mask:
+        mask = mask.current()
     mask_text, score_text = "" if mask is None else mask.text, "" if score is None else score.text
     grads = torch.is_grad_enabled()
     needs_grad = grads and (q.requires_grad or k.requires_grad or v.requires_grad)

@@ -9,15 +9,23 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tilewise import device
+from tilewise import caching, device
 from tilewise.backends import base
 from tilewise.backends.base import Output, PerProblem, PerTensors
+from tilewise.caching import is_tracked, keep_track
 from tilewise.problem import check
 from tilewise.spec import Spec
 
 
+def held(*numbers: float) -> torch.Tensor:
+    """A tensor as a caller's mask reads it."""
+    found = torch.tensor(numbers)
+    keep_track(found)
+    return found
+
+
 def test_what_was_made_of_tensors_is_made_again_when_one_changes_or_is_another():
-    made, a, b = PerTensors(), torch.zeros(3), torch.zeros(3)
+    made, a, b = PerTensors(), held(0, 0, 0), held(0, 0, 0)
     make = lambda *tensors: made.of("sum", tensors, lambda: sum(t.sum() for t in tensors))  # noqa: E731
     first = make(a, b)
     assert make(a, b) is first
@@ -29,7 +37,7 @@ def test_what_was_made_of_tensors_is_made_again_when_one_changes_or_is_another()
 
 
 def test_what_was_made_of_a_tensor_is_made_anew_when_it_was_given_other_memory():
-    made, a = PerTensors(), torch.zeros(3)
+    made, a = PerTensors(), held(0, 0, 0)
     assert made.of("sum", [a], lambda: float(a.sum())) == 0
     a.data = torch.ones(3)
     assert made.kept("sum", [a]) is None
@@ -37,7 +45,7 @@ def test_what_was_made_of_a_tensor_is_made_anew_when_it_was_given_other_memory()
 
 
 def test_what_was_made_of_two_tensors_in_turns_is_made_once_each_and_forgotten_with_them():
-    made, a, b = PerTensors(), torch.zeros(3), torch.ones(3)
+    made, a, b = PerTensors(), held(0, 0, 0), held(1, 1, 1)
     first, second = made.of("sum", [a], a.sum), made.of("sum", [b], b.sum)
     assert made.of("sum", [a], a.sum) is first
     assert made.of("sum", [b], b.sum) is second
@@ -54,7 +62,7 @@ def test_nothing_is_kept_of_inference_tensors():
 
 
 def test_what_is_made_while_a_graph_is_warmed_up_is_kept_only_of_no_tensors_and_on_lasting_memory(monkeypatch):
-    made, source, lasted = PerTensors(), torch.zeros(3), []
+    made, source, lasted = PerTensors(), held(0, 0, 0), []
     before = made.of("of a tensor", [source], lambda: torch.zeros(2))
     monkeypatch.setattr(base, "is_warming_up", lambda: True)
     monkeypatch.setattr(base, "lasting", lambda make: lasted.append(make()) or lasted[-1])
@@ -95,7 +103,7 @@ def test_what_is_kept_is_awaited_with_all_its_tensors_by_whoever_gets_it(monkeyp
             asked.append(self.tensors)
 
     monkeypatch.setattr(base, "Ready", Noted)
-    kept, source, x, y = PerTensors(), torch.zeros(2), torch.zeros(3), torch.zeros(4)
+    kept, source, x, y = PerTensors(), held(0, 0), torch.zeros(3), torch.zeros(4)
     for _ in range(3):
         kept.of("key", [source], lambda: ({"x": x}, None, [Output(y, x), 7]))
     assert [[id(t) for t in tensors] for tensors in asked] == [[id(x), id(y), id(x)]] * 2
@@ -148,3 +156,24 @@ def test_by_structure_a_problem_of_other_lengths_gets_what_would_be_decided_for_
 def problem_of(seqlen):
     q = torch.empty(2, seqlen, 1, 8)
     return check(q, q, q, [], None, Spec())
+
+
+def test_nothing_is_kept_of_tensors_whose_memory_a_compiler_may_give_away():
+    made, a = PerTensors(), torch.zeros(3)
+    results = [made.of("sum", [a], a.sum) for _ in range(2)]
+    assert results[0] is not results[1]
+    keep_track(a)
+    assert made.of("sum", [a[:]], a.sum) is not made.of("sum", [a], a.sum)  # views are of the same memory
+    assert len(made._found) == 1  # and the first one is gone
+
+
+def test_memory_is_tracked_while_a_tensor_has_it():
+    a = torch.zeros(3)
+    assert not is_tracked(a)
+    keep_track(a[1:])
+    assert is_tracked(a)
+    assert not is_tracked(a.clone())
+    for _ in range(5000):
+        keep_track(torch.zeros(3))
+    assert len(caching._tracked) < 3000
+    assert is_tracked(a)

@@ -6,13 +6,21 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
-from tests.pieces import OPTIONS, TOTAL_K, TOTAL_Q
+from tests.pieces import IDS, OPTIONS, TOTAL_K, TOTAL_Q
 from tilewise.parallel.context import ContextParallel
 from tilewise.spec import Options, assemble
 from tilewise.testing import call, normal, qkv
 
 SINK = "sink"
 CALLS = OPTIONS | {SINK: lambda: {"causal": True, "sink": normal(4).requires_grad_()}}
+# An interval that no tensor tells, beside a mask that reads some.
+CALLS |= {
+    "causal-dense": lambda: {"mask": tw.causal() & tw.dense(normal(TOTAL_Q, TOTAL_K) > -0.5)},
+    "causal-blocks": lambda: {"causal": True, "mask": tw.block_sparse(normal(2, 4, 5, 7) > 0, 8, 8)},
+    "causal-ids": lambda: {"causal": True, "mask": tw.keep(lambda b, h, i, j: IDS[i + 13] == IDS[j])},
+    "window-table": lambda: {"mask": tw.window(20, 5) & tw.keep(lambda b, h, i, j: j < normal(TOTAL_Q)[i] * 9 + 25)},
+    "range-either": lambda: {"mask": tw.key_range(2, 44) & (tw.window(9) | tw.dense(normal(2, 1, 1, TOTAL_K) > 0))},
+}
 
 
 def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:

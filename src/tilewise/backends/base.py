@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tilewise import expr
-from tilewise.caching import edition
+from tilewise.caching import edition, is_tracked
 from tilewise.device import Ready, is_captured, is_warming_up, lasting, tensors_in
 from tilewise.problem import Problem
 from tilewise.sizes import ByStructure, Size
@@ -262,7 +262,8 @@ _NOTHING = object()  # what was made may be None
 class PerTensors:
     """Memory of what was made of some tensors, while they are the same ones, unchanged; forgotten when one of them is gone.
 
-    Nothing is kept of inference tensors, which count no versions. Another CUDA stream waits for what one has made. While a CUDA graph
+    Nothing is kept of inference tensors, which count no versions, and of those that a compiled graph makes itself
+    (:func:`tilewise.caching.keep_track`). Another CUDA stream waits for what one has made. While a CUDA graph
     is captured, nothing is kept, its memory being the graph's, and what was made of tensors is made anew, since a replay has to see
     what they hold by then; so while torch.compile warms one up, which has to launch what it will capture.
 
@@ -287,7 +288,7 @@ class PerTensors:
             return found
         made = make() if anew else lasting(make)
         editions = [edition(t) for t in tensors]
-        if not (capturing or anew or None in editions):
+        if not (capturing or anew or None in editions) and all(map(is_tracked, tensors)):
             place = (key, *[id(t) for t in tensors])
             if len(self._found) >= self.LIMIT:
                 self._found.clear()

@@ -27,7 +27,9 @@ from torch.nn.attention.flex_attention import (
 
 import tilewise as tw
 from tilewise.caching import edition
+from tilewise.device import Ready
 from tilewise.masks.catalogue import MaskFunction
+from tilewise.masks.derived import is_recorded, outside_inference
 from tilewise.scores.catalogue import ScoreFunction
 
 __all__ = [
@@ -128,12 +130,14 @@ def _mask(block_mask: object, query: Tensor, key: Tensor) -> object:
     if tuple(block_mask.seq_lengths) != lengths:
         raise ValueError(f"block_mask was built for lengths {tuple(block_mask.seq_lengths)} but the call has {lengths}")
     inside = tw.keep(block_mask.mask_mod)
-    if torch.compiler.is_compiling():
+    if is_recorded():
         return _of_lists(block_mask, inside)
     made_of = _MadeOf.now(block_mask, inside)
     held = _held.get(block_mask)
     if held is None or not held[0].still(made_of):
-        held = _held[block_mask] = made_of, _of_lists(block_mask, inside)
+        mask = outside_inference(_of_lists, block_mask, inside)
+        held = _held[block_mask] = made_of, mask, Ready(mask.sources)
+    held[2].await_here()
     return held[1]
 
 
@@ -168,7 +172,7 @@ class _MadeOf(NamedTuple):
         return same and self.facts == now.facts and None not in now.facts[-1]
 
 
-_held: weakref.WeakKeyDictionary[BlockMask, tuple[_MadeOf, tw.Mask]] = weakref.WeakKeyDictionary()
+_held: weakref.WeakKeyDictionary[BlockMask, tuple[_MadeOf, tw.Mask, Ready]] = weakref.WeakKeyDictionary()
 
 
 def _of_lists(block_mask: BlockMask, inside: tw.Mask) -> tw.Mask:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tilewise import expr
-from tilewise.caching import edition
+from tilewise.caching import edition, keep_track
 from tilewise.device import Ready
 from tilewise.expr import Expr, fitted_lookup, number, symbol, trace
-from tilewise.masks.derived import Derived, outside_inference
+from tilewise.masks.derived import Derived, is_recorded, outside_inference, snapshot
 from tilewise.masks.patterns import at_least
 
 B, H, I, J, OFF = (symbol(name) for name in ("b", "h", "i", "j", "off"))
@@ -30,13 +30,25 @@ class Mask:
 
     A call reads the values that the mask's tensors have at that time. Lists of tiles made from them are cached until PyTorch counts a
     write. PyTorch does not count writes by ``t.data``, a NumPy view, your own kernels, or ``torch.distributed`` (``broadcast``,
-    ``scatter``, ``recv``, ``all_reduce`` and ``all_to_all_single`` into a tensor that a mask reads). Call
+    ``scatter``, ``recv``, ``all_reduce`` and ``all_to_all_single`` into a tensor that a mask reads), nor the replay of a CUDA graph. Call
     ``torch.autograd.graph.increment_version(t)`` after these.
     """
 
-    def __init__(self, text: str, parts: tuple[torch.Tensor | Derived, ...] = ()):
+    def __init__(self, text: str, parts: tuple[torch.Tensor | Derived, ...] = (), traced: bool | None = None):
         self.text = text
         self.parts = parts
+        # Whether a trace made some of the parts.
+        self.traced = len(parts) > 0 and torch.compiler.is_compiling() if traced is None else traced
+        if not torch.compiler.is_compiling():
+            for part in parts:
+                if isinstance(part, torch.Tensor):
+                    keep_track(part)
+
+    @property
+    def copied(self) -> bool:
+        """Whether the leaves are copies: those of a trace are, unless they are the caller's own tensors."""
+        derives = len([part for part in self.parts if isinstance(part, Derived)]) > 0
+        return torch.compiler.is_compiling() and (self.traced or derives)
 
     @property
     def leaves(self) -> tuple[torch.Tensor, ...]:
@@ -45,7 +57,11 @@ class Mask:
         found: list[torch.Tensor] = []
         for part in self.parts:
             found += part.tensors() if isinstance(part, Derived) else [part]
-        return tuple(found)
+        return tuple([snapshot(t) for t in found]) if self.copied else tuple(found)
+
+    def current(self) -> Mask:
+        """The mask as a call is to read it."""
+        return self
 
     def _ask(self) -> None:
         """Raises ValueError where the parts are no longer what the sources say."""
@@ -63,11 +79,11 @@ class Mask:
 
     def __and__(self, other: Mask) -> Mask:
         a, b = _unprepared(self), _unprepared(other)
-        return Mask(f"{a.text} & {b.text}", (*a.parts, *b.parts))
+        return Mask(f"{a.text} & {b.text}", (*a.parts, *b.parts), a.traced or b.traced)
 
     def __or__(self, other: Mask) -> Mask:
         a, b = _unprepared(self), _unprepared(other)
-        return Mask(f"({a.text} | {b.text})", (*a.parts, *b.parts))
+        return Mask(f"({a.text} | {b.text})", (*a.parts, *b.parts), a.traced or b.traced)
 
     def __rand__(self, other: object) -> Mask:
         return _unprepared(other)  # which refuses it: only another Mask would have come by __and__
@@ -94,10 +110,22 @@ class Mask:
         Args:
             q, k: ``(batch, seqlen, heads, head_dim)``; only shapes and device are read.
 
-        A call refuses a prepared mask if its tensors were written since.
+        A call refuses a prepared mask if its tensors were written since. Inside ``torch.compile`` and in the capture of a CUDA graph, whose
+        later runs cannot ask, a mask with tensors is read as if it was not prepared.
+
+        Raises:
+            ValueError: a tensor of inference mode or of torch.func: PyTorch does not count its writes.
         """
+        if torch.compiler.is_compiling():
+            return self
         from tilewise import tiles  # tiles read masks; only this convenience looks the other way
 
+        for t in self.sources:
+            if edition(t) is None:
+                raise ValueError(
+                    f"prepare(q, k): a tensor of shape {tuple(t.shape)} that {self.text} reads is one of torch.inference_mode or "
+                    "torch.func, whose writes PyTorch does not count; make it or t.clone() of it outside, or pass the mask without prepare"
+                )
         return outside_inference(tiles.prepare, self, q, k)
 
 
@@ -111,20 +139,23 @@ class _Prepared(Mask):
     """A mask with lists, which are those of what its tensors held when they were made."""
 
     def __init__(self, text: str, of: Mask, lists: tuple[torch.Tensor, ...]):
-        super().__init__(text, (*of.leaves, *lists))
+        super().__init__(text, (*of.leaves, *lists), of.traced)
         self.of = of
         self._ready = Ready(lists)
-        self._editions = [None if torch.compiler.is_compiling() else edition(t) for t in of.sources]
+        self._editions = [edition(t) for t in of.sources]
 
     def __reduce__(self) -> tuple:
         # The versions of a copy's tensors count from 0.
         return _Prepared, (self.text, self.of, self.parts[-2:])
 
+    def current(self) -> Mask:
+        return self.of if self._editions and is_recorded() else self
+
     def _ask(self) -> None:
         if torch.compiler.is_compiling():
             return
         for t, known in zip(self.of.sources, self._editions, strict=True):
-            if known is not None and edition(t) != known:
+            if edition(t) != known:
                 raise ValueError(
                     f"a tensor of shape {tuple(t.shape)} was written after the mask {self.of.text} was prepared from it, so its "
                     "tiles are out of date; call mask.prepare(q, k) again, or pass the mask without prepare"
@@ -307,7 +338,7 @@ def as_mask(mask: Mask | torch.Tensor | MaskFunction | None, causal_too: bool = 
         mask = keep(mask)
     if mask is None:
         return causal() if causal_too else Mask("")
-    return mask & causal() if causal_too else mask
+    return mask & causal() if causal_too else mask.current()
 
 
 # -- Building text -------------------------------------------------------------------------------------------------

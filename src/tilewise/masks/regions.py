@@ -75,6 +75,11 @@ class Region:
     def parts(self) -> tuple[Expr, ...]:
         return tuple(e for e in (*self.ends, self.predicate) if e is not None)
 
+    @property
+    def interval(self) -> Region:
+        """The region without its predicate."""
+        return replace(self, predicate=None, prepared=None)
+
     @cached_property
     def slots(self) -> tuple[int, ...]:
         """The slots of the tensors that the parts read."""

@@ -11,7 +11,7 @@ travel while another group is computed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -52,7 +52,7 @@ def kept_pairs(whole: Problem) -> int:
     region, rows, columns = whole.spec.whole_region, whole.seqlen_q, whole.seqlen_k
     pairs = rows * columns
     if not whole.packed and not expr.lookups(*[end for end in region.ends if end is not None]):
-        grid = Grid.whole(replace(region, predicate=None), (), (1, 1, rows, columns), torch.device("cpu"))
+        grid = Grid.whole(region.interval, (), (1, 1, rows, columns), torch.device("cpu"))
         low, high = grid.key_interval(torch.arange(rows))
         pairs = int((high - low).clamp(0).sum())
     return pairs * whole.batch * whole.heads_q

@@ -254,8 +254,9 @@ def travelling(whole: Problem, queries: Layout, keys: Layout) -> cost.Keys:
     """
     heads_of = whole.heads_q, whole.heads_k
     if not _reads_tensors(whole.spec):
-        shape = 1, 1, queries.seqlen, keys.seqlen
-        route = Route.of(Grid.whole(whole.spec.whole_region, (), shape, torch.device("cpu")), queries, keys)
+        shape = 1, 1, queries.seqlen, keys.seqlen  # a predicate, whose tensors are not at hand, moves no end
+        grid = Grid.whole(whole.spec.whole_region.interval, (), shape, torch.device("cpu"))
+        route = Route.of(grid, queries, keys)
         return cost.Keys(route.fetched, route.lent, cost.kept(route.fetched, keys.lengths, *heads_of))
     one = joined.suits(whole.spec)
     if keys.fetched is None:

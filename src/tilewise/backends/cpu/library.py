@@ -185,9 +185,15 @@ class Library:
             raise error(f"the cpu backend failed: {text.value.decode()}")
 
 
-_fork: list[int] = []
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=lambda: _fork.append(os.getpid()))
+_PF_FORKNOEXEC = 0x40  # of Linux: forked, and no program was started since
+
+
+def was_forked() -> bool:
+    """Whether this process is a fork of one that ran the same program, by whatever loaded code: where the parent had OpenMP's threads,
+    OpenMP does not know that they are gone, and waits for them."""
+    with open("/proc/self/stat") as stat:  # of the first thread: the flags of later ones say so in every process
+        flags = stat.read().rpartition(")")[2].split()[6]  # the name, in brackets, may hold anything
+    return bool(int(flags) & _PF_FORKNOEXEC)
 
 
 def openmp() -> int | None:
@@ -195,7 +201,7 @@ def openmp() -> int | None:
 
     None: there is none, the setting asks for threads of our own, or this is a forked child, where OpenMP's are gone.
     """
-    if _fork or settings.cpu_pool() == "own" or not os.path.exists("/proc/self/maps"):
+    if settings.cpu_pool() == "own" or not os.path.exists("/proc/self/maps") or was_forked():
         return None
     with open("/proc/self/maps") as maps:
         files = {line.split()[-1] for line in maps if "omp" in line}

@@ -8,6 +8,7 @@ says what they need; ``kernels/`` are the kernels, and ``host/`` launches them.
 from __future__ import annotations
 
 import importlib.util
+import math
 from contextlib import nullcontext
 from functools import lru_cache
 
@@ -30,7 +31,7 @@ from tilewise.backends.base import (
     unknown_operations,
     wide_mask,
 )
-from tilewise.backends.triton.config import MAX_HEAD_DIM, MAX_LATENT_DIM, Config, choose, tf32_allowed
+from tilewise.backends.triton.config import MAX_HEAD_DIM, MAX_LATENT_DIM, Config, choose, pair_sum_tiles, tf32_allowed
 from tilewise.backends.triton.host import launch, runtime, tangent, tile_map, tuned
 from tilewise.backends.triton.host.append import append
 from tilewise.backends.triton.host.plan import Memo, Plan
@@ -40,6 +41,7 @@ from tilewise.backends.triton.kernels.writer import OPERATIONS
 from tilewise.backends.triton.paging import choose_paged, few_queries
 from tilewise.backends.triton.tiles import fills_tiles
 from tilewise.bit_tiles import BitTiles, Sections
+from tilewise.device import MOST_BLOCKS, beyond_grid
 from tilewise.leaf_gradients import DIAGONALS, SCATTER, TILES, classify
 from tilewise.problem import Problem
 from tilewise.tiles import Grid
@@ -108,6 +110,9 @@ def on_device(x: Tensor):
     return torch.cuda.device(x.device)
 
 
+LEAST_TILE = 16  # keys of the smallest tiles
+
+
 class Triton(Backend):
     """The backend.
 
@@ -137,6 +142,8 @@ class Triton(Backend):
             reasons.append("a pool of pages whose last stride is not 1: it would be copied at each call")
         if problem.quantised:
             reasons += _pair_reasons(problem)
+        if not reasons and max(problem.seqlen_k // LEAST_TILE, problem.heads_q * problem.batch_dim) > MOST_BLOCKS[1]:
+            reasons += beyond_grid(launches(problem, self.config(problem)))
         return reasons
 
     def preferred(self, problem: Problem) -> str:
@@ -261,6 +268,25 @@ def _assembler_reasons(problem: Problem) -> list[str]:
         f"head dims {d} and {dv}: ptxas {version} makes wrong kernels for Hopper of some that do not fill tiles of 32 columns; with "
         "a newer driver Triton uses another ptxas, or name one of CUDA 12.9 or newer by TRITON_PTXAS_PATH"
     ] * bool(version)
+
+
+def launches(problem: Problem, config: Config) -> dict[str, tuple[int, ...]]:
+    """The blocks of the launches that have more than a number of operands along y or z, by what they compute (host/launch.py).
+
+    What has 2**31 blocks along x exceeds any memory.
+    """
+    found: dict[str, tuple[int, ...]] = {}
+    if config.split and not (problem.packed or problem.paged):
+        found["the splits of keys"] = (1, -(-problem.seqlen_k // config.split))
+    for read in [part for x in classify(problem) for part in parts_of(problem, x)]:
+        name = f"the gradient of a tensor read at [{', '.join(map(str, read.expr.args[1:]))}]"
+        if read.how == TILES:
+            rows = -(-problem.seqlen_k // pair_sum_tiles(problem, config.dq).tile_n)
+            each = [n for x, n in (("b", problem.batch), ("h", problem.heads_q)) if x not in read.loops]
+            found[name] = (1, rows, math.prod(each))
+        elif read.how == DIAGONALS:
+            found[name] = (1, 1, problem.heads_q * problem.batch_dim)
+    return found
 
 
 def _pair_reasons(problem: Problem) -> list[str]:

@@ -14,7 +14,8 @@ namespace tw {
 // ends the others' tasks at their next heed_signals() and is thrown again here.
 void parallel(int threads, int64_t count, const std::function<void(int64_t n)> &task);
 
-// The address of the process's `GOMP_parallel`, or null: threads of our own. A forked child has threads of its own.
+// The address of `GOMP_parallel`, or null: threads of our own. It has to know the threads of this process: a child that is
+// forked later has threads of its own; one that was forked before gives null (cpu/library.py:openmp).
 void use_openmp(void *gomp_parallel);
 
 }  // namespace tw

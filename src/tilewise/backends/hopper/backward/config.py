@@ -347,6 +347,8 @@ def exists(keys: KeyTiles, form: str, packed: bool) -> bool:
 def reasons(p: Problem) -> list[str]:
     """Every reason why these kernels cannot run the backward of a problem whose forward they can. Another backend then runs both."""
     found = _reasons_of_leaves(p) if p.spec.lookups else []
+    # Of all launches here one has more than a number of CTAs along y, and what has 2**31 of them along x exceeds any memory.
+    found += devices.beyond_grid({"its statistics of rows": (1, p.heads_q)})
     if p.packed and p.spec.deterministic:
         if p.spec.dropout_p:
             found.append("packed sequences with dropout and deterministic=True")

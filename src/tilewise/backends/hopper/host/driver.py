@@ -26,9 +26,9 @@ from tilewise.backends.hopper.host.recipe import (
     offsets,
     signed,
 )
-from tilewise.device import stream_of
+from tilewise.device import beyond_grid, stream_of
 
-VERSION, UNFIT = 2, -2
+VERSION, BEYOND = 2, -3  # of the launcher; what it returns where a grid is larger than a GPU's
 _FILE = Path(__file__).parents[1] / "libtilewise_launcher.so"
 
 
@@ -253,7 +253,7 @@ class Bound:
     """A launch that is prepared but for addresses and the stream. Called with the tensors, in the arguments' order.
 
     Raises:
-        ValueError: the kernel was not compiled for these arguments.
+        ValueError: the kernel was not compiled for these arguments. NotImplementedError: it would have more blocks than a GPU.
     """
 
     def __init__(self, kernels: Kernels, given: Sequence[Any], device: int):
@@ -272,7 +272,11 @@ class Bound:
             packed = native.given.pack(*words)
         except struct.error:
             self._refuse(given)
-        if kernels.library.tw_prepare(native.at, packed, self._at, addressof(self._memory)):
+        code = kernels.library.tw_prepare(native.at, packed, self._at, addressof(self._memory))
+        if code == BEYOND:
+            launches = zip(kernels.recipe.launches, self._launches, strict=True)
+            raise NotImplementedError("; ".join(beyond_grid({x.kernel: tuple(launch.grid) for x, launch in launches})))
+        if code:
             self._refuse(given)
 
     def _refuse(self, given: Sequence[Any]) -> NoReturn:

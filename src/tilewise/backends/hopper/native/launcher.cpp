@@ -350,6 +350,7 @@ int32_t tw_prepare(const TwRecipe* recipe, const int64_t* given, TwLaunch* launc
     bool there = row.operation <= kAddress ? leaf(*recipe, row, given, &values[n]) : computed(row, values.data(), &values[n]);
     if (!there) return kTwUnfit;
   }
+  bool beyond = false;
   for (uint32_t n = 0; n < recipe->launches; ++n) {
     const TwTemplate& x = recipe->launch[n];
     TwLaunch& to = launches[n];
@@ -358,6 +359,7 @@ int32_t tw_prepare(const TwRecipe* recipe, const int64_t* given, TwLaunch* launc
       to.grid[d] = values[x.grid[d]];
       to.block[d] = values[x.block[d]];
     }
+    beyond = beyond || to.grid[0] > kTwBlocksAlongX || to.grid[1] > kTwBlocks || to.grid[2] > kTwBlocks;
     std::memset(memory, 0, x.bytes + x.attributes * sizeof(Attribute));
     fill(memory, x.field, x.fields, values.data());
     memory += x.bytes;
@@ -371,7 +373,7 @@ int32_t tw_prepare(const TwRecipe* recipe, const int64_t* given, TwLaunch* launc
       memory += sizeof(Attribute);
     }
   }
-  return 0;
+  return beyond ? kTwBeyond : 0;
 }
 
 int32_t tw_launcher_version() { return kTwLauncherVersion; }

@@ -6,7 +6,8 @@
 #define TW_EXPORT __attribute__((visibility("default")))
 
 constexpr int32_t kTwLauncherVersion = 2;
-constexpr int32_t kTwUnfit = -2;
+constexpr int32_t kTwUnfit = -2, kTwBeyond = -3;
+constexpr uint32_t kTwBlocksAlongX = 2147483647, kTwBlocks = 65535;  // of a grid, at most: device.py has them too
 constexpr uint32_t kTwParameterBytes = 32764, kTwParameters = 1024;  // of one kernel, at most: the driver's own limit
 
 struct TwImage;  // a cubin and its kernels
@@ -77,7 +78,8 @@ TW_EXPORT TwImage* tw_image(const void* cubin, int64_t bytes, const char* const*
 // Loads it on a device, if it is not there yet: a launch that follows calls nothing but the launch itself.
 TW_EXPORT int32_t tw_load(TwImage* image, int32_t device);
 // Fills the launches of a recipe for the sizes, strides and numbers that a call gives (32-bit floats as their bits), and memory that they
-// point to: the parameters of each, at a multiple of 8, and its attributes behind them. kTwUnfit: the kernel was not compiled for these.
+// point to: the parameters of each, at a multiple of 8, and its attributes behind them. kTwUnfit: the kernel was not compiled for these. kTwBeyond: its
+// grid is larger than a GPU's.
 TW_EXPORT int32_t tw_prepare(const TwRecipe* recipe, const int64_t* given, TwLaunch* launches, char* memory);
 // Launches kernels one after the other on a stream of a device.
 TW_EXPORT int32_t tw_launch(const TwLaunch* launches, int32_t count, const uint64_t* addresses, int32_t device, void* stream);

@@ -1,4 +1,4 @@
-"""Masks that went on with what their tensors held before: tiles, lists and tables of a tensor that was written since.
+"""Masks that went on with what their tensors held before: tiles, lists and tables of a tensor that was written after.
 
 The kinds are those of reports on FlexAttention's `BlockMask` under `torch.compile`, on tensors of inference mode, on CUDA graphs and on
 memory that Inductor gives to another tensor.
@@ -112,7 +112,7 @@ def test_inference_mode_a_prepared_mask_of_other_tensors_is_refused_after_a_writ
         mask = tw.keep(lambda b, h, i, j: j < held[b]).prepare(Q, Q)
         tw.attention(Q, Q, Q, mask=mask)
         held.fill_(110)
-        with pytest.raises(ValueError, match="was written since"):
+        with pytest.raises(ValueError, match="was written after"):
             tw.attention(Q, Q, Q, mask=mask)
 
 
@@ -159,7 +159,7 @@ def test_changed_tensor_a_mask_is_what_it_holds_now(name, change):
     tw.attention(Q, Q, Q, mask=mask)
     change(held, later.clone())
     assert torch.equal(tw.attention(Q, Q, Q, mask=mask), tw.attention(Q, Q, Q, mask=make(later)))
-    with pytest.raises(ValueError, match="was written since"):
+    with pytest.raises(ValueError, match="was written after"):
         tw.attention(Q, Q, Q, mask=prepared)
 
 
@@ -167,7 +167,7 @@ def test_changed_tensor_a_parameter_that_was_given_other_memory_is_another_one()
     bound = torch.nn.Parameter(torch.full((1,), 30.0), requires_grad=False)
     prepared = tw.keep(lambda b, h, i, j: j < bound[b]).prepare(Q, Q)
     bound.data = torch.full((1,), 110.0)
-    with pytest.raises(ValueError, match="was written since"):
+    with pytest.raises(ValueError, match="was written after"):
         tw.attention(Q, Q, Q, mask=prepared)
 
 

@@ -5,7 +5,7 @@ sequence), ``off`` (``seqlen_k - seqlen_q``), ``seqlen_q`` and ``seqlen_k``, ove
 read at an index. It can
 
 - be traced from a Python function (:mod:`tilewise.expr.tracing`),
-- print itself as text and be read back (:mod:`tilewise.expr.text`), so that an operator can carry it as a string,
+- print itself as text and be read back (:mod:`tilewise.expr.text` by way of ``reader``), so that an operator can carry it as a string,
 - be walked over, and give up its numbers so that one kernel serves every value of them (:mod:`tilewise.expr.walk`),
 - say whether its whole numbers fit the 32 bits in which GPUs compute them (:mod:`tilewise.expr.bounds`),
 - be evaluated on tensors of indices, and differentiated with respect to the score or to one leaf
@@ -31,9 +31,10 @@ from tilewise.expr.operations import (
     symbol,
     tensor_kind,
 )
-from tilewise.expr.text import from_ast, parse, to_text
+from tilewise.expr.reader import read
+from tilewise.expr.text import Expressions, parse, to_text
 from tilewise.expr.tracing import trace
-from tilewise.expr.walk import abstract, children, depends_on, lookups, nodes, substitute
+from tilewise.expr.walk import abstract, children, depends_on, fold, lookups, nodes, same, substitute
 
 __all__ = [
     "LARGEST_NUMBER",
@@ -41,6 +42,7 @@ __all__ = [
     "OPERATIONS",
     "ZERO",
     "Expr",
+    "Expressions",
     "Operation",
     "abstract",
     "apply",
@@ -53,7 +55,7 @@ __all__ = [
     "derivative",
     "evaluate",
     "fitted_lookup",
-    "from_ast",
+    "fold",
     "is_number",
     "kind",
     "lookup",
@@ -61,6 +63,8 @@ __all__ = [
     "nodes",
     "number",
     "parse",
+    "read",
+    "same",
     "substitute",
     "symbol",
     "tangent",

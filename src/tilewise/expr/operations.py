@@ -35,11 +35,14 @@ class Expr:
     ``(kind, number, "fitted")`` once the expression was printed and parsed.
     """
 
-    __slots__ = ("args", "op")
+    __slots__ = ("_kind", "_symbols", "args", "op")
 
     def __init__(self, op: str, args: tuple):
         self.op = op
         self.args = args
+        # Facts of a whole tree, kept at its root: a walk for each of them would be as deep as the tree.
+        self._kind = _kind_of(op, args)
+        self._symbols: frozenset[str] | None = None  # until tilewise.expr.walk.depends_on is asked
 
     def __repr__(self) -> str:
         from tilewise.expr.text import to_text
@@ -132,6 +135,29 @@ class Expr:
 
 def untraceable(what: str, instead: str) -> NotImplementedError:
     return NotImplementedError(f"a traced mask or score function used {what}; {instead}")
+
+
+def kind(e: Expr) -> str:
+    """``"float"``, ``"int"`` or ``"bool"``."""
+    return e._kind
+
+
+def _kind_of(op: str, args: tuple) -> str:
+    """The kind of an operation on arguments whose kinds are known, or of a terminal."""
+    if op == "number":
+        return type(args[0]).__name__
+    if op == "symbol":
+        return SYMBOLS[args[0]]
+    if op == "param":
+        return args[1]
+    if op == "lookup":
+        leaf = args[0]
+        return leaf[0] if isinstance(leaf, tuple) else tensor_kind(leaf.tensor if isinstance(leaf, Fitted) else leaf)
+    result = OPERATIONS[op].kind
+    if result != "same":
+        return result
+    kinds = [a._kind for a in (args[1:] if op == "where" else args)]
+    return "float" if "float" in kinds else "int" if "int" in kinds else "bool"
 
 
 def number(value: bool | int | float) -> Expr:
@@ -233,24 +259,6 @@ def tensor_kind(tensor: torch.Tensor) -> str:
     if tensor.dtype == torch.bool:
         return "bool"
     return "float" if tensor.dtype.is_floating_point else "int"
-
-
-def kind(e: Expr) -> str:
-    """``"float"``, ``"int"`` or ``"bool"``."""
-    if e.op == "number":
-        return type(e.args[0]).__name__
-    if e.op == "symbol":
-        return SYMBOLS[e.args[0]]
-    if e.op == "param":
-        return e.args[1]
-    if e.op == "lookup":
-        leaf = e.args[0]
-        return leaf[0] if isinstance(leaf, tuple) else tensor_kind(leaf.tensor if isinstance(leaf, Fitted) else leaf)
-    result = OPERATIONS[e.op].kind
-    if result != "same":
-        return result
-    kinds = [kind(a) for a in (e.args[1:] if e.op == "where" else e.args)]
-    return "float" if "float" in kinds else "int" if "int" in kinds else "bool"
 
 
 # -- The operations: one row each ----------------------------------------------------------------------------------

@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from operator import index
+from threading import Thread
 from typing import Any
 
 import torch
@@ -297,6 +299,42 @@ def _tie(chosen: str) -> tuple:
     return partial(0), partial(1)
 
 
+@cache
+def _shares_at_bound(by_tensor: bool) -> tuple[float, float]:
+    """The gradients of x and of its bound where ``torch.clamp`` finds them equal, as the installed PyTorch has it: versions differ.
+
+    Args:
+        by_tensor: the bound is a tensor, not a number.
+    """
+
+    def asked() -> tuple[float, float]:
+        x, bound = (torch.zeros((), device="cpu", requires_grad=True) for _ in range(2))
+        torch.clamp(x, bound if by_tensor else 0.0).backward()
+        return x.grad.item(), 0.0 if bound.grad is None else bound.grad.item()
+
+    found: list[tuple[float, float]] = []
+    # A thread of its own has none of the caller's modes: no_grad, inference, fake tensors, transforms of torch.func.
+    thread = Thread(target=lambda: found.append(asked()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def _bounded(inside: str, inside_or_at: str, outside: str, outside_or_at: str) -> tuple:
+    """Partials of x bounded by c, with the comparisons of x and c by which x passes and by which c does."""
+
+    def chosen(x: Expr, c: Expr, mine: int, alone: str, too: str) -> Expr:
+        share = _shares_at_bound(c.op not in ("number", "param"))[mine]
+        if share in (0.0, 1.0):
+            return _select(apply(too if share else alone, x, c), ONE)
+        return apply("where", apply("eq", x, c), number(share), _select(apply(alone, x, c), ONE))
+
+    return (
+        lambda x, c, r: chosen(x, c, 0, inside, inside_or_at),
+        lambda x, c, r: chosen(x, c, 1, outside, outside_or_at),
+    )
+
+
 def _pow_base(x, c, r):
     return apply("where", apply("eq", c, ZERO), ZERO, c * apply("pow", x, c - ONE))
 
@@ -343,8 +381,8 @@ OPERATIONS: dict[str, Operation] = {
     "trunc": Operation(torch.trunc, partials=()),
     "maximum": Operation(torch.maximum, arity=2, partials=_tie("gt")),
     "minimum": Operation(torch.minimum, arity=2, partials=_tie("lt")),
-    "clamp_min": Operation(torch.maximum, arity=2, partials=(lambda x, c, r: _select(x >= c, ONE), lambda x, c, r: _select(x < c, ONE))),
-    "clamp_max": Operation(torch.minimum, arity=2, partials=(lambda x, c, r: _select(x <= c, ONE), lambda x, c, r: _select(x > c, ONE))),
+    "clamp_min": Operation(torch.maximum, arity=2, partials=_bounded("gt", "ge", "lt", "le")),
+    "clamp_max": Operation(torch.minimum, arity=2, partials=_bounded("lt", "le", "gt", "ge")),
     "where": Operation(torch.where, arity=3),
     "exp": Operation(torch.exp, "float", None, (lambda x, r: r,), float_args=True),
     "exp2": Operation(torch.exp2, "float", None, (lambda x, r: r * number(_LN2),), float_args=True),

@@ -205,7 +205,7 @@ def as_expr(x: Any) -> Expr:
     if isinstance(x, (int, torch.SymInt)):
         return number(index(x))
     if isinstance(x, (float, torch.SymFloat)):
-        return number(float(f"{x!r}") if torch.compiler.is_dynamo_compiling() else float(x))
+        return number(float(f"{x}") if torch.compiler.is_dynamo_compiling() else float(x))
     raise NotImplementedError(f"a traced mask or score function used a {type(x).__name__} as a value")
 
 

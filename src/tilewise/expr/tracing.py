@@ -63,7 +63,9 @@ def torch_function(func: Callable, args: tuple, kwargs: Mapping[str, Any]) -> An
         return _index(*args)
     if func is torch.Tensor.where:
         args = (args[1], args[0], *args[2:])
-    return call(_NAMES.get(func, func.__name__), args, kwargs)
+    name = _NAMES.get(func, func.__name__)
+    # Tensor's operators that Python defines are decorated, and Dynamo of PyTorch 2.15 knows the decorator's name for them alone.
+    return call(func.__wrapped__.__name__ if name == "wrapped" else name, args, kwargs)
 
 
 def call(name: str, args: tuple, kwargs: Mapping[str, Any]) -> Any:
@@ -73,10 +75,10 @@ def call(name: str, args: tuple, kwargs: Mapping[str, Any]) -> Any:
     name = name.strip("_")
     if kwargs.get("inplace") is False:  # torch.nn.functional passes it along
         kwargs = {key: value for key, value in kwargs.items() if key != "inplace"}
-    if name in _COMPOSED:
-        return _COMPOSED[name](*args, **kwargs)
     if name.startswith("r") and name[1:] in _REFLECTED:
         name, args = name[1:], args[::-1]
+    if name in _COMPOSED:
+        return _COMPOSED[name](*args, **kwargs)
     reduces = name in ("max", "min") and not all(isinstance(x, (Expr, torch.Tensor)) for x in args)
     logical = name.startswith("logical_")
     op = ALIASES.get(name, name)
@@ -194,6 +196,8 @@ _REFLECTED = (
     "and",
     "or",
     "xor",
+    "lshift",
+    "rshift",
 )
 _COMPOSED = {
     "getitem": lambda tensor, index: _index(tensor, index),
@@ -204,7 +208,7 @@ _COMPOSED = {
     "to": _to,
     "type": _to,
     "type_as": lambda x, other: _to(x, other.dtype),
-    "rsub": lambda x, other: other - x,
+    "rsub": lambda x, other: apply("sub", other, x),
     "lshift": lambda x, n: shift("mul", x, n),
     "rshift": lambda x, n: shift("floordiv", x, n),
     "bitwise_left_shift": lambda x, n: shift("mul", x, n),

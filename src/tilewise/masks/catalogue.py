@@ -62,10 +62,14 @@ class Mask:
 
     def __and__(self, other: Mask) -> Mask:
         a, b = _unprepared(self), _unprepared(other)
+        if not (a.text and b.text):  # one that hides nothing
+            return a if a.text else b
         return Mask(f"{a.text} & {b.text}", (*a.parts, *b.parts))
 
     def __or__(self, other: Mask) -> Mask:
         a, b = _unprepared(self), _unprepared(other)
+        if not (a.text and b.text):
+            return Mask("")
         return Mask(f"({a.text} | {b.text})", (*a.parts, *b.parts))
 
     def __rand__(self, other: object) -> Mask:
@@ -95,6 +99,8 @@ class Mask:
 
         A prepared mask whose tensors were written since is refused by the call that gets it.
         """
+        if not self.text:  # it hides nothing, so there are no lists
+            return self
         from tilewise import tiles  # tiles read masks; only this convenience looks the other way
 
         return outside_inference(tiles.prepare, self, q, k)

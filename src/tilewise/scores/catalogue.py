@@ -33,6 +33,8 @@ class Score:
             raise ValueError(
                 f"a score is followed by a score, got {type(other).__name__}; wrap it: tw.score(fn), tw.bias(t)"
             )
+        if not (self.text and other.text):  # one that changes nothing
+            return self if self.text else other
         return Score(f"{self.text}{THEN}{other.text}", (*self.leaves, *other.leaves))
 
     if not TYPE_CHECKING:  # a type checker refuses these operators itself

@@ -22,6 +22,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "expr.walk": ("expr.operations",),
     "expr.bounds": ("expr.operations", "expr.walk"),
     "expr.reader": (),
+    "expr.narrow": ("expr.operations", "expr.walk"),
     "expr.text": ("expr.operations", "expr.reader", "expr.walk"),
     "expr.tracing": ("expr.operations",),
     "expr.meaning": ("expr.operations", "expr.walk"),

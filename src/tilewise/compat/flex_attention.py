@@ -27,8 +27,8 @@ from torch.nn.attention.flex_attention import (
 
 import tilewise as tw
 from tilewise.caching import edition
-from tilewise.masks.catalogue import MaskFunction
-from tilewise.scores.catalogue import ScoreFunction
+from tilewise.masks.catalogue import MaskFunction, keep_wrapping
+from tilewise.scores.catalogue import ScoreFunction, score_wrapping
 
 __all__ = [
     "AuxOutput",
@@ -72,7 +72,8 @@ def flex_attention(
     """
     _check(query, key, value, enable_gqa, return_lse and return_aux is not None)
     q, k, v = (x.expand(len(query), -1, -1, -1).transpose(1, 2) for x in (query, key, value))
-    options = {"mask": _mask(block_mask, query, key), "score": score_mod, "softmax_scale": scale}
+    scored = score_wrapping(score_mod) if callable(score_mod) else score_mod
+    options = {"mask": _mask(block_mask, query, key), "score": scored, "softmax_scale": scale}
     if return_aux is not None and return_aux.max_scores:
         o, lse, largest = tw.attention_with_stats(q, k, v, **options)
         aux = AuxOutput(lse=lse if return_aux.lse else None, max_scores=largest)
@@ -97,11 +98,13 @@ def create_block_mask(
     compute_dq_write_order: bool = False,
     dq_kv_order: bool = True,
 ) -> tw.Mask:
-    """``tw.keep(mask_mod)``: all else is taken and not needed, since tiles are listed by the call that runs.
+    """``tw.keep(mask_mod)`` with whole numbers of 8 and 16 bits that wrap, as torch's do.
+
+    All else is taken and not needed, since tiles are listed by the call that runs.
 
     ``create_block_mask(...).prepare(q, k)`` lists them once for all layers; q and k are ``(batch, seqlen, heads, head_dim)``.
     """
-    return tw.keep(mask_mod)
+    return keep_wrapping(mask_mod)
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, both: bool) -> None:
@@ -127,7 +130,7 @@ def _mask(block_mask: object, query: Tensor, key: Tensor) -> object:
     lengths = query.shape[2], key.shape[2]
     if tuple(block_mask.seq_lengths) != lengths:
         raise ValueError(f"block_mask is of lengths {tuple(block_mask.seq_lengths)}, the call of {lengths}")
-    inside = tw.keep(block_mask.mask_mod)
+    inside = keep_wrapping(block_mask.mask_mod)
     if torch.compiler.is_compiling():
         return _of_lists(block_mask, inside)
     made_of = _MadeOf.now(block_mask, inside)

@@ -11,11 +11,14 @@ read at an index. It can
 - be evaluated on tensors of indices, and differentiated with respect to the score or to one leaf
   (:mod:`tilewise.expr.meaning`).
 
+:mod:`tilewise.expr.narrow` makes arithmetic of 8 and 16 bits wrap as torch's does, for functions that rely on it.
+
 What a node may be is in :mod:`tilewise.expr.operations`. The other modules of tilewise use the names below.
 """
 
 from tilewise.expr.bounds import LARGEST_NUMBER, beyond_32_bits
 from tilewise.expr.meaning import broadcast_shape, clamp_index, constant, derivative, evaluate, tangent
+from tilewise.expr.narrow import wrapping
 from tilewise.expr.operations import (
     ONE,
     OPERATIONS,
@@ -71,4 +74,5 @@ __all__ = [
     "tensor_kind",
     "to_text",
     "trace",
+    "wrapping",
 ]

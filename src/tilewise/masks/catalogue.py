@@ -253,14 +253,23 @@ def keep(fn: MaskFunction) -> Mask:
 
     Args:
         fn: elementwise in its four integer scalars; may index tensors with them (``allowed[b, i, j]``) and use
-            comparisons, arithmetic, ``&``, ``|``, ``~`` and ``torch.where``: FlexAttention's ``mask_mod``. It is called once.
+            comparisons, arithmetic, ``&``, ``|``, ``~`` and ``torch.where``: FlexAttention's ``mask_mod``. It is called once. Whole
+            numbers of 8 and 16 bits do not wrap: of uint8, ``u[i] - u[j]`` may be negative.
 
     Raises:
         NotImplementedError: for what cannot be traced, by name.
     """
     if isinstance(fn, torch.Tensor):
         raise ValueError("a function of (b, h, i, j) is needed, got Tensor; a bool tensor is tw.dense(t)")
-    predicate = trace(fn, ("b", "h", "i", "j"))
+    return _kept(trace(fn, ("b", "h", "i", "j")))
+
+
+def keep_wrapping(fn: MaskFunction) -> Mask:
+    """:func:`keep` of a function in which whole numbers of 8 and 16 bits wrap around, as they do in tensors of torch."""
+    return _kept(expr.wrapping(trace(fn, ("b", "h", "i", "j"))))
+
+
+def _kept(predicate: Expr) -> Mask:
     if expr.kind(predicate) != "bool":
         raise ValueError(f"keep(fn): fn must return a truth value, it returned {expr.kind(predicate)}: {predicate}")
     return _atom("keep", predicate)

@@ -64,7 +64,15 @@ def score(fn: ScoreFunction) -> Score:
     Raises:
         NotImplementedError: for what cannot be traced (``if``, ``int()``, reductions), by name.
     """
-    e = trace(fn, ("s", "b", "h", "i", "j"))
+    return _of_function(trace(fn, ("s", "b", "h", "i", "j")))
+
+
+def score_wrapping(fn: ScoreFunction) -> Score:
+    """:func:`score` of a function in which whole numbers of 8 and 16 bits wrap around, as they do in tensors of torch."""
+    return _of_function(expr.wrapping(trace(fn, ("s", "b", "h", "i", "j"))))
+
+
+def _of_function(e: Expr) -> Score:
     if expr.kind(e) == "bool":
         raise ValueError(
             f"score(fn): fn must return a number, it returned a truth value: {e}; for masks use tw.keep(fn)"

@@ -201,12 +201,19 @@ def as_expr(x: Any) -> Expr:
         if torch.compiler.is_dynamo_compiling():
             raise untraceable(f"the constant {x} inside torch.compile", _SYMBOLIC)
         return number(x)
-    # A length that torch.compile or export holds as a symbol becomes a number; int() and float() would keep the symbol.
-    if isinstance(x, (int, torch.SymInt)):
-        return number(index(x))
-    if isinstance(x, (float, torch.SymFloat)):
-        return number(float(f"{x}") if torch.compiler.is_dynamo_compiling() else float(x))
+    if isinstance(x, (int, float, torch.SymInt, torch.SymFloat)):
+        return number(concrete(x))
     raise NotImplementedError(f"a traced mask or score function used a {type(x).__name__} as a value")
+
+
+def concrete(x: Any) -> int | float:
+    """A number of Python: of one that torch.compile or export holds as a symbol, the value that the graph is made for.
+
+    int() and float() would keep the symbol, and so would the text of a symbol alone, hence the product.
+    """
+    if isinstance(x, (int, torch.SymInt)):
+        return index(x)
+    return float(f"{x * 1.0}") if torch.compiler.is_dynamo_compiling() else float(x)
 
 
 _UNREAD = (torch.uint16, torch.uint32, torch.uint64)  # torch itself computes with none of them

@@ -351,11 +351,11 @@ def _per_batch(who: str, n: int | torch.Tensor) -> Expr:
 
 
 def _integer(who: str, n: object) -> int:
-    """``n`` as an int, at most _ENDLESS either way; of a length that torch.compile holds as a symbol, int() makes a number of the text."""
-    if isinstance(n, (bool, torch.Tensor)) or not (isinstance(n, int) or hasattr(n, "__index__")):
+    """``n`` as an int, at most _ENDLESS either way."""
+    if isinstance(n, (bool, torch.Tensor)) or not (isinstance(n, (int, torch.SymInt)) or hasattr(n, "__index__")):
         hint = f"; its bounds are two arguments: {who}{n!r}" if isinstance(n, tuple) else ""
         raise ValueError(f"{who} takes whole numbers of keys, got {n!r}{hint}")
-    return min(max(int(n), -_ENDLESS), _ENDLESS)
+    return min(max(expr.concrete(n), -_ENDLESS), _ENDLESS)
 
 
 def broadcast_lookup(tensor: torch.Tensor, index: Sequence[Expr], who: str) -> Expr:

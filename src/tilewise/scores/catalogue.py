@@ -87,9 +87,11 @@ def softcap(cap: float) -> Score:
             "softcap(cap): cap must be a number, got a tensor; a cap that is learned is a score: "
             "tw.score(lambda s, b, h, i, j: cap * torch.tanh(s / cap))"
         )
-    if not hasattr(cap, "__float__") or not 0 < cap < math.inf:
+    symbolic = isinstance(cap, (int, float, torch.SymInt, torch.SymFloat))  # of which Dynamo tells no attributes
+    if not (symbolic or hasattr(cap, "__float__")) or not 0 < cap < math.inf:
         raise ValueError(f"softcap(cap): cap must be > 0 and finite, got {cap!r}")
-    return _made(number(float(cap)) * apply("tanh", S / number(float(cap))))
+    cap = float(expr.concrete(cap))
+    return _made(number(cap) * apply("tanh", S / number(cap)))
 
 
 def alibi(slopes: torch.Tensor) -> Score:

@@ -24,7 +24,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "expr.reader": (),
     "expr.narrow": ("expr.operations", "expr.walk"),
     "expr.text": ("expr.operations", "expr.reader", "expr.walk"),
-    "expr.tracing": ("expr.operations",),
+    "expr.tracing": ("expr.operations", "expr.walk"),
     "expr.meaning": ("expr.operations", "expr.walk"),
     "device": (),
     "settings": (),
@@ -179,7 +179,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "untraced",
     ),
     "compat.transformers.sharded": ("compat.transformers.masks", "masks.catalogue", "parallel.context"),
-    "compat.flex_attention": ("masks.catalogue", "scores.catalogue", "caching", ""),
+    "compat.flex_attention": ("compat.sdpa", "masks.catalogue", "scores.catalogue", "caching", ""),
     "compat*": ("own", "api", "spec", "masks.catalogue", "scores.catalogue", "expr", ""),
     "iomodel*": ("own", "device"),
     "pictures*": (

@@ -27,6 +27,7 @@ from torch.nn.attention.flex_attention import (
 
 import tilewise as tw
 from tilewise.caching import edition
+from tilewise.compat.sdpa import HEADS_DIFFER
 from tilewise.masks.catalogue import MaskFunction, keep_wrapping
 from tilewise.scores.catalogue import ScoreFunction, score_wrapping
 
@@ -114,7 +115,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, both: bo
         shapes = ", ".join(str(tuple(x.shape)) for x in (query, key, value))
         raise ValueError(f"query, key and value are (batch, heads, seqlen, head_dim), got {shapes}")
     if not enable_gqa and query.shape[1] != key.shape[1]:
-        reasons.append(f"query has {query.shape[1]} heads, key {key.shape[1]}; grouped ones need enable_gqa=True")
+        reasons.append(f"query has {query.shape[1]} heads, key {key.shape[1]}; {HEADS_DIFFER}")
     if not {len(key), len(value)} <= {1, len(query)}:
         reasons.append(f"batch differs: query {len(query)}, key {len(key)}, value {len(value)}")
     if both:

@@ -203,7 +203,16 @@ def as_expr(x: Any) -> Expr:
         return number(x)
     if isinstance(x, (int, float, torch.SymInt, torch.SymFloat)):
         return number(concrete(x))
+    if is_numpys(x):
+        return number(x.item())
     raise NotImplementedError(f"a traced mask or score function used a {type(x).__name__} as a value")
+
+
+def is_numpys(x: Any) -> bool:
+    """Whether a value is one of NumPy's scalars, which are no numbers of Python's."""
+    return (
+        type(x).__module__ == "numpy" and getattr(x, "shape", None) == () and isinstance(x.item(), (bool, int, float))
+    )
 
 
 def concrete(x: Any) -> int | float:

@@ -304,6 +304,13 @@ def block_sparse(pattern: torch.Tensor, block_q: int, block_k: int) -> Mask:
 
 def as_mask(mask: Mask | torch.Tensor | MaskFunction | None, causal_too: bool = False) -> Mask:
     """The Mask of whatever the ``mask=`` keyword takes: a Mask, a bool tensor (``dense``) or a function (``keep``)."""
+    if type(mask).__name__ == "CausalBias":  # torch.nn.attention.bias; a tensor whose elements were never written
+        below = (
+            "mask=tw.causal(), or causal=True"
+            if mask.variant.name == "LOWER_RIGHT"
+            else "mask=lambda b, h, i, j: j <= i"
+        )
+        raise ValueError(f"mask= takes no CausalBias of torch.nn.attention.bias; write {below}")
     if isinstance(mask, torch.Tensor):
         mask = dense(mask)
     elif mask is not None and not isinstance(mask, Mask):

@@ -7,6 +7,7 @@ starts, the minimum of the ends and both predicates; ``|`` is the bounding inter
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial, reduce
@@ -215,6 +216,28 @@ def region(text: str, slots: tuple[int, ...]) -> Region:
         slots: for each of the mask's leaves, in order, the slot of the tensor that holds it.
     """
     return _masked(expr.read(text, _Masks(slots))) if text else Region()
+
+
+_READERS = {
+    "key_range": "the tensor of key_lengths or key_range",
+    "prefix": "the tensor of prefix",
+    "documents": "documents(ids), an id for each key (cu_seqlens are for attention_varlen): a tensor",
+}
+
+
+def readers(text: str, slots: tuple[int, ...]) -> dict[int, str]:
+    """The names that errors have for the tensors of a mask's text, by slot; without those of functions and of bool tensors.
+
+    Args:
+        slots: as of :func:`region`.
+    """
+    found, base = {}, 0
+    for name, inside in re.findall(rf"\b({'|'.join(ATOMS)})\((.*?)(?=\b(?:{'|'.join(ATOMS)})\(|$)", text):
+        leaves = {int(n) for n in re.findall(r"\b(?:fitted_)?(?:float|int|bool)(\d+)\[", inside)}
+        if name in _READERS:
+            found |= {slots[base + n]: _READERS[name] for n in leaves}
+        base += len(leaves)
+    return found
 
 
 class _Masks(expr.Expressions):

@@ -307,7 +307,7 @@ def as_mask(mask: Mask | torch.Tensor | MaskFunction | None, causal_too: bool = 
     if type(mask).__name__ == "CausalBias":  # torch.nn.attention.bias; a tensor whose elements were never written
         below = (
             "mask=tw.causal(), or causal=True"
-            if mask.variant.name == "LOWER_RIGHT"
+            if "LOWER_RIGHT" in repr(getattr(mask, "variant", None))
             else "mask=lambda b, h, i, j: j <= i"
         )
         raise ValueError(f"mask= takes no CausalBias of torch.nn.attention.bias; write {below}")
@@ -362,7 +362,7 @@ def _integer(who: str, n: object) -> int:
     if isinstance(n, (bool, torch.Tensor)) or not (isinstance(n, (int, torch.SymInt)) or hasattr(n, "__index__")):
         hint = f"; its bounds are two arguments: {who}{n!r}" if isinstance(n, tuple) else ""
         raise ValueError(f"{who} takes whole numbers of keys, got {n!r}{hint}")
-    return min(max(expr.concrete(n), -_ENDLESS), _ENDLESS)
+    return min(max(int(expr.concrete(n)), -_ENDLESS), _ENDLESS)
 
 
 def broadcast_lookup(tensor: torch.Tensor, index: Sequence[Expr], who: str) -> Expr:

@@ -320,7 +320,6 @@ REFUSED = {
     "in-place-used": (lambda t, s, b, h, i, j: s.mul_(2), "mul_`"),
     "ndim": (lambda t, s, b, h, i, j: s if s.ndim == 0 else 2 * s, "ndim"),
     "shape": (lambda t, s, b, h, i, j: s * len(s.shape), "shape"),
-    "rounding-mode": (lambda t, s, b, h, i, j: torch.div(i, 2, rounding_mode="floor"), "rounding_mode"),
     "alpha": (lambda t, s, b, h, i, j: torch.add(s, i, alpha=2), "alpha"),
     "decimals": (lambda t, s, b, h, i, j: torch.round(s, decimals=1), "decimals"),
     "too-many-arguments": (lambda t, s, b, h, i, j: s.abs(1), "`abs`"),

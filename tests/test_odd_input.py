@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -485,7 +486,7 @@ WRONG = {
     "seed-past-64-bits": (lambda: attend(dropout_p=0.5, dropout_seed=2**64), "dropout_seed"),
     "seed-below-63-bits": (lambda: attend(dropout_p=0.5, dropout_seed=-(2**63) - 1), "dropout_seed"),
     "mask-is-a-number": (lambda: attend(mask=3), r"mask= takes a Mask, a bool tensor or a function .*got int"),
-    "scale-is-of-numpy": (lambda: attend(softmax_scale=np.float32(0.5)), r"got float32; convert it: float\(softmax_scale\)"),
+    "scale-is-a-fraction": (lambda: attend(softmax_scale=Fraction(1, 2)), r"got Fraction; convert it: float\(softmax_scale\)"),
     "mask-is-an-array": (lambda: attend(mask=np.ones((8, 8), bool)), r"got ndarray; make it a tensor: torch\.from_numpy\(mask\)"),
     "mask-is-a-pair": (lambda: attend(mask=(3, 0)), r"got tuple; a window is mask=tw\.window\(left, right\)"),
     "lengths-are-floats": (lambda: tw.key_lengths(torch.tensor([3.0])), r"got torch\.float32 \(1,\); convert: x\.long\(\)"),

@@ -54,13 +54,19 @@ class Piece:
         return Region(*keys, *queries, predicate, sorted_leaves=whole.sorted_leaves)
 
 
-def _less(e: Expr, n: int) -> Expr:
-    """``e - n`` with the difference taken inside of maximum, minimum and where, so that the ends of bands stay as they are written."""
-    if e.op in ("maximum", "minimum"):
-        return apply(e.op, *[_less(x, n) for x in e.args])
-    if e.op == "where":
-        return apply("where", e.args[0], *[_less(x, n) for x in e.args[1:]])
-    return _folded(e - number(n))
+def _less(root: Expr, n: int) -> Expr:
+    """``root - n`` with the difference taken inside of maximum, minimum and where, so that the ends of bands stay as they are written."""
+
+    def less(e: Expr, parts: list[Expr]) -> Expr:
+        condition = e.args[:1] if e.op == "where" else ()
+        return apply(e.op, *condition, *parts) if parts else _folded(e - number(n))
+
+    return expr.fold(root, less, _branches)
+
+
+def _branches(e: Expr) -> tuple[Expr, ...]:
+    """The arguments of which the value of an end is one; none of any other expression."""
+    return e.args if e.op in ("maximum", "minimum") else e.args[1:] if e.op == "where" else ()
 
 
 def _folded(root: Expr) -> Expr:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tilewise import dropout, expr, pages
 from tilewise.caching import cached_property
-from tilewise.masks import Region
+from tilewise.masks import Region, readers
 from tilewise.signature import Shaped, Structured, TensorFacts, tensors_with_sizes
 from tilewise.spec import Spec
 
@@ -451,7 +451,7 @@ def _leaf_reasons(q: Tensor, k: Tensor, extras: Sequence[Tensor], spec: Spec) ->
         roots = [*region.parts, *([] if score is None else [score])]
         empty = dict.fromkeys(shapes[e.args[0][1]] for e in expr.lookups(*roots) if 0 in shapes[e.args[0][1]])
         reasons = [f"a mask or score tensor {shape} is empty and cannot be read" for shape in empty]
-    reasons = reasons or read_reasons(region, score, shapes, sizes)
+    reasons = reasons or read_reasons(region, score, shapes, sizes, (spec.mask_text, spec.mask_slots))
     if region.prepared is not None and (spec.piece is not None or spec.paged):
         part = "keys in pages" if spec.paged else "a piece of one"
         reasons.append(f"a prepared mask serves a whole attention, not {part}; pass the mask as it was before prepare")
@@ -461,9 +461,17 @@ def _leaf_reasons(q: Tensor, k: Tensor, extras: Sequence[Tensor], spec: Spec) ->
 
 
 def read_reasons(
-    region: Region, score: expr.Expr | None, shapes: Sequence[tuple[int, ...]], sizes: Mapping[str, int]
+    region: Region,
+    score: expr.Expr | None,
+    shapes: Sequence[tuple[int, ...]],
+    sizes: Mapping[str, int],
+    mask: tuple[str, tuple[int, ...]] = ("", ()),
 ) -> list[str]:
-    """Reasons against leaves, of ``shapes`` by slot, that are too short or too long for ``sizes``, how far each of ``b h i j`` runs."""
+    """Reasons against leaves, of ``shapes`` by slot, that are too short or too long for ``sizes``, how far each of ``b h i j`` runs.
+
+    Args:
+        mask: the mask's text and the slots of its leaves, which say who reads one.
+    """
     reasons = []
     for e in expr.lookups(*region.parts, *([] if score is None else [score])):
         leaf = e.args[0]
@@ -477,8 +485,9 @@ def read_reasons(
             if size < needed or (fitted and size > needed):
                 what = _AXES[name] if block == 1 else f"ceil({_AXES[name]} / {block})"
                 hint = _batch_first(shape) if fitted and axis == 0 and size == sizes.get("b") else ""
+                who = readers(*mask).get(leaf[1], "a mask or score tensor")
                 reasons.append(
-                    f"a mask or score tensor {shape} is read at [{', '.join(str(x) for x in e.args[1:])}]: "
+                    f"{who} {shape} is read at [{', '.join(str(x) for x in e.args[1:])}]: "
                     f"axis {axis} must be {'' if fitted else 'at least '}{what} = {needed}{hint}"
                 )
     return reasons

@@ -7,7 +7,7 @@ tensors that come along (*extras*) and the text of a :class:`Spec`; :func:`parse
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from tilewise import expr, masks
 from tilewise.caching import cached_property
 from tilewise.dropout import seed_tensor
+from tilewise.expr import is_numpys
 from tilewise.mapped import Mapped
 from tilewise.masks import Mask, Region
 from tilewise.piece import Piece
@@ -230,6 +231,8 @@ def assemble(q: Tensor, k: Tensor, v: Tensor, o: Options) -> tuple[list[Tensor],
         found = brief(q, k, v, (o.causal, o.mask, o.score, o.softmax_scale, o.deterministic, o.backend, o.max_logit))
         if found is not None:
             return found[0], None, found[1]
+    if not torch.compiler.is_compiling():
+        o = _plain(o)
     reasons = _type_reasons(q, k, v, o)
     if reasons:
         name = _called(o.block_table is not None, o.cu_seqlens_q is not None)
@@ -269,6 +272,15 @@ def assemble(q: Tensor, k: Tensor, v: Tensor, o: Options) -> tuple[list[Tensor],
         scale_slots=scale_slots,
     )
     return tensors, _seed(q, o), spec
+
+
+def _plain(o: Options) -> Options:
+    """The options with NumPy's scalars as Python's."""
+    named = {
+        name: getattr(o, name) for name in ("causal", "softmax_scale", "dropout_p", "dropout_seed", "deterministic")
+    }
+    numpys = {name: x.item() for name, x in named.items() if is_numpys(x)}
+    return replace(o, **numpys) if numpys else o
 
 
 def _cu_seqlens(o: Options) -> tuple[Tensor, ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from tilewise import expr
 from tilewise.caching import cached_property
 from tilewise.expr import Expr
 from tilewise.masks import Mask, Region, region, with_lists
-from tilewise.masks.facts import Condition, condition_of, granularity, monotone_terms
+from tilewise.masks.facts import Condition, conditions, granularity, joined, monotone_terms
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 PREPARED_BLOCK = 64
@@ -288,15 +288,18 @@ def known_status(grid: Grid, tile_m: int, tile_n: int) -> Tensor:
 
     rows, columns = ends(grid.seqlen_q, tile_m), ends(grid.keys, tile_n)
 
-    def bounds(part: Expr) -> tuple[Tensor, Tensor]:
+    predicate = grid.region.predicate
+    known = conditions(predicate, grid.region.sorted_leaves)
+
+    def bounds(part: Expr, inner: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         """Whether it may hold for some pair of a tile, and whether it does for every one."""
-        found = condition_of(part, grid.region.sorted_leaves)
+        found = known.get(id(part))
         if found is not None:
             by_i, by_j = found.by_i > 0, found.by_j > 0
             return tuple(grid.evaluate(part, rows[by_i == best], columns[by_j == best]) for best in (True, False))
-        if part.op in ("and", "or") and expr.kind(part) == "bool":
+        if inner:
             join = torch.logical_and if part.op == "and" else torch.logical_or
-            return tuple(join(*both) for both in zip(*map(bounds, part.args), strict=True))
+            return tuple(join(*both) for both in zip(*inner, strict=True))
         step_m, step_n = _steps(grid, part, tile_m, tile_n)
         if step_m * step_n >= _LEAST_BLOCK and grid.seqlen_q and grid.keys:
             i, j = (
@@ -309,7 +312,7 @@ def known_status(grid: Grid, tile_m: int, tile_n: int) -> Tensor:
             return status != EMPTY, status == FULL
         return torch.tensor(True, device=grid.b.device), torch.tensor(False, device=grid.b.device)
 
-    some, every = bounds(grid.region.predicate)
+    some, every = expr.fold(predicate, bounds, partial(joined, known))
     status = some.to(torch.uint8) + (some & every).to(torch.uint8)
     return status.expand(expr.broadcast_shape(status.shape, (1, 1, len(rows[0]), len(columns[0]))))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,6 +14,7 @@ from torch import Tensor
 from tilewise import expr
 from tilewise.caching import edition, is_tracked
 from tilewise.device import Ready, is_captured, is_warming_up, lasting, tensors_in
+from tilewise.expr import Expr
 from tilewise.problem import Problem
 from tilewise.sizes import ByStructure, Size
 
@@ -339,6 +340,29 @@ def large_numbers(problem: Problem) -> list[str]:
     sizes = {"b": problem.batch, "h": problem.heads_q, "i": problem.seqlen_q, "j": problem.seqlen_k}
     found = expr.beyond_32_bits(roots, sizes)
     return [f"{found} in a mask or score may need more than 32 bits, in which its kernels compute"] if found else []
+
+
+MOST_BYTES = 1 << 14  # of numbers and tensors' places among a launch's arguments, which CUDA limits to 32,764 bytes
+
+
+def argument_bytes(roots: Iterable[Expr]) -> int:
+    """The bytes of a kernel's arguments that the numbers and tensors of expressions take; of a tensor, its place, sizes and strides."""
+    every = expr.nodes(*roots)
+    numbers = sum(e.op == "number" and expr.kind(e) != "bool" for e in every)
+    leaves = {e.args[0][1]: len(e.args) - 1 for e in every if e.op == "lookup"}
+    return 4 * numbers + sum(16 + 16 * axes for axes in leaves.values())
+
+
+def long_expressions(problem: Problem) -> list[str]:
+    """The reason to refuse a mask and a score whose numbers and tensors are more than a launch's arguments hold; else empty."""
+    spec = problem.spec
+    found = argument_bytes([*spec.region.parts, *(() if spec.score is None else (spec.score,))])
+    if found <= MOST_BYTES:
+        return []
+    return [
+        f"the numbers and tensors of its mask and score take {found:,} bytes of a kernel's arguments, of at most {MOST_BYTES:,}; put "
+        "the numbers into a tensor and read it: table[i]"
+    ]
 
 
 def wide_mask(problem: Problem) -> list[str]:

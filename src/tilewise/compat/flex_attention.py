@@ -27,10 +27,11 @@ from torch.nn.attention.flex_attention import (
 
 import tilewise as tw
 from tilewise.caching import edition
+from tilewise.compat.sdpa import HEADS_DIFFER
 from tilewise.device import Ready
-from tilewise.masks.catalogue import MaskFunction
+from tilewise.masks.catalogue import MaskFunction, keep_wrapping
 from tilewise.masks.derived import is_recorded, outside_inference
-from tilewise.scores.catalogue import ScoreFunction
+from tilewise.scores.catalogue import ScoreFunction, score_wrapping
 
 __all__ = [
     "AuxOutput",
@@ -74,7 +75,8 @@ def flex_attention(
     """
     _check(query, key, value, enable_gqa, return_lse and return_aux is not None)
     q, k, v = (x.expand(len(query), -1, -1, -1).transpose(1, 2) for x in (query, key, value))
-    options = {"mask": _mask(block_mask, query, key), "score": score_mod, "softmax_scale": scale}
+    scored = score_wrapping(score_mod) if callable(score_mod) else score_mod
+    options = {"mask": _mask(block_mask, query, key), "score": scored, "softmax_scale": scale}
     if return_aux is not None and return_aux.max_scores:
         o, lse, largest = tw.attention_with_stats(q, k, v, **options)
         aux = AuxOutput(lse=lse if return_aux.lse else None, max_scores=largest)
@@ -99,11 +101,13 @@ def create_block_mask(
     compute_dq_write_order: bool = False,
     dq_kv_order: bool = True,
 ) -> tw.Mask:
-    """Make ``tw.keep(mask_mod)``. The other arguments have no effect, because the call lists the tiles.
+    """Make ``tw.keep(mask_mod)`` with whole numbers of 8 and 16 bits that wrap, as torch's do.
+
+    The other arguments have no effect, because the call lists the tiles.
 
     ``create_block_mask(...).prepare(q, k)`` lists them once for all layers; q and k are ``(batch, seqlen, heads, head_dim)``.
     """
-    return tw.keep(mask_mod)
+    return keep_wrapping(mask_mod)
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, both: bool) -> None:
@@ -113,7 +117,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, both: bo
         shapes = ", ".join(str(tuple(x.shape)) for x in (query, key, value))
         raise ValueError(f"query, key and value are (batch, heads, seqlen, head_dim), got {shapes}")
     if not enable_gqa and query.shape[1] != key.shape[1]:
-        reasons.append(f"query has {query.shape[1]} heads, key {key.shape[1]}; grouped ones need enable_gqa=True")
+        reasons.append(f"query has {query.shape[1]} heads, key {key.shape[1]}; {HEADS_DIFFER}")
     if not {len(key), len(value)} <= {1, len(query)}:
         reasons.append(f"batch differs: query {len(query)}, key {len(key)}, value {len(value)}")
     if both:
@@ -129,7 +133,7 @@ def _mask(block_mask: object, query: Tensor, key: Tensor) -> object:
     lengths = query.shape[2], key.shape[2]
     if tuple(block_mask.seq_lengths) != lengths:
         raise ValueError(f"block_mask was built for lengths {tuple(block_mask.seq_lengths)} but the call has {lengths}")
-    inside = tw.keep(block_mask.mask_mod)
+    inside = keep_wrapping(block_mask.mask_mod)
     if is_recorded():
         return _of_lists(block_mask, inside)
     made_of = _MadeOf.now(block_mask, inside)

@@ -76,7 +76,7 @@ def _of_nested(qkv: tuple[Tensor, Tensor, Tensor], attn_mask, dropout_p, is_caus
     q, k, v = (x.transpose(1, 2) for x in qkv)
     if not enable_gqa and not q.shape[2] == k.shape[2] == v.shape[2]:
         counts = ", ".join(str(x.shape[2]) for x in (q, k, v))
-        raise ValueError(f"query, key and value have {counts} heads; grouped ones need enable_gqa=True")
+        raise ValueError(f"query, key and value have {counts} heads; {HEADS_DIFFER}")
     mask = None
     if is_causal:  # aligned at the first, as torch's is
         same = q.is_nested and k.is_nested and (q.offsets() is k.offsets() or torch.equal(q.offsets(), k.offsets()))
@@ -180,11 +180,17 @@ def _heads_last(query: Tensor, key: Tensor, value: Tensor, lead: tuple[int, ...]
         most = max(heads)
         if any(n not in (1, most) for n in heads):
             counts = ", ".join([str(n) for n in heads])
-            raise ValueError(f"query, key and value have {counts} heads; grouped ones need enable_gqa=True")
+            raise ValueError(f"query, key and value have {counts} heads; {HEADS_DIFFER}")
         heads = [most, 1, 1] if heads[1] == heads[2] == 1 else [most] * 3
     flat = [x.expand(*lead, n, *x.shape[-2:]) for x, n in zip(qkv, heads, strict=True)]
     flat = [x.flatten(0, -4) if len(lead) > 1 else x if lead else x[None] for x in flat]
     return tuple([x.transpose(1, 2) for x in flat])
+
+
+HEADS_DIFFER = (
+    "grouped ones need enable_gqa=True; the layout is (batch, heads, seqlen, head_dim): x.transpose(1, 2) of one with "
+    "seqlen before heads"
+)
 
 
 def top_left(q: Tensor, k: Tensor, v: Tensor) -> tuple[tw.Mask, Tensor, Tensor]:
@@ -200,7 +206,11 @@ def pairs_of(attn_mask: Tensor, shape: tuple[int, ...]) -> tuple[tw.Mask | None,
     sizes, lead = tuple(attn_mask.shape), shape[:-3]
     fits = len(sizes) <= len(shape) and all(n in (1, m) for n, m in zip(sizes[::-1], shape[::-1], strict=False))
     if not fits or not (attn_mask.dtype == torch.bool or attn_mask.is_floating_point()):
-        raise ValueError(f"attn_mask must be bool or floating and broadcast to {shape}; got {attn_mask.dtype} {sizes}")
+        padding = len(shape) == 4 and sizes == (shape[0], shape[3])
+        hint = "; one of kept keys, (batch, seqlen_k), is attn_mask[:, None, None]" if padding else ""
+        raise ValueError(
+            f"attn_mask must be bool or floating and broadcast to {shape}; got {attn_mask.dtype} {sizes}{hint}"
+        )
     if not attn_mask.requires_grad:
         for axis in range(attn_mask.ndim):
             if attn_mask.stride(axis) == 0 and attn_mask.shape[axis] > 1:  # expanded by the caller: read it once

@@ -5,17 +5,20 @@ sequence), ``off`` (``seqlen_k - seqlen_q``), ``seqlen_q`` and ``seqlen_k``, ove
 read at an index. It can
 
 - be traced from a Python function (:mod:`tilewise.expr.tracing`),
-- print itself as text and be read back (:mod:`tilewise.expr.text`), so that an operator can carry it as a string,
+- print itself as text and be read back (:mod:`tilewise.expr.text` by way of ``reader``), so that an operator can carry it as a string,
 - be walked over, and give up its numbers so that one kernel serves every value of them (:mod:`tilewise.expr.walk`),
 - say whether its whole numbers fit the 32 bits in which GPUs compute them (:mod:`tilewise.expr.bounds`),
 - be evaluated on tensors of indices, and differentiated with respect to the score or to one leaf
   (:mod:`tilewise.expr.meaning`).
+
+:mod:`tilewise.expr.narrow` makes arithmetic of 8 and 16 bits wrap as torch's does, for functions that rely on it.
 
 What a node may be is in :mod:`tilewise.expr.operations`. The other modules of tilewise use the names below.
 """
 
 from tilewise.expr.bounds import LARGEST_NUMBER, beyond_32_bits
 from tilewise.expr.meaning import broadcast_shape, clamp_index, constant, derivative, evaluate, tangent
+from tilewise.expr.narrow import wrapping
 from tilewise.expr.operations import (
     ONE,
     OPERATIONS,
@@ -23,17 +26,20 @@ from tilewise.expr.operations import (
     Expr,
     Operation,
     apply,
+    concrete,
     fitted_lookup,
     is_number,
+    is_numpys,
     kind,
     lookup,
     number,
     symbol,
     tensor_kind,
 )
-from tilewise.expr.text import from_ast, parse, to_text
+from tilewise.expr.reader import read
+from tilewise.expr.text import Expressions, parse, to_text
 from tilewise.expr.tracing import trace
-from tilewise.expr.walk import abstract, children, depends_on, lookups, nodes, substitute
+from tilewise.expr.walk import abstract, children, depends_on, fold, lookups, nodes, same, substitute
 
 __all__ = [
     "LARGEST_NUMBER",
@@ -41,6 +47,7 @@ __all__ = [
     "OPERATIONS",
     "ZERO",
     "Expr",
+    "Expressions",
     "Operation",
     "abstract",
     "apply",
@@ -48,23 +55,28 @@ __all__ = [
     "broadcast_shape",
     "children",
     "clamp_index",
+    "concrete",
     "constant",
     "depends_on",
     "derivative",
     "evaluate",
     "fitted_lookup",
-    "from_ast",
+    "fold",
     "is_number",
+    "is_numpys",
     "kind",
     "lookup",
     "lookups",
     "nodes",
     "number",
     "parse",
+    "read",
+    "same",
     "substitute",
     "symbol",
     "tangent",
     "tensor_kind",
     "to_text",
     "trace",
+    "wrapping",
 ]

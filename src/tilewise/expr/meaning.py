@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from tilewise.expr.operations import ONE, OPERATIONS, ZERO, Expr, apply, is_number, number, symbol
-from tilewise.expr.walk import nodes
+from tilewise.expr.walk import children, nodes
 
 
 def evaluate(
@@ -28,7 +29,10 @@ def evaluate(
     """
     device = next((t.device for t in env.values()), torch.device("cpu"))
     values: dict[int, torch.Tensor] = {}
-    for e in nodes(*roots):
+    order = nodes(*roots)
+    readers = Counter(id(a) for e in order for a in children(e))
+    readers.update(map(id, roots))
+    for e in order:
         if e.op in ("number", "param"):
             value = e.args[0] if e.op == "number" else numbers[e.args[0]]
             values[id(e)] = constant(value, device, dtype)
@@ -46,6 +50,10 @@ def evaluate(
             if operation.float_args:
                 args = [a if a.is_floating_point() else a.to(dtype) for a in args]
             values[id(e)] = operation.torch(*args)
+        for a in children(e):
+            readers[id(a)] -= 1
+            if not readers[id(a)]:  # of a long expression, the values of all pairs would otherwise be held at once
+                del values[id(a)]
     return [values[id(root)] for root in roots]
 
 

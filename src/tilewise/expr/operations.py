@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from operator import index
+from threading import Thread
 from typing import Any
 
 import torch
@@ -35,11 +37,14 @@ class Expr:
     ``(kind, number, "fitted")`` once the expression was printed and parsed.
     """
 
-    __slots__ = ("args", "op")
+    __slots__ = ("_kind", "_symbols", "args", "op")
 
     def __init__(self, op: str, args: tuple):
         self.op = op
         self.args = args
+        # Facts of a whole tree, kept at its root: a walk for each of them would be as deep as the tree.
+        self._kind = _kind_of(op, args)
+        self._symbols: frozenset[str] | None = None  # until tilewise.expr.walk.depends_on is asked
 
     def __repr__(self) -> str:
         from tilewise.expr.text import to_text
@@ -134,6 +139,29 @@ def untraceable(what: str, instead: str) -> NotImplementedError:
     return NotImplementedError(f"a traced mask or score function used {what}; {instead}")
 
 
+def kind(e: Expr) -> str:
+    """``"float"``, ``"int"`` or ``"bool"``."""
+    return e._kind
+
+
+def _kind_of(op: str, args: tuple) -> str:
+    """The kind of an operation on arguments whose kinds are known, or of a terminal."""
+    if op == "number":
+        return type(args[0]).__name__
+    if op == "symbol":
+        return SYMBOLS[args[0]]
+    if op == "param":
+        return args[1]
+    if op == "lookup":
+        leaf = args[0]
+        return leaf[0] if isinstance(leaf, tuple) else tensor_kind(leaf.tensor if isinstance(leaf, Fitted) else leaf)
+    result = OPERATIONS[op].kind
+    if result != "same":
+        return result
+    kinds = [a._kind for a in (args[1:] if op == "where" else args)]
+    return "float" if "float" in kinds else "int" if "int" in kinds else "bool"
+
+
 def number(value: bool | int | float) -> Expr:
     return Expr("number", (value,))
 
@@ -173,12 +201,28 @@ def as_expr(x: Any) -> Expr:
         if torch.compiler.is_dynamo_compiling():
             raise untraceable(f"the constant {x} inside torch.compile", _SYMBOLIC)
         return number(x)
-    # A length that torch.compile or export holds as a symbol becomes a number; int() and float() would keep the symbol.
-    if isinstance(x, (int, torch.SymInt)):
-        return number(index(x))
-    if isinstance(x, (float, torch.SymFloat)):
-        return number(float(f"{x!r}") if torch.compiler.is_dynamo_compiling() else float(x))
+    if isinstance(x, (int, float, torch.SymInt, torch.SymFloat)):
+        return number(concrete(x))
+    if is_numpys(x):
+        return number(x.item())
     raise NotImplementedError(f"a traced mask or score function used a {type(x).__name__} as a value")
+
+
+def is_numpys(x: Any) -> bool:
+    """Whether a value is one of NumPy's scalars, which are no numbers of Python's."""
+    return (
+        type(x).__module__ == "numpy" and getattr(x, "shape", None) == () and isinstance(x.item(), (bool, int, float))
+    )
+
+
+def concrete(x: Any) -> int | float:
+    """A number of Python: of one that torch.compile or export holds as a symbol, the value that the graph is made for.
+
+    int() and float() would keep the symbol, and so would the text of a symbol alone, hence the product.
+    """
+    if isinstance(x, (int, torch.SymInt)):
+        return index(x)
+    return float(f"{x * 1.0}") if torch.compiler.is_dynamo_compiling() else float(x)
 
 
 _UNREAD = (torch.uint16, torch.uint32, torch.uint64)  # torch itself computes with none of them
@@ -235,24 +279,6 @@ def tensor_kind(tensor: torch.Tensor) -> str:
     return "float" if tensor.dtype.is_floating_point else "int"
 
 
-def kind(e: Expr) -> str:
-    """``"float"``, ``"int"`` or ``"bool"``."""
-    if e.op == "number":
-        return type(e.args[0]).__name__
-    if e.op == "symbol":
-        return SYMBOLS[e.args[0]]
-    if e.op == "param":
-        return e.args[1]
-    if e.op == "lookup":
-        leaf = e.args[0]
-        return leaf[0] if isinstance(leaf, tuple) else tensor_kind(leaf.tensor if isinstance(leaf, Fitted) else leaf)
-    result = OPERATIONS[e.op].kind
-    if result != "same":
-        return result
-    kinds = [kind(a) for a in (e.args[1:] if e.op == "where" else e.args)]
-    return "float" if "float" in kinds else "int" if "int" in kinds else "bool"
-
-
 # -- The operations: one row each ----------------------------------------------------------------------------------
 
 
@@ -287,6 +313,42 @@ def _tie(chosen: str) -> tuple:
         return rule
 
     return partial(0), partial(1)
+
+
+@cache
+def _shares_at_bound(by_tensor: bool) -> tuple[float, float]:
+    """The gradients of x and of its bound where ``torch.clamp`` finds them equal, as the installed PyTorch has it: versions differ.
+
+    Args:
+        by_tensor: the bound is a tensor, not a number.
+    """
+
+    def asked() -> tuple[float, float]:
+        x, bound = (torch.zeros((), device="cpu", requires_grad=True) for _ in range(2))
+        torch.clamp(x, bound if by_tensor else 0.0).backward()
+        return x.grad.item(), 0.0 if bound.grad is None else bound.grad.item()
+
+    found: list[tuple[float, float]] = []
+    # A thread of its own has none of the caller's modes: no_grad, inference, fake tensors, transforms of torch.func.
+    thread = Thread(target=lambda: found.append(asked()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def _bounded(inside: str, inside_or_at: str, outside: str, outside_or_at: str) -> tuple:
+    """Partials of x bounded by c, with the comparisons of x and c by which x passes and by which c does."""
+
+    def chosen(x: Expr, c: Expr, mine: int, alone: str, too: str) -> Expr:
+        share = _shares_at_bound(c.op not in ("number", "param"))[mine]
+        if share in (0.0, 1.0):
+            return _select(apply(too if share else alone, x, c), ONE)
+        return apply("where", apply("eq", x, c), number(share), _select(apply(alone, x, c), ONE))
+
+    return (
+        lambda x, c, r: chosen(x, c, 0, inside, inside_or_at),
+        lambda x, c, r: chosen(x, c, 1, outside, outside_or_at),
+    )
 
 
 def _pow_base(x, c, r):
@@ -335,8 +397,8 @@ OPERATIONS: dict[str, Operation] = {
     "trunc": Operation(torch.trunc, partials=()),
     "maximum": Operation(torch.maximum, arity=2, partials=_tie("gt")),
     "minimum": Operation(torch.minimum, arity=2, partials=_tie("lt")),
-    "clamp_min": Operation(torch.maximum, arity=2, partials=(lambda x, c, r: _select(x >= c, ONE), lambda x, c, r: _select(x < c, ONE))),
-    "clamp_max": Operation(torch.minimum, arity=2, partials=(lambda x, c, r: _select(x <= c, ONE), lambda x, c, r: _select(x > c, ONE))),
+    "clamp_min": Operation(torch.maximum, arity=2, partials=_bounded("gt", "ge", "lt", "le")),
+    "clamp_max": Operation(torch.minimum, arity=2, partials=_bounded("lt", "le", "gt", "ge")),
     "where": Operation(torch.where, arity=3),
     "exp": Operation(torch.exp, "float", None, (lambda x, r: r,), float_args=True),
     "exp2": Operation(torch.exp2, "float", None, (lambda x, r: r * number(_LN2),), float_args=True),

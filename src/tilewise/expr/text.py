@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import math
 import re
 from collections.abc import Callable
@@ -10,7 +9,8 @@ from typing import Any
 
 import torch
 
-from tilewise.expr.operations import OPERATIONS, Expr, Fitted, apply, number, symbol, tensor_kind
+from tilewise.expr.operations import OPERATIONS, SYMBOLS, Expr, Fitted, apply, number, symbol, tensor_kind
+from tilewise.expr.reader import read
 from tilewise.expr.walk import children, nodes
 
 _INFIX = {operation.infix: name for name, operation in OPERATIONS.items() if operation.infix}
@@ -18,7 +18,7 @@ _INFIX = {operation.infix: name for name, operation in OPERATIONS.items() if ope
 
 _PARAM = re.compile(r"(float|int|bool)_(\d+)")
 _LEAF = re.compile(r"(fitted_)?(float|int|bool)(\d+)")
-_MAX_DEPTH = 40  # Python's parser takes 200 nested parentheses
+_MAX_DEPTH = 40  # a name for what is deeper keeps a line readable, and the work for its parentheses small
 
 
 def to_text(e: Expr, leaves: list[torch.Tensor] | None = None) -> tuple[str, tuple[torch.Tensor, ...]]:
@@ -86,54 +86,52 @@ def _leaf_name(leaf: Any, leaves: list) -> str:
 
 def parse(text: str, leaf_slot: Callable[[int], int] = lambda n: n) -> Expr:
     """The expression that :func:`to_text` printed; leaf ``n`` becomes ``(kind, leaf_slot(n))``, with a third ``"fitted"`` if it is."""
-    return from_ast(ast.parse(text, mode="eval").body, leaf_slot, {})
+    return read(text, Expressions(leaf_slot))
 
 
-def from_ast(node: ast.AST, leaf_slot: Callable[[int], int], names: dict[str, Expr]) -> Expr:
-    """The expression of a parsed text, as :func:`parse` says; ``names`` holds the shared nodes that it has named so far."""
+class Expressions:
+    """The meanings of the parts of an expression's text, as :func:`parse` says."""
 
-    def read(x: ast.AST) -> Expr:
-        return from_ast(x, leaf_slot, names)
+    def __init__(self, leaf_slot: Callable[[int], int]):
+        self.leaf_slot = leaf_slot
+        self.names: dict[str, Any] = dict(_WORDS)
 
-    match node:
-        case ast.Constant(value=value):
-            return number(value)
-        case ast.Name(id="inf" | "nan" as name):
-            return number(float(name))
-        case ast.Name(id=name):
-            parameter = _PARAM.fullmatch(name)
-            if parameter:
-                return Expr("param", (int(parameter[2]), parameter[1]))
-            return names[name] if name in names else symbol(name)
-        case ast.NamedExpr(target=ast.Name(id=name), value=value):
-            names[name] = read(value)
-            return names[name]
-        case ast.Tuple(elts=[*named, last]):
-            for x in named:
-                read(x)
-            return read(last)
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=value)):
-            return number(-value)
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Name(id="inf")):
-            return number(-math.inf)
-        case ast.UnaryOp(op=ast.Invert(), operand=x):
-            return apply("not", read(x))
-        case ast.BinOp(left=x, op=op, right=y):
-            return apply(_INFIX[_AST_INFIX[type(op)]], read(x), read(y))
-        case ast.Compare(left=x, ops=[op], comparators=[y]):
-            return apply(_INFIX[_AST_INFIX[type(op)]], read(x), read(y))
-        case ast.Call(func=ast.Name(id=name), args=args):
-            return apply(name, *[read(x) for x in args])
-        case ast.Subscript(value=ast.Name(id=name), slice=index):
-            fitted, leaf_kind, n = _LEAF.fullmatch(name).groups()
-            leaf = (leaf_kind, leaf_slot(int(n)), *(["fitted"] if fitted else []))
-            indices = index.elts if isinstance(index, ast.Tuple) else [index]
-            return Expr("lookup", (leaf, *[read(x) for x in indices]))
-    raise ValueError(f"not an expression: {ast.dump(node)}")
+    def number(self, value: int | float) -> Expr:
+        return number(value)
+
+    def name(self, name: str) -> Any:
+        known = self.names.get(name)
+        if known is not None:
+            return known
+        parameter = _PARAM.fullmatch(name)
+        if parameter:
+            return Expr("param", (int(parameter[2]), parameter[1]))
+        if name not in SYMBOLS:
+            raise ValueError(f"not an expression's name: {name}")
+        return symbol(name)
+
+    def bind(self, name: str, value: Any) -> None:
+        self.names[name] = value
+
+    def prefix(self, op: str, x: Expr) -> Expr:
+        if op == "-" and x.op == "number":
+            return number(-x.args[0])
+        return apply("not" if op == "~" else "neg", x)
+
+    def infix(self, op: str, x: Any, y: Any) -> Any:
+        return apply(_INFIX[op], x, y)
+
+    def call(self, name: str, args: list[Any]) -> Any:
+        if name not in OPERATIONS:
+            raise ValueError(f"not an expression's operation: {name}")
+        return apply(name, *args)
+
+    def element(self, name: str, index: list[Any]) -> Expr:
+        leaf = _LEAF.fullmatch(name)
+        if leaf is None:
+            raise ValueError(f"not an expression's tensor: {name}")
+        fitted, leaf_kind, n = leaf.groups()
+        return Expr("lookup", ((leaf_kind, self.leaf_slot(int(n)), *(["fitted"] if fitted else [])), *index))
 
 
-_AST_INFIX = {
-    ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.FloorDiv: "//", ast.Mod: "%", ast.Pow: "**",
-    ast.BitAnd: "&", ast.BitOr: "|", ast.BitXor: "^", ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=",
-    ast.Eq: "==", ast.NotEq: "!=",
-}  # fmt: skip
+_WORDS = {"inf": number(math.inf), "nan": number(math.nan), "True": number(True), "False": number(False)}

@@ -15,6 +15,7 @@ from tilewise.expr.operations import (
     ONE,
     OPERATIONS,
     Expr,
+    Fitted,
     apply,
     as_expr,
     kind,
@@ -24,6 +25,7 @@ from tilewise.expr.operations import (
     symbol,
     untraceable,
 )
+from tilewise.expr.walk import children, depends_on, nodes
 
 # fmt: off
 # What torch and Python call them.
@@ -63,7 +65,9 @@ def torch_function(func: Callable, args: tuple, kwargs: Mapping[str, Any]) -> An
         return _index(*args)
     if func is torch.Tensor.where:
         args = (args[1], args[0], *args[2:])
-    return call(_NAMES.get(func, func.__name__), args, kwargs)
+    name = _NAMES.get(func, func.__name__)
+    # Tensor's operators that Python defines are decorated, and Dynamo of PyTorch 2.15 knows the decorator's name for them alone.
+    return call(func.__wrapped__.__name__ if name == "wrapped" else name, args, kwargs)
 
 
 def call(name: str, args: tuple, kwargs: Mapping[str, Any]) -> Any:
@@ -73,10 +77,10 @@ def call(name: str, args: tuple, kwargs: Mapping[str, Any]) -> Any:
     name = name.strip("_")
     if kwargs.get("inplace") is False:  # torch.nn.functional passes it along
         kwargs = {key: value for key, value in kwargs.items() if key != "inplace"}
-    if name in _COMPOSED:
-        return _COMPOSED[name](*args, **kwargs)
     if name.startswith("r") and name[1:] in _REFLECTED:
         name, args = name[1:], args[::-1]
+    if name in _COMPOSED:
+        return _COMPOSED[name](*args, **kwargs)
     reduces = name in ("max", "min") and not all(isinstance(x, (Expr, torch.Tensor)) for x in args)
     logical = name.startswith("logical_")
     op = ALIASES.get(name, name)
@@ -152,6 +156,36 @@ def _hypot(x, y):
     return apply("sqrt", apply("mul", x, x) + apply("mul", y, y))
 
 
+def _div(x, y, rounding_mode=None):
+    if rounding_mode not in (None, "floor", "trunc"):
+        raise ValueError(f"div: rounding_mode must be None, 'floor' or 'trunc', got {rounding_mode!r}")
+    if rounding_mode == "floor":
+        return apply("floordiv", x, y)
+    x, y = as_expr(x), as_expr(y)
+    if rounding_mode is None or "float" in (kind(x), kind(y)):
+        return apply("div", x, y) if rounding_mode is None else apply("trunc", apply("div", x, y))
+    up = apply("ne", apply("mod", x, y), 0) & apply("ne", x < 0, y < 0)  # a quotient below 0 that was rounded down
+    return apply("floordiv", x, y) + apply("where", up, 1, 0)
+
+
+def _detach(x):
+    """An expression whose tensors get no gradient through it."""
+    if "s" in depends_on(x):
+        raise untraceable(
+            "`detach` of the score", "its gradient cannot be stopped here: compute what is detached before, as a tensor"
+        )
+    new: dict[int, Expr] = {}
+    for e in nodes(x):
+        inner = [new[id(a)] for a in children(e)]
+        head = (_detached(e.args[0]),) if e.op == "lookup" else ()
+        new[id(e)] = Expr(e.op, (*head, *inner)) if head or inner else e
+    return new[id(x)]
+
+
+def _detached(leaf):
+    return Fitted(leaf.tensor.detach()) if isinstance(leaf, Fitted) else leaf.detach()
+
+
 def _fmod(x, y):
     """The remainder with the sign of x, where ``mod`` has that of y."""
     x, size = as_expr(x), apply("abs", y)
@@ -194,8 +228,13 @@ _REFLECTED = (
     "and",
     "or",
     "xor",
+    "lshift",
+    "rshift",
 )
 _COMPOSED = {
+    "div": _div,
+    "divide": _div,
+    "detach": _detach,
     "getitem": lambda tensor, index: _index(tensor, index),
     "clamp": _clamp,
     "clip": _clamp,
@@ -204,7 +243,7 @@ _COMPOSED = {
     "to": _to,
     "type": _to,
     "type_as": lambda x, other: _to(x, other.dtype),
-    "rsub": lambda x, other: other - x,
+    "rsub": lambda x, other: apply("sub", other, x),
     "lshift": lambda x, n: shift("mul", x, n),
     "rshift": lambda x, n: shift("floordiv", x, n),
     "bitwise_left_shift": lambda x, n: shift("mul", x, n),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from tilewise.expr.operations import Expr, kind
 
@@ -13,8 +14,8 @@ def children(e: Expr) -> tuple[Expr, ...]:
     return e.args[1:] if e.op == "lookup" else e.args
 
 
-def nodes(*roots: Expr) -> list[Expr]:
-    """Every node once, arguments before what uses them."""
+def nodes(*roots: Expr, into: Callable[[Expr], Sequence[Expr]] = children) -> list[Expr]:
+    """Every node once, arguments before what uses them; of ``into``, the arguments of each node that are walked."""
     seen: dict[int, Expr] = {}
     stack = [(root, False) for root in reversed(roots)]
     while stack:
@@ -23,8 +24,20 @@ def nodes(*roots: Expr) -> list[Expr]:
             seen[id(e)] = e
         elif id(e) not in seen:
             stack.append((e, True))
-            stack += [(a, False) for a in reversed(children(e)) if id(a) not in seen]
+            stack += [(a, False) for a in reversed(into(e)) if id(a) not in seen]
     return list(seen.values())
+
+
+def fold(root: Expr, value: Callable[[Expr, list], Any], into: Callable[[Expr], Sequence[Expr]] = children) -> Any:
+    """``value(node, values of its arguments)`` of the root, from the last arguments up: what a recursion would return, at any depth.
+
+    Args:
+        into: the arguments of a node that are asked.
+    """
+    found: dict[int, Any] = {}
+    for e in nodes(root, into=into):
+        found[id(e)] = value(e, [found[id(a)] for a in into(e)])
+    return found[id(root)]
 
 
 def lookups(*roots: Expr) -> list[Expr]:
@@ -33,7 +46,39 @@ def lookups(*roots: Expr) -> list[Expr]:
 
 def depends_on(*roots: Expr) -> frozenset[str]:
     """The names of the symbols in the expressions."""
-    return frozenset(e.args[0] for e in nodes(*roots) if e.op == "symbol")
+    return frozenset().union(*[_symbols(root) for root in roots])
+
+
+def _symbols(root: Expr) -> frozenset[str]:
+    """The symbols below one node, which keeps them, as every node below it does."""
+    stack = [root]
+    while stack:
+        e = stack[-1]
+        unknown = [a for a in children(e) if a._symbols is None] if e._symbols is None else []
+        if unknown:
+            stack += unknown
+            continue
+        if e._symbols is None:
+            own = e.args if e.op == "symbol" else ()
+            e._symbols = frozenset(own).union(*[a._symbols for a in children(e)])
+        stack.pop()
+    return root._symbols
+
+
+def same(x: Expr, y: Expr) -> bool:
+    """Whether two expressions are written alike."""
+    stack, seen = [(x, y)], set()
+    while stack:
+        a, b = stack.pop()
+        if a is b or (id(a), id(b)) in seen:
+            continue
+        seen.add((id(a), id(b)))
+        below = children(a), children(b)
+        own = [e.args[: len(e.args) - len(inner)] for e, inner in zip((a, b), below, strict=True)]
+        if a.op != b.op or kind(a) != kind(b) or len(below[0]) != len(below[1]) or own[0] != own[1]:
+            return False
+        stack += zip(*below, strict=True)
+    return True
 
 
 def rewrite(root: Expr, terminal: Callable[[Expr], Expr]) -> Expr:

@@ -6,6 +6,16 @@ The names below are those that the rest of tilewise uses beside the facts.
 """
 
 from tilewise.masks.catalogue import Mask, MaskFunction, as_mask, broadcast_lookup, intervals, with_lists
-from tilewise.masks.regions import Region, region
+from tilewise.masks.regions import Region, readers, region
 
-__all__ = ["Mask", "MaskFunction", "Region", "as_mask", "broadcast_lookup", "intervals", "region", "with_lists"]
+__all__ = [
+    "Mask",
+    "MaskFunction",
+    "Region",
+    "as_mask",
+    "broadcast_lookup",
+    "intervals",
+    "readers",
+    "region",
+    "with_lists",
+]

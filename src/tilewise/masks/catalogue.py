@@ -79,10 +79,14 @@ class Mask:
 
     def __and__(self, other: Mask) -> Mask:
         a, b = _unprepared(self), _unprepared(other)
+        if not (a.text and b.text):  # one that hides nothing
+            return a if a.text else b
         return Mask(f"{a.text} & {b.text}", (*a.parts, *b.parts), a.traced or b.traced)
 
     def __or__(self, other: Mask) -> Mask:
         a, b = _unprepared(self), _unprepared(other)
+        if not (a.text and b.text):
+            return Mask("")
         return Mask(f"({a.text} | {b.text})", (*a.parts, *b.parts), a.traced or b.traced)
 
     def __rand__(self, other: object) -> Mask:
@@ -116,7 +120,7 @@ class Mask:
         Raises:
             ValueError: a tensor of inference mode or of torch.func: PyTorch does not count its writes.
         """
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or not self.text:  # one that hides nothing has no lists
             return self
         from tilewise import tiles  # tiles read masks; only this convenience looks the other way
 
@@ -279,14 +283,23 @@ def keep(fn: MaskFunction) -> Mask:
 
     Args:
         fn: elementwise in its four integer scalars; may index tensors with them (``allowed[b, i, j]``) and use
-            comparisons, arithmetic, ``&``, ``|``, ``~`` and ``torch.where``. It is called once.
+            comparisons, arithmetic, ``&``, ``|``, ``~`` and ``torch.where``. It is called once. Whole numbers of 8 and 16 bits do not wrap:
+            with uint8, ``u[i] - u[j]`` may be negative.
 
     Raises:
         NotImplementedError: an operation cannot be traced; the message names it.
     """
     if isinstance(fn, torch.Tensor):
         raise ValueError("a function of (b, h, i, j) is needed, got Tensor; a bool tensor is tw.dense(t)")
-    predicate = trace(fn, ("b", "h", "i", "j"))
+    return _kept(trace(fn, ("b", "h", "i", "j")))
+
+
+def keep_wrapping(fn: MaskFunction) -> Mask:
+    """:func:`keep` of a function in which whole numbers of 8 and 16 bits wrap around, as they do in tensors of torch."""
+    return _kept(expr.wrapping(trace(fn, ("b", "h", "i", "j"))))
+
+
+def _kept(predicate: Expr) -> Mask:
     if expr.kind(predicate) != "bool":
         raise ValueError(f"keep(fn): fn must return a truth value, it returned {expr.kind(predicate)}: {predicate}")
     return _atom("keep", predicate)
@@ -321,6 +334,13 @@ def block_sparse(pattern: torch.Tensor, block_q: int, block_k: int) -> Mask:
 
 def as_mask(mask: Mask | torch.Tensor | MaskFunction | None, causal_too: bool = False) -> Mask:
     """The Mask of whatever the ``mask=`` keyword takes: a Mask, a bool tensor (``dense``) or a function (``keep``)."""
+    if type(mask).__name__ == "CausalBias":  # torch.nn.attention.bias; a tensor whose elements were never written
+        below = (
+            "mask=tw.causal(), or causal=True"
+            if "LOWER_RIGHT" in repr(getattr(mask, "variant", None))
+            else "mask=lambda b, h, i, j: j <= i"
+        )
+        raise ValueError(f"mask= takes no CausalBias of torch.nn.attention.bias; write {below}")
     if isinstance(mask, torch.Tensor):
         mask = dense(mask)
     elif mask is not None and not isinstance(mask, Mask):
@@ -368,11 +388,11 @@ def _per_batch(who: str, n: int | torch.Tensor) -> Expr:
 
 
 def _integer(who: str, n: object) -> int:
-    """``n`` as an int, at most _ENDLESS either way; of a length that torch.compile holds as a symbol, int() makes a number of the text."""
-    if isinstance(n, (bool, torch.Tensor)) or not (isinstance(n, int) or hasattr(n, "__index__")):
+    """``n`` as an int, at most _ENDLESS either way."""
+    if isinstance(n, (bool, torch.Tensor)) or not (isinstance(n, (int, torch.SymInt)) or hasattr(n, "__index__")):
         hint = f"; its bounds are two arguments: {who}{n!r}" if isinstance(n, tuple) else ""
         raise ValueError(f"{who} takes whole numbers of keys, got {n!r}{hint}")
-    return min(max(int(n), -_ENDLESS), _ENDLESS)
+    return min(max(int(expr.concrete(n)), -_ENDLESS), _ENDLESS)
 
 
 def broadcast_lookup(tensor: torch.Tensor, index: Sequence[Expr], who: str) -> Expr:

@@ -7,9 +7,9 @@ tensor. A fact that would take a tensor's values to know counts as unknown, whic
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import product
 from typing import NamedTuple
 
@@ -157,26 +157,39 @@ def as_band(region: Region, off: int | None, seqlen_k: int) -> Band | None:
     return Band(lo[0], hi[0], start, sizes.larger(start, stop))
 
 
-def _moving_end(e: Expr | None, op: str, off: int | None) -> tuple[int | None, int | None] | None:
+_MovingEnd = tuple[int | None, int | None]
+
+
+def _moving_end(end: Expr | None, op: str, off: int | None) -> _MovingEnd | None:
     """``(m, n)`` of an end that is the ``op`` of ``i + m`` and ``n``, either of them absent; None: it has another form.
 
     Where ``off`` is None, the end is the ``op`` of ``i + off + m`` and ``n``.
     """
-    if e is None:
-        return None, None
-    if e.op == op:
-        parts = [_moving_end(x, op, off) for x in e.args]
+    pick = max if op == "maximum" else min
+
+    def found(e: Expr, parts: list[_MovingEnd | None]) -> _MovingEnd | None:
+        if e.op != op:
+            return _moving_term(e, off)
         if None in parts:
             return None
-        pick = max if op == "maximum" else min
         both = [[x for x in pair if x is not None] for pair in zip(*parts, strict=True)]
-        return tuple(pick(found) if found else None for found in both)
+        return tuple(pick(some) if some else None for some in both)
+
+    return (None, None) if end is None else expr.fold(end, found, lambda e: e.args if e.op == op else ())
+
+
+def _moving_term(e: Expr, off: int | None) -> _MovingEnd | None:
+    """:func:`_moving_end` of an end that is ``i + m`` or ``n``."""
     if e.op == "number":
         return None, e.args[0]
     base, shift = (e.args[0], e.args[1].args[0]) if e.op == "add" and e.args[1].op == "number" else (e, 0)
-    if str(base) == "i + off":
+    if expr.same(base, _AT_ROW):
         return shift + (off or 0), None
-    return (shift, None) if str(base) == "i" and off is not None else None
+    return (shift, None) if expr.same(base, _I) and off is not None else None
+
+
+_I = expr.symbol("i")
+_AT_ROW = _I + expr.symbol("off")
 
 
 # -- Blocks --------------------------------------------------------------------------------------------------------
@@ -229,23 +242,33 @@ def monotone_terms(region: Region) -> tuple[tuple[Condition, ...], ...] | None:
 
 
 @lru_cache(maxsize=4096)
-def condition_of(part: Expr, sorted_leaves: frozenset[int]) -> Condition | None:
-    """A part of a region's predicate as one condition; None where it may turn back."""
-    slope = _slope(part, sorted_leaves)
-    return None if slope is None else Condition(part, slope.by_i, slope.by_j)
+def conditions(predicate: Expr, sorted_leaves: frozenset[int]) -> dict[int, Condition]:
+    """The parts of a predicate that are one condition, by the identity of their nodes; those that may turn back are missing."""
+    slopes: dict[int, _Slope | None] = {}
+    for e in expr.nodes(predicate):
+        slopes[id(e)] = _slope_of(e, [slopes[id(x)] for x in expr.children(e)], sorted_leaves)
+    moving = [(e, slopes[id(e)]) for e in expr.nodes(predicate)]
+    return {id(e): Condition(e, slope.by_i, slope.by_j) for e, slope in moving if slope is not None}
+
+
+def joined(known: dict[int, Condition], e: Expr) -> Sequence[Expr]:
+    """The parts of which a part that is no condition is all or any; none of any other part."""
+    return e.args if id(e) not in known and e.op in ("or", "and") and expr.kind(e) == "bool" else ()
 
 
 def _terms(predicate: Expr, sorted_leaves: frozenset[int]) -> tuple[tuple[Condition, ...], ...] | None:
-    found = condition_of(predicate, sorted_leaves)
-    if found is not None:
-        return ((found,),)
-    if predicate.op not in ("or", "and") or expr.kind(predicate) != "bool":
-        return None
-    left, right = (_terms(x, sorted_leaves) for x in predicate.args)
-    if left is None or right is None:
-        return None
-    terms = left + right if predicate.op == "or" else tuple(a + b for a, b in product(left, right))
-    return terms if len(terms) <= MOST_TERMS else None
+    known = conditions(predicate, sorted_leaves)
+
+    def terms(e: Expr, parts: list) -> tuple[tuple[Condition, ...], ...] | None:
+        if id(e) in known:
+            return ((known[id(e)],),)
+        if not parts or None in parts:
+            return None
+        left, right = parts
+        some = left + right if e.op == "or" else tuple(a + b for a, b in product(left, right))
+        return some if len(some) <= MOST_TERMS else None
+
+    return expr.fold(predicate, terms, partial(joined, known))
 
 
 class _Slope(NamedTuple):
@@ -269,14 +292,6 @@ _INDEX_BITS, _WORD_BITS = (
     31,
     62,
 )  # of an index, a length or a sorted leaf's element; within an int64, so that nothing wraps around
-
-
-def _slope(root: Expr, sorted_leaves: frozenset[int]) -> _Slope | None:
-    """How an expression moves with i and j; None where it may turn back, or where that is not known."""
-    found: dict[int, _Slope | None] = {}
-    for e in expr.nodes(root):
-        found[id(e)] = _slope_of(e, [found[id(x)] for x in expr.children(e)], sorted_leaves)
-    return found[id(root)]
 
 
 def _slope_of(e: Expr, inner: list[_Slope | None], sorted_leaves: frozenset[int]) -> _Slope | None:

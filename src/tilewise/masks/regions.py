@@ -7,10 +7,11 @@ starts, the minimum of the ends and both predicates; ``|`` is the bounding inter
 
 from __future__ import annotations
 
-import ast
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial, reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -113,7 +114,7 @@ def _tighter(op: str, a: Expr | None, b: Expr | None) -> Expr | None:
     if a is None or b is None:
         return b if a is None else a
     (x, m), (y, n) = _plus_number(a), _plus_number(b)
-    if str(x) == str(y) and all(e.op != "number" for e in expr.nodes(x)):  # a fold must not depend on numbers
+    if expr.same(x, y) and all(e.op != "number" for e in expr.nodes(x)):  # a fold must not depend on numbers
         return _add_number(x, max(m, n) if op == "maximum" else min(m, n))
     return apply(op, a, b)
 
@@ -140,21 +141,22 @@ def _intersect(a: Region, b: Region) -> Region:
     )
 
 
-def _unite(a: Region, b: Region) -> Region:
-    """The bounding interval, and the pairs of either as a predicate."""
+def _unite(regions: Sequence[Region]) -> Region:
+    """The bounding interval, and the pairs of any as a predicate."""
 
-    def bound(op: str, x: Expr | None, y: Expr | None) -> Expr | None:
-        return None if x is None or y is None else _tighter(op, x, y)
+    def bound(op: str, ends: Sequence[Expr | None]) -> Expr | None:
+        return None if any(x is None for x in ends) else reduce(partial(_tighter, op), ends)
 
-    inside = a.inside(), b.inside()
+    inside = [x.inside() for x in regions]
+    lo, hi, first, last = zip(*[x.ends for x in regions], strict=True)
     return Region(
-        bound("minimum", a.lo, b.lo),
-        bound("maximum", a.hi, b.hi),
-        bound("minimum", a.first, b.first),
-        bound("maximum", a.last, b.last),
-        None if inside[0] is None or inside[1] is None else inside[0] | inside[1],
-        diagonal=a.keeps_diagonal or b.keeps_diagonal,
-        sorted_leaves=a.sorted_leaves | b.sorted_leaves,
+        bound("minimum", lo),
+        bound("maximum", hi),
+        bound("minimum", first),
+        bound("maximum", last),
+        None if any(x is None for x in inside) else reduce(or_, inside),
+        diagonal=any(x.keeps_diagonal for x in regions),
+        sorted_leaves=frozenset().union(*[x.sorted_leaves for x in regions]),
     )
 
 
@@ -218,42 +220,74 @@ def region(text: str, slots: tuple[int, ...]) -> Region:
     Args:
         slots: for each of the mask's leaves, in order, the slot of the tensor that holds it.
     """
-    if not text:
-        return Region()
-    return _Reader(slots).read(ast.parse(text, mode="eval").body)
+    return _masked(expr.read(text, _Masks(slots))) if text else Region()
 
 
-class _Reader:
-    """Reads atoms from left to right; each numbers its leaves from 0, so a running base places them."""
+_READERS = {
+    "key_range": "the tensor of key_lengths or key_range",
+    "prefix": "the tensor of prefix",
+    "documents": "documents(ids), an id for each key (cu_seqlens are for attention_varlen): a tensor",
+}
+
+
+def readers(text: str, slots: tuple[int, ...]) -> dict[int, str]:
+    """The names that errors have for the tensors of a mask's text, by slot; without those of functions and of bool tensors.
+
+    Args:
+        slots: as of :func:`region`.
+    """
+    found, base = {}, 0
+    for name, inside in re.findall(rf"\b({'|'.join(ATOMS)})\((.*?)(?=\b(?:{'|'.join(ATOMS)})\(|$)", text):
+        leaves = {int(n) for n in re.findall(r"\b(?:fitted_)?(?:float|int|bool)(\d+)\[", inside)}
+        if name in _READERS:
+            found |= {slots[base + n]: _READERS[name] for n in leaves}
+        base += len(leaves)
+    return found
+
+
+class _Masks(expr.Expressions):
+    """The meanings of the parts of a mask's text: regions, and within a named one expressions, whose leaves it numbers from 0.
+
+    Unions are gathered, so that what is united of many masks is the pairs of any of them, without the bounds of each two.
+    """
 
     def __init__(self, slots: tuple[int, ...]):
+        super().__init__(self._slot)
         self.slots = slots
-        self.base = 0
+        self.base = self.most = 0  # the leaves of the named masks before, and those with the one that is being read
+        self.names["None"] = _UNBOUNDED
 
-    def read(self, node: ast.AST) -> Region:
-        match node:
-            case ast.BinOp(left=a, op=ast.BitAnd(), right=b):
-                return _intersect(self.read(a), self.read(b))
-            case ast.BinOp(left=a, op=ast.BitOr(), right=b):
-                return _unite(self.read(a), self.read(b))
-            case ast.Call(func=ast.Name(id="prepared"), args=[inner, block, *shape]):
-                kept = self.read(inner)
-                prepared = Prepared(block.value, self.slots[-2], self.slots[-1], tuple(n.value for n in shape))
-                return replace(kept, prepared=prepared)
-            case ast.Call(func=ast.Name(id=name), args=args):
-                return ATOMS[name](*self._arguments(args))
-        raise ValueError(f"not a mask: {ast.unparse(node)}")
+    def _slot(self, n: int) -> int:
+        self.most = max(self.most, self.base + n + 1)
+        return self.slots[self.base + n]
 
-    def _arguments(self, args: Sequence[ast.expr]) -> list[Expr | None]:
-        highest = -1
+    def infix(self, op: str, x: Any, y: Any) -> Any:
+        if not isinstance(x, (Region, list)):
+            return super().infix(op, x, y)
+        if op == "&":
+            return _intersect(_masked(x), _masked(y))
+        if op != "|":
+            raise ValueError(f"not an operation of masks: {op}")
+        united = x if isinstance(x, list) else [x]
+        united += y if isinstance(y, list) else [_masked(y)]
+        return united
 
-        def slot(n: int) -> int:
-            nonlocal highest
-            highest = max(highest, n)
-            return self.slots[self.base + n]
+    def call(self, name: str, args: list[Any]) -> Any:
+        if name == "prepared":
+            inner, block, *shape = args
+            sizes = tuple(n.args[0] for n in shape)
+            return replace(_masked(inner), prepared=Prepared(block.args[0], self.slots[-2], self.slots[-1], sizes))
+        if name not in ATOMS:
+            return super().call(name, args)
+        self.base = self.most
+        return ATOMS[name](*[None if x is _UNBOUNDED else x for x in args])
 
-        names: dict[str, Expr] = {}
-        unbounded = [isinstance(a, ast.Constant) and a.value is None for a in args]
-        values = [None if no else expr.from_ast(a, slot, names) for a, no in zip(args, unbounded, strict=True)]
-        self.base += highest + 1
-        return values
+
+_UNBOUNDED = object()
+
+
+def _masked(read: Region | list[Region]) -> Region:
+    """A mask that was read; one united of several as they were gathered."""
+    if not isinstance(read, (Region, list)):
+        raise ValueError(f"not a mask: {read}")
+    return _unite(read) if isinstance(read, list) else read

@@ -33,6 +33,8 @@ class Score:
             raise ValueError(
                 f"a score is followed by a score, got {type(other).__name__}; wrap it: tw.score(fn), tw.bias(t)"
             )
+        if not (self.text and other.text):  # one that changes nothing
+            return self if self.text else other
         return Score(f"{self.text}{THEN}{other.text}", (*self.leaves, *other.leaves))
 
     if not TYPE_CHECKING:  # a type checker refuses these operators itself
@@ -61,7 +63,15 @@ def score(fn: ScoreFunction) -> Score:
     Raises:
         NotImplementedError: an operation cannot be traced (``if``, ``int()``, reductions); the message names it.
     """
-    e = trace(fn, ("s", "b", "h", "i", "j"))
+    return _of_function(trace(fn, ("s", "b", "h", "i", "j")))
+
+
+def score_wrapping(fn: ScoreFunction) -> Score:
+    """:func:`score` of a function in which whole numbers of 8 and 16 bits wrap around, as they do in tensors of torch."""
+    return _of_function(expr.wrapping(trace(fn, ("s", "b", "h", "i", "j"))))
+
+
+def _of_function(e: Expr) -> Score:
     if expr.kind(e) == "bool":
         raise ValueError(
             f"score(fn): fn must return a number, it returned a truth value: {e}; for masks use tw.keep(fn)"
@@ -76,9 +86,11 @@ def softcap(cap: float) -> Score:
             "softcap(cap): cap must be a number, got a tensor; write a learned cap as a score: "
             "tw.score(lambda s, b, h, i, j: cap * torch.tanh(s / cap))"
         )
-    if not hasattr(cap, "__float__") or not 0 < cap < math.inf:
+    symbolic = isinstance(cap, (int, float, torch.SymInt, torch.SymFloat))  # of which Dynamo tells no attributes
+    if not (symbolic or hasattr(cap, "__float__")) or not 0 < cap < math.inf:
         raise ValueError(f"softcap(cap): cap must be > 0 and finite, got {cap!r}")
-    return _made(number(float(cap)) * apply("tanh", S / number(float(cap))))
+    cap = float(expr.concrete(cap))
+    return _made(number(cap) * apply("tanh", S / number(cap)))
 
 
 def alibi(slopes: torch.Tensor) -> Score:

@@ -33,6 +33,7 @@ from tilewise.backends.base import (
     Output,
     PerProblem,
     large_numbers,
+    long_expressions,
     piece_reasons,
     unknown_operations,
     wide_mask,
@@ -87,6 +88,7 @@ class Hopper(Backend):
         """Every reason why no machine runs this problem here."""
         reasons = paged_config.reasons(p, decoding.choose(p) is not None) if p.paged else forward_reasons.reasons(p)
         reasons += unknown_operations(p, operations.traceable()) + piece_reasons(p) + wide_mask(p) + large_numbers(p)
+        reasons += long_expressions(p)
         if p.spec.max_logit:
             reasons.append("the largest score of each row (attention_with_stats): its kernels do not keep it")
         # Whoever binds the backend to a kernel wants that one.

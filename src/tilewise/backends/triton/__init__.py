@@ -27,6 +27,7 @@ from tilewise.backends.base import (
     Pages,
     PerProblem,
     large_numbers,
+    long_expressions,
     piece_reasons,
     unknown_operations,
     wide_mask,
@@ -135,7 +136,7 @@ class Triton(Backend):
             reasons.append("float64: its kernels compute in float32")
         reasons += _width_reasons(problem) + _assembler_reasons(problem)
         reasons += unknown_operations(problem, OPERATIONS) + piece_reasons(problem, dropout=16)
-        reasons += wide_mask(problem) + large_numbers(problem)
+        reasons += wide_mask(problem) + large_numbers(problem) + long_expressions(problem)
         if problem.spec.deterministic and problem.spec.grad_slots:
             reasons += _scattered(problem)
         if problem.paged and any(x.stride[-1] != 1 for x in (problem.k, problem.v)):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tilewise import expr
+from tilewise.backends.base import MOST_BYTES, argument_bytes
 from tilewise.backends.triton.host import runtime
 from tilewise.backends.triton.host.facts import Facts
 from tilewise.backends.triton.host.plan import Memo, extents_of
@@ -50,7 +51,8 @@ def can_judge(grid: Grid) -> bool:
 def _can_be_written(region: Region, b: int, h: int, i: int, j: int) -> bool:
     """Whether kernels have every operation of a mask, and compute it in 32 bits for these sizes."""
     known = {e.op for e in expr.nodes(*region.parts) if e.op in expr.OPERATIONS} <= OPERATIONS
-    return known and not expr.beyond_32_bits(region.parts, {"b": b, "h": h, "i": i, "j": j})
+    short = argument_bytes(region.parts) <= MOST_BYTES
+    return known and short and not expr.beyond_32_bits(region.parts, {"b": b, "h": h, "i": i, "j": j})
 
 
 @lru_cache(maxsize=1024)

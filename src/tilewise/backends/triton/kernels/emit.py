@@ -235,9 +235,11 @@ def _corner_functions(
                 i, j = ("last" if (by > 0) == best else "first" for by in (condition.by_i, condition.by_j))
                 parts[which].append(f"{name}(b, h, i_{i}, j_{j}, work)")
         for which, calls in parts.items():
-            asked[which].append(f"({' & '.join(calls)})")
+            # Line by line: Triton's reader calls itself for each operator of a line.
+            asked[which] += [f"all_{n} = {calls[0]}", *[f"all_{n} = all_{n} & {call}" for call in calls[1:]]]
     arguments = "b, h, i_first, i_last, j_first, j_last, work"
-    return source + [_function(name, arguments, [f"return {' | '.join(found)}"]) for name, found in asked.items()]
+    one_of = " | ".join(f"all_{n}" for n in range(len(terms)))
+    return source + [_function(name, arguments, [*lines, f"return {one_of}"]) for name, lines in asked.items()]
 
 
 def _function(name: str, arguments: str, lines: list[str]) -> str:
@@ -289,15 +291,20 @@ def _exponent(writer: Writer, root: Expr, factors: Factors) -> list[str]:
     return [_function("exponent", f"s, lse2, {_KEEP}", [*writer.lines, "return x"])]
 
 
-def _terms(root: Expr, sign: int = 1) -> list[tuple[int, Expr]]:
+def _terms(root: Expr) -> list[tuple[int, Expr]]:
     """The terms of a sum, each with its sign."""
-    if root.op in ("add", "sub"):
-        return _terms(root.args[0], sign) + _terms(root.args[1], -sign if root.op == "sub" else sign)
-    if root.op == "neg":
-        return _terms(root.args[0], -sign)
-    if root.op == "mul" and any(expr.is_number(x, -1) for x in root.args):
-        return _terms(next((x for x in root.args if not expr.is_number(x, -1)), root.args[0]), -sign)
-    return [(sign, root)]
+    found, stack = [], [(1, root)]
+    while stack:
+        sign, e = stack.pop()
+        if e.op in ("add", "sub"):
+            stack += [(-sign if e.op == "sub" else sign, e.args[1]), (sign, e.args[0])]
+        elif e.op == "neg":
+            stack.append((-sign, e.args[0]))
+        elif e.op == "mul" and any(expr.is_number(x, -1) for x in e.args):
+            stack.append((-sign, next((x for x in e.args if not expr.is_number(x, -1)), e.args[0])))
+        else:
+            found.append((sign, e))
+    return found
 
 
 def _head_factor(term: Expr) -> tuple[Expr, Expr] | None:
@@ -453,15 +460,20 @@ def _hides(score: Expr) -> bool:
 
 def _bound(root: Expr) -> float:
     """A bound of the size of an expression, whatever s and the tensors are; infinite where it cannot tell."""
-    if root.op == "number":
-        return abs(float(root.args[0]))
-    if root.op in ("tanh", "sigmoid", "erf", "sin", "cos"):
+    return expr.fold(root, _bound_of)
+
+
+def _bound_of(e: Expr, inner: list[float]) -> float:
+    """:func:`_bound` of a node, from those of its arguments."""
+    if e.op == "number":
+        return abs(float(e.args[0]))
+    if e.op in ("tanh", "sigmoid", "erf", "sin", "cos"):
         return 1.0
-    if root.op in ("neg", "abs"):
-        return _bound(root.args[0])
-    if root.op in ("add", "sub"):
-        return sum(map(_bound, root.args))
-    return math.prod(map(_bound, root.args)) if root.op == "mul" else math.inf
+    if e.op in ("neg", "abs"):
+        return inner[0]
+    if e.op in ("add", "sub"):
+        return sum(inner)
+    return math.prod(inner) if e.op == "mul" else math.inf
 
 
 # -- A module ------------------------------------------------------------------------------------------------------

@@ -1,0 +1,77 @@
+"""Errors that name what the reader of them should change, and values of NumPy and torch that calls and mods take."""
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+
+import tilewise as tw
+from tilewise.compat import flex_attention as flex
+from tilewise.compat import sdpa
+
+Q = torch.randn(2, 16, 4, 8, generator=torch.Generator().manual_seed(1))
+LAYOUT = r"layout is \(batch, heads, seqlen, head_dim\): x.transpose\(1, 2\)"
+CU = torch.tensor([0, 5, 16])
+WRONG = {
+    "SDPA's door given seqlen before heads": (
+        lambda: sdpa.scaled_dot_product_attention(Q, Q[:, :9], Q[:, :9]),
+        LAYOUT,
+    ),
+    "FlexAttention's door given seqlen before heads": (lambda: flex.flex_attention(Q, Q[:, :9], Q[:, :9]), LAYOUT),
+    "a lower right CausalBias": (lambda: tw.attention(Q, Q, Q, mask=causal_lower_right(16, 16)), r"mask=tw.causal\(\)"),
+    "an upper left CausalBias": (lambda: tw.attention(Q, Q, Q, mask=causal_upper_left(16, 16)), "mask=lambda b, h, i, j: j <= i"),
+    "documents of cu_seqlens": (lambda: tw.attention(Q, Q, Q, mask=tw.documents(CU)), r"documents\(ids\).*cu_seqlens.*attention_varlen"),
+    "a padding mask of two axes": (
+        lambda: sdpa.scaled_dot_product_attention(*[Q.transpose(1, 2)] * 3, attn_mask=torch.ones(2, 16, dtype=torch.bool)),
+        r"attn_mask\[:, None, None\]",
+    ),
+    "key_lengths of another batch": (lambda: tw.attention(Q, Q, Q, mask=tw.causal() & tw.key_lengths(CU)), "tensor of key_lengths"),
+    "key_range of another batch": (lambda: tw.attention(Q, Q, Q, mask=tw.key_range(CU, 3) | tw.window(1)), "key_range"),
+    "prefix of another batch, after a function": (
+        lambda: tw.attention(Q, Q, Q, mask=tw.keep(lambda b, h, i, j: CU[b] > j) & tw.prefix(CU + 1)),
+        "tensor of prefix",
+    ),
+    "detach of the score": (lambda: tw.attention(Q, Q, Q, score=lambda s, b, h, i, j: s - s.detach()), "compute what is detached before"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_an_error_names_what_to_write(name):
+    call, words = WRONG[name]
+    with pytest.raises((ValueError, NotImplementedError), match=words):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("given", "same"),
+    [
+        ({"softmax_scale": np.float32(0.5)}, {"softmax_scale": 0.5}),
+        ({"causal": np.bool_(True), "deterministic": np.bool_(False)}, {"causal": True}),
+        ({"dropout_p": np.float32(0.5), "dropout_seed": np.int64(5)}, {"dropout_p": 0.5, "dropout_seed": 5}),
+        ({"score": lambda s, b, h, i, j: s * np.float32(2) + np.int64(1) * j}, {"score": lambda s, b, h, i, j: s * 2.0 + j}),
+        ({"mask": lambda b, h, i, j: (i > j) | np.bool_(True)}, {}),
+    ],
+    ids=["scale", "truth values", "dropout", "in a score", "in a mask"],
+)  # fmt: skip
+def test_scalars_of_numpy_are_numbers(given, same):
+    torch.testing.assert_close(tw.attention(Q, Q, Q, **given), tw.attention(Q, Q, Q, **same))
+
+
+@pytest.mark.parametrize("mode", [None, "floor", "trunc"])
+def test_div_rounds_as_torchs(mode):
+    def changed(s, b, h, i, j):
+        return s + 0.1 * torch.div(i - 7, j - 20, rounding_mode=mode) + 0.01 * (s * 40).div(3, rounding_mode=mode)
+
+    i, j = torch.arange(16)[:, None], torch.arange(16)[None, :]
+    s = changed(torch.einsum("bihd,bjhd->bhij", Q, Q) / 8**0.5, 0, 0, i, j)
+    expected = torch.einsum("bhij,bjhd->bihd", s.softmax(-1), Q)
+    torch.testing.assert_close(tw.attention(Q, Q, Q, score=changed), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_detached_read_of_a_tensor_has_no_gradient():
+    t = torch.randn(4, 16, generator=torch.Generator().manual_seed(2), requires_grad=True)
+    both = tw.attention(Q, Q, Q, score=lambda s, b, h, i, j: s + t[h, j] * t[h, i].detach() + torch.detach(t[h, j] * 2))
+    fixed = t.detach()
+    one = tw.attention(Q, Q, Q, score=lambda s, b, h, i, j: s + t[h, j] * fixed[h, i] + fixed[h, j] * 2)
+    torch.testing.assert_close(both, one)
+    torch.testing.assert_close(*[torch.autograd.grad(o.square().sum(), t)[0] for o in (both, one)])

@@ -1,10 +1,12 @@
 # make demo · make check · make test · make kernels · make kernels-hopper · make kernels-hopper-sample · make lint · make docs · make pages · make gpu-test · make bench · make bench-cpu · make wheel · make hub
 # make TORCH=installed …   uses the torch (and triton) that the machine's python3 already has; without a network, all that it has.
+# make TORCH=newest test   runs with what pip brings today (constraints-newest.txt, several GB), in an environment of its own.
 SHELL  := /bin/bash
 PYTHON ?= python3
 TORCH  ?= pinned
-VENV   := .venv
+VENV   := $(if $(filter newest,$(TORCH)),.venv-newest,.venv)
 BIN    := $(VENV)/bin
+PINS   := $(if $(filter newest,$(TORCH)),constraints-newest.txt,constraints.txt)
 
 ifeq ($(TORCH),installed)
   VENV_FLAGS  := --system-site-packages
@@ -12,7 +14,7 @@ ifeq ($(TORCH),installed)
   OFFLINE     = 2> build/install.log || { echo "setup: no network: with what the machine has"; \
 	  $(INSTALL) --no-index --no-deps --no-build-isolation --editable .; }
 else
-  CONSTRAINTS := --constraint constraints.txt
+  CONSTRAINTS := --constraint $(PINS)
 endif
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --config-settings=wheel.cmake=false
 CMAKE   = PATH="$(BIN):$$PATH" cmake
@@ -23,7 +25,7 @@ EMULATED := build/native/libtilewise_cpu_emulated.so
 .PHONY: demo check test kernels kernels-hopper kernels-hopper-sample lint format docs pages gpu-test bench bench-cpu asan tsan valgrind wheel hub clean setup
 setup: $(VENV)/ready-$(TORCH) $(LIBRARY)
 
-$(VENV)/ready-$(TORCH): pyproject.toml constraints.txt
+$(VENV)/ready-$(TORCH): pyproject.toml $(PINS)
 	@mkdir -p build
 	@$(PYTHON) -m venv $(VENV_FLAGS) $(VENV) 2>/dev/null || { \
 	  rm -rf $(VENV); $(PYTHON) -m pip install --quiet --user virtualenv && $(PYTHON) -m virtualenv $(VENV_FLAGS) $(VENV); }
@@ -169,4 +171,4 @@ hub: $(if $(wildcard dist/*manylinux*x86_64.whl),setup,wheel)
 	@$(BIN)/python -m shipping.hub dist/*manylinux*x86_64.whl
 
 clean:
-	rm -rf $(VENV) build dist out $(LIBRARY)
+	rm -rf .venv .venv-newest build dist out $(LIBRARY)

@@ -1,8 +1,10 @@
-"""Triton's interpreter without work that changes no result and takes most of its time.
+"""Triton's interpreter without work that changes no result and takes most of its time, and without a fault.
 
 A launch replaces the functions of Triton's language by those of the interpreter. Each call of a function inside the kernel does so again,
 by a search through every member of the language, which finds nothing left to replace. Each sum and product of integers is computed once
 more in 64 bits, for an assertion that is made in debug mode alone.
+
+The fault: a scalar comparison that is spread over a tile becomes int32 there, which the loads and stores of 3.9 do not take as a mask.
 """
 
 from __future__ import annotations
@@ -32,5 +34,12 @@ def quicken() -> None:
 
     interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_once, launch_anew
     builder = interpreter.interpreter_builder
+    splat = type(builder).create_splat
+
+    def splat_kept(self, tile, scalar):
+        made = splat(self, tile, scalar)
+        return replace(made, data=made.data.astype(bool)) if scalar.data.dtype == bool else made
+
+    type(builder).create_splat = splat_kept
     if not builder.options.debug:
         builder.options = replace(builder.options, sanitize_overflow=False)

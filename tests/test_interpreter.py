@@ -24,6 +24,19 @@ def kernel(x_ptr, o_ptr, N: tl.constexpr):
     tl.store(o_ptr + offsets, twice(twice(tl.load(x_ptr + offsets))) + tl.sum(tl.zeros((N,), tl.int32), 0))
 
 
+@triton.jit
+def some(x_ptr, o_ptr, end, N: tl.constexpr):
+    offsets = tl.arange(0, N)
+    mask = (offsets < N) & (tl.program_id(0) < end)
+    tl.store(o_ptr + tl.program_id(0) * N + offsets, tl.load(x_ptr + offsets, mask=mask, other=7), mask=mask)
+
+
+def test_a_scalar_comparison_is_a_mask():
+    x, o = torch.arange(4), torch.full((3, 4), -1)
+    some[(3,)](x, o, 2, 4)
+    assert o.tolist() == [[0, 1, 2, 3]] * 2 + [[-1] * 4]
+
+
 def test_functions_of_a_kernel_run_and_the_language_is_itself_again_after_a_launch():
     from triton.runtime import interpreter
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shipping import hub, installs, wheel
+from shipping import combinations, hub, installs, wheel
 from tilewise.backends.hopper.host import kernel_files
 
 PACKAGE = {"__init__.py": "from tilewise.inner import attention\n__all__ = ['attention']\n__version__ = '3.1.0'\n",
@@ -84,3 +84,52 @@ def test_a_wheel_with_kernels_of_other_sources_is_not_made(monkeypatch, tmp_path
 def test_the_call_that_tries_an_install_runs():
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(installs.CALL)], capture_output=True, text=True)
     assert done.stdout.strip() in ("cpu", "portable"), done.stderr
+
+
+# -- Versions that go together -------------------------------------------------------------------------------------
+
+
+def pinned(pins: str) -> dict[str, tuple[int, ...]]:
+    """The versions of a set of pins for the newest Python, by package."""
+    lines = [line.split("==") for line in combinations.constraints(pins, combinations.PYTHONS[-1])]
+    return {name: tuple(int(x) for x in version.split(".") if x.isdigit()) for name, version in lines}
+
+
+def test_the_oldest_versions_are_the_least_that_the_package_takes():
+    assert combinations.constraints("oldest") == [
+        "torch==2.11.*",
+        "triton==3.6.*",
+        "transformers==5.17.*",
+        "nvidia-cutlass-dsl==4.6.3.*",
+        "nvidia-cuda-nvdisasm==13.*",
+    ]
+    assert combinations.constraints("pip") == []
+
+
+def test_the_newest_versions_are_of_what_ci_pins_and_none_is_older():
+    ci, newest = pinned("pinned"), pinned("newest")
+    assert newest.keys() <= ci.keys()
+    assert {"torch", "triton", "numpy", "transformers", "pytest", "ruff", "mypy"} <= newest.keys()
+    assert {name for name in newest if newest[name] < ci[name]} == set()
+
+
+def test_pins_are_those_of_a_python():
+    found = [[x for x in combinations.constraints("newest", python) if "numpy" in x] for python in ("3.11", "3.13")]
+    assert found == [["numpy==2.4.6"], ["numpy==2.5.5"]]
+
+
+def test_ci_takes_the_pins_that_need_no_gigabytes():
+    root = combinations.ROOT
+    assert "newest" not in (root / ".ci" / "run").read_text(encoding="utf-8")
+    assert pinned("pinned")["torch"] == (2, 13, 0)
+
+
+def test_a_combination_is_one_line_of_what_pip_says():
+    report = {"install": [{"metadata": {"name": name, "version": "1.2"}} for name in ("Torch", "nvidia_cutlass_dsl")]}
+    found = combinations.versions(report)
+    assert combinations.line("3.12", "newest", found, "resolved") == (
+        "python 3.12  newest  torch 1.2  nvidia-cutlass-dsl 1.2: resolved"
+    )
+    said = "WARNING: a\nERROR: Cannot install torch==9\nERROR: see the page\n"
+    assert combinations.reason(said) == "Cannot install torch==9"
+    assert combinations.line("3.14", "pip", {}, "does not resolve: x") == "python 3.14  pip     does not resolve: x"

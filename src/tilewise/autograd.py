@@ -3,11 +3,15 @@
 tilewise::attention(q, k, v, extras, seed, spec) -> (o, lse)
 tilewise::attention_with_stats(q, k, v, extras, seed, spec) -> (o, lse, max_logit)
 tilewise::attention_backward(do, dlse, q, k, v, o, lse, extras, seed, spec) -> (dq, dk, dv, dextras)
+
+The last has overloads ``flat0``, ``flat1``, ... for as many dextras, which stand beside dq, dk and dv: PyTorch's ``cpp_wrapper`` compiles
+no operator that returns a list. Where a package of AOTInductor calls, an empty list of ``extras`` comes as None, so that each kernel begins
+with ``extras or ()``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -31,15 +35,19 @@ library.define(
     "-> (Tensor o, Tensor lse, Tensor max_logit)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-library.define(
-    "attention_backward(Tensor do, Tensor dlse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor[] extras, "
-    "Tensor? seed, str spec) -> (Tensor dq, Tensor dk, Tensor dv, Tensor[] dextras)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
+FLAT_BACKWARDS = [f"attention_backward.flat{n}" for n in range(derivatives.FLAT)]
+for _name, _dextras in (
+    ("attention_backward", ["Tensor[] dextras"]),
+    *((_name, [f"Tensor dextra{n}" for n in range(count)]) for count, _name in enumerate(FLAT_BACKWARDS)),
+):
+    library.define(
+        f"{_name}(Tensor do, Tensor dlse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor[] extras, Tensor? seed, str spec) "
+        f"-> ({', '.join(['Tensor dq', 'Tensor dk', 'Tensor dv', *_dextras])})",
+        tags=(torch.Tag.pt2_compliant_tag,),
+    )
 _FORWARDS = ("attention", "attention_with_stats")
 _attention = torch.ops.tilewise.attention.default
 with_stats = torch.ops.tilewise.attention_with_stats.default
-_attention_backward = torch.ops.tilewise.attention_backward.default
 
 
 _LEGACY_VMAP = torch._C._dispatch_key_parse("VmapMode")  # how is_grads_batched maps: the vmap before torch.func's
@@ -50,6 +58,7 @@ _AUTOGRAD = torch._C._dispatch_key_parse("AutogradOther")  # excluded together w
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None, spec: str):
+    extras = extras or ()
     plan = dispatch.plan(q, k, v, extras, seed, spec).of_forward
     return plan.backend.forward(plan.problem, dispatch.inputs(plan, q, k, v, extras, seed)).tensors
 
@@ -80,6 +89,7 @@ class _BackwardCall(NamedTuple):
 
 def _backward(*arguments):
     do, dlse, q, k, v, o, lse, extras, seed, spec = arguments
+    extras = extras or ()
     plan = dispatch.plan(q, k, v, extras, seed, spec)
     inputs = dispatch.inputs(plan, q, k, v, extras, seed)
     grad = OutputGrads.of(do, dlse)
@@ -99,8 +109,24 @@ def _fake_backward(*arguments):
 for _name in _FORWARDS:
     library.impl(_name, untraced(_forward), "CompositeExplicitAutograd")
     torch.library.register_fake(f"tilewise::{_name}", _fake_forward, lib=library)
-library.impl("attention_backward", untraced(_backward), "CompositeExplicitAutograd")
-torch.library.register_fake("tilewise::attention_backward", _fake_backward, lib=library)
+
+
+def _flat(kernel: Callable[..., tuple]) -> Callable[..., tuple]:
+    """A backward kernel for an overload: its list of dextras one by one."""
+
+    def flat(*arguments):
+        *found, dextras = kernel(*arguments)
+        return *found, *dextras
+
+    return flat
+
+
+for _name, _run, _shapes in (
+    ("attention_backward", _backward, _fake_backward),
+    *((_name, _flat(_backward), _flat(_fake_backward)) for _name in FLAT_BACKWARDS),
+):
+    library.impl(_name, untraced(_run), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"tilewise::{_name}", _shapes, lib=library)
 
 
 # -- Autograd ------------------------------------------------------------------------------------------------------
@@ -168,8 +194,11 @@ class _Attention(torch.autograd.Function):
         # Compiled autograd traces this.
         quiet = not torch.compiler.is_compiling() and not torch.is_grad_enabled()
         quiet = quiet and _nobody_watches(q, k, v, *extras, do, dlse) and not _gradients_are_mapped()
-        run = _backward if quiet else _attention_backward
-        dq, dk, dv, dextras = run(do, dlse, q, k, v, o, lse, extras, seed, ctx.spec)
+        arguments = do, dlse, q, k, v, o, lse, extras, seed, ctx.spec
+        if quiet:
+            dq, dk, dv, dextras = _backward(*arguments)
+        else:
+            dq, dk, dv, *dextras = derivatives.gradients(*arguments)
         if not extras:
             return dq, dk, dv, None, None, None
         by_slot = dict(zip(parse_spec(ctx.spec).grad_slots, dextras, strict=True))
@@ -204,21 +233,30 @@ def _differentiable(q, k, v, extras, seed, spec, run):
 
 def _forward_autograd(q, k, v, extras, seed, spec):
     _refuse_transforms("tilewise.attention")
-    return _differentiable(q, k, v, extras, seed, spec, _below_autograd)
+    return _differentiable(q, k, v, extras or (), seed, spec, _below_autograd)
 
 
-def _backward_autograd(*arguments):
-    c = _BackwardCall(*arguments)
-    if torch.is_grad_enabled() and any(t.requires_grad for t in c.tensors):
-        dq, dk, dv, *dextras = derivatives.AttentionBackward.apply(c.seed, c.spec, *c.tensors)
-        return dq, dk, dv, dextras
-    with torch._C._AutoDispatchBelowAutograd():
-        return _attention_backward(*arguments)
+def _backward_autograd(name: str) -> Callable[..., tuple]:
+    """The kernel of autograd of ``attention_backward``, or of an overload."""
+    overload = name.partition(".")[2] or "default"
+    operator = getattr(torch.ops.tilewise.attention_backward, overload)
+
+    def kernel(*arguments):
+        c = _BackwardCall(*arguments)
+        c = c._replace(extras=c.extras or ())
+        if torch.is_grad_enabled() and any(t.requires_grad for t in c.tensors):
+            found = derivatives.AttentionBackward.apply(c.seed, c.spec, *c.tensors)
+            return (*found[:3], list(found[3:])) if overload == "default" else found
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator(*c)
+
+    return kernel
 
 
 for _name in _FORWARDS:
     library.impl(_name, untraced(_forward_autograd), "Autograd")
-library.impl("attention_backward", untraced(_backward_autograd), "Autograd")
+for _name in ("attention_backward", *FLAT_BACKWARDS):
+    library.impl(_name, untraced(_backward_autograd(_name)), "Autograd")
 
 
 # -- Autocast ------------------------------------------------------------------------------------------------------
@@ -236,7 +274,7 @@ def _autocast(device_type: str, key: str) -> None:
 
     def kernel(q, k, v, extras, seed, spec):
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))):
-            return derivatives.operator_of(spec)(*_cast(q, k, v, device_type, spec), extras, seed, spec)
+            return derivatives.operator_of(spec)(*_cast(q, k, v, device_type, spec), extras or (), seed, spec)
 
     for name in _FORWARDS:
         library.impl(name, untraced(kernel), key)

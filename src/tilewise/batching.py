@@ -250,10 +250,21 @@ def _legacy(rule: Callable[..., tuple]) -> Callable[..., Any]:
     return kernel
 
 
+def _flat(rule: Callable[..., tuple]) -> Callable[..., tuple]:
+    """The rule of a backward for an overload, whose dextras come one by one."""
+
+    def flat(*arguments: Any) -> tuple:
+        (*found, dextras), (*dims, of_dextras) = rule(*arguments)
+        return (*found, *dextras), (*dims, *of_dextras)
+
+    return flat
+
+
 for _name, _rule in {
     "attention": _forward,
     "attention_with_stats": _forward,
     "attention_backward": _backward,
+    **dict.fromkeys(autograd.FLAT_BACKWARDS, _flat(_backward)),
     "attention_jvp": _jvp,
     "attention_backward_jvp": _backward_jvp,
 }.items():

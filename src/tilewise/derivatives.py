@@ -43,13 +43,14 @@ _library.define(
 _jvp = torch.ops.tilewise.attention_jvp.default
 _backward_jvp = torch.ops.tilewise.attention_backward_jvp.default
 INPUTS = 5  # q, k, v, o, lse
+FLAT = 5  # gradients of extras: up to one less, the backward has an overload that returns each beside dq, dk and dv
 
 
 # -- Kernels -------------------------------------------------------------------------------------------------------------
 
 
 def _run_jvp(inputs, extras, seed, tangents, spec):
-    q, k, v, o, lse = inputs
+    (q, k, v, o, lse), extras = inputs, extras or ()
     plan = dispatch.plan(q, k, v, extras, seed, spec).forward_mode
     given = dispatch.inputs(plan, q, k, v, extras, seed)
     moved = plan.backend.jvp(plan.problem, given, Output.of(o, lse), Directions.of(plan.problem, tangents))
@@ -57,7 +58,7 @@ def _run_jvp(inputs, extras, seed, tangents, spec):
 
 
 def _run_backward_jvp(grads, moved, inputs, extras, seed, tangents, spec):
-    q, k, v, o, lse = inputs
+    (q, k, v, o, lse), extras = inputs, extras or ()
     plan = dispatch.plan(q, k, v, extras, seed, spec).second
     p, given = plan.problem, dispatch.inputs(plan, q, k, v, extras, seed)
     grad, along = OutputGrads.of(*grads), Directions.of(p, tangents)
@@ -88,6 +89,15 @@ def operator_of(spec: str):
     """The operator of a spec's forward: one more result needs a schema of its own."""
     stats = parse_spec(spec).max_logit
     return (torch.ops.tilewise.attention_with_stats if stats else torch.ops.tilewise.attention).default
+
+
+def gradients(*arguments: Any) -> tuple[Tensor, ...]:
+    """``(dq, dk, dv, *dextras)`` by the backward operator, which returns no list where its spec wants few gradients of extras."""
+    operator, count = torch.ops.tilewise.attention_backward, len(parse_spec(arguments[-1]).grad_slots)
+    if count < FLAT:
+        return getattr(operator, f"flat{count}")(*arguments)
+    *found, dextras = operator.default(*arguments)
+    return *found, *dextras
 
 
 # -- Functions that PyTorch's transforms can take apart ------------------------------------------------------------------
@@ -169,8 +179,7 @@ class AttentionBackward(torch.autograd.Function):
     def forward(seed, spec, do, dlse, *tensors):
         inputs, extras = tensors[:INPUTS], tensors[INPUTS:]
         with torch._C._AutoDispatchBelowAutograd():
-            *grads, dextras = torch.ops.tilewise.attention_backward.default(do, dlse, *inputs, extras, seed, spec)
-        return *grads, *dextras
+            return gradients(do, dlse, *inputs, extras, seed, spec)
 
     @staticmethod
     def setup_context(ctx, inputs, output):

@@ -10,7 +10,8 @@
   ``XDG_CACHE_HOME`` or ``~/.cache``.
 - ``TILEWISE_CHECK=1``: read ``cu_seqlens``, and a cache's table and lengths, back from the accelerator at each call and refuse
   wrong ones.
-- ``TRITON_PTXAS_PATH=path``, Triton's own: the triton backend then leaves the choice of an assembler to it.
+- ``TRITON_PTXAS_PATH=path``, Triton's own: the assembler of all kernels for Hopper, with every version of Triton; beside
+  ``TRITON_PTXAS_BLACKWELL_PATH=path`` the choice is Triton's.
 """
 
 import contextlib
@@ -58,6 +59,11 @@ def launcher_library() -> str:
 def triton_ptxas() -> str:
     """The assembler that Triton shall use; empty: one that it brings."""
     return os.environ.get("TRITON_PTXAS_PATH", "")
+
+
+def triton_ptxas_blackwell() -> str:
+    """The newer assembler that Triton shall use; empty: the one that it brings."""
+    return os.environ.get("TRITON_PTXAS_BLACKWELL_PATH", "")
 
 
 @contextlib.contextmanager

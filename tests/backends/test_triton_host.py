@@ -33,17 +33,50 @@ def test_numbers_are_never_one_nor_a_multiple_of_sixteen():
     assert found == (5, 35, (3, 67, 8195), 2.0)
 
 
-def test_an_assembler_is_chosen_for_a_while_unless_somebody_has_chosen_one(monkeypatch):
-    nvidia = runtime.kernels().triton.knobs.nvidia
-    older, newer = nvidia.ptxas.path, nvidia.ptxas_blackwell.path
+@pytest.fixture
+def assembler(tmp_path):
+    """Makes an assembler that says its version and no more; the function returns its path."""
+
+    def make(version: str) -> str:
+        tool = tmp_path / f"ptxas-{version}"
+        tool.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {version}, V{version}.1'\n")
+        tool.chmod(0o755)
+        return str(tool)
+
+    return make
+
+
+def of_hopper() -> str:
+    """The assembler that Triton would give a kernel for Hopper now."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    return get_ptxas(90).path
+
+
+def test_an_assembler_is_chosen_for_a_while_unless_somebody_has_chosen_one(monkeypatch, assembler):
+    own, newer, older = of_hopper(), assembler("77.1"), assembler("12.8")
     with runtime.assembled_by(newer):
-        with runtime.assembled_by(newer):
-            assert nvidia.ptxas.path == newer
-        assert nvidia.ptxas.path == newer
-    assert nvidia.ptxas.path == older
+        with runtime.assembled_by(older):
+            assert of_hopper() == newer
+        assert of_hopper() == newer
+    assert of_hopper() == own
     monkeypatch.setenv("TRITON_PTXAS_PATH", older)
     with runtime.assembled_by(newer):
-        assert nvidia.ptxas.path == older
+        assert of_hopper() == older
+    monkeypatch.setenv("TRITON_PTXAS_BLACKWELL_PATH", assembler("77.2"))
+    own = of_hopper()  # of two that are chosen, Triton's version says which
+    with runtime.assembled_by(newer):
+        assert of_hopper() == own != newer
+
+
+def test_a_setting_of_triton_counts_as_its_variable_does(monkeypatch, assembler):
+    settings, own, older = vars(runtime.kernels().triton.knobs.nvidia), of_hopper(), assembler("12.8")
+    monkeypatch.setitem(settings, "ptxas", older)
+    with runtime.assembled_by(assembler("77.1")):
+        assert of_hopper() == older
+    assert settings["ptxas"] == older
+    monkeypatch.delitem(settings, "ptxas")
+    assert of_hopper() == own
 
 
 def test_the_newer_assembler_is_taken_where_the_driver_loads_its_code(monkeypatch):
@@ -66,23 +99,44 @@ def test_a_gpu_of_amd_is_no_hopper_whatever_its_number(monkeypatch, hip, capabil
     assert runtime.on_hopper() == hopper
 
 
-@pytest.mark.parametrize("tool", ["ptxas", "ptxas_blackwell"])
+@pytest.mark.parametrize("version", ["12.8", "12.9", "13.4"])
 @pytest.mark.parametrize(
     ("dims", "whole"),
     [((64, 40), False), ((225, 16), False), ((64, 24), False), ((40, 40), True), ((96, 64), True), ((192, 128), True)],
 )
-def test_an_older_assembler_is_not_given_narrow_values_on_hopper(monkeypatch, dims, whole, tool):
-    nvidia = runtime.kernels().triton.knobs.nvidia
-    monkeypatch.setenv("TRITON_PTXAS_PATH", getattr(nvidia, tool).path)
+def test_an_older_assembler_is_not_given_narrow_values_on_hopper(monkeypatch, dims, whole, version, assembler):
+    monkeypatch.setenv("TRITON_PTXAS_PATH", assembler(version))
     for hopper in (False, True):
         monkeypatch.setattr(runtime, "on_hopper", lambda device, hopper=hopper: hopper)
         d, dv = dims
         c = call(*qkv(d=d, dv=dv, dtype=torch.bfloat16))
         reasons = triton._assembler_reasons(replace(c.p, device=torch.device("cuda")))
-        refused = tool == "ptxas" and hopper and not whole
-        assert [f"head dims {d} and {dv}: ptxas {nvidia.ptxas.version} makes wrong" in x for x in reasons] == [
-            True
-        ] * refused
+        refused = version == "12.8" and hopper and not whole
+        assert [f"head dims {d} and {dv}: ptxas {version} makes wrong" in x for x in reasons] == [True] * refused
+
+
+def test_every_launch_says_that_a_product_and_a_sum_are_fused(monkeypatch):
+    """Triton 3.10 takes another default than the versions before it, and 3.9 warns where nobody says so."""
+    from triton.runtime import interpreter
+
+    launched, named = interpreter.GridExecutor.__call__, []
+
+    def launch(self, *arguments, **options):
+        named.append((self.fn.__name__, options.get("enable_fp_fusion")))
+        return launched(self, *arguments, **options)
+
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch)
+    q, k, v = (x.requires_grad_() for x in qkv(nk=70, d=32, dv=32))
+    mask = tw.keep(lambda b, h, i, j: (i + j) % 3 > 0).prepare(q, k)
+    tw.attention(q, k, v, mask=mask, backend="triton").sum().backward()
+    pages = tw.paged(
+        *(torch.zeros(4, 16, 1, 32) for _ in "kv"),
+        torch.arange(4, dtype=torch.int32).view(2, 2),
+        torch.zeros(2, dtype=torch.int32),
+    )
+    triton.append(pages, *(torch.ones(2, 3, 1, 32) for _ in "kv"), None)
+    assert {name for name, _ in named} >= {"forward_kernel", "delta_kernel", "dq_kernel", "append_kernel"}
+    assert {fused for _, fused in named} == {True}
 
 
 def test_every_fact_that_a_kernel_reads_has_a_meaning_and_each_meaning_is_of_one_that_is_read():

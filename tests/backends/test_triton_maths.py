@@ -1,8 +1,10 @@
 """The arithmetic of Triton's emitted functions, held against float64; its PTX is executed here, an instruction at a time."""
 
+import ast
 import math
 import re
 import struct
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -109,3 +111,23 @@ def test_nan_is_far_from_zero_and_stays():
     )
     assert np.isnan(registers["$4"])
     assert registers["$0"] == 1.0
+
+
+def _assembly(file: Path) -> list[tuple[ast.Call, bool]]:
+    """The calls of ``inline_asm_elementwise`` in a file, and whether anything reads their results."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    unread = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and "inline_asm" in ast.unparse(node.func)]
+    return [(call, id(call) not in unread) for call in calls]
+
+
+def test_a_volatile_instruction_that_something_reads_is_of_a_scalar():
+    """Triton 3.9 keeps the results of one over a tile in one layout, and carries them to the scores' through shared memory."""
+    found = [x for file in sorted(Path(maths.__file__).parent.glob("*.py")) for x in _assembly(file)]
+    assert len(found) > 8
+    volatile = [
+        ast.unparse(call.args[2])
+        for call, read in found
+        if read and any(k.arg == "is_pure" and ast.literal_eval(k.value) is False for k in call.keywords)
+    ]
+    assert volatile == ["[0]"]

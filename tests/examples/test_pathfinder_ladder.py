@@ -57,6 +57,13 @@ def test_a_run_records_every_rung_and_is_drawn_with_what_follows_it(tmp_path):
     assert (tmp_path / "ladder.png").stat().st_size > 10_000
 
 
+def test_a_run_ends_whose_first_step_took_all_of_its_time(monkeypatch):
+    monkeypatch.setattr(ladder, "compile_seconds", lambda *arguments: 2.0)
+    rungs = (Rung(SMALL, 0.5), Rung(SMALL, 1.0))
+    _, *found = ladder.study(ladder.Student(ENCODER, 0), rungs, replace(RECIPE, seconds=0.5))
+    assert [r["steps"] for r in found] == [10, 10]
+
+
 def test_a_lit_pixel_is_told_how_many_dots_lie_on_its_path_which_is_two_in_positives_alone():
     images = draw(LARGER, 24, seed=1)
     dots = ladder.dots_of_paths(images).view_as(images.pixels)

@@ -159,7 +159,7 @@ class Group(AllToAll):
         self.host = group
         if "nccl" in dist.get_backend(group):
             ranks = dist.get_process_group_ranks(group)
-            self.host = dist.new_group(ranks, self._timeout(), backend="gloo", use_local_synchronization=True)
+            self.host = self._new_group(ranks, "gloo")
 
     @cached_property
     def board(self) -> board.Board | None:
@@ -199,11 +199,12 @@ class Group(AllToAll):
     def split(self, within: int) -> tuple[Exchange, Exchange]:
         ranks, backend = dist.get_process_group_ranks(self.group or dist.group.WORLD), dist.get_backend(self.group)
         neighbours, alike = ([ranks[n] for n in found] for found in split_ranks(self.rank, self.size, within))
-        one, other = (
-            dist.new_group(found, self._timeout(), backend=backend, use_local_synchronization=True)
-            for found in (neighbours, alike)
-        )
-        return self.joined_by(one), self.joined_by(other)
+        return self.joined_by(self._new_group(neighbours, backend)), self.joined_by(self._new_group(alike, backend))
+
+    def _new_group(self, ranks: list[int], backend: str) -> dist.ProcessGroup:
+        """A process group of these ranks, of which this one is one."""
+        made: Any = dist.new_group(ranks, self._timeout(), backend=backend, use_local_synchronization=True)
+        return made
 
     @classmethod
     def joined_by(cls, group: dist.ProcessGroup) -> Exchange:
@@ -213,7 +214,7 @@ class Group(AllToAll):
     def swap(self, sent: Tensor, counts: Sequence[int], received: Sequence[int]) -> Callable[[], Tensor]:
         out = sent.new_empty((sum(received), *sent.shape[1:]))
         self.received += out.nbytes - received[self.rank] * out[:1].nbytes
-        work = dist.all_to_all_single(
+        work: Any = dist.all_to_all_single(
             out, sent.contiguous(), list(received), list(counts), group=self.group, async_op=True
         )
 

@@ -238,7 +238,7 @@ def _in_sixteens(x: Tensor) -> bool:
         return False
     strides, n = x.stride(), 16 // x.element_size()
     whole = strides[-1] == 1 and x.shape[-1] % n == 0 and all(stride % n == 0 for stride in strides[:-1])
-    return whole and x.storage_offset() % n == 0 and x.data_ptr() % 16 == 0
+    return whole and bool(x.storage_offset() % n == 0) and x.data_ptr() % 16 == 0
 
 
 def forward(

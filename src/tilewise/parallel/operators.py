@@ -171,6 +171,7 @@ def compiled(
 
 
 def _kernel(q, k, v, extras, seed, spec, ranks, with_lse):
+    extras = extras or []  # AOTInductor hands an empty list over as None
     agreed, call = calls.agreed_call(_group(ranks), q, k, v, lambda: (extras, seed, spec), with_lse, True)
     outputs, saved = forward(call, q, k, v, extras, agreed.seed)
     return outputs, saved if agreed.seed is None else [agreed.seed.clone(), *saved]
@@ -203,6 +204,7 @@ class _BackwardCall(NamedTuple):
 
 def _backward_kernel(*arguments):
     c = _BackwardCall(*arguments)
+    c = c._replace(extras=c.extras or [])
     call = calls.compiled_call(_group(c.ranks), *c.whole(), c.extras, c.seed, c.spec, c.with_lse)
     of = c.do, c.dlse
     if not isinstance(c.saved[0], FakeTensor):
@@ -243,6 +245,7 @@ class _Compiled(torch.autograd.Function):
 
 
 def _autograd(q, k, v, extras, seed, spec, ranks, with_lse):
+    extras = extras or []
     if torch.is_grad_enabled() and parse_spec(spec).needs_grad:
         return list(_Compiled.apply(spec, ranks, with_lse, q, k, v, seed, *extras)), []
     with torch._C._AutoDispatchBelowAutograd():

@@ -57,7 +57,7 @@ def _backward(
     with torch.enable_grad():  # assembled for a call whose q, k and v want gradients
         call = assemble(*[x.detach().requires_grad_() for x in qkv], Options(**options))
     with torch.no_grad():
-        run = torch.ops.tilewise.attention_backward
+        run = torch.ops.tilewise.attention_backward.default
         found = run(dout, torch.zeros_like(lse), *qkv, out, lse.contiguous(), *call)
         for grad, x in zip(grads, found, strict=False):
             if grad is not None:

@@ -9,6 +9,7 @@ from tilewise.backends.base import Pages
 from tilewise.backends.triton.host import runtime
 from tilewise.backends.triton.host.paged import scale_strides
 from tilewise.backends.triton.host.plan import operand_strides
+from tilewise.backends.triton.tiles import FUSION
 
 
 def append(cache: Pages, k: Tensor, v: Tensor | None, cu_seqlens_q: Tensor | None) -> None:
@@ -43,5 +44,12 @@ def append(cache: Pages, k: Tensor, v: Tensor | None, cu_seqlens_q: Tensor | Non
     rows = k.shape[0] * (k.shape[1] if cu_seqlens_q is None else 1)
     each = [x.ndim == 3 for x in scales] or [False, False]
     kernels.append.append_kernel[rows,](
-        tensors, runtime.opaque(sizes), *k.shape[-2:], 0 if v is None else v.shape[-1], unit, *each, num_warps=4
+        tensors,
+        runtime.opaque(sizes),
+        *k.shape[-2:],
+        0 if v is None else v.shape[-1],
+        unit,
+        *each,
+        num_warps=4,
+        **FUSION,
     )

@@ -13,10 +13,11 @@ import torch
 from tilewise import device as devices
 from tilewise.backends.triton.host.facts import Facts
 from tilewise.backends.triton.tiles import Tiles
-from tilewise.settings import triton_ptxas
+from tilewise.settings import triton_ptxas, triton_ptxas_blackwell
 
 # 12.8 makes wrong kernels of narrow values: some read a tile at an address that comes from a register which nothing has written.
 RIGHT_PTXAS = (12, 9)
+PTXAS = "ptxas", "ptxas_blackwell"  # Triton's settings of one
 _ASSEMBLING = RLock()  # the setting of an assembler is the process's
 
 
@@ -115,17 +116,23 @@ def on_hopper(device: torch.device | None = None) -> bool:
 
 @contextmanager
 def assembled_by(ptxas: str) -> Iterator[None]:
-    """A context in which Triton assembles by the ptxas at this path, unless somebody has chosen another."""
+    """A context in which Triton assembles Hopper's kernels by the ptxas at this path, unless somebody has chosen another.
+
+    Triton has two: up to 3.8 it takes ``ptxas`` for Hopper, from 3.9 on ``ptxas_blackwell``. A choice of the first alone is one for Hopper
+    with each version; where both are chosen, Triton takes the one that it takes.
+    """
     settings = vars(kernels().triton.knobs.nvidia)
     with _ASSEMBLING:
-        if "ptxas" in settings or triton_ptxas():
-            yield
-            return
-        settings["ptxas"] = ptxas
+        before = {name: settings[name] for name in PTXAS if name in settings}
+        chosen = before.get("ptxas") or triton_ptxas()
+        if not chosen or not (before.get("ptxas_blackwell") or triton_ptxas_blackwell()):
+            settings |= dict.fromkeys(PTXAS, chosen or ptxas)
         try:
             yield
         finally:
-            del settings["ptxas"]
+            for name in PTXAS:
+                settings.pop(name, None)
+            settings |= before
 
 
 @lru_cache(maxsize=1)
@@ -138,8 +145,10 @@ def newer_ptxas() -> str:
 
 def wrong_ptxas() -> str:
     """The version of the ptxas that Hopper's kernels get, where that one makes wrong ones (:data:`RIGHT_PTXAS`); else ""."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
     with assembled_by(newer_ptxas()):
-        version = kernels().triton.knobs.nvidia.ptxas.version
+        version = get_ptxas(90).version
     return "" if tuple(map(int, version.split(".")[:2])) >= RIGHT_PTXAS else version
 
 

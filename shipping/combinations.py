@@ -1,4 +1,4 @@
-"""Which versions go together: ``python -m shipping.combinations``, at each release of PyTorch, Triton, transformers or the DSL.
+"""Versions that go together: ``python -m shipping.combinations``, at each release of PyTorch, Triton, transformers or the DSL.
 
     shipping.combinations [--python VERSION ...] [--pins SET ...] [--run] [--suite]
 
@@ -36,7 +36,7 @@ SHOWN = ("torch", "triton", "numpy", "transformers", "nvidia-cutlass-dsl", "nvid
 
 
 def requirements() -> list[str]:
-    """What the package and its extras need, as ``pyproject.toml`` has it."""
+    """The requirements of the package and its extras in ``pyproject.toml``."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     found = [*project["dependencies"], *(x for extra in EXTRAS for x in project["optional-dependencies"][extra])]
     return list(dict.fromkeys(found))
@@ -80,7 +80,7 @@ def reason(said: str) -> str:
 
 
 def ran(python: str, pins: Path, suite: bool) -> str:
-    """What an installed combination says of itself."""
+    """The verdict of a combination that is installed and tried."""
     own = shutil.which(f"python{python}")
     if own is None:
         return "resolved; no such Python here"

@@ -128,9 +128,10 @@ class Plan:
         spec = self.problem.spec
         if not spec.needs_grad or spec.backend is not None:
             return self
-        alone = replace(self.problem, spec=replace(spec, needs_grad=False, grad_slots=()))
-        first = select(alone)
-        return Plan(alone, first) if first is not self.backend and first.preferred(alone) else self
+        alone = replace(self.problem, spec=spec.without_gradients)
+        key, backend = (self.backend.name, alone.structure), self.backend
+        first = _forwards.of(key, alone.sizes, lambda sizes: _before(backend, alone.with_sizes(sizes)))
+        return self if first is None else Plan(alone, first)
 
     @cached_property
     def forward_mode(self) -> Plan:
@@ -147,15 +148,21 @@ class Plan:
         return Plan(self.problem, select(self.problem, "second derivatives"))
 
 
+def _before(backend: Backend, p: Problem) -> Backend | None:
+    """The backend that runs a forward before this one does, as it says; None: this one does."""
+    first = select(p)
+    return first if first is not backend and first.preferred(p) else None
+
+
 _plans: dict[tuple, Plan] = {}
-_selected = ByStructure()
+_selected, _forwards = ByStructure(), ByStructure()
 _PLANS_LIMIT = 512  # of calls that repeat; another one of a known structure takes little more
 
 
 def forget() -> None:
     """Forgets what was decided: backends are asked again."""
-    _plans.clear()
-    _selected.clear()
+    for memory in (_plans, _selected, _forwards):
+        memory.clear()
 
 
 def _signature(t: Tensor) -> tuple:

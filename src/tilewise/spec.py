@@ -85,6 +85,11 @@ class Spec:
         """:meth:`text`, once."""
         return self.text()
 
+    @cached_property
+    def without_gradients(self) -> Spec:
+        """The spec of the same call where no gradient is wanted."""
+        return parse_spec(replace(self, needs_grad=False, grad_slots=()).text())
+
     @property
     def packed(self) -> bool:
         return bool(self.cu_slots)

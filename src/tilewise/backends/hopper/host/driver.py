@@ -159,7 +159,8 @@ class NativeRecipe:
     def __init__(self, kernels: Kernels):
         recipe = kernels.recipe
         self.given = struct.Struct("".join(map(_packed_as, recipe.arguments)))
-        self.count, self.bytes = len(recipe.launches), sum(_bytes_of(launch) for launch in recipe.launches)
+        self.count, size = len(recipe.launches), sum(_bytes_of(launch) for launch in recipe.launches)
+        self.launches, self.memory = LaunchStruct * self.count, ctypes.c_char * size
         places, place = [], 0
         for kind in recipe.arguments:
             places.append(place)
@@ -260,8 +261,7 @@ class Bound:
         self._library, self._device, self._kernels = kernels.library, device, kernels
         native, tensors = kernels.native, [given[n] for n in kernels.tensors]
         self._count, self._addresses = native.count, _addresses(len(tensors))
-        self._launches = (LaunchStruct * native.count)()
-        self._memory = ctypes.create_string_buffer(native.bytes)
+        self._launches, self._memory = native.launches(), native.memory()
         self._at, self._call = addressof(self._launches), kernels.library.tw_launch
         if [x.dtype for x in tensors] != kernels.dtypes or len({x.device for x in tensors}) > 1:
             self._refuse(given)

@@ -53,6 +53,8 @@ def remedy(absent: Sequence[AnyConfig]) -> str:
 
 
 _functions: dict[AnyConfig, driver.Kernels] = {}
+_known: dict[int, tuple[AnyConfig, driver.Kernels]] = {}  # by identity: plans of one structure share their config
+_MOST_KNOWN = 4096
 
 
 def function(config: AnyConfig) -> driver.Kernels:
@@ -60,9 +62,14 @@ def function(config: AnyConfig) -> driver.Kernels:
 
     It is called with the arguments of the launch that the kernel was compiled from, but for its stream and its config.
     """
+    known = _known.get(id(config))
+    if known is not None and known[0] is config:
+        return known[1]
     found = _functions.get(config)
     if found is None:  # of two threads that make it at once, the first one's stays; nothing of it is on a GPU yet
         found = _functions.setdefault(config, driver.Kernels(*kernel_files.read(file_of(config))))
+    if len(_known) < _MOST_KNOWN:
+        _known[id(config)] = config, found
     return found
 
 

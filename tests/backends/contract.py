@@ -14,7 +14,7 @@ import tilewise as tw
 from bench import cases
 from tests import pieces
 from tilewise import accuracy, expr, testing
-from tilewise.backends.base import Backend, Grads, Output
+from tilewise.backends.base import Backend, Grads, Output, OutputGrads
 from tilewise.testing import HIDING, Call, call, normal, of_case, paged_call, poisoned, qkv
 
 
@@ -25,7 +25,8 @@ def run(backend: Backend, c: Call) -> dict[str, Tensor]:
         pytest.skip(f"{backend.name} refuses: {'; '.join(reasons)}")
     with poisoned():
         out = backend.forward(c.p, c.t)
-        grads = backend.backward(c.p, c.t, out, c.do, c.dlse)
+        given = OutputGrads.of(c.do, c.dlse)
+        grads = backend.backward(c.p, c.t, out, given.do, given.dlse)
     check_form(c, out, grads)
     return accuracy.tensors(out, grads)
 

@@ -354,6 +354,36 @@ def test_operations_are_those_of_machine_words(a, b, bits):
         assert rest == 0 or (rest < 0) == (signed(a) < 0)
 
 
+def of_operations(width: int) -> Recipe:
+    """A launch whose parameter has the value of every operation on two numbers of so many bits, eight bytes each."""
+    kind, one = {32: "i32", 64: "i64"}[width], Row("constant", 32, (1,))
+    rows = [Row("number", width, (1,)), Row("number", width, (2,)), Row("slt", 1, (0, 1), width), one]
+    rows += [
+        Row(
+            name, width, (2, 0, 1) if name == "select" else (0,) if name in ("zext", "trunc", "sext") else (0, 1), width
+        )
+        for name in recipe.OPERATIONS
+    ]
+    fields = tuple(Field(8 * n, 8, 4 + n) for n in range(len(recipe.OPERATIONS)))
+    launch = Launch("one", (3, 3, 3), (3, 3, 3), 0, (8 * len(fields),), fields, (), ())
+    return Recipe((X, kind, kind), tuple(rows), (launch,))
+
+
+@given(WORDS, WORDS, st.sampled_from((32, 64)))
+def test_the_launcher_computes_what_python_does(standin_folder, a, b, width):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TILEWISE_LAUNCHER", str(standin_folder / "launcher.so"))
+        driver.load.cache_clear()
+        standin.StandIn(standin_folder)
+        a, b = (recipe.signed(n & (1 << width) - 1, width) for n in (a, b))
+        b = b or 1  # what is divided by
+        bound = driver.Kernels(CUBIN, of_operations(width)).bound(x(), a, b)
+    mask = (1 << width) - 1
+    words = {"select": (int(a < b), a & mask, b & mask)} | {name: (a & mask,) for name in ("zext", "trunc", "sext")}
+    expected = [recipe.apply(name, width, width, *words.get(name, (a & mask, b & mask))) for name in recipe.OPERATIONS]
+    assert list(struct.unpack(f"<{len(expected)}Q", bytes(bound._memory)[: 8 * len(expected)])) == expected
+
+
 def test_a_recipe_survives_its_file(tmp_path):
     file = kernel_files.write(tmp_path / "sub" / "k.kernel", CUBIN, RECIPE)
     assert kernel_files.read(file) == (CUBIN, RECIPE)

@@ -273,10 +273,12 @@ class Bound:
         except struct.error:
             self._refuse(given)
         code = kernels.library.tw_prepare(native.at, packed, self._at, addressof(self._memory))
-        if code == BEYOND:
+        if code == BEYOND:  # all is prepared nevertheless
             launches = zip(kernels.recipe.launches, self._launches, strict=True)
-            raise NotImplementedError("; ".join(beyond_grid({x.kernel: tuple(launch.grid) for x, launch in launches})))
-        if code:
+            too_many = beyond_grid({x.kernel: tuple(launch.grid) for x, launch in launches})
+            if too_many:
+                raise NotImplementedError("; ".join(too_many))
+        elif code:
             self._refuse(given)
 
     def _refuse(self, given: Sequence[Any]) -> NoReturn:

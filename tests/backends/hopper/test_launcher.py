@@ -379,7 +379,7 @@ def test_the_launcher_computes_what_python_does(standin_folder, a, b, width):
         b = b or 1  # what is divided by
         bound = driver.Kernels(CUBIN, of_operations(width)).bound(x(), a, b)
     mask = (1 << width) - 1
-    words = {"select": (int(a < b), a & mask, b & mask)} | {name: (a & mask,) for name in ("zext", "trunc", "sext")}
+    words = {"select": (int(a < b), a & mask, b & mask)} | dict.fromkeys(("zext", "trunc", "sext"), (a & mask,))
     expected = [recipe.apply(name, width, width, *words.get(name, (a & mask, b & mask))) for name in recipe.OPERATIONS]
     assert list(struct.unpack(f"<{len(expected)}Q", bytes(bound._memory)[: 8 * len(expected)])) == expected
 

@@ -1,4 +1,4 @@
-"""Microseconds of the host a call where its lengths, or its mask's tensors, are new: `python -m bench.new_lengths --out FILE.json`.
+"""Microseconds of the host a call where its lengths, or its mask's tensors, are new: `python -m bench.new_lengths --out FILE`.
 
 A step of generation, a prompt, a batch of packed sequences: what they cost the host is not what a repeated call costs. Each row makes its
 tensors first, waits for the device, and times the call alone, once for each set of tensors; *known* repeats one set. Beside each stands
@@ -8,7 +8,6 @@ tensors first, waits for the device, and times the call alone, once for each set
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -21,9 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tilewise as tw
+from bench import records
 
 HEADS, KEY_HEADS, DIM = 16, 4, 64
-CALLS = 120  # of each row
+CALLS, WARM = 120, 8  # of each row; those that are not counted: the second of a structure is recorded
 
 
 class Row:
@@ -116,40 +116,44 @@ def microseconds(call: Callable[..., Any], given: Iterator[tuple], device: str) 
     return found
 
 
-def measured(row: Row, device: str) -> dict[str, float]:
-    """Medians, and the ninth decile of ours where all is new."""
-    found: dict[str, float] = {}
-    for who, call in (("ours", row.ours), ("sdpa", row.sdpa)):
+def measured(row: Row, device: str) -> dict[tuple[str, str], dict[str, float]]:
+    """Medians and ninth deciles, by contestant, and by whether all is new or known."""
+    found = {}
+    for who, call in (("tilewise", row.ours), ("sdpa", row.sdpa)):
         if call is None:
             continue
-        call(*row.make(0))
-        each = microseconds(call, (row.make(n) for n in range(CALLS)), device)[
-            4:
-        ]  # the second of a structure is recorded
-        found[f"{who}, new"] = round(statistics.median(each), 1)
-        if who == "ours":
-            found["ours, new, p90"] = round(statistics.quantiles(each, n=10)[-1], 1)
         same = row.make(7)
-        known = microseconds(call, (same for _ in range(CALLS)), device)[4:]
-        found[f"{who}, known"] = round(statistics.median(known), 1)
+        for what, given in (("new", (row.make(n) for n in range(CALLS))), ("known", (same for _ in range(CALLS)))):
+            each = microseconds(call, given, device)[WARM:]
+            median, high = statistics.median(each), statistics.quantiles(each, n=10)[-1]
+            found[who, what] = {"value": round(median, 1), "high": round(high, 1)}
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, help="a JSON file")
+    parser.add_argument("--out", type=Path, help="a file of JSON lines, which is appended to")
     parser.add_argument("--only", nargs="*", help="names of rows")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
-    name = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
-    results = {"machine": name, "torch": torch.__version__, "tilewise": tw.__version__, "us": {}}
-    for row_name, row in rows(options.device, torch.bfloat16).items():
-        if options.only and row_name not in options.only:
+    peers = {"tilewise": "the public call", "sdpa": "F.scaled_dot_product_attention"}
+    run = records.run("python -m bench.new_lengths", options.device, peers)
+    made = [run]
+    for name, row in rows(options.device, torch.bfloat16).items():
+        if options.only and name not in options.only:
             continue
-        results["us"][row_name] = found = measured(row, options.device)
-        print(f"{row_name:24}" + "  ".join(f"{who} {us:8.1f}" for who, us in found.items()), flush=True)
+        direction = "both" if name == "training" else "forward"
+        for (who, what), us in measured(row, options.device).items():
+            case, shape = (
+                f"{what}-lengths-{name.replace(' ', '-')}",
+                {"heads": HEADS, "heads_k": KEY_HEADS, "head_dim": DIM},
+            )
+            made.append(
+                records.result(run["run"], case, who, direction, "host", us["value"], high=us["high"], shape=shape)
+            )
+            print(f"{name:24} {what:6} {who:9} {us['value']:9.1f}  p90 {us['high']:9.1f}", flush=True)
     if options.out:
-        options.out.write_text(json.dumps(results, indent=1) + "\n")
+        records.append(made, options.out)
 
 
 if __name__ == "__main__":

@@ -431,7 +431,33 @@ def host() -> list[str]:
         f"shape each time. {found.source(*runs)}"
     )
     header = ["", "backend forward", "backend backward", "`tw.attention`", "with a graph for gradients", "SDPA"]
-    return section("Host time", text, table(header, rows))
+    return section("Host time", text, table(header, rows)) + new_lengths()
+
+
+def new_lengths() -> list[str]:
+    """The time that a call costs the host where its lengths are new."""
+    found, (now, before) = load("hopper-calls"), NEW_LENGTHS
+    names = [case.removeprefix("new-lengths-") for case in found.cases(now) if case.startswith("new-")]
+    rows = []
+    for name in names:
+        direction = "both" if name == "training" else "forward"
+        columns = (
+            (before, "new", "tilewise"),
+            (now, "new", "tilewise"),
+            (now, "known", "tilewise"),
+            (now, "known", "sdpa"),
+        )
+        times = [found.value(run, f"{what}-lengths-{name}", who, direction, "host") for run, what, who in columns]
+        rows.append([name.replace("-", " ").replace("_", " "), *[number(us, 0) for us in times]])
+    text = (
+        "The same where every call has other lengths, or a new mask: medians in microseconds, with an idle GPU. *Before* is the "
+        f"commit before plans were kept by structure. {found.source(now)}"
+    )
+    header = ["", "new lengths, before", "new lengths", "a known length", "SDPA, a known length"]
+    return section("Host time of new lengths", text, table(header, rows))
+
+
+NEW_LENGTHS = ("h200-new-lengths", "h200-new-lengths-before")
 
 
 HOST = (

@@ -331,7 +331,8 @@ def _written(x: Any, constants: dict[str, Any], names: Iterator[str]) -> str:
 
 
 class ByStructure:
-    """Memory of a decision by structure: recorded at the second call of a structure with other sizes than the first one's.
+    """Memory of a decision by structure: recorded at the second call of a structure with other sizes than the first one's
+    (docs/decisions.md#decisions-by-structure).
 
     Attributes:
         unrecorded: structures whose decision a symbol could not take; it is made anew for each call.

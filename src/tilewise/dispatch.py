@@ -17,7 +17,7 @@ from tilewise.backends.base import Backend, Inputs, Pages, contiguous
 from tilewise.caching import cached_property
 from tilewise.problem import Problem, Signature, check, check_values
 from tilewise.sizes import ByStructure
-from tilewise.spec import Options, assemble, parse_spec
+from tilewise.spec import Options, Spec, assemble, parse_spec
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -128,7 +128,7 @@ class Plan:
         spec = self.problem.spec
         if not spec.needs_grad or spec.backend is not None:
             return self
-        alone = replace(self.problem, spec=spec.without_gradients)
+        alone = replace(self.problem, spec=_without_gradients(spec.source))
         key, backend = (self.backend.name, alone.structure), self.backend
         first = _forwards.of(key, alone.sizes, lambda sizes: _before(backend, alone.with_sizes(sizes)))
         return self if first is None else Plan(alone, first)
@@ -146,6 +146,12 @@ class Plan:
     def second(self) -> Plan:
         """The plan of second derivatives; as :attr:`forward_mode`."""
         return Plan(self.problem, select(self.problem, "second derivatives"))
+
+
+@lru_cache(maxsize=512)
+def _without_gradients(spec: str) -> Spec:
+    """The spec of the same call where no gradient is wanted."""
+    return parse_spec(replace(parse_spec(spec), needs_grad=False, grad_slots=()).text())
 
 
 def _before(backend: Backend, p: Problem) -> Backend | None:

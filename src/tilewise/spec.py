@@ -7,7 +7,7 @@ tensors that come along (*extras*) and the text of a :class:`Spec`; :func:`parse
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -84,11 +84,6 @@ class Spec:
     def source(self) -> str:
         """:meth:`text`, once."""
         return self.text()
-
-    @cached_property
-    def without_gradients(self) -> Spec:
-        """The spec of the same call where no gradient is wanted."""
-        return parse_spec(replace(self, needs_grad=False, grad_slots=()).text())
 
     @property
     def packed(self) -> bool:

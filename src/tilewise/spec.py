@@ -7,7 +7,7 @@ tensors that come along (*extras*) and the text of a :class:`Spec`; :func:`parse
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch

@@ -116,7 +116,7 @@ def answer(backend, p: problem.Problem) -> str | list[str]:
 
 
 def in_bf16(p: problem.Problem) -> problem.Problem:
-    return replace(p, **{name: replace(getattr(p, name), dtype=torch.bfloat16) for name in "qkv"})
+    return replace(p, **{name: getattr(p, name)._replace(dtype=torch.bfloat16) for name in "qkv"})
 
 
 class _Recorder(TorchDispatchMode):

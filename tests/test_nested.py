@@ -83,7 +83,7 @@ WRONG = {
     "batch": (lambda q, k, v: tw.attention(q, nested([7], 2), nested([7], 2)), ValueError, "batch differs: q 4, k 1, v 1"),
     "packed": (lambda q, k, v: tw.attention_varlen(q, k, v, q.offsets()), ValueError, "its own offsets"),
     "stats": (lambda q, k, v: tw.attention_with_stats(q, k, v), ValueError, r"q is nested.*q\.values\(\) and q\.offsets\(\)"),
-    "parallel": (lambda q, k, v: tw.attention(q, k, v, parallel=object()), NotImplementedError, "not sharded"),
+    "parallel": (lambda q, k, v: tw.attention(q, k, v, parallel=object()), NotImplementedError, "dense tensors, not nested"),
 }  # fmt: skip
 
 

@@ -527,7 +527,7 @@ class Sharded(torch.Tensor):
 
 def test_the_largest_scores_of_sharded_tensors_are_refused():
     q, k, v = (x.as_subclass(Sharded) for x in qkv())
-    with pytest.raises(NotImplementedError, match=r"attention_with_stats of DTensors.*to_local"):
+    with pytest.raises(NotImplementedError, match=r"attention_with_stats does not support DTensors.*to_local"):
         tw.attention_with_stats(q, k, v)
 
 

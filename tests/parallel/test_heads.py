@@ -140,7 +140,7 @@ def test_the_cheaper_scheme_is_chosen_and_the_other_where_it_cannot():
     whole = whole_of(causal=True)
     assert cost.exchanging_heads(whole, 2).milliseconds > cost.gathering(whole, 2).milliseconds
     assert cheapest(whole, 2) == "gather"
-    long = replace(whole, **{x: replace(getattr(whole, x), shape=(64, 1 << 16, HEADS_K, 64)) for x in "qkv"})
+    long = replace(whole, **{x: getattr(whole, x)._replace(shape=(64, 1 << 16, HEADS_K, 64)) for x in "qkv"})
     assert cost.exchanging_heads(long, 4).milliseconds < cost.gathering(long, 4).milliseconds
     assert cheapest(long, 4) == "heads"
     assert cheapest(long, 4, cost.Keys(fetched=1 << 10, lent=1 << 10, kept=True)) == "gather"
@@ -150,7 +150,7 @@ def test_the_cheaper_scheme_is_chosen_and_the_other_where_it_cannot():
 
 def test_a_ring_is_chosen_where_others_need_too_much_memory_or_their_exchange_passes_under_nothing():
     whole = whole_of(causal=True)
-    long = replace(whole, **{x: replace(getattr(whole, x), shape=(1, 1 << 20, HEADS_K, 128)) for x in "qkv"})
+    long = replace(whole, **{x: getattr(whole, x)._replace(shape=(1, 1 << 20, HEADS_K, 128)) for x in "qkv"})
     by_gathering, by_ring = cost.gathering(long, 8), cost.passing(long, 8)
     assert by_ring.memory < by_gathering.memory
     assert by_ring.received >= by_gathering.received

@@ -222,7 +222,7 @@ def with_fewer_heads(whole: Problem, ranks: int) -> Problem:
     tensors = {}
     for name in "qkv":
         x = getattr(whole, name)
-        tensors[name] = replace(x, shape=(*x.shape[:-2], x.shape[-2] // ranks, x.shape[-1]))
+        tensors[name] = x._replace(shape=(*x.shape[:-2], x.shape[-2] // ranks, x.shape[-1]))
     return replace(whole, **tensors)
 
 

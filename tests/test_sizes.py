@@ -40,7 +40,7 @@ def decide(n: int, m: int):
     if n > 2 * m:
         return Grid(tiles * best, "wide", {"pair": Pair(n % 7, max(n, m)), "flags": (n >= m, tiles == 3)})
     clocks = [math.ceil(tiles / 3 * m), math.floor(n / m) if m else 0, round(n / 8), (n << 2) ^ 0 if n < 0 else n >> 1]
-    return [sizes.larger(n, 100), sizes.smaller(n, m), slice(tiles, None), clocks, n.bit_length(), -n, sizes.sqrt(n)]
+    return [sizes.larger(n, 100), sizes.smaller(n, m), slice(tiles, None), clocks, n.bit_length(), -n]
 
 
 SIZES = st.integers(0, 5000)

@@ -24,7 +24,7 @@ Number = int | float
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "floordiv": operator.floordiv, "truediv": operator.truediv,
     "mod": operator.mod, "rshift": operator.rshift, "lshift": operator.lshift, "and_": operator.and_, "or_": operator.or_,
-    "neg": operator.neg, "abs": abs, "ceil": math.ceil, "floor": math.floor, "trunc": math.trunc, "round": round, "sqrt": math.sqrt,
+    "neg": operator.neg, "abs": abs, "ceil": math.ceil, "floor": math.floor, "trunc": math.trunc, "round": round,
     "bit_length": int.bit_length, "min": min, "max": max, "lt": operator.lt, "le": operator.le, "eq": operator.eq, "ne": operator.ne,
 }  # fmt: skip
 _SIGNS = {
@@ -129,11 +129,6 @@ def _arithmetic(name: str) -> None:
 
 for _name in ("add", "sub", "mul", "floordiv", "truediv", "mod", "rshift", "lshift", "and_", "or_"):
     _arithmetic(_name)
-
-
-def sqrt(x: Number | Size) -> Any:
-    """The square root of a number, which ``math.sqrt`` would take of the recorded size alone."""
-    return x._record.computed("sqrt", x) if isinstance(x, Size) else math.sqrt(x)
 
 
 def smaller(a: Number | Size, b: Number | Size) -> Any:

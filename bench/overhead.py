@@ -96,7 +96,7 @@ def hopper() -> None:
         with torch.enable_grad():
             with_gradients = microseconds(lambda: tw.attention(*watched, causal=True))
         dispatch.select = select
-        dispatch._plans.clear()
+        dispatch.forget()
     print(f"hopper without its kernels: forward {forward:.1f} us, of these outputs {outputs:.1f}")
     print(f"its public call {public:.1f} us, with gradients {with_gradients:.1f} us")
 

@@ -10,6 +10,7 @@ that the compiler's own object makes.
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -231,7 +232,11 @@ class Interpreter:
     def _constant(self, op: Any) -> Value | None:
         kind, value = str(op.results[0].type), op.attributes["value"]
         if not re.fullmatch(r"i\d+", kind):
-            return None if kind != "f32" else self.rows.constant(recipes.number_bits("f32", value.value), 32)
+            return (
+                None
+                if kind != "f32"
+                else self.rows.constant(struct.unpack("<I", struct.pack("<f", value.value))[0], 32)
+            )
         return self.rows.constant(int(value.value), int(kind[1:]))
 
     def _zero(self, op: Any) -> Value:

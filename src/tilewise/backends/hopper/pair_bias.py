@@ -46,11 +46,11 @@ class PairBias:
         """Whether every pair of every query head has an element of its own, so that its gradient is that of one score."""
         return all(name in self.index or size == 1 for name, size in (("b", p.batch), ("h", p.heads_q)))
 
-    def room(self, p: Problem) -> Tensor:
-        """Memory for the gradient of the biases that a call reads, (batch or 1, heads_q or 1, query, key), as the copy engine takes it."""
+    def room(self, p: Problem) -> tuple[int, ...]:
+        """The shape of memory for the gradient of the biases that a call reads, (batch or 1, heads_q or 1, query, key), with rows as long
+        as the copy engine wants them."""
         heads = (size if name in self.index else 1 for name, size in (("b", p.batch), ("h", p.heads_q)))
-        row = -(-p.seqlen_k // MULTIPLE) * MULTIPLE
-        return torch.empty((*heads, p.seqlen_q, row), dtype=p.dtype, device=p.device)[..., : p.seqlen_k]
+        return *heads, p.seqlen_q, -(-p.seqlen_k // MULTIPLE) * MULTIPLE
 
     def gradient(self, room: Tensor, tensor: Tensor) -> Tensor:
         """The gradient of the tensor, in its shape and contiguous, of those in a :meth:`room`."""

@@ -1,11 +1,8 @@
-"""The launch of a backward, from a problem, its tensors and its output's gradients.
-
-A :class:`BackwardPlan` holds the decisions that depend on the problem alone; :func:`backward` makes a call's tensors and launches.
-"""
+"""The launch of a backward, from a problem, its tensors and its output's gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,27 +10,42 @@ from torch import Tensor
 
 from tilewise import device as devices
 from tilewise import state
-from tilewise.backends.base import Grads, Inputs, Output, gradients_of_no_pair, has_no_pair
+from tilewise.backends.base import Grads, Inputs, Output, gradients_of_no_pair
 from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.backward.grids import TileParts, grids, tile_parts
 from tilewise.backends.hopper.config import PLAIN, Band, band_of, keys_of, strides_addressable
-from tilewise.backends.hopper.host import library, masks
-from tilewise.backends.hopper.host.backward_memory import BackwardMemory
-from tilewise.backends.hopper.host.driver import Bound, PerStrides
-from tilewise.backends.hopper.host.plan import ALIGNED, LOG2_E, KeptLaunch, LaunchPlan, addressed, ends_of, leaf
-from tilewise.backends.hopper.host.portions import InPortions, PackedPortions, Portion, Portions, rooms
+from tilewise.backends.hopper.host import masks
+from tilewise.backends.hopper.host.backward_memory import SUMS, BackwardMemory
+from tilewise.backends.hopper.host.draft import Draft, Late, Launches, View
+from tilewise.backends.hopper.host.plan import LOG2_E, LaunchPlan, aligned, ends_of, late_fields
+from tilewise.backends.hopper.host.portions import OF_KEYS, PackedPortions, Portion, Portions
 from tilewise.caching import cached_property
 from tilewise.dropout import keep_scale, threshold
 
-TENSORS = 32  # of a launch at most but for leaves; the problem fixes the sizes of all
+PACKED = (
+    "q",
+    "k",
+    "v",
+    "o",
+    "lse",
+    "dlse",
+    "dq",
+    "dk",
+    "dv",
+)  # tensors that packed sequences have without a batch dimension
 
 
 @dataclass(eq=False)
 class BackwardPlan(LaunchPlan):
-    """The decisions for one problem's backward. Its launch writes dq, dk and dv, and what it needs beside them."""
+    """The decisions for one problem's backward."""
 
     config: Backward
-    DECIDED = (*LaunchPlan.DECIDED, "band", "keys", "cut", "room", "scales", "numbers")
+    DECIDED = (*LaunchPlan.DECIDED, "keys", "sections")
+    PRODUCTS = ("k", "v")
+
+    @property
+    def tiles(self) -> masks.Sized:
+        return self.config.keys
 
     @cached_property
     def band(self) -> Band:
@@ -55,45 +67,111 @@ class BackwardPlan(LaunchPlan):
         """Whether some keys at either end are seen by no query and are cut off."""
         return (self.keys.start, self.keys.stop) != (0, self.problem.seqlen_k)
 
+    @property
+    def holes(self) -> bool:
+        """Whether a sink's gradient reads rows that nobody writes: those between packed sequences."""
+        return self.problem.packed and self.problem.spec.sink_slot is not None
+
+    @cached_property
+    def portions(self) -> Portions | PackedPortions | None:
+        """The heads and keys of each launch, where it keeps dS."""
+        return portions_of(self)
+
     @cached_property
     def memory(self) -> BackwardMemory:
-        return BackwardMemory(self.problem, self.config, portions_of(self), *self.room)
+        return BackwardMemory(self.problem, self.config, self.portions, *self.room)
 
     @cached_property
     def room(self) -> tuple[int, int]:
         """The most key tiles that a launch shares, and the most parts that these have."""
-        return parts_room(self, portions_of(self))
+        return parts_room(self, self.portions)
 
     @cached_property
     def numbers(self) -> tuple:
         """The numbers of :func:`tilewise.backends.hopper.backward.launch.launch`."""
         return numbers_of(self, self.problem.batch_dim * self.problem.heads_k, self.keys)
 
-    def made_of_mask(self, inputs: Inputs) -> tuple[Tensor, ...]:
-        """The tensors that are made of the mask's, in the launch's order."""
-        config, (section_k, ctas_k, section_q, ctas_q) = self.config, self.numbers[2:6]
-        of_keys = self.of_mask_fields(inputs, config.keys, (section_k, ctas_k), by_columns=True)
-        if not config.extra.queries:
-            return of_keys
-        return of_keys + self.of_mask_fields(inputs, config.queries, (section_q, ctas_q))
+    @cached_property
+    def sections(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """The heads of a section and the CTAs of the pass over keys, and of that over queries."""
+        section_k, ctas_k, section_q, ctas_q = self.numbers[2:6]
+        return (section_k, ctas_k), (section_q, ctas_q)
 
-    def of_call(self, inputs: Inputs) -> list[Tensor]:
-        """The tensors that a launch reads beside q, k, v, o, their gradients, statistics and those of the mask, in its order: of dropout
-        and of a bias, what expressions read, the starts of packed sequences, and zeros that count the tiles of the two passes."""
-        config = self.config
-        of_both = {"seed": inputs.seed, "slopes": self.slopes(inputs) if config.alibi else None}
-        of_both |= {"line": self.line(inputs)} if config.table else {}
-        of_both |= {"bias": self.bias(inputs)} if config.bias else {}
-        found = [of_both[name] for name in config.extra.both]
-        if config.traced != PLAIN:
-            found += [leaf(inputs.leaves[n]) for n in self.expressions.slots]
-        return found + self.starts(inputs) if self.problem.packed else found
+    def drafted(self) -> Launches:
+        draft, problem = Draft(), self.problem
+        dq, dk, dv = (
+            draft.result(f"d{name}", x.dtype, *x.shape) for name, x in zip("qkv", problem.tensors, strict=False)
+        )
+        o_shape, lse_shape = problem.output_shapes
+        rows = {name: self.view(name) for name in "qkv"}
+        rows |= {"o": View.contiguous("o", problem.dtype, *o_shape), "do": Late("do", problem.dtype, 4)}
+        rows |= {name: View.contiguous(name, torch.float32, *lse_shape) for name in ("lse", "dlse")}
+        made = {"dq": dq, "dk": dk, "dv": dv} | self.memory.drafted(draft, self.holes)
+        if problem.packed:
+            rows, made = ({name: whole(x, name) for name, x in found.items()} for found in (rows, made))
+        if self.cut:
+            span = self.keys.start, self.keys.stop - self.keys.start
+            rows, made = (
+                {name: x.narrow(1, *span) if name in OF_KEYS else x for name, x in found.items()}
+                for found in (rows, made)
+            )
+        arguments = rows | self.drafted_extra(draft) | made
+        count = self.portions.count if self.portions else 1
+        for n in range(count):
+            given, numbers = (
+                (self.portions.of(n, arguments), numbers_of_portion(self, n))
+                if self.portions
+                else (arguments, self.numbers)
+            )
+            by_place = tuple(tuple(given[name] for name in found) for found in ((*arguments,)[: -len(made)], made))
+            draft.launch(self.config, *by_place, numbers)
+        return draft.done()
 
-    def starts(self, inputs: Inputs) -> list[Tensor]:
-        """The starts of packed sequences, and zeros that count the tiles of the two passes, of each portion if there are such."""
-        cu = [x.int().contiguous() for x in (inputs.cu_seqlens_q, inputs.cu_seqlens_k)]
-        counts = (self.memory.portions.count, 1) if self.config.keys.keeps_ds else (1,)
-        return [*cu, *torch.zeros((2, *counts), dtype=torch.int32, device=inputs.q.device)]
+    def drafted_extra(self, draft: Draft) -> dict[str, View | Late]:
+        """What a launch reads beside q, k, v, o, their gradients and statistics, in its order: of the mask, by pass; of dropout and of a
+        bias; what expressions read; the starts of packed sequences, and zeros that count the tiles of the two passes, of each portion."""
+        problem, fields = self.problem, self.config.extra
+        found = {f"keys_{name}": x for name, x in late_fields(fields.keys, "keys_").items()}
+        found |= {f"queries_{name}": x for name, x in late_fields(fields.queries, "queries_").items()}
+        of_both = {
+            "seed": View.contiguous("seed", torch.int64, 1),
+            "slopes": View.contiguous("slopes", torch.float32, problem.heads_q),
+            "line": Late("line", torch.float32, 2),
+            "bias": Late("bias", problem.dtype, 4),
+        }
+        found |= {name: of_both[name] for name in fields.both}
+        found |= {x.memory: x for x in self.drafted_leaves()}
+        if problem.packed:
+            found |= {name: View.contiguous(name, torch.int32, problem.batch + 1) for name in ("cu_q", "cu_k")}
+            counts = (self.portions.count, 1) if self.portions else (1,)
+            found |= {name: draft.result(name, torch.int32, *counts, fill=0) for name in ("counts_k", "counts_q")}
+        return found
+
+    def tensors(self, inputs: Inputs, out: Output, do: Tensor, dlse: Tensor) -> dict[str, Tensor]:
+        """The tensors that launches read, by name."""
+        config, packed = self.config, self.problem.packed
+        good = strides_addressable(do.shape, do.stride())
+        do = aligned(do if good else do.clone(memory_format=torch.contiguous_format))
+        found = {name: self.read(name, inputs) for name in "qkv"}
+        found |= {"o": aligned(out.o), "do": do[None] if packed else do}
+        found |= {"lse": out.lse, "dlse": dlse, "seed": inputs.seed}
+        if config.mask_fields:
+            of_keys, of_queries = self.sections
+            of_mask = self.of_mask_fields(inputs, config.keys, of_keys, by_columns=True)
+            found |= zip([f"keys_{name}" for name in config.extra.keys], of_mask, strict=True)
+            if config.extra.queries:
+                of_mask = self.of_mask_fields(inputs, config.queries, of_queries)
+                found |= zip([f"queries_{name}" for name in config.extra.queries], of_mask, strict=True)
+        if config.alibi:
+            found["slopes"] = self.slopes(inputs)
+        if config.table:
+            found["line"] = self.line(inputs)
+        if config.bias:
+            found["bias"] = self.bias(inputs)
+        if packed:
+            found |= {"cu_q": inputs.cu_seqlens_q.int(), "cu_k": inputs.cu_seqlens_k.int()}
+        found |= self.leaves(inputs)
+        return found | self.portions.late(found) if self.portions else found
 
     def slope_gradient(self, parts: Tensor) -> dict[int, Tensor]:
         """The gradient of ALiBi's slopes, (heads_q,), by their slot, of its parts (batch, heads_q, warp); fp32."""
@@ -115,40 +193,33 @@ class BackwardPlan(LaunchPlan):
         found[:, -1] = rows.sum((0, 2)) - found[:, :-1].sum(1)
         return {line.slot: line.gradient(found, inputs.leaves[line.slot])}
 
-    def without_unseen(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        """k and v, or copies with zeros for the keys that no query sees, where kernels are not kept from these otherwise."""
-        keys = self.config.keys
-        visited = ((keys.tile_m, keys.tile_n),) if self.config.form == "bits" else ()
-        seen = None if self.config.of_numbers else self.of_mask(inputs, masks.seen, *visited)
-        return (inputs.k, inputs.v) if seen is None else tuple(torch.where(seen, x, 0) for x in (inputs.k, inputs.v))
-
-    @cached_property
-    def launch(self) -> PerStrides:
-        return PerStrides(lambda: library.function(self.config), fixed=0 if self.config.keys.keeps_ds else TENSORS)
-
     def backward(self, inputs: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads:
-        """The gradients, by the launch that is kept if there is one and the tensors lie where it can read them."""
-        given = inputs.q, inputs.k, inputs.v, out.o, do, out.lse, dlse
-        kept = self.repeated(inputs)
-        if kept is not None and as_they_are(given):
-            made = self.memory.again(kept.written)
-            kept.bound(*given, *kept.of_mask, *self.of_call(inputs), *made)
-            return self.gradients(inputs, out.lse, dlse, made)
-        return backward(self, inputs, out, do, dlse)
+        if self.launches is None:
+            return gradients_of_no_pair(self.problem, inputs, dlse)
+        made = self.launches.run(self.tensors(inputs, out, do, dlse))
+        keys = self.keys
+        if keys.start or keys.stop != self.problem.seqlen_k:  # keys that kernels did not get
+            for x in (made["dk"], made["dv"]):
+                x[:, : keys.start].zero_()
+                x[:, keys.stop :].zero_()
+        return self.gradients(inputs, out.lse, dlse, made)
 
-    def gradients(self, inputs: Inputs, lse: Tensor, dlse: Tensor, made: Sequence[Tensor]) -> Grads:
-        """The gradients, of all that a launch has written."""
-        dq, dk, dv, lse2, delta = made[:5]
-        leaves = self.slope_gradient(made[-1]) if self.config.dslopes else {}
-        if self.config.table and self.problem.spec.lookups:
-            leaves = self.line_gradient(made[-1], inputs, lse, dlse, delta[..., : self.problem.seqlen_q])
-        if self.config.dbias:
-            leaves = {self.bias_of.slot: self.bias_of.gradient(made[-1], inputs.leaves[self.bias_of.slot])}
-        if inputs.sink is None:
-            return Grads(dq, dk, dv, None, leaves)
-        if self.problem.packed:  # rows lie where the statistics have them
-            return Grads(dq, dk, dv, sink_gradient(inputs, lse_of(self, lse2), delta), leaves)
-        return Grads(dq, dk, dv, sink_gradient(inputs, lse, delta[..., : self.problem.seqlen_q]), leaves)
+    def gradients(self, inputs: Inputs, lse: Tensor, dlse: Tensor, made: Mapping[str, Tensor]) -> Grads:
+        """The gradients, of what the launches have written."""
+        config, problem = self.config, self.problem
+        of_qkv, leaves, sink = (made["dq"], made["dk"], made["dv"]), {}, None
+        if config.dslopes:
+            leaves = self.slope_gradient(made[SUMS])
+        if config.table and problem.spec.lookups:
+            leaves = self.line_gradient(made[SUMS], inputs, lse, dlse, made["delta"][..., : problem.seqlen_q])
+        if config.dbias:
+            bias, room = self.bias_of, made[SUMS][..., : problem.seqlen_k]
+            leaves = {bias.slot: bias.gradient(room, inputs.leaves[bias.slot])}
+        if inputs.sink is not None and problem.packed:  # rows lie where the statistics have them
+            sink = sink_gradient(inputs, lse_of(self, made["lse2"]), made["delta"])
+        elif inputs.sink is not None:
+            sink = sink_gradient(inputs, lse, made["delta"][..., : problem.seqlen_q])
+        return Grads(*of_qkv, sink, leaves)
 
 
 def numbers_of(plan: BackwardPlan, heads: int, keys: slice, resumes: bool = False, suspends: bool = False) -> tuple:
@@ -169,8 +240,13 @@ def numbers_of(plan: BackwardPlan, heads: int, keys: slice, resumes: bool = Fals
     return (*found, plan.band.start, plan.band.stop) if problem.packed else found
 
 
+def whole(x: View | Late, name: str) -> View | Late:
+    """A tensor of packed sequences as kernels take it, of one batch element."""
+    return x.unsqueeze(0) if name in PACKED and isinstance(x, View) else x
+
+
 def portions_of(plan: BackwardPlan) -> Portions | PackedPortions | None:
-    """The heads and keys of each launch of a plan, where it keeps dS."""
+    """:attr:`BackwardPlan.portions`."""
     if not plan.config.keys.keeps_ds:
         return None
     if plan.problem.packed:
@@ -179,25 +255,12 @@ def portions_of(plan: BackwardPlan) -> Portions | PackedPortions | None:
     return Portions(plan.problem, plan.config, keys.stop - keys.start, ends_of(plan.band, keys.start), cores)
 
 
-def launched(plan: BackwardPlan, given: Sequence[Tensor], made: Sequence[Tensor]) -> Bound | InPortions:
-    """Launches the kernels, and returns what launches them again."""
-    if not plan.config.keys.keeps_ds:
-        return plan.launch((*given, *made), lambda: (given, made, plan.numbers))
-    portions, found = plan.memory.portions, []
-    for n in range(portions.count):
-        of_portion, numbers = portions.views(n, given, made), numbers_of_portion(plan, n)
-        arguments = *(tuple(tensors) for tensors in of_portion), numbers
-        found.append(plan.launch([*of_portion[0], *of_portion[1]], lambda arguments=arguments: arguments, numbers))
-    return InPortions(found, portions)
-
-
 def numbers_of_portion(plan: BackwardPlan, n: int) -> tuple:
     """The numbers of the n-th of a launch's portions."""
     if plan.problem.packed:
         return (*plan.numbers, n)
-    portions = plan.memory.portions
-    portion = portions.all[n]
-    return numbers_of(plan, *heads_and_keys(plan, portion), *portions.neighbours(portion))
+    portion = plan.portions.all[n]
+    return numbers_of(plan, *heads_and_keys(plan, portion), *plan.portions.neighbours(portion))
 
 
 def shares_of(plan: BackwardPlan, heads: int, keys: slice) -> TileParts:
@@ -219,45 +282,6 @@ def heads_and_keys(plan: BackwardPlan, portion: Portion) -> tuple[int, slice]:
     """The key heads of all batch elements that a portion has, and its keys."""
     keys = slice(*(plan.keys.start + key for key in portion.keys))
     return portion.size("batch") * portion.size("heads"), keys
-
-
-def as_they_are(given: Sequence[Tensor]) -> bool:
-    """Whether kernels can read q, k, v, o, do, lse and dlse where they lie; the strides of q, k and v are the problem's."""
-    q, k, v, o, do, lse, dlse = given
-    where = q.data_ptr() | k.data_ptr() | v.data_ptr() | o.data_ptr() | do.data_ptr()
-    contiguous = o.is_contiguous() and do.is_contiguous() and lse.is_contiguous() and dlse.is_contiguous()
-    return contiguous and not where % ALIGNED
-
-
-def backward(plan: BackwardPlan, inputs: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads:
-    """The gradients: makes what the launch reads and writes, and launches."""
-    problem, keys, packed = plan.problem, plan.keys, plan.problem.packed
-    qkv = inputs.q, inputs.k, inputs.v
-    if keys.start == keys.stop or has_no_pair(problem):  # nobody sees a key
-        return gradients_of_no_pair(problem, inputs, dlse)
-    grads = dq, dk, dv = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in qkv)
-    tensors = inputs.q, *plan.without_unseen(inputs)
-    q, k, v = (addressed(x, good) for x, good in zip(tensors, plan.addressable, strict=True))
-    o, do = (addressed(x, x.is_contiguous() or strides_addressable(x.shape, x.stride())) for x in (out.o, do))
-    lse, dlse = out.lse.contiguous(), dlse.contiguous()
-    # Of q, o and do there may be copies by now, which a later call need not make.
-    in_place = k is inputs.k and v is inputs.v and as_they_are((*qkv, o, do, lse, dlse))
-    if packed:  # one batch element
-        q, k, v, o, do, lse, dlse, dq, dk, dv = (x.unsqueeze(0) for x in (q, k, v, o, do, lse, dlse, dq, dk, dv))
-    if plan.cut:
-        for x in (dk, dv):
-            x[:, : keys.start].zero_()
-            x[:, keys.stop :].zero_()
-        k, v, dk, dv = (x[:, keys] for x in (k, v, dk, dv))
-    of_mask, holes = plan.made_of_mask(inputs), packed and inputs.sink is not None
-    given = q, k, v, o, do, lse, dlse, *of_mask, *plan.of_call(inputs)
-    made = plan.memory.written((dq, dk, dv), lse, holes)
-    bound = launched(plan, given, made)
-    made = *grads, *made[3:]
-    if all(plan.addressable) and in_place and not (plan.cut or holes):
-        spent = rooms(plan.config) if plan.config.keys.keeps_ds else 0
-        plan.keep(inputs, KeptLaunch(bound, made, of_mask, spent))
-    return plan.gradients(inputs, lse, dlse, made)
 
 
 def lse_of(plan: BackwardPlan, lse2: Tensor) -> Tensor:

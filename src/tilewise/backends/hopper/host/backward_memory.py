@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.backward.tiles import KEY_GROUPS, LINE_SLOTS, PlanRow, left_elements
+from tilewise.backends.hopper.host.draft import Draft, View
 from tilewise.backends.hopper.host.portions import PackedPortions, Portions
 from tilewise.backends.hopper.pair_bias import pair_bias_of
 from tilewise.backends.hopper.tables import line_of
 from tilewise.caching import cached_property
 from tilewise.problem import Problem
 
-INF = float("inf")
+SUMS = "bias_sums"  # of the gradient of what is added to scores
 WARPS = 4  # of a warpgroup
 
 
@@ -34,52 +34,52 @@ class BackwardMemory:
     shared: int = 0
     parts: int = 0
 
-    def written(self, grads: tuple[Tensor, ...], lse: Tensor, holes: bool) -> tuple[Tensor, ...]:
-        """All tensors that the launch writes, in the order of :func:`tilewise.backends.hopper.backward.launch.launch`'s ``made``.
+    def drafted(self, draft: Draft, holes: bool) -> dict[str, View]:
+        """All that a launch writes beside dq, dk and dv, in its order (:func:`tilewise.backends.hopper.backward.launch.launch`, ``made``).
 
         Args:
-            grads: dq, dk and dv. lse, holes: as in :meth:`statistics`.
+            holes: packed, there are rows between the sequences that nobody writes; where a sink's gradient reads them too, they must add
+                nothing to it.
         """
-        found = *grads, *self.statistics(lse, holes)
+        problem, config, fp32, int32 = self.problem, self.config, torch.float32, torch.int32
+        found = self.statistics(draft, holes)
         if self.sums_shape is not None:
-            found += (lse.new_empty(self.sums_shape),)
+            found["sums"] = draft.scratch("sums", fp32, *self.sums_shape)
         if self.semaphores_shape is not None:
-            found += (lse.new_empty(self.semaphores_shape, dtype=torch.int32),)
-        if self.config.keys.keeps_ds:
-            found += (grads[0].new_empty(self.portions.sheet_shape),)
-        if self.config.continues:
-            found += (lse.new_empty(self.portions.sums_shape),)
-        if self.config.planned:
-            found += (lse.new_empty(self.plan_shape, dtype=torch.int32),)
-        if self.config.parted:
-            found += (lse.new_empty(self.parts_shape),)
-        if self.config.makes_queue:
-            found += (lse.new_empty(1, dtype=torch.int32),)
-        if self.config.dbias:
-            return (*found, self.pair_room())
-        if self.config.table:
-            return (*found, lse.new_zeros(self.line_sums_shape))
-        return (*found, lse.new_empty(self.slope_sums_shape)) if self.config.dslopes else found
-
-    def again(self, written: Sequence[Tensor]) -> list[Tensor]:
-        """New memory, as that which an earlier launch has written."""
-        found = [torch.empty_like(x) for x in written]
-        if self.config.table:
-            found[-1].zero_()
-        if self.config.dbias:
-            found[-1] = self.pair_room()
+            found["semaphores"] = draft.scratch("semaphores", int32, *self.semaphores_shape)
+        if config.keys.keeps_ds:
+            found["sheet"] = draft.scratch("sheet", problem.dtype, *self.portions.sheet_shape)
+        if config.continues:
+            found["dq_sums"] = draft.scratch("dq_sums", fp32, *self.portions.sums_shape)
+        if config.planned:
+            found["plan"] = draft.scratch("plan", int32, len(PlanRow), problem.batch + 2)
+        if config.parted:
+            shape = self.parts, KEY_GROUPS, left_elements(config.keys)  # dK and dV of all parts of shared tiles
+            found["parts"] = draft.scratch("parts", fp32, *shape)
+        if config.makes_queue:
+            found["queue"] = draft.scratch("queue", int32, 1)
+        if config.dbias:
+            shape = pair_bias_of(problem).room(problem)
+            # Zeros where kernels visit no block.
+            room = draft.result(SUMS, problem.dtype, *shape, fill=None if config.form == "full" else 0)
+            found[SUMS] = room.narrow(-1, 0, problem.seqlen_k)
+        elif config.table:
+            found[SUMS] = draft.result(SUMS, fp32, *self.line_sums_shape, fill=0)
+        elif config.dslopes:
+            found[SUMS] = draft.result(SUMS, fp32, *self.slope_sums_shape)
         return found
 
-    def statistics(self, lse: Tensor, holes: bool) -> tuple[Tensor, Tensor]:
-        """Memory for lse2 and delta, fp32, of lse (batch, heads_q, row).
-
-        Args:
-            holes: packed, there are rows between the sequences that nobody writes; where a sink's gradient reads them too, they must
-                add nothing to it.
-        """
-        shape = *lse.shape[:2], self.config.statistics_rows(self.problem, KEY_GROUPS * self.shared)
-        kinds = ((*shape[:2], shape[2] * self.config.statistics.words), INF), (shape, 0.0)
-        return tuple(lse.new_full(size, n) if holes else lse.new_empty(size) for size, n in kinds)
+    def statistics(self, draft: Draft, holes: bool) -> dict[str, View]:
+        """lse2 and delta, fp32 (batch, heads_q, row)."""
+        problem, make = self.problem, draft.scratch
+        if problem.spec.sink_slot is not None or self.config.table:  # whose gradient reads them
+            make = draft.result
+        rows = self.config.statistics_rows(problem, KEY_GROUPS * self.shared)
+        found = {}
+        for name, size, fill in (("lse2", rows * self.config.statistics.words, math.inf), ("delta", rows, 0.0)):
+            shape = problem.batch_dim, problem.heads_q, size
+            found[name] = make(name, torch.float32, *shape, **({"fill": fill} if holes else {}))
+        return found
 
     @cached_property
     def sums_shape(self) -> tuple[int, ...] | None:
@@ -88,16 +88,6 @@ class BackwardMemory:
             return None
         problem, config = self.problem, self.config
         return problem.batch_dim, problem.heads_q, config.blocks(problem), KEY_GROUPS, config.keys.part_elements
-
-    @property
-    def plan_shape(self) -> tuple[int, int]:
-        """The shape of the plan of packed sequences."""
-        return len(PlanRow), self.problem.batch + 2
-
-    @property
-    def parts_shape(self) -> tuple[int, int, int]:
-        """The shape of dK and dV of all parts of shared tiles."""
-        return self.parts, KEY_GROUPS, left_elements(self.config.keys)
 
     @cached_property
     def slope_sums_shape(self) -> tuple[int, ...]:
@@ -112,11 +102,6 @@ class BackwardMemory:
     def line_sums_shape(self) -> tuple[int, ...]:
         """The shape of the sums to which the pass over key tiles adds the gradients of a line's biases."""
         return LINE_SLOTS, self.problem.heads_q, line_of(self.problem).count
-
-    def pair_room(self) -> Tensor:
-        """Memory for the gradient of a bias by pair, with zeros where kernels visit no block."""
-        room = pair_bias_of(self.problem).room(self.problem)
-        return room if self.config.form == "full" else room.zero_()
 
     @cached_property
     def semaphores_shape(self) -> tuple[int, ...] | None:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from tilewise import device as devices
-from tilewise.backends.base import Inputs, Output
+from tilewise.backends.base import Inputs
 from tilewise.backends.hopper.decoding.choice import ends, shares_of
 from tilewise.backends.hopper.forward.paged_config import page_rows
+from tilewise.backends.hopper.host.draft import Draft, View
 from tilewise.backends.hopper.host.paged_call import PagedPlan
 from tilewise.backends.hopper.host.plan import LOG2_E
 from tilewise.caching import cached_property
 
 
+@dataclass(eq=False)
 class DecodingPlan(PagedPlan):
     """The decisions for one problem with a few queries a sequence."""
 
-    DECIDED = ("shares", "numbers")
+    DECIDED = ("copied", "launches")
 
     @cached_property
     def shares(self) -> int:
@@ -30,26 +34,32 @@ class DecodingPlan(PagedPlan):
         sinks = int(problem.spec.sink_slot is not None)
         return self.shares, int(problem.paged), sinks, LOG2_E * problem.softmax_scale, *ends(problem)
 
-    def by_rows(self, x: Tensor) -> Tensor:
-        return x.transpose(0, 1)  # (query, sequence, head, column): the kernel takes any strides
+    def by_rows(self, x: View) -> View:
+        return x.permute(1, 0, 2, 3)  # (query, sequence, head, column): the kernel takes any strides
 
-    def lse_by_rows(self, out: Output) -> Tensor:
-        return out.lse.permute(2, 1, 0)  # (query, head, sequence)
+    def lse_by_rows(self, lse: View, draft: Draft) -> View:
+        return lse.permute(2, 1, 0)  # (query, head, sequence)
 
-    def extra(self, inputs: Inputs) -> tuple[Tensor | int | float, ...]:
-        problem, tiles = self.problem, self.config.tiles
-        lanes = 32 * tiles.row_warps
-        new, states = inputs.q.new_empty, 2 * self.shares * problem.heads_k
-        counts = devices.counts(inputs.q.device, problem.batch * problem.heads_k)
+    @property
+    def count(self) -> int:
+        """How many counters a launch needs."""
+        return self.problem.batch * self.problem.heads_k
+
+    def extra(self, draft: Draft) -> list[View | int]:
+        problem, tiles, fp32 = self.problem, self.config.tiles, torch.float32
+        lanes, states = 32 * tiles.row_warps, 2 * self.shares * problem.heads_k
+        counts = View.contiguous("counts", torch.int32, self.count)
         found = {
-            "seqlens_k": inputs.seqlens_k
-            if problem.paged
-            else counts,  # without pages any memory will do: it is not read
-            "block_table": inputs.block_table if problem.paged else counts[None],
-            "part_o": new((states, tiles.fours, lanes, 4), dtype=torch.float32),
-            "part_lse": new((states, lanes, 2 * tiles.own_rows), dtype=torch.float32),
+            # Without pages any memory will do: it is not read.
+            "seqlens_k": self.extra_view("seqlens_k", 1) if problem.paged else counts,
+            "block_table": self.extra_view("block_table", 0) if problem.paged else counts.unsqueeze(0),
+            "part_o": draft.scratch("part_o", fp32, states, tiles.fours, lanes, 4),
+            "part_lse": draft.scratch("part_lse", fp32, states, lanes, 2 * tiles.own_rows),
             "counts": counts,
             "num_pages": problem.k.shape[0],
             "page_rows": page_rows(problem.k),
         }
-        return tuple(found[name] for name in self.config.extra)
+        return [found[name] for name in self.config.extra]
+
+    def tensors(self, inputs: Inputs) -> dict[str, Tensor]:
+        return super().tensors(inputs) | {"counts": devices.counts(inputs.q.device, self.count)}

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from ctypes import POINTER, Structure, addressof, c_char_p, c_int32, c_int64, c_uint8, c_uint32, c_void_p
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,9 +27,14 @@ from tilewise.backends.hopper.host.recipe import (
     offsets,
     signed,
 )
-from tilewise.device import beyond_grid, stream_of
+from tilewise.device import stream_of
+from tilewise.signature import Shaped
 
-VERSION, BEYOND = 2, -3  # of the launcher; what it returns where a grid is larger than a GPU's
+VERSION = 3  # of the launcher
+UNFIT, BEYOND = (
+    -2,
+    -3,
+)  # what it returns where kernels were not compiled for a call, and where a grid is larger than a GPU's
 _FILE = Path(__file__).parents[1] / "libtilewise_launcher.so"
 
 
@@ -36,18 +42,6 @@ class PatchStruct(Structure):
     """The launcher's TwPatch."""
 
     _fields_ = [(name, c_uint32) for name in ("offset", "tensor", "align")]
-
-
-class LaunchStruct(Structure):
-    """The launcher's TwLaunch."""
-
-    _fields_ = [
-        *[(name, c_void_p) for name in ("image", "parameters", "offsets", "patch", "attribute")],
-        ("kernel", c_uint32),
-        ("grid", c_uint32 * 3),
-        ("block", c_uint32 * 3),
-        *[(name, c_uint32) for name in ("shared", "bytes", "count", "patches", "attributes")],
-    ]
 
 
 class RowStruct(Structure):
@@ -71,8 +65,8 @@ class CheckStruct(Structure):
     _fields_ = [*[(name, c_int32) for name in ("place", "free", "symbol", "padding")], ("number", c_int64)]
 
 
-class TemplateStruct(Structure):
-    """The launcher's TwTemplate."""
+class LaunchStruct(Structure):
+    """The launcher's TwLaunch."""
 
     _fields_ = [
         *[(name, c_void_p) for name in ("image", "offsets", "patch", "field", "attribute", "attribute_field")],
@@ -108,15 +102,8 @@ def load() -> ctypes.CDLL | str:
     library.tw_launcher_error.restype = c_char_p
     library.tw_image.restype = c_void_p
     library.tw_image.argtypes = (c_char_p, c_int64, POINTER(c_char_p), POINTER(c_int32), c_int32)
-    library.tw_load.argtypes = (c_void_p, c_int32)
-    library.tw_prepare.argtypes = (c_void_p, c_char_p, c_void_p, c_void_p)
-    library.tw_launch.argtypes = (c_void_p, c_int32, c_char_p, c_int32, c_void_p)
+    library.tw_run.argtypes = (c_void_p, c_char_p, c_char_p, c_int32, c_void_p)
     return library
-
-
-def failed(library: ctypes.CDLL) -> RuntimeError:
-    """The error that says why this thread's last call of the launcher failed."""
-    return RuntimeError(f"the hopper backend failed: {library.tw_launcher_error().decode()}")
 
 
 class Kernels:
@@ -125,7 +112,6 @@ class Kernels:
     def __init__(self, cubin: bytes, recipe: Recipe):
         self.recipe = recipe
         self.tensors = [n for n, kind in enumerate(recipe.arguments) if isinstance(kind, TensorArgument)]
-        self.dtypes = [getattr(torch, recipe.arguments[n].dtype) for n in self.tensors]
         self.names = sorted({launch.kernel for launch in recipe.launches})
         self.library = load()
         if isinstance(self.library, str):
@@ -136,20 +122,60 @@ class Kernels:
             cubin, len(cubin), (c_char_p * count)(*names), (c_int32 * count)(*shared), count
         )
         self.native = NativeRecipe(self)
+        self._words, self._addresses = self.native.given.pack, struct.Struct(f"{len(self.tensors)}Q").pack
+        self._kinds = tuple(
+            None if isinstance(kind, str) else (getattr(torch, kind.dtype), len(kind.shape))
+            for kind in recipe.arguments
+        )
+        self._seen: object = None  # kinds that were equal to these: of one structure they are one object
 
     def __call__(self, *arguments: Any) -> None:
-        given = flat(arguments)
-        self.bound(*given)(*[given[n] for n in self.tensors])
-
-    def bound(self, *arguments: Any) -> Bound:
-        """A launch for the sizes, strides and numbers of these arguments, on the device that they are on, loaded there."""
-        given = flat(arguments)
-        if len(given) != len(self.recipe.arguments):
+        words, kinds, given = [], [], flat(arguments)
+        for x in given:
+            words += (*x.shape, *x.stride()) if hasattr(x, "stride") else (x,)
+            kinds.append((x.dtype, len(x.shape)) if hasattr(x, "stride") else None)
+        tensors = [x for x in given if hasattr(x, "stride")]
+        if len({x.device for x in tensors}) > 1:
             self.recipe.check(given)
-        device = given[self.tensors[0]].device.index or 0
-        if self.library.tw_load(self.image, device):
-            raise failed(self.library)
-        return Bound(self, given, device)
+        self.run(tuple(kinds), words, [x.data_ptr() for x in tensors], tensors[0].device)
+
+    def run(self, kinds: tuple, words: Sequence[int | float], addresses: Sequence[int], device: torch.device) -> None:
+        """Launches the kernels on the device's stream of the moment.
+
+        Args:
+            kinds: dtype and rank of each argument that is a tensor, None of each number. words: the numbers, and the sizes and strides of
+                tensors. addresses: of these.
+
+        Raises:
+            ValueError: the kernels were not compiled for these arguments. NotImplementedError: they would have more blocks than a GPU.
+        """
+        if kinds is not self._seen:
+            if kinds != self._kinds:
+                self._refuse(kinds, words, device)
+            self._seen = kinds
+        try:
+            given = self._words(*words)
+        except struct.error:
+            self._refuse(kinds, words, device)
+        index = device.index or 0
+        code = self.library.tw_run(self.native.at, given, self._addresses(*addresses), index, stream_of(index))
+        if code:
+            self._failed(code, kinds, words, device)
+
+    def _failed(self, code: int, kinds: tuple, words: Sequence[int | float], device: torch.device) -> NoReturn:
+        if code == UNFIT:
+            self._refuse(kinds, words, device)
+        why = self.library.tw_launcher_error().decode()
+        raise NotImplementedError(why) if code == BEYOND else RuntimeError(f"the hopper backend failed: {why}")
+
+    def _refuse(self, kinds: tuple, words: Sequence[int | float], device: torch.device) -> NoReturn:
+        rest, given = iter(words), []
+        for kind in kinds:
+            rank = 0 if kind is None else kind[1]
+            sides = tuple(islice(rest, rank)), tuple(islice(rest, rank))
+            given.append(next(rest) if kind is None else Shaped(*sides, kind[0], device))
+        self.recipe.check(given)
+        raise ValueError("a launch has sizes for which its kernel was not compiled")
 
 
 class NativeRecipe:
@@ -159,8 +185,6 @@ class NativeRecipe:
     def __init__(self, kernels: Kernels):
         recipe = kernels.recipe
         self.given = struct.Struct("".join(map(_packed_as, recipe.arguments)))
-        self.count, size = len(recipe.launches), sum(_bytes_of(launch) for launch in recipe.launches)
-        self.launches, self.memory = LaunchStruct * self.count, ctypes.c_char * size
         places, place = [], 0
         for kind in recipe.arguments:
             places.append(place)
@@ -171,15 +195,15 @@ class NativeRecipe:
             check for n, place in zip(kernels.tensors, map(places.__getitem__, kernels.tensors), strict=True)
             for check in _checks(recipe.arguments[n], place)
         ]  # fmt: skip
-        templates = [_template(kernels, launch) for launch in recipe.launches]
+        launches = [_launch(kernels, launch) for launch in recipe.launches]
         # What structs point to stays as long as they do.
         self._kept = [_array(RowStruct, rows), (c_int64 * len(constants))(*constants), _array(CheckStruct, checks)]
         self._kept += [
-            (TemplateStruct * len(templates))(*[struct for struct, _ in templates]),
-            [kept for _, kept in templates],
+            (LaunchStruct * len(launches))(*[struct for struct, _ in launches]),
+            [kept for _, kept in launches],
         ]
         symbols = 1 + max((check[2] for check in checks), default=-1)
-        counts = len(rows), len(checks), symbols, len(templates)
+        counts = len(rows), len(checks), symbols, len(launches)
         self._struct = RecipeStruct(*[addressof(x) for x in self._kept[:4]], *counts)
         self.at = addressof(self._struct)
 
@@ -227,13 +251,8 @@ def _checks(argument: TensorArgument, place: int) -> list[tuple[int, ...]]:
     return found
 
 
-def _bytes_of(launch: Launch) -> int:
-    """The bytes of a launch's parameters and attributes."""
-    return offsets(launch.sizes)[-1] + 72 * len(launch.attributes)
-
-
-def _template(kernels: Kernels, launch: Launch) -> tuple[TemplateStruct, list]:
-    """A launch as the launcher takes it, and what that points to; its patches name tensors by their number among the tensors of a call."""
+def _launch(kernels: Kernels, launch: Launch) -> tuple[LaunchStruct, list]:
+    """A kernel's launch as the launcher takes it, and what that points to; its patches count the tensors of a call alone."""
     number = {argument: n for n, argument in enumerate(kernels.tensors)}
     align = {argument: kernels.recipe.arguments[argument].align for argument in kernels.tensors}
     starts = offsets(launch.sizes)
@@ -245,78 +264,6 @@ def _template(kernels: Kernels, launch: Launch) -> tuple[TemplateStruct, list]:
     ]  # fmt: skip
     counts = launch.shared, starts[-1], len(starts) - 1, len(patches), len(launch.fields), len(launch.attributes)
     pointers = [addressof(x) for x in kept]
-    return TemplateStruct(
+    return LaunchStruct(
         kernels.image, *pointers, kernels.names.index(launch.kernel), launch.grid, launch.block, *counts
     ), kept
-
-
-class Bound:
-    """A launch that is prepared but for addresses and the stream. Called with the tensors, in the arguments' order.
-
-    Raises:
-        ValueError: the kernel was not compiled for these arguments. NotImplementedError: it would have more blocks than a GPU.
-    """
-
-    def __init__(self, kernels: Kernels, given: Sequence[Any], device: int):
-        self._library, self._device, self._kernels = kernels.library, device, kernels
-        native, tensors = kernels.native, [given[n] for n in kernels.tensors]
-        self._count, self._addresses = native.count, _addresses(len(tensors))
-        self._launches, self._memory = native.launches(), native.memory()
-        self._at, self._call = addressof(self._launches), kernels.library.tw_launch
-        if [x.dtype for x in tensors] != kernels.dtypes or len({x.device for x in tensors}) > 1:
-            self._refuse(given)
-        words = []
-        for x in given:
-            words += (*x.shape, *x.stride()) if hasattr(x, "stride") else (x,)
-        try:
-            packed = native.given.pack(*words)
-        except struct.error:
-            self._refuse(given)
-        code = kernels.library.tw_prepare(native.at, packed, self._at, addressof(self._memory))
-        if code == BEYOND:  # all is prepared nevertheless
-            launches = zip(kernels.recipe.launches, self._launches, strict=True)
-            too_many = beyond_grid({x.kernel: tuple(launch.grid) for x, launch in launches})
-            if too_many:
-                raise NotImplementedError("; ".join(too_many))
-        elif code:
-            self._refuse(given)
-
-    def _refuse(self, given: Sequence[Any]) -> NoReturn:
-        self._kernels.recipe.check(given)
-        raise ValueError("a launch has sizes for which its kernel was not compiled")
-
-    def __call__(self, *tensors: torch.Tensor) -> None:
-        self.at(*[tensor.data_ptr() for tensor in tensors])
-
-    def at(self, *addresses: int) -> None:
-        """Launches with the tensors that lie at these addresses, in the arguments' order."""
-        packed = self._addresses.pack(*addresses)
-        if self._call(self._at, self._count, packed, self._device, stream_of(self._device)):
-            raise failed(self._library)
-
-
-class PerStrides:
-    """A function's launches for one problem. The problem fixes its numbers and the sizes of the first ``fixed`` tensors; addresses,
-    the strides of copies and the lengths of lists may change from call to call.
-
-    Called with the tensors, in the arguments' order, and a function that gives all arguments and is called only for a new launch; and
-    with the numbers, where not all launches have the same. Returns the launch that it called.
-    """
-
-    def __init__(self, function: Callable[[], Kernels], fixed: int):
-        self._function, self._fixed = function, fixed
-        self._bound: dict[tuple, Bound] = {}
-
-    def __call__(self, tensors: Sequence[torch.Tensor], arguments: Callable[[], tuple], numbers: tuple = ()) -> Bound:
-        key = tuple([x.stride() for x in tensors] + [x.shape for x in tensors[self._fixed :]] + [numbers])
-        bound = self._bound.get(key)
-        if bound is None:
-            bound = self._bound[key] = self._function().bound(*arguments())
-        bound(*tensors)
-        return bound
-
-
-@lru_cache(maxsize=64)
-def _addresses(count: int) -> struct.Struct:
-    """So many addresses, packed."""
-    return struct.Struct(f"{count}Q")

@@ -1,35 +1,36 @@
-"""The launch of a forward, from a problem and its tensors.
-
-A :class:`ForwardPlan` holds the decisions that depend on the problem alone; :func:`forward` makes a call's tensors and launches.
-"""
+"""The launch of a forward, from a problem and its tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tilewise import device as devices
-from tilewise.backends.base import Inputs, Output, empty_output, has_no_pair, output_of_no_pair
+from tilewise.backends.base import Inputs, Output, output_of_no_pair
 from tilewise.backends.hopper import capped
 from tilewise.backends.hopper.config import PLAIN, Band, keys_of
 from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.forward.grids import Grid, spread
-from tilewise.backends.hopper.host import library, masks
-from tilewise.backends.hopper.host.driver import PerStrides
-from tilewise.backends.hopper.host.plan import ALIGNED, KeptLaunch, LaunchPlan, addressed, ends_of, leaf
+from tilewise.backends.hopper.host import masks
+from tilewise.backends.hopper.host.draft import Draft, Late, Launches, View
+from tilewise.backends.hopper.host.plan import LaunchPlan, ends_of, late_fields
 from tilewise.caching import cached_property
 from tilewise.dropout import keep_scale, threshold
 
 
 @dataclass(eq=False)
 class ForwardPlan(LaunchPlan):
-    """The decisions for one problem's forward. Its launch writes o and lse, then the states of splits of keys."""
+    """The decisions for one problem's forward."""
 
     config: Config
-    DECIDED = (*LaunchPlan.DECIDED, "band", "cut", "grid", "scales", "numbers", "last_numbers")
+    DECIDED = (*LaunchPlan.DECIDED, "grid")
+    PRODUCTS = ("v",)
+
+    @property
+    def tiles(self) -> masks.Sized:
+        return self.config.tiles
 
     @cached_property
     def band(self) -> Band:
@@ -55,48 +56,73 @@ class ForwardPlan(LaunchPlan):
         sinks = int(self.problem.spec.sink_slot is not None)
         return lo, hi, self.grid.section, self.grid.ctas, sinks, scale2, cap2
 
-    def states(self, inputs: Inputs) -> list[Tensor]:
-        """Memory for the states of splits of keys, if there are any: their o and their lse, fp32."""
-        if not self.config.split:
-            return []
-        shape = self.grid.splits, self.problem.batch, self.problem.heads_q, self.problem.seqlen_q
-        return [inputs.q.new_empty(x, dtype=torch.float32) for x in ((*shape, self.config.tiles.width_v), shape)]
+    def drafted(self) -> Launches:
+        draft = Draft()
+        q, k, v, o, lse = self.drafted_rows(draft)
+        draft.launch(self.config, q, k, v, o, lse, self.drafted_sink(lse), self.numbers, tuple(self.extra(draft)))
+        return draft.done()
 
-    def made_of_mask(self, inputs: Inputs) -> tuple[Tensor, ...]:
-        """The tensors that are made of the mask's, in the launch's order."""
-        return self.of_mask_fields(inputs, self.config.tiles, (self.grid.section, self.grid.ctas))
+    def drafted_sink(self, lse: View) -> View:
+        """The sinks, (heads_q,), fp32; without sinks any memory will do, as it is not read."""
+        heads = (self.problem.heads_q,)
+        if self.problem.spec.sink_slot is None:
+            return View.contiguous(lse.memory, lse.dtype, *heads)
+        return View.contiguous("sink", torch.float32, *heads)
 
-    def of_call(self, inputs: Inputs) -> list[Tensor]:
-        """The tensors that a launch reads beside q, k, v, the sink and those of the mask, in its order: of dropout and a bias, the starts
-        of packed sequences, a zero that counts the tiles that are taken, and what expressions read."""
-        config, found = self.config, []
-        if config.dropout:
-            found.append(inputs.seed)
-        if config.alibi:
-            found.append(self.slopes(inputs))
-        if config.table:
-            found.append(self.line(inputs))
-        if config.bias:
-            found.append(self.bias(inputs))
-        if config.packed:
-            found += [x.int().contiguous() for x in (inputs.cu_seqlens_q, inputs.cu_seqlens_k)]
-        if config.queued:
-            found.append(torch.zeros(1, dtype=torch.int32, device=inputs.q.device))
-        return found if config.traced == PLAIN else found + [leaf(inputs.leaves[n]) for n in self.expressions.slots]
+    def drafted_rows(self, draft: Draft) -> tuple[View, ...]:
+        """q, k, v, o and lse as the kernel takes them."""
+        problem, (o_shape, lse_shape) = self.problem, self.problem.output_shapes
+        q, k, v = map(self.view, "qkv")
+        o, lse = draft.result("o", problem.dtype, *o_shape), draft.result("lse", torch.float32, *lse_shape)
+        if self.cut:
+            k, v = (x.narrow(1, self.band.start, self.band.stop - self.band.start) for x in (k, v))
+        return tuple(x.unsqueeze(0) for x in (q, k, v, o, lse)) if problem.packed else (q, k, v, o, lse)
 
-    def extra(self, tensors: Sequence[Tensor]) -> tuple[Tensor | int | float, ...]:
-        """The values of ``config.extra``, then those that expressions read: these tensors in their order, and numbers between them."""
-        p_drop = self.problem.spec.dropout_p
-        numbers = {
-            "first": self.band.start,
-            "last": self.band.stop,
-            "threshold": threshold(p_drop),
-            "keep": keep_scale(p_drop),
+    def extra(self, draft: Draft) -> list[View | Late | int | float]:
+        """The values of ``config.extra``, then those that expressions read."""
+        problem, config = self.problem, self.config
+        p_drop, fp32, int32 = problem.spec.dropout_p, torch.float32, torch.int32
+        rows, starts = (problem.batch, problem.heads_q, problem.seqlen_q), (problem.batch + 1,)
+        found = {
+            "part_o": lambda: draft.scratch("part_o", fp32, self.grid.splits, *rows, config.tiles.width_v),
+            "part_lse": lambda: draft.scratch("part_lse", fp32, self.grid.splits, *rows),
+            "seed": lambda: View.contiguous("seed", torch.int64, 1),
+            "threshold": lambda: threshold(p_drop),
+            "keep": lambda: keep_scale(p_drop),
+            "slopes": lambda: View.contiguous("slopes", fp32, problem.heads_q),
+            "line": lambda: Late("line", fp32, 2),
+            "start": lambda: self.line_of.start,
+            "bias": lambda: Late("bias", problem.dtype, 4),
+            "cu_q": lambda: View.contiguous("cu_q", int32, *starts),
+            "cu_k": lambda: View.contiguous("cu_k", int32, *starts),
+            "first": lambda: self.band.start,
+            "last": lambda: self.band.stop,
+            "queue": lambda: draft.result("queue", int32, 1, fill=0),  # counts the tiles that are taken
         }
-        numbers |= {"start": self.line_of.start} if self.config.table else {}
-        rest = iter(tensors)
-        found = tuple(numbers[name] if name in numbers else next(rest) for name in self.config.extra)
-        return found + tuple(rest) + self.last_numbers
+        late = late_fields(config.mask_fields)
+        optional = (late[name] if name in late else found[name]() for name in config.extra)
+        return [*optional, *self.drafted_leaves(), *self.last_numbers]
+
+    def tensors(self, inputs: Inputs) -> dict[str, Tensor]:
+        """The tensors that the launch reads, by name."""
+        config = self.config
+        found = {name: self.read(name, inputs) for name in "qkv"}
+        if inputs.sink is not None:
+            found["sink"] = inputs.sink.detach().float()
+        if config.mask_fields:
+            of_mask = self.of_mask_fields(inputs, config.tiles, (self.grid.section, self.grid.ctas))
+            found |= zip(config.mask_fields, of_mask, strict=True)
+        if config.dropout:
+            found["seed"] = inputs.seed
+        if config.alibi:
+            found["slopes"] = self.slopes(inputs)
+        if config.table:
+            found["line"] = self.line(inputs)
+        if config.bias:
+            found["bias"] = self.bias(inputs)
+        if config.packed:
+            found |= {"cu_q": inputs.cu_seqlens_q.int(), "cu_k": inputs.cu_seqlens_k.int()}
+        return found | self.leaves(inputs)
 
     @cached_property
     def last_numbers(self) -> tuple[int | float, ...]:
@@ -105,56 +131,8 @@ class ForwardPlan(LaunchPlan):
             return capped.numbers(*self.scales)
         return () if self.config.traced == PLAIN else self.expressions.numbers
 
-    def sink(self, inputs: Inputs, lse: Tensor) -> Tensor:
-        """The sinks, (heads_q,), fp32; without sinks any memory will do, as it is not read."""
-        return lse if inputs.sink is None else inputs.sink.detach().float().contiguous()
-
-    def values(self, inputs: Inputs) -> Tensor:
-        """v, or a copy with zeros for the keys that no query sees, where kernels are not kept from these otherwise.
-
-        They may be NaN, and in P V even a P of zero would let them through.
-        """
-        if self.config.of_numbers:
-            return inputs.v
-        tiles = self.config.tiles
-        visited = ((tiles.tile_m, tiles.tile_n),) if self.config.form == "bits" else ()
-        seen = self.of_mask(inputs, masks.seen, *visited)
-        return inputs.v if seen is None else torch.where(seen, inputs.v, 0)
-
-    @cached_property
-    def launch(self) -> PerStrides:
-        return PerStrides(lambda: library.function(self.config), fixed=6)
-
     def forward(self, inputs: Inputs) -> Output:
-        """The output, by the launch that is kept if there is one and the tensors lie where it can read them."""
-        kept = self.repeated(inputs)
-        if kept is not None and not (inputs.q.data_ptr() | inputs.k.data_ptr() | inputs.v.data_ptr()) % ALIGNED:
-            o, lse, *states = [torch.empty_like(x) for x in kept.written]
-            given = inputs.q, inputs.k, inputs.v, o, lse, self.sink(inputs, lse)
-            kept.bound(*given, *states, *kept.of_mask, *self.of_call(inputs))
-            return Output(o, lse)
-        return forward(self, inputs)
-
-
-def forward(plan: ForwardPlan, inputs: Inputs) -> Output:
-    """Makes what a launch reads and writes, launches, and keeps the launch where later calls need no more than addresses."""
-    problem, band = plan.problem, plan.band
-    # Nobody sees a key. A packed tile would load a block of keys all the same, and where there is none at all, from no address.
-    if has_no_pair(problem) or (band.start == band.stop and not problem.packed):
-        return output_of_no_pair(problem, inputs)
-    out = empty_output(problem, inputs.q, inputs.v)
-    qkv = inputs.q, inputs.k, plan.values(inputs)
-    q, k, v = (addressed(x, good) for x, good in zip(qkv, plan.addressable, strict=True))
-    if plan.cut:
-        k, v = (x[:, band.start : band.stop] for x in (k, v))
-    o, lse = out.o, out.lse
-    in_place = q is inputs.q and k is inputs.k and v is inputs.v
-    if problem.packed:
-        q, k, v, o, lse = (x.unsqueeze(0) for x in (q, k, v, o, lse))
-    sink = plan.sink(inputs, out.lse.as_strided((problem.heads_q,), (1,)))
-    states, of_mask = plan.states(inputs), plan.made_of_mask(inputs)
-    tensors, more = (q, k, v, o, lse, sink), [*states, *of_mask, *plan.of_call(inputs)]
-    bound = plan.launch((*tensors, *more), lambda: (*tensors, (*plan.numbers, *plan.extra(more))))
-    if in_place and not plan.cut:
-        plan.keep(inputs, KeptLaunch(bound, [out.o, out.lse, *states], of_mask))
-    return out
+        if self.launches is None:
+            return output_of_no_pair(self.problem, inputs)
+        made = self.launches.run(self.tensors(inputs))
+        return Output(made["o"], made["lse"])

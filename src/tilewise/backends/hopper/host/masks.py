@@ -83,13 +83,17 @@ def tiles_with_bits(
     return *each, found.bits, found.section
 
 
-def seen(problem: Problem, inputs: Inputs, tile: tuple[int, int] | None = None) -> Tensor | None:
-    """The keys that some query of their batch and head group sees: bool (batch|1, seqlen_k, heads_k|1, 1); None: all.
+def may_hide_keys(problem: Problem, tile: tuple[int, int] | None = None) -> bool:
+    """Whether there may be keys that no query sees.
 
     Args:
-        tile: the queries and keys of a tile, if only tiles that are not empty are visited; None is then all keys of these.
+        tile: the queries and keys of a tile, if only tiles that are not empty are visited: only keys of these count.
     """
     known = every_key_seen(problem.spec.region, problem.seqlen_q, problem.seqlen_k)
-    known = known or (tile is not None and only_seen_keys(problem.spec.region, tile))
-    found = None if known else seen_keys(grid_of(problem, inputs), problem.group)
-    return None if found is None else found.mT.unsqueeze(-1)
+    return not (known or (tile is not None and only_seen_keys(problem.spec.region, tile)))
+
+
+def seen(problem: Problem, inputs: Inputs) -> Tensor:
+    """The keys that some query of their batch and head group sees, where a mask :func:`may_hide_keys`: bool (batch|1, seqlen_k, heads_k|1,
+    1)."""
+    return seen_keys(grid_of(problem, inputs), problem.group).mT.unsqueeze(-1)

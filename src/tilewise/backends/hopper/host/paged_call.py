@@ -2,71 +2,95 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from tilewise.backends.base import Inputs, Output, empty_output
+from tilewise.backends.hopper.config import strides_addressable
 from tilewise.backends.hopper.forward.paged_config import page_rows
+from tilewise.backends.hopper.host.draft import Draft, View, flattens
 from tilewise.backends.hopper.host.forward_call import ForwardPlan
-from tilewise.backends.hopper.host.plan import addressed, strides_addressable
+from tilewise.caching import cached_property
 from tilewise.gather import statistic_in_layout_of
 
 
+@dataclass(eq=False)
 class PagedPlan(ForwardPlan):
     """The decisions for one problem whose keys lie in pages."""
 
-    def forward(self, inputs: Inputs) -> Output:
-        problem, q = self.problem, inputs.q
-        out = empty_output(problem, q, inputs.v)
-        if not out.o.numel():
-            return out
-        sink = None if inputs.sink is None else inputs.sink.detach().float().contiguous()
-        rows = self.by_rows(q)
-        rows = addressed(rows, strides_addressable(rows.shape, rows.stride()))
-        lse = self.lse_by_rows(out)
-        if sink is None:
-            sink = out.lse.view(-1)[: problem.heads_q]  # any memory will do: it is not read
-        # Copied is only a pool that begins between two multiples of 16 bytes.
-        k, v = (addressed(x, True) for x in (inputs.k, inputs.v))
-        self.run(inputs, (rows, k, v, self.by_rows(out.o), lse, sink))
-        if lse.data_ptr() != out.lse.data_ptr():
-            out.lse.copy_(statistic_in_layout_of(problem, lse[0]))
-        return out
+    @property
+    def sees_nothing(self) -> bool:
+        return 0 in self.problem.output_shapes[0]
 
-    def by_rows(self, x: Tensor) -> Tensor:
+    @cached_property
+    def copied(self) -> tuple[str, ...]:
+        q = self.problem.q
+        if not self.problem.packed and not flattens(q):
+            return ("q",)
+        rows = self.by_rows(View.of("q", q))
+        return () if strides_addressable(rows.shape, rows.strides) else ("q",)
+
+    def drafted_rows(self, draft: Draft) -> tuple[View, ...]:
+        o_shape, lse_shape = self.problem.output_shapes
+        o = draft.result("o", self.problem.dtype, *o_shape)
+        lse = self.lse_by_rows(draft.result("lse", torch.float32, *lse_shape), draft)
+        q, k, v = map(self.view, "qkv")
+        return self.by_rows(q), k, v, self.by_rows(o), lse
+
+    def by_rows(self, x: View) -> View:
         """q or o as the kernel takes it, packed: the rows of a batch lie one sequence after the other."""
-        return x[None] if self.problem.packed else x.flatten(0, 1)[None]
+        return (x if self.problem.packed else x.flatten(0, 1)).unsqueeze(0)
 
-    def lse_by_rows(self, out: Output) -> Tensor:
+    def lse_by_rows(self, lse: View, draft: Draft) -> View:
         """The output's lse as (1, heads_q, row of q), or memory from which it is to be copied."""
-        heads = self.problem.heads_q
-        if self.problem.packed or self.problem.batch == 1:
-            return out.lse.view(1, heads, -1)
-        return out.lse.new_empty((1, heads, self.problem.batch * self.problem.seqlen_q))
-
-    def run(self, inputs: Inputs, tensors: tuple[Tensor, ...]) -> None:
-        """Launches with q, k, v, o, lse and sink as the kernel takes them."""
-        extra = self.extra(inputs)
-        named = [x for x in extra if isinstance(x, Tensor)]
-        self.launch((*tensors, *named), lambda: (*tensors, (*self.numbers, *extra)))
-
-    def extra(self, inputs: Inputs) -> tuple[Tensor | int | float, ...]:
         problem = self.problem
+        rows = problem.seqlen_q if problem.packed else problem.batch * problem.seqlen_q
+        shape = 1, problem.heads_q, rows
+        if problem.packed or problem.batch == 1:
+            return View.contiguous(lse.memory, lse.dtype, *shape)
+        return draft.result("lse_by_rows", lse.dtype, *shape)
+
+    def extra(self, draft: Draft) -> list[View | int]:
+        problem = self.problem
+        sequences = problem.extras[problem.spec.page_slots[1]].shape[0]
         found = {
-            "cu_q": self.starts(inputs),
-            "queue": torch.zeros(1, dtype=torch.int32, device=inputs.q.device),
-            "seqlens_k": inputs.seqlens_k,
-            "block_table": inputs.block_table,
+            "cu_q": View.contiguous("cu_q", torch.int32, sequences + 1),
+            "queue": draft.result("queue", torch.int32, 1, fill=0) if "queue" in self.config.extra else None,
+            "seqlens_k": self.extra_view("seqlens_k", 1),
+            "block_table": self.extra_view("block_table", 0),
             "num_pages": problem.k.shape[0],
             "page_rows": page_rows(problem.k),
         }
-        return tuple(found[name] for name in self.config.extra)
+        return [found[name] for name in self.config.extra]
+
+    def extra_view(self, name: str, n: int) -> View:
+        """The table, or the lengths: the n-th of the tensors of a cache."""
+        return View.of(name, self.problem.extras[self.problem.spec.page_slots[n]])
+
+    def tensors(self, inputs: Inputs) -> dict[str, Tensor]:
+        found = {name: self.read(name, inputs) for name in "qkv"}
+        found |= {"seqlens_k": inputs.seqlens_k, "block_table": inputs.block_table}
+        if "cu_q" in self.config.extra:
+            found["cu_q"] = self.starts(inputs)
+        if inputs.sink is not None:
+            found["sink"] = inputs.sink.detach().float()
+        return found
+
+    def forward(self, inputs: Inputs) -> Output:
+        if self.launches is None:
+            return empty_output(self.problem, inputs.q, inputs.v)
+        made = self.launches.run(self.tensors(inputs))
+        if "lse_by_rows" in made:
+            made["lse"].copy_(statistic_in_layout_of(self.problem, made["lse_by_rows"][0]))
+        return Output(made["o"], made["lse"])
 
     def starts(self, inputs: Inputs) -> Tensor:
         """The first row of each sequence, and behind the last; made once where all have as many."""
         problem = self.problem
         if problem.packed:
-            return inputs.cu_seqlens_q.int().contiguous()
+            return inputs.cu_seqlens_q.int()
 
         def even() -> Tensor:
             last = problem.batch * problem.seqlen_q

@@ -10,17 +10,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from tilewise.backends.base import Inputs, PerTensors, has_no_pair, without_memory
+from tilewise.backends.base import Inputs, PerTensors, has_no_pair
 from tilewise.backends.hopper.backward.config import Backward
-from tilewise.backends.hopper.config import Band, Expressions, cap_of, keys_of, slopes_of, strides_addressable
+from tilewise.backends.hopper.config import PLAIN, Band, Expressions, cap_of, keys_of, slopes_of, strides_addressable
 from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.host import masks
-from tilewise.backends.hopper.host.driver import Bound
-from tilewise.backends.hopper.host.portions import InPortions
+from tilewise.backends.hopper.host.draft import Late, Launches, View, contiguous_strides
 from tilewise.backends.hopper.pair_bias import PairBias, pair_bias_of
 from tilewise.backends.hopper.tables import Line, line_of
 from tilewise.caching import cached_property
-from tilewise.device import is_captured
 from tilewise.problem import Problem, TensorFacts
 
 LOG2_E = math.log2(math.e)
@@ -30,24 +28,10 @@ ALIGNED = 16  # bytes: the copy engine reads from multiples of them
 
 @dataclass(eq=False)
 class Plan:
-    """Decisions for one problem. ``made``: what was made of a mask's tensors, kept while these are the same.
-
-    Attributes:
-        DECIDED: the properties that follow from the problem, which are computed at once where they are by structure.
-    """
+    """Decisions for one problem. ``made``: what was made of a mask's tensors, kept while these are the same."""
 
     problem: Problem
     made: PerTensors = field(default_factory=PerTensors, kw_only=True)
-    DECIDED: ClassVar[tuple[str, ...]] = ("addressable", "expressions")
-
-    @cached_property
-    def addressable(self) -> tuple[bool, bool, bool]:
-        """Whether the copy engine can address the strides of q, of k and of v."""
-        return tuple(addressable(x) for x in (self.problem.q, self.problem.k, self.problem.v))
-
-    @cached_property
-    def expressions(self) -> Expressions:
-        return Expressions.of(self.problem)
 
     def mask_leaves(self, inputs: Inputs) -> list[Tensor]:
         """The tensors that the mask reads."""
@@ -58,32 +42,64 @@ class Plan:
         return self.made.of((make, *more), self.mask_leaves(inputs), lambda: make(self.problem, inputs, *more))
 
 
-class KeptLaunch:
-    """A launch that needs nothing but addresses.
-
-    Attributes:
-        written: tensors without memory, like those that the launch writes.
-        of_mask: the tensors that were made of the mask's, in the launch's order.
-        spent: how many of ``written``, the last ones, nobody reads after the launch. Their own memory is given back: they may be large.
-    """
-
-    def __init__(self, bound: Bound | InPortions, written: Sequence[Tensor], of_mask: Sequence[Tensor], spent: int = 0):
-        self.bound, self.of_mask = bound, tuple(of_mask)
-        read = len(written) - spent
-        self.written = [without_memory(x if n >= read else torch.empty_like(x)) for n, x in enumerate(written)]
-
-
 @dataclass(eq=False)
 class LaunchPlan(Plan):
-    """The decisions for one launch of a problem, of the forward's kernels or of the backward's.
+    """The decisions for one pass over a problem, the forward's or the backward's.
 
     Attributes:
-        kept: the launch that later calls repeat, once there was one that read the caller's tensors as they are; where kernels read
-            what was made of the mask's tensors, ``made`` has it, while these are the same.
+        DECIDED: the properties that follow from the problem's sizes and are computed at once where they are by structure.
+        PRODUCTS: of k and v, those that P or dS is multiplied with.
     """
 
     config: Config | Backward
-    kept: KeptLaunch | None = field(default=None, kw_only=True)
+    DECIDED: ClassVar[tuple[str, ...]] = ("copied", "zeroed", "launches")
+    PRODUCTS: ClassVar[tuple[str, ...]] = ()
+
+    def drafted(self) -> Launches:
+        """The launches of a call that sees keys."""
+        raise NotImplementedError
+
+    @cached_property
+    def launches(self) -> Launches | None:
+        """The launches; None where no query sees a key."""
+        return None if self.sees_nothing else self.drafted()
+
+    @cached_property
+    def copied(self) -> tuple[str, ...]:
+        """Those of q, k and v of which kernels read a contiguous copy: the copy engine cannot address their strides, or it has zeros for
+        the keys that no query sees, where kernels are not kept from these otherwise."""
+        named = ("q", self.problem.q), ("k", self.problem.k), ("v", self.problem.v)
+        return tuple(name for name, x in named if name in self.zeroed or not strides_addressable(x.shape, x.stride))
+
+    @cached_property
+    def zeroed(self) -> tuple[str, ...]:
+        """Those of k and v that have zeros for keys that no query sees. They may be NaN, and in a product even a P or dS of zero would let
+        them through."""
+        tiles = self.tiles
+        visited = (tiles.tile_m, tiles.tile_n) if self.config.form == "bits" else None
+        unseen = not self.config.of_numbers and masks.may_hide_keys(self.problem, visited)
+        return self.PRODUCTS if unseen else ()
+
+    @property
+    def tiles(self) -> masks.Sized:
+        """The tiles in which keys are visited."""
+        raise NotImplementedError
+
+    @cached_property
+    def expressions(self) -> Expressions:
+        return Expressions.of(self.problem)
+
+    def view(self, name: str) -> View:
+        """q, k or v as kernels read it."""
+        found = View.of(name, getattr(self.problem, name))
+        return found._replace(strides=contiguous_strides(found.shape)) if name in self.copied else found
+
+    def read(self, name: str, inputs: Inputs) -> Tensor:
+        """The tensor of :meth:`view`."""
+        found = getattr(inputs, name)
+        if name in self.zeroed:
+            found = torch.where(self.of_mask(inputs, masks.seen), found, 0)
+        return aligned(found.contiguous() if name in self.copied else found)
 
     @property
     def sees_nothing(self) -> bool:
@@ -93,8 +109,8 @@ class LaunchPlan(Plan):
 
     def decided(self) -> tuple[Callable[[Problem, dict[str, Any]], LaunchPlan], dict[str, Any]]:
         """``(make, values)`` of :class:`tilewise.backends.base.PerProblem`."""
-        values = {"config": self.config}
-        if not self.sees_nothing:  # such a call has no launch
+        values = {"config": self.config, "launches": self.launches}
+        if self.launches is not None:
             values |= {name: getattr(self, name) for name in self.DECIDED}
         return type(self).with_values, values
 
@@ -104,24 +120,6 @@ class LaunchPlan(Plan):
         plan = cls(problem, values["config"])
         plan.__dict__.update(values)
         return plan
-
-    @cached_property
-    def reads_mask(self) -> bool:
-        """Whether kernels read what is made of the mask's tensors."""
-        return bool(self.config.mask_fields)
-
-    def keep(self, inputs: Inputs, launch: KeptLaunch) -> None:
-        """Keeps a launch for later calls."""
-        if self.reads_mask:
-            self.made.of(KeptLaunch, self.mask_leaves(inputs), lambda: (launch.of_mask, launch))
-        else:
-            self.kept = launch
-
-    def repeated(self, inputs: Inputs) -> KeptLaunch | None:
-        """The launch that was kept, if a call may repeat it; a capture makes anew what it reads of the mask's tensors."""
-        if not self.reads_mask:
-            return self.kept
-        return None if is_captured() else self.made.kept(KeptLaunch, self.mask_leaves(inputs), (None, None))[1]
 
     def of_mask_fields(
         self, inputs: Inputs, tiles: masks.Sized, grid: tuple[int, int], by_columns: bool = False
@@ -141,6 +139,18 @@ class LaunchPlan(Plan):
         if config.form == "bits":
             found += self.of_mask(inputs, masks.tiles_with_bits, tiles, *grid, by_columns)
         return found
+
+    def drafted_leaves(self) -> list[View]:
+        """The tensors that expressions read."""
+        if self.config.traced == PLAIN:
+            return []
+        return [leaf_view(n, self.problem.extras[n]) for n in self.expressions.slots]
+
+    def leaves(self, inputs: Inputs) -> dict[str, Tensor]:
+        """The tensors of :meth:`drafted_leaves`."""
+        return (
+            {} if self.config.traced == PLAIN else {f"leaf{n}": leaf(inputs.leaves[n]) for n in self.expressions.slots}
+        )
 
     @cached_property
     def slopes_slot(self) -> int:
@@ -191,13 +201,24 @@ def leaf(tensor: Tensor) -> Tensor:
     return tensor if tensor.ndim else tensor.view(1)
 
 
-def addressable(tensor: TensorFacts) -> bool:
-    """Whether the copy engine can address a tensor."""
-    return strides_addressable(tensor.shape, tensor.stride)
+def leaf_view(slot: int, facts: TensorFacts) -> View:
+    """The tensor of :func:`leaf` at one of the extras' slots."""
+    found = View.of(f"leaf{slot}", facts)
+    found = found._replace(dtype=torch.uint8) if facts.dtype == torch.bool else found
+    return found if facts.shape else found._replace(shape=(1,), strides=(1,))
 
 
-def addressed(tensor: Tensor, good: bool) -> Tensor:
-    """The tensor, or a copy that the copy engine can address; ``good``: the copy engine can address such strides."""
-    if good and tensor.data_ptr() % ALIGNED == 0:
+MASK_RANKS = {"lo": 3, "hi": 3, "blocks": 4, "counts": 4, "work": 4, "bits": 3, "section": 1}
+
+
+def late_fields(names: Sequence[str], prefix: str = "") -> dict[str, Late]:
+    """The tensors of :attr:`tilewise.backends.hopper.config.Formed.mask_fields`."""
+    return {name: Late(prefix + name, torch.int32, MASK_RANKS[name]) for name in names}
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy with the same strides that begins at a multiple of 16 bytes."""
+    if tensor.data_ptr() % ALIGNED == 0:
         return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)
+    found = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return found.copy_(tensor)

@@ -12,9 +12,9 @@ as many launches as the worst lengths would need, all of the whole tensors. Surp
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -30,7 +30,7 @@ from tilewise.backends.hopper.backward.config import (
 )
 from tilewise.backends.hopper.backward.tiles import SHEET_BLOCK, SHEET_KEYS, SHEET_MARGIN
 from tilewise.backends.hopper.config import ELEMENT_BYTES, ROWS
-from tilewise.backends.hopper.host.driver import Bound
+from tilewise.backends.hopper.host.draft import Late, View
 from tilewise.backends.hopper.kit import schedule
 from tilewise.caching import cached_property
 from tilewise.problem import Problem
@@ -42,8 +42,12 @@ SHEET_COST, START_COST, SUMS_COST = 0.5, 6.0, 4.0
 LEAST_BLOCKS = 16  # of keys in a portion of several heads
 MANY_ROUNDS = 4  # of tiles of a portion: a larger sheet would save little
 WORTH_MORE = 0.9  # of the time that a smaller sheet costs
-MADE = 5  # tensors that a launch writes before its rooms: dq, dk, dv, lse2 and delta
+# Tensors of which a portion has some heads' rows, the first of them late, and those of which it has some keys.
+LATE = ("do", "keys_lo", "keys_hi", "queries_lo", "queries_hi")
+OF_ROWS = ("q", "o", "lse", "dlse", "dq", "lse2", "delta")
+OF_KEYS = ("k", "v", "dk", "dv")
 
+Moved = TypeVar("Moved", Tensor, View)
 Span = tuple[int, int]  # [start, stop)
 
 
@@ -59,13 +63,13 @@ class Portion(NamedTuple):
         start, stop = getattr(self, name)
         return stop - start
 
-    def of(self, x: Tensor, heads_k: int, keys: bool = False) -> Tensor:
+    def of(self, x: Moved, heads_k: int, keys: bool = False) -> Moved:
         """The view of a tensor (batch, seqlen, heads, head_dim) or (batch, heads, rows), of key or query heads; ``keys``: its rows are
         those of keys."""
-        found = self.heads_of(x[slice(*self.batch)], heads_k)
-        return found[:, slice(*self.keys)] if keys else found
+        found = self.heads_of(x.narrow(0, self.batch[0], self.size("batch")), heads_k)
+        return found.narrow(1, self.keys[0], self.size("keys")) if keys else found
 
-    def heads_of(self, x: Tensor, heads_k: int) -> Tensor:
+    def heads_of(self, x: Moved, heads_k: int) -> Moved:
         """The view of a tensor whose heads are the last dimension but one, with all batch elements and rows."""
         group = x.shape[-2] // heads_k
         return x.narrow(-2, self.heads[0] * group, self.size("heads") * group)
@@ -205,23 +209,23 @@ class Portions(SequenceTimes):
         """Whether earlier keys have left sums of dQ, and whether later keys follow."""
         return portion.keys[0] > 0, portion.keys[1] < self.seqlen_k
 
-    def views(
-        self, n: int, given: Sequence[Tensor], made: Sequence[Tensor]
-    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """The views that the n-th portion has of the tensors that a launch reads, and of those that it writes."""
-        if self.count == 1:  # it has all of them, and views take the host as long as a short launch
-            return given, made
+    def of(self, n: int, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of the n-th portion's launch, of those of the whole; late tensors have its number in their names."""
+        if self.count == 1:
+            return dict(arguments)
         portion, heads_k = self.all[n], self.problem.heads_k
+        found = {name: portion.of(arguments[name], heads_k) for name in OF_ROWS}
+        found |= {name: portion.of(arguments[name], heads_k, keys=True) for name in OF_KEYS}
+        late = {name: x for name, x in arguments.items() if isinstance(x, Late)}
+        return {**arguments, **found} | {name: x._replace(memory=f"{x.memory}{n}") for name, x in late.items()}
 
-        def view(x: Tensor, keys: bool = False) -> Tensor:
-            return portion.of(x, heads_k, keys)
-
-        q, k, v, o, do, lse, dlse, *ends = given
-        dq, dk, dv, lse2, delta, *room = made
-        q, o, do, lse, dlse, dq, lse2, delta = map(view, (q, o, do, lse, dlse, dq, lse2, delta))
-        k, v, dk, dv = (view(x, keys=True) for x in (k, v, dk, dv))
-        # The ends of rows and of columns, if they are tensors.
-        return [q, k, v, o, do, lse, dlse, *map(view, ends)], [dq, dk, dv, lse2, delta, *room]
+    def late(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The late tensors of all portions, of those of the whole launch."""
+        if self.count == 1:
+            return {}
+        names = [name for name in LATE if name in tensors]
+        each = enumerate(self.all)
+        return {f"{name}{n}": portion.of(tensors[name], self.problem.heads_k) for n, portion in each for name in names}
 
 
 @dataclass(frozen=True)
@@ -252,18 +256,12 @@ class PackedPortions:
         """The shape of the sheet."""
         return self.room + SHEET_MARGIN, SHEET_BLOCK
 
-    def views(
-        self, n: int, given: Sequence[Tensor], made: Sequence[Tensor]
-    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """The tensors as :meth:`Portions.views` has them: all of them, but that each portion counts its own tiles of both passes."""
-        *more, counts_k, counts_q = given
-        return [*more, counts_k[n], counts_q[n]], made
+    def of(self, n: int, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of the n-th launch: all tensors, but that it counts its own tiles of both passes."""
+        return {**arguments, **{name: arguments[name].select(0, n) for name in ("counts_k", "counts_q")}}
 
-
-def rooms(config: Backward) -> int:
-    """How many tensors a launch that keeps dS writes for its own use, the last ones: the sheet, sums of dQ, the plan, parts of shared tiles
-    and the queue."""
-    return 1 + config.continues + config.planned + config.parted + config.makes_queue
+    def late(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {}
 
 
 def span_of_work(lengths: Sequence[int], copies: int, workers: int, each: int = 1) -> float:
@@ -278,16 +276,3 @@ def evenly(count: int, most: int) -> list[Span]:
     parts = -(-count // most)
     ends = [count * n // parts for n in range(parts + 1)]
     return [(ends[n], ends[n + 1]) for n in range(parts)]
-
-
-class InPortions:
-    """A launch in portions. Called with all tensors of a launch, in its order."""
-
-    def __init__(self, bound: Sequence[Bound], portions: Portions | PackedPortions):
-        self.bound, self.portions = bound, portions
-
-    def __call__(self, *tensors: Tensor) -> None:
-        made = MADE + rooms(self.portions.config)
-        for n, bound in enumerate(self.bound):
-            given, written = self.portions.views(n, tensors[:-made], tensors[-made:])
-            bound(*given, *written)

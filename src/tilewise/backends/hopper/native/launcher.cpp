@@ -221,35 +221,6 @@ struct TwImage {
   }
 };
 
-namespace {
-
-int launch_one(const TwLaunch& x, Function function, const uint64_t* addresses, void* stream) {
-  char parameters[kTwParameterBytes];
-  void* at[kTwParameters];
-  if (x.bytes > kTwParameterBytes || x.count > kTwParameters) return fail("parameters of " + std::to_string(x.bytes) + " bytes");
-  std::memcpy(parameters, x.parameters, x.bytes);
-  for (uint32_t n = 0; n < x.patches; ++n) {
-    const TwPatch& patch = x.patch[n];
-    uint64_t address = addresses[patch.tensor];
-    if (address % patch.align)
-      return fail("tensor " + std::to_string(patch.tensor) + " does not begin at a multiple of " +
-                  std::to_string(patch.align) + " bytes");
-    std::memcpy(parameters + patch.offset, &address, sizeof address);
-  }
-  for (uint32_t n = 0; n < x.count; ++n) at[n] = parameters + x.offsets[n];
-  Configuration configuration{};
-  std::memcpy(configuration.grid, x.grid, sizeof x.grid);
-  std::memcpy(configuration.block, x.block, sizeof x.block);
-  configuration.shared = x.shared;
-  configuration.stream = stream;
-  configuration.attributes = reinterpret_cast<const Attribute*>(x.attribute);
-  configuration.count = x.attributes;
-  TRY(cuLaunchKernelEx, &configuration, function, at, nullptr);
-  return 0;
-}
-
-}  // namespace
-
 // -- Recipes -------------------------------------------------------------------------------------------------------
 
 namespace {
@@ -320,7 +291,8 @@ bool computed(const TwRow& row, const uint64_t* values, uint64_t* value) {
 }
 
 bool fits(const TwRecipe& recipe, const int64_t* given) {
-  std::vector<int64_t> seen(recipe.symbols, -1);
+  thread_local std::vector<int64_t> seen;
+  seen.assign(recipe.symbols, -1);
   for (const TwCheck* x = recipe.check; x != recipe.check + recipe.checks; ++x) {
     int64_t n = given[x->place];
     if (x->free >= 0 && given[x->free] == 1) continue;
@@ -338,43 +310,67 @@ void fill(char* memory, const TwField* field, uint32_t count, const uint64_t* va
   for (const TwField* x = field; x != field + count; ++x) std::memcpy(memory + x->offset, &values[x->row], x->bytes);
 }
 
+// The values of a recipe's rows; false: its kernels were not compiled for what is given.
+bool evaluate(const TwRecipe& recipe, const int64_t* given, uint64_t* values) {
+  if (!fits(recipe, given)) return false;
+  for (uint32_t n = 0; n < recipe.rows; ++n) {
+    const TwRow& row = recipe.row[n];
+    bool there = row.operation <= kAddress ? leaf(recipe, row, given, &values[n]) : computed(row, values, &values[n]);
+    if (!there) return false;
+  }
+  return true;
+}
+
+bool beyond(const TwLaunch& x, const uint64_t* values) {
+  for (int d = 0; d < 3; ++d) {
+    uint64_t most = d == 0 ? kTwBlocksAlongX : kTwBlocks, blocks = values[x.grid[d]];
+    if (blocks <= most) continue;
+    fail(std::to_string(blocks) + " blocks along " + "xyz"[d] + " in the launch of " + x.image->kernels[x.kernel] +
+         ", where a GPU has " + std::to_string(most) + " at most");
+    return true;
+  }
+  return false;
+}
+
+int launch_one(const TwLaunch& x, const uint64_t* values, const uint64_t* addresses, Function function, void* stream) {
+  char parameters[kTwParameterBytes];
+  void* at[kTwParameters];
+  Attribute attributes[kTwAttributes];
+  if (x.bytes > kTwParameterBytes || x.count > kTwParameters || x.attributes > kTwAttributes)
+    return fail("parameters of " + std::to_string(x.bytes) + " bytes, " + std::to_string(x.attributes) + " attributes");
+  std::memset(parameters, 0, x.bytes);
+  fill(parameters, x.field, x.fields, values);
+  for (uint32_t n = 0; n < x.patches; ++n) {
+    const TwPatch& patch = x.patch[n];
+    uint64_t address = addresses[patch.tensor];
+    if (address % patch.align)
+      return fail("tensor " + std::to_string(patch.tensor) + " does not begin at a multiple of " +
+                  std::to_string(patch.align) + " bytes");
+    std::memcpy(parameters + patch.offset, &address, sizeof address);
+  }
+  for (uint32_t n = 0; n < x.count; ++n) at[n] = parameters + x.offsets[n];
+  Configuration configuration{};
+  for (int d = 0; d < 3; ++d) {
+    configuration.grid[d] = values[x.grid[d]];
+    configuration.block[d] = values[x.block[d]];
+  }
+  const TwField* field = x.attribute_field;
+  for (uint32_t n = 0; n < x.attributes; ++n) {
+    attributes[n] = Attribute{x.attribute[2 * n], {}, {}};
+    fill(attributes[n].value, field, x.attribute[2 * n + 1], values);
+    field += x.attribute[2 * n + 1];
+  }
+  configuration.shared = x.shared;
+  configuration.stream = stream;
+  configuration.attributes = attributes;
+  configuration.count = x.attributes;
+  TRY(cuLaunchKernelEx, &configuration, function, at, nullptr);
+  return 0;
+}
+
 }  // namespace
 
 extern "C" {
-
-int32_t tw_prepare(const TwRecipe* recipe, const int64_t* given, TwLaunch* launches, char* memory) {
-  if (!fits(*recipe, given)) return kTwUnfit;
-  std::vector<uint64_t> values(recipe->rows);
-  for (uint32_t n = 0; n < recipe->rows; ++n) {
-    const TwRow& row = recipe->row[n];
-    bool there = row.operation <= kAddress ? leaf(*recipe, row, given, &values[n]) : computed(row, values.data(), &values[n]);
-    if (!there) return kTwUnfit;
-  }
-  bool beyond = false;
-  for (uint32_t n = 0; n < recipe->launches; ++n) {
-    const TwTemplate& x = recipe->launch[n];
-    TwLaunch& to = launches[n];
-    to = TwLaunch{x.image, memory, x.offsets, x.patch, nullptr, x.kernel, {}, {}, x.shared, x.bytes, x.count, x.patches, x.attributes};
-    for (int d = 0; d < 3; ++d) {
-      to.grid[d] = values[x.grid[d]];
-      to.block[d] = values[x.block[d]];
-    }
-    beyond = beyond || to.grid[0] > kTwBlocksAlongX || to.grid[1] > kTwBlocks || to.grid[2] > kTwBlocks;
-    std::memset(memory, 0, x.bytes + x.attributes * sizeof(Attribute));
-    fill(memory, x.field, x.fields, values.data());
-    memory += x.bytes;
-    to.attribute = memory;
-    const TwField* field = x.attribute_field;
-    for (uint32_t k = 0; k < x.attributes; ++k) {
-      auto* attribute = reinterpret_cast<Attribute*>(memory);
-      attribute->number = x.attribute[2 * k];
-      fill(attribute->value, field, x.attribute[2 * k + 1], values.data());
-      field += x.attribute[2 * k + 1];
-      memory += sizeof(Attribute);
-    }
-  }
-  return beyond ? kTwBeyond : 0;
-}
 
 int32_t tw_launcher_version() { return kTwLauncherVersion; }
 
@@ -390,22 +386,20 @@ TwImage* tw_image(const void* cubin, int64_t bytes, const char* const* kernels, 
   return image;
 }
 
-int32_t tw_load(TwImage* image, int32_t device) {
+int32_t tw_run(const TwRecipe* recipe, const int64_t* given, const uint64_t* addresses, int32_t device, void* stream) {
+  thread_local std::vector<uint64_t> values;
+  values.resize(recipe->rows);
+  if (!evaluate(*recipe, given, values.data())) return kTwUnfit;
+  const TwLaunch* end = recipe->launch + recipe->launches;
+  for (const TwLaunch* x = recipe->launch; x != end; ++x)
+    if (beyond(*x, values.data())) return kTwBeyond;
   if (start()) return -1;
   Entered context;
   if (context.enter(device)) return -1;
-  const Function* functions;
-  return image->functions(context.id, &functions);
-}
-
-int32_t tw_launch(const TwLaunch* launches, int32_t count, const uint64_t* addresses, int32_t device, void* stream) {
-  if (start()) return -1;
-  Entered context;
-  if (context.enter(device)) return -1;
-  for (const TwLaunch* x = launches; x != launches + count; ++x) {
+  for (const TwLaunch* x = recipe->launch; x != end; ++x) {
     const Function* functions;
     if (x->image->functions(context.id, &functions)) return -1;
-    if (launch_one(*x, functions[x->kernel], addresses, stream)) return -1;
+    if (launch_one(*x, values.data(), addresses, functions[x->kernel], stream)) return -1;
   }
   return 0;
 }

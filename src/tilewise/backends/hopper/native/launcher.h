@@ -5,27 +5,16 @@
 
 #define TW_EXPORT __attribute__((visibility("default")))
 
-constexpr int32_t kTwLauncherVersion = 2;
+constexpr int32_t kTwLauncherVersion = 3;
 constexpr int32_t kTwUnfit = -2, kTwBeyond = -3;
 constexpr uint32_t kTwBlocksAlongX = 2147483647, kTwBlocks = 65535;  // of a grid, at most: device.py has them too
-constexpr uint32_t kTwParameterBytes = 32764, kTwParameters = 1024;  // of one kernel, at most: the driver's own limit
+constexpr uint32_t kTwParameterBytes = 32764, kTwParameters = 1024, kTwAttributes = 8;  // of one kernel, at most
 
 struct TwImage;  // a cubin and its kernels
 
 // Eight bytes at `offset` of the parameters become the address of tensor number `tensor`, a multiple of `align`.
 struct TwPatch {
   uint32_t offset, tensor, align;
-};
-
-struct TwLaunch {
-  TwImage* image;
-  const char* parameters;  // `bytes` of them, addresses left out
-  const uint32_t* offsets;  // of each of `count` parameters
-  const TwPatch* patch;
-  const char* attribute;  // 72 bytes each, as the driver has them
-  uint32_t kernel;  // number among the image's
-  uint32_t grid[3], block[3], shared;
-  uint32_t bytes, count, patches, attributes;
 };
 
 // One operation of a recipe (host/recipe.py), on the values of rows before it. `a` of a leaf is its place among the constants, or among
@@ -48,15 +37,16 @@ struct TwCheck {
   int64_t number;
 };
 
-// A launch before its sizes are known. An attribute has its number, and fields of its value of 64 bytes.
-struct TwTemplate {
+// A kernel of a recipe. `grid` and `block` are rows; an attribute has its number, and fields of its value of 64 bytes.
+struct TwLaunch {
   TwImage* image;
-  const uint32_t* offsets;
+  const uint32_t* offsets;  // of each of `count` parameters, all of `bytes`
   const TwPatch* patch;
   const TwField* field;
   const uint32_t* attribute;  // number and count of fields of each
   const TwField* attribute_field;
-  uint32_t kernel, grid[3], block[3], shared;
+  uint32_t kernel;  // number among the image's
+  uint32_t grid[3], block[3], shared;
   uint32_t bytes, count, patches, fields, attributes;
 };
 
@@ -64,23 +54,19 @@ struct TwRecipe {
   const TwRow* row;
   const int64_t* constant;
   const TwCheck* check;
-  const TwTemplate* launch;
+  const TwLaunch* launch;
   uint32_t rows, checks, symbols, launches;
 };
 
 extern "C" {
 TW_EXPORT int32_t tw_launcher_version();
-TW_EXPORT int64_t tw_launch_size();
+TW_EXPORT int64_t tw_launch_size();  // of a TwLaunch, in bytes
 // Why this thread's last call returned other than 0.
 TW_EXPORT const char* tw_launcher_error();
 // A cubin, copied, with the names of its kernels and the dynamic shared memory that each may ask for. Never freed.
 TW_EXPORT TwImage* tw_image(const void* cubin, int64_t bytes, const char* const* kernels, const int32_t* shared, int32_t count);
-// Loads it on a device, if it is not there yet: a launch that follows calls nothing but the launch itself.
-TW_EXPORT int32_t tw_load(TwImage* image, int32_t device);
-// Fills the launches of a recipe for the sizes, strides and numbers that a call gives (32-bit floats as their bits), and memory that they
-// point to: the parameters of each, at a multiple of 8, and its attributes behind them. kTwUnfit: the kernel was not compiled for these. kTwBeyond: its
-// grid is larger than a GPU's.
-TW_EXPORT int32_t tw_prepare(const TwRecipe* recipe, const int64_t* given, TwLaunch* launches, char* memory);
-// Launches kernels one after the other on a stream of a device.
-TW_EXPORT int32_t tw_launch(const TwLaunch* launches, int32_t count, const uint64_t* addresses, int32_t device, void* stream);
+// Launches the kernels of a recipe, one after the other on a stream of a device, with the sizes, strides and numbers of a call (32-bit floats
+// as their bits) and the addresses of its tensors. Nothing is launched where it returns kTwUnfit: the kernels were not compiled for these
+// numbers; or kTwBeyond: a grid is larger than a GPU's.
+TW_EXPORT int32_t tw_run(const TwRecipe* recipe, const int64_t* given, const uint64_t* addresses, int32_t device, void* stream);
 }

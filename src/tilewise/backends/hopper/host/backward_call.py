@@ -152,7 +152,7 @@ class BackwardPlan(LaunchPlan):
         config, packed = self.config, self.problem.packed
         good = strides_addressable(do.shape, do.stride())
         do = aligned(do if good else do.clone(memory_format=torch.contiguous_format))
-        found = {name: self.read(name, inputs) for name in "qkv"}
+        found = self.read(inputs)
         found |= {"o": aligned(out.o), "do": do[None] if packed else do}
         found |= {"lse": out.lse, "dlse": dlse, "seed": inputs.seed}
         if config.mask_fields:

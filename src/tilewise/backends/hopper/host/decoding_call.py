@@ -21,7 +21,7 @@ from tilewise.caching import cached_property
 class DecodingPlan(PagedPlan):
     """The decisions for one problem with a few queries a sequence."""
 
-    DECIDED = ("copied", "launches")
+    DECIDED = ("copied", "zeroed", "launches")
 
     @cached_property
     def shares(self) -> int:
@@ -62,4 +62,6 @@ class DecodingPlan(PagedPlan):
         return [found[name] for name in self.config.extra]
 
     def tensors(self, inputs: Inputs) -> dict[str, Tensor]:
-        return super().tensors(inputs) | {"counts": devices.counts(inputs.q.device, self.count)}
+        found = super().tensors(inputs)
+        found["counts"] = devices.counts(inputs.q.device, self.count)
+        return found

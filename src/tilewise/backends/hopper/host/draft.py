@@ -98,9 +98,11 @@ class Made(NamedTuple):
     shape: tuple[int, ...]
     fill: float | None = None
 
-    def make(self, device: torch.device) -> Tensor:
-        found = torch.empty(self.shape, dtype=self.dtype, device=device)
-        return found if self.fill is None else found.fill_(self.fill)
+    def make(self, like: Tensor) -> Tensor:
+        """The memory, on a tensor's device."""
+        dtype, shape, fill = self
+        found = like.new_empty(shape) if dtype is like.dtype else like.new_empty(shape, dtype=dtype)
+        return found if fill is None else found.fill_(fill)
 
 
 class Launch(NamedTuple):
@@ -134,23 +136,23 @@ class Launches(NamedTuple):
 
     def run(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Launches with the tensors of a call, and returns what it made."""
-        tensors = [given[name] for name in self.given]
-        device = tensors[0].device
-        made = {name: x.make(device) for name, x in self.made}
-        tensors += made.values()
-        if self.scratch:
-            tensors.append(torch.empty(self.scratch, dtype=torch.uint8, device=device))
+        names, made, scratch, launches = self
+        tensors = [given[name] for name in names]
+        like = tensors[0]
+        found = {name: x.make(like) for name, x in made}
+        tensors += found.values()
+        if scratch:
+            tensors.append(like.new_empty(scratch, dtype=torch.uint8))
         at = [x.data_ptr() for x in tensors]
-        for config, kinds, (first, *more), late, places in self.launches:
-            words = first
+        for config, kinds, (words, *more), late, places in launches:
             if late:
-                words = [*first]
+                words = [*words]
                 for n, part in zip(late, more, strict=True):
                     words += tensors[n].shape
                     words += tensors[n].stride()
                     words += part
-            library.function(config).run(kinds, words, [at[n] + first_byte for n, first_byte in places], device)
-        return made
+            library.function(config).run(kinds, words, [at[n] + first for n, first in places], like.device)
+        return found
 
 
 class Draft:

@@ -106,7 +106,7 @@ class ForwardPlan(LaunchPlan):
     def tensors(self, inputs: Inputs) -> dict[str, Tensor]:
         """The tensors that the launch reads, by name."""
         config = self.config
-        found = {name: self.read(name, inputs) for name in "qkv"}
+        found = self.read(inputs)
         if inputs.sink is not None:
             found["sink"] = inputs.sink.detach().float()
         if config.mask_fields:

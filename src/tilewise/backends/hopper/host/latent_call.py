@@ -20,7 +20,7 @@ from tilewise.caching import cached_property
 class LatentPlan(PagedPlan):
     """The decisions for one problem whose values are the first columns of its keys, in pages."""
 
-    DECIDED = ("copied", "launches")
+    DECIDED = ("copied", "zeroed", "launches")
 
     @cached_property
     def grid(self) -> Grid:

@@ -70,8 +70,9 @@ class PagedPlan(ForwardPlan):
         return View.of(name, self.problem.extras[self.problem.spec.page_slots[n]])
 
     def tensors(self, inputs: Inputs) -> dict[str, Tensor]:
-        found = {name: self.read(name, inputs) for name in "qkv"}
-        found |= {"seqlens_k": inputs.seqlens_k, "block_table": inputs.block_table}
+        found = self.read(inputs)
+        if self.problem.paged:
+            found |= {"seqlens_k": inputs.seqlens_k, "block_table": inputs.block_table}
         if "cu_q" in self.config.extra:
             found["cu_q"] = self.starts(inputs)
         if inputs.sink is not None:

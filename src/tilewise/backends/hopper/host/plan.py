@@ -94,12 +94,17 @@ class LaunchPlan(Plan):
         found = View.of(name, getattr(self.problem, name))
         return found._replace(strides=contiguous_strides(found.shape)) if name in self.copied else found
 
-    def read(self, name: str, inputs: Inputs) -> Tensor:
-        """The tensor of :meth:`view`."""
-        found = getattr(inputs, name)
+    def read(self, inputs: Inputs) -> dict[str, Tensor]:
+        """q, k and v as :meth:`view` has them."""
+        q, k, v = found = inputs.q, inputs.k, inputs.v
+        if self.copied or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNED:
+            q, k, v = (self._copied(name, x, inputs) for name, x in zip("qkv", found, strict=True))
+        return {"q": q, "k": k, "v": v}
+
+    def _copied(self, name: str, tensor: Tensor, inputs: Inputs) -> Tensor:
         if name in self.zeroed:
-            found = torch.where(self.of_mask(inputs, masks.seen), found, 0)
-        return aligned(found.contiguous() if name in self.copied else found)
+            tensor = torch.where(self.of_mask(inputs, masks.seen), tensor, 0)
+        return aligned(tensor.contiguous() if name in self.copied else tensor)
 
     @property
     def sees_nothing(self) -> bool:

@@ -12,19 +12,22 @@ import torch
 from torch.nn.functional import pad
 
 import tilewise as tw
-from tests.backends.contract import HIDING, Call, call, normal, poisoned
+from tests.backends.contract import HIDING, Call, call, normal
 from tests.backends.contract import qkv as contract_qkv
 from tests.backends.hopper import emulated_backward as emulated
+from tests.backends.hopper.launches import stand_in, value_of
 from tests.backends.hopper.test_forward import CASES as FORWARD
-from tests.backends.hopper.test_forward import PACKED, array, packed_call, qkv
+from tests.backends.hopper.test_forward import PACKED, packed_call, qkv
 from tilewise import accuracy
-from tilewise.backends.base import Grads
+from tilewise.backends.base import Grads, Output
 from tilewise.backends.hopper import config as shared
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.backward.grids import TileParts
-from tilewise.backends.hopper.backward.tiles import KeyTiles, QueryTiles, SheetTiles
+from tilewise.backends.hopper.backward.tiles import KeyTiles, PlanRow, QueryTiles, SheetTiles
 from tilewise.backends.hopper.config import ROWS
 from tilewise.backends.hopper.host import backward_call, portions
+from tilewise.backends.hopper.host.backward_memory import SUMS
+from tilewise.backends.hopper.host.draft import Draft
 from tilewise.backends.hopper.host.masks import grid_of
 from tilewise.backends.hopper.host.plan import LOG2_E
 from tilewise.backends.hopper.host.portions import Portions
@@ -85,10 +88,10 @@ def emulate_kernels(c: Call, x: backward_config.Backward, ctas: int) -> Grads:
     plan, out = backward_call.BackwardPlan(c.p, x), Reference().forward(c.p, c.t)
     given = {"q": c.t.q, "k": c.t.k, "v": c.t.v, "do": c.do, "o": out.o.to(c.p.dtype), "lse": out.lse, "dlse": c.dlse}
     t = {name: (tensor[None] if c.p.packed else tensor).float().numpy() for name, tensor in given.items()}
-    cu_q, cu_k, *queues = (tensor.numpy() for tensor in plan.starts(c.t)) if c.p.packed else (None, None)
-    with poisoned():
-        made = plan.memory.statistics(torch.from_numpy(t["lse"]), holes=c.p.packed and c.t.sink is not None)
-        t["lse2"], t["delta"] = (room.numpy() for room in made)
+    cu_q, cu_k, *queues = starts_of(plan, c) if c.p.packed else (None, None)
+    draft = Draft()
+    room = {name: value_of(x, {}, draft) for name, x in plan.memory.drafted(draft, plan.holes).items()}
+    t["lse2"], t["delta"] = room["lse2"], room["delta"]
     rows, lines = [t[name] for name in ("o", "do", "lse", "dlse")], t["delta"].shape[2]
     if not x.queries_first:
         own = c.p.packed or x.bias  # the source itself where it says more than an emulated statistic does
@@ -96,17 +99,13 @@ def emulate_kernels(c: Call, x: backward_config.Backward, ctas: int) -> Grads:
         t["lse2"], t["delta"] = made
     t["blocks"], whole = x.blocks(c.p), [np.zeros_like(t[name]) for name in ("k", "v")]
     if not c.p.packed:
-        t["k"], t["v"] = (x.float().numpy()[:, plan.keys] for x in plan.without_unseen(c.t))
+        given = plan.tensors(c.t, Output.of(given["o"], out.lse), c.do, c.dlse)
+        t["k"], t["v"] = (given[name].float().numpy()[:, plan.keys] for name in "kv")
     extras = extras_of(plan, c)
     if x.makes_queue:
         extras[0]["queue"] = np.zeros(1, np.int32)
-    if x.dslopes:
-        extras[0]["dbias"] = np.full(plan.memory.slope_sums_shape, np.nan, np.float32)
-    if x.table:
-        extras[0]["dbias"] = np.zeros(plan.memory.line_sums_shape, np.float32)
-    if x.dbias:
-        with poisoned():
-            extras[0]["dbias"] = plan.memory.pair_room().float().numpy()
+    if SUMS in room:
+        extras[0]["dbias"] = room[SUMS]
     lo, hi, section_k, ctas_k, section_q, ctas_q, *scales = plan.numbers
     scales, ends = scales[:3], scales[-2:]
 
@@ -116,7 +115,7 @@ def emulate_kernels(c: Call, x: backward_config.Backward, ctas: int) -> Grads:
         more = ((extras[turn],) if extras[turn] else ()) + ((cu_q, cu_k, queues[turn], *ends) if p.packed else ())
         return (*sizes, lo, hi, *map(np.float32, scales), *more, *([planned] if x.planned else []))
 
-    planned = np.full(plan.memory.plan_shape, -1, np.int32) if x.planned else None
+    planned = room.get("plan")
     if x.planned and not x.packs_sheet:
         emulated.run_plan(x, work(section_k, 0), room=None)
 
@@ -179,8 +178,8 @@ def emulate_packed(plan: backward_call.BackwardPlan, c: Call, t: dict, ctas: int
     p, x, launches = plan.problem, plan.config, plan.memory.portions
     t["dq"], t["dk"], t["dv"] = (np.full_like(t[name], np.nan) for name in ("q", "k", "v"))
     t["sums"] = np.empty(0, np.float32)
-    *starts, count_k, count_q = (tensor.numpy() for tensor in plan.starts(c.t))
-    counts, table = (count_k, count_q), np.full(plan.memory.plan_shape, -1, np.int32)
+    *starts, count_k, count_q = starts_of(plan, c)
+    counts, table = (count_k, count_q), np.full((len(PlanRow), p.batch + 2), -1, np.int32)
     sizes = p.seqlen_q, p.seqlen_k, p.heads_k, p.heads_q // p.heads_k, p.batch
     for n in range(launches.count):
         lo, hi, section_k, ctas_k, section_q, ctas_q, *scales, first, last, portion = backward_call.numbers_of_portion(
@@ -204,9 +203,17 @@ def wrong(c: Call, grads: Grads) -> list[str]:
     return [str(e) for e in errors if not e.ok]
 
 
+def starts_of(plan: backward_call.BackwardPlan, c: Call) -> list:
+    """Where packed sequences start, and zeros that count the tiles of both passes."""
+    given, draft = plan.tensors(c.t, Output(c.t.q, c.dlse), c.do, c.dlse), Draft()
+    found = plan.drafted_extra(draft)
+    return [value_of(found[name], given, draft) for name in ("cu_q", "cu_k", "counts_k", "counts_q")]
+
+
 def extras_of(plan: backward_call.BackwardPlan, c: Call) -> list[dict]:
     """By name what the pass over keys and that over queries have beside what all do."""
-    tensors, numbers = (array(None, t) for t in [*plan.made_of_mask(c.t), *plan.of_call(c.t)]), plan.numbers[9:]
+    given, draft = plan.tensors(c.t, Output(c.t.q, c.dlse), c.do, c.dlse), Draft()
+    tensors, numbers = (value_of(x, given, draft) for x in plan.drafted_extra(draft).values()), plan.numbers[9:]
     numbers = [np.float32(n) if isinstance(n, float) else n for n in numbers]
     params = emulated.modules(emulated.load("keys"))["backward.params"]
     found = params.optional_params(list(tensors), numbers, plan.config)
@@ -481,10 +488,10 @@ def test_packed_key_tiles_come_once_each_and_those_of_the_longest_sequence_first
     c = packed_call(name)
     x = backward_config.Backward(KEYS["queued"], None, "bf16", backward_config.form_of(c.p), packed=True)
     plan, kernel = backward_call.BackwardPlan(c.p, x), emulated.load("keys")
-    cu_q, cu_k, queue, _ = (tensor.numpy() for tensor in plan.starts(c.t))
+    cu_q, cu_k, queue, _ = starts_of(plan, c)
     lo, hi, *_, first, last = plan.numbers
     sizes = c.p.seqlen_q, c.p.seqlen_k, c.p.heads_k, c.p.group, c.p.batch, 1
-    planned = np.full(plan.memory.plan_shape, -1, np.int32)
+    planned = np.full((len(PlanRow), c.p.batch + 2), -1, np.int32)
     numbers = *sizes, lo, hi, *np.ones(3, np.float32), cu_q, cu_k, queue, first, last, planned
     emulated.run_plan(x, numbers, room=None)
     params = emulated._params(kernel, numbers)
@@ -538,66 +545,51 @@ def test_the_rows_statistics_are_those_of_the_formula(dims):
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
 
 
-class Recorder:
-    """A kernel that writes down the tensors of its launches, and counts how often one was prepared."""
-
-    def __init__(self):
-        self.launches, self.prepared = [], 0
-
-    def bound(self, *arguments) -> Recorder:
-        self.prepared += 1
-        return self
-
-    def __call__(self, *tensors) -> None:
-        self.launches.append(tensors)
-
-
-def recorded(c: Call, monkeypatch) -> tuple[Recorder, backward_call.BackwardPlan, tuple]:
-    """A recorder in place of the kernels, the plan of a call, and the arguments of its backward."""
-    recorder = Recorder()
-    monkeypatch.setattr(backward_call.library, "function", lambda config: recorder)
+def recorded(c: Call, monkeypatch) -> tuple[list, backward_call.BackwardPlan, tuple]:
+    """The tensors of each launch, the plan of a call, and the arguments of its backward."""
+    launches: list = []
+    stand_in(
+        monkeypatch,
+        lambda config, given: launches.append(
+            [(x.clone(), x.data_ptr()) for x in given if isinstance(x, torch.Tensor)]
+        ),
+    )
     out = Reference().forward(c.p, c.t)
     given = c.t, replace(out, o=out.o.to(c.p.dtype)), c.do, c.dlse
-    return recorder, backward_call.BackwardPlan(c.p, backward_config.choose(c.p)), given
+    return launches, backward_call.BackwardPlan(c.p, backward_config.choose(c.p)), given
 
 
-def test_the_launch_that_is_kept_gets_the_tensors_that_the_first_one_got(monkeypatch):
-    recorder, plan, given = recorded(call(*qkv(130, 200, batch=2), causal=True), monkeypatch)
+def test_each_launch_gets_the_tensors_of_its_call(monkeypatch):
+    launches, plan, given = recorded(call(*qkv(130, 200, batch=2), causal=True), monkeypatch)
+    t, out, do, dlse = given
     for _ in range(2):
         grads = plan.backward(*given)
-    first, second = recorder.launches
-    assert recorder.prepared == 1
-    assert all(a is b for a, b in zip(first[:7], second[:7], strict=True))
-    facts = [[(x.shape, x.stride(), x.dtype) for x in launch[7:]] for launch in (first, second)]
+        tensors = (t.q, t.k, t.v, out.o, do, out.lse, dlse, grads.dq, grads.dk, grads.dv)
+        assert [at for _, at in launches[-1][:10]] == [x.data_ptr() for x in tensors]
+    facts = [[(x.shape, x.stride(), x.dtype) for x, _ in launch] for launch in launches]
     assert facts[0] == facts[1]
-    assert (grads.dq is second[7], grads.dk is second[8], grads.dv is second[9]) == (True, True, True)
-    assert all(x.untyped_storage().size() for x in second)
 
 
-def test_the_launch_that_is_kept_of_a_packed_call_reads_each_calls_own_starts(monkeypatch):
+def test_each_launch_of_a_packed_call_reads_its_own_starts(monkeypatch):
     cu = torch.tensor([0, 40, 130], dtype=torch.int32)
-    recorder, plan, (t, *given) = recorded(
+    launches, plan, (t, *given) = recorded(
         call(*(x[0] for x in qkv(130, 130)), cu_seqlens_q=cu, causal=True), monkeypatch
     )
     for starts in ([0, 40, 130], [0, 7, 129]):
         cu = torch.tensor(starts)
         grads = plan.backward(replace(t, cu_seqlens_q=cu, cu_seqlens_k=cu), *given)
-        assert [x.tolist() for x in recorder.launches[-1][7:11]] == [starts, starts, [0], [0]]
+        assert [x.tolist() for x, _ in launches[-1][7:11]] == [starts, starts, [0], [0]]
         assert [x.shape for x in (grads.dq, grads.dk, grads.dv)] == [x.shape for x in (t.q, t.k, t.v)]
-        written = [x.data_ptr() for x in recorder.launches[-1][11:14]]
-        assert written == [x.data_ptr() for x in (grads.dq, grads.dk, grads.dv)]
-    assert recorder.prepared == 1
-    assert plan.kept.bound is recorder
-    assert len(recorder.launches[0]) == len(recorder.launches[1])
+        assert [at for _, at in launches[-1][11:14]] == [x.data_ptr() for x in (grads.dq, grads.dk, grads.dv)]
 
 
-def test_a_gradient_that_kernels_cannot_read_in_place_is_copied_also_once_a_launch_is_kept(monkeypatch):
-    recorder, plan, (t, out, do, dlse) = recorded(call(*qkv(130, 200), causal=True), monkeypatch)
-    plan.backward(t, out, do, dlse)
+def test_a_gradient_that_kernels_cannot_read_in_place_is_copied(monkeypatch):
+    launches, plan, (t, out, do, dlse) = recorded(call(*qkv(130, 200), causal=True), monkeypatch)
     beside = torch.empty(do.numel() + 1, dtype=do.dtype)[1:].view(do.shape).copy_(do)
-    plan.backward(t, out, beside, dlse)
     turned = do.transpose(1, 2).contiguous().transpose(1, 2)
-    plan.backward(t, out, turned, dlse)
-    assert all(torch.equal(launch[4], do) for launch in recorder.launches)
-    assert recorder.launches[1][4].data_ptr() % 16 == 0
-    assert recorder.prepared == 2  # for the strides of the turned one
+    expanded = do[:, :, :1].expand_as(do)
+    for one in (do, beside, turned, expanded):
+        plan.backward(t, out, one, dlse)
+        read, at = launches[-1][4]
+        assert torch.equal(read, one)
+        assert at % 16 == 0

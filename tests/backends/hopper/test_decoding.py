@@ -12,13 +12,13 @@ import torch
 
 import tilewise as tw
 from tests.backends.hopper import emulated_decoding
+from tests.backends.hopper.launches import stand_in
 from tests.backends.paged import Case
 from tilewise import accuracy, dispatch
 from tilewise.backends.base import Output
 from tilewise.backends.hopper import Hopper
 from tilewise.backends.hopper.decoding import choice, config
 from tilewise.backends.hopper.forward.paged_config import page_rows
-from tilewise.backends.hopper.host import library
 from tilewise.testing import Call, call, normal, paged_call
 
 KIND = {"heads": (4, 2), "dims": (128, 128), "dtype": torch.bfloat16}
@@ -114,35 +114,25 @@ def test_a_number_outside_the_pool_leaves_other_sequences_as_they_are():
     assert torch.equal(got.lse[1], expected.lse[1])
 
 
-class Emulated:
+def emulated_launch(kernel: config.DecodingConfig, arguments: list) -> None:
     """In place of a compiled kernel: its source on the emulated machine, over the tensors of a launch."""
-
-    def __init__(self, kernel: config.DecodingConfig):
-        self.kernel = kernel
-
-    def bound(self, *arguments):
-        numbers = arguments[6]
-        shares, _, _, _, _, _, _, _, part_o, part_lse, counts, *_ = numbers
-        tiles, heads_k = self.kernel.tiles, arguments[1].shape[2]
-        assert part_o.shape == (2 * shares * heads_k, tiles.fours, 32 * tiles.row_warps, 4)
-        assert part_lse.shape == (2 * shares * heads_k, 32 * tiles.row_warps, 2 * tiles.own_rows)
-        assert counts.numel() >= arguments[0].shape[1] * heads_k
-        assert not counts.any()
-
-        def launch(q, k, v, o, lse, sink, seqlens_k, block_table, *_):
-            given = *numbers[:6], seqlens_k.numpy(), block_table.numpy(), *numbers[11:]
-            results = emulated_decoding.run(self.kernel, *(x.float().numpy() for x in (q, k, v, sink)), given)
-            for x, found in zip((o, lse), results, strict=True):
-                x.copy_(torch.from_numpy(found))
-
-        return launch
+    q, k, v, o, lse, sink, *numbers, seqlens_k, block_table, part_o, part_lse, counts, num_pages, page_rows = arguments
+    shares, tiles, heads_k = numbers[0], kernel.tiles, k.shape[2]
+    assert part_o.shape == (2 * shares * heads_k, tiles.fours, 32 * tiles.row_warps, 4)
+    assert part_lse.shape == (2 * shares * heads_k, 32 * tiles.row_warps, 2 * tiles.own_rows)
+    assert counts.numel() >= q.shape[1] * heads_k
+    assert not counts.any()
+    given = *numbers, seqlens_k.numpy(), block_table.numpy(), num_pages, page_rows
+    results = emulated_decoding.run(kernel, *(x.float().numpy() for x in (q, k, v, sink)), given)
+    for x, found in zip((o, lse), results, strict=True):
+        x.copy_(torch.from_numpy(found))
 
 
 @pytest.mark.parametrize(
     "name", ["lengths", "sixteen-heads", "queries-of-eight-heads", "window-of-queries", "thirty-heads-d64"]
 )
 def test_a_launch_has_what_the_kernel_reads_and_writes(name, monkeypatch):
-    monkeypatch.setattr(library, "function", Emulated)
+    stand_in(monkeypatch, emulated_launch)
     case, shares = CASES[name]
     monkeypatch.setattr(choice.devices, "of", lambda device: SimpleNamespace(cores=shares * case.heads[1]))
     c = case.call()
@@ -150,7 +140,7 @@ def test_a_launch_has_what_the_kernel_reads_and_writes(name, monkeypatch):
 
 
 def test_a_launch_over_dense_keys_has_what_the_kernel_reads(monkeypatch):
-    monkeypatch.setattr(library, "function", Emulated)
+    stand_in(monkeypatch, emulated_launch)
     monkeypatch.setattr(choice.devices, "of", lambda device: SimpleNamespace(cores=7))
     q, k, v = (normal(3, h, n, 64, dtype=torch.bfloat16, seed=h) for n, h in ((1, 4), (601, 2), (601, 2)))
     options = {"mask": tw.window(300, 0), "sink": normal(4)}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import replace
-from itertools import zip_longest
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ from bench import cases
 from tests.backends.contract import HIDING, Call, call, normal, of_case
 from tests.backends.contract import qkv as contract_qkv
 from tests.backends.hopper import emulated
+from tests.backends.hopper.launches import stand_in, value_of
 from tilewise import accuracy
 from tilewise.backends.base import Output
 from tilewise.backends.hopper import config as shared
@@ -21,6 +20,7 @@ from tilewise.backends.hopper.forward import config
 from tilewise.backends.hopper.forward.reasons import reasons
 from tilewise.backends.hopper.forward.tiles import TABLE, Tiles
 from tilewise.backends.hopper.host import forward_call as hopper
+from tilewise.backends.hopper.host.draft import Draft
 from tilewise.tiles import Grid, seen_keys
 
 SMALL = Tiles(64, 64, 2, 64, 3, 1, 240)  # many key blocks of few keys, the smallest ring
@@ -28,14 +28,6 @@ SMALL = Tiles(64, 64, 2, 64, 3, 1, 240)  # many key blocks of few keys, the smal
 
 def without_gradient(c: Call) -> Call:
     return replace(c, p=replace(c.p, spec=replace(c.p.spec, needs_grad=False)))
-
-
-def array(name: object, x: torch.Tensor | float):
-    """As NumPy has it; what is yet to be written is NaN."""
-    if not isinstance(x, torch.Tensor):
-        return x
-    x = x.fill_(torch.nan) if name in ("part_o", "part_lse") else x
-    return (x.float() if x.is_floating_point() else x).numpy()
 
 
 def emulate(c: Call, tiles: Tiles | None, ctas: int, **flags) -> Output:
@@ -49,16 +41,13 @@ def emulate(c: Call, tiles: Tiles | None, ctas: int, **flags) -> Output:
 
 
 def emulate_kernel(c: Call, x: config.Config, ctas: int) -> Output:
-    plan = hopper.ForwardPlan(c.p, x)
+    plan, draft = hopper.ForwardPlan(c.p, x), Draft()
     lo, hi, section, _, *rest = plan.numbers
-    names = [*plan.config.extra, *plan.config.traced.tensors]
-    extra = [
-        array(name, x)
-        for name, x in zip_longest(names, plan.extra([*plan.states(c.t), *plan.made_of_mask(c.t), *plan.of_call(c.t)]))
-    ]
+    given = plan.tensors(c.t)
+    extra = [value_of(x, given, draft) for x in plan.extra(draft)]
     numbers = lo, hi, section, min(ctas, plan.grid.tiles), *rest, *extra
     keys = slice(plan.band.start, plan.band.stop)
-    tensors = (c.t.q, c.t.k[:, keys], plan.values(c.t)[:, keys])
+    tensors = (given["q"], given["k"][:, keys], given["v"][:, keys])
     if c.p.packed:
         tensors = (x[None] for x in (c.t.q, c.t.k, c.t.v))
     q, k, v = (x.float().numpy() for x in tensors)
@@ -505,58 +494,46 @@ def test_results_are_the_same_bits_whatever_the_number_of_ctas():
     assert torch.equal(one.lse, many.lse)
 
 
-class Recorder:
-    """A kernel that writes down the addresses of its launches."""
-
-    def __init__(self):
-        self.launches = []
-
-    def bound(self, *arguments) -> Recorder:
-        return self
-
-    def __call__(self, *tensors) -> None:
-        self.at(*[x.data_ptr() for x in tensors])
-
-    def at(self, *addresses) -> None:
-        self.launches.append(addresses)
-
-
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
-def test_the_launch_that_is_kept_gets_the_addresses_of_the_tensors_that_the_first_one_got(split, monkeypatch):
-    recorder, c = Recorder(), call(*qkv(130, 200), causal=True)
-    monkeypatch.setattr(hopper.library, "function", lambda config: recorder)
+def test_each_launch_gets_the_tensors_of_its_call(split, monkeypatch):
+    launches, c = [], call(*qkv(130, 200), causal=True)
+    stand_in(monkeypatch, lambda config, given: launches.append([x for x in given if isinstance(x, torch.Tensor)]))
     plan = hopper.ForwardPlan(c.p, replace(config.choose(c.p), split=split))
     outputs = [plan.forward(c.t) for _ in range(2)]
-    assert plan.kept.bound is recorder
-    for launch, out in zip(recorder.launches, outputs, strict=True):
-        assert launch[:5] == tuple(x.data_ptr() for x in (c.t.q, c.t.k, c.t.v, out.o, out.lse))
+    for launch, out in zip(launches, outputs, strict=True):
+        tensors = c.t.q, c.t.k, c.t.v, out.o, out.lse
+        assert [x.data_ptr() for x in launch[:5]] == [x.data_ptr() for x in tensors]
         assert len(launch) == 6 + 2 * split
     facts = [[(x.shape, x.stride(), x.dtype) for x in (out.o, out.lse)] for out in outputs]
     assert facts[0] == facts[1]
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_the_launch_that_is_kept_of_a_packed_call_reads_each_calls_own_starts_and_a_new_zero(dtype, monkeypatch):
-    recorder, c = Recorder(), call(*(x[0] for x in qkv(130, 130)), cu_seqlens_q=torch.tensor([0, 40, 130], dtype=dtype))
-    read = []
-    monkeypatch.setattr(hopper.library, "function", lambda config: recorder)
-    monkeypatch.setattr(
-        recorder,
-        "at",
-        lambda *addresses: read.append([ints_at(x, n) for x, n in zip(addresses[6:], (3, 3, 1), strict=True)]),
-    )
+def test_each_launch_of_a_packed_call_reads_its_own_starts_and_a_new_zero(dtype, monkeypatch):
+    read, c = [], call(*(x[0] for x in qkv(130, 130)), cu_seqlens_q=torch.tensor([0, 40, 130], dtype=dtype))
+    starts_of = lambda config, given: read.append([x.tolist() for x in given if getattr(x, "ndim", 0) == 1][1:])  # noqa: E731
+    stand_in(monkeypatch, starts_of)  # the first is the sink
     plan = hopper.ForwardPlan(c.p, config.choose(c.p))
-    shapes = []
     for starts in ([0, 40, 130], [0, 7, 129]):
         cu = torch.tensor(starts, dtype=dtype)
         out = plan.forward(replace(c.t, cu_seqlens_q=cu, cu_seqlens_k=cu))
         assert read[-1] == [starts, starts, [0]]
-        shapes.append((out.o.shape, out.lse.shape))
-    assert plan.kept.bound is recorder
+        assert (out.o.shape, out.lse.shape) == ((130, *c.t.q.shape[1:]), (c.p.heads_q, 130))
     assert len(read) == 2
-    assert shapes[0] == shapes[1] == ((130, *c.t.q.shape[1:]), (c.p.heads_q, 130))
 
 
-def ints_at(address: int, count: int) -> list[int]:
-    """The int32 numbers that lie at an address."""
-    return list((ctypes.c_int32 * count).from_address(address))
+def test_tensors_that_the_copy_engine_cannot_read_where_they_lie_are_copied(monkeypatch):
+    launches, (q, k, v) = [], qkv(130, 200)
+    stand_in(
+        monkeypatch,
+        lambda config, given: launches.append([x.clone() for x in given[:3]] + [x.data_ptr() for x in given[:3]]),
+    )
+    beside = (
+        torch.empty(q.numel() + 1, dtype=q.dtype)[1:].view(q.shape).copy_(q)
+    )  # begins between multiples of 16 bytes
+    apart = k.repeat_interleave(3, -1)[..., ::3]  # no unit stride
+    for given in ((q, k, v), (beside, k, v), (q, apart, v), (q, k, v[:, :1].expand_as(v))):
+        c = call(*given, causal=True)
+        hopper.ForwardPlan(c.p, config.choose(c.p)).forward(c.t)
+        assert all(torch.equal(x, y) for x, y in zip(launches[-1], given, strict=False))
+        assert not any(address % 16 for address in launches[-1][3:])

@@ -153,9 +153,8 @@ def compiled(request, standin_folder, tmp_path_factory) -> Both:
 
 
 @pytest.fixture
-def both(compiled, cuda, monkeypatch) -> Both:
+def both(compiled, cuda) -> Both:
     """The kernel on the stand-in of this test, which has any number of blocks."""
-    monkeypatch.setattr(driver, "beyond_grid", lambda launches: [])
     for launch in compiled.recipe.launches:
         cuda.sizes(launch.kernel, launch.sizes)
     compiled.load()

@@ -97,25 +97,13 @@ def test_a_launch_hands_over_what_its_recipe_says(cuda):
         assert cuda.lines("launch") == expected(*tensors, number, STREAM)
 
 
-def test_a_bound_launch_takes_other_addresses_and_the_stream_of_the_moment(cuda, monkeypatch):
-    bound = kernels().bound(x(), 2.0, y())
+def test_a_launch_goes_to_the_stream_of_the_moment(cuda, monkeypatch):
+    run = kernels()
+    run(x(), 2.0, y())
     monkeypatch.setattr(driver, "stream_of", lambda device: 0xABC)
     cuda.c.standin_reset()
-    bound(x(address=0x990), y(address=0x104))
-    assert cuda.lines() == expected(x(address=0x990), y(address=0x104), 2.0, 0xABC)
-
-
-def test_what_a_problem_does_not_fix_makes_another_launch(cuda):
-    function = kernels()
-    for fixed, launches in ((2, 2), (0, 3)):
-        run, asked = driver.PerStrides(lambda: function, fixed), []
-        for rows, stride in ((5, 24), (5, 24), (5, 32), (6, 24), (5, 24)):
-            a, b = x(rows, stride=stride), y(rows)
-            cuda.c.standin_reset()
-            run((a, b), lambda a=a, b=b, asked=asked: asked.append(1) or (a, 1.0, b))
-            if rows == 5 or fixed == 0:
-                assert cuda.lines("launch") == expected(a, b, 1.0, STREAM)
-        assert len(asked) == launches
+    run(x(address=0x990), 2.0, y(address=0x104))
+    assert cuda.lines("launch") == expected(x(address=0x990), y(address=0x104), 2.0, 0xABC)
 
 
 def test_each_device_loads_a_cubin_once_and_gets_its_own_launches(cuda):
@@ -161,10 +149,11 @@ def test_threads_that_come_first_together_load_once(cuda):
 
 def test_during_a_capture_it_loads_and_then_only_launches(cuda):
     cuda.capture(True)
-    bound = kernels().bound(x(), 1.0, y())  # the stand-in refuses what the thread's mode forbids
+    run = kernels()
+    run(x(), 1.0, y())  # the stand-in refuses what the thread's mode forbids
     cuda.c.standin_reset()
     cuda.capture(True)
-    bound(x(), y())
+    run(x(), 1.0, y())
     assert [line.split()[0] for line in cuda.lines()] == ["launch", "launch"]
     other = kernels()
     cuda.c.standin_current(0)
@@ -233,11 +222,23 @@ def test_arguments_that_the_kernel_was_not_compiled_for_are_refused(cuda, case):
 
 
 def test_an_address_that_is_not_aligned_is_refused_at_each_call(cuda):
-    bound = kernels().bound(x(), 1.0, y())
+    run = kernels()
     with pytest.raises(RuntimeError, match="tensor 0 does not begin at a multiple of 16 bytes"):
-        bound(x(address=0x108), y())
+        run(x(address=0x108), 1.0, y())
     with pytest.raises(RuntimeError, match="tensor 1 does not begin at a multiple of 4 bytes"):
-        bound(x(), y(address=0x102))
+        run(x(), 1.0, y(address=0x102))
+
+
+def test_a_grid_that_a_gpu_does_not_have_is_named(cuda):
+    cuda.fail("cuLaunchKernelEx", 1)
+    with pytest.raises(RuntimeError, match="cuLaunchKernelEx: CUDA_ERROR"):
+        kernels()(x(), 1.0, y())
+    cuda.fail("cuLaunchKernelEx", 1)
+    rows = 2**31 - 100
+    with pytest.raises(
+        NotImplementedError, match="2147483676 blocks along x in the launch of one, where a GPU has 2147483647"
+    ):
+        kernels()(x(rows), 1.0, y(rows))
 
 
 # -- Processes -----------------------------------------------------------------------------------------------------
@@ -374,14 +375,18 @@ def test_the_launcher_computes_what_python_does(standin_folder, a, b, width):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TILEWISE_LAUNCHER", str(standin_folder / "launcher.so"))
         driver.load.cache_clear()
-        standin.StandIn(standin_folder)
         a, b = (recipe.signed(n & (1 << width) - 1, width) for n in (a, b))
         b = b or 1  # what is divided by
-        bound = driver.Kernels(CUBIN, of_operations(width)).bound(x(), a, b)
+        cuda = standin.StandIn(standin_folder)
+        cuda.reset()
+        of_all = of_operations(width)
+        cuda.sizes("one", of_all.launches[0].sizes)
+        driver.Kernels(CUBIN, of_all)(x(), a, b)
     mask = (1 << width) - 1
     words = {"select": (int(a < b), a & mask, b & mask)} | dict.fromkeys(("zext", "trunc", "sext"), (a & mask,))
     expected = [recipe.apply(name, width, width, *words.get(name, (a & mask, b & mask))) for name in recipe.OPERATIONS]
-    assert list(struct.unpack(f"<{len(expected)}Q", bytes(bound._memory)[: 8 * len(expected)])) == expected
+    (parameters,) = (line.split()[-1] for line in cuda.lines("launch one"))
+    assert list(struct.unpack(f"<{len(expected)}Q", bytes.fromhex(parameters))) == expected
 
 
 def test_a_recipe_survives_its_file(tmp_path):

@@ -10,6 +10,7 @@ import torch
 
 import tilewise as tw
 from tests.backends.hopper import emulated
+from tests.backends.hopper.launches import value_of
 from tests.backends.paged import Case
 from tilewise import accuracy, dispatch
 from tilewise.backends.base import Output
@@ -17,6 +18,7 @@ from tilewise.backends.hopper import Hopper
 from tilewise.backends.hopper.config import LONG
 from tilewise.backends.hopper.forward import config, paged_config
 from tilewise.backends.hopper.forward.tiles import Tiles
+from tilewise.backends.hopper.host.draft import Draft
 from tilewise.backends.hopper.host.paged_call import PagedPlan
 from tilewise.gather import in_layout_of
 from tilewise.problem import Problem
@@ -33,9 +35,10 @@ def emulate(c: Call, tiles: Tiles) -> Output:
 
 
 def emulate_pages(c: Call, x: config.Config, ctas: int) -> Output:
-    plan = PagedPlan(c.p, x)
+    plan, draft = PagedPlan(c.p, x), Draft()
     lo, hi, section, _, *rest = plan.numbers
-    extra = [x.numpy() if isinstance(x, torch.Tensor) else x for x in plan.extra(c.t)]
+    given = plan.tensors(c.t)
+    extra = [value_of(x, given, draft) for x in plan.extra(draft)]
     numbers = lo, hi, section, min(ctas, plan.grid.tiles), *rest, *extra
     q = c.t.q if c.p.packed else c.t.q.flatten(0, 1)
     sink = torch.full((c.p.heads_q,), torch.nan) if c.t.sink is None else c.t.sink.float()

@@ -10,9 +10,9 @@ import torch
 
 from tilewise.backends.hopper.backward.config import PACKED_ROOM, SHEET_LIMIT, SHEET_ROOM, TABLE, Backward
 from tilewise.backends.hopper.backward.tiles import SHEET_BLOCK, SHEET_MARGIN
-from tilewise.backends.hopper.host import portions
+from tilewise.backends.hopper.host.draft import Late, View
 from tilewise.backends.hopper.host.plan import FAR
-from tilewise.backends.hopper.host.portions import LEAST_BLOCKS, PackedPortions, Portion, Portions, evenly
+from tilewise.backends.hopper.host.portions import LEAST_BLOCKS, OF_KEYS, PackedPortions, Portion, Portions, evenly
 from tilewise.backends.hopper.kit import schedule
 
 SIZES = {  # head dim, batch, query heads, key heads, queries and keys
@@ -131,15 +131,22 @@ def test_a_portion_of_several_heads_has_more_than_a_few_keys(name, mask):
 
 
 def test_a_launch_in_shares_gets_each_share_s_views():
-    found, called = made("long", "full"), []
-    bound = [lambda *tensors: called.append([tuple(x.shape) for x in tensors])] * len(found.all)
-    p = found.problem
-    q, k = (torch.empty(1, n, 8, 1).expand(1, n, 8, 256) for n in (p.seqlen_q, p.seqlen_k))
-    lse = torch.empty(1).expand(1, 8, p.seqlen_q)
-    sheet, sums = torch.empty(1), torch.empty(1)
-    portions.InPortions(bound, found)(q, k, k, q, q, lse, lse, q, k, k, lse, lse, sheet, sums, torch.empty(0))
-    assert [(of[0][2], of[1][1]) for of in called] == [(s.size("heads"), s.size("keys")) for s in found.all]
-    assert all(of[8] == of[1] and of[5][1] == of[0][2] for of in called)
+    found = made("long", "full")
+    p, half, fp32 = found.problem, torch.bfloat16, torch.float32
+    rows, keys = (1, p.seqlen_q, 8, 256), (1, p.seqlen_k, 8, 256)
+    whole = {name: View.contiguous(name, half, *rows) for name in ("q", "o", "dq")}
+    whole |= {name: View.contiguous(name, half, *keys) for name in OF_KEYS}
+    whole |= {name: View.contiguous(name, fp32, 1, 8, p.seqlen_q) for name in ("lse", "dlse", "lse2", "delta")}
+    whole |= {"do": Late("do", half, 4), "sheet": View.contiguous("scratch", half, 1)}
+    for n, portion in enumerate(found.all):
+        of = found.of(n, whole)
+        assert (of["q"].shape[2], of["k"].shape[1]) == (portion.size("heads"), portion.size("keys"))
+        assert of["k"].offset == 256 * (8 * portion.keys[0] + portion.heads[0])
+        assert of["dk"].shape == of["k"].shape
+        assert of["lse"].shape[1] == of["q"].shape[2]
+        assert (of["do"].memory, of["sheet"]) == (f"do{n}", whole["sheet"])
+    late = found.late({"do": torch.zeros(1).expand(rows), "q": torch.empty(0)})
+    assert [x.shape[2] for x in late.values()] == [portion.size("heads") for portion in found.all]
 
 
 def packed(tokens: int, sequences: int, heads_k: int, group: int = 1, d: int = 256) -> PackedPortions:
@@ -178,13 +185,9 @@ def test_no_lengths_of_packed_sequences_take_more_blocks_than_the_host_makes_roo
 
 
 def test_each_portion_of_packed_sequences_counts_its_own_tiles():
-    found, called = packed(16384, 4, 16), []
-    bound = [lambda *tensors: called.append(tensors)] * found.count
-    assert len(bound) > 1
-    counts, cu, x = torch.zeros(2, len(bound), 1), torch.arange(5), torch.empty(1)
-    made = portions.MADE + portions.rooms(found.config)
-    portions.InPortions(bound, found)(*[x] * 7, cu, cu, *counts, *[x] * made)
-    for tensors in called:
-        tensors[9].add_(1), tensors[10].add_(1)
-        assert all(a is b for a, b in zip(tensors[:9], [*[x] * 7, cu, cu], strict=True))
-    assert torch.equal(counts, torch.ones(2, len(bound), 1))
+    found = packed(16384, 4, 16)
+    whole = {name: View.contiguous(name, torch.int32, found.count, 1) for name in ("cu_q", "counts_k", "counts_q")}
+    of = [found.of(n, whole) for n in range(found.count)]
+    assert found.count > 1
+    assert [x["counts_k"].offset for x in of] == [x["counts_q"].offset for x in of] == [*range(found.count)]
+    assert all(x["cu_q"] is whole["cu_q"] and x["counts_k"].shape == (1,) for x in of)

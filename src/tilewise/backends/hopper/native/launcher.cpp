@@ -321,6 +321,7 @@ bool evaluate(const TwRecipe& recipe, const int64_t* given, uint64_t* values) {
   return true;
 }
 
+// Whether a launch failed for its grid, which says so.
 bool beyond(const TwLaunch& x, const uint64_t* values) {
   for (int d = 0; d < 3; ++d) {
     uint64_t most = d == 0 ? kTwBlocksAlongX : kTwBlocks, blocks = values[x.grid[d]];
@@ -364,8 +365,9 @@ int launch_one(const TwLaunch& x, const uint64_t* values, const uint64_t* addres
   configuration.stream = stream;
   configuration.attributes = attributes;
   configuration.count = x.attributes;
-  TRY(cuLaunchKernelEx, &configuration, function, at, nullptr);
-  return 0;
+  Result code = driver().cuLaunchKernelEx(&configuration, function, at, nullptr);
+  if (code == 0) return 0;
+  return beyond(x, values) ? kTwBeyond : fail("cuLaunchKernelEx", code);
 }
 
 }  // namespace
@@ -390,16 +392,13 @@ int32_t tw_run(const TwRecipe* recipe, const int64_t* given, const uint64_t* add
   thread_local std::vector<uint64_t> values;
   values.resize(recipe->rows);
   if (!evaluate(*recipe, given, values.data())) return kTwUnfit;
-  const TwLaunch* end = recipe->launch + recipe->launches;
-  for (const TwLaunch* x = recipe->launch; x != end; ++x)
-    if (beyond(*x, values.data())) return kTwBeyond;
   if (start()) return -1;
   Entered context;
   if (context.enter(device)) return -1;
-  for (const TwLaunch* x = recipe->launch; x != end; ++x) {
+  for (const TwLaunch* x = recipe->launch; x != recipe->launch + recipe->launches; ++x) {
     const Function* functions;
     if (x->image->functions(context.id, &functions)) return -1;
-    if (launch_one(*x, values.data(), addresses, functions[x->kernel], stream)) return -1;
+    if (int code = launch_one(*x, values.data(), addresses, functions[x->kernel], stream)) return code;
   }
   return 0;
 }

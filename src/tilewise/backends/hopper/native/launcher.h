@@ -66,7 +66,7 @@ TW_EXPORT const char* tw_launcher_error();
 // A cubin, copied, with the names of its kernels and the dynamic shared memory that each may ask for. Never freed.
 TW_EXPORT TwImage* tw_image(const void* cubin, int64_t bytes, const char* const* kernels, const int32_t* shared, int32_t count);
 // Launches the kernels of a recipe, one after the other on a stream of a device, with the sizes, strides and numbers of a call (32-bit floats
-// as their bits) and the addresses of its tensors. Nothing is launched where it returns kTwUnfit: the kernels were not compiled for these
-// numbers; or kTwBeyond: a grid is larger than a GPU's.
+// as their bits) and the addresses of its tensors. kTwUnfit: the kernels were not compiled for these numbers, and none was launched. kTwBeyond:
+// a grid is larger than a GPU's.
 TW_EXPORT int32_t tw_run(const TwRecipe* recipe, const int64_t* given, const uint64_t* addresses, int32_t device, void* stream);
 }

@@ -23,6 +23,28 @@ def at_address(address: int, dtype: torch.dtype, shape: Sequence[int], strides: 
     return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).as_strided(tuple(shape), tuple(strides))
 
 
+class Seen:
+    """A tensor as a launch saw it: a copy of what lay there, and where and how it lay."""
+
+    def __init__(self, tensor: Tensor):
+        self.value, self.address, self.strides = tensor.clone(), tensor.data_ptr(), tensor.stride()
+
+    def data_ptr(self) -> int:
+        return self.address
+
+    def stride(self) -> tuple[int, ...]:
+        return self.strides
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.value, name)
+
+
+def seen(arguments: list) -> tuple[list[Seen], list]:
+    """The tensors and the numbers of a launch."""
+    tensors = [Seen(x) for x in arguments if isinstance(x, Tensor)]
+    return tensors, [x for x in arguments if not isinstance(x, Tensor)]
+
+
 def stand_in(monkeypatch, launched: Callable[[Any, list], None]) -> None:
     """Has every launch call a function with the config and the arguments, flat, in place of its kernels."""
 

@@ -52,7 +52,11 @@ def stand_in(monkeypatch, launched: Callable[[Any, list], None]) -> None:
         def __init__(self, config):
             self.config = config
 
-        def run(self, kinds, words, addresses, device) -> None:
+        def pack(self, kinds, words, device) -> tuple:
+            return kinds, tuple(words)
+
+        def run(self, packed, addresses, device) -> None:
+            kinds, words = packed
             rest, places, found = iter(words), iter(addresses), []
             for kind in kinds:
                 if kind is None:

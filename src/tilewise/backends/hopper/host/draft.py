@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -98,12 +99,6 @@ class Made(NamedTuple):
     shape: tuple[int, ...]
     fill: float | None = None
 
-    def make(self, like: Tensor) -> Tensor:
-        """The memory, on a tensor's device."""
-        dtype, shape, fill = self
-        found = like.new_empty(shape) if dtype is like.dtype else like.new_empty(shape, dtype=dtype)
-        return found if fill is None else found.fill_(fill)
-
 
 class Launch(NamedTuple):
     """The launch of one config's kernels.
@@ -121,38 +116,55 @@ class Launch(NamedTuple):
     places: tuple[tuple[int, int], ...]
 
 
-class Launches(NamedTuple):
+@dataclass
+class Launches:
     """All launches of a call, and what it makes for them.
 
     Attributes:
         given: the names of the tensors that a call brings. made: what it makes, by name. scratch: bytes of memory that nobody reads
-            afterwards.
+            afterwards. packed: the words of each launch as the launcher takes them, once there was one; None where some are late.
     """
 
     given: tuple[str, ...]
     made: tuple[tuple[str, Made], ...]
     scratch: int
     launches: tuple[Launch, ...]
+    packed: list[bytes | None] = field(default_factory=list, init=False, compare=False, repr=False)
 
     def run(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Launches with the tensors of a call, and returns what it made."""
-        names, made, scratch, launches = self
-        tensors = [given[name] for name in names]
-        like = tensors[0]
-        found = {name: x.make(like) for name, x in made}
-        tensors += found.values()
-        if scratch:
-            tensors.append(like.new_empty(scratch, dtype=torch.uint8))
-        at = [x.data_ptr() for x in tensors]
-        for config, kinds, (words, *more), late, places in launches:
-            if late:
-                words = [*words]
-                for n, part in zip(late, more, strict=True):
-                    words += tensors[n].shape
-                    words += tensors[n].stride()
-                    words += part
-            library.function(config).run(kinds, words, [at[n] + first for n, first in places], like.device)
+        tensors = [given[name] for name in self.given]
+        like, found = tensors[0], {}
+        for name, (dtype, shape, fill) in self.made:
+            x = like.new_empty(shape, dtype=dtype) if fill is None else like.new_full(shape, fill, dtype=dtype)
+            found[name] = x
+            tensors.append(x)
+        if self.scratch:
+            tensors.append(like.new_empty(self.scratch, dtype=torch.uint8))
+        at, device = [x.data_ptr() for x in tensors], like.device
+        packed = self.packed or self._pack(device)
+        for launch, words in zip(self.launches, packed, strict=True):
+            kernels = library.function(launch.config)
+            words = words or kernels.pack(launch.kinds, _with_late(launch, tensors), device)
+            kernels.run(words, [at[n] + first for n, first in launch.places], device)
         return found
+
+    def _pack(self, device: torch.device) -> list[bytes | None]:
+        self.packed = [
+            None if x.late else library.function(x.config).pack(x.kinds, x.words[0], device) for x in self.launches
+        ]
+        return self.packed
+
+
+def _with_late(launch: Launch, tensors: Sequence[Tensor]) -> list[int | float]:
+    """The words of a launch, with those of late tensors."""
+    first, *rest = launch.words
+    words = [*first]
+    for n, part in zip(launch.late, rest, strict=True):
+        words += tensors[n].shape
+        words += tensors[n].stride()
+        words += part
+    return words
 
 
 class Draft:

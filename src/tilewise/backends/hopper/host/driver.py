@@ -122,7 +122,8 @@ class Kernels:
             cubin, len(cubin), (c_char_p * count)(*names), (c_int32 * count)(*shared), count
         )
         self.native = NativeRecipe(self)
-        self._words, self._addresses = self.native.given.pack, struct.Struct(f"{len(self.tensors)}Q").pack
+        self._words, self._addresses = self.native.given, struct.Struct(f"{len(self.tensors)}Q").pack
+        self._run = self.library.tw_run
         self._kinds = tuple(
             None if isinstance(kind, str) else (getattr(torch, kind.dtype), len(kind.shape))
             for kind in recipe.arguments
@@ -137,36 +138,43 @@ class Kernels:
         tensors = [x for x in given if hasattr(x, "stride")]
         if len({x.device for x in tensors}) > 1:
             self.recipe.check(given)
-        self.run(tuple(kinds), words, [x.data_ptr() for x in tensors], tensors[0].device)
+        device = tensors[0].device
+        self.run(self.pack(tuple(kinds), words, device), [x.data_ptr() for x in tensors], device)
 
-    def run(self, kinds: tuple, words: Sequence[int | float], addresses: Sequence[int], device: torch.device) -> None:
-        """Launches the kernels on the device's stream of the moment.
+    def pack(self, kinds: tuple, words: Sequence[int | float], device: torch.device) -> bytes:
+        """The numbers, and the sizes and strides of tensors, in order, as the launcher takes them.
 
         Args:
-            kinds: dtype and rank of each argument that is a tensor, None of each number. words: the numbers, and the sizes and strides of
-                tensors. addresses: of these.
+            kinds: dtype and rank of each argument that is a tensor, None of each number.
 
         Raises:
-            ValueError: the kernels were not compiled for these arguments. NotImplementedError: they would have more blocks than a GPU.
+            ValueError: the kernels were not compiled for these arguments.
         """
         if kinds is not self._seen:
             if kinds != self._kinds:
                 self._refuse(kinds, words, device)
             self._seen = kinds
         try:
-            given = self._words(*words)
+            return self._words.pack(*words)
         except struct.error:
             self._refuse(kinds, words, device)
-        index = device.index or 0
-        code = self.library.tw_run(self.native.at, given, self._addresses(*addresses), index, stream_of(index))
-        if code:
-            self._failed(code, kinds, words, device)
 
-    def _failed(self, code: int, kinds: tuple, words: Sequence[int | float], device: torch.device) -> NoReturn:
+    def run(self, words: bytes, addresses: Sequence[int], device: torch.device) -> None:
+        """Launches the kernels on the device's stream of the moment.
+
+        Args:
+            words: packed. addresses: of the arguments that are tensors.
+
+        Raises:
+            ValueError: the kernels were not compiled for these arguments. NotImplementedError: they would have more blocks than a GPU.
+        """
+        index = device.index or 0
+        code = self._run(self.native.at, words, self._addresses(*addresses), index, stream_of(index))
         if code == UNFIT:
-            self._refuse(kinds, words, device)
-        why = self.library.tw_launcher_error().decode()
-        raise NotImplementedError(why) if code == BEYOND else RuntimeError(f"the hopper backend failed: {why}")
+            self._refuse(self._kinds, self._words.unpack(words), device)
+        elif code:
+            why = self.library.tw_launcher_error().decode()
+            raise NotImplementedError(why) if code == BEYOND else RuntimeError(f"the hopper backend failed: {why}")
 
     def _refuse(self, kinds: tuple, words: Sequence[int | float], device: torch.device) -> NoReturn:
         rest, given = iter(words), []

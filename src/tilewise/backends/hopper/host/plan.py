@@ -37,9 +37,9 @@ class Plan:
         """The tensors that the mask reads."""
         return [inputs.leaves[n] for n in self.problem.spec.mask_slots]
 
-    def of_mask(self, inputs: Inputs, make: Callable[..., Any], *more: Any) -> Any:
-        """The result of a function of the mask's tensors, kept while they are the same."""
-        return self.made.of((make, *more), self.mask_leaves(inputs), lambda: make(self.problem, inputs, *more))
+    def of_mask(self, inputs: Inputs, make: Callable[..., Any], *more: Any, by_columns: bool = False) -> Any:
+        """The result of a function of the mask's tensors, kept while they are the same; ``more``, the plan says."""
+        return self.made.of((make, by_columns), self.mask_leaves(inputs), lambda: make(self.problem, inputs, *more))
 
 
 @dataclass(eq=False)
@@ -140,9 +140,9 @@ class LaunchPlan(Plan):
             columns = masks.column_ends_of_rows if by_columns and config.keys.keeps_ds else masks.column_ends
             found += self.of_mask(inputs, columns if by_columns else masks.row_ends)
         if config.form == "lists":
-            found += self.of_mask(inputs, masks.visits, tiles, by_columns)
+            found += self.of_mask(inputs, masks.visits, tiles, by_columns, by_columns=by_columns)
         if config.form == "bits":
-            found += self.of_mask(inputs, masks.tiles_with_bits, tiles, *grid, by_columns)
+            found += self.of_mask(inputs, masks.tiles_with_bits, tiles, *grid, by_columns, by_columns=by_columns)
         return found
 
     def drafted_leaves(self) -> list[View]:

@@ -48,10 +48,13 @@ def test_the_index_names_every_page():
     assert {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"} <= named
 
 
-def test_the_changelog_begins_with_what_is_unreleased_and_knows_this_version():
-    titles = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
-    assert titles[0] == "Unreleased"
-    assert tw.__version__ in titles
+def test_the_changelog_begins_with_this_version_and_has_bullets_of_one_line():
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    newest, *older = re.split(r"^## ", text, flags=re.MULTILINE)[1:]
+    assert newest.split()[0] in (tw.__version__, "Unreleased")
+    assert tw.__version__ in [section.split()[0] for section in (newest, *older)]
+    assert re.findall(r"^### (.+)$", newest, flags=re.MULTILINE) == ["Added", "Changed", "Fixed", "Removed"]
+    assert re.findall(r"^ +\S.*", newest, flags=re.MULTILINE) == [], "bullets that go on in a second line"
 
 
 def test_the_commands_that_contributors_are_given_exist():

@@ -42,6 +42,14 @@ def test_what_was_tried_is_one_table_by_backend():
     assert backends == sorted(backends, key=("portable", "cpu", "triton", "hopper").index)
 
 
+def test_a_cell_of_the_measurements_holds_one_number():
+    text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    tables = [found.splitlines() for found in re.findall(r"(?:^\|.*\n)+", text, flags=re.MULTILINE)]
+    cells = [cell for _, _, *rows in tables for row in rows for cell in row.strip("| ").split(" | ")[1:]]
+    assert len(cells) > 300
+    assert [cell for cell in cells if len(re.findall(r"\d[\d.,]*", cell)) > 1] == []
+
+
 def test_the_index_names_every_page():
     text = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
     named = {target for target, _ in LINK.findall(text)}

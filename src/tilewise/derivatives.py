@@ -251,7 +251,7 @@ class AttentionBackwardJvp(torch.autograd.Function):
     """The tangents of dq, dk, dv and the extras' gradients.
 
     ``tensors`` are dO, dlse and their tangents, the tangents of o and lse, then those of :class:`AttentionJvp`. They are linear in the
-    tangents and are differentiated with respect to the tangents alone, which is all that `torch.autograd.functional.hvp` needs. The second
+    tangents and are differentiated with respect to the tangents alone, as `torch.autograd.functional.hvp` needs. The second
     derivatives of F are symmetric, so these gradients are the same tangents along the cotangents. They include the contributions through
     the tangents of o and lse.
     """

@@ -103,7 +103,7 @@ def agreed_call(
     key = _key(parallel, found, agreement.call[2], with_lse, compiled)
     call = _call(parallel, found, key, with_lse, compiled)
     sizes = tuple(agreement.lengths), agreement.memory
-    # Ranks that have said that their plans have one route need not say it again.
+    # Ranks with plans of one route, as all have said, need not agree on it again.
     if call.digest and agreement.mark != _mark(call.digest, sizes):
         neighbours = call.exchange.size if isinstance(call, heads.Heads) else 1
         agree_on_tensors(parallel.exchange, call.digest, neighbours)

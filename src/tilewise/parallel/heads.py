@@ -136,7 +136,7 @@ class Heads:
 
     @property
     def digest(self) -> int:
-        """A number that differs if the keys that groups send each other differ."""
+        """A number that differs if the keys between groups differ."""
         return 0 if self.across is None else self.across.call.digest
 
     @property

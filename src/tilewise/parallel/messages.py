@@ -113,7 +113,7 @@ class Taken:
         return [piece for line, each in zip(lines, sizes, strict=True) for piece in line.split_with_sizes(each)]
 
     def line(self, number: int, pieces: Sequence[Tensor]) -> Tensor:
-        """Return a new line from the pieces of all lines. A line that is a whole given line is that line itself."""
+        """Return a new line from the pieces of all lines. A whole given line is returned as it is."""
         picks = self.picks[number]
         return pieces[picks[0]] if self.whole[number] else torch.cat([pieces[n] for n in picks])
 

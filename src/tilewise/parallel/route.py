@@ -1,4 +1,4 @@
-"""The keys that ranks send each other: only those that a rank's queries see and another rank holds.
+"""The keys that ranks send: those of other ranks that a rank's queries see.
 
 Everything here is a pure function of layouts and of the keys that each piece of queries sees.
 """

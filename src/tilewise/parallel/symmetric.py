@@ -83,7 +83,7 @@ class SymmetricGroup(Group):
         self.carrier = "copy engines, by symmetric memory"
         self._rooms: dict[str, tuple[Tensor, Any]] = {}
         self._views: dict[str, dict[tuple, list[tuple[int, Tensor]]]] = {}  # of peers' rooms, by name, shapes and dtype
-        # Rooms that CUDA graphs read, which tell nobody how long they live.
+        # Rooms that CUDA graphs read. They stay, because graphs do not tell when they end.
         self._captured: list[tuple[Tensor, Any]] = []
         self._stream = torch.cuda.Stream()
 

@@ -8,16 +8,16 @@ import torch
 
 from tilewise.problem import Problem
 
-# The smallest split and the largest, and how many splits, where few queries meet many keys: docs/decisions.md#cpu-decode-splits.
+# The smallest and the largest split, and the number of splits, for few queries and many keys: docs/decisions.md#cpu-decode-splits.
 SPLIT_KEYS = (1024, 4096)
 SPLIT_PARTS = 16
 PAGED_SPLIT = 1024  # of a cache, whatever its capacity, so that a sequence's bits are its own
-PAGED_ROWS = 16  # queries of a tile where sequences have few
+PAGED_ROWS = 16  # queries of a tile, if sequences have few
 PREDICATE_TILE = 128  # patterns come in blocks of 64 or 128
 AMX = ("amxbf16", "amxbf16_emulated")
 NOTES = {"amxbf16_emulated": "AMX in software, for tests"}
-ENOUGH_UNITS = 8  # of the backward: with fewer key heads than that, every tile of keys is a unit of its own
-# The share of the threads' time below which it pays that they take turns at the heads: docs/decisions.md#cpu-dq-in-turns.
+ENOUGH_UNITS = 8  # of the backward: with fewer key heads, every tile of keys is a work unit
+# Threads take turns at the heads if whole heads would keep them busy for less than this share: docs/decisions.md#cpu-dq-in-turns.
 BUSY = 0.875
 
 

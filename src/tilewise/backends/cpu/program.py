@@ -56,7 +56,7 @@ class Step:
 
 @dataclass
 class Read:
-    """One lookup whose leaf wants a gradient: the slope of the score in it, and the place that it reads."""
+    """One lookup whose leaf wants a gradient: the score's slope in it, and its place."""
 
     slot: int
     slope: Value

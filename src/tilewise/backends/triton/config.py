@@ -25,8 +25,8 @@ from tilewise.problem import Problem
 
 OVERLAPPING = ("sm90", "sm100")  # the devices with programmatic dependent launch
 
-# Matrix units multiply no fp32. A sum of three bf16 terms holds all of an fp32, and six of the nine products of the terms of two factors
-# hold all that fp32's product keeps: the other three are below 2^-24 of it (Henry, Tang, Heinecke: Leveraging the bfloat16 Artificial
+# Matrix units multiply no fp32. A sum of three bf16 terms holds an fp32 exactly. Of the nine products of two factors' terms, six give
+# the fp32 product; the other three are below 2^-24 of it (Henry, Tang, Heinecke: Leveraging the bfloat16 Artificial
 # Intelligence Datatype For Higher-Precision Computations, 2019). The smallest products come first, as (term of the left factor, of the
 # right one). docs/decisions.md#triton-bf16x6
 TERMS = 3
@@ -117,8 +117,8 @@ class Row:
         return cls(head_dim, tiles, tiles, tiles)
 
 
-# The rows of a table go by their head dim: the first that holds a problem's is taken. The last of half precision, wider than those of
-# fp32, are for multi-head latent attention, whose q and k are 512 and 64 rotary columns wide and whose v is 512 wide.
+# A problem takes the first row of a table that holds its head dim. The last rows of half precision are for multi-head latent attention:
+# 512 and 64 rotary columns of q and k, 512 of v.
 _HALF_SM90 = (
     Row(64, _tma(64, 128, 4, 2), _tma(64, 64, 4, 3), _tma(64, 64, 4, 3)),
     Row(96, _tma(64, 128, 4, 2), _tma(64, 64, 4, 3), _tma(64, 64, 4, 3)),
@@ -192,7 +192,7 @@ TABLE = {
     "sm100": {"half": _HALF_SM80, "ieee": _FLOAT},
     "amd": {"half": _HALF_AMD, "ieee": _FLOAT},
 }
-# What one program may have of shared memory, in bytes: of the devices of each table the ones for data centres.
+# The bytes of shared memory that one program may have, on the data-centre devices of each table.
 SHARED_MEMORY = {"sm80": 163 << 10, "sm90": 227 << 10, "sm100": 227 << 10, "amd": 64 << 10}
 MAX_HEAD_DIM = min(tables["ieee"][-1].head_dim for tables in TABLE.values())
 MAX_LATENT_DIM = min(tables["half"][-1].head_dim for tables in TABLE.values())  # of q and k in half precision
@@ -296,9 +296,9 @@ CANDIDATES = {
 }
 
 
-# What takes the place of the table's tiles beside a tensor that is read for every pair: the first that fits. Beside its tiles dQ's eight
-# warps have no room for a third stage. "dkdv" is for elements wider than q's, beside which two programs of 64 x 64 do not fit; "tile"
-# sums the gradient of such a tensor over what it is broadcast over. docs/decisions.md#triton-pair-tiles
+# If a tensor is read for every pair, the first of these tiles that fits replaces the table's. With the tensor's tiles, dQ's eight warps
+# have no room for a third stage. "dkdv" is for elements wider than q's, with which two programs of 64 x 64 do not fit. "tile" sums the
+# gradient of such a tensor over the axes of its broadcast. docs/decisions.md#triton-pair-tiles
 PAIRED = {
     "sm90": (
         Choices(
@@ -317,16 +317,16 @@ PAIRED = {
         ),
     )
 }
-# Beside a tensor that is read by distance, and where no tile is far from the diagonal: dK dV at D 128 spills with tiles of 64 x 64, and
-# with 128 keys the forward reads each number twice. docs/decisions.md#triton-diagonals
+# Tiles for a tensor that is read by distance; ALL_DISTANT if no tile is far from the diagonal. dK dV at D 128 spills with tiles of
+# 64 x 64, and with 128 keys the forward reads each number twice. docs/decisions.md#triton-diagonals
 DISTANT = {"sm90": (Choices(64), Choices(128, dkdv=_tmas((32, 64, 4, 3))))}
 ALL_DISTANT = {"sm90": (Choices(64, forward=_tmas((64, 64, 4, 3))), *DISTANT["sm90"][1:])}
-# Where v lies in k's memory, and a tile of rows has many heads of one query (docs/decisions.md#triton-pages).
+# v is a view of k, and a tile of rows has many heads of one query (docs/decisions.md#triton-pages).
 LATENT = {"sm90": (Choices(576, forward=_tmas((64, 64, 8, 2))),)}
-# A chunk of queries over e4m3 numbers whose scales are not those of single keys: with more rows, fewer tiles convert each key
+# A chunk of queries over e4m3 numbers without a scale for each key: with more rows, fewer tiles convert each key
 # (docs/decisions.md#triton-pages).
 E4M3 = {"sm90": (Choices(96), Choices(128, forward=_tmas((128, 64, 8, 3))))}
-# Where one query's heads share a tile: few rows, and as many loads in flight as fit. Half precision.
+# One query's heads share a tile: few rows, and as many loads in flight as fit. Half precision.
 DECODING = {
     "sm90": (
         Choices(64, forward=_tmas((64, 128, 4, 3))),
@@ -556,7 +556,7 @@ def fit_all(problem: Problem, passes: dict[str, Tiles], pair_bytes: int = 0) -> 
 
 
 SPLIT_KEYS = 1024  # the size of a split may depend on nothing but seqlen_k: docs/decisions.md#triton-split
-# The second launch and the merge are taken to cost a query tile as much time as so many more keys would: predicted, not measured.
+# The cost of the second launch and the merge for a query tile, counted in keys: predicted, not measured.
 MERGE_KEYS = 512
 
 

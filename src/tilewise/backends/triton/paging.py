@@ -41,13 +41,12 @@ E4M3_BYTES, E4M3_PAIR = 1, 2  # kernels read two numbers at a time
 PROGRAMS = 2  # for each multiprocessor, as many as run there at a time
 LEAST_SPLITS = 16  # of a batch of decoding steps: one sequence may be much longer than the others
 MOST_SPLITS = 128
-MOST_SPLITS_ALONE = 32  # where the choice may not look at the batch: the partial states of a large one should still fit
-MOST_SHARES = 5  # of a tile whose keys warps share: 16 tiles of head_dim 256 take 26.4 µs in even shares for 24.4 in splits (H200)
-PARTS_REGISTERS = 168  # of a thread where warps take parts of a tile's keys: three programs for each multiprocessor
-SHORTEST_SPLIT = 128  # keys, where programs are few
-SPLIT_OF_MANY = (
-    1024  # keys, where there are programs for all multiprocessors without splits: then a split saves no time
-)
+MOST_SPLITS_ALONE = 32  # if the choice may not look at the batch: the partial states of a large one should still fit
+# If warps share a tile's keys: 16 tiles of head_dim 256 take 26.4 µs in even shares, 24.4 in splits (H200).
+MOST_SHARES = 5
+PARTS_REGISTERS = 168  # of a thread, if warps take parts of a tile's keys: three programs for each multiprocessor
+SHORTEST_SPLIT = 128  # keys, if programs are few
+SPLIT_OF_MANY = 1024  # keys, if all multiprocessors have programs without splits, and a split saves no time
 
 
 def addressing(problem: Problem, tile_n: int) -> Addressing:
@@ -82,10 +81,10 @@ def few_queries(problem: Problem, cores: int) -> bool:
     return 4 * heads * queries < 3 * LARGE_TILE * max(tiles, cores)
 
 
-LATENT_TILE = 64  # rows, and keys, of a tile of the kernel for v in k's memory
-# The fewest query heads of a sequence, and the fewest tiles of a call, for which that kernel is faster (H200, 11-22): 84.0 µs instead of
+LATENT_TILE = 64  # rows, and keys, of a tile of the kernel for a v that is a view of k
+# The fewest query heads of a sequence, and the fewest tiles of a call, with which that kernel is faster (H200, 11-22): 84.0 µs instead of
 # 139 at 32 × 8,192 with 16 heads, 27.6 instead of 31.5 with 512 tiles. 128 tiles gain nothing: 23.3 and 23.6, or 23.8 instead of 20.3
-# in an earlier version. Nothing below 4,096 tiles was measured in 8 bits.
+# in an earlier version. In 8 bits, nothing below 4,096 tiles was measured.
 LATENT_ROWS, LATENT_TILES = 16, {False: 512, True: 4096}  # by whether the cache is in 8 bits
 
 

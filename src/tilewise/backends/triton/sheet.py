@@ -13,11 +13,11 @@ from tilewise.backends.triton.config import Config, divisor, with_stages
 from tilewise.backends.triton.tiles import Tiles
 from tilewise.problem import Problem
 
-SHEET_STRIP = 64  # queries that lie side by side in a sheet of dS: docs/decisions.md#triton-kept-ds
-SHEET_UNIT = 128  # its rows and columns are whole tiles of so many
+SHEET_STRIP = 64  # adjacent queries in a sheet of dS: docs/decisions.md#triton-kept-ds
+SHEET_UNIT = 128  # its rows and columns are multiples of this
 SHEET_KEYS = 512  # the fewest keys of a part: dQ is read and written once a part, in fp32
 SUMMED_BESIDE = 32  # an eighth of the programs that an H200 runs at a time
-SHEET_HEAD_DIM = 256  # the largest at which its kernels were seen on a GPU
+SHEET_HEAD_DIM = 256  # the largest with which a GPU has run its kernels
 
 
 def sheet_memory(problem: Problem) -> int:
@@ -43,7 +43,7 @@ def sheet_parts(problem: Problem, over_heads: bool, together: int, gradient: int
 
     Args:
         together: the heads that run side by side; a part has a multiple of them.
-        gradient: bytes of the bias that dS is the gradient of.
+        gradient: bytes of the bias.
     """
     if max(problem.head_dim, problem.head_dim_v) > SHEET_HEAD_DIM:
         return ()

@@ -1,4 +1,4 @@
-# make demo · make check · make test · make kernels · make kernels-hopper · make kernels-hopper-sample · make lint · make docs · make pages · make gpu-test · make bench · make bench-cpu · make wheel · make hub
+# make demo · make check · make test · make kernels · make kernels-hopper · make kernels-hopper-sample · make lint · make docs · make pages · make gpu-test · make bench · make bench-cpu · make wheel · make hub · make release
 # make TORCH=installed …   uses the torch (and triton) that the machine's python3 already has; without a network, all that it has.
 # make TORCH=newest test   runs with what pip brings today (constraints-newest.txt, several GB), in an environment of its own.
 SHELL  := /bin/bash
@@ -22,7 +22,7 @@ CMAKE   = PATH="$(BIN):$$PATH" cmake
 LIBRARY := src/tilewise/backends/cpu/libtilewise_cpu.so
 EMULATED := build/native/libtilewise_cpu_emulated.so
 
-.PHONY: demo check test kernels kernels-hopper kernels-hopper-sample lint format docs pages gpu-test bench bench-cpu asan tsan valgrind wheel hub clean setup
+.PHONY: demo check test kernels kernels-hopper kernels-hopper-sample lint format docs pages gpu-test bench bench-cpu asan tsan valgrind wheel hub release clean setup
 setup: $(VENV)/ready-$(TORCH) $(LIBRARY)
 
 $(VENV)/ready-$(TORCH): pyproject.toml $(PINS)
@@ -169,6 +169,12 @@ wheel: setup $(VENV)/ready-release-$(TORCH) $(if $(KERNELS),,kernels-hopper)
 
 hub: $(if $(wildcard dist/*manylinux*x86_64.whl),setup,wheel)
 	@$(BIN)/python -m shipping.hub dist/*manylinux*x86_64.whl
+
+# A release: its version is checked before anything is built; the tag is set last, and nothing is pushed (shipping/release.py).
+release: setup
+	@$(BIN)/python -m shipping.release
+	@$(MAKE) --no-print-directory wheel hub docs
+	@$(BIN)/python -m shipping.release --tag
 
 clean:
 	rm -rf .venv .venv-newest build dist out $(LIBRARY)

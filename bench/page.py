@@ -591,22 +591,22 @@ def summary() -> str:
     beside_cudnn, beside_best = [], []
     for direction in PASSES:
         cases = [square(d, n, mask) for d in DIMS for n in LENGTHS for mask in MASKS]
-        beside_cudnn += mean_and_range([H200.over_cudnn("tilewise", case, direction) for case in cases])
-        beside_best += mean_and_range([H200.over_best(case, direction) for case in cases])
+        beside_cudnn += mean_and_bounds([H200.over_cudnn("tilewise", case, direction) for case in cases])
+        beside_best += mean_and_bounds([H200.over_best(case, direction) for case in cases])
     pairs = [over_sdpa(*kind, shape) for kind in CPU_KINDS for shape in CPU_SHAPES]
-    on_cpu = [cell for n in range(2) for cell in mean_and_range([each[n] for each in pairs if each[n]])]
+    on_cpu = [cell for n in range(2) for cell in mean_and_bounds([each[n] for each in pairs if each[n]])]
     rows = [
         ["cuDNN, on an H200 (bf16, 36 shapes)", *beside_cudnn],
         ["the best of cuDNN, FlashAttention-2 and 4 there", *beside_best],
         ["PyTorch's SDPA, on two CPU cores (fp32, bf16)", *on_cpu],
     ]
-    header = ["how many times as fast as", *(cell for direction in PASSES for cell in (direction, "range"))]
+    header = ["how many times as fast as", *(cell for direction in PASSES for cell in (direction, "least", "most"))]
     return "\n".join(table(header, rows))
 
 
-def mean_and_range(ratios: list[float]) -> list[str]:
-    """The geometric mean of ratios, and their range, as text."""
-    return [f"**{geometric_mean(ratios):.2f}**", f"{min(ratios):.2f}–{max(ratios):.2f}"]
+def mean_and_bounds(ratios: list[float]) -> list[str]:
+    """Return the geometric mean, the least and the largest of ratios, as text."""
+    return [f"**{geometric_mean(ratios):.2f}**", f"{min(ratios):.2f}", f"{max(ratios):.2f}"]
 
 
 def quoted(text: str) -> str:

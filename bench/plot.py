@@ -8,8 +8,19 @@ from pathlib import Path
 
 from bench import cases, records
 
-COLOURS = {"tilewise": "#0b6e8f", "hopper": "#0b6e8f", "triton": "#62b6cb", "fa2": "#c8553d", "fa3": "#8f5fa8", "fa4": "#4f9d69",
-           "cudnn": "#7a7a7a", "flex": "#d9a441"}  # fmt: skip
+PEER = {"linewidth": 1.6, "markersize": 4, "zorder": 2}
+OURS = {"linewidth": 3, "markersize": 6, "zorder": 3, "marker": "o"}
+STYLES = {
+    "tilewise": OURS | {"color": "#0b6e8f"},
+    "hopper": OURS | {"color": "#0b6e8f"},
+    "triton": OURS | {"color": "#4fa3bf"},
+    "fa4": PEER | {"color": "#9a9a9a", "marker": "s"},
+    "fa3": PEER | {"color": "#b3a3bd", "marker": "D"},
+    "cudnn": PEER | {"color": "#c9a27e", "marker": "^"},
+    "fa2": PEER | {"color": "#b5b5b5", "marker": "v", "linestyle": ":"},
+    "flex": PEER | {"color": "#d8c48f", "marker": "P"},
+}
+"""How a contestant is drawn; tilewise comes first and stands out."""
 LABELS = {
     "tilewise": "tilewise",
     "hopper": "tilewise, hopper",
@@ -24,7 +35,7 @@ LABELS = {
 
 def points(rows: list[dict], direction: str, head_dim: int, mask: str | None) -> dict[str, list[tuple[int, float]]]:
     """``(N, TFLOP/s)`` by contestant, in the order of N."""
-    found: dict[str, dict[int, float]] = {name: {} for name in COLOURS}
+    found: dict[str, dict[int, float]] = {name: {} for name in STYLES}
     for r in records.select(rows, direction=direction):
         case, speed = cases.CASES.get(r["case"]), records.rate(r)
         wanted = case and "h200" in case.tags and (case.head_dim, case.mask) == (head_dim, mask)
@@ -33,38 +44,31 @@ def points(rows: list[dict], direction: str, head_dim: int, mask: str | None) ->
     return {name: sorted(values.items()) for name, values in found.items() if values}
 
 
-def draw(rows: list[dict], path: Path) -> None:
-    """Forward above, backward below, a column for each head dim; full lines without a mask, broken ones causal."""
+def draw(rows: list[dict], path: Path, mask: str | None = "causal") -> None:
+    """Draw forward above backward, and a column for each head dim. The letters are legible at 800 pixels."""
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, NullLocator
+    from matplotlib.ticker import NullLocator
 
-    figure = Figure(figsize=(12, 6.4), layout="constrained")
+    figure = Figure(figsize=(8, 5.4), layout="constrained")
     grid = figure.subplots(2, 3, sharex=True, sharey="row")
     for line, direction in zip(grid, ("forward", "backward"), strict=True):
         for axes, head_dim in zip(line, (64, 128, 256), strict=True):
-            for mask, style in ((None, "-"), ("causal", "--")):
-                for name, values in points(rows, direction, head_dim, mask).items():
-                    label = LABELS[name] if mask is None else None
-                    axes.plot(
-                        *zip(*values, strict=True), style, marker="o", markersize=4, color=COLOURS[name], label=label
-                    )
-            axes.set(xscale="log", title=f"{direction}, head dim {head_dim}")
-            axes.set_xticks([512, 2048, 4096, 16384])
-            axes.xaxis.set_major_formatter(FuncFormatter(lambda n, _: f"{n:g}" if n < 1024 else f"{n / 1024:g}k"))
+            for name, values in points(rows, direction, head_dim, mask).items():
+                axes.plot(*zip(*values, strict=True), label=LABELS[name], **STYLES[name])
+            axes.set(xscale="log")
+            axes.set_title(f"{direction}, head_dim {head_dim}", fontsize=11)
+            axes.set_xticks([512, 2048, 8192], labels=["512", "2k", "8k"])
             axes.xaxis.set_minor_locator(NullLocator())
-            axes.grid(True, color="#e6e6e6", linewidth=0.8)
+            axes.grid(True, color="#ececec", linewidth=0.8)
             axes.set_axisbelow(True)
             axes.spines[["top", "right"]].set_visible(False)
         line[0].set(ylabel="TFLOP/s", ylim=(0, 1.05 * max(y for axes in line for y in _heights(axes))))
-    for axes in grid[1]:
-        axes.set_xlabel("sequence length N")
+    grid[1, 1].set_xlabel("sequence length")
     run = next(iter(records.runs(rows).values()))
-    where = f"{run['device']}, bf16, torch {run['versions']['torch']}"
-    note = "16,384 tokens, hidden size 2048; full lines without a mask, broken ones causal"
-    figure.suptitle(f"{where}   ·   {note}", fontsize=9, color="#555555")
+    figure.suptitle(f"{(mask or 'full').capitalize()} attention, bf16, {run['device']}", fontsize=12)
     handles = {label: h for axes in grid.flat for h, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False)
-    figure.savefig(path, dpi=110)
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False, fontsize=10.5)
+    figure.savefig(path, dpi=200)
 
 
 def _heights(axes) -> list[float]:
@@ -76,9 +80,11 @@ def main() -> None:
     parser.add_argument("sources", nargs="+", type=Path)
     parser.add_argument("target", type=Path)
     parser.add_argument("--run", help="contestants of one run alone, which were timed in the same rounds")
+    parser.add_argument("--mask", default="causal", help="the mask of the cases, or none")
     options = parser.parse_args()
     rows = [r for path in options.sources for r in records.read(path)]
-    draw([r for r in rows if options.run in (None, r["run"])], options.target)
+    mask = None if options.mask == "none" else options.mask
+    draw([r for r in rows if options.run in (None, r["run"])], options.target, mask)
 
 
 if __name__ == "__main__":

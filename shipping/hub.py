@@ -1,4 +1,4 @@
-"""Makes the folder that the Hugging Face kernels hub wants of a wheel: ``python -m shipping.hub WHEEL [--out dist/hub]`` (``make hub``).
+"""Make the folder for the Hugging Face kernels hub from a wheel: ``python -m shipping.hub WHEEL [--out dist/hub]`` (``make hub``).
 
     kernel = kernels.get_local_kernel(Path("dist/hub"), trust_remote_code=True)
     o = kernel.attention(q, k, v, causal=True)
@@ -56,7 +56,7 @@ tags: [kernels, attention]
 ---
 # tilewise
 
-Exact attention, tile by tile, with every option honoured in the backward: any mask and score, on the CPU and on GPUs.
+Exact attention for PyTorch: any mask, any bias, all gradients, in linear memory, on CPUs and GPUs.
 """
 
 

@@ -42,16 +42,27 @@ def test_what_was_tried_is_one_table_by_backend():
     assert backends == sorted(backends, key=("portable", "cpu", "triton", "hopper").index)
 
 
+def test_a_cell_of_the_measurements_holds_one_number():
+    text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    tables = [found.splitlines() for found in re.findall(r"(?:^\|.*\n)+", text, flags=re.MULTILINE)]
+    cells = [cell for _, _, *rows in tables for row in rows for cell in row.strip("| ").split(" | ")[1:]]
+    assert len(cells) > 300
+    assert [cell for cell in cells if len(re.findall(r"\d[\d.,]*", cell)) > 1] == []
+
+
 def test_the_index_names_every_page():
     text = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
     named = {target for target, _ in LINK.findall(text)}
     assert {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"} <= named
 
 
-def test_the_changelog_begins_with_what_is_unreleased_and_knows_this_version():
-    titles = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
-    assert titles[0] == "Unreleased"
-    assert tw.__version__ in titles
+def test_the_changelog_begins_with_this_version_and_has_bullets_of_one_line():
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    newest, *older = re.split(r"^## ", text, flags=re.MULTILINE)[1:]
+    assert newest.split()[0] in (tw.__version__, "Unreleased")
+    assert tw.__version__ in [section.split()[0] for section in (newest, *older)]
+    assert re.findall(r"^### (.+)$", newest, flags=re.MULTILINE) == ["Added", "Changed", "Fixed", "Removed"]
+    assert re.findall(r"^ +\S.*", newest, flags=re.MULTILINE) == [], "bullets that go on in a second line"
 
 
 def test_the_commands_that_contributors_are_given_exist():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shipping import combinations, hub, installs, wheel
+from shipping import combinations, hub, installs, release, wheel
 from tilewise.backends.hopper.host import kernel_files
 
 PACKAGE = {"__init__.py": "from tilewise.inner import attention\n__all__ = ['attention']\n__version__ = '3.1.0'\n",
@@ -133,3 +133,58 @@ def test_a_combination_is_one_line_of_what_pip_says():
     said = "WARNING: a\nERROR: Cannot install torch==9\nERROR: see the page\n"
     assert combinations.reason(said) == "Cannot install torch==9"
     assert combinations.line("3.14", "pip", {}, "does not resolve: x") == "python 3.14  pip     does not resolve: x"
+
+
+# -- The version that is released ----------------------------------------------------------------------------------
+
+
+def repository(root: Path, title: str, package: str = "3.1.0") -> Path:
+    """A repository of one commit that says its version in three places."""
+    texts = {
+        "pyproject.toml": '[project]\nversion = "3.1.0"\n',
+        "src/tilewise/__init__.py": f'__version__ = "{package}"\n',
+        "CHANGELOG.md": f"# Changelog\n\n## {title}\n",
+        ".gitignore": "/dist/\n/build/\n",
+    }
+    for name, text in texts.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "--quiet"], ["add", "."], [*who, "commit", "--quiet", "--message", "Begin"]):
+        subprocess.run(["git", *words], cwd=root, check=True)
+    for key in ("name", "email"):
+        subprocess.run(["git", "config", f"user.{key}", "a@b"], cwd=root, check=True)
+    return root
+
+
+def test_this_checkout_has_one_version():
+    assert [said for said in release.faults_of_version(release.ROOT) if "CHANGELOG" not in said] == []
+
+
+def test_a_release_is_refused_with_every_reason(tmp_path, capsys):
+    root = repository(tmp_path, "3.1.0 (unreleased)", package="3.0.0")
+    (root / "dist").mkdir()
+    (root / "dist" / "tilewise-3.0.0.tar.gz").touch()
+    (root / "new").touch()
+    assert release.main([], root) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "FAIL tilewise.__version__ is 3.0.0, pyproject.toml has 3.1.0",
+        'FAIL CHANGELOG.md begins with "3.1.0 (unreleased)" instead of "3.1.0 (YYYY-MM-DD)"',
+        "FAIL there are uncommitted changes",
+        "FAIL dist/tilewise-3.0.0.tar.gz is of another version",
+    ]
+
+
+def test_a_release_is_tagged_once_when_its_files_are_there(tmp_path, capsys):
+    root = repository(tmp_path, "3.1.0 (2026-12-01)")
+    assert release.main([], root) == 0
+    assert release.main(["--tag"], root) == 1
+    assert "FAIL there is no dist/tilewise-3.1.0.tar.gz\n" in capsys.readouterr().out
+    names = [name.format("3.1.0").replace("*", "x") for name in release.FILES]
+    for path in (*(root / "dist" / name for name in names), root / "build" / "site" / "index.html"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    assert release.main(["--tag"], root) == 0
+    assert capsys.readouterr().out.startswith("v3.1.0 is set")
+    assert release.main(["--tag"], root) == 1
+    assert capsys.readouterr().out == "FAIL the tag v3.1.0 exists already\n"

@@ -64,7 +64,7 @@ def verify(device: torch.device | str | None = None, dtypes: tuple[torch.dtype, 
     return run(device, dtypes)
 
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "AttentionStats",
     "Mask",

@@ -1,9 +1,9 @@
 """``torch.vmap`` over an attention: the mapped dimension is folded into the batch, and every operator runs once for all examples.
 
-Each rule gets the operator's arguments, and the place of the mapped dimension in each, None where all examples share a tensor.
-Tensors with a batch get x B elements in place of B. A tensor that a mask or score reads and that differs from example to example,
-or whose gradient does, gets the mapped dimension in front, and the expressions are rewritten to read it there
-(:class:`tilewise.mapped.Mapped`). What has no batch to fold into is refused in words.
+Each rule gets the operator's arguments and the place of the mapped dimension in each; None means that all examples share the tensor.
+Tensors with a batch get x B elements instead of B. A leaf of a mask or score gets the mapped dimension in front if it, or its
+gradient, differs between examples; the expressions are rewritten to read it there (:class:`tilewise.mapped.Mapped`). Tensors without
+a batch to fold into are refused with a reason.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ class Fold:
     """A mapped call in terms of a call with a larger batch.
 
     Args:
-        size: the examples.
+        size: the number of examples.
         spec: of the call as one example sees it.
-        q: its queries. dim: where the mapped dimension is in them.
+        q: its queries.
+        dim: the mapped dimension in q.
     """
 
     def __init__(self, size: int, spec: str, q: Tensor, dim: int | None):
@@ -40,35 +41,35 @@ class Fold:
         self.batch = q.shape[0] if dim is None else q.movedim(dim, 0).shape[1]
 
     def rows(self, x: Tensor | None, dim: int | None) -> Tensor | None:
-        """A tensor that begins with the batch, with the batch of all examples."""
+        """Return a tensor that begins with the batch, with the batch of all examples."""
         return None if x is None else self.in_front(x, dim).flatten(0, 1)
 
     def all_rows(self, tensors: Iterable[Tensor | None], dims: Iterable[int | None]) -> list[Tensor | None]:
         return [self.rows(x, dim) for x, dim in zip(tensors, dims, strict=True)]
 
     def in_front(self, x: Tensor, dim: int | None) -> Tensor:
-        """A tensor with the mapped dimension first; a view also where all examples share it."""
+        """Return a tensor with the mapped dimension first: always a view, even if all examples share it."""
         return x.expand(self.size, *x.shape) if dim is None else x.movedim(dim, 0)
 
     def examples(self, x: Tensor) -> Tensor:
-        """A result that begins with the batch of all examples, as one that begins with the examples."""
+        """Split the batch of a result into (examples, batch)."""
         return x.unflatten(0, (self.size, self.batch))
 
     def extras(self, extras: Sequence[Tensor], dims: Dims, slots: set[int]) -> list[Tensor]:
-        """The extras, those of ``slots`` with the mapped dimension in front."""
+        """Return the extras, with the mapped dimension in front of those of ``slots``."""
         return [self.in_front(x, dim) if n in slots else x for n, (x, dim) in enumerate(zip(extras, dims, strict=True))]
 
     def leave_sink_out(self) -> None:
-        """Takes the sink out of the folded call: what it adds follows from the statistics of the rows, for each example by itself."""
+        """Take the sink out of the folded call. What it adds follows from the row statistics, for each example by itself."""
         wanted = tuple(n for n in self.spec.grad_slots if n in self.spec.score_slots)
         self.spec = replace(self.spec, sink_slot=None, grad_slots=wanted)
 
     def by_head(self, x: Tensor, dim: int | None, dtype: torch.dtype) -> Tensor:
-        """A sink, or its tangent, beside a statistic of the examples' rows: (examples, 1, heads, 1)."""
+        """Return a sink, or its tangent, as (examples, 1, heads, 1), to broadcast with a statistic of the examples' rows."""
         return self.in_front(x, dim).to(dtype)[:, None, :, None]
 
     def text(self, slots: set[int]) -> str:
-        """The spec of the folded call, in which the extras of ``slots`` differ from example to example."""
+        """Return the spec of the folded call; the extras of ``slots`` differ from example to example."""
         spec = self.spec
         region, score = spec.whole_region, spec.whole_score
         reads_b = "b" in expr.depends_on(*region.parts, *(() if score is None else (score,)))
@@ -77,10 +78,10 @@ class Fold:
         return spec.text()
 
     def differing(self, extras: Dims, tangents: Dims = ()) -> set[int]:
-        """The extras that differ from example to example, or whose tangents do.
+        """Return the extras that differ from example to example, by themselves or in their tangents.
 
         Raises:
-            NotImplementedError: what cannot be folded, with every reason.
+            NotImplementedError: something cannot be folded; every reason is given.
         """
         found = {n for n, dim in enumerate(extras) if dim is not None}
         found |= {n for n, dim in enumerate(tangents) if dim is not None}
@@ -141,12 +142,12 @@ def _backward(info, in_dims, *arguments):
 
 
 def _delta(do: Tensor, o: Tensor, dtype: torch.dtype) -> Tensor:
-    """``rowsum(dO ∘ O)``, in lse's shape."""
+    """Return ``rowsum(dO ∘ O)``, in lse's shape."""
     return (do.to(dtype) * o).sum(-1).transpose(1, 2)
 
 
 def _add_sink_gradient(found: dict[int, Tensor], slot: int, by_row: Tensor, extras: Sequence[Tensor]) -> None:
-    """Adds the gradient of each example's sink to the gradients that are found, of parts (examples, batch, heads, rows)."""
+    """Add the gradient of each example's sink to the gradients, from parts (examples, batch, heads, rows)."""
     total = by_row.sum((1, 3)).to(extras[slot].dtype)
     found[slot] = total + found[slot] if slot in found else total
 
@@ -197,7 +198,7 @@ def _backward_jvp(info, in_dims, *arguments):
 
 
 def _tangents(fold: Fold, tangents: Sequence[Tensor | None], dims: Dims, slots: set[int]) -> list[Tensor | None]:
-    """The tangents of q, k, v and the extras, in the shapes that these get."""
+    """Return the tangents of q, k, v and the extras in the shapes of the folded call."""
     of_extras = [
         fold.in_front(x, dim) if x is not None and n in slots else x
         for n, (x, dim) in enumerate(zip(tangents[3:], dims[3:], strict=True))
@@ -209,24 +210,24 @@ _LEGACY_BATCHED = torch._C._dispatch_key_parse("Batched")
 
 
 class _Examples(NamedTuple):
-    """The facts that a rule asks about the mapped dimension, as torch.func's rules get it."""
+    """What a rule asks about the mapped dimension, in the form that torch.func's rules get."""
 
     batch_size: int
 
 
 def _is_batched(x: object) -> bool:
-    """Whether a vmap before torch.func's maps ``x``."""
+    """Return whether a vmap older than torch.func's maps ``x``."""
     return isinstance(x, Tensor) and torch._C._dispatch_keys(x).has(_LEGACY_BATCHED)
 
 
 def _has_level(x: Tensor, level: int) -> bool:
-    """Whether the map of this level is one of those over ``x``: another one's dimension would get whatever size is asked for."""
+    """Return whether the map of this level maps ``x``. Of another map, PyTorch would accept any size for the dimension."""
     one, two = (torch._remove_batch_dim(x, level, size, 0).shape[0] for size in (1, 2))
     return one == two
 
 
 def _innermost(x: Tensor) -> int:
-    """The level of the innermost map over a tensor. The thread does not tell it: a GPU's backward runs in one that knows of no map."""
+    """Return the level of the innermost map over a tensor. The thread cannot tell: a GPU's backward runs in a thread without maps."""
     level = 0
     while _is_batched(x):
         level += 1
@@ -235,7 +236,7 @@ def _innermost(x: Tensor) -> int:
 
 
 def _legacy(rule: Callable[..., tuple]) -> Callable[..., Any]:
-    """The rule for tensors of the vmap before torch.func's, by which ``is_grads_batched`` and ``jacobian(vectorize=True)`` still map."""
+    """The rule for tensors of the older vmap, which ``is_grads_batched`` and ``jacobian(vectorize=True)`` still use."""
 
     def kernel(*arguments: Any) -> Any:
         flat, tree = tree_flatten(arguments)
@@ -251,7 +252,7 @@ def _legacy(rule: Callable[..., tuple]) -> Callable[..., Any]:
 
 
 def _flat(rule: Callable[..., tuple]) -> Callable[..., tuple]:
-    """The rule of a backward for an overload, whose dextras come one by one."""
+    """The rule of a backward for an overload that returns dextras one by one."""
 
     def flat(*arguments: Any) -> tuple:
         (*found, dextras), (*dims, of_dextras) = rule(*arguments)

@@ -1,4 +1,4 @@
-"""Forward mode and second derivatives: two more operators, and how PyTorch's transforms reach them.
+"""Forward mode and second derivatives: two more operators, and the functions that PyTorch's transforms call.
 
 tilewise::attention_jvp(inputs, extras, seed, tangents, spec) -> (o's tangent, lse's tangent)
 tilewise::attention_backward_jvp(grads, moved, inputs, extras, seed, tangents, spec) -> (the tangents of dq, dk, dv, dextras)
@@ -6,10 +6,11 @@ tilewise::attention_backward_jvp(grads, moved, inputs, extras, seed, tangents, s
 ``inputs`` are q, k, v, o and lse; ``tangents`` those of q, k, v and the extras; ``grads`` dO, dlse and their tangents; ``moved`` the
 tangents of o and lse. A tangent that is None is zero.
 
-They are enough for every derivative up to the second one (docs/algorithm.md, (30) to (34)). The backward is the gradient of F = <dO, o> +
-<dlse, lse>, whose second derivatives are symmetric: what reverse mode makes of it, for cotangents of dq, dk and dv, is its tangent along
-these for q, k and v, and the tangents of o and lse for dO and dlse. Reverse mode through ``attention_jvp`` is the same tangent, with the
-cotangents as dO and dlse, and for the tangents the plain backward.
+They are enough for every derivative up to the second (docs/algorithm.md, (30) to (34)). The backward is the gradient of
+F = <dO, o> + <dlse, lse>, and the second derivatives of F are symmetric. Reverse mode through the backward, for cotangents of dq, dk and
+dv, therefore needs tangents along these cotangents only: that of the backward is the gradient of q, k and v, and those of o and lse
+are the gradients of dO and dlse. Reverse mode through ``attention_jvp`` needs the same tangent, with the cotangents as dO and dlse, and
+the plain backward for the gradients of the tangents.
 """
 
 from __future__ import annotations
@@ -86,13 +87,13 @@ for _name, _kernel, _fake in (
 
 
 def operator_of(spec: str):
-    """The operator of a spec's forward: one more result needs a schema of its own."""
+    """Return the operator of a spec's forward. A result more needs a schema of its own."""
     stats = parse_spec(spec).max_logit
     return (torch.ops.tilewise.attention_with_stats if stats else torch.ops.tilewise.attention).default
 
 
 def gradients(*arguments: Any) -> tuple[Tensor, ...]:
-    """``(dq, dk, dv, *dextras)`` by the backward operator, which returns no list where its spec wants few gradients of extras."""
+    """Return ``(dq, dk, dv, *dextras)`` from the backward operator. If few extras want a gradient, it returns no list."""
     operator, count = torch.ops.tilewise.attention_backward, len(parse_spec(arguments[-1]).grad_slots)
     if count < FLAT:
         return getattr(operator, f"flat{count}")(*arguments)
@@ -105,19 +106,19 @@ def gradients(*arguments: Any) -> tuple[Tensor, ...]:
 
 @lru_cache(maxsize=1024)
 def _wanting(spec: str, slots: tuple[int, ...]) -> str:
-    """The spec where a backward may follow and the sink and the score's tensors among ``slots`` want gradients."""
+    """Return the spec for a call with a backward that gives gradients of the sink and the score's tensors among ``slots``."""
     read = parse_spec(spec)
     may = {*read.score_slots, *([] if read.sink_slot is None else [read.sink_slot])}
     return replace(read, needs_grad=True, grad_slots=tuple(n for n in slots if n in may)).text()
 
 
 def watched(spec: str, extras: Sequence[Tensor]) -> str:
-    """The spec of a call that is differentiated in a way that ``requires_grad`` does not tell: with every gradient."""
+    """Return the spec with every gradient, for calls whose differentiation ``requires_grad`` does not show."""
     return _wanting(spec, tuple(n for n, x in enumerate(extras) if x.is_floating_point()))
 
 
 def _by_slot(spec: str, dextras: Sequence[Tensor], extras: int) -> list[Tensor | None]:
-    """A gradient for every extra, None where the spec wants none."""
+    """Return a gradient for every extra; None if the spec wants none."""
     found = dict(zip(parse_spec(spec).grad_slots, dextras, strict=True))
     return [found.get(n) for n in range(extras)]
 
@@ -127,7 +128,7 @@ def _zeros(grad: Tensor | None, like: Tensor) -> Tensor:
 
 
 def _save(ctx: Any, *tensors: Tensor | None) -> None:
-    """Keeps tensors for reverse and for forward mode; what is not given has no gradient, and None stands for it."""
+    """Keep tensors for reverse and for forward mode. Tensors that are not given have the gradient None."""
     ctx.save_for_backward(*tensors)
     ctx.save_for_forward(*tensors)
     ctx.set_materialize_grads(False)
@@ -135,7 +136,7 @@ def _save(ctx: Any, *tensors: Tensor | None) -> None:
 
 @untraced
 class Attention(torch.autograd.Function):
-    """The attention, ``(o, lse)`` and, where the spec asks for it, max_logit, for calls inside torch.func, and calls of dual tensors."""
+    """The attention inside torch.func and of dual tensors: ``(o, lse)`` and, if the spec asks for it, max_logit."""
 
     generate_vmap_rule = True
 
@@ -170,8 +171,8 @@ class Attention(torch.autograd.Function):
 
 @untraced
 class AttentionBackward(torch.autograd.Function):
-    """The backward, ``(dq, dk, dv, *dextras)``. Its derivatives with respect to q, k and v are whole: they hold what o and lse,
-    which follow from these, contribute."""
+    """The backward, ``(dq, dk, dv, *dextras)``. Its derivatives with respect to q, k and v are total: they include the
+    contributions through o and lse."""
 
     generate_vmap_rule = True
 
@@ -250,9 +251,9 @@ class AttentionBackwardJvp(torch.autograd.Function):
     """The tangents of dq, dk, dv and the extras' gradients.
 
     ``tensors`` are dO, dlse and their tangents, the tangents of o and lse, then those of :class:`AttentionJvp`. They are linear in the
-    tangents, and differentiated with respect to these alone: so `torch.autograd.functional.hvp` asks. The second derivatives of F are
-    symmetric, so that these gradients are the same tangents once more, along the cotangents; as above they hold what the tangents of o
-    and lse contribute.
+    tangents and are differentiated with respect to the tangents alone, as `torch.autograd.functional.hvp` needs. The second
+    derivatives of F are symmetric, so these gradients are the same tangents along the cotangents. They include the contributions through
+    the tangents of o and lse.
     """
 
     generate_vmap_rule = True
@@ -286,7 +287,7 @@ class AttentionBackwardJvp(torch.autograd.Function):
 
 @untraced
 class _Fixed(torch.autograd.Function):
-    """Tensors as they are, with respect to which a second derivative is not differentiated."""
+    """Return the tensors unchanged, and refuse to differentiate a second derivative with respect to them."""
 
     generate_vmap_rule = True
 
@@ -314,19 +315,19 @@ def _backward_tangents(
     tensors: Sequence[Tensor],
     along: Sequence[Tensor | None],
 ) -> tuple[Tensor, ...]:
-    """:class:`AttentionBackwardJvp` of dO, dlse and their tangents, the tangents of o and lse, the inputs and extras, and their
-    tangents, whose further derivatives with respect to anything but tangents are refused."""
+    """:class:`AttentionBackwardJvp`, differentiable with respect to the tangents alone. ``tensors``: dO, dlse and their tangents, the
+    tangents of o and lse, the inputs and extras, and their tangents."""
     do, dlse, *tensors = _Fixed.apply(*grads[:2], *tensors)
     return AttentionBackwardJvp.apply(seed, spec, count, do, dlse, *grads[2:], *moved, *tensors, *along)
 
 
 for _function in (Attention, AttentionBackward, AttentionJvp, AttentionBackwardJvp, _Fixed):
-    # PyTorch asks for this signature at every call, and inspect works it out anew each time unless it is written down.
+    # PyTorch asks for this signature at every call; inspect would compute it anew each time.
     _function.forward.__signature__ = inspect.signature(_function.forward)  # type: ignore[attr-defined]
 
 
 def _parted(tensors: Sequence[Tensor | None], count: int) -> tuple[Sequence[Tensor | None], ...]:
-    """The inputs, the extras and the tangents among tensors in this order."""
+    """Split tensors into inputs, extras and tangents, in this order."""
     return tensors[:INPUTS], tensors[INPUTS : INPUTS + count], tensors[INPUTS + count :]
 
 

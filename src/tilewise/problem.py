@@ -1,8 +1,8 @@
 """A call without its tensors: the checked problem and its compile-time key.
 
-- :class:`Problem`: a call's sizes, dtypes and strides beside its Spec; made only by :func:`check`, which holds every
-  input check of the package and raises with all reasons at once.
-- :class:`Key`: the part of a Problem that a compiled kernel depends on; numbers and lengths are no part of it.
+- :class:`Problem`: a call's sizes, dtypes and strides beside its Spec. Only :func:`check` makes one. It holds every input check of
+  the package, and raises with all reasons at once.
+- :class:`Key`: the part of a Problem that a compiled kernel depends on, without numbers and lengths.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class Key:
-    """The part of a call that a compiled kernel depends on: types, widths and structure; no length, no stride, no number of the user's."""
+    """The part of a call that a compiled kernel depends on: types, widths and structure, but no length, stride or number of the user's."""
 
     dtype: torch.dtype
     device: str
@@ -82,15 +82,15 @@ class Key:
 
 @dataclass(frozen=True)
 class Problem(Structured):
-    """A call that passed every check. Packed, ``batch`` counts sequences and the lengths are the totals of all.
+    """A call that passed every check. In a packed call, ``batch`` counts sequences and the lengths are the totals of all.
 
-    Paged, q alone may be packed; k and v are pools of pages, and ``seqlen_k`` is the capacity of a sequence: what its row of the
-    block table has room for. How long the sequences are stands on the device.
+    In a paged call, q alone may be packed, k and v are pools of pages, and ``seqlen_k`` is the capacity of a sequence: the keys that
+    its row of the block table has room for. The actual lengths are on the device.
 
     Attributes:
-        q, k, v: facts of the inputs; ``(batch, seqlen, heads, head_dim)``, packed ``(total, heads, head_dim)``; the k and v of a
-            paged call ``(num_pages, page_size, heads_k, head_dim)``.
-        latent: whether the v of a paged call lies in k's memory, as its first columns: it need not be read again.
+        q, k, v: facts of the inputs: ``(batch, seqlen, heads, head_dim)``, packed ``(total, heads, head_dim)``. k and v of a paged call
+            are ``(num_pages, page_size, heads_k, head_dim)``.
+        latent: whether v of a paged call is the first columns of k in memory, so that it need not be read again.
         extras: facts of sink, cu_seqlens, block_table, seqlens_k, k_scale, v_scale and leaves, by slot.
     """
 
@@ -111,7 +111,7 @@ class Problem(Structured):
         return (self.device,)
 
     def with_sizes(self, sizes: Sequence[Any]) -> Problem:
-        """The problem of this structure that has these :attr:`sizes`."""
+        """Return the problem of the same structure with other :attr:`sizes`."""
         q, k, v, *extras = tensors_with_sizes(self.tensors, sizes)
         return Problem(q, k, v, tuple(extras), self.device, self.spec, self.latent)
 
@@ -131,7 +131,7 @@ class Problem(Structured):
 
     @property
     def batch_dim(self) -> int:
-        """The size of the batch dimension: packed sequences have none, and count as one element."""
+        """The size of the batch dimension. Packed sequences have none and count as one element."""
         return 1 if self.packed else self.batch
 
     @property
@@ -174,19 +174,19 @@ class Problem(Structured):
 
     @cached_property
     def output_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The shapes of o and lse; the one place that decides them."""
+        """Return the shapes of o and lse. Nothing else decides them."""
         *lengths, heads, _ = self.q.shape
         return (*lengths, heads, self.head_dim_v), (*lengths[:-1], heads, lengths[-1])
 
     @property
     def starts(self) -> tuple[int, int]:
-        """The first query and the first key in the whole attention, of which this may be a piece."""
+        """The first query and the first key, counted in the whole attention if this call is a piece of one."""
         piece = self.spec.piece
         return (0, 0) if piece is None else (piece.q_start, piece.k_start)
 
     @property
     def totals(self) -> tuple[int, int]:
-        """How many queries and keys the whole attention has; packed, the totals of all sequences."""
+        """The queries and keys of the whole attention. Packed sequences count together."""
         piece = self.spec.piece
         return (self.seqlen_q, self.seqlen_k) if piece is None else (piece.total_q, piece.total_k)
 
@@ -199,7 +199,7 @@ class Problem(Structured):
         return Key.of(self)
 
     def describe(self) -> str:
-        """The call in one or two lines, as error messages and ``explain`` show it."""
+        """Return the call in one or two lines, as error messages and ``explain`` show it."""
         return "    ".join(_described(self))
 
 
@@ -220,7 +220,7 @@ def _described(p: Problem) -> list[str]:
 
 
 def _readable(text: str, p: Problem, slots: Sequence[int]) -> str:
-    """A mask's or score's text as people read it, with the shapes of the tensors in it; ``slots`` of these."""
+    """Return a mask's or score's text for people, with the shapes of its tensors; ``slots`` are theirs."""
     text = text.replace("fitted_", "")
     leaves = dict.fromkeys(re.findall(r"\b((?:float|int|bool)(\d+))\b", text))
     shapes = [f"{name} {p.extras[slots[int(number)]].shape}" for name, number in leaves]
@@ -232,10 +232,10 @@ def _shapes(extras: Sequence[TensorFacts], slots: Sequence[int]) -> str:
 
 
 def regrouped_problem(problem: Problem) -> Problem:
-    """The attention of a single query with the query heads of each key head as its queries: (batch, group, heads_k, head_dim).
+    """Return the attention of one query per head, with the query heads of a key head as queries: (batch, group, heads_k, head_dim).
 
-    It is the same attention where the heads of a group differ in their queries alone: without score, sink and dropout, and under a mask
-    that hides no key. Its queries are :func:`regrouped_queries`.
+    Both are the same attention if the heads of a group differ in their queries alone: without score, sink and dropout, and if the mask
+    hides no key. :func:`regrouped_queries` makes its queries.
     """
     (batch, _, _, head_dim), (by_batch, _, by_head, by_column) = problem.q.shape, problem.q.stride
     shape = (batch, problem.group, problem.heads_k, head_dim)
@@ -246,7 +246,7 @@ def regrouped_problem(problem: Problem) -> Problem:
 
 
 def regrouped_queries(problem: Problem, q: Tensor) -> Tensor:
-    """The queries of :func:`regrouped_problem`: q (batch, 1, heads_q, head_dim) as (batch, group, heads_k, head_dim), a view."""
+    """Return q (batch, 1, heads_q, head_dim) as (batch, group, heads_k, head_dim), a view (:func:`regrouped_problem`)."""
     return q[:, 0].unflatten(1, (problem.heads_k, problem.group)).transpose(1, 2)
 
 
@@ -255,10 +255,12 @@ def regrouped_queries(problem: Problem, q: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Signature(Structured):
-    """A call that was not checked yet: all that decides about it, as its tensors tell.
+    """A call before its checks: everything that decides about it, as its tensors tell.
 
     Attributes:
-        tensors: of q, k, v and the extras. devices: of each. latent: as of a Problem.
+        tensors: facts of q, k, v and the extras.
+        devices: the device of each.
+        latent: as in a Problem.
     """
 
     tensors: tuple[TensorFacts, ...]
@@ -273,14 +275,14 @@ class Signature(Structured):
         return cls(facts, tuple([t.device for t in given]), spec, spec.paged and pages.lies_in(v, k))
 
     def problem(self) -> Problem:
-        """The Problem of such a call, which was checked."""
+        """Return the Problem of such a call, which has passed the checks."""
         q, k, v, *extras = self.tensors
         found = Problem(q, k, v, tuple(extras), self.devices[0], self.spec, self.latent)
         found.__dict__.update(structure=self.structure, sizes=self.sizes)
         return found
 
     def checked(self, seed: Tensor | None, sizes: Sequence[Any]) -> Problem:
-        """The Problem of such a call with these sizes.
+        """Return the Problem of such a call with these sizes.
 
         Raises:
             ValueError: for a wrong call, with every reason.
@@ -294,7 +296,7 @@ def check(
     q: Tensor | Shaped, k: Tensor | Shaped, v: Tensor | Shaped, extras: Sequence, seed: Tensor | None, spec: Spec,
     latent: bool | None = None,
 ) -> Problem:  # fmt: skip
-    """The Problem of a call. ``latent``: as of a Problem, where tensors without memory cannot tell.
+    """Return the Problem of a call. ``latent`` is as in a Problem, for tensors without memory, which cannot tell.
 
     Raises:
         ValueError: for a wrong call, with every reason.
@@ -333,7 +335,7 @@ def _qkv_reasons(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[str]:
 
 
 def _dtype_reasons(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[str]:
-    """Reasons against dtypes and devices."""
+    """Return the reasons against dtypes and devices."""
     reasons = []
     if spec.paged and (spec.quantised or pages.FLOAT8 in (k.dtype, v.dtype)):
         reasons += pages.quantised_reasons(k, v, spec)
@@ -347,7 +349,7 @@ def _dtype_reasons(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[str]:
 
 
 def _rank_hint(q: Tensor, spec: Spec) -> str:
-    """The way from a q with too many or too few dimensions to one that the call takes; empty where none is likely."""
+    """Return advice on a q with too many or too few dimensions, or nothing if no advice is likely to help."""
     if q.ndim == 4 and spec.packed:
         return "; rows of equal sequences are packed by q.flatten(0, 1)"
     if q.ndim != 3 or spec.packed:
@@ -422,7 +424,7 @@ def _extras_reasons(q: Tensor, k: Tensor, extras: Sequence[Tensor], spec: Spec) 
 
 
 def _cu_reasons(q: Tensor, k: Tensor, cu: Sequence[Tensor]) -> list[str]:
-    """Shapes and dtypes; the values are checked at each call by :func:`check_values`."""
+    """Return the reasons against shapes and dtypes. :func:`check_values` checks values at each call."""
     reasons = [
         f"cu_seqlens_{n} must be int32 or int64 of shape (batch + 1,), got {c.dtype} {tuple(c.shape)}"
         + f"; convert: cu_seqlens_{n}.to(torch.int32)" * (c.ndim == 1)
@@ -439,7 +441,7 @@ def _cu_reasons(q: Tensor, k: Tensor, cu: Sequence[Tensor]) -> list[str]:
 
 
 def _leaf_reasons(q: Tensor, k: Tensor, extras: Sequence[Tensor], spec: Spec) -> list[str]:
-    """Whether leaves have the sizes of the indices that they are read at."""
+    """Return the reasons against leaves whose sizes do not fit the indices that read them."""
     sizes = {"b": extras[spec.cu_slots[0]].shape[0] - 1 if spec.packed else q.shape[0], "h": q.shape[-2]}
     lengths = (q.shape[-3], k.shape[-3]) if spec.piece is None else (spec.piece.total_q, spec.piece.total_k)
     known = "" if spec.packed else "i" if spec.paged else "ij"  # the lengths that all sequences have in common
@@ -467,7 +469,9 @@ def read_reasons(
     sizes: Mapping[str, int],
     mask: tuple[str, tuple[int, ...]] = ("", ()),
 ) -> list[str]:
-    """Reasons against leaves, of ``shapes`` by slot, that are too short or too long for ``sizes``, how far each of ``b h i j`` runs.
+    """Return the reasons against leaves that are too short or too long.
+
+    ``shapes`` are the leaves' by slot; ``sizes`` say how far each of ``b h i j`` runs.
 
     Args:
         mask: the mask's text and the slots of its leaves, which say who reads one.
@@ -494,7 +498,7 @@ def read_reasons(
 
 
 def _batch_first(shape: tuple[int, ...]) -> str:
-    """The advice for a tensor of two or three axes that seems to begin with the batch, as a padding mask does: axes count from the end."""
+    """Return advice on a tensor that seems to begin with the batch, such as a padding mask: axes count from the end."""
     if len(shape) not in (2, 3):
         return ""
     return f"; if it is the batch, axes of size 1 go behind it: x[:, {', '.join(['None'] * (4 - len(shape)))}]"
@@ -503,7 +507,7 @@ def _batch_first(shape: tuple[int, ...]) -> str:
 def show_reasons(
     region: Region, shapes: Sequence[tuple[int, ...]], at: Mapping[str, int], score: expr.Expr | None = None
 ) -> list[str]:
-    """Why a mask, or a score, cannot be shown ``at`` these ``seqlen_q, seqlen_k, batch, head``; ``shapes`` of the leaves by slot."""
+    """Return why a mask or a score cannot be shown ``at`` this ``seqlen_q, seqlen_k, batch, head``; ``shapes`` are the leaves' by slot."""
     reasons = [f"{name} must be a whole number >= 0, got {n!r}" for name, n in at.items() if not _is_size(n)]
     if reasons:
         return reasons
@@ -526,9 +530,9 @@ _AXES = {"b": "batch", "h": "heads_q", "i": "seqlen_q", "j": "seqlen_k"}
 
 
 def _plain_index(index: expr.Expr) -> tuple[str | None, int]:
-    """``(symbol, block)`` of an index that is ``symbol`` or ``symbol // block``; else ``(None, 1)``.
+    """Return ``(symbol, block)`` of an index ``symbol`` or ``symbol // block``; else ``(None, 1)``.
 
-    A query's key position, ``i + off``, runs over the keys: it counts as ``j``.
+    A query's key position, ``i + off``, runs over the keys and counts as ``j``.
     """
     if str(index) == "i + off":
         return "j", 1
@@ -568,7 +572,7 @@ def _option_reasons(q: Tensor, seed: Tensor | None, spec: Spec) -> list[str]:
 
 
 def check_values(p: Problem, extras: Sequence[Tensor]) -> None:
-    """Reads the values of cu_seqlens, and of a cache's table and lengths.
+    """Check the values of cu_seqlens, and of a cache's table and lengths.
 
     Raises:
         ValueError: cu_seqlens that do not start at 0, decrease, or end past the packed tensor; a length or a page out of range.

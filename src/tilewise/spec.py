@@ -1,7 +1,7 @@
-"""All of a call that is no tensor, as a record and as text.
+"""The arguments of a call other than tensors, as a record and as text.
 
-An operator's schema carries tensors and strings. :func:`assemble` turns the keywords of a public function into the
-tensors that come along (*extras*) and the text of a :class:`Spec`; :func:`parse_spec` reads it back, once per text.
+An operator's schema carries tensors and strings. :func:`assemble` turns the keywords of a public function into tensors
+(*extras*) and the text of a :class:`Spec`. :func:`parse_spec` reads the text back, once per text.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from tilewise.scores import Score, as_score, expression
 
 @dataclass
 class Spec:
-    """All of a call that is no tensor. ``slots`` are positions among the operator's ``extras``.
+    """The arguments of a call other than tensors. ``slots`` are positions among the operator's ``extras``.
 
     Attributes:
-        mask_text, score_text: the two trees, leaves numbered in order (:mod:`tilewise.masks`, :mod:`tilewise.scores`).
-        softmax_scale: ``None`` is ``1 / sqrt(head_dim)``.
+        mask_text, score_text: the two expression trees, with leaves numbered in order (:mod:`tilewise.masks`, :mod:`tilewise.scores`).
+        softmax_scale: ``None`` means ``1 / sqrt(head_dim)``.
         dropout_p: probability of dropping a pair.
         deterministic: results repeat bit for bit and do not depend on the rest of the batch.
-        needs_grad: a backward may follow; a backend that lacks it is refused.
+        needs_grad: a backward may follow, so a backend without one is refused.
         max_logit: the largest score of each row is an output too.
-        traced: the mask's tensors are copies that a compiled graph made (``Mask.copied``): a call of others is another problem, for which
-            nothing is kept of what gets their memory later.
+        traced: the mask's tensors are copies that a compiled graph made (``Mask.copied``). Other tensors get their memory later, so
+            nothing that is made of them is kept.
         grad_slots: the extras that want a gradient.
-        sink_slot, cu_slots, mask_slots, score_slots: where sink, cu_seqlens (q, k; over pages q alone) and the leaves are.
-        page_slots: where block_table and seqlens_k of a paged cache are, or empty.
-        scale_slots: where k_scale and v_scale of a quantised cache are, or empty.
-        backend: the one asked for, or ``None``.
-        piece: where the call lies in a larger attention, in whose indices mask and score are written, or ``None``.
+        sink_slot, cu_slots, mask_slots, score_slots: the slots of sink, of cu_seqlens (q and k; q alone over pages) and of the leaves.
+        page_slots: the slots of block_table and seqlens_k of a paged cache, or empty.
+        scale_slots: the slots of k_scale and v_scale of a quantised cache, or empty.
+        backend: the one that the user asked for, or ``None``.
+        piece: the place of the call in a larger attention, or ``None``. Mask and score use the larger one's indices.
         mapped: the dimensions of ``torch.vmap`` that were folded into the batch, the innermost first.
     """
 
@@ -65,7 +65,7 @@ class Spec:
     mapped: tuple[Mapped, ...] = ()
 
     def text(self) -> str:
-        """The canonical text; :func:`parse_spec` reads it. No newline: generated code carries it in a literal."""
+        """Return the canonical text, which :func:`parse_spec` reads. It has no newline, because generated code carries it in a literal."""
         scale = "" if self.softmax_scale is None else float(self.softmax_scale)
         sink = "" if self.sink_slot is None else self.sink_slot
         told = (("d", self.deterministic), ("g", self.needs_grad), ("m", self.max_logit), ("t", self.traced))
@@ -99,7 +99,7 @@ class Spec:
 
     @property
     def call(self) -> str:
-        """The public function that takes such a call, as errors name it."""
+        """The public function of such a call, as errors name it."""
         return _called(self.paged, self.packed)
 
     @cached_property
@@ -131,7 +131,7 @@ class Spec:
 
     @cached_property
     def lookups(self) -> tuple[expr.Expr, ...]:
-        """The reads of leaves in the score that want a gradient, in order of the tree."""
+        """The score's reads of leaves with a gradient, in the order of the tree."""
         if self.score is None:
             return ()
         return tuple(e for e in expr.lookups(self.score) if e.args[0][1] in self.grad_slots)
@@ -182,7 +182,7 @@ def parse_spec(text: str) -> Spec:
 
 
 class Extras:
-    """The operator's tensor list, each tensor once."""
+    """The tensor list of an operator, each tensor once."""
 
     def __init__(self):
         self.tensors: list[Tensor] = []
@@ -200,7 +200,7 @@ class Extras:
 
 @dataclass
 class Options:
-    """The keywords of the public functions, as they were given."""
+    """The keywords of the public functions as the user gave them."""
 
     causal: bool = False
     mask: object = None
@@ -222,10 +222,10 @@ class Options:
 
 
 def assemble(q: Tensor, k: Tensor, v: Tensor, o: Options) -> tuple[list[Tensor], Tensor | None, str]:
-    """``(extras, seed, spec)``: a call as the operator takes it. torch.compile traces it.
+    """Return a call as the operator takes it: ``(extras, seed, spec)``. torch.compile traces this function.
 
     Raises:
-        ValueError: an argument of a type that the operator could not even take. All else is the operator's to check.
+        ValueError: the operator cannot take the type of an argument. The operator checks everything else.
     """
     if not torch.compiler.is_compiling() and _is_brief(o):
         found = brief(q, k, v, (o.causal, o.mask, o.score, o.softmax_scale, o.deterministic, o.backend, o.max_logit))
@@ -275,7 +275,7 @@ def assemble(q: Tensor, k: Tensor, v: Tensor, o: Options) -> tuple[list[Tensor],
 
 
 def _plain(o: Options) -> Options:
-    """The options with NumPy's scalars as Python's."""
+    """Return the options with NumPy's scalars as Python's."""
     named = {
         name: getattr(o, name) for name in ("causal", "softmax_scale", "dropout_p", "dropout_seed", "deterministic")
     }
@@ -284,7 +284,7 @@ def _plain(o: Options) -> Options:
 
 
 def _cu_seqlens(o: Options) -> tuple[Tensor, ...]:
-    """The cu_seqlens of q and k; of q alone where the keys lie in pages, whose lengths are given one by one."""
+    """Return the cu_seqlens of q and k, or of q alone if the keys lie in pages, which have lengths instead."""
     if o.cu_seqlens_q is None:
         return ()
     if o.block_table is not None:
@@ -293,7 +293,7 @@ def _cu_seqlens(o: Options) -> tuple[Tensor, ...]:
 
 
 def _decodes(q: Tensor, o: Options) -> bool:
-    """Whether every sequence of a cache has one query, its last: causal hides no key from it."""
+    """Return whether every sequence of a cache has one query, the last, from which causal hides no key."""
     return o.block_table is not None and o.cu_seqlens_q is None and q.ndim == 4 and q.shape[1] == 1
 
 
@@ -302,7 +302,7 @@ _SCALES, _TRUTH, _NAMES = {type(None), float}, {type(None), bool}, {type(None), 
 
 
 def _is_brief(o: Options) -> bool:
-    """Whether the options beside mask and score are words, so that :func:`brief` may know the whole call."""
+    """Return whether :func:`brief` can express the options: nothing but words beside mask and score."""
     return (
         o.sink is None and o.cu_seqlens_q is None and o.cu_seqlens_k is None
         and o.piece is None and o.block_table is None and o.seqlens_k is None
@@ -311,21 +311,20 @@ def _is_brief(o: Options) -> bool:
 
 
 Words = tuple[bool, object, object, float | None, bool | None, str | None, bool]
-"""causal, mask, score, softmax_scale, deterministic, backend and max_logit, as they were given."""
+"""causal, mask, score, softmax_scale, deterministic, backend and max_logit as the user gave them."""
 
 
 def brief(q: Tensor, k: Tensor, v: Tensor, words: Words) -> tuple[list[Tensor], str] | None:
-    """The extras and the spec of a call of q, k, v, a Mask, a Score and a few words, or None if one of them is not of the type that
-    it should be.
+    """Return the extras and the spec of a call of q, k, v, a Mask, a Score and a few words, or None if one has an unexpected type.
 
-    Such a call needs no assembling (`python -m bench.overhead` shows what that saves).
+    Such a call skips :func:`assemble` (`python -m bench.overhead` shows what that saves).
     """
     causal, mask, score, softmax_scale, deterministic, backend, max_logit = words
     if not (
         type(causal) is bool and type(deterministic) in _TRUTH and type(softmax_scale) in _SCALES and type(backend) in _NAMES
         and type(q) in _TENSORS and type(k) in _TENSORS and type(v) in _TENSORS
         and q.layout is k.layout is v.layout is torch.strided
-        and (mask is None or type(mask) is Mask or (isinstance(mask, Mask) and not causal))  # which undoes a mask's preparation
+        and (mask is None or type(mask) is Mask or (isinstance(mask, Mask) and not causal))  # causal drops the preparation
         and (score is None or type(score) is Score)
     ):  # fmt: skip
         return None
@@ -348,10 +347,10 @@ def brief(q: Tensor, k: Tensor, v: Tensor, words: Words) -> tuple[list[Tensor], 
 
 @lru_cache(maxsize=256)
 def _brief_text(said: tuple, needs_grad: bool, slots: tuple[tuple[int, ...], ...] = ((), (), ())) -> str:
-    """The spec of Words whose mask and score are texts.
+    """Return the spec of Words whose mask and score are texts.
 
     Args:
-        slots: of the tensors that want a gradient, of the mask's, and of the score's.
+        slots: those of the tensors with a gradient, those of the mask, and those of the score.
     """
     causal, mask_text, score_text, softmax_scale, deterministic, backend, max_logit = said
     grad_slots, mask_slots, score_slots = slots
@@ -382,7 +381,7 @@ def _called(paged: bool, packed: bool) -> str:
 
 
 def not_tensors(named: Sequence[tuple[str, object]], needed: Sequence[str]) -> list[str]:
-    """The reasons against arguments that are no tensors; those that are not ``needed`` may be None."""
+    """Return the reasons against arguments that are no tensors. Arguments that are not ``needed`` may be None."""
     return [
         f"{name} must be a tensor{'' if name in needed else ' or None'}, got {type(x).__name__}{_as_tensor(name, x, needed)}"
         for name, x in named
@@ -391,7 +390,7 @@ def not_tensors(named: Sequence[tuple[str, object]], needed: Sequence[str]) -> l
 
 
 def _as_tensor(name: str, x: object, needed: Sequence[str]) -> str:
-    """The way from an argument that is no tensor to one, on the device of one that is ``needed``; empty where there is none."""
+    """Return advice on how to make a tensor of an argument, on the device of a ``needed`` one, or nothing."""
     if isinstance(x, (int, float, list, tuple)) and name not in needed:
         dtype = "float32" if name == "sink" or name.endswith("scale") else "int32"
         return f"; make it one: torch.tensor({name}, dtype=torch.{dtype}, device={needed[0]}.device)"
@@ -450,7 +449,7 @@ def _type_reasons(q: Tensor, k: Tensor, v: Tensor, o: Options) -> list[str]:
 
 
 def _seed(q: Tensor, o: Options) -> Tensor | None:
-    """One int64 on q's device: drawn there, so that no host reads it and graphs and checkpoints repeat it."""
+    """Draw one int64 on q's device. The host never reads it, so graphs and checkpoints repeat it."""
     if o.dropout_p == 0:
         return None
     if o.dropout_seed is None:

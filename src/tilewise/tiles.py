@@ -1,8 +1,8 @@
-"""The tiles of the score matrix that are visited, and those of them that are whole.
+"""The tiles of the score matrix: empty, partial or full.
 
-:class:`Grid` is the index space of one attention (or of a part of one) with its mask; :class:`TileMap` says of each tile
-whether it is empty, partial or full, by rows (forward) or by columns (backward); :func:`seen_keys` marks the keys that
-some query sees. Predicates are evaluated once, over some rows at a time: O(tiles + N) memory and no host read.
+:class:`Grid` is the index space of one attention, or of a part of one, with its mask. :class:`TileMap` has the state of each tile,
+by rows (forward) or by columns (backward). :func:`seen_keys` marks the keys that some query sees. Predicates are evaluated once,
+some rows at a time, in O(tiles + N) memory and without a host read.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from tilewise.masks.facts import Condition, conditions, granularity, joined, mon
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 PREPARED_BLOCK = 64
-_LEAST_BLOCK = 64  # pairs of a block that is worth a question before all pairs are asked
-_CHUNK_ELEMENTS = 1 << 22  # pairs that are evaluated at once: 32 MiB of int64, which caches may hold
-# On a GPU 128 MiB, for fewer launches: in steps of 2**22, three evaluations of 16,384 x 16,384 pairs took 92 ms on an H200, where
-# FlexAttention takes 5 for one in a single step.
+_LEAST_BLOCK = 64  # blocks with fewer pairs are not asked first
+_CHUNK_ELEMENTS = 1 << 22  # pairs evaluated at once: 32 MiB of int64, which fit many caches
+# A GPU takes 128 MiB at once, to save launches: in steps of 2**22, three evaluations of 16,384 x 16,384 pairs took 92 ms on an H200.
+# FlexAttention takes 5 ms for one evaluation in a single step.
 _CHUNK_ELEMENTS_GPU = 1 << 24
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The pairs ``(b, h, i, j)`` of an attention, or of some of its rows of the batch, heads and keys.
+    """The pairs ``(b, h, i, j)`` of an attention, or of some of its batch elements, heads and keys.
 
     Attributes:
         region: the mask; ``leaves`` the tensors by slot.
-        seqlen_q, seqlen_k: lengths of the sequence, which ``off`` comes from.
+        seqlen_q, seqlen_k: lengths of the sequence, from which ``off`` follows.
         b, h: int64, the batch indices and query heads of this part.
-        keys: how many keys this part has, from ``key_origin`` on (one per ``b`` where keys are split).
+        keys: the number of keys in this part, from ``key_origin`` on (one origin per ``b`` if keys are split).
     """
 
     region: Region
@@ -52,7 +52,7 @@ class Grid:
 
     @classmethod
     def whole(cls, kept: Region, leaves: Sequence[Tensor], shape: tuple[int, int, int, int], device) -> Grid:
-        """The grid of a whole attention of ``shape`` (batch, heads_q, seqlen_q, seqlen_k)."""
+        """Return the grid of a whole attention of ``shape`` (batch, heads_q, seqlen_q, seqlen_k)."""
         batch, heads, seqlen_q, seqlen_k = shape
         index = torch.arange(max(batch, heads), device=device)  # one launch for both
         return cls(kept, leaves, seqlen_q, seqlen_k, index[:batch], index[:heads], seqlen_k)
@@ -63,7 +63,7 @@ class Grid:
         return self.region.compared_in(self.leaves)
 
     def env(self, i: Tensor | None = None, j: Tensor | None = None) -> dict[str, Tensor]:
-        """Symbols as tensors ``(b, h, i, j)``, each with its own axis alone; ``i``, ``j`` are 1-d and local."""
+        """Return the symbols as tensors that broadcast to ``(b, h, i, j)``; the arguments ``i`` and ``j`` are 1-d and local."""
         sizes = {"seqlen_q": self.seqlen_q, "seqlen_k": self.seqlen_k, "off": self.seqlen_k - self.seqlen_q}
         env = {name: expr.constant(n, self.b.device) for name, n in sizes.items()}
         env |= {"b": self.b.view(-1, 1, 1, 1), "h": self.h.view(1, -1, 1, 1)}
@@ -79,7 +79,7 @@ class Grid:
         return expr.evaluate([e], self.env(i, j), self.leaves, self.dtype)[0]
 
     def key_interval(self, i: Tensor) -> tuple[Tensor, Tensor]:
-        """``lo, hi`` of rows ``i``, in local keys: int64 ``(b|1, h|1, len(i))``, within 0 and ``keys``."""
+        """Return ``lo, hi`` of rows ``i``, in local keys: int64 ``(b|1, h|1, len(i))``, within 0 and ``keys``."""
         found = _ends_by_kernel(self, i, False)
         if found is not None:
             return found
@@ -89,7 +89,7 @@ class Grid:
         return self._local(lo - origin, i, 2, self.keys), self._local(hi - origin, i, 2, self.keys)
 
     def query_interval(self, j: Tensor) -> tuple[Tensor, Tensor]:
-        """``first, last`` of columns ``j`` (local): int64 ``(b|1, h|1, len(j))``, within 0 and ``seqlen_q``."""
+        """Return ``first, last`` of columns ``j`` (local): int64 ``(b|1, h|1, len(j))``, within 0 and ``seqlen_q``."""
         found = _ends_by_kernel(self, j, True)
         if found is not None:
             return found
@@ -104,7 +104,7 @@ class Grid:
         return end.flatten(2).expand(-1, -1, len(index)) if end.shape[axis] == 1 else end.flatten(2)
 
     def kept(self, i: Tensor, j: Tensor) -> Tensor | None:
-        """Interval and predicate of rows ``i`` and columns ``j``: bool ``(b|1, h|1, i|1, j|1)``; None keeps all."""
+        """Return which pairs of rows ``i`` and columns ``j`` are kept: bool ``(b|1, h|1, i|1, j|1)``; None means all."""
         inside = self.region.inside()
         return None if inside is None else self.evaluate(inside, i, j)
 
@@ -137,7 +137,7 @@ class TileMap:
 
     @classmethod
     def build(cls, grid: Grid, tile_m: int, tile_n: int, by_columns: bool = False) -> TileMap:
-        """The map of a grid; the interval is read in column form where ``by_columns`` (backward kernels do)."""
+        """Return the map of a grid. ``by_columns`` reads the interval in column form, as backward kernels do."""
         found = _by_kernel(grid, tile_m, tile_n)
         if found is not None:
             return cls(found[0], tile_m, tile_n)
@@ -153,11 +153,11 @@ class TileMap:
         return cls(status, tile_m, tile_n)
 
     def _lines(self, transposed: bool) -> Tensor:
-        """The states with the tiles of a line, of queries or of keys, one after the other: kernels read lists so."""
+        """Return the states line by line (of query tiles or of key tiles), the order in which kernels read lists."""
         return (self.status.mT if transposed else self.status).contiguous()
 
     def lists(self, transposed: bool = False) -> TileLists:
-        """Lists by query tile, or, transposed, by key tile; made on the device."""
+        """Return the lists by query tile or, transposed, by key tile. The device makes them."""
         status = self._lines(transposed)
 
         def listed(what: int) -> tuple[Tensor, Tensor]:
@@ -168,10 +168,10 @@ class TileMap:
         return TileLists(*listed(PARTIAL), *listed(FULL))
 
     def visits(self, transposed: bool = False) -> tuple[Tensor, Tensor]:
-        """Key tiles to visit for each query tile, partial ones first, and how many are partial and how many there are;
-        transposed, query tiles for each key tile.
+        """Return the key tiles to visit for each query tile, partial ones first, and the counts of partial and of all tiles.
 
-        int32 ``(b|1, h|1, lines, tiles)``, whose entries past the count are meaningless, and ``(b|1, h|1, lines, 2)``.
+        ``transposed`` gives the query tiles for each key tile. Lists are int32 ``(b|1, h|1, lines, tiles)``, meaningless past the
+        count; counts are ``(b|1, h|1, lines, 2)``.
         """
         status = self._lines(transposed)
         order = torch.argsort((status + 2) % 3, dim=-1, stable=True)  # partial, full, empty
@@ -180,9 +180,9 @@ class TileMap:
 
 
 def _by_kernel(grid: Grid, tile_m: int, tile_n: int, group: int | None = None) -> tuple[Tensor, Tensor | None] | None:
-    """The state of every tile by a kernel on the grid's GPU and, for ``group`` query heads a key head, the keys that are seen.
+    """Return the state of every tile from a kernel on the grid's GPU and, with ``group`` query heads per key head, the keys that are seen.
 
-    None where blocks of the predicate are known, off GPUs, and where a tracer runs.
+    Return None if blocks of the predicate are known, off GPUs, and under a tracer.
     """
     if grid.region.everything or grid.region.prepared is not None or not _on_gpu(grid):
         return None
@@ -193,7 +193,7 @@ def _by_kernel(grid: Grid, tile_m: int, tile_n: int, group: int | None = None) -
 
 
 def _ends_by_kernel(grid: Grid, lines: Tensor, by_columns: bool) -> tuple[Tensor, Tensor] | None:
-    """The intervals of ``lines`` by a kernel on the grid's GPU; None where the mask has none, off GPUs and under a tracer."""
+    """Return the intervals of ``lines`` from a kernel on the grid's GPU; None without intervals, off GPUs and under a tracer."""
     ends = grid.region.ends[2:] if by_columns else grid.region.ends[:2]
     if all(end is None for end in ends) or not _on_gpu(grid):
         return None
@@ -203,8 +203,7 @@ def _ends_by_kernel(grid: Grid, lines: Tensor, by_columns: bool) -> tuple[Tensor
 
 
 def _on_gpu(grid: Grid) -> bool:
-    """Whether kernels can judge a grid: it and all tensors of its mask lie on one GPU, are neither traced nor without memory, and are
-    compared in fp32."""
+    """Return whether kernels can judge a grid: its tensors lie on one GPU, have memory, are not traced and are compared in fp32."""
     if (
         grid.dtype != torch.float32
         or grid.b.device.type != "cuda"
@@ -216,7 +215,7 @@ def _on_gpu(grid: Grid) -> bool:
 
 
 def _interval_status(grid: Grid, tile_m: int, tile_n: int, by_columns: bool) -> Tensor:
-    """The status of tiles by the interval alone: ends never decrease, so a tile's first and last line bound all between them."""
+    """Return the status of tiles by the interval alone. Ends never decrease, so a tile's first and last line bound the others."""
     lines, line_tile, cross, cross_tile = (
         (grid.keys, tile_n, grid.seqlen_q, tile_m) if by_columns else (grid.seqlen_q, tile_m, grid.keys, tile_n)
     )
@@ -235,13 +234,13 @@ def _interval_status(grid: Grid, tile_m: int, tile_n: int, by_columns: bool) -> 
 
 
 def _status_of(grid: Grid, tile_m: int, tile_n: int) -> Tensor:
-    """Status of the predicate: from corners of tiles where it rises or falls along rows and columns, else from all pairs."""
+    """Return the predicate's status: from the corners of tiles if it is monotonic along rows and columns, else from all pairs."""
     known = monotone_terms(grid.region) is not None
     return known_status(grid, tile_m, tile_n) if known else _predicate_status(grid, tile_m, tile_n)[0]
 
 
 def _predicate_status(grid: Grid, tile_m: int, tile_n: int) -> tuple[Tensor, Tensor]:
-    """``(status, seen)`` of the predicate, from one evaluation per pair, or per block where it is constant on blocks.
+    """Return ``(status, seen)`` of the predicate from one evaluation per pair, or per block if it is constant on blocks.
 
     ``seen`` is bool ``(b|1, h|1, keys)``: some query of that head sees the key, by interval and predicate.
     """
@@ -269,17 +268,17 @@ def _predicate_status(grid: Grid, tile_m: int, tile_n: int) -> tuple[Tensor, Ten
 
 
 def _steps(grid: Grid, e: Expr, tile_m: int, tile_n: int) -> tuple[int, int]:
-    """The queries and keys of the largest blocks that tiles consist of and on each of which ``e`` has one value."""
+    """Return the size, in queries and keys, of the largest blocks that divide the tiles and have one value of ``e`` each."""
     step_n = (granularity(e, "j") or tile_n) if grid.key_origin is None else 1
     return math.gcd(tile_m, granularity(e, "i") or tile_m), math.gcd(tile_n, step_n)
 
 
 def known_status(grid: Grid, tile_m: int, tile_n: int) -> Tensor:
-    """Status of the predicate as far as some pairs of a tile tell it, PARTIAL elsewhere: uint8 ``(b|1, h|1, query tiles, key tiles)``.
+    """Return the predicate's status as far as a few pairs of a tile tell it, else PARTIAL: uint8 ``(b|1, h|1, query tiles, key tiles)``.
 
-    A condition that rises or falls holds somewhere in a tile if it holds at its best corner, and everywhere if it holds at its worst
-    one; one with a value for each block of pairs is asked once a block. A tile that two conditions meet apart, or two fill together, is
-    called partial, and so is one that only other conditions decide.
+    A monotonic condition holds somewhere in a tile if it holds at the best corner, and everywhere if it holds at the worst one. A
+    condition that is constant on blocks is evaluated once a block. A tile stays partial if only other conditions decide it, if two
+    conditions only fill it together, or if they meet it in different places.
     """
 
     def ends(length: int, tile: int) -> tuple[Tensor, Tensor]:
@@ -292,7 +291,7 @@ def known_status(grid: Grid, tile_m: int, tile_n: int) -> Tensor:
     known = conditions(predicate, grid.region.sorted_leaves)
 
     def bounds(part: Expr, inner: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """Whether it may hold for some pair of a tile, and whether it does for every one."""
+        """Return whether it may hold for some pair of a tile, and whether it holds for all."""
         found = known.get(id(part))
         if found is not None:
             by_i, by_j = found.by_i > 0, found.by_j > 0
@@ -318,7 +317,7 @@ def known_status(grid: Grid, tile_m: int, tile_n: int) -> Tensor:
 
 
 def _seen_by_terms(grid: Grid, terms: Sequence[Sequence[Condition]]) -> Tensor:
-    """The keys that some query within their interval sees by one of the terms: bool ``(b|1, h|1, keys)``."""
+    """Return the keys that one of the terms shows to some query of their interval: bool ``(b|1, h|1, keys)``."""
     env = grid.env(None, torch.arange(grid.keys, device=grid.b.device))
     first, last = (end.unsqueeze(2) for end in grid.query_interval(torch.arange(grid.keys, device=grid.b.device)))
 
@@ -331,7 +330,7 @@ def _seen_by_terms(grid: Grid, terms: Sequence[Sequence[Condition]]) -> Tensor:
         if not others:
             return hold(rising, last - 1)
         low, high = first, last
-        for _ in range(grid.seqlen_q.bit_length() if rising else 0):  # the first query of which all that rises is true
+        for _ in range(grid.seqlen_q.bit_length() if rising else 0):  # from this query on, every rising term is true
             middle = (low + high) // 2
             enough, open_ = hold(rising, middle), low < high
             low, high = torch.where(open_ & ~enough, middle + 1, low), torch.where(open_ & enough, middle, high)
@@ -350,9 +349,9 @@ def _all_of(each: Iterable[Tensor]) -> Tensor:
 
 
 def _seen_by(true: Tensor, interval: tuple[Tensor, Tensor], step_m: int, step_n: int) -> Tensor:
-    """Whether some row of ``true``, in blocks of ``step_m x step_n`` pairs, is true within ``[first, last)`` of each key.
+    """Return whether some row of ``true``, in blocks of ``step_m x step_n`` pairs, is true within ``[first, last)`` of each key.
 
-    On blocks by counts from the top, two reads a key (docs/decisions.md#block-status-by-counts).
+    Counts from the top need two reads per key (docs/decisions.md#block-status-by-counts).
     """
     first, last = interval
     if step_n == 1:
@@ -372,7 +371,7 @@ def _seen_by(true: Tensor, interval: tuple[Tensor, Tensor], step_m: int, step_n:
 
 
 def _block_status(true: Tensor, rows: int, columns: int) -> Tensor:
-    """Status of blocks of ``rows x columns`` of a bool tensor; the last blocks may be smaller."""
+    """Return the status of blocks of ``rows x columns`` of a bool tensor. The last blocks may be smaller."""
     pad = (0, -true.shape[-1] % columns, 0, -true.shape[-2] % rows)
 
     def blocks(t: Tensor) -> Tensor:
@@ -384,13 +383,13 @@ def _block_status(true: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def _part_of(prepared: Tensor, grid: Grid) -> Tensor:
-    """The grid's rows and heads of a tensor ``(batch|1, heads_q|1, ...)``."""
+    """Return the grid's batch elements and heads of a tensor ``(batch|1, heads_q|1, ...)``."""
     prepared = prepared[grid.b] if prepared.shape[0] > 1 else prepared
     return prepared[:, grid.h] if prepared.shape[1] > 1 else prepared
 
 
 def _coarsen(status: Tensor, block: int, lengths: tuple[int, int], tiles: tuple[int, int]) -> Tensor:
-    """Status on ``tiles`` from status on square blocks: from the blocks that each tile touches."""
+    """Return the status of ``tiles`` from that of the square blocks that each tile touches."""
 
     def touched(length: int, tile: int) -> tuple[Tensor, Tensor]:
         start = torch.arange(0, length, tile, device=status.device)
@@ -411,7 +410,7 @@ def _coarsen(status: Tensor, block: int, lengths: tuple[int, int], tiles: tuple[
 
 
 def seen_keys(grid: Grid, group: int) -> Tensor | None:
-    """The keys that some query of their batch and head group sees: bool ``(b|1, heads_k|1, keys)``; None: all.
+    """Return the keys that some query of their batch element and head group sees: bool ``(b|1, heads_k|1, keys)``; None means all.
 
     Args:
         group: query heads per key head; ``grid.h`` holds whole groups.
@@ -433,8 +432,9 @@ def seen_keys(grid: Grid, group: int) -> Tensor | None:
 
 
 def prepare(mask: Mask, q: Tensor, k: Tensor) -> Mask:
-    """The mask with the status of its predicate on blocks of ``PREPARED_BLOCK`` and the keys that some query sees, for the shapes of
-    ``q`` and ``k``, (batch, seqlen, heads, head_dim)."""
+    """Return the mask with its predicate's status on blocks of ``PREPARED_BLOCK``, and with the keys that some query sees.
+
+    ``q`` and ``k`` are shapes (batch, seqlen, heads, head_dim)."""
     leaves = list(mask.leaves)
     kept = region(mask.text, tuple(range(len(leaves))))
     shape = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])

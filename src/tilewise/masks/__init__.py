@@ -1,8 +1,7 @@
-"""Masks: which pairs are kept (:mod:`tilewise.masks.catalogue`), what that means as intervals and a predicate
-(:mod:`tilewise.masks.regions`), and what kernels ask about it (:mod:`tilewise.masks.facts`). ``patterns`` makes patterns of
-blocks, ``derived`` the tensors that a mask makes of a caller's.
+"""Masks say which pairs are kept.
 
-The names below are those that the rest of tilewise uses beside the facts.
+``catalogue`` has the masks, ``regions`` their meaning as intervals and a predicate, and ``facts`` what kernels ask about them.
+``patterns`` makes patterns of blocks, ``derived`` tensors from a caller's. The rest of tilewise uses the names below, and the facts.
 """
 
 from tilewise.masks.catalogue import Mask, MaskFunction, as_mask, broadcast_lookup, intervals, with_lists

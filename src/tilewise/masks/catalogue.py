@@ -1,8 +1,8 @@
 """Masks: which (query, key) pairs are kept.
 
-A :class:`Mask` is text and tensors, so that it can be built inside ``torch.compile`` and travel through an operator;
-:mod:`tilewise.masks.regions` reads the text. In all of them ``j`` counts from the sequence's first key, and query ``i`` sits
-at key position ``i + off``, ``off = seqlen_k - seqlen_q``.
+A :class:`Mask` is text and tensors, so that ``torch.compile`` can build it and an operator can carry it;
+:mod:`tilewise.masks.regions` reads the text. ``j`` counts from the first key of the sequence. Query ``i`` sits at key position
+``i + off`` with ``off = seqlen_k - seqlen_q``.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from tilewise.masks.derived import Derived, is_recorded, outside_inference, snap
 from tilewise.masks.patterns import at_least
 
 B, H, I, J, OFF = (symbol(name) for name in ("b", "h", "i", "j", "off"))
-MaskFunction = Callable[[Any, Any, Any, Any], Any]  # of (b, h, i, j); traced, so that it may be written for tensors
-# Keys: beyond every sequence, and added to a position still within the 32 bits of GPU kernels.
+MaskFunction = Callable[[Any, Any, Any, Any], Any]  # of (b, h, i, j); it is traced, so it may use torch's functions
+# Keys: more than any sequence has, yet a position plus this fits the 32 bits of GPU kernels.
 _ENDLESS = expr.LARGEST_NUMBER
 
 
@@ -46,13 +46,13 @@ class Mask:
 
     @property
     def copied(self) -> bool:
-        """Whether the leaves are copies: those of a trace are, unless they are the caller's own tensors."""
+        """Whether the leaves are copies, as in a trace, unless they are the caller's own tensors."""
         derives = len([part for part in self.parts if isinstance(part, Derived)]) > 0
         return torch.compiler.is_compiling() and (self.traced or derives)
 
     @property
     def leaves(self) -> tuple[torch.Tensor, ...]:
-        """The tensors that the text reads, in its order, as they are now."""
+        """The tensors that the text reads, in the order of the text, with their values of now."""
         self._ask()
         found: list[torch.Tensor] = []
         for part in self.parts:
@@ -60,19 +60,19 @@ class Mask:
         return tuple([snapshot(t) for t in found]) if self.copied else tuple(found)
 
     def current(self) -> Mask:
-        """The mask as a call is to read it."""
+        """Return the mask as a call should read it."""
         return self
 
     def _ask(self) -> None:
-        """Raises ValueError where the parts are no longer what the sources say."""
+        """Raise ValueError if the sources were written since the parts were made."""
 
     @property
     def sources(self) -> tuple[torch.Tensor, ...]:
-        """The caller's tensors of which the leaves are, or are made."""
+        """The caller's tensors: the leaves themselves, or what they are made of."""
         return tuple([part.source if isinstance(part, Derived) else part for part in self.parts])
 
     def hold(self) -> None:
-        """Takes it that the sources keep what they hold: a CUDA graph may keep what was made of them before its capture."""
+        """Promise that the sources do not change, so that a CUDA graph may use what was made of them before its capture."""
         for part in self.parts:
             if isinstance(part, Derived):
                 part.held = True
@@ -90,7 +90,7 @@ class Mask:
         return Mask(f"({a.text} | {b.text})", (*a.parts, *b.parts), a.traced or b.traced)
 
     def __rand__(self, other: object) -> Mask:
-        return _unprepared(other)  # which refuses it: only another Mask would have come by __and__
+        return _unprepared(other)  # it refuses: another Mask would have arrived through __and__
 
     __ror__ = __rand__
 
@@ -114,15 +114,15 @@ class Mask:
         Args:
             q, k: ``(batch, seqlen, heads, head_dim)``; only shapes and device are read.
 
-        A call refuses a prepared mask if its tensors were written since. Inside ``torch.compile`` and in the capture of a CUDA graph, whose
-        later runs cannot ask, a mask with tensors is read as if it was not prepared.
+        A call refuses a prepared mask if its tensors were written since. ``torch.compile`` and the capture of a CUDA graph cannot check
+        that in later runs, so they ignore the preparation of a mask with tensors.
 
         Raises:
-            ValueError: a tensor of inference mode or of torch.func: PyTorch does not count its writes.
+            ValueError: a tensor belongs to inference mode or torch.func, so PyTorch does not count its writes.
         """
-        if torch.compiler.is_compiling() or not self.text:  # one that hides nothing has no lists
+        if torch.compiler.is_compiling() or not self.text:  # a mask that hides nothing has no lists
             return self
-        from tilewise import tiles  # tiles read masks; only this convenience looks the other way
+        from tilewise import tiles  # tiles import masks; only this convenience imports tiles
 
         for t in self.sources:
             if edition(t) is None:
@@ -134,13 +134,13 @@ class Mask:
 
 
 def with_lists(mask: Mask, block: int, shape: tuple[int, ...], status: torch.Tensor, seen: torch.Tensor) -> Mask:
-    """A mask that brings the status of its blocks and the keys that some query sees, for ``shape`` (batch, heads_q, seqlen_q, seqlen_k)."""
+    """Return the mask with the status of its blocks and the seen keys, for ``shape`` (batch, heads_q, seqlen_q, seqlen_k)."""
     sizes = ", ".join([str(int(n)) for n in shape])
     return _Prepared(f"prepared({mask.text}, {block}, {sizes})", mask, (status, seen))
 
 
 class _Prepared(Mask):
-    """A mask with lists, which are those of what its tensors held when they were made."""
+    """A mask with lists of tiles, made from the values that its tensors had then."""
 
     def __init__(self, text: str, of: Mask, lists: tuple[torch.Tensor, ...]):
         super().__init__(text, (*of.leaves, *lists), of.traced)
@@ -168,7 +168,7 @@ class _Prepared(Mask):
 
 
 def _unprepared(mask: object) -> Mask:
-    """A prepared mask as it was before: the lists of two masks do not make the lists of their combination."""
+    """Return a prepared mask without its lists. The lists of two masks do not give those of their combination."""
     if not isinstance(mask, Mask):
         raise ValueError(f"a mask is combined with masks, got {type(mask).__name__}; wrap it: tw.keep(fn), tw.dense(t)")
     return mask.of if isinstance(mask, _Prepared) else mask
@@ -252,22 +252,22 @@ def documents(ids: torch.Tensor) -> Mask:
     if not isinstance(ids, torch.Tensor) or ids.ndim not in (1, 2) or ids.dtype.is_floating_point:
         found = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, torch.Tensor) else type(ids).__name__
         raise ValueError(f"documents(ids) takes an integer tensor (seqlen_k,) or (batch, seqlen_k), got {found}")
-    # Written out: as expressions the same text takes longer than all that is launched here.
+    # Written out as text: building it from expressions takes longer than all launches here.
     batch = "b, " if ids.ndim == 2 else ""
     ends = [f"fitted_int{slot}[{batch}{at}]" for at in ("i + off", "j") for slot in (0, 1)]
     return Mask(f"documents({', '.join(ends)})", (Derived(ids, _ends_of_documents),))
 
 
 def _ends_of_documents(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first key of each key's document, and one past the last; int32, of the shape of ``ids``."""
-    # The number of the document at each position, from 0 or from 1: the first id is compared with the last.
+    """Return the first key of each key's document, and one past the last: int32, in the shape of ``ids``."""
+    # Return the document's number at each position, from 0 or 1 on, because the first id is compared with the last.
     document = (ids != ids.roll(1, -1)).cumsum(-1, dtype=torch.int32)
     start, end = (torch.searchsorted(document, document, right=right, out_int32=True) for right in (False, True))
     return start, end
 
 
 def intervals(ends: Sequence[torch.Tensor], covers: bool) -> Mask:
-    """Query ``i`` sees the keys ``lo[i] <= j < hi[i]``, which are those that see it by columns, ``first[j] <= i < last[j]``.
+    """Query ``i`` sees the keys ``lo[i] <= j < hi[i]``. By columns, that is ``first[j] <= i < last[j]``.
 
     Args:
         ends: int32 lo and hi ``(seqlen_q,)``, first and last ``(seqlen_k,)``; none of them ever decreases.
@@ -295,7 +295,7 @@ def keep(fn: MaskFunction) -> Mask:
 
 
 def keep_wrapping(fn: MaskFunction) -> Mask:
-    """:func:`keep` of a function in which whole numbers of 8 and 16 bits wrap around, as they do in tensors of torch."""
+    """Return :func:`keep` of a function whose whole numbers of 8 and 16 bits wrap around, as in torch's tensors."""
     return _kept(expr.wrapping(trace(fn, ("b", "h", "i", "j"))))
 
 
@@ -333,7 +333,7 @@ def block_sparse(pattern: torch.Tensor, block_q: int, block_k: int) -> Mask:
 
 
 def as_mask(mask: Mask | torch.Tensor | MaskFunction | None, causal_too: bool = False) -> Mask:
-    """The Mask of whatever the ``mask=`` keyword takes: a Mask, a bool tensor (``dense``) or a function (``keep``)."""
+    """Return the Mask of an argument of ``mask=``: a Mask, a bool tensor (``dense``) or a function (``keep``)."""
     if type(mask).__name__ == "CausalBias":  # torch.nn.attention.bias; a tensor whose elements were never written
         below = (
             "mask=tw.causal(), or causal=True"
@@ -365,7 +365,7 @@ def as_mask(mask: Mask | torch.Tensor | MaskFunction | None, causal_too: bool = 
 
 
 def _atom(name: str, *args: Expr) -> Mask:
-    """One named mask of expressions; its leaves are numbered from 0 within it."""
+    """Return a named mask of expressions. Its leaves are numbered from 0."""
     leaves: list[torch.Tensor] = []
     texts = [expr.to_text(a, leaves)[0] for a in args]
     return Mask(f"{name}({', '.join(texts)})", tuple(leaves))
@@ -388,7 +388,7 @@ def _per_batch(who: str, n: int | torch.Tensor) -> Expr:
 
 
 def _integer(who: str, n: object) -> int:
-    """``n`` as an int, at most _ENDLESS either way."""
+    """Return ``n`` as an int, clamped to ±_ENDLESS."""
     if isinstance(n, (bool, torch.Tensor)) or not (isinstance(n, (int, torch.SymInt)) or hasattr(n, "__index__")):
         hint = f"; its bounds are two arguments: {who}{n!r}" if isinstance(n, tuple) else ""
         raise ValueError(f"{who} takes whole numbers of keys, got {n!r}{hint}")
@@ -396,7 +396,10 @@ def _integer(who: str, n: object) -> int:
 
 
 def broadcast_lookup(tensor: torch.Tensor, index: Sequence[Expr], who: str) -> Expr:
-    """``tensor`` read at the last ``tensor.ndim`` of ``index``, dimensions of size 1 at 0; the others must have their index's size."""
+    """Return ``tensor`` read at the last ``tensor.ndim`` of ``index``.
+
+    Dimensions of size 1 are read at 0. The others must have their index's size.
+    """
     if tensor.ndim > len(index):
         raise ValueError(f"{who} takes at most {len(index)} dimensions, got shape {tuple(tensor.shape)}")
     index = index[len(index) - tensor.ndim :]

@@ -1,4 +1,4 @@
-"""The tensors that a mask makes of a caller's tensor, anew where that was written since: a mask is what its tensors hold."""
+"""Tensors that a mask makes from a caller's tensor, and makes again after the caller wrote to it."""
 
 from __future__ import annotations
 
@@ -27,22 +27,23 @@ torch.library.register_fake("tilewise::snapshot", torch.clone, lib=library)
 
 
 def snapshot(t: Tensor) -> Tensor:
-    """A copy of a compiled graph's tensor, of which what an attention makes may be kept for the next one.
+    """Return a copy of a compiled graph's tensor. What an attention makes of the copy may be kept for the next attention.
 
-    Inductor gives the object and the memory of a tensor that it needs no more to a later one, and counts no write. An operator's result
-    is a new object at each run, and what gets its memory later comes to an attention through a copy of its own.
+    Inductor reuses the object and the memory of a dead tensor without counting a write. The result of an operator is a new object in
+    each run, and a later tensor in the same memory reaches an attention through a copy of its own.
     """
     return torch.ops.tilewise.snapshot.default(t.detach())
 
 
 def is_recorded() -> bool:
-    """Whether what runs now runs again later, as a trace or a CUDA graph, when tensors hold something else, or under a mode of the
-    dispatcher, perhaps with fake ones."""
+    """Return whether this run is a trace or a capture that runs again with other values, or is under a dispatcher's mode.
+
+    Under a mode, tensors may be fake."""
     return torch.compiler.is_compiling() or bool(torch._C._len_torch_dispatch_stack()) or is_captured()
 
 
 def outside_inference(make: Callable[..., Any], *arguments: Any) -> Any:
-    """``make(*arguments)``, to be kept: tensors of inference mode could not be saved for the backward of a later training step."""
+    """Return ``make(*arguments)`` outside inference mode, whose tensors a later training step could not save for its backward."""
     if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
         return make(*arguments)
     with torch.inference_mode(False):
@@ -50,11 +51,11 @@ def outside_inference(make: Callable[..., Any], *arguments: Any) -> Any:
 
 
 class Derived:
-    """The result of a function of a tensor, as the tensor is when the result is asked for.
+    """A function's result on a tensor, with the tensor's values at the time of asking.
 
     Attributes:
         source: the caller's tensor.
-        held: the source is said to keep what it holds, so that a CUDA graph may keep what was made before its capture.
+        held: the user promises that the source does not change, so a CUDA graph may use what was made before its capture.
     """
 
     def __init__(self, source: Tensor, make: Callable[[Tensor], tuple[Tensor, ...]]):
@@ -65,11 +66,11 @@ class Derived:
             self.tensors()  # now: threads that share the mask then have the same ones
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what was made: the versions of a copy count from 0."""
+        """Drop what was made, because the versions of a copy count from 0."""
         return {**self.__dict__, "_made": None}
 
     def tensors(self) -> tuple[Tensor, ...]:
-        # A trace makes them as part of its graph, and a mode of the dispatcher perhaps fake ones.
+        # A trace makes them in its graph; under a dispatcher's mode they may be fake.
         if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
             return self._make(self.source)
         made, now = self._made, edition(self.source)
@@ -77,7 +78,7 @@ class Derived:
             return self._make(self.source)
         if made is not None and made[0] != now:
             made = None
-        # So does a capture: a replay has to see what the source holds by then.
+        # A capture makes them too, because a replay must see the values of its own time.
         if is_captured() and (made is None or not self.held):
             return self._make(self.source)
         if made is None:

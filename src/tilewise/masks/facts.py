@@ -1,7 +1,7 @@
-"""Facts about a mask that kernels ask for, decided once for all backends.
+"""Facts about a mask that kernels need, decided once for all backends.
 
-Each is worked out on the host, from the mask's :class:`tilewise.masks.regions.Region` and the lengths of the sequences: none reads a
-tensor. A fact that would take a tensor's values to know counts as unknown, which is always safe.
+The host computes them from the mask's :class:`tilewise.masks.regions.Region` and the lengths of the sequences, and never reads a
+tensor. A fact that depends on a tensor's values counts as unknown, which is always safe.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tilewise.masks.regions import Region
 
 
 def every_key_seen(region: Region, seqlen_q: int, seqlen_k: int) -> bool:
-    """Whether it is certain that each key has some query that sees it, in every batch element and head."""
+    """Return whether every key is certain to be seen by some query, in every batch element and head."""
     if region.covers or (region.keeps_diagonal and seqlen_q >= seqlen_k):
         return True
     band = as_band(region, seqlen_k - seqlen_q, seqlen_k)
@@ -32,14 +32,14 @@ def every_key_seen(region: Region, seqlen_q: int, seqlen_k: int) -> bool:
         return False
     if band is None:
         return _every_key_seen(region, int(seqlen_q), int(seqlen_k))
-    # Each row sees the keys one further than the row before.
+    # Each row sees one key further than the row before.
     cut = band.cut(seqlen_q)
     return seqlen_k == 0 or (seqlen_q > 0 and not band.empty and (cut.start, cut.stop) == (0, seqlen_k))
 
 
 @lru_cache(maxsize=4096)
 def _every_key_seen(region: Region, seqlen_q: int, seqlen_k: int) -> bool:
-    """:func:`every_key_seen` of a mask that is no band."""
+    """:func:`every_key_seen` for masks that are no bands."""
     if seqlen_q >= seqlen_k and _diagonal_kept(region, seqlen_q, seqlen_k):
         return True
     interval = _interval(region, "j", seqlen_q, seqlen_k)
@@ -47,13 +47,14 @@ def _every_key_seen(region: Region, seqlen_q: int, seqlen_k: int) -> bool:
 
 
 def queries_of_keys(region: Region, seqlen_q: int, seqlen_k: int) -> tuple[Tensor, Tensor] | None:
-    """The queries ``[first, last)`` of every key, unclamped: int64 (seqlen_k,). None where heads or batch elements differ, or where a
-    predicate or the mask's tensors have a say."""
+    """Return the queries ``[first, last)`` of every key, unclamped: int64 (seqlen_k,).
+
+    Return None if heads or batch elements differ, or if a predicate or a tensor decides."""
     return _interval(region, "j", seqlen_q, seqlen_k)
 
 
 def every_pair_kept(region: Region, seqlen_q: int, seqlen_k: int) -> bool:
-    """Whether it is certain that each query sees each key, in every batch element and head."""
+    """Return whether every query is certain to see every key, in every batch element and head."""
     band = as_band(region, seqlen_k - seqlen_q, seqlen_k)
     if band is None:
         return _every_pair_kept(region, int(seqlen_q), int(seqlen_k))
@@ -63,24 +64,24 @@ def every_pair_kept(region: Region, seqlen_q: int, seqlen_k: int) -> bool:
 
 @lru_cache(maxsize=4096)
 def _every_pair_kept(region: Region, seqlen_q: int, seqlen_k: int) -> bool:
-    """:func:`every_pair_kept` of a mask that is no band."""
+    """:func:`every_pair_kept` for masks that are no bands."""
     interval = _interval(region, "i", seqlen_q, seqlen_k)
     return interval is not None and bool(((interval[0] <= 0) & (interval[1] >= seqlen_k)).all())
 
 
 def _follows_from_shapes(*parts: Expr) -> bool:
-    """Whether the parts of a mask are the same in every batch element and head, and read no tensor."""
+    """Return whether the parts of a mask are equal in all batch elements and heads, and read no tensor."""
     return not expr.lookups(*parts) and not expr.depends_on(*parts) & {"b", "h"}
 
 
 @lru_cache(maxsize=4096)
 def _of_shapes(region: Region) -> bool:
-    """Whether a mask follows from the shapes alone, the same in every batch element and head."""
+    """Return whether a mask follows from the shapes alone, and is equal in all batch elements and heads."""
     return _follows_from_shapes(*region.parts)
 
 
 def _diagonal_kept(region: Region, seqlen_q: int, seqlen_k: int) -> bool:
-    """Whether each key is seen by the query at its own position, ``i = j - off``; there must be at least as many queries as keys."""
+    """Return whether the query at its own position, ``i = j - off``, sees each key. There must be at least as many queries as keys."""
     if not _of_shapes(region):
         return False
     j = torch.arange(seqlen_k, device="cpu")  # whatever device is the default
@@ -88,9 +89,9 @@ def _diagonal_kept(region: Region, seqlen_q: int, seqlen_k: int) -> bool:
 
 
 def _interval(region: Region, index: str, seqlen_q: int, seqlen_k: int) -> tuple[Tensor, Tensor] | None:
-    """The keys ``[lo, hi)`` of every query i, or the queries ``[first, last)`` of every key j, unclamped: int64.
+    """Return the keys ``[lo, hi)`` of every query i, or the queries ``[first, last)`` of every key j, unclamped: int64.
 
-    ``None`` where heads or batch elements differ, or where a predicate or the mask's tensors have a say.
+    Return None if heads or batch elements differ, or if a predicate or a tensor decides.
     """
     (start, end), length, others = (
         (region.ends[:2], seqlen_q, seqlen_k) if index == "i" else (region.ends[2:], seqlen_k, seqlen_q)
@@ -114,7 +115,7 @@ def _evaluated(e: Expr, seqlen_q: int, seqlen_k: int, **lines: Tensor) -> Tensor
 
 @dataclass(frozen=True)
 class Band:
-    """The kept keys of row i: ``i + lo <= j < i + hi`` and ``start <= j < stop``; a moving end that is None is unbounded."""
+    """The keys of row i: ``i + lo <= j < i + hi`` and ``start <= j < stop``. None as a moving end means unbounded."""
 
     lo: int | None
     hi: int | None
@@ -127,14 +128,14 @@ class Band:
 
     @property
     def empty(self) -> bool:
-        """Whether no row sees a key, wherever it lies."""
+        """Whether no row can see a key."""
         return self.lo is not None and self.hi is not None and self.lo >= self.hi
 
     def cut(self, seqlen_q: int) -> Band:
-        """The same band with ``start`` and ``stop`` such that some row sees the first and some row sees the last key between them.
+        """Return the same band with the narrowest ``start`` and ``stop``: some row sees the first key, and some row sees the last.
 
-        A kernel that gets K and V from ``start`` to ``stop`` alone never meets a key that no query sees. A moving end that
-        cuts no row any more is dropped: a single query has none.
+        A kernel that gets K and V from ``start`` to ``stop`` alone never meets a key that no query sees. Moving ends that no longer cut
+        a row are dropped; a single query has none.
         """
         start = self.start if self.lo is None else sizes.larger(self.start, self.lo)
         stop = self.stop if self.hi is None else sizes.smaller(self.stop, seqlen_q - 1 + self.hi)
@@ -144,10 +145,10 @@ class Band:
 
 
 def as_band(region: Region, off: int | None, seqlen_k: int) -> Band | None:
-    """The mask as a band of numbers; ``None`` where it is none.
+    """Return the mask as a band of numbers, or ``None`` if it is none.
 
     Args:
-        off: ``seqlen_k - seqlen_q``; None where each packed sequence adds its own.
+        off: ``seqlen_k - seqlen_q``, or None if each packed sequence adds its own.
     """
     lo, hi = _moving_end(region.lo, "maximum", off), _moving_end(region.hi, "minimum", off)
     if region.predicate is not None or lo is None or hi is None:
@@ -161,9 +162,9 @@ _MovingEnd = tuple[int | None, int | None]
 
 
 def _moving_end(end: Expr | None, op: str, off: int | None) -> _MovingEnd | None:
-    """``(m, n)`` of an end that is the ``op`` of ``i + m`` and ``n``, either of them absent; None: it has another form.
+    """Return ``(m, n)`` of an end ``op(i + m, n)``, in which either may be absent, or None if the end has another form.
 
-    Where ``off`` is None, the end is the ``op`` of ``i + off + m`` and ``n``.
+    If ``off`` is None, the end is ``op(i + off + m, n)``.
     """
     pick = max if op == "maximum" else min
 
@@ -179,7 +180,7 @@ def _moving_end(end: Expr | None, op: str, off: int | None) -> _MovingEnd | None
 
 
 def _moving_term(e: Expr, off: int | None) -> _MovingEnd | None:
-    """:func:`_moving_end` of an end that is ``i + m`` or ``n``."""
+    """:func:`_moving_end` for an end ``i + m`` or ``n``."""
     if e.op == "number":
         return None, e.args[0]
     base, shift = (e.args[0], e.args[1].args[0]) if e.op == "add" and e.args[1].op == "number" else (e, 0)
@@ -196,7 +197,7 @@ _AT_ROW = _I + expr.symbol("off")
 
 
 def granularity(e: Expr, name: str) -> int | None:
-    """The largest g such that ``e`` depends on symbol ``name`` through ``name // g`` alone; None: not at all."""
+    """Return the largest g such that ``e`` depends on symbol ``name`` through ``name // g`` alone, or None if it does not depend on it."""
     divisor = None
     for node in expr.nodes(e):
         for position, child in enumerate(expr.children(node)):
@@ -208,7 +209,7 @@ def granularity(e: Expr, name: str) -> int | None:
 
 
 def constant_on_blocks(e: Expr) -> bool:
-    """Whether ``e`` has one value on blocks of more than one query and of more than one key, as a pattern of blocks has."""
+    """Return whether ``e`` is constant on blocks of several queries by several keys, as a pattern of blocks is."""
     return granularity(e, "i") != 1 and granularity(e, "j") != 1
 
 
@@ -220,7 +221,7 @@ class Condition(NamedTuple):
 
     Attributes:
         holds: the condition, bool.
-        by_i, by_j: 1 where it can only become true as i (or j) grows, -1 where it can only become false, 0 where i has no say.
+        by_i, by_j: 1 if it can only become true as i (or j) grows, -1 if it can only become false, 0 if i (or j) does not matter.
     """
 
     holds: Expr
@@ -233,17 +234,17 @@ MOST_TERMS = 16  # beyond it the pairs are evaluated one by one
 
 @lru_cache(maxsize=4096)
 def monotone_terms(region: Region) -> tuple[tuple[Condition, ...], ...] | None:
-    """The region's predicate as "one of these terms holds", a term as "all of its conditions hold"; None where it has no such form.
+    """Return the region's predicate as "one of these terms holds", a term as "all of its conditions hold", or None.
 
-    ``i // 1024 >= j // 1024`` is one term of one condition, and a union of two intervals of keys is two terms of two. Where such a
-    form is known, a tile is judged by its corners (:func:`tilewise.tiles.TileMap.build`), whatever the number of its pairs.
+    ``i // 1024 >= j // 1024`` is one term of one condition. A union of two intervals of keys is two terms of two conditions. In this
+    form the corners of a tile decide about it (:func:`tilewise.tiles.TileMap.build`), however many pairs it has.
     """
     return _terms(region.predicate, region.sorted_leaves)
 
 
 @lru_cache(maxsize=4096)
 def conditions(predicate: Expr, sorted_leaves: frozenset[int]) -> dict[int, Condition]:
-    """The parts of a predicate that are one condition, by the identity of their nodes; those that may turn back are missing."""
+    """Return the parts of a predicate that are one condition, by the identity of their nodes, without those that are not monotonic."""
     slopes: dict[int, _Slope | None] = {}
     for e in expr.nodes(predicate):
         slopes[id(e)] = _slope_of(e, [slopes[id(x)] for x in expr.children(e)], sorted_leaves)
@@ -252,7 +253,7 @@ def conditions(predicate: Expr, sorted_leaves: frozenset[int]) -> dict[int, Cond
 
 
 def joined(known: dict[int, Condition], e: Expr) -> Sequence[Expr]:
-    """The parts of which a part that is no condition is all or any; none of any other part."""
+    """Return the parts that ``&`` or ``|`` joins in a part, or nothing for any other part."""
     return e.args if id(e) not in known and e.op in ("or", "and") and expr.kind(e) == "bool" else ()
 
 
@@ -272,8 +273,9 @@ def _terms(predicate: Expr, sorted_leaves: frozenset[int]) -> tuple[tuple[Condit
 
 
 class _Slope(NamedTuple):
-    """How a value moves with i and with j: 1 never falls, -1 never rises, 0 stays. Its absolute value is below 2**bits, and it is
-    certainly at least ``least``."""
+    """How a value moves with i and with j: 1 never falls, -1 never rises, 0 stays.
+
+    Its absolute value is below 2**bits, and it is at least ``least``."""
 
     by_i: int
     by_j: int
@@ -286,12 +288,12 @@ _MOVES: dict[str, tuple[int, ...]] = {
     "lt": (-1, 1), "le": (-1, 1), "gt": (1, -1), "ge": (1, -1), "and": (1, 1), "or": (1, 1), "not": (-1,),
     "floor": (1,), "ceil": (1,), "round": (1,), "trunc": (1,), "float": (1,), "relu": (1,),
 }  # fmt: skip
-"""By operation, whether its value rises (1) or falls (-1) as each of its arguments grows. Rounding to fp32 keeps an order."""
+"""Whether an operation's value rises (1) or falls (-1) as each argument grows. Rounding to fp32 keeps the order."""
 
 _INDEX_BITS, _WORD_BITS = (
     31,
     62,
-)  # of an index, a length or a sorted leaf's element; within an int64, so that nothing wraps around
+)  # of an index, a length or a sorted leaf's element; an int64 holds it, so nothing wraps around
 
 
 def _slope_of(e: Expr, inner: list[_Slope | None], sorted_leaves: frozenset[int]) -> _Slope | None:
@@ -306,7 +308,7 @@ def _slope_of(e: Expr, inner: list[_Slope | None], sorted_leaves: frozenset[int]
     if e.op == "lookup" and e.args[0][1] in sorted_leaves and not any(x.by_i or x.by_j for x in inner[:-1]):
         return _Slope(inner[-1].by_i, inner[-1].by_j, _INDEX_BITS, 0)  # an index out of range is clamped
     if all(x.by_i == x.by_j == 0 for x in inner):
-        return _Slope(0, 0, _WORD_BITS)  # what moves with neither may be anything, an element of any tensor too
+        return _Slope(0, 0, _WORD_BITS)  # a value that moves with neither may be anything, also an element of a tensor
     moves = _moves(e, inner)
     if moves is None:
         return None
@@ -317,11 +319,11 @@ def _slope_of(e: Expr, inner: list[_Slope | None], sorted_leaves: frozenset[int]
 
 
 def _moves(e: Expr, inner: list[_Slope]) -> tuple[int, ...] | None:
-    """:data:`_MOVES` of a node, and of those whose arguments decide it; None: it may turn back."""
+    """Return :data:`_MOVES` of a node, also if its arguments decide it, or None if it may turn back."""
     kinds = {expr.kind(x) for x in e.args if isinstance(x, Expr)}
     if e.op in ("and", "or", "not"):
         return _MOVES[e.op] if kinds == {"bool"} else None
-    if e.op == "where":  # from a number to what is never below it, as the condition becomes true
+    if e.op == "where":  # from a smaller to a larger number, as the condition becomes true
         above = e.args[2].op == "number" and inner[1].least >= e.args[2].args[0]
         return (1, 1, 1) if above else None
     if e.op in ("mul", "div", "floordiv"):
@@ -334,6 +336,6 @@ def _moves(e: Expr, inner: list[_Slope]) -> tuple[int, ...] | None:
 
 
 def _together(moves: Iterable[int]) -> int | None:
-    """The direction of a sum of moves; None where they oppose each other."""
+    """Return the direction of a sum of moves, or None if they oppose each other."""
     signs = {m for m in moves if m}
     return None if len(signs) > 1 else signs.pop() if signs else 0

@@ -37,7 +37,7 @@ def local_global(
 
 
 def at_least(least: int, who: str, **sizes: Any) -> None:
-    """Raises ValueError unless each of the ``sizes`` of ``who`` is a whole number of at least ``least``."""
+    """Raise ValueError unless each of the ``sizes`` of ``who`` is a whole number of at least ``least``."""
     for name, n in sizes.items():
         if not hasattr(n, "__index__") or n < least:
             raise ValueError(f"{who}: {name} must be a whole number >= {least}, got {n!r}")

@@ -1,8 +1,8 @@
 """The meaning of a mask's text: *interval and predicate*.
 
-A :class:`Region` has one half-open key interval per row, ``lo(i) <= j < hi(i)``, both ends never decreasing in ``i``, the same
-set by columns, ``first(j) <= i < last(j)``, and a predicate for what is no interval. ``&`` of two masks is the maximum of the
-starts, the minimum of the ends and both predicates; ``|`` is the bounding interval with a predicate.
+A :class:`Region` has one half-open key interval per row, ``lo(i) <= j < hi(i)``, whose ends never decrease in ``i``; the same set by
+columns, ``first(j) <= i < last(j)``; and a predicate for everything else. ``&`` of two masks takes the maximum of the starts, the
+minimum of the ends and both predicates. ``|`` takes the bounding interval and a predicate.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ I, J, OFF, SEQLEN_Q = (symbol(name) for name in ("i", "j", "off", "seqlen_q"))
 
 @dataclass(frozen=True)
 class Prepared:
-    """The slots of the two tensors that ``Mask.prepare`` made, and the ``shape`` that they are for: (batch, heads_q, seqlen_q, seqlen_k).
+    """The slots of the two tensors that ``Mask.prepare`` made for a ``shape`` (batch, heads_q, seqlen_q, seqlen_k).
 
-    The slots are those of the status on blocks of ``block`` x ``block``, and of the keys that some query sees.
+    They are the status on blocks of ``block`` x ``block``, and the keys that some query sees.
     """
 
     block: int
@@ -38,16 +38,16 @@ class Prepared:
 
 @dataclass(frozen=True, eq=False)
 class Region:
-    """A mask as kernels read it. An end that is ``None`` is unbounded; a predicate that is ``None`` keeps all.
+    """A mask as kernels read it. ``None`` as an end means unbounded, as a predicate it keeps all pairs.
 
     Attributes:
         lo, hi: key interval of row ``i``: expressions of ``b, h, i`` and the lengths.
         first, last: query interval of column ``j``: expressions of ``b, h, j`` and the lengths.
         predicate: bool expression of ``b, h, i, j``.
-        prepared: what ``Mask.prepare`` made, and for which shapes.
-        diagonal: for certain, whatever the mask's tensors hold, every query sees the key at its own position ``i + off``.
-        covers: for certain, every key is seen by some query.
-        sorted_leaves: the slots of tensors whose elements are not negative and never decrease along the last axis.
+        prepared: the tensors of ``Mask.prepare``, and their shapes.
+        diagonal: every query sees the key at its own position ``i + off``, whatever the mask's tensors hold.
+        covers: every key is seen by some query, whatever the mask's tensors hold.
+        sorted_leaves: the slots of tensors without negative elements that never decrease along the last axis.
     """
 
     lo: Expr | None = None
@@ -87,7 +87,7 @@ class Region:
         return tuple(dict.fromkeys(e.args[0][1] for e in expr.lookups(*self.parts)))
 
     def compared_in(self, leaves: Any) -> torch.dtype:
-        """The dtype of the mask's arithmetic: fp64 where it reads a tensor of fp64, whose numbers fp32 may not tell apart, else fp32.
+        """Return the dtype of the mask's arithmetic: fp64 if it reads an fp64 tensor, whose numbers may be equal in fp32, else fp32.
 
         Args:
             leaves: tensors, or facts of them, by slot.
@@ -95,7 +95,7 @@ class Region:
         return torch.float64 if any(leaves[n].dtype == torch.float64 for n in self.slots) else torch.float32
 
     def inside(self) -> Expr | None:
-        """The interval, by rows, and the predicate as one bool expression."""
+        """Return the interval, by rows, and the predicate as one bool expression."""
         terms = [] if self.lo is None else [apply("ge", J, self.lo)]
         terms += [] if self.hi is None else [apply("lt", J, self.hi)]
         terms += [] if self.predicate is None else [self.predicate]
@@ -110,7 +110,7 @@ def _all(terms: Sequence[Expr]) -> Expr | None:
 
 
 def _tighter(op: str, a: Expr | None, b: Expr | None) -> Expr | None:
-    """maximum or minimum of two ends, either of them possibly unbounded; equal ends with two numbers are folded."""
+    """Return the maximum or minimum of two ends, which may be unbounded. Two numbers on equal ends are folded."""
     if a is None or b is None:
         return b if a is None else a
     (x, m), (y, n) = _plus_number(a), _plus_number(b)
@@ -142,7 +142,7 @@ def _intersect(a: Region, b: Region) -> Region:
 
 
 def _unite(regions: Sequence[Region]) -> Region:
-    """The bounding interval, and the pairs of any as a predicate."""
+    """Return the bounding interval, with a predicate that keeps the pairs of any of the regions."""
 
     def bound(op: str, ends: Sequence[Expr | None]) -> Expr | None:
         return None if any(x is None for x in ends) else reduce(partial(_tighter, op), ends)
@@ -215,10 +215,10 @@ ATOMS: dict[str, Callable[..., Region]] = {
 
 @lru_cache(maxsize=4096)
 def region(text: str, slots: tuple[int, ...]) -> Region:
-    """The meaning of a mask's text.
+    """Return the meaning of a mask's text.
 
     Args:
-        slots: for each of the mask's leaves, in order, the slot of the tensor that holds it.
+        slots: the slot of each of the mask's leaves, in order.
     """
     return _masked(expr.read(text, _Masks(slots))) if text else Region()
 
@@ -231,10 +231,10 @@ _READERS = {
 
 
 def readers(text: str, slots: tuple[int, ...]) -> dict[int, str]:
-    """The names that errors have for the tensors of a mask's text, by slot; without those of functions and of bool tensors.
+    """Return the names of a mask's tensors in errors, by slot, without those of functions and bool tensors.
 
     Args:
-        slots: as of :func:`region`.
+        slots: as in :func:`region`.
     """
     found, base = {}, 0
     for name, inside in re.findall(rf"\b({'|'.join(ATOMS)})\((.*?)(?=\b(?:{'|'.join(ATOMS)})\(|$)", text):
@@ -246,15 +246,15 @@ def readers(text: str, slots: tuple[int, ...]) -> dict[int, str]:
 
 
 class _Masks(expr.Expressions):
-    """The meanings of the parts of a mask's text: regions, and within a named one expressions, whose leaves it numbers from 0.
+    """The meanings of the parts of a mask's text: regions, and expressions within a named one, whose leaves count from 0.
 
-    Unions are gathered, so that what is united of many masks is the pairs of any of them, without the bounds of each two.
+    Unions are gathered first, so that a union of many masks is one predicate without bounds for each pair of masks.
     """
 
     def __init__(self, slots: tuple[int, ...]):
         super().__init__(self._slot)
         self.slots = slots
-        self.base = self.most = 0  # the leaves of the named masks before, and those with the one that is being read
+        self.base = self.most = 0  # the leaves before the named mask that is being read, and with it
         self.names["None"] = _UNBOUNDED
 
     def _slot(self, n: int) -> int:
@@ -287,7 +287,7 @@ _UNBOUNDED = object()
 
 
 def _masked(read: Region | list[Region]) -> Region:
-    """A mask that was read; one united of several as they were gathered."""
+    """Return the mask that was read, after uniting the gathered members of a union."""
     if not isinstance(read, (Region, list)):
         raise ValueError(f"not a mask: {read}")
     return _unite(read) if isinstance(read, list) else read

@@ -1,4 +1,4 @@
-"""The agreement of all ranks on a call before any bytes move, and the error that all of them raise where they do not."""
+"""Ranks agree on a call before any bytes move, or all raise the same error."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Assembled = tuple[list[Tensor], Tensor | None, str]
 
 
 class Agreement(NamedTuple):
-    """The facts of a call that ranks agree on.
+    """The facts of a call on which ranks agree.
 
     Attributes:
-        lengths: the queries and keys that each rank holds, by rank.
-        memory: the least of a rank, in bytes.
+        lengths: the numbers of queries and keys on each rank.
+        memory: that of the rank with the least, in bytes.
         call: as the operator takes it, with this rank's seed.
-        digest: the hash of what they are about to do.
-        mark: what all say of the plan that they have; 0: some have none, or another.
+        digest: the hash of the call.
+        mark: the mark of the plan that all have, or 0 if their plans differ or some have none.
     """
 
     lengths: list[tuple[int, int]]
@@ -44,17 +44,17 @@ def agreed_lengths(
     memory: int = 0,
     mark_of: Callable[[int, list[Tensor], str], int] = lambda digest, extras, text: 0,
 ) -> Agreement:
-    """The :class:`Agreement` of the ranks, who compare a hash of what they are about to do.
+    """Compare a hash of the call between ranks, and return their :class:`Agreement`.
 
     Args:
         assembled: makes the call as the operator takes it.
-        also: what else must be the same on all ranks, each with what a person calls it.
-        memory: bytes of this rank; 0: it is not known.
-        mark_of: what this rank says of the plan that it has of this call, given the hash, the extras and the text; 0: it has none.
+        also: what else must be the same on all ranks, with its names for people.
+        memory: bytes of this rank, or 0 if unknown.
+        mark_of: the mark of this rank's plan of the call, from the hash, the extras and the text; 0 means no plan.
 
     Raises:
-        ValueError: on every rank alike, where ranks differ or the call of some is wrong; it names what differs.
-        Exception: where the call is wrong on every rank alike, what it raised here.
+        ValueError: on every rank, if ranks differ or some calls are wrong; it names the difference.
+        Exception: the error of this rank, if the call is wrong on every rank alike.
     """
     call: Any = None  # a call that fails raises below
     failed: Exception | None = None
@@ -71,7 +71,7 @@ def agreed_lengths(
             )
         lengths, mark = [q.shape[-3], k.shape[-3]], mark_of(digest, extras, text)
     except Exception as error:
-        # The other ranks must hear of it, whatever a user's function raised, or they would wait for this one.
+        # The other ranks must hear of every error, also of a user's function, or they would wait for this rank.
         failed, lengths, mark = error, [0, 0], 0
         digest, facts = _hashed({"the call": f"{type(error).__name__}: {error}"})
     answers = exchange.numbers([digest, *lengths, memory, mark])
@@ -86,10 +86,10 @@ def agreed_lengths(
 
 
 def agreed_rows(exchange: Exchange, x: Tensor, dim: int) -> list[int]:
-    """How many rows of ``dim`` each rank holds, of tensors that are otherwise alike.
+    """Return the rows of ``dim`` on each rank, of tensors that are otherwise alike.
 
     Raises:
-        ValueError: on every rank alike, where they are not.
+        ValueError: on every rank, if the tensors differ otherwise.
     """
     shape = ", ".join("*" if n == dim % x.ndim else str(size) for n, size in enumerate(x.shape))
     digest, facts = _hashed({"the tensor, * for its rows": f"({shape}) {x.dtype}"})
@@ -99,21 +99,21 @@ def agreed_rows(exchange: Exchange, x: Tensor, dim: int) -> list[int]:
 
 
 class Turn(NamedTuple):
-    """A call among those that the ranks of a group make, for its backward, which must come at the same place on each.
+    """The number of a call within its group. Backwards must run in the same order on all ranks.
 
     Attributes:
         exchange: of all ranks.
-        number: of the call, the same on all ranks; 0 in a compiled graph, which orders its calls itself.
+        number: the same on all ranks; 0 in a compiled graph, which orders its calls itself.
     """
 
     exchange: Exchange
     number: int
 
     def numbers(self, *values: int) -> list[list[int]]:
-        """The numbers that every rank says in the backward of this call, by rank.
+        """Return the numbers that every rank gives in the backward of this call, by rank.
 
         Raises:
-            ValueError: on every rank: their backwards run in another order, so that one call's gradients would go to another's rows.
+            ValueError: on every rank, if their backwards run in another order. Gradients of one call would go to the rows of another.
         """
         said = self.exchange.numbers([self.number, *values])
         if len({number for number, *_ in said}) > 1:
@@ -126,11 +126,11 @@ class Turn(NamedTuple):
 
 
 def agree_on_tensors(exchange: Exchange, digest: int, neighbours: int = 1) -> None:
-    """Raises on every rank where the mask's tensors tell ranks of different keys, before one waits for what no other sends.
+    """Raise on every rank if the mask's tensors select other keys on some rank, before a rank waits for keys that nobody sends.
 
     Args:
-        digest: of the keys that are to travel.
-        neighbours: how many ranks have other heads each, whose mask may tell them of other keys: only those with one place compare.
+        digest: of the keys to send.
+        neighbours: the ranks with different heads, whose masks may select other keys. Only ranks with the same place among them compare.
     """
     found = [number for (number,) in exchange.numbers([digest])]
     if any(len(set(found[n::neighbours])) > 1 for n in range(neighbours)):
@@ -145,10 +145,11 @@ def agree_on_tensors(exchange: Exchange, digest: int, neighbours: int = 1) -> No
 def _facts(
     text: str, packed: bool, batched: bool, shapes: tuple, extras: tuple, also: tuple[tuple[str, str], ...]
 ) -> tuple[int, dict[str, str]]:
-    """A hash of what must be the same on all ranks, and this by what a person calls it.
+    """Return a hash of everything that must be the same on all ranks, and the same by its names for people.
 
     Args:
-        packed, batched: q, k and v have three, or four, dimensions. shapes: those of all ranks, with dtypes.
+        packed, batched: q, k and v have three, or four, dimensions.
+        shapes: those of all ranks, with dtypes.
     """
     spec = parse_spec(text)
     if not (packed if spec.packed else batched):
@@ -169,7 +170,7 @@ def _hashed(facts: dict[str, str]) -> tuple[int, dict[str, str]]:
 
 
 def _compare(exchange: Exchange, digests: list[int], facts: dict[str, str], failed: Exception | None = None) -> None:
-    """Raises on every rank where their hashes differ, with what each said."""
+    """Raise on every rank if their hashes differ, with what each rank has."""
     if len(set(digests)) > 1:
         raise ValueError(_disagreement(exchange.objects(facts))) from failed
 

@@ -1,4 +1,4 @@
-"""Chunks of queries dealt to ranks, for any mask: equal work, equal rows, and few keys that have to travel.
+"""Deal chunks of queries to ranks under any mask: equal work, equal rows, and few keys to send.
 
 Everything here is a pure function of lengths and masks; no rank talks to another.
 """
@@ -23,28 +23,29 @@ from tilewise.tiles import EMPTY, Grid, TileMap
 TILE = 128
 """Queries and keys of the tiles that :func:`balanced` counts: about those of the GPU kernels."""
 KEY_COST = 2
-"""The time of a key that travels, in those of a query that visits one tile of keys: half of what the links of H200s need for four query
-heads a key head and head dim 128, since about half of an exchange passes under the attention."""
+"""The time to send a key, in units of the time in which a query visits one tile of keys.
+
+It is half of what the links of H200s need for four query heads per key head and head dim 128, as about half of an exchange is hidden."""
 PIECE_SHARE = 1 / 400
-"""The time of one more contiguous piece, a launch and its last tiles, as a share of a rank's work."""
+"""The time of one more contiguous piece (a launch and its last tiles), as a share of a rank's work."""
 UNEVEN = 1.05
-"""How much more than the mean of all ranks one may compute, to have fewer keys travel."""
+"""The most that a rank may compute above the mean, in order to send fewer keys."""
 CELLS = 512
-"""Into how many cells a sequence is cut to count the keys that travel."""
+"""The cells of a sequence, by which the keys to send are counted."""
 
 
 def balanced(
     masks: Mask | Sequence[Mask | None] | None, seqlen: int, ranks: int, *, chunks: int | None = None
 ) -> Layout:
-    """Chunks of queries dealt so that every rank visits about as many tiles, whatever the masks, and sees mostly keys of its own.
+    """Deal chunks of queries so that every rank visits about as many tiles under any masks, and sees mostly keys of its own.
 
     Args:
-        masks: one mask, or those of all layers of a model, each counting alike; ``None`` keeps every pair. Their tensors may lie on
-            any device; where they differ by batch element or head, all of them count.
-        chunks: how many equal chunks are dealt; default ``8 * ranks``. More balance better, and cost more launches.
+        masks: one mask, or those of all layers of a model with equal weight; ``None`` keeps every pair. Their tensors may lie on any
+            device. If they differ by batch element or head, all of these count.
+        chunks: the number of equal chunks, ``8 * ranks`` by default. More chunks balance better and cost more launches.
 
-    Every rank gets equally many chunks, as far as they divide, so that it also holds as many rows as the others. Two deals are
-    improved by swaps of two chunks until none helps: runs of neighbours, and the heaviest chunk to the least loaded rank.
+    Every rank gets equally many chunks, as far as they divide, and so equally many rows. Two deals are improved by swaps of two chunks
+    until no swap helps: runs of neighbours, and the heaviest chunk to the least loaded rank.
     """
     count = max(1, min(8 * ranks if chunks is None else chunks, seqlen))
     bounds = [seqlen * n // count for n in range(count + 1)]
@@ -59,14 +60,14 @@ def balanced(
 
 
 def _route(grid: Grid, layout: Layout) -> Route:
-    """The keys that travel for one mask, where a rank's queries are joined to one call if they can be."""
+    """Return the keys that are sent under one mask, with a rank's queries joined to one call if possible."""
     found = joined.route_of(*key_ends(grid, layout.seqlen), layout, layout)
     return Route.of(grid, layout, layout) if found is None else found
 
 
 @dataclass(frozen=True)
 class _Load:
-    """A rank's part: query-tile visits, keys of other ranks that its queries see, and contiguous pieces."""
+    """A rank's part: visits of key tiles, the keys of other ranks that its queries see, and contiguous pieces."""
 
     visits: float
     fetched: int
@@ -75,7 +76,7 @@ class _Load:
 
 @dataclass(frozen=True)
 class _Work:
-    """The chunks that are dealt: what each costs, and which cells of the sequence it covers and sees, as bits of an integer."""
+    """The chunks to deal: the cost of each, and the cells of the sequence that it covers and sees, as bits of an integer."""
 
     costs: list[int]
     covers: list[int]
@@ -105,7 +106,7 @@ class _Work:
         return _Load(sum(self.costs[n] for n in held), fetched, sum(n - 1 not in held for n in held))
 
     def time(self, loads: Sequence[_Load]) -> float:
-        """The time of the slowest rank, in visits of a tile by a query."""
+        """Return the time of the slowest rank, in visits of a tile by a query."""
         most = max(load.visits for load in loads)
         excess = 10 * max(0.0, most - UNEVEN * self.mean)
         fetched = max(load.fetched for load in loads) + sum(load.fetched for load in loads) / (4 * len(loads))
@@ -117,14 +118,14 @@ class _Work:
 
 
 def _cells(start: int, stop: int, cell: int) -> int:
-    """The cells that touch positions ``start`` to ``stop``, as bits."""
+    """Return the cells that touch positions ``start`` to ``stop``, as bits."""
     if start >= stop:
         return 0
     return (1 << -(-stop // cell)) - (1 << start // cell)
 
 
 def _by_weight(costs: Sequence[int], ranks: int) -> list[frozenset[int]]:
-    """The heaviest chunk to the least loaded rank that has room, then the next."""
+    """Deal the heaviest chunk to the least loaded rank with room, then the next."""
     room = [-(-len(costs) // ranks)] * ranks
     held: list[set[int]] = [set() for _ in range(ranks)]
     heap = [(0, rank) for rank in range(ranks)]
@@ -137,12 +138,12 @@ def _by_weight(costs: Sequence[int], ranks: int) -> list[frozenset[int]]:
 
 
 def _neighbours(count: int, ranks: int) -> list[frozenset[int]]:
-    """Runs of neighbouring chunks."""
+    """Deal runs of neighbouring chunks."""
     return [frozenset(range(count * rank // ranks, count * (rank + 1) // ranks)) for rank in range(ranks)]
 
 
 def _improved(work: _Work, held: list[frozenset[int]]) -> list[frozenset[int]]:
-    """The deal after every swap of two chunks that makes it faster, until none does."""
+    """Improve a deal by swaps of two chunks until no swap makes it faster."""
     held = list(held)
     owners = [rank for _, rank in sorted((n, rank) for rank, chunks in enumerate(held) for n in chunks)]
     loads = [work.load(chunks) for chunks in held]
@@ -166,11 +167,9 @@ def _improved(work: _Work, held: list[frozenset[int]]) -> list[frozenset[int]]:
 
 
 def chunk_costs(masks: Mask | Sequence[Mask | None] | None, seqlen: int, bounds: Sequence[int]) -> list[int]:
-    """Visited tiles of the queries ``bounds[n]`` to ``bounds[n + 1]``, for each n.
+    """Return the visited tiles of the queries ``bounds[n]`` to ``bounds[n + 1]``, for each n.
 
-    The sum over masks of the mean over heads and batch elements.
-
-    A tile that lies in two chunks counts in each for the rows that it has there.
+    They are the mean over heads and batch elements, summed over masks. A tile in two chunks counts in each by its rows there.
     """
     rows = torch.zeros(seqlen, dtype=torch.float64)
     for mask in _as_masks(masks):
@@ -180,7 +179,7 @@ def chunk_costs(masks: Mask | Sequence[Mask | None] | None, seqlen: int, bounds:
 
 
 def tile_shares(mask: Mask, layout: Layout) -> tuple[float, ...]:
-    """The part of all visited tiles that the queries of each rank visit."""
+    """Return the share of all visited tiles on each rank."""
     bounds = sorted({end for held in layout.pieces for piece in held for end in piece})
     costs = dict(zip(bounds, chunk_costs(mask, layout.seqlen, bounds), strict=False))
     loads = [sum(costs[start] for start, _ in held) for held in layout.pieces]
@@ -192,14 +191,14 @@ def _as_masks(masks: Mask | Sequence[Mask | None] | None) -> list[Mask]:
 
 
 def _row_costs(mask: Mask, seqlen: int) -> Tensor:
-    """The key tiles that each query's tile visits: float64 ``(seqlen,)``, the mean over heads and batch elements."""
+    """Return the key tiles that each query's tile visits: float64 ``(seqlen,)``, the mean over heads and batch elements."""
     status = TileMap.build(_grid(mask, seqlen), TILE, TILE).status
     visits = (status != EMPTY).double().sum(-1).flatten(0, 1).mean(0)
     return visits.repeat_interleave(TILE)[:seqlen]
 
 
 def _grid(mask: Mask, seqlen: int) -> Grid:
-    """The pairs of a square mask, with as many heads and batch elements as its tensors tell apart."""
+    """Return the grid of a square mask, with as many heads and batch elements as its tensors distinguish."""
     leaves = [leaf.cpu() for leaf in mask.leaves]
     kept = region(mask.text, tuple(range(len(leaves))))
     sizes = {"b": 1, "h": 1}

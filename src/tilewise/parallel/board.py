@@ -1,11 +1,11 @@
-"""Numbers that ranks of one machine tell each other in memory that they share, in tens of microseconds.
+"""Numbers that ranks of one machine exchange through shared memory, in tens of microseconds.
 
-Before bytes move, every call compares a few numbers of all ranks (:mod:`tilewise.parallel.agreement`), which no GPU needs to know. By
-sockets this took longer than the launch of a whole step.
+Before bytes move, every call compares a few numbers of all ranks on the host (:mod:`tilewise.parallel.agreement`). Sockets took longer for
+that than the launch of a whole step.
 
-A rank writes its numbers beside a count of the messages so far and a checksum of both, and reads the others' until they have the same
-count. Two places for each rank take turns: who writes message n + 2 has read all of n + 1, so everybody has read all of n. The
-checksum tells a message that is still being written, whatever order a processor's writes appear in.
+A rank writes its numbers, a count of the messages so far and a checksum of both. It reads the others' until they have the same count.
+Each rank has two places in turn: a rank that writes message n + 2 has read all of n + 1, so all ranks have read all of n. The checksum
+exposes a message that is still being written, in whatever order a processor's writes appear.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MOST = WORDS - 3
 FOLDER = "/dev/shm"
 """The folder of files in memory."""
 SPINS, PAUSE = 1000, 50e-6
-"""How often a rank looks before it pauses between two looks, and the pause in seconds. 1000 looks take 2 to 3 ms."""
+"""The looks without a pause, and then the pause between looks in seconds. 1000 looks take 2 to 3 ms."""
 
 
 class Board:
@@ -34,7 +34,7 @@ class Board:
 
     Args:
         path: of a file of :func:`size_of` bytes, zeros at first.
-        timeout: how many seconds a rank waits for the others.
+        timeout: the seconds that a rank waits for the others.
     """
 
     def __init__(self, path: str, rank: int, size: int, timeout: float):
@@ -43,21 +43,21 @@ class Board:
             self.words = memoryview(mmap.mmap(file.fileno(), size_of(size))).cast("q")
 
     def exchange(self, values: list[int]) -> list[list[int]]:
-        """The numbers of every rank, by rank.
+        """Exchange numbers, and return those of every rank.
 
         Raises:
-            RuntimeError: a rank did not come in time, or came with another count of numbers.
+            RuntimeError: a rank did not come in time, or with another count of numbers.
         """
         self.count += 1
         self._write(values)
         return [self._wait(rank, len(values)) for rank in range(self.size)]
 
     def place(self, rank: int) -> int:
-        """The first word of a rank's place for this message."""
+        """Return the first word of a rank's place for this message."""
         return (2 * rank + self.count % 2) * WORDS
 
     def _write(self, values: list[int]) -> None:
-        numbers = [int(value) for value in values]  # a bool is one too, and reads as such
+        numbers = [int(value) for value in values]  # a bool is a number too, and reads as one
         first, message = self.place(self.rank), [self.count, len(numbers)]
         for n, word in enumerate([*message, _checksum([*message, *numbers]), *numbers]):
             self.words[first + n] = word
@@ -79,7 +79,7 @@ class Board:
                 )
             if looks > SPINS:
                 time.sleep(PAUSE)
-            else:  # others may need this core; sleep(0) took 60 to 80 us, for the slack of the kernel's timers
+            else:  # others may need this core; sleep(0) took 60 to 80 us, because of the kernel's timer slack
                 os.sched_yield()
         if words[1] != length:
             raise RuntimeError(
@@ -93,12 +93,12 @@ def _checksum(words: list[int]) -> int:
 
 
 def size_of(ranks: int) -> int:
-    """Bytes of a board for so many ranks."""
+    """Return the bytes of a board for so many ranks."""
     return 2 * ranks * WORDS * 8
 
 
 def shared(rank: int, size: int, timeout: float, objects: Callable[[Any], list[Any]]) -> Board | None:
-    """A board for the ranks of a group; None where some of them do not see the same file. Every rank must call it.
+    """Make a board for the ranks of a group, or return None if some of them do not see the same file. Every rank must call it.
 
     Args:
         objects: an object of every rank, by rank (:meth:`tilewise.parallel.exchange.Exchange.objects`).
@@ -107,7 +107,7 @@ def shared(rank: int, size: int, timeout: float, objects: Callable[[Any], list[A
     try:
         path = objects(file)[0]
         board, mark = None, int.from_bytes(os.urandom(7))
-        with contextlib.suppress(OSError, ValueError):  # no such file, or a shorter one of that name
+        with contextlib.suppress(OSError, ValueError):  # no file of that name, or a shorter one
             board = Board(path, rank, size, timeout) if path else None
         if board is not None:
             board.words[board.place(rank)] = mark  # ranks on other machines may have a file of that name
@@ -117,14 +117,14 @@ def shared(rank: int, size: int, timeout: float, objects: Callable[[Any], list[A
     finally:
         if file is not None:
             with contextlib.suppress(OSError):
-                os.unlink(file)  # who has mapped it keeps it
+                os.unlink(file)  # ranks that have mapped it keep it
     return board if everybody else None
 
 
 def _made(size: int) -> str | None:
-    """A new file of zeros in memory; None: the system has no such place, or no room in it.
+    """Make a file of zeros in memory, or return None if the system has no place or no room for it.
 
-    Files elsewhere may lie on a disk of several machines, whose maps of it do not agree.
+    Files elsewhere may lie on a disk that several machines share, and their maps of it would differ.
     """
     try:
         handle, path = tempfile.mkstemp(prefix="tilewise-", dir=FOLDER)

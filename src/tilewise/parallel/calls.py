@@ -1,4 +1,4 @@
-"""A call of a group of ranks, from what they agree on to this rank's part of it; the plans are kept by the group."""
+"""A call of a group of ranks, from the agreement to this rank's part. The group keeps the plans."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 Call = heads.Heads | gathered.Gathered | ring.Ring
 """A rank's part of an attention, by scheme."""
 Sizes = tuple[tuple[tuple[int, int], ...], int]
-"""The queries and keys that each rank holds, and the least memory of a rank."""
+"""The queries and keys on each rank, and the memory of the rank with the least."""
 
 
 def _mark(digest: int, sizes: Sizes) -> int:
-    """A number, never 0, of a plan whose route has this hash; alike in all processes, since only numbers are hashed."""
+    """Return the mark of a plan by the hash of its route: never 0, and equal in all processes, because only numbers are hashed."""
     return hash((digest, *sizes)) >> 1 or 1
 
 
 class Plans(PerTensors):
-    """The plans of a group's calls, each kept while the tensors of its mask are unchanged; those of prepared masks serve captures too."""
+    """The plans of a group's calls. Each lives while its mask's tensors are unchanged; plans of prepared masks serve captures too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Plans(PerTensors):
         self._prepared: dict[int, Tensor] = {}  # by id, which is no other's while the tensor lies here
 
     def prepare(self, mask: Mask) -> None:
-        """Takes it that a mask's tensors keep what they hold: :meth:`tilewise.parallel.ContextParallel.prepare`."""
+        """Promise that a mask's tensors do not change: :meth:`tilewise.parallel.ContextParallel.prepare`."""
         if mask.text.startswith("prepared("):
             raise ValueError("the mask was prepared for one device; pass the mask as it was before prepare")
         if any(t.is_inference() for t in (*mask.sources, *mask.leaves)):
@@ -55,8 +55,9 @@ class Plans(PerTensors):
         self._prepared |= {id(leaf): leaf for leaf in mask.leaves}
 
     def mark(self, digest: int, extras: list[Tensor], text: str) -> int:
-        """The number that tells of this rank's plan of a call with this hash: the same on all ranks that will take plans of one route, if
-        they then hold what they held; 0: it has none, or will make another."""
+        """Return the mark of this rank's plan for a call with this hash, or 0 if it has none or must make another.
+
+        Ranks with plans of one route have the same mark, if their tensors are unchanged."""
         if digest not in self._agreed or device.is_captured() or device.is_warming_up():
             return 0
         key, sizes = self._agreed[digest]
@@ -64,13 +65,13 @@ class Plans(PerTensors):
         return 0 if call is None else _mark(call.digest, sizes)
 
     def agree(self, digest: int, key: object, sizes: Sizes) -> None:
-        """Notes that all ranks have plans of one route for a call with this hash."""
+        """Note that all ranks have plans of one route for a call with this hash."""
         if len(self._agreed) >= self.LIMIT:
             self._agreed.clear()
         self._agreed[digest] = key, sizes
 
     def prepared(self, key: object, leaves: list[Tensor]) -> Call | None:
-        """The plan that an earlier call made of a prepared mask's tensors, unchanged since; None: there is none."""
+        """Return the plan that an earlier call made for a prepared mask whose tensors are unchanged, or None."""
         return self.kept(key, leaves) if all(id(leaf) in self._prepared for leaf in leaves) else None
 
 
@@ -83,10 +84,10 @@ def agreed_call(
     with_lse: bool,
     compiled: bool = False,
 ) -> tuple[plan.Agreed, Call]:
-    """A call that all ranks have agreed on, and this rank's part of it.
+    """Agree on a call with all ranks, and return it with this rank's part.
 
     Raises:
-        NotImplementedError: on every rank: a transform of torch.func, or a tangent.
+        NotImplementedError: on every rank, inside a transform of torch.func or with a tangent.
     """
 
     def once() -> Assembled:
@@ -102,17 +103,17 @@ def agreed_call(
     key = _key(parallel, found, agreement.call[2], with_lse, compiled)
     call = _call(parallel, found, key, with_lse, compiled)
     sizes = tuple(agreement.lengths), agreement.memory
-    # Where all ranks said beforehand that they have plans of one route, they need not say it again.
+    # Ranks with plans of one route, as all have said, need not agree on it again.
     if call.digest and agreement.mark != _mark(call.digest, sizes):
         neighbours = call.exchange.size if isinstance(call, heads.Heads) else 1
         agree_on_tensors(parallel.exchange, call.digest, neighbours)
-        if neighbours == 1:  # routes of ranks with other heads may differ
+        if neighbours == 1:  # ranks with other heads may have other routes
             parallel.plans.agree(agreement.digest, key, sizes)
     return found, call
 
 
 def _refuse_transforms(tensors: list[Tensor]) -> None:
-    """Raises NotImplementedError where an autograd.Function would fail by names of PyTorch's that no user has written."""
+    """Raise NotImplementedError before an autograd.Function fails with names of PyTorch's that no user has written."""
     if torch._C._are_functorch_transforms_active() or has_tangent(tensors):
         raise NotImplementedError(
             "transforms of torch.func (grad, jvp, vmap) and forward mode of an attention over ranks are not built\n"
@@ -130,8 +131,8 @@ def compiled_call(
     spec: str,
     with_lse: bool,
 ) -> Call:
-    """This rank's part of a compiled call without a word to the others: of fake tensors, its shapes alone."""
-    # A trace must choose the scheme that runs, and may come before the first call has told the least memory of all ranks.
+    """Return this rank's part of a compiled call without asking the others; with fake tensors, only shapes."""
+    # A trace must choose the scheme that will run, and may come before a first call that tells the least memory of all ranks.
     parallel.memory = parallel.memory or device.of(q.device).memory
     queries, keys = _compiled_layout(parallel, q.shape[-3]), _compiled_layout(parallel, k.shape[-3])
     call = plan.Agreed((queries, keys), q, k, v, list(extras), seed, parse_spec(spec))
@@ -141,14 +142,14 @@ def compiled_call(
 
 
 def _compiled_layout(parallel: ContextParallel, rows: int) -> Layout:
-    """The layout in which this rank has so many rows, and without a layout of its own every other rank as many."""
+    """Return the layout in which this rank has so many rows. Without a layout of its own, all ranks have as many."""
     if isinstance(parallel.layout, Layout):
         return parallel.layout
     return _even(parallel, parallel.layout_of(int(rows) * parallel.size))
 
 
 def _even(parallel: ContextParallel, layout: Layout) -> Layout:
-    """The layout, refused where ranks hold unequal parts of it and it follows from its length, which no rank knows alone."""
+    """Return the layout, or refuse one that follows from its length and has unequal parts: no rank knows the length alone."""
     if not isinstance(parallel.layout, Layout) and len(set(layout.lengths)) > 1:
         raise ValueError(
             f"attention over ranks was compiled, and they hold {list(layout.lengths)} rows: inside torch.compile ranks hold as many "
@@ -158,9 +159,9 @@ def _even(parallel: ContextParallel, layout: Layout) -> Layout:
 
 
 def _key(parallel: ContextParallel, call: plan.Agreed, text: str, with_lse: bool, compiled: bool) -> tuple:
-    """The facts that a plan depends on beside the tensors of its mask; ``text`` is that of the spec."""
+    """Return the facts on which a plan depends beside its mask's tensors; ``text`` is the spec's."""
     facts: list[tuple] = [(x.shape[:-3], x.shape[-2:], x.dtype, x.device) for x in (call.q, call.k, call.v)]
-    # What was checked of another tensor says nothing of this one.
+    # The checks of another tensor do not hold for this one.
     facts += [(x.shape, x.dtype) for x in call.extras]
     return text, with_lse, compiled, parallel.memory, *call.layouts, *facts
 
@@ -169,7 +170,7 @@ def _call(parallel: ContextParallel, call: plan.Agreed, key: tuple, with_lse: bo
     leaves = [call.extras[n] for n in call.spec.mask_slots]
     if leaves and not compiled and plan.is_captured():
         found = parallel.plans.prepared(key, leaves)
-        # One rank without a plan makes all do without, or the others would wait for its rows.
+        # If one rank has no plan, all do without, or the others would wait for its rows.
         everybody = all(has for (has,) in parallel.exchange.numbers([int(found is not None)]))
         if found is not None and everybody:
             parallel.plans.captured[id(found)] = found  # its tables are read by every replay
@@ -178,12 +179,12 @@ def _call(parallel: ContextParallel, call: plan.Agreed, key: tuple, with_lse: bo
 
 
 def _text_of(layout: str | Layout) -> str:
-    """The layout as ranks compare it."""
+    """Return the layout as ranks compare it."""
     return layout.text if isinstance(layout, Layout) else layout
 
 
 def wish(parallel: ContextParallel, with_lse: bool, compiled: bool = False, silent: bool = False) -> plan.Wish:
-    """The wishes of a group, besides the attention itself."""
+    """Return the wishes of a group, besides the attention itself."""
     exchange: Exchange = Silent(parallel.rank, parallel.size) if silent else parallel.exchange
     return plan.Wish(
         exchange, parallel.scheme, parallel.most_groups, parallel.sum_leaf_gradients, with_lse, compiled, silent,
@@ -194,10 +195,11 @@ def wish(parallel: ContextParallel, with_lse: bool, compiled: bool = False, sile
 def agreed(
     parallel: ContextParallel, q: Tensor, k: Tensor, v: Tensor, assembled: Callable[[], Assembled], also: dict[str, str]
 ) -> tuple[plan.Agreed, Agreement]:
-    """The call, once all ranks have said the same of it, and what they said; ``also`` is what else must be alike.
+    """Return the call and the agreement of all ranks on it; ``also`` is what else must be alike.
 
     Raises:
-        ValueError: on every rank: a wrong call, ranks that disagree. NotImplementedError: a batch of none.
+        ValueError: on every rank, if the call is wrong or ranks disagree.
+        NotImplementedError: the batch is empty.
     """
     also = also | {"layout": _text_of(parallel.layout), "sum_leaf_gradients": str(parallel.sum_leaf_gradients)}
     agreement = agreed_lengths(
@@ -211,13 +213,13 @@ def agreed(
         checked_layout(parallel, [x[n] for x in agreement.lengths], name) for n, name in enumerate(("queries", "keys"))
     )
     if seed is not None:
-        # The first rank's, so that the pairs that are dropped are those of one device.
+        # Every rank takes the first rank's, so that the same pairs are dropped as on one device.
         seed = parallel.exchange.broadcast(seed)
     return plan.Agreed((queries, keys), q, k, v, extras, seed, parse_spec(text)), agreement
 
 
 def checked_layout(parallel: ContextParallel, lengths: list[int], name: str) -> Layout:
-    """The layout of as many rows as the ranks hold, refused on all of them where it deals otherwise."""
+    """Return the layout of as many rows as the ranks hold. All ranks refuse it if it deals them otherwise."""
     layout = parallel.layout_of(sum(lengths))
     if layout.lengths != tuple(lengths):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The object that users hold of a group of ranks."""
+"""The object by which users name a group of ranks."""
 
 from __future__ import annotations
 
@@ -92,13 +92,13 @@ class ContextParallel:
         self._parts: dict[int, tuple[Exchange, Exchange]] = {}
         self.sum_leaf_gradients = sum_leaf_gradients
         self.most_groups = heads.MOST_GROUPS
-        self.memory = 0  # of the rank that has the least, in bytes, once a call has told it
+        self.memory = 0  # of the rank with the least, in bytes, once a call has told it
         self.plans = calls.Plans()
         self.turns = (Turn(exchange, number) for number in itertools.count(1))  # one for each call outside of graphs
         self.name = operators.named(self)
 
     def __deepcopy__(self, memo: dict) -> ContextParallel:
-        return self  # a copy of a module that holds it is a module of the same ranks
+        return self  # a copied module belongs to the same ranks
 
     def __getstate__(self) -> object:
         raise TypeError(_NOT_SAVED)
@@ -117,13 +117,13 @@ class ContextParallel:
         return self.exchange.received + sum(part.received for parts in self._parts.values() for part in parts)
 
     def split(self, neighbours: int) -> tuple[Exchange, Exchange]:
-        """The rank's ends of groups of so many neighbouring ranks, and of the ranks with its place among theirs; made once."""
+        """Return the rank's groups: of so many neighbours, and of the ranks with its place among theirs. They are made once."""
         if neighbours not in self._parts:
             self._parts[neighbours] = self.exchange.split(neighbours)
         return self._parts[neighbours]
 
     def layout_of(self, seqlen: int) -> Layout:
-        """Who holds which positions of a sequence of this length.
+        """Return the layout of a sequence of this length.
 
         Raises:
             ValueError: a layout that was made for another length.
@@ -165,15 +165,15 @@ class ContextParallel:
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, options: Options, with_lse: bool = True
     ) -> tuple[Tensor | None, ...]:
-        """``(o, lse)`` of this rank's queries, which see the keys of all ranks at their global positions; max_logit too where the
-        options ask for it.
+        """Return ``(o, lse)`` of this rank's queries, which see the keys of all ranks at global positions, and max_logit if the options
+        ask for it.
 
         Args:
-            with_lse: lse is wanted; else it may be ``None``, which saves its way back.
+            with_lse: lse is wanted. Otherwise it may be ``None``, which saves sending it back.
 
         Raises:
-            ValueError: on every rank: a wrong call, ranks that disagree, rows that are not those of the layout.
-            NotImplementedError: what is not built, or what no backend runs.
+            ValueError: on every rank, if the call is wrong, ranks disagree or rows do not fit the layout.
+            NotImplementedError: the call is not built, or no backend runs it.
         """
         _refuse(options)
         if self.size == 1:
@@ -186,11 +186,11 @@ class ContextParallel:
         return operators.attention(next(self.turns), call, q, k, v, agreed.extras, agreed.seed)
 
     def maximum(self, x: Tensor) -> Tensor:
-        """The largest of all ranks' numbers, for each element of ``x``; NaN where a rank has it."""
+        """Return the largest of all ranks' numbers for each element of ``x``, or NaN if a rank has NaN."""
         return torch.stack(self.exchange.gather(x)).amax(0)
 
     def explain(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> dispatch.Explanation:
-        """How the ranks would share this call: ``tilewise.explain(..., parallel=...)``. Every rank must call it."""
+        """Explain how the ranks would share this call: ``tilewise.explain(..., parallel=...)``. Every rank must call it."""
         _refuse(options)
         if self.size == 1:
             return dispatch.explain(q, k, v, options)
@@ -202,7 +202,7 @@ class ContextParallel:
 def compiled(
     ranks: str, q: Tensor, k: Tensor, v: Tensor, options: Options, with_lse: bool
 ) -> tuple[Tensor | None, ...]:
-    """:meth:`ContextParallel.attention` in a graph, of the ranks that have this name."""
+    """Run :meth:`ContextParallel.attention` in a graph, for the ranks with this name."""
     _refuse(options)
     q, k, v = _autocast(q, k, v)
     return operators.compiled(q, k, v, *assemble(q, k, v, options), ranks, with_lse)
@@ -219,7 +219,7 @@ def _refuse(options: Options) -> None:
 
 
 def _autocast(*tensors: Tensor) -> list[Tensor]:
-    """q, k and v in autocast's dtype where it is on: its narrow numbers are what travels."""
+    """Return q, k and v in autocast's dtype if it is on, so that ranks send the narrow numbers."""
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
         return list(tensors)
@@ -246,7 +246,7 @@ class _Unshard(torch.autograd.Function):
 
 @untraced
 class _SumAndShard(torch.autograd.Function):
-    """This rank's rows of the sum of all ranks' whole tensors: what :class:`_Unshard` is transposed."""
+    """Return this rank's rows of the sum of all ranks' whole tensors: the transpose of :class:`_Unshard`."""
 
     @staticmethod
     def forward(ctx, parallel: ContextParallel, turn: Turn, x, dim):

@@ -1,8 +1,8 @@
 """The cost of an attention over ranks beside its products, by scheme: bytes that each rank receives, copies and needs, and their time.
 
-A step is a forward and, where gradients are wanted, its backward. The products are left out: they are the same in every scheme; what
-is counted is how long they may hide an exchange. The constants are those of H200s joined by NVLink (docs/parallel.md, "Which
-scheme"); other machines have others, but what is compared are exchanges over the same links.
+A step is a forward and, if gradients are wanted, its backward. The products are the same in every scheme and are left out; only the time
+for which they can hide an exchange counts. The constants are those of H200s joined by NVLink (docs/parallel.md, "Which scheme"). Other
+machines have others, but the schemes are compared over the same links.
 """
 
 from __future__ import annotations
@@ -20,12 +20,10 @@ RECEIVED_BETWEEN_NODES = 45e9  # assumed, not measured: a port of 400 Gb/s for e
 COPIED_PER_SECOND = 2e12  # of a copy's bytes, which are read and written
 PRODUCTS_PER_SECOND = 600e12
 SECONDS_A_COLLECTIVE = 65e-6
-SECONDS_A_CALL = (
-    60e-6  # of attention beyond the first: its launch, and the tail of multiprocessors that wait for its last tiles
-)
-SLOWER = 0.08  # of the products, in calls of fewer pairs: what a ring over four H200s lost at 131,072 tokens beside its merges
+SECONDS_A_CALL = 60e-6  # of each further attention: its launch, and multiprocessors that wait for its last tiles
+SLOWER = 0.08  # of the products in calls of fewer pairs: the loss of a ring over four H200s at 131,072 tokens, without its merges
 MOST_MEMORY = 1 / 4
-"""The part of a rank's memory that the scheme of "auto" may need for one attention, if another needs less."""
+"""The share of a rank's memory that "auto" may use for one attention, if another scheme needs less."""
 
 
 @dataclass(frozen=True)
@@ -33,13 +31,15 @@ class Cost:
     """The exchange of one attention, per rank.
 
     Attributes:
-        received, copied: bytes. collectives: how many, of those that move tensors.
-        hidden: the part of the exchange that passes under the attention, if the attention takes so long.
-        products: milliseconds of the attention under which an exchange may pass.
-        calls: of the attention beyond the first. slower: milliseconds by which calls of fewer pairs are slower.
-        memory: bytes that a step needs at once beside the rank's own q, k and v, where it needs the most.
+        received, copied: bytes.
+        collectives: the number of those that move tensors.
+        hidden: the share of the exchange that the attention can hide, if it takes long enough.
+        products: milliseconds of the attention that can hide an exchange.
+        calls: of the attention, beyond the first.
+        slower: milliseconds by which calls of fewer pairs are slower.
+        memory: the most bytes that a step needs at once beside the rank's own q, k and v.
         per_second: bytes that a rank receives.
-        within: the exchange of heads among neighbouring ranks that comes before and after, if there is one.
+        within: the exchange of heads among neighbouring ranks before and after, if there is one.
     """
 
     received: int
@@ -55,7 +55,7 @@ class Cost:
 
     @property
     def all_received(self) -> int:
-        """Bytes, those that neighbours exchange included."""
+        """Bytes, including those between neighbours."""
         return self.received + (0 if self.within is None else self.within.received)
 
     @property
@@ -75,10 +75,11 @@ class Cost:
 
 
 class Machines(NamedTuple):
-    """The machines on which ranks are.
+    """The machines of the ranks.
 
     Attributes:
-        nodes: how many. memory: bytes of the rank that has the least; 0: it is not known.
+        nodes: their number.
+        memory: bytes of the rank with the least, or 0 if unknown.
     """
 
     nodes: int
@@ -86,11 +87,11 @@ class Machines(NamedTuple):
 
     @property
     def per_second(self) -> float:
-        """Bytes that a rank receives from the others."""
+        """The bytes per second that a rank receives from the others."""
         return RECEIVED_PER_SECOND if self.nodes == 1 else RECEIVED_BETWEEN_NODES
 
     def among(self, neighbours: int, ranks: int) -> float:
-        """Bytes that a rank receives from so many neighbours of all ranks, of which each machine has as many."""
+        """Return the bytes per second that a rank receives from so many neighbours, if each machine has equally many ranks."""
         return RECEIVED_PER_SECOND if ranks // self.nodes % neighbours == 0 else self.per_second
 
 
@@ -98,12 +99,13 @@ ONE_MACHINE = Machines(nodes=1, memory=0)
 
 
 class Keys(NamedTuple):
-    """How many keys travel when they are gathered.
+    """The number of keys that are sent when they are gathered.
 
     Attributes:
-        fetched: the most that one rank fetches from others. lent: the most that others fetch from one, counted for each.
+        fetched: the most that one rank fetches from others.
+        lent: the most that others fetch from one, counted for each of them.
         kept: the backward does not fetch them again.
-        joined: each rank makes one call, whose gradients need no wider numbers to be added in.
+        joined: each rank makes one call, whose gradients need no wider numbers.
     """
 
     fetched: int
@@ -113,23 +115,24 @@ class Keys(NamedTuple):
 
     @staticmethod
     def all(whole: Problem, ranks: int) -> Keys:
-        """Every rank's rows see all keys."""
+        """Return the numbers if every rank's rows see all keys."""
         own = whole.seqlen_k // ranks
         others = whole.seqlen_k - own
         return Keys(others, others, kept(others, [own], whole.heads_q, whole.heads_k))
 
 
 def kept(fetched: int, lengths: Sequence[int], heads_q: int, heads_k: int) -> bool:
-    """Whether ranks keep the keys of others for the backward: where K and V of them take at most half as much memory as q, k, v and o of
-    as many rows as the largest rank has, which are kept anyway."""
+    """Return whether ranks keep others' keys for the backward.
+
+    They do if K and V take at most half the memory of q, k, v and o of the largest rank's rows, which are kept anyway."""
     return 2 * fetched * heads_k <= max(lengths) * (heads_q + heads_k)
 
 
 def gathering(whole: Problem, ranks: int, keys: Keys | None = None, per_second: float = RECEIVED_PER_SECOND) -> Cost:
-    """K and V of the keys that a rank's rows see, and dK and dV of them, in fp32, back to their ranks.
+    """Return the cost of sending K and V that a rank's rows see, and dK and dV back in fp32.
 
     Args:
-        keys: how many travel; by default all.
+        keys: the number that is sent, all by default.
         per_second: bytes that a rank receives.
     """
     keys = Keys.all(whole, ranks) if keys is None else keys
@@ -138,14 +141,14 @@ def gathering(whole: Problem, ranks: int, keys: Keys | None = None, per_second: 
     narrow, wide = row * size.narrow, row * (size.narrow if keys.joined else size.wide)
     if not keys.fetched:
         return Cost(0, 0, 0, memory=size.results(whole))
-    # What travels is packed, and put together with the rank's own keys.
+    # Sent keys are packed, and joined with the rank's own.
     together = (2 * keys.fetched + own) * narrow
     if not whole.spec.needs_grad:
         return Cost(keys.fetched * narrow, together, 1, memory=size.results(whole) + together, per_second=per_second)
     passes, back = (1, 2) if keys.kept else (2, 3)
-    # dK and dV of pieces are added up, packed, and added up again where they belong; one call's are packed alone.
+    # dK and dV of pieces are summed, packed, and summed again at their ranks. Those of a single call are only packed.
     added = 2 * keys.lent + own if keys.joined else 2 * seen + 2 * (keys.fetched + keys.lent) + 2 * own
-    # The most is needed where a kernel sums dq, or where dK and dV of all pieces are packed.
+    # The peak is a kernel's sum of dq, or the packing of dK and dV of all pieces.
     held = size.results(whole) + 2 * seen * narrow
     travelling = (keys.fetched + keys.lent) * wide + (0 if keys.joined else seen * wide)
     memory = held + max(size.summed_queries, travelling)
@@ -154,16 +157,16 @@ def gathering(whole: Problem, ranks: int, keys: Keys | None = None, per_second: 
 
 
 def passing(whole: Problem, ranks: int, keys: Keys | None = None, per_second: float = RECEIVED_PER_SECOND) -> Cost:
-    """The keys of one rank after the other, under the products of those before, and their gradients back in fp32.
+    """Return the cost of sending the keys of one rank after the other, under earlier products, and gradients back in fp32.
 
-    Each rank's partial results are merged: read and written in fp32 for each rank whose keys it sees.
+    Partial results are merged: read and written in fp32 for each rank whose keys are seen.
     """
     keys = Keys.all(whole, ranks) if keys is None else keys
     size, steps = _Sizes.of(whole, ranks), ranks - 1 if keys.fetched else 0
     narrow, wide = size.row * size.narrow, size.row * size.wide
-    # A merge in PyTorch's operators: both o are scaled, added up and copied, in fp32.
+    # A merge in PyTorch's operators: both o are scaled, added and copied in fp32.
     outputs = size.outputs // size.narrow * (10 * size.wide + size.narrow)
-    blocks = 4 * size.keys * narrow if steps else 0  # of K and V: two that came, and what is sent for two
+    blocks = 4 * size.keys * narrow if steps else 0  # of K and V: two that came, and two that are sent
     forward = steps * outputs + 2 * keys.fetched * narrow
     products = 1e3 * size.operations / PRODUCTS_PER_SECOND
     under, slower = products * (ranks - 1) / ranks, SLOWER * products if steps else 0.0
@@ -173,7 +176,7 @@ def passing(whole: Problem, ranks: int, keys: Keys | None = None, per_second: fl
     received = 2 * keys.fetched * narrow + keys.lent * wide
     merged = steps * size.queries // size.narrow * (2 * size.wide + size.narrow)  # dq, added up
     copied = forward + 2 * keys.fetched * narrow + merged + 2 * (keys.fetched + keys.lent) * wide
-    # dK and dV of the rank's own keys, and of those of a step: added up, packed, and those that come back.
+    # dK and dV of the rank's own keys and of a step's: summed, packed, and received.
     memory = size.results(whole) + 2 * size.summed_queries + blocks + (4 if steps else 1) * size.keys * wide
     return Cost(received, copied, 3 * steps, 1.0, 3.5 * under, 6 * steps, 3.5 * slower, memory, per_second)
 
@@ -181,21 +184,21 @@ def passing(whole: Problem, ranks: int, keys: Keys | None = None, per_second: fl
 def exchanging_heads(
     whole: Problem, ranks: int, keys: Keys | None = None, per_second: float = RECEIVED_PER_SECOND, neighbours: int = 0
 ) -> Cost:
-    """q, K and V to all rows of some heads and o back to rows of all heads; backward dO, and dq, dK and dV back.
+    """Return the cost of exchanging rows for heads: q, K, V and back o; in the backward dO, and back dq, dK, dV.
 
     Args:
-        neighbours: how many ranks exchange heads of the rows that they hold; 0: all.
+        neighbours: the ranks that exchange heads of their rows; 0 means all.
     """
     size, needs_grad = _Sizes.of(whole, ranks), whole.spec.needs_grad
     own = size.queries + size.outputs + size.keys * size.row * size.narrow
     passes, groups = 2 if needs_grad else 1, 1 if neighbours else groups_of(whole, ranks)
     peers = neighbours or ranks
     inputs = own - size.outputs
-    # Of its heads a rank holds q, k and v, their gradients, o and dO, and in fp32 what is summed: dq, and dk and dv.
+    # A rank holds q, k and v of its heads, their gradients, o and dO, and the fp32 sums of dq, dk and dv.
     memory = own + size.outputs
     if needs_grad:
         memory += inputs + size.outputs + size.summed_queries + size.keys * size.row * size.wide
-    # Each tensor is copied before it leaves and after it has come.
+    # Each tensor is copied before it is sent and after it is received.
     return Cost(
         passes * own * (peers - 1) // peers, passes * 2 * own, passes * 2 * groups, hidden=1 - 1 / groups, memory=memory,
         per_second=per_second,
@@ -205,10 +208,10 @@ def exchanging_heads(
 def combining(
     name: str, whole: Problem, ranks: int, neighbours: int, keys: Keys | None = None, machines: Machines = ONE_MACHINE
 ) -> Cost:
-    """Heads among so many neighbouring ranks, and a scheme of COSTS, of that name, between neighbourhoods.
+    """Return the cost of exchanging heads among neighbouring ranks, and of a scheme of COSTS between neighbourhoods.
 
     Args:
-        keys: how many travel between neighbourhoods; by default all.
+        keys: the number that is sent between neighbourhoods, all by default.
     """
     within = exchanging_heads(whole, ranks, None, machines.among(neighbours, ranks), neighbours)
     found = COSTS[name](with_fewer_heads(whole, neighbours), ranks // neighbours, keys, machines.per_second)
@@ -218,7 +221,7 @@ def combining(
 
 
 def with_fewer_heads(whole: Problem, ranks: int) -> Problem:
-    """The attention of the heads that one of so many ranks has."""
+    """Return the attention of one rank's heads, of so many ranks."""
     tensors = {}
     for name in "qkv":
         x = getattr(whole, name)
@@ -228,15 +231,18 @@ def with_fewer_heads(whole: Problem, ranks: int) -> Problem:
 
 COSTS = {"gather": gathering, "heads": exchanging_heads, "ring": passing}
 COMBINED = {"heads+gather": "gather", "heads+ring": "ring"}
-"""Heads among neighbouring ranks, and what goes on between neighbourhoods."""
+"""Return the sum of an exchange of heads among neighbours and of one between neighbourhoods."""
 
 
 class _Sizes(NamedTuple):
-    """The part of an attention that a rank holds.
+    """A rank's part of an attention.
 
     Attributes:
-        queries, outputs: bytes of q, and of o. keys: how many. row: numbers of K and V for each key.
-        narrow, wide: bytes of a number, and of one that is summed. operations: of the rank's part of the forward.
+        queries, outputs: bytes of q, and of o.
+        keys: their number.
+        row: numbers of K and V for each key.
+        narrow, wide: bytes of a number, and of a number in a sum.
+        operations: of the rank's part of the forward.
     """
 
     queries: int
@@ -261,9 +267,9 @@ class _Sizes(NamedTuple):
 
     @property
     def summed_queries(self) -> int:
-        """Bytes of dq while it is summed."""
+        """Return the bytes of dq while it is summed."""
         return self.queries // self.narrow * self.wide
 
     def results(self, whole: Problem) -> int:
-        """Bytes of o, and of dq, dk and dv where they are wanted."""
+        """Return the bytes of o, and of dq, dk and dv if they are wanted."""
         return self.outputs + (self.queries + self.keys * self.row * self.narrow if whole.spec.needs_grad else 0)

@@ -1,7 +1,7 @@
-"""Attention of DTensors: those that are sharded along the sequence go over the ranks of that mesh dimension, others stay where they are.
+"""Attention of DTensors. If the sequence is sharded, the call runs over the ranks of that mesh dimension.
 
-A mesh dimension may shard the sequence (one may), the batch, or the heads, or replicate. What is sharded by batch or heads is a plain
-call on each rank, so masks and scores may not depend on the index that is cut.
+One mesh dimension may shard the sequence. Others may shard the batch or the heads, or replicate; that is a plain call on each rank, so
+masks and scores may not depend on the sharded index.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _contexts: dict[Any, tuple[ProcessGroup, ContextParallel]] = {}  # by mesh and d
 
 
 def attention(q: DTensor, k: DTensor, v: DTensor, options: Options, with_lse: bool) -> tuple[Any, ...]:
-    """``(o, lse)`` as DTensors, sharded as q is; without ``with_lse`` lse is ``None``.
+    """Return ``(o, lse)`` as DTensors with q's sharding. Without ``with_lse``, lse is ``None``.
 
     Raises:
-        ValueError: tensors that do not lie on one mesh alike.
-        NotImplementedError: placements, or a mask or score under them, that are not built.
+        ValueError: the tensors are not sharded alike on one mesh.
+        NotImplementedError: placements, or a mask or score under them, are not built.
     """
     from torch.distributed.tensor import DTensor, Shard
 
@@ -70,12 +70,12 @@ def attention(q: DTensor, k: DTensor, v: DTensor, options: Options, with_lse: bo
 
 
 def _what(placement: Any, axes: dict[int, str]) -> str:
-    """The dimension that a placement cuts, in words."""
+    """Return the name of the dimension that a placement shards."""
     return axes.get(placement.dim, "head_dim") if placement.is_shard() else str(placement)
 
 
 def _refuse_heads(query_heads: int, key_heads: int, sizes: list[int]) -> None:
-    """Refuses, on all ranks alike, query heads that lie on other ranks than their key heads, and ranks without heads.
+    """Refuse query heads on other ranks than their key heads, and ranks without heads, on all ranks alike.
 
     Args:
         sizes: of the mesh dimensions that shard the heads, in order.
@@ -91,7 +91,7 @@ def _refuse_heads(query_heads: int, key_heads: int, sizes: list[int]) -> None:
 
 
 def _chunks(count: int, sizes: list[int]) -> list[tuple[int, int]]:
-    """The elements ``[start, stop)`` that each rank holds, where mesh dimensions of these sizes shard them one after the other."""
+    """Return the elements ``[start, stop)`` of each rank, if mesh dimensions of these sizes shard them one after the other."""
     found = [(0, count)]
     for size in sizes:
         each = [(a, b, -(-(b - a) // size)) for a, b in found]
@@ -100,7 +100,7 @@ def _chunks(count: int, sizes: list[int]) -> list[tuple[int, int]]:
 
 
 def _refuse(cut: dict[int, str], extras: list[Tensor], seed: Tensor | None, text: str) -> None:
-    """Refuses what of a call depends on an index that the mesh cuts, and placements that are no place of rows."""
+    """Refuse parts of a call that depend on a sharded index, and placements that are no shards or replicas of rows."""
     reads = _reads(text)
     found = (
         ["a mask, score or sink tensor is a DTensor; pass its full_tensor()"] if any(map(_is_sharded, extras)) else []
@@ -116,9 +116,9 @@ def _refuse(cut: dict[int, str], extras: list[Tensor], seed: Tensor | None, text
         raise NotImplementedError("attention cannot run on these DTensors" + "".join(f"\n  {x}" for x in found))
 
 
-@torch.compiler.assume_constant_result  # which Dynamo calls, as it cannot read the text itself
+@torch.compiler.assume_constant_result  # Dynamo calls this, because it cannot read the text itself
 def _reads(text: str) -> list[str]:
-    """The indices that the mask or score of a spec depends on, and "sink" where there is one."""
+    """Return the indices on which a spec's mask or score depends, and "sink" if it has one."""
     spec = parse_spec(text)
     roots = [*spec.whole_region.parts, *(() if spec.whole_score is None else (spec.whole_score,))]
     return [*sorted(expr.depends_on(*roots)), *(() if spec.sink_slot is None else ("sink",))]
@@ -130,12 +130,12 @@ def _is_sharded(x: Tensor) -> bool:
 
 @torch.compiler.assume_constant_result  # as above
 def _name(mesh: Any, dim: int) -> str:
-    """The name of the ranks of a mesh dimension in a compiled graph."""
+    """Return the name of a mesh dimension's ranks in a compiled graph."""
     return _context(mesh, dim).name
 
 
 def _context(mesh: Any, dim: int) -> ContextParallel:
-    """The ranks of a mesh dimension, made once for each group: after another ``init_process_group`` an equal mesh has other groups."""
+    """Return the ranks of a mesh dimension, made once per group. After another ``init_process_group``, an equal mesh has other groups."""
     group, found = mesh.get_group(dim), _contexts.get((mesh, dim))
     if found is None or found[0] is not group:
         found = _contexts[mesh, dim] = group, context_parallel(group, layout="chunks")

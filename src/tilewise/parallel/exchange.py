@@ -1,7 +1,7 @@
-"""How ranks talk: the few collectives that parallel attention needs. No other module calls those of torch.distributed.
+"""The few collectives that parallel attention needs. No other module calls torch.distributed's.
 
-Every collective is a function of all ranks' arguments alone, and sums run in the order of ranks, so results repeat bit for bit.
-``received`` counts the bytes that come from other ranks.
+A collective depends on all ranks' arguments alone, and sums run in the order of ranks, so results repeat bit for bit. ``received`` counts
+the bytes from other ranks.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 Gradients = tuple[Tensor | None, Tensor | None]
-"""do and dlse; None where nothing depends on o, or on lse."""
+"""do and dlse, or None if nothing depends on o, or on lse."""
 
 
 class Exchange(Protocol):
     """One rank's end of a group of ranks.
 
     Attributes:
-        nodes: on how many machines the ranks are.
-        carrier: what carries rows from rank to rank, and why nothing faster does, in words.
+        nodes: the number of machines.
+        carrier: the transport of rows between ranks, and why no faster one is used, in words.
     """
 
     rank: int
@@ -42,40 +42,41 @@ class Exchange(Protocol):
     carrier: str
 
     def split(self, within: int) -> tuple[Exchange, Exchange]:
-        """The rank's ends of two smaller groups: so many neighbouring ranks, and all those with its place among their neighbours."""
+        """Return two smaller groups of the rank: so many neighbouring ranks, and all ranks with its place among their neighbours."""
         ...
 
     def numbers(self, values: list[int]) -> list[list[int]]:
-        """The same count of int64 numbers of every rank, by rank, on the host."""
+        """Return every rank's int64 numbers, equally many, by rank, on the host."""
         ...
 
     def objects(self, value: Any) -> list[Any]:
-        """One picklable object of every rank, by rank. Slow: for errors."""
+        """Return one picklable object of every rank, by rank. It is slow, and meant for errors."""
         ...
 
     def gather(self, x: Tensor) -> list[Tensor]:
-        """A tensor of one shape and dtype from every rank, by rank."""
+        """Return a tensor from every rank, by rank. All have one shape and dtype."""
         ...
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """The first rank's tensor."""
+        """Return the first rank's tensor."""
         ...
 
     def swap(self, sent: Tensor, counts: Sequence[int], received: Sequence[int]) -> Callable[[], Tensor]:
-        """Starts to send ``counts[r]`` rows to each rank r, in order, and to receive ``received[r]`` rows from it; the result waits for
-        the rows of all ranks, in order."""
+        """Start to send ``counts[r]`` rows to each rank r, in order, and to receive ``received[r]`` rows from it.
+
+        The result waits for the rows of all ranks, and returns them in order."""
         ...
 
     def room(self, name: str, shape: Sequence[int], like: Tensor, most: int) -> Tensor:
-        """Uninitialised memory for what :meth:`to_heads` or :meth:`to_rows` sends; the next call of that name may use it again.
+        """Return uninitialised memory for data that :meth:`to_heads` or :meth:`to_rows` sends. The next call with this name may reuse it.
 
         Args:
-            most: how many elements the room of any rank has.
+            most: the elements in the room of any rank.
         """
         ...
 
     def to_heads(self, name: str, sent: Tensor, layout: Layout) -> Callable[[], Tensor]:
-        """Starts the exchange from rows of all heads to all rows of some heads, and returns the function that waits for it.
+        """Start the exchange from rows of all heads to all rows of some heads, and return the function that waits for it.
 
         Args:
             sent: ``room(name, ...)`` with the rank's rows ``(ranks, lengths[rank], ...)``: for each rank the columns of its heads.
@@ -86,7 +87,7 @@ class Exchange(Protocol):
         ...
 
     def to_rows(self, name: str, sent: Tensor, layout: Layout) -> Callable[[], Tensor]:
-        """Starts the exchange from all rows of some heads to rows of all heads, the inverse of :meth:`to_heads`.
+        """Start the exchange from all rows of some heads to rows of all heads, the inverse of :meth:`to_heads`.
 
         Args:
             sent: ``room(name, ...)`` with ``(seqlen, ...)``, the columns of this rank's heads in the order of positions.
@@ -130,7 +131,7 @@ class AllToAll:
 
 
 def ordered_sum(parts: list[Tensor]) -> Tensor:
-    """The sum of tensors, one after the other."""
+    """Return the sum of tensors, added in order."""
     total = parts[0].clone()
     for part in parts[1:]:
         total += part
@@ -138,7 +139,7 @@ def ordered_sum(parts: list[Tensor]) -> Tensor:
 
 
 def split_ranks(rank: int, size: int, within: int) -> tuple[range, range]:
-    """The neighbours of a rank in groups of ``within``, and the ranks with its place among theirs."""
+    """Return the neighbours of a rank in groups of ``within``, and the ranks with its place among theirs."""
     first, place = rank // within * within, rank % within
     return range(first, first + within), range(place, size, within)
 
@@ -155,7 +156,7 @@ class Group(AllToAll):
             raise ValueError("torch.distributed is not initialized; call torch.distributed.init_process_group first")
         self.group, self.received, self.carrier = group, 0, dist.get_backend(group)
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        # What ranks say to each other on the host must not wait for what runs on the GPUs.
+        # Ranks' exchanges on the host must not wait for the GPUs.
         self.host = group
         if "nccl" in dist.get_backend(group):
             ranks = dist.get_process_group_ranks(group)
@@ -163,11 +164,11 @@ class Group(AllToAll):
 
     @cached_property
     def board(self) -> board.Board | None:
-        """The memory that all ranks share, if they are on one machine. Made at the first call, which all ranks make."""
+        """The memory that all ranks share, if they are on one machine. The first call makes it, on all ranks."""
         return board.shared(self.rank, self.size, self._timeout().total_seconds(), self.objects)
 
     def _timeout(self) -> timedelta:
-        """How long a rank waits for the others: the process group's timeout, which groups made from it keep."""
+        """Return how long a rank waits for the others: the process group's timeout, which groups made from it keep."""
         group: Any = dist.group.WORLD if self.group is None else self.group
         device = torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")
         try:
@@ -189,7 +190,7 @@ class Group(AllToAll):
 
     def gather(self, x: Tensor) -> list[Tensor]:
         out = x.new_empty((self.size, *x.shape))
-        _all_gather(out.view(-1), x.contiguous().view(-1), group=self.group)  # gloo takes flat ones alone
+        _all_gather(out.view(-1), x.contiguous().view(-1), group=self.group)  # gloo takes only flat tensors
         self.received += (self.size - 1) * x.nbytes
         return list(out.unbind(0))
 
@@ -202,13 +203,13 @@ class Group(AllToAll):
         return self.joined_by(self._new_group(neighbours, backend)), self.joined_by(self._new_group(alike, backend))
 
     def _new_group(self, ranks: list[int], backend: str) -> dist.ProcessGroup:
-        """A process group of these ranks, of which this one is one."""
+        """Return a process group of these ranks, which include this one."""
         made: Any = dist.new_group(ranks, self._timeout(), backend=backend, use_local_synchronization=True)
         return made
 
     @classmethod
     def joined_by(cls, group: dist.ProcessGroup) -> Exchange:
-        """The ranks of another process group, as this one's are joined."""
+        """Return the ranks of another process group, joined in the same way."""
         return Group(group)
 
     def swap(self, sent: Tensor, counts: Sequence[int], received: Sequence[int]) -> Callable[[], Tensor]:
@@ -226,7 +227,7 @@ class Group(AllToAll):
 
 
 class Silent(AllToAll):
-    """A rank that talks to nobody: what would come has its shape and no content. Fake kernels compute shapes by it."""
+    """A rank without peers. Received tensors have their shape and no content; fake kernels compute shapes with it."""
 
     def __init__(self, rank: int, size: int):
         self.rank, self.size, self.received = rank, size, 0
@@ -251,7 +252,7 @@ class Silent(AllToAll):
 
 
 class Simulated(AllToAll):
-    """All ranks as threads of one process, for tests and for looking: each collective is a meeting of all threads."""
+    """All ranks as threads of one process, for tests and demonstrations. Each collective is a meeting of all threads."""
 
     def __init__(self, rank: int, meeting: Meeting):
         self.rank, self.size, self.meeting, self.received = rank, meeting.size, meeting, 0
@@ -259,7 +260,7 @@ class Simulated(AllToAll):
     def split(self, within: int) -> tuple[Exchange, Exchange]:
         found: list[Exchange] = []
         for ranks in split_ranks(self.rank, self.size, within):
-            meetings = self.objects(Meeting(len(ranks)))  # the first one's is that of all
+            meetings = self.objects(Meeting(len(ranks)))  # all use the first one's
             found.append(Simulated(list(ranks).index(self.rank), meetings[ranks[0]]))
         return found[0], found[1]
 
@@ -283,25 +284,25 @@ class Simulated(AllToAll):
 
 
 class Meeting:
-    """The place where simulated ranks hand each other what they have."""
+    """The place where simulated ranks exchange values."""
 
     def __init__(self, size: int):
         self.size, self.barrier = size, threading.Barrier(size)
         self.values: list[Any] = [None] * size
 
     def meet(self, rank: int, value: Any) -> list[Any]:
-        """The values of all ranks. A rank that failed breaks the meeting for the others."""
+        """Return the values of all ranks. A rank that failed breaks the meeting for the others."""
         self.values[rank] = value
         self.barrier.wait()
         found = list(self.values)
-        self.barrier.wait()  # nobody overwrites before all have read
+        self.barrier.wait()  # no rank overwrites before all have read
         return found
 
 
 def simulate(ranks: int, run: Callable[[Exchange], Any]) -> list[Any]:
-    """``run`` of every rank, by rank, each in a thread of its own; the first rank's error is raised.
+    """Call ``run`` for every rank in a thread of its own, and return the results by rank. The first rank's error is raised.
 
-    A rank that waits for another that has failed ends too, with ``threading.BrokenBarrierError``, which is not what is raised.
+    A rank that waits for a failed one also ends, with ``threading.BrokenBarrierError``. That error is not raised.
     """
     meeting = Meeting(ranks)
     results: list[Any] = [None] * ranks

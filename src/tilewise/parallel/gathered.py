@@ -1,14 +1,14 @@
 """Attention over ranks by gathering K and V: each rank computes its own queries against all keys that they see.
 
-    forward    K, V <- the ranks that hold them;  for each piece of the rank's queries (o, lse) = attention(q, K, V) at its global
-               positions, of K and V the keys between the first and the last that some row of the piece may see
-    backward   for each piece dq, dK, dV;  dK and dV -> the ranks that hold them, summed over pieces and ranks in fp32
+    forward    K, V <- their ranks;  for each piece of the rank's queries (o, lse) = attention(q, K, V) at its global positions, with
+               the keys between the first and the last that some row of the piece may see
+    backward   for each piece dq, dK, dV;  dK and dV -> their ranks, summed over pieces and ranks in fp32
 
-A piece is one plain call that is told where it lies (:class:`tilewise.piece.Piece`), so masks, scores and dropout see global
-indices. A row's softmax runs over all of its keys in one kernel: nothing is merged, so no error grows with the ranks.
+A piece is one plain call that knows its place (:class:`tilewise.piece.Piece`), so masks, scores and dropout see global indices. One
+kernel runs a row's softmax over all of its keys. Nothing is merged, so no error grows with the ranks.
 
-A piece whose keys all lie in one run of the rank's own is *near*, others are *far*. Only keys that far pieces of some rank see
-travel (:class:`tilewise.parallel.route.Route`), while near pieces are computed.
+A piece is *near* if all of its keys lie in one run of the rank's own; others are *far*. Ranks send only keys that far pieces see
+(:class:`tilewise.parallel.route.Route`), and compute near pieces meanwhile.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _attention_backward = torch.ops.tilewise.attention_backward.default
 
 @dataclass(frozen=True)
 class LocalPiece:
-    """A contiguous run of the rank's queries, with the keys between which all keys lie that it sees.
+    """A contiguous run of the rank's queries, and the run of keys that contains all that it sees.
 
     Attributes:
         rows: among the rank's queries.
-        keys: among the rank's own keys, for a near piece; else among those that the rank puts together.
-        spec: the call, told where it lies, as the operator takes it.
+        keys: among the rank's own keys for a near piece, else among the keys that the rank assembles.
+        spec: the call with its place, as the operator takes it.
     """
 
     rows: slice
@@ -52,14 +52,14 @@ class Gathered:
     """One attention over ranks.
 
     Attributes:
-        route: the keys that travel.
+        route: the keys that are sent.
         near, far: the rank's part of the work.
         grad_slots: the extras that want a gradient.
-        sum_leaves: gradients of tensors that masks, scores and sinks read are summed over ranks.
+        sum_leaves: gradients of sinks and leaves are summed over ranks.
         max_logit: the largest score of each row is a result too.
-        tables: of the mask of joined queries, which follow the extras.
+        tables: of the mask of joined queries; they follow the extras.
         keeps: keys of others may be kept for the backward.
-        digest: of the route, where it depends on tensors, which ranks might hold otherwise; else 0.
+        digest: of the route if it depends on tensors, which may differ between ranks; else 0.
     """
 
     exchange: Exchange
@@ -74,21 +74,21 @@ class Gathered:
     tables: tuple[Tensor, ...] = ()
 
     def kept(self, q: Tensor, k: Tensor) -> bool:
-        """Whether the keys of others are kept for the backward, and not fetched again."""
+        """Whether others' keys are kept for the backward instead of being fetched again."""
         return self.keeps and cost.kept(self.route.fetched, self.route.keys.lengths, q.shape[2], k.shape[2])
 
     @property
     def idle(self) -> bool:
-        """Whether the rank has no queries, and nothing travels: of fake tensors, whose sizes may be symbols, more is not known."""
+        """Whether the rank has no queries and nothing is sent. Fake tensors may have symbolic sizes, which tell no more."""
         return self.first_call is None and not self.route.fetched
 
     @property
     def first_call(self) -> LocalPiece | None:
-        """The rank's first piece; None: it has no queries."""
+        """The rank's first piece, or None if it has no queries."""
         return next(iter(self.near + self.far), None)
 
     def fetch(self, k: Tensor, v: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
-        """Starts to fetch the keys that far pieces see; the result waits for K and V of them ``(batch, keys, heads_k, dim)``, in order."""
+        """Start to fetch the keys that far pieces see. The result waits for their K and V ``(batch, keys, heads_k, dim)``, in order."""
         if self.idle:
             return lambda: (k[:, :0], v[:, :0])
         moves, lines = self.moves(k, v), (line_of(k), line_of(v))
@@ -101,13 +101,13 @@ class Gathered:
         return gathered
 
     def give_back(self, moves: Moves, dk: Tensor, dv: Tensor) -> Callable[[], list[Tensor]]:
-        """Starts to send the gradients of fetched keys to their ranks.
+        """Start to send the gradients of fetched keys to their ranks.
 
         Args:
-            dk, dv: lines of the keys that the rank put together.
+            dk, dv: lines of the keys that the rank assembled.
 
         Returns:
-            A function that waits for what others send, and returns the lines that hold gradients of the rank's rows.
+            A function that waits for the others, and returns the lines that hold gradients of the rank's rows.
         """
         finish = self._swap(moves.back, (dk, dv), moves.receiving, moves.sending)
         return lambda: [dk, dv, finish()]
@@ -115,14 +115,14 @@ class Gathered:
     def _swap(
         self, taken: Taken, lines: Sequence[Tensor], counts: list[int], received: list[int]
     ) -> Callable[[], Tensor]:
-        """Starts to send so many numbers, taken of lines, to each rank, and to receive them."""
-        if not self.route.fetched:  # all ranks know that nothing travels
+        """Start to send so many numbers of lines to each rank, and to receive them."""
+        if not self.route.fetched:  # all ranks know that nothing is sent
             return lambda: lines[0].new_empty(0)
         (sent,) = taken(*lines)
         return self.exchange.swap(sent, counts, received)
 
     def moves(self, k: Tensor, v: Tensor) -> Moves:
-        """The places of the numbers of K's and V's rows on their ways; a plan serves one shape of rows."""
+        """The places of the numbers of K's and V's rows when they are sent. A plan serves one shape of rows."""
         each = widths(k, v)
         if each not in self._moves:
             near, far = (tuple((x.keys.start, x.keys.stop - x.keys.start) for x in xs) for xs in (self.near, self.far))
@@ -135,14 +135,14 @@ class Gathered:
 
 
 def reasons(spec: Spec) -> list[str]:
-    """Why a call cannot be cut into pieces; empty: it can."""
+    """Return why a call cannot be cut into pieces, or nothing if it can."""
     return ["packed sequences are not cut into pieces; write them as mask=tw.documents(ids)"] if spec.packed else []
 
 
 def forward(
     call: Gathered, q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """``[o, lse]`` of the rank's queries, and max_logit where it is asked for; and what the backward reads beside q, k, v, o and lse."""
+    """Return ``[o, lse]`` of the rank's queries, with max_logit if wanted, and what the backward reads beside q, k, v, o and lse."""
     finish = call.fetch(k, v)
     extras = (*extras, *call.tables)
     if call.route.joined and call.far:
@@ -171,10 +171,10 @@ def forward(
 def backward(
     call: Gathered, of: Gradients, saved: Sequence[Tensor], extras: Sequence[Tensor], seed: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:
-    """dq, dk and dv of the rank's rows, and the gradient of each extra.
+    """Return dq, dk and dv of the rank's rows, and the gradient of each extra.
 
     Args:
-        saved: q, k, v, o, lse, and what the forward kept.
+        saved: q, k, v, o, lse, and the keys that the forward kept.
     """
     (do, dlse), (q, k, v, o, lse, *gathered) = of, saved
     do = torch.zeros_like(o) if do is None else do
@@ -186,7 +186,7 @@ def backward(
     dq = q if alone else torch.empty_like(q)  # one call gives all of it
 
     def compute(pieces: Sequence[LocalPiece], keys: Tensor, values: Tensor) -> list[Tensor]:
-        """The lines of dK and dV of each piece."""
+        """Return the lines of dK and dV of each piece."""
         nonlocal dq
         found: list[Tensor] = []
         for piece in pieces:
@@ -209,7 +209,7 @@ def backward(
     else:
         keys, values = gathered or call.fetch(k, v)()
         lines, moves = compute(call.far, keys, values), call.moves(k, v)
-        if not alone:  # joined calls of other ranks send what one call gave, which needs no wider numbers
+        if not alone:  # joined calls of other ranks send the result of one call, which needs no wider numbers
             lines = moves.far_sum(lines, k, k.dtype if call.route.joined else dtype, dtype)
         finish = call.give_back(moves, *lines)
         near = compute(call.near, k, v)  # under the exchange
@@ -221,7 +221,7 @@ def backward(
 
 
 def _cut(x: Tensor, rows: slice, dim: int = 1) -> Tensor:
-    """Some rows of a tensor; of all of them no view is made."""
+    """Return some rows of a tensor, or the tensor itself for all of them."""
     count = rows.stop - rows.start
     return x if count == x.shape[dim] else x.narrow(dim, rows.start, count)
 

@@ -3,9 +3,9 @@
     forward    q, K, V: rows of all heads -> all rows of the rank's heads;  (o, lse) = attention(q, K, V);  o -> the rank's rows
     backward   dO -> all rows of the rank's heads;  dq, dK, dV = backward;  dq, dK, dV -> the rank's rows
 
-A rank's part is a plain call of the whole sequence, so the work is equal for every mask, no sum runs over ranks, and whatever one
-device can do goes on here. Heads are dealt in the order of key heads; a rank's own are cut into *groups*, so that one group's rows
-travel while another group is computed.
+A rank's part is a plain call of the whole sequence. So the work is equal under every mask, no sum runs over ranks, and everything works
+that works on one device. Heads are dealt in the order of key heads. A rank's own are cut into *groups*, so that one group's rows are sent
+while another group is computed.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _attention_backward = torch.ops.tilewise.attention_backward.default
 
 MOST_GROUPS = 2
 WORTH_A_GROUP = 3e11
-"""Operations of a group's forward from which on it is worth a call of its own: half a millisecond of an H200."""
+"""The least operations of a group's forward that justify a call of its own: half a millisecond of an H200."""
 
 
 def groups_of(whole: Problem, ranks: int, most: int = MOST_GROUPS) -> int:
-    """Into how many groups a rank's heads are cut: as many as divide its key heads and are worth a call each, up to ``most``.
+    """Return the number of groups of a rank's heads: at most ``most``, a divisor of its key heads, and each worth a call.
 
-    Ranks have to decide alike, so nothing is read from tensors: a mask whose work only tensors tell is computed in one group.
+    Ranks must decide alike, so no tensor is read. If only tensors tell a mask's work, it is computed in one group.
     """
     region = whole.spec.whole_region
     if whole.packed or region.predicate is not None or expr.lookups(*region.parts):
@@ -48,7 +48,7 @@ def groups_of(whole: Problem, ranks: int, most: int = MOST_GROUPS) -> int:
 
 
 def kept_pairs(whole: Problem) -> int:
-    """How many pairs of all heads an attention keeps, as far as no tensor has to be read; the others are counted as kept."""
+    """Return the pairs of all heads that an attention keeps. If a tensor decides about a pair, it counts as kept."""
     region, rows, columns = whole.spec.whole_region, whole.seqlen_q, whole.seqlen_k
     pairs = rows * columns
     if not whole.packed and not expr.lookups(*[end for end in region.ends if end is not None]):
@@ -59,10 +59,10 @@ def kept_pairs(whole: Problem) -> int:
 
 
 def head_axes(spec: Spec) -> dict[int, int]:
-    """The axis at which each extra is indexed by the query head, by slot: a rank takes its own heads' part of these tensors.
+    """Return the axis of each extra that the query head indexes, by slot. A rank takes its own heads' part of these tensors.
 
     Raises:
-        ValueError: a mask or a score that does more with the head than index tensors by it.
+        ValueError: a mask or a score uses the head for more than indexing tensors.
     """
     roots = [*spec.whole_region.parts, *(() if spec.whole_score is None else (spec.whole_score,))]
     nodes = expr.nodes(*roots)
@@ -81,7 +81,7 @@ def _is_head(e: Expr) -> bool:
 
 
 def reasons(spec: Spec, heads_k: int, ranks: int) -> list[str]:
-    """Reasons why the heads of a call cannot be dealt to so many ranks; empty: they can."""
+    """Return the reasons why the heads of a call cannot be dealt to so many ranks, or nothing if they can."""
     found = [f"{heads_k} key heads are no multiple of {ranks} ranks"] if heads_k % ranks else []
     found += ["dropout counts the heads of the whole attention"] if spec.dropout_p else []
     found += ["a prepared mask has lists for all heads"] if spec.whole_region.prepared else []
@@ -93,10 +93,11 @@ def reasons(spec: Spec, heads_k: int, ranks: int) -> list[str]:
 
 
 class Across(NamedTuple):
-    """How the rows of several groups of ranks are computed together, each rank having some heads of its group's rows.
+    """How several groups of ranks compute their rows together. Each rank has some heads of its group's rows.
 
     Attributes:
-        forward, backward: those of another scheme, for the ranks with this one's place in their groups. call: what they are told.
+        forward, backward: those of another scheme, for the ranks with this one's place in their groups.
+        call: their argument.
         everyone: all ranks of all groups.
     """
 
@@ -111,14 +112,14 @@ class Heads:
     """One attention over ranks.
 
     Attributes:
-        queries, keys: who holds which rows.
-        spec: the call, as the operator takes it: that of the whole, with fewer heads.
+        queries, keys: the layouts of the rows.
+        spec: the call as the operator takes it: that of the whole, with fewer heads.
         shapes: those of q, k and v with this rank's rows and all heads.
-        groups: into how many groups of key heads a rank's own are cut.
-        axes: :func:`head_axes`. grad_slots: the extras that want a gradient.
-        sum_leaves: gradients of tensors that scores and sinks read are summed over ranks.
-        with_lse: lse, and the largest scores where the spec asks for them, go back to the ranks that hold their rows; else
-            they are not returned.
+        groups: the number of groups of a rank's key heads.
+        axes: :func:`head_axes`.
+        grad_slots: the extras that want a gradient.
+        sum_leaves: gradients of sinks and of the score's leaves are summed over ranks.
+        with_lse: lse, and the largest scores if the spec asks for them, go back to their ranks; otherwise they are not returned.
     """
 
     exchange: Exchange
@@ -135,7 +136,7 @@ class Heads:
 
     @property
     def digest(self) -> int:
-        """A number that differs where the keys that travel between groups do."""
+        """A number that differs if the keys between groups differ."""
         return 0 if self.across is None else self.across.call.digest
 
     @property
@@ -144,18 +145,19 @@ class Heads:
 
     @property
     def layouts(self) -> list[Layout]:
-        """The layout of each of :meth:`bundles`."""
+        """Return the layout of each of :meth:`bundles`."""
         return [self.keys] if self.queries == self.keys else [self.queries, self.keys]
 
     def bundles(self, q: Tensor, k: Tensor, v: Tensor) -> list[tuple[str, Layout, list[Tensor]]]:
-        """The tensors that travel together, with a name each: all three, or, where queries lie otherwise than keys, q alone."""
+        """Return the tensors that are sent together, with a name: all three, or q alone if queries and keys have different layouts."""
         if self.queries == self.keys:
             return [("qkv", self.keys, [q, k, v])]
         return [("q", self.queries, [q]), ("kv", self.keys, [k, v])]
 
     def to_heads(self, name: str, layout: Layout, tensors: list[Tensor], group: int) -> Callable[[], Tensor]:
-        """Sends one group's heads of the rank's rows ``(batch, rows, heads, dim)``; the result waits for the rows of all ranks ``(seqlen,
-        batch, columns)``, the tensors side by side."""
+        """Send one group's heads of the rank's rows ``(batch, rows, heads, dim)``.
+
+        The result waits for the rows of all ranks ``(seqlen, batch, columns)``, with the tensors side by side."""
         ranks, name = self.exchange.size, f"in {name} {group}"
         parts = [x.unflatten(2, (ranks, self.groups, -1))[:, :, :, group].permute(2, 1, 0, 3, 4) for x in tensors]
         shape = (*parts[0].shape[:3], sum(x.shape[3] * x.shape[4] for x in parts))
@@ -163,7 +165,7 @@ class Heads:
         return self.exchange.to_heads(name, sent, layout)
 
     def local(self, arrived: Sequence[Tensor]) -> list[Tensor]:
-        """q, k and v of one group, as the operator takes them, from what came of each of :meth:`bundles`."""
+        """Return q, k and v of one group, as the operator takes them, from the received rows of :meth:`bundles`."""
         parts = self.exchange.size * self.groups
         shapes = [(shape[-2] // parts, shape[-1]) for shape in self.shapes]
         bundled = [shapes] if len(arrived) == 1 else [shapes[:1], shapes[1:]]
@@ -171,8 +173,9 @@ class Heads:
         return _unbatched(self.packed, *[x.transpose(0, 1) for x in found])
 
     def to_rows(self, name: str, layout: Layout, tensors: list[Tensor], group: int) -> Callable[[list[Tensor]], None]:
-        """Sends one group's heads ``(batch, seqlen, heads of the group, dim)`` of all rows; the result waits, and writes them where they
-        belong in tensors ``(batch, rows, heads, dim)``."""
+        """Send one group's heads ``(batch, seqlen, heads of the group, dim)`` of all rows.
+
+        The result waits, and writes them to their places in tensors ``(batch, rows, heads, dim)``."""
         ranks, name = self.exchange.size, f"out {name} {group}"
         parts = [x.transpose(0, 1) for x in tensors]
         shape = (*parts[0].shape[:2], sum(x.shape[2] * x.shape[3] for x in parts))
@@ -186,14 +189,14 @@ class Heads:
         return write
 
     def _filled(self, name: str, shape: Sequence[int], rows: int, parts: list[Tensor]) -> Tensor:
-        """A room with the parts side by side in its columns; no rank's has more than ``rows`` rows."""
+        """Return a room with the parts side by side in its columns. No rank's room has more than ``rows`` rows."""
         room = self.exchange.room(name, shape, parts[0], rows * shape[-2] * shape[-1])
         for columns, part in zip(_columns(room, _last_axes(parts)), parts, strict=True):
             _copy(columns, part)
         return room
 
     def own(self, extras: Sequence[Tensor], group: int) -> list[Tensor]:
-        """The extras with one group's heads alone."""
+        """Return the extras with one group's heads alone."""
         return [self._heads_of(x, slot, group) for slot, x in enumerate(extras)]
 
     def _heads_of(self, x: Tensor, slot: int, group: int) -> Tensor:
@@ -202,7 +205,7 @@ class Heads:
         return x.narrow(self.axes[slot], first, count) if slot in self.axes else x
 
     def leaf_gradients(self, extras: Sequence[Tensor], by_group: list[list[Tensor]]) -> list[Tensor | None]:
-        """The gradient of each extra, from those that each group gives to ``grad_slots``."""
+        """Return the gradient of each extra, from those that each group gives for ``grad_slots``."""
         found: list[Tensor | None] = [None] * len(extras)
         for n, slot in enumerate(self.grad_slots):
             x = extras[slot]
@@ -215,25 +218,25 @@ class Heads:
 
 
 def _last_axes(tensors: list[Tensor]) -> list[tuple[int, int]]:
-    """Heads and dim of each tensor."""
+    """Return the heads and dim of each tensor."""
     return [(x.shape[-2], x.shape[-1]) for x in tensors]
 
 
 def _columns(x: Tensor, shapes: list[tuple[int, int]]) -> list[Tensor]:
-    """The columns of ``x`` ``(..., columns)`` that belong to each of several tensors, as their last two axes (heads, dim)."""
+    """Split the columns of ``x`` ``(..., columns)`` among several tensors, as their last two axes (heads, dim)."""
     widths = [heads * dim for heads, dim in shapes]
     return [piece.unflatten(-1, shape) for piece, shape in zip(x.split(widths, -1), shapes, strict=True)]
 
 
 def _copy(target: Tensor, source: Tensor) -> None:
-    """``target.copy_(source)``, 16 bytes at a time where both lie so: strided copies cost GPUs an address for each element."""
+    """``target.copy_(source)``, 16 bytes at a time if both allow it, because strided copies cost a GPU an address for each element."""
     if _in_sixteens(target) and _in_sixteens(source):
         target, source = target.view(torch.complex128), source.view(torch.complex128)
     target.copy_(source)
 
 
 def _in_sixteens(x: Tensor) -> bool:
-    """Whether a tensor can be viewed as one of elements of 16 bytes; one without memory, in the trace of a graph, cannot."""
+    """Return whether a tensor can be viewed as elements of 16 bytes. A tensor without memory, in a graph's trace, cannot."""
     if isinstance(x, FakeTensor):
         return False
     strides, n = x.stride(), 16 // x.element_size()
@@ -244,9 +247,9 @@ def _in_sixteens(x: Tensor) -> bool:
 def forward(
     call: Heads, q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """``[o]`` of the rank's queries, with lse, and max_logit where it is asked for, if they are wanted; and all that the backward reads.
+    """Return ``[o]`` of the rank's queries, with lse and max_logit if wanted, and all that the backward reads.
 
-    q, k and v are ``(batch, rows, heads, dim)``, and packed ``(rows, heads, dim)``. Every rank must call it, and the backward, alike.
+    q, k and v are ``(batch, rows, heads, dim)``, or packed ``(rows, heads, dim)``. All ranks must call this and the backward alike.
     """
     bundles = call.bundles(*_batched(call.packed, q, k, v))
     coming = [[call.to_heads(*bundle, group) for bundle in bundles] for group in range(call.groups)]
@@ -274,7 +277,7 @@ def forward(
 def _computed(
     call: Heads, local: list[Tensor], extras: list[Tensor], seed: Tensor | None
 ) -> tuple[Sequence[Tensor], list[Tensor]]:
-    """o, lse, and max_logit where it is asked for, of some heads; and what the backward reads of other groups' keys."""
+    """Return o, lse and, if wanted, max_logit of some heads, and what the backward reads of other groups' keys."""
     if call.across is None:
         return operator_of(call.spec)(*local, extras, seed, call.spec), []
     return call.across.forward(call.across.call, *local, extras, seed)
@@ -283,7 +286,7 @@ def _computed(
 def backward(
     call: Heads, of: Gradients, saved: Sequence[Tensor], extras: Sequence[Tensor], seed: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:
-    """dq, dk and dv of the rank's rows, and the gradient of each extra."""
+    """Return dq, dk and dv of the rank's rows, and the gradient of each extra."""
     do, dlse = of
     given = {} if do is None else {"do": _batched(call.packed, do)}
     given |= {} if dlse is None else {"dlse": _as_rows(_batched(call.packed, dlse))}
@@ -318,7 +321,7 @@ def backward(
 
 
 def _batched(packed: bool, *tensors: Tensor) -> list[Tensor]:
-    """Packed tensors as a batch of one."""
+    """Return packed tensors as a batch of one."""
     return [x.unsqueeze(0) for x in tensors] if packed else list(tensors)
 
 
@@ -327,5 +330,5 @@ def _unbatched(packed: bool, *tensors: Tensor) -> list[Tensor]:
 
 
 def _as_rows(lses: Sequence[Tensor]) -> list[Tensor]:
-    """Statistics ``(batch, heads, rows)`` as ``(batch, rows, heads, 1)``."""
+    """Return statistics ``(batch, heads, rows)`` as ``(batch, rows, heads, 1)``."""
     return [x.mT.unsqueeze(-1) for x in lses]

@@ -1,8 +1,8 @@
-"""All of a rank's queries in one call, for masks whose tensors tell the keys of each: documents, say.
+"""All of a rank's queries in one call, for masks whose tensors select the keys of each query, such as documents.
 
-The rank's queries stand one after the other, and so do the keys that some of them sees. A query's keys are neighbours there too, so
-the mask is one interval for each query, with other numbers, which :func:`tables` holds. Nothing is computed while keys travel; what
-is gained is the host's time for several calls, and copies of their results.
+The rank's queries are concatenated, and so are the keys that they see. A query's keys stay neighbours, so the mask is one interval for
+each query, with new numbers in :func:`tables`. Nothing is computed while keys are sent; in return, the host makes one call instead of
+several, and no results are copied.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from tilewise.spec import Spec
 
 
 def suits(spec: Spec) -> bool:
-    """Whether a call's mask is one interval of keys a query that only tensors tell, alike in all heads and batch elements, and nothing
-    else of the call depends on positions."""
+    """Return whether a mask is one interval of keys per query, given by tensors and equal in all heads and batch elements.
+
+    Nothing else of the call may depend on positions."""
     region, score = spec.whole_region, spec.whole_score
     ends = [end for end in region.ends if end is not None]
     if spec.dropout_p or region.predicate is not None or region.prepared or not expr.lookups(*ends):
@@ -31,10 +32,10 @@ def suits(spec: Spec) -> bool:
 
 
 def route_of(low: Tensor, high: Tensor, queries: Layout, keys: Layout) -> Route | None:
-    """The route of joined queries; None where the ends of keys would decrease from one query to the next, or a query sees none.
+    """Return the route of joined queries, or None if ends of keys would decrease between queries, or a query sees none.
 
     Args:
-        low, high: as :func:`tilewise.parallel.route.key_ends` has them.
+        low, high: of :func:`tilewise.parallel.route.key_ends`.
     """
     rising = all(bool((x.diff() >= 0).all()) for x in (low, high)) and all(list(x) == sorted(x) for x in queries.pieces)
     if not rising or bool((low >= high).any()):
@@ -47,7 +48,7 @@ def route_of(low: Tensor, high: Tensor, queries: Layout, keys: Layout) -> Route 
 
 
 def mask_of(route: Route, rank: int, low: Tensor, high: Tensor, queries: Layout, device: torch.device) -> Mask:
-    """The mask of a rank's queries over the keys that it puts together."""
+    """Return the mask of a rank's queries over the keys that it assembles."""
     wanted = route.wanted[rank]
     starts = torch.tensor([start for start, _ in wanted], dtype=torch.int64)
     firsts = torch.tensor(list(accumulate((b - a for a, b in wanted), initial=0)), dtype=torch.int64)
@@ -64,5 +65,5 @@ def mask_of(route: Route, rank: int, low: Tensor, high: Tensor, queries: Layout,
 
 
 def spec_of(spec: Spec, mask: Mask, extras: int) -> Spec:
-    """The call with another mask, whose tensors follow so many extras."""
+    """Return the call with another mask, whose tensors follow so many extras."""
     return replace(spec, mask_text=mask.text, mask_slots=tuple(range(extras, extras + len(mask.leaves))))

@@ -20,8 +20,8 @@ class Layout:
     Every position belongs to one piece of one rank. A rank may hold nothing.
 
     Attributes:
-        fetched, lent: for the cost model, under the masks of the layout (None without masks): the most keys of other ranks that one rank's
-            queries see, and the most of one rank's keys that others see, counted for each of them.
+        fetched, lent: for the cost model, under the layout's masks (None without masks). ``fetched`` is the most keys of other ranks that
+            one rank's queries see; ``lent`` is the most of one rank's keys that others see, counted for each of them.
     """
 
     pieces: tuple[tuple[tuple[int, int], ...], ...]
@@ -49,38 +49,38 @@ class Layout:
 
     @cached_property
     def text(self) -> str:
-        """The layout in words, in which ranks compare theirs."""
+        """The layout in words, by which ranks compare theirs."""
         return str(self)
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
-        """How many positions each rank holds."""
+        """The number of positions on each rank."""
         return tuple(sum(stop - start for start, stop in held) for held in self.pieces)
 
     @cached_property
     def in_order(self) -> bool:
-        """Whether the ranks' rows, one rank after the other, are in the order of positions."""
+        """Whether the concatenated rows of all ranks are in the order of positions."""
         return [piece for held in self.pieces for piece in held] == self._in_order
 
     def rows(self, rank: int) -> list[tuple[int, int, int]]:
-        """``(start, stop, first)`` of each piece of a rank: its positions, and the rank's row that holds the first of them."""
+        """Return ``(start, stop, first)`` of each piece of a rank: its positions, and the rank's row of the first one."""
         lengths = [stop - start for start, stop in self.pieces[rank]]
         firsts = accumulate(lengths, initial=0)
         return [(start, stop, first) for (start, stop), first in zip(self.pieces[rank], firsts, strict=False)]
 
     def positions(self, rank: int, device: torch.device | str | None = None) -> Tensor:
-        """int64 ``(lengths[rank],)``: the global position of each row that a rank holds."""
+        """Return the global position of each row of a rank: int64 ``(lengths[rank],)``."""
         held = [torch.arange(start, stop, device=device) for start, stop in self.pieces[rank]]
         return torch.cat(held) if held else torch.arange(0, device=device)
 
     def shard(self, x: Tensor, rank: int, dim: int) -> Tensor:
-        """The rows of a whole tensor that a rank holds: a copy."""
+        """Return a copy of a rank's rows of a whole tensor."""
         return torch.cat(
             [x.narrow(dim, start, stop - start) for start, stop in self.pieces[rank]] or [x.narrow(dim, 0, 0)], dim
         )
 
     def unshard(self, parts: Sequence[Tensor], dim: int) -> Tensor:
-        """The whole tensor from the parts of all ranks, in their order; rows of a part beyond the rank's own are left out."""
+        """Return the whole tensor from the parts of all ranks, in their order. Surplus rows of a part are left out."""
         found = {
             start: parts[rank].narrow(dim, first, stop - start)
             for rank in range(self.ranks)
@@ -89,7 +89,7 @@ class Layout:
         return torch.cat([found[start] for start in sorted(found)], dim) if found else parts[0].narrow(dim, 0, 0)
 
     def across(self, within: int) -> Layout:
-        """Who holds what where so many neighbouring ranks count as one."""
+        """Return the layout in which so many neighbouring ranks count as one."""
         groups = [self._in_order_of(range(first, first + within)) for first in range(0, self.ranks, within)]
         held: list[list[tuple[int, int]]] = [[] for _ in groups]
         for pieces, found in zip(groups, held, strict=True):
@@ -99,7 +99,7 @@ class Layout:
         return Layout(tuple(map(tuple, held)), self.fetched, self.lent)
 
     def within(self, within: int, group: int) -> Layout:
-        """Who of such a group of neighbouring ranks holds which of the group's positions, counted without the others'."""
+        """Return the layout of such a group's positions among its ranks, counted without the other groups."""
         ranks = range(group * within, (group + 1) * within)
         ordered = self._in_order_of(ranks)
         firsts = accumulate([stop - start for start, stop in ordered], initial=0)
@@ -107,11 +107,11 @@ class Layout:
         return Layout(tuple(tuple(place[piece] for piece in self.pieces[rank]) for rank in ranks))
 
     def _in_order_of(self, ranks: Iterable[int]) -> list[tuple[int, int]]:
-        """The pieces of some ranks in the order of positions."""
+        """Return the pieces of some ranks in the order of positions."""
         return sorted(piece for rank in ranks for piece in self.pieces[rank])
 
     def show(self, width: int = 64) -> str:
-        """A line a rank: which part of the sequence it holds."""
+        """Return one line per rank, with its part of the sequence."""
         scale = width / max(self.seqlen, 1)
         lines = []
         for rank, held in enumerate(self.pieces):
@@ -121,7 +121,7 @@ class Layout:
 
 
 def from_chunks(owners: Sequence[int], bounds: Sequence[int], ranks: int) -> Layout:
-    """The layout in which chunk n, positions ``bounds[n]`` to ``bounds[n + 1]``, belongs to rank ``owners[n]``; neighbours are joined."""
+    """Return the layout that gives chunk n, positions ``bounds[n]`` to ``bounds[n + 1]``, to rank ``owners[n]``. Neighbours are joined."""
     held: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
     for n, owner in enumerate(owners):
         start, stop = bounds[n], bounds[n + 1]

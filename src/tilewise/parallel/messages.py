@@ -1,9 +1,8 @@
-"""Rows of K and V as the ranks send them, and the sum of what several ranks give to one row.
+"""Rows of K and V as ranks send them, and the sum of several ranks' gradients of one row.
 
-Rows lie in *lines* here, their numbers one row after the other. All that a rank sends is one line: for each rank K of its rows, then V.
-A line is put together of pieces of others, however many runs of rows it has, by one split of each line and one copy (:class:`Taken`),
-and what is added to several runs is added at once (:class:`Sum`): in short steps views and launches are what costs. Where pieces lie
-follows from the route alone, so it is computed once.
+Rows lie in *lines*: flat tensors of their numbers. Everything that a rank sends is one line: for each rank K of its rows, then V. One
+split of each line and one copy assemble a new line, whatever its number of runs (:class:`Taken`), and one addition serves several runs
+(:class:`Sum`), because views and launches dominate short steps. The places follow from the route alone, so they are computed once.
 """
 
 from __future__ import annotations
@@ -17,20 +16,20 @@ import torch
 from torch import Tensor
 
 Run = tuple[int, int]
-"""The first of some rows, and how many."""
+"""The first of some rows, and their number."""
 Each = tuple[int, int]
 """Numbers in a row of K, and in one of V."""
 Rows = tuple[Run, Tensor, Tensor]
-"""Some rows, with the lines of what belongs to them of K and of V."""
+"""Some rows, with their lines of K and of V."""
 
 
 def line_of(x: Tensor) -> Tensor:
-    """The rows of a tensor ``(batch, rows, heads, dim)`` as a line."""
+    """Return the rows of a tensor ``(batch, rows, heads, dim)`` as a line."""
     return (x if x.shape[0] == 1 else x.transpose(0, 1)).reshape(-1)
 
 
 def shaped(line: Tensor, like: Tensor) -> Tensor:
-    """The rows of a line, shaped otherwise as ``like``: the inverse of :func:`line_of`."""
+    """Return the rows of a line, otherwise in the shape of ``like``: the inverse of :func:`line_of`."""
     batch, _, heads, dim = like.shape
     rows = line.shape[0] // max(1, batch * heads * dim)
     return line.view(1, rows, heads, dim) if batch == 1 else line.view(rows, batch, heads, dim).transpose(0, 1)
@@ -42,20 +41,20 @@ def widths(k: Tensor, v: Tensor) -> Each:
 
 
 def packed(runs: Sequence[Run], k: Tensor, v: Tensor) -> Tensor:
-    """A message: K of runs of the rows of ``(batch, rows, heads, dim)``, then V."""
+    """Return a message: K of runs of the rows of ``(batch, rows, heads, dim)``, then V."""
     lines = zip((line_of(k), line_of(v)), widths(k, v), strict=True)
     parts = [line.narrow(0, first * width, count * width) for line, width in lines for first, count in runs]
     return torch.cat(parts) if parts else k.new_empty(0)
 
 
 def unpacked(message: Tensor, runs: Sequence[Run], k: Tensor, v: Tensor) -> list[Rows]:
-    """Runs of rows, each with its part of a message: the inverse of :func:`packed`."""
+    """Return runs of rows, each with its part of a message: the inverse of :func:`packed`."""
     parts = message.split([count * width for width in widths(k, v) for _, count in runs])
     return list(zip(runs, parts[: len(runs)], parts[len(runs) :], strict=True))
 
 
 class Place(NamedTuple):
-    """Some numbers of one of several lines: the line's number, the first of them there, and how many."""
+    """Some numbers of one of several lines: the index of the line, the first number, and the count."""
 
     line: int
     first: int
@@ -66,7 +65,7 @@ class Place(NamedTuple):
 
 
 class Given(NamedTuple):
-    """The places in lines of what is given to a run of rows: the numbers for K, and those for V."""
+    """The places in lines of the gradients for a run of rows: those of K, and those of V."""
 
     run: Run
     k: Place
@@ -74,16 +73,16 @@ class Given(NamedTuple):
 
 
 class Taken:
-    """Lines put together of pieces of other lines.
+    """Lines that are assembled from pieces of other lines.
 
     Args:
-        lengths: of the lines that there are.
-        wanted: the places whose numbers follow each other in each new line.
+        lengths: of the given lines.
+        wanted: the places of the numbers of each new line, in order.
 
     Attributes:
-        sizes: of the pieces into which each line is split.
-        picks: which of all pieces make each new line.
-        whole: each new line is all of another, so that nothing is copied.
+        sizes: of the pieces of each given line.
+        picks: the pieces of each new line.
+        whole: each new line is a whole given line, so nothing is copied.
     """
 
     def __init__(self, lengths: Sequence[int], wanted: Sequence[Sequence[Place]]):
@@ -109,17 +108,17 @@ class Taken:
         ]
 
     def pieces(self, lines: Sequence[Tensor], first: int = 0) -> list[Tensor]:
-        """The pieces of some of the lines, from the line of this number on."""
+        """Return the pieces of some of the lines, from the line of this index on."""
         sizes = self.sizes[first : first + len(lines)]
         return [piece for line, each in zip(lines, sizes, strict=True) for piece in line.split_with_sizes(each)]
 
     def line(self, number: int, pieces: Sequence[Tensor]) -> Tensor:
-        """A new line, of the pieces of all lines; one that is all of a line is that line."""
+        """Return a new line from the pieces of all lines. A whole given line is returned as it is."""
         picks = self.picks[number]
         return pieces[picks[0]] if self.whole[number] else torch.cat([pieces[n] for n in picks])
 
     def narrowed(self, number: int, pieces: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """The new line in a dtype, to which the pieces are rounded before they are copied."""
+        """Return the new line in a dtype. The pieces are rounded to it before they are copied."""
         picks = [pieces[n] for n in self.picks[number]]
         picks = [x if x.dtype == dtype else x.to(dtype) for x in picks]
         return picks[0] if self.whole[number] else torch.cat(picks)
@@ -130,7 +129,7 @@ class Taken:
 
 
 def _joined(places: Sequence[Place]) -> list[Place]:
-    """The same numbers, neighbours of one line as one place."""
+    """Return the same numbers, with neighbours in one line joined."""
     found: list[Place] = []
     for x in places:
         if found and found[-1].line == x.line and found[-1].first + found[-1].size == x.first:
@@ -141,16 +140,16 @@ def _joined(places: Sequence[Place]) -> list[Place]:
 
 
 class Sum:
-    """The sums of gradients of some rows each, in the order in which they are given: a line for K, and one for V.
+    """The sums of gradients for rows, in the given order: a line for K, and one for V.
 
-    What is given once is copied. The rest is added up in wider numbers: all first addends are put together, those with more addends
-    first, then all second ones are added to the beginning of this line, and so on.
+    A single gradient is copied. Others are added in wider numbers: all first addends are concatenated, those with more addends first; then
+    all second ones are added to the beginning of this line, and so on.
 
     Args:
-        rows: how many there are.
+        rows: their number.
         each: numbers in a row of K, and of V.
-        lengths: of the lines that hold what is given.
-        given: to which rows.
+        lengths: of the lines of gradients.
+        given: the rows of each gradient.
     """
 
     def __init__(self, rows: int, each: Each, lengths: Sequence[int], given: Sequence[Given]):
@@ -171,11 +170,12 @@ class Sum:
         self.taken = Taken([*lengths, *more], [*rounds, *results])
 
     def __call__(self, lines: Sequence[Tensor], like: Tensor, dtype: torch.dtype, wide: torch.dtype) -> list[Tensor]:
-        """The sums of K's rows, and of V's.
+        """Return the sums of K's rows, and of V's.
 
         Args:
             like: a tensor on the device.
-            dtype: that of the sums. wide: in which they are summed.
+            dtype: of the results.
+            wide: of the sums.
         """
         pieces = self.taken.pieces(lines)
         if self.rounds:
@@ -191,7 +191,7 @@ class Sum:
 
 
 def _addends(run: Run, given: Sequence[Given], m: int) -> list[Place]:
-    """The places of what is given to K's numbers of a run of rows, or where m is 1 to V's."""
+    """Return the places of the gradients for a run of rows: K's, or V's if m is 1."""
     found = []
     for x in given:
         place = (x.k, x.v)[m]
@@ -201,13 +201,13 @@ def _addends(run: Run, given: Sequence[Given], m: int) -> list[Place]:
 
 
 def _one_after_the_other(line: int, counts: Sequence[int], numbers: Sequence[int]) -> dict[int, Place]:
-    """The places of some of the things with so many numbers each, one after the other in a line."""
+    """Return the places of things with so many numbers each, concatenated in a line."""
     firsts = accumulate((counts[n] for n in numbers), initial=0)
     return {n: Place(line, first, counts[n]) for n, first in zip(numbers, firsts, strict=False)}
 
 
 def summed(k: Tensor, v: Tensor, parts: Sequence[Rows], dtype: torch.dtype, wide: torch.dtype) -> list[Tensor]:
-    """The sums of gradients of some rows each, in order, in ``dtype``, shaped as ``k`` and ``v``; added up in ``wide``."""
+    """Return the sums of gradients for rows, in order: in the shapes of ``k`` and ``v`` and in ``dtype``, but added in ``wide``."""
     if not parts:
         return [x.new_zeros(x.shape, dtype=dtype) for x in (k, v)]
     lines = [line for _, *both in parts for line in both]
@@ -217,7 +217,7 @@ def summed(k: Tensor, v: Tensor, parts: Sequence[Rows], dtype: torch.dtype, wide
 
 @lru_cache(maxsize=256)
 def _sum_of(rows: int, each: Each, runs: tuple[Run, ...]) -> Sum:
-    """The sum of runs of rows whose gradients have two lines each, one after the other."""
+    """Return the sum of runs of rows, each with two lines of gradients in turn."""
     given = [
         Given(run, *(Place(2 * n + m, 0, run[1] * width) for m, width in enumerate(each))) for n, run in enumerate(runs)
     ]
@@ -226,7 +226,7 @@ def _sum_of(rows: int, each: Each, runs: tuple[Run, ...]) -> Sum:
 
 @lru_cache(maxsize=256)
 def _cuts(length: int, runs: tuple[Run, ...]) -> tuple[tuple[Run, tuple[int, ...]], ...]:
-    """Runs of rows that lie in the same ones of several runs, each with their numbers."""
+    """Cut several runs into runs of rows that lie in the same ones, each with the indices of these."""
     ends = sorted({0, length, *[end for first, count in runs for end in (first, first + count)]})
     return tuple(
         ((a, b - a), tuple(n for n, (first, count) in enumerate(runs) if first <= a and b <= first + count))

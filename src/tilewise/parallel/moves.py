@@ -1,7 +1,6 @@
-"""The places of the numbers of gathered keys: in what a rank sends, in what it receives, and in the keys that it puts together.
+"""The places of gathered keys in the buffers that a rank sends, receives and assembles.
 
-Everything here follows from the route and from how many numbers a row has, so a plan computes it once, and a step makes no view for
-each run of rows.
+Everything here follows from the route and the numbers per row, so a plan computes it once, and a step needs no view for each run of rows.
 """
 
 from __future__ import annotations
@@ -15,36 +14,36 @@ from tilewise.parallel.messages import Each, Given, Place, Run, Sum, Taken
 from tilewise.parallel.route import Route, Segment
 
 K, V, CAME = 0, 1, 2
-"""Lines: of a rank's rows of K and V, or of the gradients of the keys that it puts together, and what came from others."""
+"""Lines of a rank's rows of K and V, or of the gradients of its assembled keys, and the received line."""
 Pair = tuple[Place, Place]
 """The places of rows of K and of V."""
 
 
 @dataclass(frozen=True)
 class Runs:
-    """The runs of rows that one rank sends, receives and puts together."""
+    """The runs of rows that one rank sends, receives and assembles."""
 
     route: Route
     rank: int
 
     @cached_property
     def rows(self) -> int:
-        """How many keys the rank holds."""
+        """The number of the rank's own keys."""
         return self.route.keys.lengths[self.rank]
 
     @cached_property
     def segments(self) -> list[Segment]:
-        """The keys that the rank puts together, in order."""
+        """The keys that the rank assembles, in order."""
         return self.route.segments(self.rank)
 
     @cached_property
     def count(self) -> int:
-        """How many keys the rank puts together."""
+        """The number of keys that the rank assembles."""
         return sum(x.length for x in self.segments)
 
     @cached_property
     def places(self) -> list[Run]:
-        """The place of each segment among the keys that the rank puts together."""
+        """The place of each segment among the assembled keys."""
         firsts = accumulate((x.length for x in self.segments), initial=0)
         return [(first, x.length) for first, x in zip(firsts, self.segments, strict=False)]
 
@@ -55,7 +54,7 @@ class Runs:
 
     @cached_property
     def fetched(self) -> list[list[Run]]:
-        """The runs of other ranks' keys among those that the rank puts together, by owner."""
+        """The runs of other ranks' keys among the assembled ones, by owner."""
         both = list(zip(self.segments, self.places, strict=True))
         return [[run for x, run in both if x.owner == owner != self.rank] for owner in range(self.route.keys.ranks)]
 
@@ -65,7 +64,7 @@ class Moves:
     """How one rank moves the rows of K and V, and their gradients.
 
     Attributes:
-        near, far: the keys of each near piece, among the rank's own, and of each far one, among those that it puts together.
+        near, far: the keys of each near piece, among the rank's own, and of each far one, among the assembled ones.
         each: numbers in a row of K, and of V.
     """
 
@@ -76,23 +75,23 @@ class Moves:
 
     @cached_property
     def sending(self) -> list[int]:
-        """How many numbers of the rank's keys and values go to each rank."""
+        """The count of the rank's numbers of K and V that go to each rank."""
         return [n * sum(self.each) for n in self.runs.route.counts[self.runs.rank]]
 
     @cached_property
     def receiving(self) -> list[int]:
-        """How many numbers of their keys and values come from each rank."""
+        """The count of numbers of K and V that come from each rank."""
         return [counts[self.runs.rank] * sum(self.each) for counts in self.runs.route.counts]
 
     @cached_property
     def sent(self) -> Taken:
-        """The numbers that the rank sends: of the lines of its rows of K and V."""
+        """The numbers that the rank sends, from the lines of its rows of K and V."""
         pairs = [[self._in_lines(run) for run in runs] for runs in self.runs.lent]
         return Taken(self._lines(self.runs.rows), [_message(pairs)])
 
     @cached_property
     def together(self) -> Taken:
-        """The keys that the rank puts together, and their values: of the lines of its rows of K and V, and of what came."""
+        """The assembled keys and values, from the lines of the rank's rows of K and V and from the received line."""
         came = {
             x: pair
             for owner, pairs in enumerate(self._received(self.runs.fetched, self.receiving))
@@ -105,22 +104,22 @@ class Moves:
 
     @cached_property
     def back(self) -> Taken:
-        """The gradients that the rank sends: of the lines of dK and dV of the keys that it puts together."""
+        """The gradients that the rank sends, from the lines of dK and dV of the assembled keys."""
         pairs = [[self._in_lines(run) for run in runs] for runs in self.runs.fetched]
         return Taken(self._lines(self.runs.count), [_message(pairs)])
 
     @cached_property
     def far_sum(self) -> Sum:
-        """The sum of what far pieces give to the keys that the rank puts together, of two lines each."""
+        """The sum of far pieces' gradients of the assembled keys, from two lines each."""
         given = [Given(run, *self._in_lines((0, run[1]), 2 * n)) for n, run in enumerate(self.far)]
         lengths = [length for _, count in self.far for length in self._lines(count)]
         return Sum(self.runs.count, self.each, lengths, given)
 
     @cached_property
     def own_sum(self) -> Sum:
-        """The sum of what is given to the rank's rows: by near pieces, by its far ones, and by other ranks, in their order.
+        """The sum of the gradients of the rank's rows, in order: from near pieces, from its far ones, and from other ranks.
 
-        Lines: dK and dV of the keys that the rank puts together, what came, and those of each near piece.
+        Lines: dK and dV of the assembled keys, the received line, and those of each near piece.
         """
         given = [Given(run, *self._in_lines((0, run[1]), 3 + 2 * n)) for n, run in enumerate(self.near)]
         given += [
@@ -137,16 +136,16 @@ class Moves:
     # -- Where the numbers of runs lie ---------------------------------------------------------------------------------
 
     def _lines(self, rows: int) -> list[int]:
-        """The lengths of a line of so many rows of K, and of one of V."""
+        """Return the lengths of a line of so many rows of K, and of one of V."""
         return [rows * width for width in self.each]
 
     def _in_lines(self, run: Run, line: int = K) -> Pair:
-        """The places of a run of rows in a line of K, and in the next one, of V."""
+        """Return the places of a run of rows in a line of K, and in the next one, of V."""
         k, v = (Place(line + m, run[0] * width, run[1] * width) for m, width in enumerate(self.each))
         return k, v
 
     def _received(self, runs: Sequence[Sequence[Run]], lengths: Sequence[int]) -> list[list[Pair]]:
-        """The places of runs of rows in what came: of each rank K of its runs, then V.
+        """Return the places of runs of rows in the received line: for each rank K of its runs, then V.
 
         Args:
             lengths: how many numbers came from each rank.
@@ -163,5 +162,5 @@ class Moves:
 
 
 def _message(pairs: Sequence[Sequence[Pair]]) -> list[Place]:
-    """The places of what a rank sends: for each rank K of its rows, then V."""
+    """Return the places of the numbers that a rank sends: for each rank K of its rows, then V."""
     return [pair[m] for each in pairs for m in (K, V) for pair in each]

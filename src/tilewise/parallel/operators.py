@@ -3,8 +3,8 @@
 tilewise::attention_over_ranks(q, k, v, extras, seed, spec, ranks, with_lse) -> (outputs, saved)
 tilewise::attention_over_ranks_backward(do, dlse, rows, saved, extras, seed, spec, ranks, shapes, with_lse) -> (dq, dk, dv, dextras)
 
-``ranks`` is the name of the group of ranks, ``outputs`` are o, lse and max_logit, as far as they are wanted, and ``rows`` are q, k, v, o
-and lse for a scheme whose backward reads them. A fake kernel is the real one with an :class:`exchange.Silent`, which moves nothing.
+``ranks`` is the name of the group of ranks. ``outputs`` are o and, if wanted, lse and max_logit. ``rows`` are q, k, v, o and lse if the
+scheme's backward reads them. A fake kernel is the real one with an :class:`exchange.Silent`, which moves nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _count = itertools.count()
 
 
 def named(group: ContextParallel) -> str:
-    """A name by which the operators find a group of ranks while it lives."""
+    """Return a name by which the operators find a group of ranks while it lives."""
     name = f"ranks{next(_count)}"
     _groups[name] = group
     return name
@@ -43,7 +43,7 @@ def named(group: ContextParallel) -> str:
 def forward(
     call: Call, q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """``(outputs, saved)`` of a scheme."""
+    """Return ``(outputs, saved)`` of a scheme."""
     if isinstance(call, heads.Heads):
         return heads.forward(call, q, k, v, extras, seed)
     if isinstance(call, ring.Ring):
@@ -54,7 +54,7 @@ def forward(
 def backward(
     call: Call, of: Gradients, saved: Sequence[Tensor], extras: Sequence[Tensor], seed: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:
-    """``(dq, dk, dv, dextras)`` of a scheme; ``saved`` begins with q, k, v, o and lse where the scheme reads them."""
+    """Return ``(dq, dk, dv, dextras)`` of a scheme; ``saved`` begins with q, k, v, o and lse if the scheme reads them."""
     if isinstance(call, heads.Heads):
         return heads.backward(call, of, saved, extras, seed)
     if isinstance(call, ring.Ring):
@@ -63,10 +63,11 @@ def backward(
 
 
 def given(turn: Turn, of: Gradients, q: Sequence[int], v: Sequence[int], like: Tensor) -> Gradients:
-    """do and dlse, zeros where another rank alone has one: a rank whose loss leaves out what another's reads takes part too.
+    """Return do and dlse, with zeros for one that only another rank has. Ranks may use different outputs in their losses.
 
     Args:
-        q, v: shapes of this rank's. like: a tensor of q's dtype.
+        q, v: shapes of this rank's.
+        like: a tensor of q's dtype.
     """
     do, dlse = of
     with_do, with_dlse = map(any, zip(*turn.numbers(do is not None, dlse is not None), strict=True))
@@ -80,16 +81,16 @@ def given(turn: Turn, of: Gradients, q: Sequence[int], v: Sequence[int], like: T
 def attention(
     turn: Turn, call: Call, q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """``(o, lse)``, differentiable, and max_logit where it is asked for, of the rank's queries; lse is None where a scheme leaves it out.
+    """Return ``(o, lse)`` of the rank's queries, differentiable, and max_logit if wanted; lse is None if a scheme leaves it out.
 
-    Every rank must call it, and its backward, in the same order.
+    All ranks must run calls and their backwards in the same order.
     """
     return _Attention.apply(turn, call, _Origin.apply(q, k, v, *extras), q, k, v, seed, *extras)
 
 
 @untraced
 class _Origin(torch.autograd.Function):
-    """A tensor of no numbers that comes from others in the graph, and keeps none of their memory."""
+    """Return an empty tensor that depends on others in the graph and keeps none of their memory."""
 
     @staticmethod
     def forward(ctx, q, *tensors):
@@ -104,9 +105,9 @@ class _Origin(torch.autograd.Function):
 
 @untraced
 class _Once(torch.autograd.Function):
-    """Gradients as they are, which come from what they were computed of and are differentiated no further.
+    """Gradients unchanged, tied to their inputs, which refuse to be differentiated again.
 
-    PyTorch's ``once_differentiable`` ties them to nothing, so that ``torch.autograd.grad`` of a sum leaves out their part.
+    PyTorch's ``once_differentiable`` ties them to nothing, so that ``torch.autograd.grad`` of a sum would leave out their part.
     """
 
     @staticmethod
@@ -165,7 +166,7 @@ _over_ranks_backward = torch.ops.tilewise.attention_over_ranks_backward.default
 def compiled(
     q: Tensor, k: Tensor, v: Tensor, extras: list[Tensor], seed: Tensor | None, spec: str, ranks: str, with_lse: bool
 ) -> tuple[Tensor | None, ...]:
-    """The results of :func:`attention` from one node of a graph."""
+    """Return the results of :func:`attention` from one node of a graph."""
     outputs, _ = _over_ranks(q, k, v, extras, seed, spec, ranks, with_lse)
     return tuple(outputs) if len(outputs) > 1 else (outputs[0], None)
 
@@ -184,7 +185,7 @@ def _fake(q, k, v, extras, seed, spec, ranks, with_lse):
 
 
 class _BackwardCall(NamedTuple):
-    """The arguments of ``attention_over_ranks_backward``."""
+    """Return the arguments of ``attention_over_ranks_backward``."""
 
     do: Tensor | None
     dlse: Tensor | None
@@ -197,7 +198,7 @@ class _BackwardCall(NamedTuple):
     with_lse: bool
 
     def whole(self) -> list[Tensor]:
-        """Tensors with the shapes and the dtype of the rank's q, k and v, without memory of their own."""
+        """Return tensors with the shapes and dtype of the rank's q, k and v, but no memory of their own."""
         like, dims = self.saved[0], len(self.shapes) // 3
         return [like.new_empty((1,) * dims).expand(self.shapes[n : n + dims]) for n in range(0, 3 * dims, dims)]
 
@@ -222,7 +223,7 @@ class _Compiled(torch.autograd.Function):
             outputs, saved = _over_ranks(q, k, v, extras, seed, spec, ranks, with_lse)
         if seed is not None:
             seed, *saved = saved
-        # A scheme that saves nothing reads the rank's rows: what it keeps beside them would have shapes that only tensors tell.
+        # A scheme that saves nothing reads the rank's rows. Anything else that it kept would have shapes that only tensors tell.
         rows = () if saved else (q, k, v, *outputs[:2])
         ctx.spec, ctx.ranks, ctx.with_lse, ctx.extras = spec, ranks, with_lse, len(extras)
         ctx.shapes = [n for x in (q, k, v) for n in x.shape]

@@ -1,4 +1,4 @@
-"""How an attention over ranks is computed: which scheme, and the rank's part of the work."""
+"""Choose the scheme of an attention over ranks, and plan the rank's part."""
 
 from __future__ import annotations
 
@@ -36,15 +36,14 @@ class Wish:
 
     Attributes:
         scheme: one of ``SCHEMES``.
-        most_groups: into how many groups a rank's heads may be cut.
-        sum_leaf_gradients: gradients of sinks and of tensors that scores read are summed over ranks.
+        most_groups: the most groups of a rank's heads.
+        sum_leaf_gradients: gradients of sinks and of the score's leaves are summed over ranks.
         with_lse: lse is wanted.
-        compiled: the call is a node of a compiled graph: what it saves for its backward has shapes that no tensor tells.
+        compiled: the call is a node of a compiled graph, so shapes of saved tensors may not depend on values.
         silent: only the shapes of results are wanted, and no tensor may be read.
-        machines: those on which the ranks are.
-        neighbours: how many neighbouring ranks exchange heads where schemes are combined, and only combined ones are wanted; 0: the most
-            that can.
-        split: the rank's ends of the groups of so many neighbours, and of those with its place among theirs.
+        machines: those of the ranks.
+        neighbours: the ranks that exchange heads in combined schemes, which alone are wanted then; 0 means as many as possible.
+        split: the rank's group of neighbours, and its group of ranks with the same place among theirs.
     """
 
     exchange: Exchange
@@ -60,10 +59,10 @@ class Wish:
 
 
 class Agreed(NamedTuple):
-    """A call that all ranks have agreed on.
+    """A call on which all ranks have agreed.
 
     Attributes:
-        layouts: who holds which queries, and which keys.
+        layouts: of the queries, and of the keys.
         q, k, v: the rank's own rows.
         extras, seed, spec: as the operator takes them.
     """
@@ -78,7 +77,7 @@ class Agreed(NamedTuple):
 
     @property
     def whole(self) -> list[Tensor]:
-        """Tensors with the facts of q, k and v and the lengths of the whole, without memory of their own: for checks."""
+        """Tensors for checks, with the facts of q, k and v, the lengths of the whole and no memory of their own."""
         lengths = self.layouts[0].seqlen, self.layouts[1].seqlen, self.layouts[1].seqlen
         return [
             x.new_empty((1,) * x.ndim).expand(*x.shape[:-3], seqlen, *x.shape[-2:])
@@ -87,11 +86,11 @@ class Agreed(NamedTuple):
 
 
 def planned(wish: Wish, call: Agreed) -> heads.Heads | gathered.Gathered | ring.Ring:
-    """The plan of what the rank computes, after every input check of the whole call: all ranks see the same shapes here, and fail alike."""
+    """Plan the rank's part after every input check of the whole call. All ranks see the same shapes here, and fail alike."""
     exchange, (queries, keys), (q, k, v) = wish.exchange, call.layouts, call.whole
     extras, seed, spec = call.extras, call.seed, call.spec
     whole = check(q, k, v, extras, seed, spec)
-    with unset_fake_temporarily():  # what is computed of lengths alone needs numbers, in a graph's trace too
+    with unset_fake_temporarily():  # lengths must be numbers here, in a graph's trace too
         scheme = chosen(wish.scheme, costs_of(wish, whole, queries, keys), refusals(whole, wish), wish.machines.memory)
         groups = heads.groups_of(whole, exchange.size, wish.most_groups)
         neighbours = neighbours_of(whole, wish)
@@ -105,7 +104,7 @@ def planned(wish: Wish, call: Agreed) -> heads.Heads | gathered.Gathered | ring.
 
 
 def _heads(wish: Wish, call: Agreed, exchange: Exchange, groups: int) -> heads.Heads:
-    """The rank's part where rows are exchanged for heads."""
+    """Plan the rank's part if rows are exchanged for heads."""
     shapes = tuple(x.shape for x in (call.q, call.k, call.v))
     return heads.Heads(
         exchange, *call.layouts, call.spec.text(), shapes, groups, heads.head_axes(call.spec), call.spec.grad_slots,
@@ -114,7 +113,7 @@ def _heads(wish: Wish, call: Agreed, exchange: Exchange, groups: int) -> heads.H
 
 
 def _combined(wish: Wish, call: Agreed, neighbours: int, name: str) -> heads.Heads:
-    """The rank's part where neighbours exchange rows for heads, and neighbourhoods gather keys or pass them around."""
+    """Plan the rank's part if neighbours exchange rows for heads, and neighbourhoods gather keys or pass them around."""
     assert wish.split is not None
     exchange, across = wish.split(neighbours)
     group, (queries, keys) = wish.exchange.rank // neighbours, call.layouts
@@ -139,7 +138,7 @@ def _combined(wish: Wish, call: Agreed, neighbours: int, name: str) -> heads.Hea
 
 
 def _ring(wish: Wish, call: Agreed, whole: Problem) -> ring.Ring:
-    """The rank's part where keys are passed around."""
+    """Plan the rank's part if keys are passed around."""
     (queries, keys), spec, extras = call.layouts, call.spec, call.extras
     if wish.silent:
         route = Route(keys, ((),) * wish.exchange.size, passed=True)
@@ -155,7 +154,7 @@ def _ring(wish: Wish, call: Agreed, whole: Problem) -> ring.Ring:
 
 
 def _gathered(wish: Wish, call: Agreed, whole: Problem) -> gathered.Gathered:
-    """The rank's part where keys are gathered."""
+    """Plan the rank's part if keys are gathered."""
     exchange, (queries, keys), (q, k, v) = wish.exchange, call.layouts, call.whole
     extras, seed, spec = call.extras, call.seed, call.spec
     if wish.silent:
@@ -192,7 +191,7 @@ def _gathered(wish: Wish, call: Agreed, whole: Problem) -> gathered.Gathered:
 
 
 def _grid(whole: Problem, call: Agreed) -> Grid:
-    """The pairs that the whole attention keeps."""
+    """Return the number of pairs that the whole attention keeps."""
     shape = whole.batch, whole.heads_q, whole.seqlen_q, whole.seqlen_k
     return Grid.whole(call.spec.region, call.extras, shape, call.q.device)
 
@@ -205,7 +204,7 @@ CAPTURED = (
 
 
 def refusals(whole: Problem, wish: Wish) -> dict[str, list[str]]:
-    """Why each scheme cannot compute a whole attention; empty: it can."""
+    """Return why each scheme cannot compute a whole attention, or nothing if it can."""
     ranks, pieces = wish.exchange.size, gathered.reasons(whole.spec)
     if is_captured() and whole.spec.mask_slots:
         pieces = [*pieces, CAPTURED]
@@ -221,7 +220,7 @@ def refusals(whole: Problem, wish: Wish) -> dict[str, list[str]]:
 
 
 def neighbours_of(whole: Problem, wish: Wish) -> int:
-    """How many neighbouring ranks exchange heads where schemes are combined; 0: no number can."""
+    """Return how many neighbouring ranks exchange heads in combined schemes, or 0 if none can."""
     ranks, nodes = wish.exchange.size, wish.machines.nodes
     if wish.neighbours:
         return wish.neighbours
@@ -231,7 +230,7 @@ def neighbours_of(whole: Problem, wish: Wish) -> int:
 
 
 def costs_of(wish: Wish, whole: Problem, queries: Layout, keys: Layout) -> dict[str, cost.Cost]:
-    """The cost of each scheme."""
+    """Return the cost of each scheme."""
     ranks, machines = wish.exchange.size, wish.machines
     travel, neighbours = travelling(whole, queries, keys), neighbours_of(whole, wish)
     found = {name: find(whole, ranks, travel, machines.per_second) for name, find in cost.COSTS.items()}
@@ -243,18 +242,18 @@ def costs_of(wish: Wish, whole: Problem, queries: Layout, keys: Layout) -> dict[
 
 
 def _reads_tensors(spec: Spec) -> bool:
-    """Whether tensors tell which keys a query sees: documents, say, or lengths."""
+    """Return whether tensors tell which keys a query sees, such as documents or lengths."""
     return bool(expr.lookups(*[end for end in spec.whole_region.ends if end is not None]))
 
 
 def travelling(whole: Problem, queries: Layout, keys: Layout) -> cost.Keys:
-    """How many keys travel when they are gathered, as all ranks know it without a look at tensors.
+    """Return how many keys are sent when they are gathered, as all ranks know without reading tensors.
 
-    Where tensors tell it, the layout does, if it was made for a mask; else all keys are counted.
+    If tensors decide, a layout that was made for a mask tells it; otherwise all keys count.
     """
     heads_of = whole.heads_q, whole.heads_k
     if not _reads_tensors(whole.spec):
-        shape = 1, 1, queries.seqlen, keys.seqlen  # a predicate, whose tensors are not at hand, moves no end
+        shape = 1, 1, queries.seqlen, keys.seqlen  # a predicate moves no end, and its tensors are not at hand
         grid = Grid.whole(whole.spec.whole_region.interval, (), shape, torch.device("cpu"))
         route = Route.of(grid, queries, keys)
         return cost.Keys(route.fetched, route.lent, cost.kept(route.fetched, keys.lengths, *heads_of))
@@ -266,16 +265,17 @@ def travelling(whole: Problem, queries: Layout, keys: Layout) -> cost.Keys:
 
 
 def chosen(scheme: str, costs: dict[str, cost.Cost], refused: dict[str, list[str]], memory: int = 0) -> str:
-    """The scheme of a call, the one that was asked for or the cheapest that can: a function of what all ranks know alike.
+    """Return the scheme of a call: the wanted one, or the cheapest that can, from facts that all ranks share.
 
-    One that needs more than ``cost.MOST_MEMORY`` of a rank's memory is the cheapest only where no other needs less.
+    A scheme that needs more than ``cost.MOST_MEMORY`` of a rank's memory is chosen only if no other needs less.
 
     Args:
-        costs, refused: of each scheme what it costs, and why it cannot; empty: it can.
-        memory: bytes of the rank that has the least; 0: it is not known.
+        costs: the cost of each scheme.
+        refused: why each scheme cannot, or nothing if it can.
+        memory: bytes of the rank with the least, or 0 if unknown.
 
     Raises:
-        NotImplementedError: the one that was asked for, or every one, cannot.
+        NotImplementedError: the wanted scheme, or every scheme, cannot.
     """
     asked = [name for name in refused if scheme in (AUTO, name)]
     able = [name for name in asked if not refused[name]]
@@ -292,12 +292,14 @@ def chosen(scheme: str, costs: dict[str, cost.Cost], refused: dict[str, list[str
 
 @dataclass(frozen=True)
 class Explanation(dispatch.Explanation):
-    """How ranks share an attention, and what would run this rank's first call. ``print`` it.
+    """How ranks share an attention, and which backend runs this rank's first call. ``print`` it.
 
     Attributes:
-        scheme: the one that is taken. costs: of each scheme that can. refused_schemes: why the others cannot.
-        shares: of the visited tiles, the part that each rank computes, where it is known.
-        carrier: what carries rows from rank to rank, and why nothing faster does.
+        scheme: the chosen one.
+        costs: of each scheme that can.
+        refused_schemes: why the others cannot.
+        shares: each rank's share of the visited tiles, if known.
+        carrier: the transport of rows between ranks, and why no faster one is used.
     """
 
     scheme: str
@@ -322,7 +324,7 @@ class Explanation(dispatch.Explanation):
 
 
 def explained(wish: Wish, call: Agreed) -> Explanation:
-    """How the ranks would share a call."""
+    """Explain how the ranks would share a call."""
     ranks, extras, spec, (queries, keys) = wish.exchange.size, call.extras, call.spec, call.layouts
     q, k, v = call.whole
     whole, plan = check(q, k, v, extras, call.seed, spec), planned(wish, call)
@@ -342,7 +344,7 @@ def explained(wish: Wish, call: Agreed) -> Explanation:
 
 
 def _first_call(call: heads.Heads | gathered.Gathered | ring.Ring, whole: Problem, extras: list[Tensor]) -> Problem:
-    """A rank's first call of the operator: that of its first group of heads, or of its first piece."""
+    """Return a rank's first call of the operator: that of its first group of heads, or of its first piece."""
     if isinstance(call, heads.Heads) and call.across is not None:
         return _first_call(call.across.call, cost.with_fewer_heads(whole, call.exchange.size), call.own(extras, 0))
     if isinstance(call, heads.Heads):
@@ -361,5 +363,5 @@ def _first_call(call: heads.Heads | gathered.Gathered | ring.Ring, whole: Proble
 
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor."""
+    """Return the strides of a contiguous tensor."""
     return tuple(accumulate(reversed(shape[1:]), operator.mul, initial=1))[::-1]

@@ -1,12 +1,12 @@
-"""Attention over ranks by passing K and V around: each rank computes its own queries, against the keys of one rank after the other.
+"""Attention over ranks by passing K and V around: each rank computes its own queries against the keys of one rank at a time.
 
     forward    step n: K, V of rank r - n;  each of the rank's pieces of queries (o, lse) <- merge((o, lse), attention(q, K, V))
-    backward   step n: the same K, V;  dq += dq of them;  their dK, dV -> rank r - n, which adds them up in fp32 in the order of steps
+    backward   step n: the same K, V;  dq += dq of them;  their dK, dV -> rank r - n, which adds them in fp32 in the order of steps
 
-Keys come straight from the rank that holds them, and their gradients go straight back: as many bytes as passing them from neighbour to
-neighbour, and only keys that a rank's rows see need to travel. Those of the next step travel while those of this one are computed, so
-a rank holds the keys of two others at most, however many ranks there are. It pays for it by a call for each piece of queries and keys,
-whose results are rounded and then merged.
+Keys come straight from their rank, and their gradients go straight back. That is as many bytes as passing them from neighbour to
+neighbour, and only keys that a rank's rows see need to be sent. The next step's keys are sent while this step is computed, so a rank
+holds the keys of at most two others, however many ranks there are. In return, each piece of queries and keys is a call of its own, whose
+results are rounded and then merged.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class RingCall(NamedTuple):
 
     Attributes:
         rows: among the rank's queries.
-        keys: among the step's keys: in the first step the rank's own, then those that came.
-        spec: the call, told where it lies, without the sink.
+        keys: among the step's keys: the rank's own in the first step, then the received ones.
+        spec: the call with its place, without the sink.
         first: no earlier call has these queries.
     """
 
@@ -54,14 +54,15 @@ class Ring:
     """One attention over ranks.
 
     Attributes:
-        route: the keys that travel.
+        route: the keys that are sent.
         steps: the rank's calls, by step.
-        grad_slots: the extras that want a gradient. call_slots: those of them that calls give.
+        grad_slots: the extras that want a gradient.
+        call_slots: those whose gradient the calls give.
         sink_slot: the extra that is merged once, after all keys.
-        sum_leaves: gradients of tensors that masks, scores and sinks read are summed over ranks.
+        sum_leaves: gradients of sinks and leaves are summed over ranks.
         max_logit: the largest score of each row is a result too.
-        digest: of the route, where it depends on tensors, which ranks might hold otherwise; else 0.
-        tables: calls read no tensors but the extras.
+        digest: of the route if it depends on tensors, which may differ between ranks; else 0.
+        tables: none, because calls read no tensors but the extras.
     """
 
     exchange: Exchange
@@ -77,11 +78,11 @@ class Ring:
 
     @property
     def first_call(self) -> RingCall | None:
-        """The rank's first call; None: it has no queries."""
+        """The rank's first call, or None if it has no queries."""
         return next((call for step in self.steps for call in step), None)
 
     def fetch(self, step: int, k: Tensor, v: Tensor) -> Callable[[], list[Tensor]]:
-        """Starts to fetch the keys of a step; the result waits for K and V of them ``(batch, keys, heads_k, dim)``, in order."""
+        """Start to fetch the keys of a step. The result waits for their K and V ``(batch, keys, heads_k, dim)``, in order."""
         if step == 0:
             return lambda: [k, v]
         to = (self.exchange.rank + step) % self.exchange.size
@@ -94,13 +95,13 @@ class Ring:
         return fetched
 
     def give_back(self, step: int, dk: Tensor, dv: Tensor) -> Callable[[], list[Rows]]:
-        """Starts to send the gradients of a step's keys to their rank.
+        """Start to send the gradients of a step's keys to their rank.
 
         Args:
-            dk, dv: ``(batch, keys, heads_k, dim)`` of the keys that came.
+            dk, dv: ``(batch, keys, heads_k, dim)`` of the received keys.
 
         Returns:
-            A function that waits for what comes back, and returns runs of the rank's rows with their gradients.
+            A function that waits for the gradients from others, and returns runs of the rank's rows with them.
         """
         finish = self._shifted(packed([(0, dk.shape[1])], dk, dv), -step, sum(widths(dk, dv)))
         lent = self._lent[(self.exchange.rank + step) % self.exchange.size]
@@ -113,15 +114,15 @@ class Ring:
         return [[x.run for x in self.route.sent(self.exchange.rank, to)] for to in range(self.exchange.size)]
 
     def _count(self, step: int) -> int:
-        """How many keys come in a step."""
+        """Return the number of keys that are received in a step."""
         return self.route.counts[(self.exchange.rank - step) % self.exchange.size][self.exchange.rank]
 
     def _shifted(self, sent: Tensor, by: int, numbers: int) -> Callable[[], Tensor]:
         """Starts to send rows of so many numbers each to the rank that is so many places on, as every rank does."""
         rank, size, counts = self.exchange.rank, self.exchange.size, self.route.counts
-        if by < 0:  # what goes back is what came
+        if by < 0:  # gradients go back for the received keys
             counts = tuple(zip(*counts, strict=True))
-        if not any(counts[n][(n + by) % size] for n in range(size)):  # all ranks know that nothing travels
+        if not any(counts[n][(n + by) % size] for n in range(size)):  # all ranks know that nothing is sent
             return lambda: sent
         to, source = (rank + by) % size, (rank - by) % size
         sending, receiving = [0] * size, [0] * size
@@ -132,11 +133,11 @@ class Ring:
 def planned(
     exchange: Exchange, spec: Spec, route: Route, queries: Layout, sum_leaves: bool, digest: int, check: Check
 ) -> Ring:
-    """The rank's part of the work.
+    """Plan the rank's part of the work.
 
     Args:
         route: :meth:`tilewise.parallel.route.Route.uncut`.
-        check: called with the queries and the keys of each call, and its spec.
+        check: called with the queries, keys and spec of each call.
     """
     rank, size, sink = exchange.rank, exchange.size, spec.sink_slot
     leaves = {*spec.mask_slots, *spec.score_slots}
@@ -157,7 +158,7 @@ def planned(
 
 
 def _place(came: Sequence[Segment], x: Segment) -> slice:
-    """The place of a run of keys among those that came."""
+    """Return the place of a run of keys among the received ones."""
     first = 0
     for whole in came:
         if whole.start <= x.start and x.stop <= whole.stop:
@@ -169,7 +170,7 @@ def _place(came: Sequence[Segment], x: Segment) -> slice:
 def forward(
     call: Ring, q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """``[o, lse]`` of the rank's queries, and max_logit where it is asked for; nothing is kept for the backward."""
+    """Return ``[o, lse]`` of the rank's queries, with max_logit if wanted. Nothing is kept for the backward."""
     dtype, rows = compute_dtype(q), (q.shape[0], q.shape[2], q.shape[1])
     o = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=dtype)
     lse = q.new_full(rows, -torch.inf, dtype=dtype)
@@ -194,7 +195,7 @@ def forward(
 def backward(
     call: Ring, of: Gradients, saved: Sequence[Tensor], extras: Sequence[Tensor], seed: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:
-    """dq, dk and dv of the rank's rows, and the gradient of each extra.
+    """Return dq, dk and dv of the rank's rows, and the gradient of each extra.
 
     Args:
         saved: q, k, v, o and lse.
@@ -219,7 +220,7 @@ def backward(
             parts.append((run, line_of(part_k), line_of(part_v)))
             for slot, grad in zip(call.call_slots, dextras, strict=True):
                 leaves[slot] += grad
-        _add(dk, dv, returning())  # of the step before, which came back under this one's calls
+        _add(dk, dv, returning())  # of the previous step: they were received during this step's calls
         if n == 0:
             _add(dk, dv, parts)
             returning = list
@@ -237,7 +238,7 @@ def backward(
 
 
 def _each_step(call: Ring, k: Tensor, v: Tensor) -> Iterator[tuple[Sequence[RingCall], list[Tensor]]]:
-    """The calls and the keys of each step; the next one's keys set out before this one's are computed."""
+    """Yield the calls and the keys of each step. The next step's keys are sent before this step is computed."""
     coming = call.fetch(0, k, v)
     for n, pieces in enumerate(call.steps):
         found = coming()
@@ -247,7 +248,7 @@ def _each_step(call: Ring, k: Tensor, v: Tensor) -> Iterator[tuple[Sequence[Ring
 
 
 def _add(dk: Tensor, dv: Tensor, parts: Sequence[Rows]) -> None:
-    """Adds the gradients of some rows each."""
+    """Add gradients to their rows."""
     for run, *lines in parts:
         for total, line in zip((dk, dv), lines, strict=True):
             rows = total.narrow(1, *run)

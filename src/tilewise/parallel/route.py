@@ -1,6 +1,6 @@
-"""The keys that travel between ranks: those alone that a rank's queries see and other ranks hold.
+"""The keys that ranks send: those of other ranks that a rank's queries see.
 
-Everything here is a pure function of layouts and of the keys that each piece of queries sees; no rank talks to another.
+Everything here is a pure function of layouts and of the keys that each piece of queries sees.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ Interval = tuple[int, int]
 
 
 ALIGNED = 16
-"""Parts begin at multiples of it where they can: dropout's counters serve so many rows and keys at once."""
+"""Parts begin at multiples of this if possible, because dropout's counters serve so many rows and keys at once."""
 WORTH_A_PART = 128
-"""The fewest rows of a part that are worth a call of their own: a tile."""
+"""The fewest rows of a part that justify a call of their own: a tile."""
 
 
 class Part(NamedTuple):
-    """The queries ``[start, stop)``, which a rank holds as its rows from ``row`` on, and the keys ``[low, high)`` between which all lie
-    that they see."""
+    """The queries ``[start, stop)``, a rank's rows from ``row`` on, and a run of keys ``[low, high)`` that contains all that they see."""
 
     start: int
     stop: int
@@ -44,7 +43,7 @@ class Part(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """The keys ``[start, stop)`` that one rank, the owner, holds as its rows from ``row`` on."""
+    """The keys ``[start, stop)``, the owner's rows from ``row`` on."""
 
     start: int
     stop: int
@@ -62,7 +61,7 @@ class Segment(NamedTuple):
 
     @property
     def run(self) -> tuple[int, int]:
-        """The first of the owner's rows, and how many."""
+        """The first of the owner's rows, and their number."""
         return self.row, self.length
 
 
@@ -71,10 +70,10 @@ class Route:
     """The keys that ranks fetch from each other for one attention.
 
     Attributes:
-        keys: who holds which keys.
-        parts: the queries, by rank: a rank's contiguous pieces, each cut where its keys begin or end to lie in one run of the rank's own.
-        joined: a rank computes all of its queries in one call (:mod:`tilewise.parallel.joined`): no part is near.
-        passed: the keys of one rank after the other are computed with (:mod:`tilewise.parallel.ring`): no part is near.
+        keys: the layout of the keys.
+        parts: the queries, by rank: contiguous pieces, cut so that the keys of a part lie in one run of the rank's own if possible.
+        joined: a rank computes all of its queries in one call (:mod:`tilewise.parallel.joined`), and no part is near.
+        passed: ranks take the keys of one rank at a time (:mod:`tilewise.parallel.ring`), and no part is near.
     """
 
     keys: Layout
@@ -84,23 +83,23 @@ class Route:
 
     @staticmethod
     def of(grid: Grid, queries: Layout, keys: Layout, passed: bool = False) -> Route:
-        """The route of a whole attention. Reads the tensors of the mask's intervals, if it has any."""
+        """Return the route of a whole attention. This reads the tensors of the mask's intervals, if there are any."""
         return Route(keys, _parts(*key_ends(grid, queries.seqlen), queries, keys, not passed), passed=passed)
 
     def near(self, rank: int, part: Part) -> Segment | None:
-        """The rank's own keys of a part, where all of them lie in one run of it; None: some lie elsewhere."""
+        """Return the rank's own keys of a part if they all lie in one run of it, else None."""
         runs = () if self.joined or self.passed else held(self.keys)
         found = [x for x in runs if x.owner == rank and x.start <= part.low and part.high <= x.stop]
         return cut(found[0], part.low, part.high) if found else None
 
     @cached_property
     def wanted(self) -> tuple[tuple[Interval, ...], ...]:
-        """The keys that a rank puts together from its own and others', by rank: disjoint intervals, in order."""
+        """The keys that a rank assembles from its own and others', by rank: disjoint intervals, in order."""
         far = ([x for x in parts if self.near(rank, x) is None] for rank, parts in enumerate(self.parts))
         return tuple(tuple(_union([(x.low, x.high) for x in parts])) for parts in far)
 
     def place(self, rank: int, part: Part) -> slice:
-        """The place of a far part's keys among those that the rank puts together."""
+        """Return the place of a far part's keys among the assembled ones."""
         first = 0
         for start, stop in self.wanted[rank]:
             if start <= part.low and part.high <= stop:
@@ -109,7 +108,7 @@ class Route:
         raise ValueError(f"{part} sees keys that rank {rank} does not put together")
 
     def segments(self, rank: int) -> list[Segment]:
-        """The keys that a rank puts together, in the order of positions."""
+        """Return the keys that a rank assembles, in the order of positions."""
         return [
             cut(x, start, stop)
             for start, stop in self.wanted[rank]
@@ -118,12 +117,12 @@ class Route:
         ]
 
     def sent(self, owner: int, rank: int) -> list[Segment]:
-        """The keys that a rank fetches from another, in the order of positions; none from itself."""
+        """Return the keys that a rank fetches from another, in the order of positions; none from itself."""
         return [x for x in self.segments(rank) if x.owner == owner != rank]
 
     @cached_property
     def counts(self) -> tuple[tuple[int, ...], ...]:
-        """The number of keys that travel, by owner and by the rank that fetches them."""
+        """The number of sent keys, by owner and by receiving rank."""
         ranks = range(self.keys.ranks)
         return tuple(tuple(sum(x.length for x in self.sent(owner, rank)) for rank in ranks) for owner in ranks)
 
@@ -134,24 +133,24 @@ class Route:
 
     @cached_property
     def lent(self) -> int:
-        """The most keys that others fetch from one rank, counted for each of them: whose gradients come back."""
+        """The most keys that others fetch from one rank, counted for each of them; their gradients come back."""
         return max(map(sum, self.counts))
 
     @cached_property
     def digest(self) -> int:
-        """A number that differs where routes do: ranks that read other tensors would wait for keys that nobody sends."""
+        """A number that differs if routes differ. Ranks with other tensors would wait for keys that nobody sends."""
         return int.from_bytes(hashlib.sha256(repr(self.parts).encode()).digest()[:7])
 
 
 @lru_cache(maxsize=64)
 def held(keys: Layout) -> tuple[Segment, ...]:
-    """All keys in the order of positions, as runs of one rank."""
+    """Return all keys in the order of positions, as runs of one rank."""
     runs = [Segment(start, stop, rank, row) for rank in range(keys.ranks) for start, stop, row in keys.rows(rank)]
     return tuple(sorted(runs))
 
 
 def key_ends(grid: Grid, seqlen: int) -> tuple[Tensor, Tensor]:
-    """The first key, and one past the last, that each query may see in some head of some batch element: int64 ``(seqlen,)`` on the host.
+    """Return the first key, and one past the last, that each query may see in any head and batch element: int64 ``(seqlen,)`` on the host.
 
     A query that sees none has all keys before the first, and none before the last.
     """
@@ -161,10 +160,10 @@ def key_ends(grid: Grid, seqlen: int) -> tuple[Tensor, Tensor]:
 
 
 def _parts(low: Tensor, high: Tensor, queries: Layout, keys: Layout, near: bool) -> tuple[tuple[Part, ...], ...]:
-    """The parts of every rank. What no query of a part sees is left out at both ends; each has one key at least.
+    """Return the parts of every rank. Keys at both ends that no query sees are left out, but each part has at least one key.
 
     Args:
-        near: pieces are cut where their queries begin or end to see keys of one own run alone.
+        near: pieces are cut at the queries that begin or cease to see keys of one own run alone.
     """
     found = []
     for rank in range(queries.ranks):
@@ -180,7 +179,7 @@ def _parts(low: Tensor, high: Tensor, queries: Layout, keys: Layout, near: bool)
 
 
 def _near_rows(low: Tensor, high: Tensor, start: int, own: Sequence[Segment]) -> list[int]:
-    """The first, and one past the last, query of the longest run whose keys all lie in one own run; none where it is not worth a call.
+    """Return the first query, and one past the last, of the longest run with all keys in one own run, if that justifies a call.
 
     Ends of keys never decrease with the query, so such queries are neighbours.
     """
@@ -206,13 +205,13 @@ def _part(start: int, stop: int, row: int, low: Tensor, high: Tensor, own: Seque
 
 
 def cut(x: Segment, start: int, stop: int) -> Segment:
-    """The part of a segment within an interval."""
+    """Return the part of a segment within an interval."""
     first, last = max(x.start, start), min(x.stop, stop)
     return Segment(first, last, x.owner, x.row + first - x.start)
 
 
 def _union(intervals: Sequence[Interval]) -> list[Interval]:
-    """The same keys as disjoint intervals, in order."""
+    """Return the same keys as disjoint intervals, in order."""
     found: list[Interval] = []
     for start, stop in sorted(intervals):
         if found and start <= found[-1][1]:

@@ -1,10 +1,10 @@
-"""Ranks of one machine that read each other's memory: rows travel by the GPUs' copy engines, under the kernels that compute.
+"""Ranks of one machine that read each other's memory. The GPUs' copy engines move rows while kernels compute.
 
-What a rank sends lies in a *room*, memory that all ranks have mapped (``torch.distributed._symmetric_memory``, without multicast).
-Its peers copy their parts out of it, straight to where they belong, on a stream of their own; no multiprocessor takes part.
+A rank puts its data in a *room*: memory that all ranks have mapped (``torch.distributed._symmetric_memory``, without multicast). Its peers
+copy their parts straight to their places, on a stream of their own. No multiprocessor takes part.
 
-A room is written again only after a barrier that every rank passes when it has waited for what it copied from there: a call's
-rooms of both directions alternate, so the barriers that begin its exchanges are those.
+A room is written again only after a barrier, which each rank passes after waiting for its copies from the room. The rooms of a call's two
+directions alternate, so the barriers at the beginning of its exchanges suffice.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from tilewise.parallel.exchange import Exchange, Group
 from tilewise.parallel.layout import Layout
 
 GRAIN = 1 << 21
-"""Bytes: rooms have a multiple of them, as drivers map memory."""
+"""The bytes of a room are a multiple of this, as drivers map memory."""
 TIMEOUT_MS = 600_000
-"""How long a rank waits for the others at a barrier before its kernel fails."""
+"""The time for which a rank waits for the others at a barrier before its kernel fails."""
 
 
 def group_of(group: dist.ProcessGroup | None) -> Group:
-    """The ranks of a process group: as a :class:`SymmetricGroup` where they are GPUs that reach each other's memory."""
+    """Return the ranks of a process group, as a :class:`SymmetricGroup` if their GPUs reach each other's memory."""
     plain = Group(group)
     places = set(plain.objects((socket.gethostname(), *_namespaces())))
     plain.nodes = len({place[0] for place in places})
@@ -43,7 +43,7 @@ def group_of(group: dist.ProcessGroup | None) -> Group:
         found = SymmetricGroup(group)
         found.room("try", (1,), torch.empty(1, device="cuda"), 1)
         failed = ""
-    except Exception as error:  # a private part of torch, which drivers and builds refuse in many ways
+    except Exception as error:  # a private part of torch, which fails in many ways with drivers and builds
         failed = f"{type(error).__name__}: {error}".partition("\n")[0]
     failures = [f"rank {rank}: {said}" for rank, said in enumerate(plain.objects(failed)) if said]
     if not failures:
@@ -53,9 +53,9 @@ def group_of(group: dist.ProcessGroup | None) -> Group:
 
 
 def _namespaces() -> list[str]:
-    """The kernel's names of a process's machine, files and process numbers, by which memory of other processes is found.
+    """Return the operating system's names for a process's machine, files and process numbers, by which processes find each other's memory.
 
-    Containers, and machines, of one host name may give one number, or one path, to several processes.
+    Containers or machines with one host name may give one number, or one path, to several processes.
     """
     found = []
     for path, read in (
@@ -65,7 +65,7 @@ def _namespaces() -> list[str]:
     ):
         try:
             found.append(read(path))
-        except OSError:  # not told here: host names have to do
+        except OSError:  # unknown here, so host names must do
             found.append("")
     return found
 
@@ -83,7 +83,7 @@ class SymmetricGroup(Group):
         self.carrier = "copy engines, by symmetric memory"
         self._rooms: dict[str, tuple[Tensor, Any]] = {}
         self._views: dict[str, dict[tuple, list[tuple[int, Tensor]]]] = {}  # of peers' rooms, by name, shapes and dtype
-        # Rooms that CUDA graphs read, which tell nobody how long they live.
+        # Rooms that CUDA graphs read. They stay, because graphs do not tell when they end.
         self._captured: list[tuple[Tensor, Any]] = []
         self._stream = torch.cuda.Stream()
 
@@ -96,12 +96,12 @@ class SymmetricGroup(Group):
         return memory.view(like.dtype)[: math.prod(shape)].view(shape)
 
     def _mapped(self, name: str, nbytes: int, device: torch.device) -> tuple[Tensor, Any]:
-        """A name's memory of at least so many bytes, and the handle by which peers' are reached. It grows on all ranks at once.
+        """Return a name's memory of at least so many bytes, and the handle to reach the peers'. It grows on all ranks at once.
 
         Raises:
-            NotImplementedError: a CUDA graph is captured that needs more.
+            NotImplementedError: the capture of a CUDA graph needs more.
         """
-        import torch.distributed._symmetric_memory as symmetric_memory  # loads much that only this needs
+        import torch.distributed._symmetric_memory as symmetric_memory  # loads much, which nothing else needs
 
         found, capturing = self._rooms.get(name), is_captured()
         if found is None or found[0].numel() < nbytes:
@@ -111,7 +111,7 @@ class SymmetricGroup(Group):
                     "captured, on every rank, before"
                 )
             torch.cuda.synchronize(device)
-            self.numbers([nbytes])  # no rank still reads what is given back
+            self.numbers([nbytes])  # no rank still reads the freed memory
             memory = symmetric_memory.empty(-(-nbytes // GRAIN) * GRAIN, dtype=torch.uint8, device=device)
             group: Any = dist.group.WORLD if self.group is None else self.group
             found = self._rooms[name] = memory, symmetric_memory.rendezvous(memory, group=group)
@@ -143,7 +143,7 @@ class SymmetricGroup(Group):
         return self._copied(copies, own)
 
     def _peers(self, name: str, shapes: Sequence[Sequence[int]], like: Tensor) -> list[tuple[int, Tensor]]:
-        """Every rank's room of a name, once all have filled theirs; the own rank's first, then its next one's, and so on."""
+        """Return every rank's room of a name, once all have filled theirs: the rank's own first, then the next one's, and so on."""
         _, handle = self._rooms[name]
         handle.barrier(channel=0, timeout_ms=TIMEOUT_MS)
         views, key = self._views[name], (*shapes, like.dtype)
@@ -153,7 +153,7 @@ class SymmetricGroup(Group):
         return views[key]
 
     def _copied(self, copies: list[tuple[Tensor, Tensor]], whole: Tensor) -> Callable[[], Tensor]:
-        """Starts copies into ``whole`` on the stream of their own."""
+        """Start copies into ``whole`` on their own stream."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for target, source in copies:

@@ -1,7 +1,7 @@
 """Attention in native C++ on the CPU: tiles nested for registers, L1 and L2, forward and backward.
 
-The library is loaded by ctypes and knows neither Python nor torch; the code is in ``native/``, one file a job. ``config`` chooses tiles,
-``call`` makes the struct of a call, ``program`` turns masks and scores into instructions for it, and ``library`` finds and runs it.
+ctypes loads the library, which depends on neither Python nor torch. Its code is in ``native/``, one file a job. ``config`` chooses tiles,
+``call`` makes the struct of a call, ``program`` turns masks and scores into instructions, and ``library`` finds and runs the code.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Cpu(Backend):
     """The backend.
 
     Args:
-        override: a Config to use for every problem, in place of the one chosen by shape.
-        isa: the instruction set, in place of the best one or the one that ``TILEWISE_CPU_ISA`` names.
+        override: a Config for every problem, instead of the one chosen by shape.
+        isa: the instruction set, instead of the best one or that of ``TILEWISE_CPU_ISA``.
     """
 
     name = "cpu"

@@ -1,7 +1,7 @@
 """A problem and its tensors as the struct that the library takes.
 
-:class:`Prepared` holds what depends on the problem alone, made once; :class:`Bound` adds the tensors of one call and
-keeps alive what the struct points to.
+:class:`Prepared` is made once a problem and holds what follows from the problem alone. :class:`Bound` adds the tensors of one call,
+and keeps alive what the struct points to.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from tilewise.spec import parse_spec
 from tilewise.tiles import Grid, TileMap, known_status, seen_keys
 
 Blocks = tuple[int, int]
-_WHOLE = 1 << 31  # queries or keys of a block that holds all of them
+_WHOLE = 1 << 31  # a block that holds all queries or keys
 
 
 @dataclass
 class Region:
-    """The mask of a call as arrays: the ends that a pass reads, tile states, and keys that some query sees."""
+    """The mask of a call as arrays: the ends that a pass reads, tile states, and the keys that some query sees."""
 
     ends: dict[str, Tensor]
     status: Tensor | None = None
@@ -42,9 +42,11 @@ class Region:
     status_head: Tensor | None = None
     seen: Tensor | None = None
     unlisted: Blocks | None = (
-        None  # status is known in part and seen empty: the library asks one pair of each such block
+        None  # status is partly known and seen is empty: the library asks one pair of each such block
     )
-    listing: threading.RLock = field(default_factory=threading.RLock)  # a mask of shapes alone serves all threads
+    listing: threading.RLock = field(
+        default_factory=threading.RLock
+    )  # a mask that follows from the shapes serves all threads
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,8 @@ class Decided:
     """The decisions for a problem.
 
     Attributes:
-        numbers: by pass, the fields of its struct that are numbers.
-        band: as :func:`band_of`.
+        numbers: the number fields of each pass's struct.
+        band: of :func:`band_of`.
         dtypes: of the scores and of the mask.
         constant: whether the mask follows from the shapes.
     """
@@ -81,7 +83,7 @@ class Prepared:
         self._tangents: dict[tuple[int, ...], tuple[program.Code, library.Call]] = {}
 
     def tangent(self, moving: Mapping[int, int]) -> tuple[program.Code, library.Call]:
-        """The program and the call of forward mode, where the leaves of these slots have tangents (:attr:`Directions.slots`)."""
+        """Return the program and the call of forward mode for leaves of these slots with tangents (:attr:`Directions.slots`)."""
         key = tuple(moving)
         if key not in self._tangents:
             code = program.compile_spec(self.p.spec, self.decided.dtypes, backward=False, moving=moving)
@@ -107,7 +109,7 @@ class Prepared:
         return self._call(_compiled(self.p.spec.source, self.decided.dtypes, True)[1], "backward")
 
     def _call(self, shared: library.Call, which: str) -> library.Call:
-        """The native call of a pass, but for the addresses of tensors, which are each call's own."""
+        """The native call of a pass without the addresses of tensors, which each call adds."""
         p, call = self.p, library.Call.from_buffer_copy(shared)
         call.type, call.shares = library.TYPES[p.dtype], 1
         call.isa, call.softmax_scale = self.config.isa.encode(), p.softmax_scale
@@ -155,13 +157,13 @@ class Prepared:
 
 @lru_cache(maxsize=512)
 def _compiled(spec: str, dtypes: tuple[torch.dtype, torch.dtype], backward: bool) -> tuple[program.Code, library.Call]:
-    """The program of a pass of all calls of a spec, and a struct that has it."""
+    """Return the program of a pass for all calls of a spec, and a struct that has it."""
     code = program.compile_spec(parse_spec(spec), dtypes, backward)
     return code, _without_sizes(code)
 
 
 def _without_sizes(code: program.Code) -> library.Call:
-    """The struct of a call whose program is known, and nothing else."""
+    """Return the struct of a call with nothing but its program."""
     call = library.Call(version=library.VERSION)
     native = call.program
     register = lambda v: -1 if v is None else v.register  # noqa: E731
@@ -177,7 +179,7 @@ def _without_sizes(code: program.Code) -> library.Call:
 
 
 def _numbers(p: Problem, config: Config, backward: bool) -> dict[str, int]:
-    """The fields of a pass' struct that are numbers."""
+    """Return the number fields of a pass's struct."""
     tile_m, tile_n = (config.backward_m, config.backward_n) if backward else (config.tile_m, config.tile_n)
     found = {
         "tile_m": tile_m, "tile_n": tile_n, "split": 0 if backward else config.split, "heads_per_item": config.heads,
@@ -192,7 +194,7 @@ def _numbers(p: Problem, config: Config, backward: bool) -> dict[str, int]:
 
 
 def band_of(p: Problem) -> Band | None:
-    """The mask of equal sequences as a band that no key ends, whose rows each see keys; None: it is another one."""
+    """Return the mask of equal sequences as a band that no key ends and whose rows all see keys, or None for other masks."""
     region = p.spec.region
     if p.packed or p.paged or region.prepared is not None or region.everything or not (p.seqlen_q and p.seqlen_k):
         return None
@@ -203,10 +205,10 @@ def band_of(p: Problem) -> Band | None:
 
 
 def _region_of_band(band: Band, p: Problem, backward: bool) -> Region:
-    """The ends of a band's rows, or columns, counted off."""
+    """Return the ends of a band's rows or columns."""
     cut = band.cut(p.seqlen_q)
     seen = None
-    if (cut.start, cut.stop) != (0, p.seqlen_k):  # a row sees the keys one further than the row before
+    if (cut.start, cut.stop) != (0, p.seqlen_k):  # a row sees one key further than the row before
         seen = torch.zeros((1, 1, p.seqlen_k), dtype=torch.uint8)
         seen[..., cut.start : cut.stop] = 1
     if backward:
@@ -219,12 +221,12 @@ def _region_of_band(band: Band, p: Problem, backward: bool) -> Region:
 
 
 def _counted(start: int, count: int, limit: int) -> Tensor:
-    """So many numbers from ``start`` on, within 0 and a limit: int32 ``(1, 1, count)``."""
+    """Return ``count`` numbers from ``start`` on, clamped to 0 and a limit: int32 ``(1, 1, count)``."""
     return torch.arange(start, start + count, dtype=torch.int32).clamp_(0, limit).view(1, 1, count)
 
 
 def _lengths(p: Problem, t: Inputs) -> list[tuple[int, int]]:
-    """How many queries and keys each packed or paged sequence has."""
+    """Return the numbers of queries and keys of each packed or paged sequence."""
 
     def packed(cu: Tensor, total: int) -> list[int]:
         ends = [min(x, total) for x in cu.tolist()]
@@ -236,7 +238,7 @@ def _lengths(p: Problem, t: Inputs) -> list[tuple[int, int]]:
 
 
 def _paged_ends(p: Problem, t: Inputs) -> dict[str, Tensor]:
-    """The ends of all rows of a paged call at once, int32 ``(1, heads|1, rows)``: sequences differ in lengths, which are tensors here."""
+    """Return the ends of all rows of a paged call at once, int32 ``(1, heads|1, rows)``. The sequences' lengths are tensors here."""
     if p.packed:
         row, cu = torch.arange(p.seqlen_q), t.cu_seqlens_q.long()
         b = torch.searchsorted(cu[1:], row, right=True).clamp(max=max(p.batch - 1, 0))
@@ -256,10 +258,10 @@ def _paged_ends(p: Problem, t: Inputs) -> dict[str, Tensor]:
 
 
 def _blocks_to_list(p: Problem) -> Blocks | None:
-    """The blocks of queries by keys on each of which the mask's predicate has one value, for the library to list its tiles.
+    """Return the size of the blocks on which the mask's predicate is constant, so that the library can list its tiles.
 
-    ``(1, 1)`` where each pair is to be asked, ``(64, 64)`` where it reads ``i // 64`` and ``j // 64`` alone. None: there is no predicate,
-    its tiles are prepared, or their corners tell.
+    ``(64, 64)`` means that it reads ``i // 64`` and ``j // 64`` alone, ``(1, 1)`` that each pair must be asked. None means that there is
+    no predicate, that its tiles are prepared, or that their corners decide.
     """
     kept = p.spec.region
     if kept.predicate is None or kept.prepared is not None or monotone_terms(kept) is not None:
@@ -270,7 +272,7 @@ def _blocks_to_list(p: Problem) -> Blocks | None:
 
 @dataclass
 class _Part:
-    """The arrays of one grid, each ``(b|1, heads|1, ...)``."""
+    """Return the arrays of one grid, each ``(b|1, heads|1, ...)``."""
 
     ends: dict[str, Tensor]
     status: Tensor | None
@@ -294,8 +296,10 @@ def _region_of(grid: Grid, p: Problem, tile: tuple[int, int], backward: bool, na
 
 
 def _unlisted(grid: Grid, p: Problem, tile: tuple[int, int], native: Blocks) -> tuple[Tensor, Tensor]:
-    """Arrays that the library fills: states of tiles, given as far as parts of the mask tell them where it would ask every pair, and seen
-    keys, of which none is marked; once for all b or h that they do not depend on."""
+    """Return arrays for the library to fill: the states of tiles, and the seen keys, with none marked.
+
+    If it would ask every pair, states that parts of the mask decide are filled in. Arrays have one entry for all b or h that they do
+    not depend on."""
     symbols = expr.depends_on(*grid.region.parts)
     batch, heads = (len(grid.b) if "b" in symbols else 1), (p.heads_q if "h" in symbols else 1)
     tiles = (-(-grid.seqlen_q // tile[0]), -(-grid.keys // tile[1]))
@@ -306,7 +310,7 @@ def _unlisted(grid: Grid, p: Problem, tile: tuple[int, int], native: Blocks) -> 
 
 
 def _stacked(parts: list[_Part], batch: int, unlisted: Blocks | None) -> Region:
-    """One grid of the whole batch, or one of each packed sequence, their lines one after the other."""
+    """Return one grid of the whole batch, or one of each packed sequence with their lines concatenated."""
     if not parts:
         return Region({})
     join = lambda tensors: _joined(tensors, len(tensors) > 1)  # noqa: E731
@@ -332,7 +336,7 @@ def _stacked(parts: list[_Part], batch: int, unlisted: Blocks | None) -> Region:
 
 
 def _joined(tensors: list[Tensor], packed: bool) -> Tensor:
-    """``(b|1, heads|1, lines)``, contiguous; packed, the lines of all sequences one after the other."""
+    """Return ``(b|1, heads|1, lines)``, contiguous. The lines of packed sequences are concatenated."""
     if not packed:
         return tensors[0].contiguous()
     heads = max(t.shape[1] for t in tensors)
@@ -340,10 +344,10 @@ def _joined(tensors: list[Tensor], packed: bool) -> Tensor:
 
 
 class Bound:
-    """One call's struct: the pass's own, and the addresses of this call's tensors. ``keep`` is what it points to.
+    """The struct of one call: that of the pass, with the addresses of this call's tensors, which ``keep`` keeps alive.
 
     Args:
-        moving: of forward mode, as in :meth:`Prepared.tangent`; the tangents of leaves lie behind the leaves.
+        moving: of forward mode, as in :meth:`Prepared.tangent`. The tangents of leaves follow the leaves.
     """
 
     def __init__(self, prepared: Prepared, t: Inputs, backward: bool, moving: Mapping[int, int] | None = None):
@@ -375,7 +379,7 @@ class Bound:
             self._bind_leaves()
 
     def data(self, x: Tensor) -> int:
-        """The address of a contiguous tensor, which is kept."""
+        """Keep a contiguous tensor, and return its address."""
         x = x.contiguous()
         self.keep.append(x)
         return x.data_ptr()
@@ -389,7 +393,7 @@ class Bound:
 
     def _bind_pages(self) -> None:
         call, t = self.call, self.t
-        # An empty tensor has no address, by which the library would tell that there are pages.
+        # An empty tensor has no address, and the library tells by an address that there are pages.
         table = unit_last(t.block_table) if t.block_table.numel() else t.block_table.new_zeros(1, 1)
         call.block_table, call.table_row, call.page_size = table.data_ptr(), table.stride(0), t.k.shape[1]
         call.cu_seqlens_k = self.data(torch.nn.functional.pad(t.seqlens_k.cumsum(0, dtype=torch.int64), (1, 0)))
@@ -399,9 +403,7 @@ class Bound:
         call, region = self.call, self.region
         stride = lambda x, axis: x.stride(axis) if x.shape[axis] > 1 else 0  # noqa: E731
         p = self.prepared.p
-        lines = (
-            p.seqlen_q if p.paged and not p.packed else 0
-        )  # of a sequence, where those of all are one after the other
+        lines = p.seqlen_q if p.paged and not p.packed else 0  # of a sequence, within those of all
         for name, x in region.ends.items():
             setattr(call, name, library.Ends(x.data_ptr(), stride(x, 0) or lines, stride(x, 1)))
         if region.status is not None:
@@ -459,8 +461,8 @@ PRIVATE_ELEMENTS = 1 << 21  # fp64 sums of all groups of work units together: 16
 class LeafSums:
     """The arrays in which the gradients of the score's leaves are summed.
 
-    A leaf that is small has sums of its own in every group of work units, in fp64, added in their order afterwards. A large
-    one has one array; units that could meet there run one after the other (``serial_batch``, ``serial_head``).
+    A small leaf has fp64 sums in every group of work units, which are added in order afterwards. A large one has one array. Units that
+    could write to the same place of it run one after the other (``serial_batch``, ``serial_head``).
     """
 
     sums: dict[int, Tensor]

@@ -8,30 +8,30 @@ import torch
 
 from tilewise.problem import Problem
 
-# The smallest split and the largest, and how many splits, where few queries meet many keys: docs/decisions.md#cpu-decode-splits.
+# The smallest and the largest split, and the number of splits, for few queries and many keys: docs/decisions.md#cpu-decode-splits.
 SPLIT_KEYS = (1024, 4096)
 SPLIT_PARTS = 16
 PAGED_SPLIT = 1024  # of a cache, whatever its capacity, so that a sequence's bits are its own
-PAGED_ROWS = 16  # queries of a tile where sequences have few
+PAGED_ROWS = 16  # queries of a tile, if sequences have few
 PREDICATE_TILE = 128  # patterns come in blocks of 64 or 128
 AMX = ("amxbf16", "amxbf16_emulated")
 NOTES = {"amxbf16_emulated": "AMX in software, for tests"}
-ENOUGH_UNITS = 8  # of the backward: with fewer key heads than that, every tile of keys is a unit of its own
-# The share of the threads' time below which it pays that they take turns at the heads: docs/decisions.md#cpu-dq-in-turns.
+ENOUGH_UNITS = 8  # of the backward: with fewer key heads, every tile of keys is a work unit
+# Threads take turns at the heads if whole heads would keep them busy for less than this share: docs/decisions.md#cpu-dq-in-turns.
 BUSY = 0.875
 
 
 @dataclass(frozen=True)
 class Config:
-    """``tile_m`` queries (of ``heads`` query heads at a time) by ``tile_n`` keys in the forward; the backward's own tiles.
+    """Tile sizes: ``tile_m`` queries (of ``heads`` query heads at a time) by ``tile_n`` keys in the forward, and the backward's.
 
-    A tile of K and V, packed, is meant to stay in L2 while all queries of the tile pass; the products' blocks are 6 rows
-    by 4 vectors in registers (2 vectors without AVX-512), with AMX 32 rows by 32 columns.
+    A packed tile of K and V should stay in L2 while all queries of the tile pass. The products' blocks in registers are 6 rows by
+    4 vectors (2 vectors without AVX-512), or 32 rows by 32 columns with AMX.
 
     Attributes:
         isa: the instruction set.
         split: keys of a split of the forward, or 0.
-        shares: parts of the keys in the backward, for as many threads; they add to dq in their order (:meth:`parts`).
+        shares: parts of the keys in the backward, one for each thread. They add to dq in order (:meth:`parts`).
     """
 
     isa: str
@@ -53,8 +53,9 @@ class Config:
         )
 
     def parts(self, p: Problem, threads: int) -> int:
-        """``shares``, or, where whole heads would leave threads idle, one part a tile of keys: the same bits, no score's leaf
-        having sums of its own."""
+        """Return ``shares``, or one part per tile of keys if whole heads would leave threads idle.
+
+        The bits are the same, because no leaf of a score has sums of its own."""
         heads = p.batch * p.heads_k
         idle = heads < BUSY * threads * -(-heads // threads)
         if self.shares > 1 or p.packed or not idle or p.spec.lookups:
@@ -71,9 +72,9 @@ class Config:
 
 
 def choose(p: Problem, isa: str) -> Config:
-    """Chooses tiles by shape alone, never by threads, so that bits do not depend on them; deterministic, not by the batch either.
+    """Choose tiles by shape and never by threads, so that bits do not depend on them. Deterministic calls ignore the batch too.
 
-    The tiles are those that won on 1 MiB of L2 (docs/decisions.md#cpu-tiles).
+    These tiles were the fastest with 1 MiB of L2 (docs/decisions.md#cpu-tiles).
     """
     block = 32 if isa in AMX and p.dtype == torch.bfloat16 else 6
     tile_n, tile_m = _tile_n(p), _tile_m(p, block)
@@ -94,7 +95,7 @@ def choose(p: Problem, isa: str) -> Config:
 
 
 def _tile_m(p: Problem, block: int) -> int:
-    """The queries of a tile: many, so that K and V are packed less often, but with tiles for every thread; in blocks of ``block`` rows."""
+    """Return the queries of a tile: many, to pack K and V less often, yet with tiles for every thread, in blocks of ``block`` rows."""
     if p.packed and p.paged and (p.spec.deterministic or p.seqlen_q <= PAGED_ROWS * p.batch):
         return PAGED_ROWS
     tiles = lambda m: p.heads_q * -(-p.seqlen_q // m) * (1 if p.packed else p.batch)  # noqa: E731
@@ -104,14 +105,14 @@ def _tile_m(p: Problem, block: int) -> int:
 
 
 def _tile_n(p: Problem) -> int:
-    """The keys of a tile: as many as let K, V and the sums of a tile stay in L2."""
+    """Return the keys of a tile: as many as fit L2 with K, V and the sums of a tile."""
     row = max(p.head_dim, p.head_dim_v) * (8 if p.dtype == torch.float64 else 4)
     widest = next((n for n, limit in ((256, 256), (192, 512), (128, 1024)) if row <= limit), 64)
     return min(widest, max(64, -(-p.seqlen_k // 64) * 64))
 
 
 def _split(p: Problem) -> int:
-    """Keys of a split, by their number alone: some for every thread, yet few enough that starting one is nothing beside it."""
+    """Return the keys of a split by their number alone: splits for every thread, each long enough that starting it costs little."""
     least, most = SPLIT_KEYS
     idle = p.heads_k * (1 if p.spec.deterministic else p.batch) < 2 * SPLIT_PARTS and p.seqlen_k >= 2 * least
     if p.packed or p.seqlen_q > 16 or not (idle or p.seqlen_k >= 2 * most):

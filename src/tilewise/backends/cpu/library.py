@@ -1,4 +1,4 @@
-"""The native library: found, loaded, checked, and its structs as ctypes sees them (native/interface.h)."""
+"""Find, load and check the native library, and declare its structs for ctypes (native/interface.h)."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class Moved(Structure):
     ]
 
 
-# What a long call needs of this interpreter to run its signal handlers, which is the main thread's business alone.
+# How a long call on the main thread runs the interpreter's signal handlers.
 _SIGNALS = Signals(
     *[
         ctypes.cast(getattr(ctypes.pythonapi, name), c_void_p)
@@ -140,8 +140,8 @@ class Library:
     """The loaded functions.
 
     Attributes:
-        isas: the instruction sets that this machine can run, best first.
-        operations: the numbers of the score program's operations, by name.
+        isas: the instruction sets of this machine, best first.
+        operations: the numbers of a score program's operations, by name.
     """
 
     def __init__(self, path: Path):
@@ -167,9 +167,9 @@ class Library:
             function.argtypes = (POINTER(Call), *more.get(name, ()), POINTER(c_char), c_int64)
 
     def run(self, name: str, call: Call, *more: Structure | int) -> None:
-        """Runs ``forward``, ``backward``, ``jvp`` with a Moved, or ``list`` with the sizes of blocks; the GIL is free.
+        """Run ``forward``, ``backward``, ``jvp`` with a Moved, or ``list`` with the sizes of blocks, without the GIL.
 
-        On the main thread signal handlers run every 50 ms; what one raises (Ctrl-C) ends the call.
+        On the main thread signal handlers run every 50 ms. An exception in one (Ctrl-C) ends the call.
 
         Raises:
             MemoryError, ValueError, RuntimeError: what the library reports.
@@ -189,17 +189,18 @@ _PF_FORKNOEXEC = 0x40  # of Linux: forked, and no program was started since
 
 
 def was_forked() -> bool:
-    """Whether this process is a fork of one that ran the same program, by whatever loaded code: where the parent had OpenMP's threads,
-    OpenMP does not know that they are gone, and waits for them."""
+    """Return whether this process was forked from one that ran the same program.
+
+    If the parent had OpenMP's threads, OpenMP does not know that they are gone, and waits for them forever."""
     with open("/proc/self/stat") as stat:  # of the first thread: the flags of later ones say so in every process
         flags = stat.read().rpartition(")")[2].split()[6]  # the name, in brackets, may hold anything
     return bool(int(flags) & _PF_FORKNOEXEC)
 
 
 def openmp() -> int | None:
-    """The address of ``GOMP_parallel`` in the OpenMP runtime that torch computes on.
+    """Return the address of ``GOMP_parallel`` in the OpenMP runtime that torch uses.
 
-    None: there is none, the setting asks for threads of our own, or this is a forked child, where OpenMP's are gone.
+    Return None if there is none, if the setting asks for threads of our own, or in a forked child, which lost OpenMP's threads.
     """
     if settings.cpu_pool() == "own" or not os.path.exists("/proc/self/maps") or was_forked():
         return None
@@ -214,7 +215,7 @@ def openmp() -> int | None:
 
 @lru_cache(maxsize=1)
 def load() -> Library | str:
-    """The library, or why there is none."""
+    """Return the library, or why there is none."""
     path = Path(settings.cpu_library() or _FILE)
     if not path.exists():
         return f"its library is not there ({path.name}): {why_not_built()}"
@@ -225,10 +226,10 @@ def load() -> Library | str:
 
 
 def chosen_isa() -> str:
-    """The instruction set in use: the best one, or the one that ``TILEWISE_CPU_ISA`` names.
+    """Return the instruction set in use: the best one, or that of ``TILEWISE_CPU_ISA``.
 
     Raises:
-        ValueError: this machine does not have the one named.
+        ValueError: this machine does not have it.
     """
     library = load()
     if isinstance(library, str):

@@ -1,7 +1,7 @@
-"""Expressions as a program for native/program.h: operations on registers, sorted by how often they must run.
+"""Expressions as a program for native/program.h: operations on registers, sorted by how often they run.
 
-What depends on b and h alone runs once per head, on i once a row, on j once a tile, and only the rest for every pair.
-Registers of the last kind are used again after their last reader.
+Operations on b and h alone run once a head, on i once a row, on j once a tile, and only the rest for every pair. Registers of the last
+kind are reused after their last reader.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _IDENTITIES = {"floor", "ceil", "round", "trunc", "int", "abs", "relu"}  # of in
 
 @dataclass
 class Value:
-    """A virtual register: its type, and the symbols that it changes with."""
+    """A virtual register: its type, and the symbols on which it depends."""
 
     type: int
     symbols: frozenset[str]
@@ -41,7 +41,7 @@ class Value:
 
 @dataclass
 class Step:
-    """One operation before registers are given out."""
+    """One operation before registers are assigned."""
 
     op: str
     type: int
@@ -56,7 +56,7 @@ class Step:
 
 @dataclass
 class Read:
-    """One lookup whose leaf wants a gradient: the slope of the score in it, and where it reads."""
+    """One lookup whose leaf wants a gradient: the score's slope in it, and its place."""
 
     slot: int
     slope: Value
@@ -66,7 +66,7 @@ class Read:
 
 @dataclass
 class Code:
-    """A compiled call: steps in running order, and the values that the kernels exchange with them.
+    """A compiled call: the steps in order, and the values that they exchange with the kernels.
 
     ``raw``: the scaled products of q and k; ``moved``: their tangents; ``slope``: dz/ds or, in forward mode, z's tangent.
     """
@@ -85,11 +85,11 @@ class Code:
 def compile_spec(
     spec: Spec, dtypes: tuple[torch.dtype, torch.dtype], backward: bool, moving: Mapping[int, int] | None = None
 ) -> Code:
-    """The program of one pass.
+    """Return the program of one pass.
 
     Args:
-        dtypes: of the scores and of the mask, fp32 or fp64. Indices are fp32 always.
-        moving: of forward mode: where the tangent of a leaf is found, by the leaf's slot.
+        dtypes: of the scores and of the mask, fp32 or fp64. Indices are always fp32.
+        moving: of forward mode: the place of each leaf's tangent, by the leaf's slot.
     """
     c = _Compiler(*[F64 if dtype == torch.float64 else F32 for dtype in dtypes])
     code = Code(steps=c.steps)
@@ -113,7 +113,7 @@ def compile_spec(
 
 
 class _Compiler:
-    """Emits each node once per context: "value" (the scores' type), "index" (fp32) and "mask" (the mask's type)."""
+    """Emit each node once per context: "value" (the scores' type), "index" (fp32) and "mask" (the mask's type)."""
 
     def __init__(self, float_type: int, mask_type: int):
         self.float_type, self.mask_type = float_type, mask_type
@@ -205,14 +205,14 @@ _RENAMED = {"and": "bit_and", "or": "bit_or", "xor": "bit_xor", "not": "bit_not"
 
 
 def _named(op: str, kinds: Sequence[str]) -> str:
-    """The native name of an operation. Truth values add and multiply as torch has it: or, and."""
+    """Return the native name of an operation. As in torch, truth values add by or and multiply by and."""
     if all(k == "bool" for k in kinds) and op in ("add", "mul", "not"):
         return {"add": "bit_or", "mul": "bit_and", "not": "bool_not"}[op]
     return _RENAMED.get(op, op)
 
 
 def _modes(indices: Sequence[Expr], values: Sequence[Value]) -> tuple[int, ...]:
-    """How each index moves along a row."""
+    """Return how each index moves along a row."""
     moving = lambda v: "j" in v.symbols or "s" in v.symbols  # noqa: E731
     plain = lambda e: e.op == "symbol" and e.args[0] == "j"  # noqa: E731
     return tuple(
@@ -221,7 +221,7 @@ def _modes(indices: Sequence[Expr], values: Sequence[Value]) -> tuple[int, ...]:
 
 
 def _give_registers(code: Code) -> None:
-    """Sorts the steps into running order; what runs for every pair shares registers, in order of its last use."""
+    """Sort the steps into running order. Steps for every pair share registers, in the order of their last use."""
     code.steps.sort(key=lambda x: (_RUN_ORDER.index(x.part), x.out.level))
     kept = {id(v) for v in (code.raw, code.score, code.keep, code.slope) if v is not None}
     kept |= {id(v) for r in code.reads for v in (r.slope, *r.index)}
@@ -247,10 +247,10 @@ def _give_registers(code: Code) -> None:
 
 
 LOWERED = frozenset({*_RENAMED, *_CLAMPS, "bool", "float", "int"})
-"""The operations that become others of the library: with :data:`tilewise.backends.cpu.library.Library.operations`, all it can emit."""
+"""The operations that become others of the library. With :data:`tilewise.backends.cpu.library.Library.operations`, all it can emit."""
 
 
 def too_many_dimensions(spec: Spec) -> bool:
-    """Whether some lookup has more indices than an instruction holds."""
+    """Return whether some lookup has more indices than an instruction holds."""
     roots = [x for x in (spec.region.predicate, spec.score) if x is not None]
     return any(len(e.args) - 1 > DIMS for e in expr.lookups(*roots))

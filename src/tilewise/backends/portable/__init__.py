@@ -24,7 +24,7 @@ class Portable(Backend):
     """The backend.
 
     Args:
-        override: a Config to use for every problem, in place of the one chosen by shape.
+        override: a Config for every problem, instead of the one chosen by shape.
     """
 
     name = "portable"
@@ -46,7 +46,7 @@ class Portable(Backend):
 
     def forward(self, p: Problem, t: Inputs) -> Output:
         if p.paged:
-            refuse_capture(t.q)  # gathering reads on the host, too
+            refuse_capture(t.q)  # gathering reads on the host too
             return gather.in_layout_of(p, self._forward(*gather.gathered(p, t, p.compute_dtype), self.config(p)))
         return self._forward(p, t, self.config(p))
 
@@ -85,7 +85,7 @@ class Portable(Backend):
         return Grads(dq, dk, dv, None if dsink is None else dsink.to(t.sink.dtype), leaves)
 
     def _tangent_config(self, p: Problem) -> Config:
-        """The config for tangents, which hold about four times as many tiles of pairs as a forward."""
+        """Return the config for tangents, which hold about four times as many tiles of pairs as a forward."""
         return self.override or choose(p, share=4)
 
     def jvp(self, p: Problem, t: Inputs, out: Output, along: Directions) -> Output:
@@ -112,10 +112,10 @@ class Portable(Backend):
 
 
 def _zeros(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Zeros in the shape of ``x``, contiguous whatever its strides are, as the fake kernel promises."""
+    """Return zeros in the shape of ``x``, always contiguous, as the fake kernel promises."""
     return torch.zeros(x.shape, dtype=dtype, device=x.device)
 
 
 def _delta(do: Tensor, o: Tensor, dlse: Tensor, dtype: torch.dtype) -> Tensor:
-    """``rowsum(dO ∘ O) - dlse``: (batch, heads_q, seqlen_q)."""
+    """Return ``rowsum(dO ∘ O) - dlse``: (batch, heads_q, seqlen_q)."""
     return (do.to(dtype) * o).sum(-1).transpose(1, 2) - dlse

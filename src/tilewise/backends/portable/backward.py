@@ -30,7 +30,7 @@ class Sums:
 def backward_step(
     step: Step, do: Tensor, lse: Tensor, delta: Tensor, grads: tuple[Tensor, Tensor, Tensor], leaves: dict[int, Tensor]
 ):
-    """Writes a step's part of ``grads`` (dq, dk, dv: views ``(batch, seqlen, heads, D)``), adds to ``leaves``.
+    """Write a step's part of ``grads`` (dq, dk, dv: views ``(batch, seqlen, heads, D)``), and add to ``leaves``.
 
     Args:
         do: ``(batch, seqlen_q, heads_q, head_dim_v)``.
@@ -60,7 +60,7 @@ def store_keys(step: Step, whole: Tensor, keys: slice, tile: Tensor) -> None:
 
 
 class _QueryTile:
-    """The part of a query tile that meets every key tile: q (scaled), dO, lse and delta as product tiles."""
+    """Return what every key tile needs of a query tile: q (scaled), dO, lse and delta as product tiles."""
 
     def __init__(self, step: Step, rows: slice, do: Tensor, lse: Tensor, delta: Tensor):
         self.rows = rows
@@ -70,7 +70,7 @@ class _QueryTile:
 
 
 def _query_block(step: Step, query: _QueryTile, keys: slice, full: bool, kv: tuple[Tensor, Tensor], sums: Sums) -> None:
-    """One tile of scores: adds to dQ of its rows and to dK, dV of its keys."""
+    """Add one tile of scores to dQ of its rows and to dK, dV of its keys."""
     k, v = kv
     plain = step.p.spec.score is None
     raw = torch.bmm(query.q, k.mT)
@@ -80,7 +80,7 @@ def _query_block(step: Step, query: _QueryTile, keys: slice, full: bool, kv: tup
     sums.dv.baddbmm_((p if z is None else p * z).mT, query.do)
     dp = torch.bmm(query.do, v.mT)
     ds = (dp if z is None else dp.mul_(z)).sub_(query.delta).mul_(p)
-    if not (plain and full):  # 0 · NaN: what is hidden gives nothing
+    if not (plain and full):  # 0 · NaN: hidden pairs add nothing
         ds.masked_fill_(p == 0, 0)
     if not plain:
         ds = _through_score(step, (query.rows, keys), raw, p == 0, ds, sums.leaves)
@@ -91,7 +91,7 @@ def _query_block(step: Step, query: _QueryTile, keys: slice, full: bool, kv: tup
 def _through_score(
     step: Step, at: tuple[slice, slice], raw: Tensor, hidden: Tensor, ds: Tensor, leaves: dict[int, Tensor]
 ) -> Tensor:
-    """``dS · (d score / d s)``; adds ``dS · (d score / d leaf)`` to the leaves."""
+    """Return ``dS · (d score / d s)``, and add ``dS · (d score / d leaf)`` to the leaves."""
     spec, rows = step.p.spec, at[0].stop - at[0].start
     env = step.env(*at, step.by_head(raw, rows))
     slope, *leaf_slopes = expr.evaluate(spec.score_slopes, env, step.t.leaves, raw.dtype)

@@ -20,7 +20,7 @@ class Config:
     """One step computes the scores of ``heads_k`` key heads of ``batch`` rows, ``tile_m`` queries and ``tile_n`` keys.
 
     Attributes:
-        split: keys of a split where keys are split, or None.
+        split: keys of a split, or None if keys are not split.
     """
 
     tile_m: int
@@ -34,7 +34,7 @@ class Config:
         return f"tiles {self.tile_m} x {self.tile_n}, {self.batch} x {self.heads_k} key heads a step{split}"
 
     def bytes(self, p: Problem) -> int:
-        """The scores of one step, and their exponentials' inputs: what memory grows by, at most about three tiles."""
+        """Return the bytes that a step needs: at most about three tiles of scores."""
         size = torch.empty((), dtype=p.compute_dtype).element_size()
         return 3 * size * self.batch * self.heads_k * p.group * self.tile_m * self.tile_n
 
@@ -48,16 +48,18 @@ class Config:
 
 
 def _power_of_two(n: int, low: int, high: int) -> int:
-    """The smallest power of two that holds n, within low and high."""
+    """Return the smallest power of two that is at least n, within low and high."""
     return max(low, min(high, 1 << max(n - 1, 0).bit_length()))
 
 
 def choose(p: Problem, share: int = 1) -> Config:
-    """Chooses tiles by shape alone. Deterministic problems take one key head of one sequence a step, and packed ones tiles that do not
-    look at the lengths, so that bits cannot depend on the rest of the batch.
+    """Choose tiles by shape alone.
+
+    Deterministic problems take one key head of one sequence a step, and packed ones take tiles whatever the lengths are, so that bits
+    cannot depend on the rest of the batch.
 
     Args:
-        share: a step takes as many times fewer scores, for what holds more tiles of them at once than a forward.
+        share: divides the scores of a step, for passes that hold more tiles of them at once than a forward.
     """
     own_lengths = p.packed or p.paged  # each sequence has lengths of its own
     seqlen_q, seqlen_k = (1 << 30, 1 << 30) if own_lengths else (p.seqlen_q, p.seqlen_k)

@@ -15,7 +15,7 @@ from tilewise.tiles import EMPTY, FULL
 
 
 def forward_step(step: Step) -> tuple[Tensor, Tensor, Tensor]:
-    """``o`` (batch, heads_q, seqlen_q, head_dim_v), ``lse`` and the largest scores (batch, heads_q, seqlen_q), in the compute dtype."""
+    """Return a step's ``o`` (batch, heads_q, seqlen_q, head_dim_v), and ``lse`` and the largest scores (batch, heads_q, seqlen_q)."""
     if step.config.split and step.grid.key_origin is None and step.grid.keys > step.config.split:
         return _merged_splits(step)
     states = []
@@ -38,7 +38,7 @@ def _merged_splits(step: Step) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _query_tile(step: Step, rows: slice, visits: list[tuple[slice, bool]]) -> tuple[Tensor, Tensor, Tensor]:
-    """One query tile against the key tiles to visit: ``o``, ``lse`` and the largest scores as product tiles."""
+    """Visit the key tiles of one query tile. Return ``o``, ``lse`` and the largest scores as product tiles."""
     q = step.query_tile(step.q, rows) * step.p.softmax_scale
     m = q.new_full((*q.shape[:2], 1), -torch.inf)
     l = torch.zeros_like(m)
@@ -53,7 +53,7 @@ def _query_tile(step: Step, rows: slice, visits: list[tuple[slice, bool]]) -> tu
 def _key_block(
     step: Step, at: tuple[slice, slice], full: bool, q: Tensor, carried: tuple[Tensor, Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Takes one key tile in: ``acc`` in place, the new ``m`` and ``l`` returned."""
+    """Add one key tile to ``acc`` in place, and return the new ``m`` and ``l``."""
     rows, keys = at
     m, l, acc = carried
     s = torch.bmm(q, step.key_tile(step.k, keys).mT)

@@ -1,7 +1,7 @@
 """One step of the portable loops: some rows of the batch and some heads, walked tile by tile.
 
-All tiles are ``(batch * heads_k, group * queries, keys)`` for products and are viewed as ``(batch, heads_q, queries,
-keys)`` for masks, scores and dropout.
+Products see a tile as ``(batch * heads_k, group * queries, keys)``. Masks, scores and dropout see it as ``(batch, heads_q, queries,
+keys)``.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Step:
     """Views of what one step works on: q ``(batch, seqlen_q, heads_q, D)``, k, v ``(batch, keys, heads_k, D)``.
 
     Attributes:
-        at: where the step's rows lie in outputs: (batch, rows of q, rows of k, heads_q, heads_k) as slices.
-        seen: keys that some query sees, ``(batch * heads_k, keys, 1)``; None: all.
+        at: the place of the step's rows in outputs: (batch, rows of q, rows of k, heads_q, heads_k) as slices.
+        seen: keys that some query sees, ``(batch * heads_k, keys, 1)``; None means all.
     """
 
     p: Problem
@@ -46,30 +46,30 @@ class Step:
             self.seen = seen.expand(shape).reshape(-1, shape[2], 1)
 
     def tile_map(self, by_columns: bool = False) -> list[list[int]]:
-        """Status of every tile, the weakest over the step's rows and heads: full only where all are, empty likewise."""
+        """Return the status of every tile over the step's rows and heads: full or empty only if it is so in all of them."""
         status = TileMap.build(self.grid, self.config.tile_m, self.config.tile_n, by_columns).status
         status = status.flatten(0, 1)
         full, empty = (status == FULL).all(0), (status == EMPTY).all(0)
         return torch.where(full, FULL, torch.where(empty, EMPTY, 1)).tolist()
 
     def query_tile(self, x: Tensor, rows: slice) -> Tensor:
-        """``(batch * heads_k, group * rows, D)`` in the compute dtype, from ``(batch, seqlen_q, heads_q, D)``."""
+        """Return ``(batch * heads_k, group * rows, D)`` in the compute dtype, from ``(batch, seqlen_q, heads_q, D)``."""
         x = x[:, rows].unflatten(2, (-1, self.p.group)).permute(0, 2, 3, 1, 4)
         return x.to(self.p.compute_dtype).reshape(x.shape[0] * x.shape[1], -1, x.shape[4])
 
     def key_tile(self, x: Tensor, keys: slice) -> Tensor:
-        """``(batch * heads_k, keys, D)`` in the compute dtype, with the rows of keys that no query sees zeroed."""
+        """Return ``(batch * heads_k, keys, D)`` in the compute dtype. Keys that no query sees are zero."""
         x = x[:, keys].transpose(1, 2)
         x = x.to(self.p.compute_dtype).reshape(-1, x.shape[2], x.shape[3])
         return x if self.seen is None else x.where(self.seen[:, keys], 0)
 
     def row_tile(self, x: Tensor, rows: slice) -> Tensor:
-        """``(batch * heads_k, group * rows, 1)`` from a statistic ``(batch, heads_q, seqlen_q)``."""
+        """Return ``(batch * heads_k, group * rows, 1)`` from a statistic ``(batch, heads_q, seqlen_q)``."""
         x = x[..., rows].unflatten(1, (-1, self.p.group))
         return x.reshape(x.shape[0] * x.shape[1], -1, 1)
 
     def by_head(self, tile: Tensor, rows: int) -> Tensor:
-        """A product tile viewed as ``(batch, heads_q, rows, keys)``."""
+        """View a product tile as ``(batch, heads_q, rows, keys)``."""
         return tile.view(self.q.shape[0], self.q.shape[2], rows, tile.shape[-1])
 
     def rows_of(self, x: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ class Step:
         return env if s is None else env | {"s": s}
 
     def scores(self, products: Tensor, rows: slice, keys: slice, full: bool) -> Tensor:
-        """Score expression and mask applied to a tile of ``softmax_scale * q·k``; overwrites it where it can."""
+        """Apply score and mask to a tile of ``softmax_scale * q·k``, in place if possible."""
         spec, s = self.p.spec, self.by_head(products, rows.stop - rows.start)
         if spec.score is not None:
             value = expr.evaluate([spec.score], self.env(rows, keys, s), self.t.leaves, s.dtype)[0]
@@ -110,7 +110,7 @@ class Step:
         return s.view(products.shape)
 
     def dropped(self, rows: slice, keys: slice) -> Tensor | None:
-        """Dropout's factor, 0 or ``keep_scale``, as a product tile; None without dropout."""
+        """Return dropout's factor, 0 or ``keep_scale``, as a product tile, or None without dropout."""
         p = self.p.spec.dropout_p
         if not p:
             return None
@@ -133,7 +133,7 @@ def tiles(length: int, tile: int) -> list[slice]:
 
 
 def refuse_capture(q: Tensor) -> None:
-    """Raises where a CUDA graph is being captured: which keys a cache holds, and which tiles a call visits, is read on the host.
+    """Raise during the capture of a CUDA graph: the host reads a cache's lengths and the tiles to visit.
 
     Raises:
         NotImplementedError: a graph is being captured on q's device.
@@ -146,13 +146,13 @@ def refuse_capture(q: Tensor) -> None:
 
 
 def steps(p: Problem, t: Inputs, config: Config) -> Iterator[Step]:
-    """The call as steps. Packed, each sequence is an attention of its own, with its own lengths and tiles."""
+    """Yield the steps of a call. Each packed sequence is an attention of its own, with its own lengths and tiles."""
     refuse_capture(t.q)
     if not p.packed:
         yield from _dense_steps(p, t, config, (t.q, t.k, t.v), 0, (slice(0, p.seqlen_q), slice(0, p.seqlen_k)))
         return
     cu_q, cu_k = t.cu_seqlens_q.tolist(), t.cu_seqlens_k.tolist()
-    for b in range(p.batch):  # kernels clamp into the tensor what a wrong cu_seqlens says
+    for b in range(p.batch):  # kernels clamp wrong cu_seqlens to the tensor
         rows = slice(min(cu_q[b], p.seqlen_q), min(cu_q[b + 1], p.seqlen_q))
         keys = slice(min(cu_k[b], p.seqlen_k), min(cu_k[b + 1], p.seqlen_k))
         yield from _dense_steps(p, t, config, (t.q[None, rows], t.k[None, keys], t.v[None, keys]), b, (rows, keys))
@@ -161,7 +161,7 @@ def steps(p: Problem, t: Inputs, config: Config) -> Iterator[Step]:
 def _dense_steps(
     p: Problem, t: Inputs, config: Config, qkv: tuple[Tensor, Tensor, Tensor], b_origin: int, at: tuple[slice, slice]
 ) -> Iterator[Step]:
-    """The steps of equal sequences: ``config.batch`` rows by ``config.heads_k`` key heads; ``b_origin`` is the first row."""
+    """Yield the steps of equal sequences: ``config.batch`` rows by ``config.heads_k`` key heads, from row ``b_origin`` on."""
     q, k, v = qkv
     if not q.shape[1]:
         return
@@ -177,7 +177,7 @@ def _dense_steps(
 
 
 def split_keys(step: Step) -> list[Step]:
-    """A step as two: whole splits of keys as further rows of the batch, and the rest of the keys."""
+    """Return a step as two: whole splits of keys as more rows of the batch, and the rest of the keys."""
     size, grid = step.config.split, step.grid
     splits, batch = grid.keys // size, len(grid.b)
     whole = splits * size

@@ -1,6 +1,6 @@
 """Forward mode, and the tangent of the backward (docs/algorithm.md, (30) to (34)), from the lse of the forward.
 
-A dot is a tangent: what a quantity changes by while the inputs move along a direction.
+A dot is a tangent: the change of a quantity while the inputs move along a direction.
 
 P = exp(S - lse)    lsė = Σ_j P Ṡ    Ȯ = Σ_j (P ∘ Z) (V̇ + Ṡ V) - lsė O    Ṗ = P ∘ (Ṡ - lsė)
 dS = P ∘ (dP - delta)    dṠ = Ṗ ∘ (dP - delta) + P ∘ (dṖ - deltȧ)
@@ -25,7 +25,7 @@ from tilewise.tiles import EMPTY, FULL
 
 
 def tangent_step(step: Step, out: Output, along: Directions) -> tuple[Tensor, Tensor]:
-    """The tangents of a step's o (batch, seqlen_q, heads_q, head_dim_v) and lse (batch, heads_q, seqlen_q), in the compute dtype.
+    """Return the tangents of a step's o (batch, seqlen_q, heads_q, head_dim_v) and lse (batch, heads_q, seqlen_q), in the compute dtype.
 
     Args:
         out: the step's o and lse.
@@ -50,7 +50,7 @@ def tangent_step(step: Step, out: Output, along: Directions) -> tuple[Tensor, Te
 def _add_key_tile(
     step: Step, query: Rows, key: Keys, full: bool, along: Directions, sums: tuple[Tensor, Tensor]
 ) -> Tensor:
-    """Adds a tile's ``(P ∘ Z) (V̇ + Ṡ V)`` to the first of ``sums`` in place; the second, plus the tile's ``Σ_j P Ṡ``, is returned."""
+    """Add a tile's ``(P ∘ Z) (V̇ + Ṡ V)`` to the first of ``sums`` in place, and return the second plus the tile's ``Σ_j P Ṡ``."""
     o, mean = sums
     pairs = Pairs.of(step, query, key, full, along)
     weighted = pairs.p * pairs.ds
@@ -67,10 +67,11 @@ def _add_key_tile(
 
 @dataclass
 class RowTangents:
-    """The tensors of a step's rows, laid out as o, or as lse; tangents may be None, which is zero.
+    """The tensors of a step's rows, laid out as o or as lse. None as a tangent means zero.
 
     Attributes:
-        do, do_tangent: the gradient of o. lse, lse_tangent: of the forward.
+        do, do_tangent: the gradient of o.
+        lse, lse_tangent: of the forward.
         delta, delta_tangent: ``rowsum(dO ∘ O) - dlse``.
     """
 
@@ -96,7 +97,7 @@ class RowTangents:
         return cls(do, moved_do, step.statistic_of(out.lse), step.statistic_of(moved.lse), delta, moved_delta)
 
     def sink_gradient(self, step: Step, moved_sink: Tensor | None) -> Tensor:
-        """The tangent of the sink's gradient, (heads_q,) of the step: ``-Σ_i P_sink ((sink̇ - lsė) delta + deltȧ)``."""
+        """Return the tangent of the sink's gradient, (heads_q,) of the step: ``-Σ_i P_sink ((sink̇ - lsė) delta + deltȧ)``."""
         heads = step.at[3]
         sink = step.t.sink.to(self.lse.dtype)[heads].view(-1, 1)
         moved = -self.lse_tangent if moved_sink is None else moved_sink[heads].view(-1, 1) - self.lse_tangent
@@ -110,7 +111,7 @@ def backward_tangent_step(
     grads: tuple[Tensor, Tensor, Tensor],
     leaves: dict[int, Tensor],
 ) -> None:
-    """Writes a step's part of ``grads`` (the tangents of dq, dk, dv: views ``(batch, seqlen, heads, D)``), adds to ``leaves``."""
+    """Write a step's part of ``grads`` (the tangents of dq, dk, dv: views ``(batch, seqlen, heads, D)``), and add to ``leaves``."""
     dq, dk, dv = grads
     queries = tiles(step.grid.seqlen_q, step.config.tile_m)
     columns = list(zip(*step.tile_map(by_columns=True), strict=True))
@@ -132,7 +133,7 @@ def backward_tangent_step(
 def _add_block(
     step: Step, at: tuple[Rows, Keys], pairs: Pairs, rows: RowTangents, along: Directions, sums: Sums
 ) -> None:
-    """Adds one tile of pairs to the sums."""
+    """Add one tile of pairs to the sums."""
     query, key = at
     lse_tangent, delta, delta_tangent = (
         step.row_tile(x, query.rows) for x in (rows.lse_tangent, rows.delta, rows.delta_tangent)
@@ -171,7 +172,7 @@ def _through_score(
     along: Directions,
     leaves: dict[int, Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """``dS · (d score / d s)`` and its tangent; adds the tangent of ``dS · (d score / d leaf)`` to the leaves."""
+    """Return ``dS · (d score / d s)`` and its tangent, and add the tangent of ``dS · (d score / d leaf)`` to the leaves."""
     spec, (query, key) = step.p.spec, at
     slopes = list(spec.score_slopes)
     values = _evaluate(step, at, pairs, [*slopes, *(expr.tangent(x, along.slots) for x in slopes)], along)
@@ -190,7 +191,7 @@ def _through_score(
 
 @dataclass
 class Rows:
-    """A query tile: ``rows``, q and its tangent (or None), both scaled, and lse, +inf where a row saw no key, as product tiles."""
+    """A query tile as product tiles: q and its tangent (or None), both scaled, and lse, which is +inf for a row without keys."""
 
     rows: slice
     q: Tensor
@@ -211,7 +212,7 @@ class Rows:
 
 @dataclass
 class Keys:
-    """A key tile: ``keys``, k and v and their tangents (or None) as product tiles."""
+    """A key tile as product tiles: k and v and their tangents (or None)."""
 
     keys: slice
     k: Tensor
@@ -231,7 +232,8 @@ class Pairs:
     """One tile of pairs, as product tiles.
 
     Attributes:
-        p: P, normalised. hidden: where it is 0; None where every pair is seen and finite.
+        p: P, normalised.
+        hidden: the pairs with P = 0, or None if every pair is seen and finite.
         ds: the tangent of the scores, 0 where hidden.
         raw, draw: ``softmax_scale * q·k`` and its tangent.
     """
@@ -257,14 +259,14 @@ class Pairs:
             (ds,) = _evaluate(step, (query, key), pairs, [expr.tangent(score, along.slots)], along)
             pairs.ds = ds.to(raw.dtype).expand(step.by_head(raw, query.length).shape).reshape(raw.shape)
         if pairs.hidden is not None:
-            pairs.ds = pairs.ds.masked_fill(pairs.hidden, 0)  # what is hidden may be NaN
+            pairs.ds = pairs.ds.masked_fill(pairs.hidden, 0)  # hidden pairs may be NaN
         return pairs
 
 
 def _evaluate(
     step: Step, at: tuple[Rows, Keys], pairs: Pairs, roots: list[expr.Expr], along: Directions
 ) -> list[Tensor]:
-    """Expressions of s and ds on a tile of pairs, each broadcastable to ``(batch, heads_q, rows, keys)``."""
+    """Evaluate expressions of s and ds on a tile of pairs, each broadcastable to ``(batch, heads_q, rows, keys)``."""
     query, key = at
     s, ds = (step.by_head(x, query.length) for x in (pairs.raw, pairs.draw))
     env = step.env(query.rows, key.keys, s) | {"ds": ds}
@@ -272,7 +274,7 @@ def _evaluate(
 
 
 def _by_row(step: Step, sink: Tensor, query: Rows) -> Tensor:
-    """A tensor of one number a query head as a product tile of the rows."""
+    """Return a tensor of one number per query head as a product tile of the rows."""
     batch, heads = step.q.shape[0], step.q.shape[2]
     x = sink.to(step.p.compute_dtype)[step.at[3]].view(1, heads, 1).expand(batch, heads, query.rows.stop)
     return step.row_tile(x, query.rows)

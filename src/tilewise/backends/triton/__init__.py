@@ -1,8 +1,8 @@
 """Attention on any GPU that Triton knows: NVIDIA sm_80 and newer, AMD; and, for tests, Triton's interpreter on CPU tensors.
 
-Importing this imports no Triton: it is looked for when a problem is asked about. ``config`` chooses tiles, ``paging`` those over a cache
-in pages, ``group_parts`` how many programs share the query heads of a key tile, ``sheet`` the parts of dS that are kept, and ``tiles``
-says what they need; ``kernels/`` are the kernels, and ``host/`` launches them.
+Importing this module does not import Triton; the first question about a problem does. ``config`` chooses tiles, ``paging`` those over a
+paged cache, ``group_parts`` the programs that share the query heads of a key tile, and ``sheet`` the parts of dS to keep. ``tiles`` says
+how much shared memory they need. ``kernels/`` has the kernels, and ``host/`` launches them.
 """
 
 from __future__ import annotations
@@ -55,17 +55,14 @@ def installed() -> bool:
 
 @lru_cache(maxsize=1)
 def interpreting() -> bool:
-    """Whether kernels are interpreted (TRITON_INTERPRET=1 when Triton was imported): then they take CPU tensors."""
+    """Return whether kernels are interpreted and take CPU tensors (TRITON_INTERPRET=1 when Triton was imported)."""
     import triton
 
     return triton.knobs.runtime.interpret
 
 
 def judged_tiles(grid: Grid, tile_m: int, tile_n: int, group: int | None = None) -> tuple[Tensor, Tensor | None] | None:
-    """The state of every tile of a mask with a predicate, and the keys that are seen (:func:`tile_map.judged`).
-
-    None where no kernel can run.
-    """
+    """Return the state of every tile under a predicate, and the seen keys (:func:`tile_map.judged`), or None if no kernel can run."""
     if not _plans(grid):
         return None
     with on_device(grid.b):
@@ -73,7 +70,7 @@ def judged_tiles(grid: Grid, tile_m: int, tile_n: int, group: int | None = None)
 
 
 def ends_of_lines(grid: Grid, lines: Tensor, by_columns: bool) -> tuple[Tensor, Tensor] | None:
-    """The intervals of queries, or of keys ``by_columns`` (:func:`tile_map.ends`); None where no kernel can run."""
+    """Return the intervals of queries, or of keys ``by_columns`` (:func:`tile_map.ends`), or None if no kernel can run."""
     if not _plans(grid) or not len(lines):
         return None
     with on_device(grid.b):
@@ -83,7 +80,7 @@ def ends_of_lines(grid: Grid, lines: Tensor, by_columns: bool) -> tuple[Tensor, 
 def bits_of_tiles(
     tiles: BitTiles, status: Tensor, grid: Grid, crossing: int, by_columns: bool, sections: Sections
 ) -> bool:
-    """Whether kernels have written all of ``tiles`` from the state of every tile (:func:`tile_map.bits`)."""
+    """Write ``tiles`` from the state of every tile (:func:`tile_map.bits`), and return whether kernels could do that."""
     if not _plans(grid):
         return False
     with on_device(grid.b):
@@ -92,11 +89,11 @@ def bits_of_tiles(
 
 
 def _plans(grid: Grid) -> bool:
-    """Whether kernels here can plan a mask."""
+    """Return whether kernels can plan a mask here."""
     return _launches_on(grid.b.device) and tile_map.can_judge(grid)
 
 
-@lru_cache(maxsize=64)  # a new mask of a known text is planned in the time of a few launches
+@lru_cache(maxsize=64)  # planning a new mask of a known text takes a few launches
 def _launches_on(device: torch.device) -> bool:
     return installed() and not _device_reasons(device)
 
@@ -105,7 +102,7 @@ _HERE = nullcontext()
 
 
 def on_device(x: Tensor):
-    """A context in which x's GPU is the current one: Triton launches there. Entering it costs nothing where it is already."""
+    """Return a context with x's GPU as the current one, where Triton launches. It costs nothing if that is so already."""
     if x.device.type == "cpu" or x.device.index == torch._C._cuda_getDevice():
         return _HERE
     return torch.cuda.device(x.device)
@@ -118,7 +115,7 @@ class Triton(Backend):
     """The backend.
 
     Args:
-        override: a Config to use for every problem, in place of the one chosen by shape.
+        override: a Config for every problem, instead of the one chosen by shape.
     """
 
     name = "triton"
@@ -148,10 +145,10 @@ class Triton(Backend):
         return reasons
 
     def preferred(self, problem: Problem) -> str:
-        """A bias by pair that Hopper has no kernels of is read number by number there, which takes twice the time
+        """Without a kernel for a bias by pair, Hopper reads it number by number, which takes twice the time
         (docs/decisions.md#hopper-pair-bias).
 
-        Over pages they neither split keys nor share a tile among heads, so that few queries leave them idle
+        Hopper's kernels over pages neither split keys nor share a tile among heads, so few queries leave multiprocessors idle
         (docs/decisions.md#triton-pages).
         """
         if problem.paged and few_queries(problem, devices.of(problem.device).cores):
@@ -201,7 +198,7 @@ class Triton(Backend):
             return tangent.backward_jvp(self._tangent_plan(problem, along), inputs, out, grad, along, moved)
 
     def _tangent_plan(self, problem: Problem, along: Directions) -> tangent.TangentPlan:
-        """The plan of a problem's tangents, for these leaves that have some, as PyTorch's setting of tf32 is now."""
+        """Return the plan of the tangents of a problem and of its leaves that have one, under PyTorch's present tf32 setting."""
         moving = tuple(n for n in dict.fromkeys(problem.spec.score_slots) if along.leaves[n] is not None)
         tf32 = problem.dtype == torch.float32 and tf32_allowed()
         plans = self._tangent_plans.of(problem)
@@ -219,7 +216,7 @@ class Triton(Backend):
         return True
 
     def _plan_of(self, problem: Problem) -> Plan:
-        """The plan of a problem as PyTorch's setting of tf32 is now: it may change between two calls."""
+        """Return the plan of a problem under PyTorch's present tf32 setting, which may change between two calls."""
         tf32 = problem.dtype == torch.float32 and tf32_allowed()
         return (self._tf32_plans if tf32 else self._plans).of(problem)
 
@@ -228,7 +225,7 @@ class Triton(Backend):
 
 
 def _no_plans(problem: Problem) -> Memo:
-    """The plans of a problem's tangents, by the leaves that have some and the setting of tf32: none yet."""
+    """Return an empty store for the plans of a problem's tangents, by the leaves with tangents and the tf32 setting."""
     return Memo()
 
 
@@ -256,10 +253,10 @@ def _width_reasons(problem: Problem) -> list[str]:
 
 
 def _assembler_reasons(problem: Problem) -> list[str]:
-    """Why an older assembler gets no narrow head dims of which k's and v's differ, or that are in 8 bits: it makes wrong kernels of some
+    """Return why an older ptxas gets no narrow head dims that differ between k and v or are in 8 bits: it miscompiles some
     (docs/decisions.md#triton-ptxas)."""
     d, dv = problem.head_dim, problem.head_dim_v
-    each = 2 if problem.quantised else 1  # columns of 8 bits come in pairs
+    each = 2 if problem.quantised else 1  # kernels read columns of 8 bits in pairs
     if (d == dv and not problem.quantised) or (fills_tiles(d // each) and fills_tiles(dv // each)):
         return []
     if problem.device.type != "cuda" or not runtime.on_hopper(problem.device):
@@ -274,7 +271,7 @@ def _assembler_reasons(problem: Problem) -> list[str]:
 def launches(problem: Problem, config: Config) -> dict[str, tuple[int, ...]]:
     """The blocks of the launches that have more than a number of operands along y or z, by what they compute (host/launch.py).
 
-    What has 2**31 blocks along x exceeds any memory.
+    2**31 blocks along x would exceed any memory.
     """
     found: dict[str, tuple[int, ...]] = {}
     if config.split and not (problem.packed or problem.paged):
@@ -291,7 +288,7 @@ def launches(problem: Problem, config: Config) -> dict[str, tuple[int, ...]]:
 
 
 def _pair_reasons(problem: Problem) -> list[str]:
-    """Why kernels cannot read two numbers of 8 bits at a time."""
+    """Return why kernels cannot read two numbers of 8 bits at a time."""
     odd = [d for d in (problem.head_dim, problem.head_dim_v) if d % 2]
     reasons = [f"head_dim {d} of 8-bit numbers is odd" for d in odd]
     if not odd and any(n % 2 for x in (problem.k, problem.v) for n in x.stride[:-1]):

@@ -1,4 +1,4 @@
-"""The tiles of a problem's kernels: tables by architecture and head dim, and what a problem makes of their rows."""
+"""Tile sizes of the kernels: tables by architecture and head dim, and how a problem chooses and adapts their rows."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from tilewise.backends.triton.tiles import (
 from tilewise.distances import reads_by_distance
 from tilewise.problem import Problem
 
-OVERLAPPING = ("sm90", "sm100")  # what has programmatic dependent launch
+OVERLAPPING = ("sm90", "sm100")  # the devices with programmatic dependent launch
 
-# Matrix units multiply no fp32. A sum of three bf16 terms holds all of an fp32, and six of the nine products of the terms of two factors
-# hold all that fp32's product keeps: the other three are below 2^-24 of it (Henry, Tang, Heinecke: Leveraging the bfloat16 Artificial
+# Matrix units multiply no fp32. A sum of three bf16 terms holds an fp32 exactly. Of the nine products of two factors' terms, six give
+# the fp32 product; the other three are below 2^-24 of it (Henry, Tang, Heinecke: Leveraging the bfloat16 Artificial
 # Intelligence Datatype For Higher-Precision Computations, 2019). The smallest products come first, as (term of the left factor, of the
 # right one). docs/decisions.md#triton-bf16x6
 TERMS = 3
@@ -39,13 +39,13 @@ class Config:
 
     Attributes:
         dv: tiles of a pass for dV alone; ``dkdv`` is then dK's alone.
-        split: keys of a split, where the keys are split.
-        splits: of the keys that a row sees in a paged cache; ``split`` is then the least of one (``paging.paged_splits``).
-        shares: even shares of all key tiles of a paged cache, of each key head (``kernels.shares``); 0: programs have splits.
+        split: keys of a split, or None.
+        splits: splits of a row's keys in a paged cache; ``split`` is then the least size of one (``paging.paged_splits``).
+        shares: even shares of all key tiles of a paged cache, per key head (``kernels.shares``); 0 means splits.
         group_parts: programs of the backward that share the query heads of a key tile (:mod:`group_parts`).
-        beside: batch elements and heads whose programs of one tile run side by side.
-        overlapping: whether a kernel may begin while the one before it in the stream has yet to end (``host.plan.Role``).
-        products: of fp32: "ieee", as its arithmetic units compute them, "tf32", or "bf16x6", of TERMS bf16 terms.
+        beside: batch elements and heads whose programs for one tile run side by side.
+        overlapping: whether a kernel may begin before the previous one in the stream ends (``host.plan.Role``).
+        products: of fp32: "ieee" (arithmetic units), "tf32", or "bf16x6" (TERMS bf16 terms).
     """
 
     forward: Tiles
@@ -69,7 +69,7 @@ class Config:
 
     @classmethod
     def of(cls, passes: dict[str, Tiles], split: int | None = None) -> Config:
-        """The configuration with tiles named as in :attr:`passes`."""
+        """Return the configuration with tiles named as in :attr:`passes`."""
         return cls(passes["forward"], passes.get("dkdv") or passes["dk"], passes["dq"], passes.get("dv"), split)
 
     def describe(self) -> str:
@@ -98,7 +98,7 @@ def _tma(*row: int) -> Tiles:
 
 @dataclass(frozen=True)
 class Row:
-    """The tiles of each pass for head dims up to ``head_dim``, of which the larger of q's and v's counts; as in :class:`Config`."""
+    """The tiles of each pass for head dims up to ``head_dim``, the larger of q's and v's; as in :class:`Config`."""
 
     head_dim: int
     forward: Tiles
@@ -113,12 +113,12 @@ class Row:
 
     @classmethod
     def of_one(cls, head_dim: int, tiles: Tiles) -> Row:
-        """The row of a head dim at which all three passes have the same tiles."""
+        """Return a row with the same tiles in all three passes."""
         return cls(head_dim, tiles, tiles, tiles)
 
 
-# The rows of a table go by their head dim: the first that holds a problem's is taken. The last of half precision, wider than those of
-# fp32, are for multi-head latent attention, whose q and k are 512 and 64 rotary columns wide and whose v is 512 wide.
+# A problem takes the first row of a table that holds its head dim. The last rows of half precision are for multi-head latent attention:
+# 512 and 64 rotary columns of q and k, 512 of v.
 _HALF_SM90 = (
     Row(64, _tma(64, 128, 4, 2), _tma(64, 64, 4, 3), _tma(64, 64, 4, 3)),
     Row(96, _tma(64, 128, 4, 2), _tma(64, 64, 4, 3), _tma(64, 64, 4, 3)),
@@ -192,24 +192,24 @@ TABLE = {
     "sm100": {"half": _HALF_SM80, "ieee": _FLOAT},
     "amd": {"half": _HALF_AMD, "ieee": _FLOAT},
 }
-# What one program may have of shared memory, in bytes: of the devices of each table the ones for data centres.
+# The bytes of shared memory that one program may have, on the data-centre devices of each table.
 SHARED_MEMORY = {"sm80": 163 << 10, "sm90": 227 << 10, "sm100": 227 << 10, "amd": 64 << 10}
 MAX_HEAD_DIM = min(tables["ieee"][-1].head_dim for tables in TABLE.values())
 MAX_LATENT_DIM = min(tables["half"][-1].head_dim for tables in TABLE.values())  # of q and k in half precision
 TERMS_HEAD_DIM = _BF16X6_SM90[-1].head_dim  # the largest at which tiles of three terms fit
-# The interpreter takes about 5 ms a step, whatever the tile; small problems should still have several tiles.
+# The interpreter takes about 5 ms a step with any tile. Small problems should still have several tiles.
 INTERPRETED = Config(Tiles(64, 64, 4, 1), Tiles(64, 64, 4, 1), Tiles(64, 64, 4, 1))
 
 
 def table(arch: str, itemsize: int, products: str = "ieee") -> tuple[Row, ...]:
-    """The rows of an architecture for elements of so many bytes."""
+    """Return the rows of an architecture for elements of this size."""
     tables = TABLE[arch]
     return tables["half"] if itemsize == 2 else tables.get(products, tables["ieee"])
 
 
 @dataclass(frozen=True)
 class Choices:
-    """Tiles that may be tried for head dims up to ``head_dim``, by kernel; none where a kernel has no choice of its own."""
+    """Tiles to try for head dims up to ``head_dim``, by kernel; a kernel without a choice has none."""
 
     head_dim: int
     forward: tuple[Tiles, ...] = ()
@@ -221,7 +221,7 @@ class Choices:
 
     @property
     def kernels(self) -> dict[str, tuple[Tiles, ...]]:
-        """The choices by the name of their kernel, where there are some."""
+        """The choices by the name of their kernel, without empty ones."""
         named = {x.name: getattr(self, x.name) for x in fields(self) if x.name != "head_dim"}
         return {name: tiles for name, tiles in named.items() if tiles}
 
@@ -296,9 +296,9 @@ CANDIDATES = {
 }
 
 
-# What takes the place of the table's tiles beside a tensor that is read for every pair: the first that fits. Beside its tiles dQ's eight
-# warps have no room for a third stage. "dkdv" is for elements wider than q's, beside which two programs of 64 x 64 do not fit; "tile"
-# sums the gradient of such a tensor over what it is broadcast over. docs/decisions.md#triton-pair-tiles
+# If a tensor is read for every pair, the first of these tiles that fits replaces the table's. With the tensor's tiles, dQ's eight warps
+# have no room for a third stage. "dkdv" is for elements wider than q's, with which two programs of 64 x 64 do not fit. "tile" sums the
+# gradient of such a tensor over the axes of its broadcast. docs/decisions.md#triton-pair-tiles
 PAIRED = {
     "sm90": (
         Choices(
@@ -317,16 +317,16 @@ PAIRED = {
         ),
     )
 }
-# Beside a tensor that is read by distance, and where no tile is far from the diagonal: dK dV at D 128 spills with tiles of 64 x 64, and
-# with 128 keys the forward reads each number twice. docs/decisions.md#triton-diagonals
+# Tiles for a tensor that is read by distance; ALL_DISTANT if no tile is far from the diagonal. dK dV at D 128 spills with tiles of
+# 64 x 64, and with 128 keys the forward reads each number twice. docs/decisions.md#triton-diagonals
 DISTANT = {"sm90": (Choices(64), Choices(128, dkdv=_tmas((32, 64, 4, 3))))}
 ALL_DISTANT = {"sm90": (Choices(64, forward=_tmas((64, 64, 4, 3))), *DISTANT["sm90"][1:])}
-# Where v lies in k's memory, and a tile of rows has many heads of one query (docs/decisions.md#triton-pages).
+# v is a view of k, and a tile of rows has many heads of one query (docs/decisions.md#triton-pages).
 LATENT = {"sm90": (Choices(576, forward=_tmas((64, 64, 8, 2))),)}
-# A chunk of queries over e4m3 numbers whose scales are not those of single keys: with more rows, fewer tiles convert each key
+# A chunk of queries over e4m3 numbers without a scale for each key: with more rows, fewer tiles convert each key
 # (docs/decisions.md#triton-pages).
 E4M3 = {"sm90": (Choices(96), Choices(128, forward=_tmas((128, 64, 8, 3))))}
-# Where one query's heads share a tile: few rows, and as many loads in flight as fit. Half precision.
+# One query's heads share a tile: few rows, and as many loads in flight as fit. Half precision.
 DECODING = {
     "sm90": (
         Choices(64, forward=_tmas((64, 128, 4, 3))),
@@ -340,15 +340,15 @@ AnyRow = TypeVar("AnyRow", Row, Choices)
 
 
 def row_for(rows: Sequence[AnyRow], problem: Problem) -> AnyRow | None:
-    """The first row that holds a problem's head dims; None where none does."""
+    """Return the first row that holds a problem's head dims, or None."""
     widest = max(problem.head_dim, problem.head_dim_v)
     return next((row for row in rows if widest <= row.head_dim), None)
 
 
 def tf32_allowed() -> bool:
-    """Whether PyTorch is set to multiply fp32 as tf32.
+    """Return whether PyTorch is set to multiply fp32 as tf32.
 
-    Since PyTorch 2.9 the setting has another name, beside which reading the older one may raise.
+    PyTorch 2.9 renamed the setting. Reading the old name may raise if the new one was used.
     """
     matmul = torch.backends.cuda.matmul
     precision = getattr(matmul, "fp32_precision", None)
@@ -356,26 +356,26 @@ def tf32_allowed() -> bool:
 
 
 def float_products(head_dim: int) -> str:
-    """:attr:`Config.products` of fp32 on a GPU, as PyTorch's setting allows them."""
+    """Return :attr:`Config.products` of fp32 on a GPU, as PyTorch's setting allows."""
     if tf32_allowed():
         return "tf32"
     return "bf16x6" if head_dim <= TERMS_HEAD_DIM else "ieee"
 
 
 def products(problem: Problem) -> str:
-    """:attr:`Config.products` of a problem, as PyTorch's setting is now."""
+    """Return :attr:`Config.products` of a problem under PyTorch's present setting."""
     if problem.dtype != torch.float32 or problem.device.type == "cpu":
         return "ieee"
     return float_products(max(problem.head_dim, problem.head_dim_v))
 
 
 def operand_bytes(itemsize: int, products: str) -> int:
-    """The bytes of an element as kernels read it: of all its terms where there are some."""
+    """Return the bytes of an element as kernels read it, with all its terms."""
     return 2 * TERMS if itemsize == 4 and products == "bf16x6" else itemsize
 
 
 def architecture(device: torch.device) -> str:
-    """The key of a device in :data:`TABLE`."""
+    """Return the key of a device in :data:`TABLE`."""
     if torch.version.hip:
         return "amd"
     major = devices.of(device).capability[0]
@@ -383,7 +383,7 @@ def architecture(device: torch.device) -> str:
 
 
 def memory_limit(device: torch.device, unknown: int) -> int:
-    """The bytes of shared memory that a program may have on a device; ``unknown`` where there is none to ask."""
+    """Return the bytes of shared memory that a program may have on a device, or ``unknown`` without a device."""
     return devices.of(device).shared_memory or unknown
 
 
@@ -391,7 +391,7 @@ UNLIMITED = 1 << 30  # bytes: more than any tiles need
 
 
 def preceded(passes: dict[str, Tiles], measured: dict[str, Tiles]) -> dict[str, Tiles]:
-    """``passes`` with those that were measured in their place; dK and dV are one pass or two, as measured."""
+    """Return ``passes`` with measured tiles instead of the table's; dK and dV are one pass or two, as measured."""
     over_keys = [name for name in measured if name in OVER_KEYS]
     return {name: x for name, x in passes.items() if not over_keys or name not in OVER_KEYS} | measured
 
@@ -400,17 +400,17 @@ BESIDE = 4  # programs that read one tile of a pair tensor while it is in the L2
 
 
 def beside(problem: Problem, shared: frozenset[str]) -> tuple[int, int]:
-    """The batch elements and the key heads, at most BESIDE, whose programs run side by side.
+    """Return the batch elements and the key heads, at most BESIDE, whose programs run side by side.
 
-    Those are the ones that share what is read for every pair, which then comes from slow memory once: ``shared`` holds "b" and "h" where
-    it is the same for all batch elements and all heads.
+    They share a tensor that is read for every pair, so that it comes from DRAM once. ``shared`` holds "b" if the tensor is the same for
+    all batch elements, and "h" if it is the same for all heads.
     """
     some_b = divisor(problem.batch, BESIDE) if "b" in shared and not problem.packed else 1
     return some_b, divisor(problem.heads_k, BESIDE // some_b) if "h" in shared else 1
 
 
 def divisor(n: int, most: int) -> int:
-    """The largest divisor of n that is at most ``most``."""
+    """Return the largest divisor of n that is at most ``most``."""
     return max(d for d in range(1, most + 1) if n % d == 0)
 
 
@@ -422,8 +422,7 @@ def choose(
     blocks: tuple[int, int] = (0, 0),
     distances: Distances = "none",
 ) -> Config:
-    """The configuration of a problem: by head dim and dtype, with keys split where one sequence's query tiles leave most of the
-    machine idle.
+    """Choose the configuration of a problem by head dim and dtype. Keys are split if query tiles would leave most of the machine idle.
 
     Args:
         pair_bytes: as in :class:`Streams`.
@@ -449,18 +448,17 @@ def choose(
     return replace(chosen, group_parts=parts, beside=together, overlapping=arch in OVERLAPPING, products=fp32)
 
 
-# The least rows of a tile that a program owns, and of one that it streams: smaller ones take other instructions.
+# Return the least rows of a tile that a program owns, and of one that it streams. Smaller ones take other instructions.
 WHOLE_OWNED, WHOLE_STREAMED = 64, 32
 
 
 def within_blocks(kernel: str, tiles: Tiles, blocks: tuple[int, int]) -> Tiles:
-    """``tiles`` made no larger than the blocks on which a predicate is constant, where these are large enough.
+    """Return ``tiles`` no larger than the blocks on which a predicate is constant, if these are large enough.
 
-    A tile that lies in more than one block is partial, and takes eight times as long as a full one
-    (docs/decisions.md#triton-block-tiles).
+    A tile in several blocks is partial, and takes eight times as long as a full one (docs/decisions.md#triton-block-tiles).
 
     Args:
-        blocks: their rows and keys; 0 where they may have any size.
+        blocks: their rows and keys; 0 means any size.
     """
     i, j = (n & -n or 1 << 30 for n in blocks)
     own, streamed = (("tile_n", j), ("tile_m", i)) if kernel in OVER_KEYS else (("tile_m", i), ("tile_n", j))
@@ -474,7 +472,7 @@ def within_blocks(kernel: str, tiles: Tiles, blocks: tuple[int, int]) -> Tiles:
 
 
 def candidates(problem: Problem) -> dict[str, tuple[Tiles, ...]]:
-    """The tiles that may be tried on the problem's device, by pass: the configured ones first, none twice."""
+    """Return the tiles to try on the problem's device, by pass: the configured ones first, none twice."""
     found = {name: (x,) for name, x in choose(problem).passes.items()}
     arch = "interpreted" if problem.device.type == "cpu" else architecture(problem.device)
     row = row_for(CANDIDATES.get(arch, ()), problem)
@@ -489,7 +487,7 @@ def candidates(problem: Problem) -> dict[str, tuple[Tiles, ...]]:
 
 
 def paired(arch: str, problem: Problem, pair_bytes: int, limit: int) -> dict[str, Tiles]:
-    """:data:`PAIRED`'s tiles of a problem beside tensors of so many bytes a pair, by kernel.
+    """Return :data:`PAIRED`'s tiles, by kernel, of a problem whose tensors take so many bytes a pair.
 
     Args:
         limit: bytes of shared memory of a multiprocessor.
@@ -509,30 +507,30 @@ def paired(arch: str, problem: Problem, pair_bytes: int, limit: int) -> dict[str
 
 
 Distances = Literal["none", "near", "all"]
-"""The distances at which a score reads different elements of a tensor: near the diagonal alone, or all."""
+"""Return the distances at which a score reads different elements of a tensor: near the diagonal alone, or all."""
 
 
 def distant(arch: str, problem: Problem, distances: Distances) -> dict[str, Tiles]:
-    """:data:`DISTANT`'s tiles of a problem by kernel, or :data:`ALL_DISTANT`'s."""
+    """Return :data:`DISTANT`'s or :data:`ALL_DISTANT`'s tiles of a problem, by kernel."""
     table = {"none": {}, "near": DISTANT, "all": ALL_DISTANT}[distances] if problem.dtype.itemsize == 2 else {}
     row = row_for(table.get(arch, ()), problem)
     return {} if row is None else {name: choices[0] for name, choices in row.kernels.items()}
 
 
 def pair_sum_tiles(problem: Problem, tiles: Tiles) -> Tiles:
-    """The tiles for the gradient of a broadcast pair bias, whose loop streams all four tensors: PAIRED's or dQ's ``tiles``."""
+    """Return the tiles for the gradient of a broadcast pair bias, whose loop streams all four tensors: PAIRED's or dQ's ``tiles``."""
     limit = memory_limit(problem.device, SHARED_MEMORY["sm90"])
     return with_stages(problem, "tile", paired(architecture(problem.device), problem, 1, limit).get("tile", tiles))
 
 
 def strip_tiles(problem: Problem, tiles: Tiles) -> Tiles:
-    """The tiles for the gradient of a tensor read by distance: squares, from dQ's ``tiles``; their loop streams all four tensors."""
+    """Return the tiles for the gradient of a tensor read by distance: squares, from dQ's ``tiles``. Their loop streams all four tensors."""
     side = min(tiles.tile_m, tiles.tile_n)
     return with_stages(problem, "strip", replace(tiles, tile_m=side, tile_n=side, num_warps=4, num_stages=2, tma=False))
 
 
 def with_stages(problem: Problem, kernel: str, tiles: Tiles) -> Tiles:
-    """``tiles`` with as many of their stages as fit."""
+    """Return ``tiles`` with as many of their stages as fit."""
     arch, limit = architecture(problem.device), memory_limit(problem.device, SHARED_MEMORY["sm90"])
     while needed(problem, kernel, tiles, arch) > limit and tiles.num_stages > 1:
         tiles = replace(tiles, num_stages=tiles.num_stages - 1)
@@ -540,7 +538,7 @@ def with_stages(problem: Problem, kernel: str, tiles: Tiles) -> Tiles:
 
 
 def needed(problem: Problem, kernel: str, tiles: Tiles, arch: str, pair_bytes: int = 0) -> int:
-    """:func:`shared_memory` of a problem's kernel beside tensors of so many bytes a pair."""
+    """Return :func:`shared_memory` of a kernel of a problem whose tensors take so many bytes a pair."""
     plain = not problem.spec.dropout_p and problem.spec.region.predicate is None
     widths = columns(problem.head_dim, tiles), columns(problem.head_dim_v, tiles)
     itemsize = operand_bytes(problem.dtype.itemsize, products(problem))
@@ -548,7 +546,7 @@ def needed(problem: Problem, kernel: str, tiles: Tiles, arch: str, pair_bytes: i
 
 
 def fit_all(problem: Problem, passes: dict[str, Tiles], pair_bytes: int = 0) -> dict[str, Tiles]:
-    """Each pass's tiles as :func:`fit` leaves them on the problem's device."""
+    """Return each pass's tiles as :func:`fit` leaves them on the problem's device."""
     arch, limit = architecture(problem.device), memory_limit(problem.device, UNLIMITED)
     size, found = problem.dtype.itemsize, {}
     for name, tiles in passes.items():
@@ -558,12 +556,12 @@ def fit_all(problem: Problem, passes: dict[str, Tiles], pair_bytes: int = 0) -> 
 
 
 SPLIT_KEYS = 1024  # the size of a split may depend on nothing but seqlen_k: docs/decisions.md#triton-split
-# The second launch and the merge are taken to cost a query tile as much time as so many more keys would: predicted, not measured.
+# The cost of the second launch and the merge for a query tile, counted in keys: predicted, not measured.
 MERGE_KEYS = 512
 
 
 def decoding(problem: Problem, config: Config) -> Config:
-    """The configuration of a decoding step whose rows are the heads of a group (`regrouped_problem`), from that of the step."""
+    """Return the configuration of a decoding step with a group's heads as rows (`regrouped_problem`), from that of the step."""
     if problem.device.type == "cpu":
         return config
     rows = DECODING.get(architecture(problem.device), ()) if problem.dtype.itemsize == 2 else ()
@@ -575,13 +573,13 @@ def decoding(problem: Problem, config: Config) -> Config:
 
 
 def split_keys(problem: Problem, tile_m: int, cores: int) -> int | None:
-    """The keys of a split; None where whole rows keep the machine as busy.
+    """Return the keys of a split, or None if whole rows keep the machine as busy.
 
-    The time of either is counted in keys that the busiest multiprocessor walks; splitting must save a third of it.
+    Time is counted in keys that the busiest multiprocessor visits. Splitting must save a third of it.
     """
     if problem.packed or problem.spec.region.predicate is not None:
         return None
-    # Deterministic results do not depend on batch-mates: the choice then looks at one sequence.
+    # A deterministic result does not depend on the rest of the batch, so its choice looks at one sequence.
     batch = 1 if problem.spec.deterministic else problem.batch
     programs = batch * problem.heads_q * -(-problem.seqlen_q // tile_m)
     num_splits = -(-problem.seqlen_k // SPLIT_KEYS)

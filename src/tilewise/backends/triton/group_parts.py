@@ -1,8 +1,8 @@
-"""The parts into which a backward divides the query heads of a key head, where key tiles are too few for the machine.
+"""Divide the query heads of a key head among programs of the backward, if there are too few key tiles for the machine.
 
-A program of the pass over key tiles walks all queries of all heads of its group. With one key head of 4096 keys there are 64 of them, for
-132 multiprocessors. A program for each part of the heads leaves dK and dV of its own, in fp32, and :mod:`kernels.group_parts` adds
-these up, in the parts' order (docs/decisions.md#triton-split).
+A program of the pass over key tiles visits all queries of all heads of its group. One key head of 4096 keys has 64 programs, for 132
+multiprocessors. With a program for each part of the heads, each writes a dK and dV in fp32, and :mod:`kernels.group_parts` adds them
+in order (docs/decisions.md#triton-split).
 """
 
 from __future__ import annotations
@@ -11,23 +11,26 @@ from tilewise.backends.triton.tiles import Tiles
 from tilewise.masks.facts import queries_of_keys
 from tilewise.problem import Problem
 
-# What a part writes, and its sum reads, is taken to cost as much time as so many more queries would (docs/decisions.md#triton-split).
+# The cost of writing a part and of reading it for the sum, counted in queries (docs/decisions.md#triton-split).
 PART_ROWS = 256
 
 
 def group_parts(problem: Problem, tiles: Tiles, cores: int) -> int:
-    """The parts of a group: 1 where whole groups keep the machine as busy.
+    """Return the parts of a group: 1 if whole groups keep the machine as busy.
 
-    The time of either is counted in queries that a program walks; parts must save a third of it.
+    Time is counted in queries that a program visits. Parts must save a third of it.
 
     Args:
-        tiles: of the pass over key tiles. cores: multiprocessors of the device.
+        tiles: of the pass over key tiles.
+        cores: multiprocessors of the device.
     """
-    # Deterministic results do not depend on batch-mates: the choice then looks at one sequence, of which packed ones do not tell.
+    # A deterministic result does not depend on the rest of the batch, so its choice looks at one sequence; packed calls hide its length.
     if problem.group == 1 or (problem.spec.deterministic and problem.packed):
         return 1
     batch = 1 if problem.spec.deterministic else problem.batch_dim
-    workers = cores * (2 if tiles.num_warps <= 4 and problem.dtype.itemsize == 2 else 1)  # program_limit lets two run
+    workers = cores * (
+        2 if tiles.num_warps <= 4 and problem.dtype.itemsize == 2 else 1
+    )  # program_limit allows two at a time
     copies, count = batch * problem.heads_k, -(-problem.seqlen_k // tiles.tile_n)
     if not 0 < copies * count < 2 * workers:
         return 1
@@ -45,7 +48,7 @@ def group_parts(problem: Problem, tiles: Tiles, cores: int) -> int:
 
 
 def queries_of_tiles(problem: Problem, tile_n: int) -> list[int]:
-    """The queries that a head's key tiles walk; all queries where that does not follow from shapes, packed those of an average sequence."""
+    """Return the queries that a head's key tiles visit: all if shapes do not tell, those of an average sequence if packed."""
     count = -(-problem.seqlen_k // tile_n)
     if problem.packed:
         return [problem.seqlen_q // max(problem.batch, 1)] * count

@@ -1,6 +1,6 @@
-"""The tiles for a cache in pages, and into how many splits the keys of a row are cut.
+"""Tile sizes for a paged cache, and the number of splits of a row's keys.
 
-Both follow from shapes alone: the lengths may be others at each replay of a graph, and no host reads them.
+Both follow from shapes alone. The host does not read the lengths, which may differ at each replay of a graph.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tilewise.backends.triton.tiles import Streams, Tiles, columns, fit, program
 from tilewise.problem import Problem
 
 Addressing = Literal["whole", "one", "several"]
-"""Where the keys of a tile lie: in the one page that a sequence has, in one page of several, or each in a page of its own."""
+"""The place of a tile's keys: in a sequence's only page, in one page of several, or each key in its own page."""
 
 LARGE_TILE = 128  # queries (docs/decisions.md#triton-pages)
 FEWEST_ROWS = 16  # of a tile: a step of decoding has a row for each head of a group (docs/decisions.md#triton-pages)
@@ -41,34 +41,32 @@ E4M3_BYTES, E4M3_PAIR = 1, 2  # kernels read two numbers at a time
 PROGRAMS = 2  # for each multiprocessor, as many as run there at a time
 LEAST_SPLITS = 16  # of a batch of decoding steps: one sequence may be much longer than the others
 MOST_SPLITS = 128
-MOST_SPLITS_ALONE = 32  # where the choice may not look at the batch: the partial states of a large one should still fit
-MOST_SHARES = 5  # of a tile whose keys warps share: 16 tiles of head_dim 256 take 26.4 µs in even shares for 24.4 in splits (H200)
-PARTS_REGISTERS = 168  # of a thread where warps take parts of a tile's keys: three programs for each multiprocessor
-SHORTEST_SPLIT = 128  # keys, where programs are few
-SPLIT_OF_MANY = (
-    1024  # keys, where there are programs for all multiprocessors without splits: then a split saves no time
-)
+MOST_SPLITS_ALONE = 32  # if the choice may not look at the batch: the partial states of a large one should still fit
+# If warps share a tile's keys: 16 tiles of head_dim 256 take 26.4 µs in even shares, 24.4 in splits (H200).
+MOST_SHARES = 5
+PARTS_REGISTERS = 168  # of a thread, if warps take parts of a tile's keys: three programs for each multiprocessor
+SHORTEST_SPLIT = 128  # keys, if programs are few
+SPLIT_OF_MANY = 1024  # keys, if all multiprocessors have programs without splits, and a split saves no time
 
 
 def addressing(problem: Problem, tile_n: int) -> Addressing:
-    """How tiles of so many keys lie in a problem's pages."""
+    """Return how tiles of so many keys lie in a problem's pages."""
     if problem.capacity == problem.page_size:
         return "whole"
     return "several" if problem.page_size % tile_n else "one"
 
 
 def rows_of_sequence(problem: Problem) -> int:
-    """The rows of one sequence's tiles, its queries times the heads of a group; packed, what they are on average, rounded up."""
+    """Return the rows of one sequence's tiles: its queries times the heads of a group; of packed ones the average, rounded up."""
     queries = -(-problem.seqlen_q // max(problem.batch, 1)) if problem.packed else problem.seqlen_q
     return queries * problem.group
 
 
 def few_queries(problem: Problem, cores: int) -> bool:
-    """Whether a kernel that gives each tile of LARGE_TILE queries of a head to one multiprocessor would leave a quarter of it idle:
-    of the rows of all tiles, or of the multiprocessors.
+    """Return whether tiles of LARGE_TILE queries of a head would leave a quarter of their rows, or of the multiprocessors, idle.
 
-    A deterministic call counts one sequence, whoever shares its batch; packed, no host knows how many queries that has. Where v lies in
-    k's memory, the other kernel has tiles of 64 rows and splits keys too.
+    A deterministic call counts one sequence, whatever the rest of the batch is; the host does not know the queries of a packed one. If
+    v is a view of k, the other kernel has tiles of 64 rows and splits keys too.
     """
     if problem.latent:
         rows = rows_of_sequence(problem)
@@ -83,16 +81,16 @@ def few_queries(problem: Problem, cores: int) -> bool:
     return 4 * heads * queries < 3 * LARGE_TILE * max(tiles, cores)
 
 
-LATENT_TILE = 64  # rows, and keys, of a tile of the kernel for v in k's memory
-# The fewest query heads of a sequence, and the fewest tiles of a call, for which that kernel is faster (H200, 11-22): 84.0 µs instead of
+LATENT_TILE = 64  # rows, and keys, of a tile of the kernel for a v that is a view of k
+# The fewest query heads of a sequence, and the fewest tiles of a call, with which that kernel is faster (H200, 11-22): 84.0 µs instead of
 # 139 at 32 × 8,192 with 16 heads, 27.6 instead of 31.5 with 512 tiles. 128 tiles gain nothing: 23.3 and 23.6, or 23.8 instead of 20.3
-# in an earlier version. Nothing below 4,096 tiles was measured in 8 bits.
+# in an earlier version. In 8 bits, nothing below 4,096 tiles was measured.
 LATENT_ROWS, LATENT_TILES = 16, {False: 512, True: 4096}  # by whether the cache is in 8 bits
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The part of a device that decides: its key in ``config.TABLE``, bytes of shared memory of a multiprocessor, multiprocessors."""
+    """What decides about a device: its key in ``config.TABLE``, its multiprocessors, and their bytes of shared memory."""
 
     arch: str
     shared: int
@@ -105,7 +103,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class PagedConfig(Config):
-    """The tiles of a forward over pages; there is no backward. ``split`` is the least keys of a split."""
+    """The tiles of a forward over pages, which has no backward. ``split`` is the least keys of a split."""
 
     def describe(self) -> str:
         split = f"; keys in up to {self.splits} splits of {self.split} or more" if self.splits > 1 else ""
@@ -113,7 +111,7 @@ class PagedConfig(Config):
         return self.forward.describe() + split
 
     def traffic(self, problem: Problem) -> int:
-        """Bytes of Q and O once, and of K and V once for each tile of rows, where every sequence is as long as it may be."""
+        """Return the bytes of Q and O once, and of K and V once per tile of rows, if every sequence has its full capacity."""
         queries = problem.seqlen_q * problem.batch_dim
         tiles = -(-rows_of_sequence(problem) // self.forward.tile_m) * problem.batch
         rows = problem.dtype.itemsize * queries * problem.heads_q
@@ -122,26 +120,26 @@ class PagedConfig(Config):
 
 
 def choose_paged(problem: Problem, measured: dict[str, Tiles]) -> PagedConfig:
-    """The configuration of a problem whose keys lie in pages.
+    """Return the configuration of a problem whose keys lie in pages.
 
     Args:
         measured: tiles that ``tilewise tune`` measured on this device, by pass.
     """
     if problem.device.type == "cpu":
         return PagedConfig(*[INTERPRETED.forward] * 3)
-    # Terms of bf16 would have to be made of the whole pool, of which a call reads a part.
+    # bf16 terms would have to be made of the whole pool, but a call reads only a part of it.
     products = "tf32" if problem.dtype.itemsize == 4 and tf32_allowed() else "ieee"
     return paged_config(problem, Machine.of(problem.device), products, measured.get("forward"))
 
 
 def paged_config(problem: Problem, machine: Machine, products: str, measured: Tiles | None = None) -> PagedConfig:
-    """The configuration on a machine."""
+    """Return the configuration on a machine."""
     arch, size = machine.arch, problem.dtype.itemsize
     by_width = table(arch, size, products)
     tiles = measured or (row_for(by_width, problem) or by_width[-1]).forward
     if problem.latent and size == 2 and measured is None and (row := row_for(LATENT.get(arch, ()), problem)):
         tiles = row.forward[0]
-    # Packed, other sequences of the batch decide whether rows are few on average: a deterministic choice does not look.
+    # Of packed sequences, the rest of the batch decides whether rows are few on average, so a deterministic choice ignores that.
     rows = tiles.tile_m if problem.packed and problem.spec.deterministic else rows_of_sequence(problem)
     if measured is None:
         tiles = chunk_tiles(arch, problem, rows) or tiles
@@ -167,7 +165,7 @@ def paged_config(problem: Problem, machine: Machine, products: str, measured: Ti
 
 
 def chunk_tiles(arch: str, problem: Problem, rows: int) -> Tiles | None:
-    """The tiles of a chunk of so many rows over a quantised cache, where it has some of its own."""
+    """Return the tiles of a chunk of so many rows over a quantised cache, if it has its own."""
     row = row_for(E4M3.get(arch, ()), problem)
     if row is None or not row.forward or not problem.quantised or problem.latent or problem.dtype.itemsize != 2:
         return None
@@ -175,14 +173,14 @@ def chunk_tiles(arch: str, problem: Problem, rows: int) -> Tiles | None:
 
 
 def scales_of_keys(problem: Problem) -> bool:
-    """Whether a quantised cache has a scale for each key and head."""
+    """Return whether a quantised cache has a scale for each key and head."""
     return any(len(problem.extras[n].shape) == 3 for n in problem.spec.scale_slots)
 
 
 def paged_tiles(problem: Problem, tiles: Tiles, machine: Machine) -> Tiles:
-    """``tiles`` with no more keys than a page of at least 64 has, and as they fit into shared memory.
+    """Return ``tiles`` that fit shared memory, with no more keys than a page if pages have at least 64.
 
-    A tile in one page is brought by descriptor; in several, row by row.
+    A tile in one page is loaded by descriptor, a tile in several pages row by row.
     """
     while addressing(problem, tiles.tile_n) == "several" and tiles.tile_n > 64 and problem.page_size % 64 == 0:
         tiles = replace(tiles, tile_n=tiles.tile_n // 2, num_stages=tiles.num_stages + 1)
@@ -191,9 +189,9 @@ def paged_tiles(problem: Problem, tiles: Tiles, machine: Machine) -> Tiles:
 
 
 def takes_parts(problem: Problem, tiles: Tiles) -> bool:
-    """Whether each warp takes a part of a tile's keys (``kernels.parts``), of at least 16, as products ask.
+    """Return whether each warp takes a part of a tile's keys (``kernels.parts``): at least 16, as products require.
 
-    Keys that are loaded row by row would not be pipelined then, and Triton does not compile numbers of 8 bits so.
+    Loads row by row would not be pipelined then, and Triton does not compile this for numbers of 8 bits.
     """
     if problem.latent or problem.quantised or addressing(problem, tiles.tile_n) == "several":
         return False
@@ -201,7 +199,7 @@ def takes_parts(problem: Problem, tiles: Tiles) -> bool:
 
 
 def paged_memory(problem: Problem, arch: str, tiles: Tiles) -> int:
-    """:func:`tiles.shared_memory` of a problem's kernel."""
+    """Return :func:`tiles.shared_memory` of a problem's kernel."""
     if (
         problem.quantised
     ):  # a stage of e4m3 takes half; wgmma reads tiles in q's dtype from shared memory, mma.sync from registers
@@ -209,16 +207,16 @@ def paged_memory(problem: Problem, arch: str, tiles: Tiles) -> int:
         tiles = replace(tiles, num_stages=-(-tiles.num_stages * E4M3_BYTES // problem.dtype.itemsize) + turned)
     each = E4M3_PAIR if problem.quantised else 1
     widths = each * columns(problem.head_dim // each, tiles), each * columns(problem.head_dim_v // each, tiles)
-    # Beside stages of e4m3 a predicate's pairs need no room of their own.
+    # With e4m3 stages, a predicate's pairs need no extra shared memory.
     streams = Streams(plain=problem.spec.region.predicate is None or problem.quantised)
     return shared_memory("latent" if problem.latent else "paged", tiles, widths, problem.dtype.itemsize, streams, arch)
 
 
 def shared_tiles(problem: Problem, tiles: Tiles, machine: Machine) -> tuple[Tiles, int]:
-    """The tiles of programs that have even shares of all keys, and how many such programs a multiprocessor has.
+    """Return the tiles of programs with even shares of all keys, and the number of these programs per multiprocessor.
 
-    One, with all registers and a stage more, where the batch's tiles are no more than multiprocessors; else, and where warps share a
-    tile's keys, two: at a time, or one after the other.
+    If the batch has no more tiles than multiprocessors, that is one program, with all registers and a stage more. Otherwise, and if
+    warps share a tile's keys, it is two, at a time or one after the other.
     """
     tiles = replace(tiles, registers=0)
     if tiles.parts == 1 or problem.batch * problem.heads_k > machine.cores:
@@ -229,10 +227,10 @@ def shared_tiles(problem: Problem, tiles: Tiles, machine: Machine) -> tuple[Tile
 
 
 def even_shares(problem: Problem, tiles: Tiles, programs: int) -> int:
-    """How many even shares all key tiles have (``kernels.shares``), where so many programs share the work; 0: each sequence has splits.
+    """Return the number of even shares of all key tiles (``kernels.shares``) for so many programs, or 0 if sequences have splits.
 
-    Shares depend on all sequences of a batch, so that a deterministic call has none; each sequence has one tile of rows, and there is
-    more than one sequence. Where warps share a tile's keys, pages hold whole tiles of 16 bits, and of tiles there are not a few.
+    Shares depend on all sequences of a batch, so a deterministic call has none. They need several sequences of one row tile each. If
+    warps share a tile's keys, pages must hold whole tiles of 16 bits, and there must be more than a few tiles.
     """
     if problem.packed or problem.spec.deterministic or rows_of_sequence(problem) > tiles.tile_m or problem.batch == 1:
         return 0
@@ -241,16 +239,16 @@ def even_shares(problem: Problem, tiles: Tiles, programs: int) -> int:
         if not plain or MOST_SHARES * problem.batch * problem.heads_k < programs:
             return 0
     most = programs // problem.heads_k
-    # Shares of equally long sequences begin where these do, unless more than an eighth of the machine would be idle for it.
+    # Shares begin where equally long sequences begin, unless that leaves more than an eighth of the machine idle.
     each = [n for n in range(1, most + 1) if problem.batch % n == 0 or n % problem.batch == 0]
     return each[-1] if each and 8 * each[-1] >= 7 * most else most
 
 
 def paged_splits(problem: Problem, tile_m: int, cores: int) -> tuple[int, int]:
-    """``(splits, keys)``: into how many splits the keys that a tile of rows sees are cut, a power of two, and the least keys of one.
+    """Return ``(splits, keys)``: the splits of the keys that a tile of rows sees, a power of two, and the least keys of one.
 
-    With ``deterministic`` they depend on one sequence's shapes: a result does not depend on its batch-mates. Packed, queries belong
-    to sequences of any length, of which no host knows; a deterministic call then does not split.
+    If ``deterministic``, they depend on one sequence's shapes, so that a result does not depend on the rest of the batch. The host does
+    not know the lengths of packed sequences, so a deterministic packed call does not split.
     """
     deterministic = problem.spec.deterministic
     if deterministic and problem.packed:

@@ -1,6 +1,6 @@
-"""The parts of dS that a backward keeps, one after the other, for dQ and the gradient of a broadcast bias, and the tiles that read them.
+"""The parts of dS that a backward keeps in turn, for dQ and the gradient of a broadcast bias, and the tiles that read them.
 
-A *sheet* is the memory of a part, in strips of SHEET_STRIP queries (docs/decisions.md#triton-kept-ds).
+A *sheet* is the dS buffer of one part, in strips of SHEET_STRIP queries (docs/decisions.md#triton-kept-ds).
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from tilewise.backends.triton.config import Config, divisor, with_stages
 from tilewise.backends.triton.tiles import Tiles
 from tilewise.problem import Problem
 
-SHEET_STRIP = 64  # queries that lie side by side in a sheet of dS: docs/decisions.md#triton-kept-ds
-SHEET_UNIT = 128  # its rows and columns are whole tiles of so many
+SHEET_STRIP = 64  # adjacent queries in a sheet of dS: docs/decisions.md#triton-kept-ds
+SHEET_UNIT = 128  # its rows and columns are multiples of this
 SHEET_KEYS = 512  # the fewest keys of a part: dQ is read and written once a part, in fp32
 SUMMED_BESIDE = 32  # an eighth of the programs that an H200 runs at a time
-SHEET_HEAD_DIM = 256  # the largest at which its kernels were seen on a GPU
+SHEET_HEAD_DIM = 256  # the largest with which a GPU has run its kernels
 
 
 def sheet_memory(problem: Problem) -> int:
-    """The bytes of dS that a backward keeps at a time: a part of its device's memory."""
+    """Return the bytes of dS that a backward keeps at a time, a fraction of its device's memory."""
     return devices.of(problem.device).memory // 64 or 2 << 30
 
 
 @dataclass(frozen=True)
 class SheetPart:
-    """The key heads and the keys whose dS a backward keeps at a time: the first of each, and how many."""
+    """The key heads and the keys whose dS a backward keeps at a time: the first and the number of each."""
 
     first_head: int
     heads: int
@@ -36,14 +36,14 @@ class SheetPart:
 
 
 def sheet_parts(problem: Problem, over_heads: bool, together: int, gradient: int) -> tuple[SheetPart, ...]:
-    """The parts of dS that are kept one after the other; none where dS is not kept.
+    """Return the parts of dS that are kept in turn, or none if dS is not kept.
 
-    A part has all numbers that are added up to one of the gradient: some keys of all heads where the sum is ``over_heads``, else all keys
-    of some heads. It takes no more memory than the gradient of the bias or :func:`sheet_memory`; the smallest may take twice as much.
+    A part has all numbers whose sum is one number of the gradient: some keys of all heads if the sum is ``over_heads``, else all keys of
+    some heads. It takes no more memory than the gradient of the bias or :func:`sheet_memory`; the smallest may take twice as much.
 
     Args:
-        together: the heads that run side by side, of which a part has a multiple.
-        gradient: bytes of the bias whose gradient dS is.
+        together: the heads that run side by side; a part has a multiple of them.
+        gradient: bytes of the bias.
     """
     if max(problem.head_dim, problem.head_dim_v) > SHEET_HEAD_DIM:
         return ()
@@ -65,19 +65,19 @@ def sheet_parts(problem: Problem, over_heads: bool, together: int, gradient: int
 
 
 def summed_beside(problem: Problem, heads: int, loops: Sequence[str]) -> tuple[int, int]:
-    """The batch elements, and of so many query heads those, whose programs take turns at a sum of dS and run side by side.
+    """Return the batch elements and the query heads whose programs take turns at a sum of dS and run side by side.
 
     Args:
-        loops: of "b" and "h", those that the sum runs over.
+        loops: "b" and "h", if the sum runs over them.
     """
     some_b = divisor(problem.batch, SUMMED_BESIDE) if "b" in loops else 1
     return some_b, divisor(heads, SUMMED_BESIDE // some_b) if "h" in loops else 1
 
 
 def sheet_tiles(problem: Problem, config: Config) -> Tiles:
-    """The tiles for dQ from a sheet of dS, and for the sum of dS over what a bias is broadcast over."""
+    """Return the tiles for dQ from a sheet of dS, and for the sum of dS over the axes along which a bias is broadcast."""
     widest = max(problem.head_dim, problem.head_dim_v)
-    # It wants a few more than 168 registers, with which a third program runs on a multiprocessor: 2.13 to 1.85 ms (H200, N 16384).
+    # With at most 168 registers a third program runs on a multiprocessor: 1.85 ms instead of 2.13 (H200, N 16384).
     registers = 168 if widest <= 64 and problem.dtype.itemsize == 2 else 0
     tiles = Tiles(64, 64, 4, 3 if widest <= 128 else 2, tma=True, registers=registers) if config.dkdv.tma else config.dq
     tiles = replace(tiles, tile_m=min(tiles.tile_m, SHEET_STRIP), tile_n=min(tiles.tile_n, config.dkdv.tile_n))
@@ -85,6 +85,6 @@ def sheet_tiles(problem: Problem, config: Config) -> Tiles:
 
 
 def sheet_strip_tiles(problem: Problem, config: Config) -> Tiles:
-    """The tiles of a sheet of dS that are summed by distance: squares, within those that the pass over key tiles writes."""
+    """Return the tiles of a sheet of dS that are summed by distance: squares within the tiles that the pass over keys writes."""
     side = min(SHEET_STRIP, config.dkdv.tile_n)
     return Tiles(side, side, 4, 1)

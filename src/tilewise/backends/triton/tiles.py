@@ -1,4 +1,4 @@
-"""Tiles of the Triton kernels, the pieces that a head dim takes in them, and the shared memory that they need."""
+"""Tiles of the Triton kernels, the pieces of a head dim, and the shared memory that they need."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from dataclasses import dataclass, replace
 
 MIN_WIDTH = 16  # of a side of tl.dot
 WIDEST_PIECE = 512  # columns of a head dim
-# a * b + c rounds once: what Triton up to 3.9 does where nobody asks, and 3.10 no more.
+# a * b + c rounds once: the default of Triton up to 3.9, but not of 3.10.
 FUSION = {"enable_fp_fusion": True}
 OVER_KEYS = ("dkdv", "dk", "dv")  # the passes whose programs own key tiles
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """One kernel's choice: ``tile_m`` queries by ``tile_n`` keys, warps, and stages of its loads.
+    """The tiles of one kernel: ``tile_m`` queries by ``tile_n`` keys, warps, and stages of its loads.
 
     Attributes:
-        tma: whole tiles are loaded through tensor descriptors (Hopper and newer) where the strides allow it.
-        padded: a head dim that is no power of two is padded to one, rather than two pieces (:func:`pieces`).
-        registers: the most that a thread may have, so that one more program runs beside the others; 0 leaves it to the compiler.
-        parts: of a tile's keys, each for as many of the warps, which compute all rows; over pages alone (``kernels.paged``).
+        tma: whole tiles are loaded through tensor descriptors (Hopper and newer) if the strides allow it.
+        padded: a head dim that is no power of two is padded to one instead of being cut in two pieces (:func:`pieces`).
+        registers: the most that a thread may have, so that one more program fits; 0 leaves the choice to the compiler.
+        parts: parts of a tile's keys. Each goes to an equal number of warps, which compute all rows; over pages alone (``kernels.paged``).
     """
 
     tile_m: int
@@ -40,7 +40,7 @@ class Tiles:
 
     @property
     def ahead(self) -> bool:
-        """Whether loads are more than a tile ahead of their use: with fewer stages, what comes early is waited for early
+        """Whether loads run more than a tile ahead. With fewer stages, a kernel waits for an early load early
         (docs/decisions.md#triton-v-beside-k)."""
         return self.num_stages > 2
 
@@ -53,15 +53,15 @@ class Tiles:
 
 
 def width(head_dim: int) -> int:
-    """The power of two that a head dim is padded to."""
+    """Return the power of two to which a head dim is padded."""
     return max(MIN_WIDTH, 1 << (head_dim - 1).bit_length())
 
 
 def pieces(head_dim: int, tiles: Tiles) -> tuple[tuple[int, int, int], ...]:
-    """``(first column, columns, width)`` of each tile that holds a head dim.
+    """Return ``(first column, columns, width)`` of each tile that holds a head dim.
 
-    Unless ``tiles.padded``, these are the largest power of two in it and the rest, padded, where that takes fewer columns than
-    padding the whole: 96 = 64 + 32, 72 = 64 + 8 of 16, but 112 is 112 of 128 (docs/decisions.md#triton-pieces).
+    Unless ``tiles.padded``, these are the largest power of two and the padded rest, if that takes fewer columns than padding the whole:
+    96 = 64 + 32, 72 = 64 + 8 of 16, but 112 is 112 of 128 (docs/decisions.md#triton-pieces).
     """
     first = 1 << (head_dim.bit_length() - 1)
     rest = head_dim - first
@@ -71,29 +71,29 @@ def pieces(head_dim: int, tiles: Tiles) -> tuple[tuple[int, int, int], ...]:
 
 
 def fills_tiles(head_dim: int) -> bool:
-    """Whether a head dim fills tiles of more than MIN_WIDTH columns, as 64 and 96 do; 24, 40 and 80 do not."""
+    """Return whether a head dim fills tiles of more than MIN_WIDTH columns: 64 and 96 do, but not 24, 40 and 80."""
     return all(n == wide > MIN_WIDTH for _, n, wide in pieces(head_dim, Tiles(0, 0, 0, 0)))
 
 
 def shared_pieces(head_dim: int, head_dim_v: int, tiles: Tiles) -> tuple[tuple[int, int, int], ...]:
-    """The :func:`pieces` of k where its first ``head_dim_v`` columns are v: those of v, and then those of the rest."""
+    """Return the :func:`pieces` of a k whose first ``head_dim_v`` columns are v: those of v, then those of the rest."""
     rest = pieces(head_dim - head_dim_v, tiles) if head_dim > head_dim_v else ()
     return pieces(head_dim_v, tiles) + tuple((head_dim_v + first, n, wide) for first, n, wide in rest)
 
 
 def columns(head_dim: int, tiles: Tiles) -> int:
-    """The columns of the tiles that hold a head dim, padding included."""
+    """Return the columns of the tiles that hold a head dim, with padding."""
     return sum(piece for _, _, piece in pieces(head_dim, tiles))
 
 
 @dataclass(frozen=True)
 class Streams:
-    """The things that a problem brings into shared memory beside the tiles of its tensors.
+    """What a problem needs in shared memory beside the tiles of its tensors.
 
     Attributes:
-        pair_bytes: bytes a pair of the tensors that a mask or score reads at both i and j: they are streamed too.
+        pair_bytes: bytes per pair of the tensors that a mask or score reads at both i and j, which are streamed too.
         kept: dS may be kept in a sheet.
-        plain: P and dS go from registers into the next product; dropout and predicates may pass them through shared memory.
+        plain: P and dS go from registers into the next product. Dropout and predicates may pass them through shared memory.
     """
 
     pair_bytes: int = 0
@@ -104,7 +104,7 @@ class Streams:
 def shared_memory(
     kernel: str, tiles: Tiles, widths: tuple[int, int], itemsize: int, streams: Streams = Streams(), arch: str = "sm90"
 ) -> int:
-    """Bytes that a kernel may need: its resident tiles, and ``num_stages`` of what its loop streams.
+    """Return the bytes that a kernel may need: its resident tiles, and ``num_stages`` of the tiles that its loop streams.
 
     Args:
         kernel: "forward", "merge", "paged", "latent", "merge_rows", "merge_shares", "dkdv", "dk", "dv", "dq",
@@ -113,14 +113,14 @@ def shared_memory(
     """
     w, wv = widths
     m, n, stages = tiles.tile_m, tiles.tile_n, max(tiles.num_stages, 1)
-    # With fewer than 64 keys a warp group the products are not wgmma's alone: operands are converted through shared memory.
+    # With fewer than 64 keys per warpgroup, not all products are wgmma, and operands are converted through shared memory.
     passed = 0 if arch == "sm90" and streams.plain and n >= 16 * tiles.num_warps else m * n
     over_keys = stages * m * (w + wv) + passed + (max(m, n) * max(w, wv) if n < 64 else 0)
     over_keys += m * (w + wv) if arch == "sm90" and itemsize == 4 else 0  # turned: wgmma takes tf32 by rows alone
     rows = {
         "forward": m * w + stages * n * (w + wv),
         "paged": m * w + stages * n * (w + wv),
-        # V is in K. P changes its layout, and a predicate's pairs beside it.
+        # V is in K. P changes its layout, and so do a predicate's pairs.
         "latent": m * w + stages * n * w + (m * n if streams.plain else 2 * m * n),
         "dkdv": n * (w + wv) + over_keys,
         "dk": n * (w + wv) + over_keys,
@@ -151,19 +151,19 @@ def shared_memory(
 
 
 def program_limit(tiles: Tiles, limit: int, arch: str, itemsize: int) -> int:
-    """The bytes that a program may take of the ``limit`` of a multiprocessor.
+    """Return the bytes that a program may take of a multiprocessor's ``limit``.
 
     Two programs of four warps should run at a time, so that one computes while the other waits for its products
-    (docs/decisions.md#triton-two-programs). The kilobyte that each program costs besides is in the scratch.
+    (docs/decisions.md#triton-two-programs). The scratch includes the kilobyte that each program costs in addition.
     """
     return (limit + 1024) // 2 if arch == "sm90" and tiles.tma and tiles.num_warps <= 4 and itemsize == 2 else limit
 
 
 def fit(kernel: str, tiles: Tiles, need: Callable[[Tiles], int], limit: int) -> Tiles:
-    """``tiles`` made smaller until they need no more than ``limit`` bytes.
+    """Return ``tiles`` made smaller until they need no more than ``limit`` bytes.
 
-    First come fewer of the rows that the loop streams, down to 64, then two stages, still fewer rows, down to 32, and one stage: loads
-    that nothing hides cost more than short tiles.
+    The order is fewer streamed rows, down to 64; then two stages; then fewer rows, down to 32; then one stage. Loads that nothing hides
+    cost more than short tiles.
     """
     streamed = "tile_m" if kernel in OVER_KEYS else "tile_n"
     for rows, stages in ((64, None), (64, 2), (32, None), (32, 1), (MIN_WIDTH, None)):
@@ -171,5 +171,5 @@ def fit(kernel: str, tiles: Tiles, need: Callable[[Tiles], int], limit: int) -> 
             tiles = replace(tiles, **{streamed: getattr(tiles, streamed) // 2})
         if need(tiles) > limit and stages is not None and tiles.num_stages > stages:
             tiles = replace(tiles, num_stages=stages)
-    # By descriptor, passes over keys with 16 rows and three stages read what is not aligned (docs/decisions.md#triton-descriptors).
+    # With descriptors, passes over keys with 16 rows and three stages read unaligned addresses (docs/decisions.md#triton-descriptors).
     return replace(tiles, tma=tiles.tma and (streamed == "tile_n" or tiles.tile_m > MIN_WIDTH))

@@ -18,13 +18,14 @@ SRC = Path(__file__).parents[1] / "src"
 # Who may import whom, within tilewise; patterns, first match decides. What is not listed may not be imported.
 ARROWS: dict[str, tuple[str, ...]] = {
     "expr": ("expr.*",),
-    "expr.operations": (),
+    "expr.compiled": (),
+    "expr.operations": ("expr.compiled",),
     "expr.walk": ("expr.operations",),
     "expr.bounds": ("expr.operations", "expr.walk"),
     "expr.reader": (),
     "expr.narrow": ("expr.operations", "expr.walk"),
     "expr.text": ("expr.operations", "expr.reader", "expr.walk"),
-    "expr.tracing": ("expr.operations", "expr.walk"),
+    "expr.tracing": ("expr.compiled", "expr.operations", "expr.walk"),
     "expr.meaning": ("expr.operations", "expr.walk"),
     "device": (),
     "settings": (),

@@ -137,10 +137,12 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "cache": ("dispatch", "problem", "pages", "settings", "spec", "untraced"),
     "shared_prefix": ("autograd", "cache", "pages", "settings", "state", "masks", "scores", "spec", "expr"),
     "nested": ("spec",),
+    "flops": ("spec",),
     "api": (
         "autograd",
         "batching",
         "dispatch",
+        "flops",
         "nested",
         "shared_prefix",
         "cache",

@@ -9,13 +9,15 @@ from typing import Any, Literal, NamedTuple, Never, Protocol, TypedDict, Unpack,
 import torch
 from torch import Tensor
 
-from tilewise import autograd, batching, dispatch, dropout, nested, shared_prefix, state, words  # noqa: F401  (batching registers rules)
+from tilewise import autograd, batching, dispatch, dropout, flops, nested, shared_prefix, state, words  # noqa: F401  (batching registers rules)
 from tilewise.cache import PagedCache, QuantizedCache, SharedCache, cache_as_options, not_a_cache
 from tilewise.masks import Mask, MaskFunction, as_mask, region
 from tilewise.problem import show_reasons
 from tilewise.scores import Score, ScoreFunction
 from tilewise.spec import Options, Words, assemble, brief
 from tilewise.tiles import Grid
+
+flops.register()
 
 
 class Keywords(TypedDict, total=False):

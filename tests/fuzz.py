@@ -2,6 +2,10 @@
 
     python -m tests.fuzz --seconds 600 --seed 0 --backend cpu --out out/fuzz-cpu.json
     python -m tests.fuzz --backend hopper --device cuda
+    python -m tests.fuzz --kinds mapped,strided --calls 2000 --seconds 3000 --backend triton --device cuda --out out/fuzz-triton.json
+
+The record has for each kind of call how many ran, were refused and failed: mapped over examples, strided (an operand is expanded, with a
+stride of 0), paged, and plain.
 
 Case n is drawn from the number seed + n alone, for what is searched: shapes, strides, offsets, dtypes, masks, scores, sinks, dropout,
 packing, pages, threads, for cpu the instruction set, and for cpu and triton the tiles. Triton runs in its interpreter on the device cpu.
@@ -17,12 +21,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest import mock
@@ -43,6 +48,7 @@ from tilewise.testing import Call, call, paged_call, poisoned, results
 FACTOR = 4
 PAGED = 0.2  # of all calls
 MAPPED = 0.3  # of the others
+KINDS = ("plain", "strided", "mapped", "paged")
 
 
 @dataclass(frozen=True)
@@ -369,16 +375,29 @@ def judged(name: str, c: Call, found: dict[str, Tensor]) -> tuple[list[str], lis
     return wrong, close
 
 
-def run_case(number: int, target: Target) -> tuple[list[str], list[str], dict[str, str]]:
-    """What is wrong with a case, what comes close, and what it was."""
-    r, name = Draw.of_case(number, target), target.backend
+Outcome = tuple[list[str], list[str], dict[str, str]]
+"""What is wrong with a case, what comes close, and what it was."""
+
+
+def draw_case(number: int, target: Target) -> tuple[str, Callable[[], Outcome]]:
+    """The kind of a case, and what runs it."""
+    r = Draw.of_case(number, target)
     if r.likely(PAGED):
-        c, text = draw_paged(r, target.device)
-    elif r.likely(MAPPED):
-        return run_mapped(r, target)
-    else:
-        with torch.device(target.device):
-            c, text = draw_call(r)
+        return "paged", lambda: run_call(r, target, *draw_paged(r, target.device))
+    if r.likely(MAPPED):
+        return "mapped", lambda: run_mapped(r, target)
+    with torch.device(target.device):
+        c, text = draw_call(r)
+    expanded = any(is_expanded(x) for x in (c.t.q, c.t.k, c.t.v, c.do, *c.t.leaves))
+    return "strided" if expanded else "plain", lambda: run_call(r, target, c, text)
+
+
+def is_expanded(x: Tensor) -> bool:
+    return any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True))
+
+
+def run_call(r: Draw, target: Target, c: Call, text: str) -> Outcome:
+    name = target.backend
     refused = dispatch.backend(name).unsupported(c.p)
     if refused:
         return [], [], {"refused": refused[0]}
@@ -392,8 +411,8 @@ def run_case(number: int, target: Target) -> tuple[list[str], list[str], dict[st
     return ([text, how, f"{threads} threads", *wrong] if wrong else []), close, facts
 
 
-def run_mapped(r: Draw, target: Target) -> tuple[list[str], list[str], dict[str, str]]:
-    """:func:`run_case` of a call that is mapped over examples."""
+def run_mapped(r: Draw, target: Target) -> Outcome:
+    """:func:`run_call` of one that is mapped over examples."""
     r.ranges, name = target.mapped_ranges, target.backend
     with torch.device(target.device):
         c, _ = draw_call(r)
@@ -430,26 +449,37 @@ def lost(target: Target) -> bool:
     return False
 
 
-def fuzz(target: Target, numbers, seconds: float) -> dict:
-    """Cases until the time is up or the GPU is lost; counts by dtype and instruction set, what came close, and the failures."""
-    start, counts, failures, near, cases = time.monotonic(), Counter(), {}, {}, 0
+def fuzz(target: Target, numbers, seconds: float, kinds: Sequence[str] = KINDS, calls: float = math.inf) -> dict:
+    """Cases of these kinds until the time is up, so many calls ran or the GPU is lost; counts by kind, dtype and instruction set, what came
+    close, and the failures."""
+    start, counts, failures, near = time.monotonic(), Counter(), {}, {}
+    of_kind = {kind: Counter(calls=0, refused=0, failed=0) for kind in kinds}
     for number in numbers:
-        if time.monotonic() - start > seconds or (failures and lost(target)):
+        enough = sum(n["calls"] for n in of_kind.values()) >= calls
+        if enough or time.monotonic() - start > seconds or (failures and lost(target)):
             break
+        kind, run = draw_case(number, target)
+        if kind not in kinds:
+            continue
         try:
-            wrong, close, facts = run_case(number, target)
+            wrong, close, facts = run()
         except Exception as error:
             wrong, close, facts = [f"{type(error).__name__}: {error}"], [], {"raised": type(error).__name__}
-        cases += 1
+        of_kind[kind].update(["refused" if "refused" in facts else "calls", *(["failed"] if wrong else [])])
         counts.update(f"{key} {value}" for key, value in facts.items())
         near |= {number: close} if close else {}
         if wrong:
             failures[number] = wrong
             again = f"python -m tests.fuzz {target.arguments} --case {number}"
             print("\n  ".join([again, *wrong]), flush=True)
-    spent = round(time.monotonic() - start)
-    counts = dict(sorted(counts.items()))
-    return {"cases": cases, "seconds": spent, "counts": counts, "close": near, "failures": failures}
+    return {
+        "cases": sum(n["calls"] + n["refused"] for n in of_kind.values()),
+        "seconds": round(time.monotonic() - start),
+        "kinds": of_kind,
+        "counts": dict(sorted(counts.items())),
+        "close": near,
+        "failures": failures,
+    }
 
 
 def main() -> None:
@@ -460,12 +490,16 @@ def main() -> None:
     parser.add_argument("--isa", help="one instruction set of cpu, instead of a random one for each case")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--case", type=int, help="one case again")
+    parser.add_argument(
+        "--kinds", default=",".join(KINDS), help="the kinds of calls that run, the others being passed over"
+    )
+    parser.add_argument("--calls", type=float, default=math.inf, help="stop after so many")
     parser.add_argument("--out", type=Path)
     a = parser.parse_args()
     numbers = range(a.seed, a.seed + (1 << 40)) if a.case is None else [a.case]
     if a.backend == "triton" and a.device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported, at the first case
-    result = fuzz(Target(a.backend, a.isa, a.device), numbers, a.seconds)
+    result = fuzz(Target(a.backend, a.isa, a.device), numbers, a.seconds, a.kinds.split(","), a.calls)
     record = {
         "backend": a.backend,
         "device": a.device,

@@ -42,7 +42,9 @@ class Operand:
         if not r.likely(likely):
             return cls(x, None, [x] * size)
         if x.is_floating_point():
-            more = [(0.5 if x.ndim < 3 else 1) * r.tensor(*x.shape, dtype=x.dtype) for _ in range(size - 1)]
+            drawn = [r.tensor(*x.shape, dtype=x.dtype) for _ in range(size - 1)]
+            # A score's factor stays positive: -inf times another is +inf.
+            more = [x.detach() * (0.5 * n).exp() if x.ndim < 3 else n for n in drawn]
         else:
             more = [x.roll(n + 1) if x.dtype == torch.bool else x for n in range(size - 1)]
         whole = x.expand(size, *x.shape) if r.likely(0.15) else r.strided(torch.stack([x, *more]))

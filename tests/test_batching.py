@@ -1,4 +1,4 @@
-"""torch.vmap over an attention, and batched gradients: the mapped dimension becomes a part of the batch, or is refused in words."""
+"""torch.vmap over an attention, and batched gradients: the mapped dimension becomes a part of the batch, or the call runs once for each."""
 
 from __future__ import annotations
 
@@ -135,10 +135,10 @@ def test_a_hessian_is_that_of_pytorch():
 
 
 PACKED = torch.tensor([0, 4, 9])
-REFUSED = {
-    "dropout is drawn by the batch index": lambda x, s: tw.attention(x, x, x, dropout_p=0.5, dropout_seed=3),
-    "packed sequences": lambda x, s: tw.attention_varlen(x[0], x[0], x[0], PACKED),
-    "a prepared mask": lambda x, s: tw.attention(x, x, x, mask=_prepared(x)),
+ONE_BY_ONE = {
+    "dropout": lambda x, s: tw.attention(x, x, x, sink=s, dropout_p=0.5, dropout_seed=3),
+    "packed sequences": lambda x, s: tw.attention_varlen(x[0], x[0], x[0], PACKED, sink=s),
+    "a prepared mask": lambda x, s: tw.attention(x, x, x, sink=s, mask=_prepared(x)),
 }
 
 
@@ -147,11 +147,38 @@ def _prepared(x: torch.Tensor) -> tw.Mask:
     return tw.keep(lambda b, h, i, j: i != j).prepare(like, like)
 
 
-@pytest.mark.parametrize("says", REFUSED)
-def test_what_does_not_fold_says_why(says):
-    x, sinks = normal(EXAMPLES, 2, 9, 4, 4), normal(EXAMPLES, 4)
-    with pytest.raises(NotImplementedError, match=f"cannot be folded(.|\n)*{says}"):
-        vmap(REFUSED[says])(x, sinks)
+@pytest.mark.filterwarnings("ignore:torch.vmap calls")
+@pytest.mark.parametrize("says", ONE_BY_ONE)
+def test_what_does_not_fold_runs_once_for_each_example_and_says_so(says):
+    x, sinks = normal(EXAMPLES, 2, 9, 4, 4, dtype=F64), normal(EXAMPLES, 4, dtype=F64)
+    f = ONE_BY_ONE[says]
+    with pytest.warns(UserWarning, match=f"once for each example: {says}"):
+        found = vmap(f)(x, sinks)
+    torch.testing.assert_close(found, looped(f, x, sinks))
+    gradient = grad(lambda x, s: f(x, s).square().sum(), (0, 1))
+    for n, found in enumerate(vmap(gradient)(x, sinks)):
+        torch.testing.assert_close(found, looped(lambda x, s, n=n: gradient(x, s)[n], x, sinks))
+    one = lambda x: f(x, sinks[0])  # noqa: E731
+    torch.testing.assert_close(jacfwd(one)(x[0]), jacrev(one)(x[0]))
+
+
+@pytest.mark.filterwarnings("ignore:torch.vmap calls")
+def test_dropout_that_is_drawn_follows_the_randomness_of_the_map():
+    x = normal(2, 9, 4, 4, dtype=F64).expand(EXAMPLES, -1, -1, -1, -1)
+    f = lambda x: tw.attention(x, x, x, dropout_p=0.5)  # noqa: E731
+    same, different = (vmap(f, randomness=how)(x) for how in ("same", "different"))
+    assert torch.equal(same[0], same[1])
+    assert torch.equal(same[0], same[2])
+    assert not torch.equal(different[0], different[1])
+    with pytest.raises(RuntimeError, match="randomness"):
+        vmap(f)(x)
+
+
+@pytest.mark.filterwarnings("ignore:torch.vmap calls")
+def test_each_example_may_have_a_seed_of_its_own():
+    x, seeds = normal(EXAMPLES, 2, 9, 4, 4, dtype=F64), torch.tensor([[3], [4], [5]])
+    f = lambda x, seed: tw.attention(x, x, x, dropout_p=0.5, dropout_seed=seed)  # noqa: E731
+    torch.testing.assert_close(vmap(f)(x, seeds), looped(f, x, seeds))
 
 
 def test_a_wrong_call_inside_the_map_is_a_wrong_call():

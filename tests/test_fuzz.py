@@ -31,10 +31,19 @@ def test_a_case_is_the_same_each_time():
     assert descriptions[0] == descriptions[1]
 
 
+def test_calls_are_counted_by_their_kind():
+    result = fuzz.fuzz(fuzz.Target("cpu"), range(40), seconds=60, kinds=("mapped", "strided"), calls=4)
+    assert list(result["kinds"]) == ["mapped", "strided"]
+    assert sum(of["calls"] for of in result["kinds"].values()) == 4
+    assert result["kinds"]["mapped"]["calls"]
+    assert result["kinds"]["strided"]["calls"]
+
+
 def test_a_wrong_result_is_a_failure_with_its_case(monkeypatch, capsys):
     forward = Cpu.forward
     monkeypatch.setattr(Cpu, "forward", lambda *a: dataclasses.replace(out := forward(*a), o=out.o * 1.1))
     result = fuzz.fuzz(fuzz.Target("cpu"), range(3), seconds=30)
     assert result["failures"]
+    assert sum(of["failed"] for of in result["kinds"].values()) == len(result["failures"])
     number = next(iter(result["failures"]))
     assert f"python -m tests.fuzz --backend cpu --case {number}" in capsys.readouterr().out

@@ -111,7 +111,7 @@ def right_check() -> None:
 def wrong_calls(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Nobody runs this: the checker must find an error in each line."""
     tw.attention(q, k)  # type: ignore[call-arg]
-    tw.attention(q, k, v, True)  # type: ignore[call-arg]
+    tw.attention(q, k, v, True)  # type: ignore[arg-type]
     tw.attention(q, k, v, casual=True)  # type: ignore[arg-type]
     tw.attention(q, k, v, causal="yes")  # type: ignore[arg-type]
     tw.attention(q, k, v, mask=tw.softcap(3.0))  # type: ignore[arg-type]

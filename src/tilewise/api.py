@@ -9,13 +9,15 @@ from typing import Any, Literal, NamedTuple, Never, Protocol, TypedDict, Unpack,
 import torch
 from torch import Tensor
 
-from tilewise import autograd, batching, dispatch, dropout, nested, shared_prefix, state, words  # noqa: F401  (batching registers rules)
+from tilewise import autograd, batching, dispatch, dropout, flops, nested, shared_prefix, state, words  # noqa: F401  (batching registers rules)
 from tilewise.cache import PagedCache, QuantizedCache, SharedCache, cache_as_options, not_a_cache
 from tilewise.masks import Mask, MaskFunction, as_mask, region
 from tilewise.problem import show_reasons
 from tilewise.scores import Score, ScoreFunction
 from tilewise.spec import Options, Words, assemble, brief
 from tilewise.tiles import Grid
+
+flops.register()
 
 
 class Keywords(TypedDict, total=False):
@@ -145,7 +147,7 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
+    *more: Never,
     causal: bool = False,
     mask: Mask | Tensor | MaskFunction | None = None,
     score: Score | Tensor | ScoreFunction | None = None,
@@ -188,8 +190,8 @@ def attention(
 
     Source: Dao et al. 2022, Algorithm 1; Dao 2023, Algorithm 1; docs/algorithm.md#4-forward.
     """
-    if others:
-        raise words.refused("attention", others)
+    if others or more:
+        raise words.refused("attention", others, more)
     if _without_options(sink, dropout_p, dropout_seed, parallel):
         found = _brief(q, k, v, (causal, mask, score, softmax_scale, deterministic, backend, False))
         if found is not None:
@@ -204,7 +206,7 @@ def attention_with_lse(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
+    *more: Never,
     causal: bool = False,
     mask: Mask | Tensor | MaskFunction | None = None,
     score: Score | Tensor | ScoreFunction | None = None,
@@ -223,8 +225,8 @@ def attention_with_lse(
         o, and lse ``(batch, heads_q, seqlen_q)`` in fp32 (fp64 for fp64): the natural logarithm of the softmax's denominator, with the
         sink. It is ``-inf`` for a row without keys and sink.
     """
-    if others:
-        raise words.refused("attention_with_lse", others)
+    if others or more:
+        raise words.refused("attention_with_lse", others, more)
     if _without_options(sink, dropout_p, dropout_seed, parallel):
         found = _brief(q, k, v, (causal, mask, score, softmax_scale, deterministic, backend, False))
         if found is not None:
@@ -237,7 +239,7 @@ def attention_with_stats(
     q: Tensor,
     k: Tensor | PagedCache | QuantizedCache | SharedCache,
     v: Tensor | None = None,
-    *,
+    *more: Never,
     per: Literal["row", "head"] = "row",
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
@@ -270,8 +272,8 @@ def attention_with_stats(
         ValueError: the call is wrong; the message has every reason. NotImplementedError: no backend, or not the named one, supports
             the call.
     """
-    if others:
-        raise words.refused("attention_with_stats", others)
+    if others or more:
+        raise words.refused("attention_with_stats", others, more)
     if per not in ("row", "head"):
         raise ValueError(f'attention_with_stats was called wrongly\n  per must be "row" or "head", got {per!r}')
     if _is_dtensor(q):
@@ -314,7 +316,7 @@ def attention_varlen(
     v: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor | None = None,
-    *,
+    *more: Never,
     causal: bool = False,
     mask: Mask | Tensor | MaskFunction | None = None,
     score: Score | Tensor | ScoreFunction | None = None,
@@ -342,8 +344,8 @@ def attention_varlen(
     Returns:
         o ``(total_q, heads_q, head_dim_v)``; with ``return_lse`` also lse ``(heads_q, total_q)``.
     """
-    if others:
-        raise words.refused("attention_varlen", others)
+    if others or more:
+        raise words.refused("attention_varlen", others, more)
     if cu_seqlens_q is None:
         raise ValueError("attention_varlen was called wrongly\n  cu_seqlens_q must be a tensor, got None")
     # fmt: off
@@ -358,7 +360,7 @@ def attention_paged(
     q: Tensor,
     cache: PagedCache | QuantizedCache | SharedCache,
     cu_seqlens_q: Tensor | None = None,
-    *,
+    *more: Never,
     causal: bool = False,
     mask: Mask | Tensor | MaskFunction | None = None,
     score: Score | Tensor | ScoreFunction | None = None,
@@ -391,8 +393,8 @@ def attention_paged(
     Raises:
         ValueError: the call is wrong or wants a gradient; the message has every reason.
     """
-    if others:
-        raise words.refused("attention_paged", others)
+    if others or more:
+        raise words.refused("attention_paged", others, more)
     o = Options(causal, mask, score, softmax_scale, sink, deterministic=deterministic, backend=backend)
     return _run_paged(q, cache, cu_seqlens_q, o)[0]
 
@@ -401,7 +403,7 @@ def attention_paged_with_lse(
     q: Tensor,
     cache: PagedCache | QuantizedCache | SharedCache,
     cu_seqlens_q: Tensor | None = None,
-    *,
+    *more: Never,
     causal: bool = False,
     mask: Mask | Tensor | MaskFunction | None = None,
     score: Score | Tensor | ScoreFunction | None = None,
@@ -416,8 +418,8 @@ def attention_paged_with_lse(
     Returns:
         o, and lse ``(batch, heads_q, seqlen_q)``, packed ``(heads_q, total_q)``: natural log, fp32 (fp64 for fp64).
     """
-    if others:
-        raise words.refused("attention_paged_with_lse", others)
+    if others or more:
+        raise words.refused("attention_paged_with_lse", others, more)
     o = Options(causal, mask, score, softmax_scale, sink, deterministic=deterministic, backend=backend)
     return _run_paged(q, cache, cu_seqlens_q, o)
 

@@ -2,12 +2,13 @@
 
 Each rule gets the operator's arguments and the place of the mapped dimension in each; None means that all examples share the tensor.
 Tensors with a batch get x B elements instead of B. A leaf of a mask or score gets the mapped dimension in front if it, or its
-gradient, differs between examples; the expressions are rewritten to read it there (:class:`tilewise.mapped.Mapped`). Tensors without
-a batch to fold into are refused with a reason.
+gradient, differs between examples; the expressions are rewritten to read it there (:class:`tilewise.mapped.Mapped`). What cannot be
+folded runs once for each example.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -78,28 +79,41 @@ class Fold:
         return spec.text()
 
     def differing(self, extras: Dims, tangents: Dims = ()) -> set[int]:
-        """Return the extras that differ from example to example, by themselves or in their tangents.
+        """The extras that differ from example to example, or whose tangents do."""
+        return {n for n, dim in enumerate(extras) if dim is not None} | {
+            n for n, dim in enumerate(tangents) if dim is not None
+        }
 
-        Raises:
-            NotImplementedError: something cannot be folded; every reason is given.
-        """
-        found = {n for n, dim in enumerate(extras) if dim is not None}
-        found |= {n for n, dim in enumerate(tangents) if dim is not None}
-        spec, reasons = self.spec, []
-        if spec.packed or spec.paged:
-            reasons.append(
-                "packed sequences and pages have no batch to fold into: they hold sequences of any lengths as they are"
-            )
-        if spec.dropout_p:
-            reasons.append("dropout is drawn by the batch index, so no example's pairs would be those of its own call")
-        if spec.piece is not None or spec.whole_region.prepared is not None:
-            reasons.append("a prepared mask, or a piece of an attention, is made for one batch")
-        if reasons:
-            raise NotImplementedError(
-                "attention inside torch.vmap: the mapped dimension cannot be folded into the batch; make it a part of the batch "
-                "yourself, or loop over the examples" + "".join(f"\n  {reason}" for reason in reasons)
-            )
-        return found
+
+def _unfoldable(spec: str) -> str | None:
+    """Why a call's examples are not elements of one batch, or None."""
+    read = parse_spec(spec)
+    if read.packed or read.paged:
+        return "packed sequences and pages have no batch"
+    if read.dropout_p:
+        return "dropout is drawn by the batch index"
+    if read.piece is not None or read.whole_region.prepared is not None:
+        return "a prepared mask, or a piece of an attention, is made for one batch"
+    return None
+
+
+def _or_one_by_one(operator: Callable[..., Any], rule: Callable[..., tuple]) -> Callable[..., tuple]:
+    """The rule of an operator where it folds, else the operator for one example after the other."""
+
+    def run(info: Any, in_dims: Any, *arguments: Any) -> tuple:
+        reason = _unfoldable(arguments[-1])
+        if reason is None:
+            return rule(info, in_dims, *arguments)
+        warnings.warn(f"torch.vmap calls this attention once for each example: {reason}", stacklevel=2)
+        found = [operator(*tree_map(partial(_example, n), arguments, in_dims)) for n in range(info.batch_size)]
+        results = tree_map(lambda *each: torch.stack(each), *found)
+        return results, tree_map(lambda _: 0, results)
+
+    return run
+
+
+def _example(n: int, x: Any, dim: int | None) -> Any:
+    return x if dim is None else x.select(dim, n)
 
 
 # -- The rules -----------------------------------------------------------------------------------------------------------
@@ -261,13 +275,20 @@ def _flat(rule: Callable[..., tuple]) -> Callable[..., tuple]:
     return flat
 
 
+def _register(name: str, rule: Callable[..., tuple]) -> None:
+    torch.library.register_vmap(f"tilewise::{name}", untraced(rule), lib=autograd.library)
+    autograd.library.impl(name, untraced(_legacy(rule)), "Batched")
+
+
 for _name, _rule in {
     "attention": _forward,
     "attention_with_stats": _forward,
     "attention_backward": _backward,
-    **dict.fromkeys(autograd.FLAT_BACKWARDS, _flat(_backward)),
     "attention_jvp": _jvp,
     "attention_backward_jvp": _backward_jvp,
 }.items():
-    torch.library.register_vmap(f"tilewise::{_name}", untraced(_rule), lib=autograd.library)
-    autograd.library.impl(_name, untraced(_legacy(_rule)), "Batched")
+    _rule = _or_one_by_one(getattr(torch.ops.tilewise, _name).default, _rule)
+    _register(_name, _rule)
+    if _name == "attention_backward":
+        for _flat_name in autograd.FLAT_BACKWARDS:
+            _register(_flat_name, _flat(_rule))

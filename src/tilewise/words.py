@@ -84,11 +84,14 @@ NAMES = {
 """Where to find it, or what to write, by the name that someone looks for in ``tilewise``."""
 
 
-def refused(function: str, names: Iterable[str]) -> TypeError:
-    """The error of keywords that a public function does not have, with what says the same here."""
-    return TypeError(
-        "\n  ".join(f"{function}() got an unexpected keyword argument {name!r}{_instead(name)}" for name in names)
-    )
+def refused(function: str, names: Iterable[str], more: Sequence[object] = ()) -> TypeError:
+    """The error of keywords that a public function does not have, and of arguments too many by position, with what says the same here."""
+    wrong = [f"{function}() got an unexpected keyword argument {name!r}{_instead(name)}" for name in names]
+    if more:
+        flags = [f"causal={x}" for x in more if isinstance(x, bool)]
+        instead = ", ".join(flags) or f"one of {', '.join(KEYWORDS)}"
+        wrong.insert(0, f"{function}() got {len(more)} too many arguments by position; by keyword: {instead}")
+    return TypeError("\n  ".join(wrong))
 
 
 def _instead(name: str) -> str:

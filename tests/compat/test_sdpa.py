@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
 
 import tilewise as tw
 from tests.compat.eager import agree, attend, normal
@@ -247,6 +248,7 @@ WRONG = {
     "grouped": (lambda f: f(*qkv(lead_k=(B, 3)), enable_gqa=True), "multiple of heads of k"),
     "batch": (lambda f: f(*qkv(lead_k=(3, H))), "do not broadcast"),
     "one-dimension": (lambda f: f(*(x[0, 0, 0] for x in qkv())), "2 dimensions"),
+    "causal-bias": (lambda f: f(*qkv(), causal_lower_right(NQ, NK + 1)), "CausalBias of 33 queries and 46 keys"),
     "dtypes": (lambda f: f(qkv()[0].double(), *qkv()[1:]), "different dtypes"),
 }
 
@@ -270,7 +272,6 @@ pytestmark = pytest.mark.filterwarnings(
 REFUSED = {
     "nested": (lambda f: f(*_nested()), "attention_varlen"),
     "all-dropped": (lambda f: f(*qkv(), dropout_p=1.0), "zeros"),
-    "scale-tensor": (lambda f: f(*qkv(), scale=torch.tensor(0.3)), r"float\(scale\)"),
     "heads-of-value": (lambda f: f(qkv()[0], normal(B, 2, NK, D), normal(B, 1, NK, D), enable_gqa=True), "repeat"),
 }
 

@@ -18,6 +18,10 @@ CALLS = {
         lambda q, n: tw.attention(q, q, q, mask=lambda b, h, i, j: i // n >= j // n),
         WHOLE,
     ),
+    "block_sparse": (
+        lambda q, n: tw.attention(q, q, q, mask=tw.block_sparse(torch.ones(-(-16 // n), -(-16 // n)).tril() > 0, n, n)),
+        WHOLE,
+    ),
     "softmax_scale": (lambda q, c: tw.attention(q, q, q, softmax_scale=c), FLOATS),
     "dropout_p": (lambda q, c: tw.attention(q, q, q, dropout_p=c / 20, dropout_seed=1), FLOATS),
     "dropout_seed": (lambda q, n: tw.attention(q, q, q, dropout_p=0.3, dropout_seed=n), WHOLE),
@@ -28,6 +32,32 @@ LENGTHS = {
     "window": lambda q: tw.attention(q, q, q, mask=tw.window(q.shape[1] // 4, 0)),
     "softcap": lambda q: tw.attention(q, q, q, score=tw.softcap(q.shape[1] * 1.5)),
     "a score": lambda q: tw.attention(q, q, q, score=lambda s, b, h, i, j: s * q.shape[1] ** 0.5),
+    "a comparison": lambda q: tw.attention(q, q, q, mask=lambda b, h, i, j: (q.shape[1] - 3 > j) | (i == j)),
+}
+COMPARISONS = {
+    "j < n": lambda i, j, n: j < n,
+    "n > j": lambda i, j, n: n > j,
+    "i - j <= n": lambda i, j, n: i - j <= n,
+    "n >= i - j": lambda i, j, n: n >= i - j,
+    "j > n": lambda i, j, n: (j > n) | (i == j),
+    "n < j": lambda i, j, n: (n < j) | (i == j),
+    "j >= n": lambda i, j, n: (j >= n) | (i == j),
+    "n <= j": lambda i, j, n: (n <= j) | (i == j),
+    "j == n": lambda i, j, n: (j == n) | (i == j),
+    "n == j": lambda i, j, n: (n == j) | (i == j),
+    "j != n": lambda i, j, n: j != n,
+    "n != j": lambda i, j, n: n != j,
+    "j < 1.5 * n": lambda i, j, n: j < 1.5 * n,
+    "1.5 * n > j": lambda i, j, n: 1.5 * n > j,
+    "n < 6 and j < 9": lambda i, j, n: (j < 9) & (n < 6) | (i >= j),
+}
+# One graph for all values: what the graph reads when it runs.
+TENSORS = {
+    "key_lengths": lambda q, n: tw.attention(q, q, q, mask=tw.key_lengths(torch.tensor(n))),
+    "prefix": lambda q, n: tw.attention(q, q, q, mask=tw.prefix(torch.tensor(n))),
+    "a comparison": lambda q, n: tw.attention(q, q, q, mask=lambda b, h, i, j: i - j < torch.tensor(n)),
+    "a score": lambda q, n: tw.attention(q, q, q, score=lambda s, b, h, i, j: s * torch.tensor(n)),
+    "dropout_seed": lambda q, n: tw.attention(q, q, q, dropout_p=0.3, dropout_seed=n),
 }
 
 
@@ -46,3 +76,41 @@ def test_a_number_of_a_dynamic_length_has_its_value(name):
     compiled = torch.compile(LENGTHS[name], fullgraph=True, backend="eager", dynamic=True)
     for length in (16, 12, 9):
         torch.testing.assert_close(compiled(Q[:, :length]), LENGTHS[name](Q[:, :length]), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", COMPARISONS)
+def test_a_traced_value_is_compared_with_a_number_that_changes(name):
+    def call(q, n):
+        return tw.attention(q, q, q, mask=lambda b, h, i, j: COMPARISONS[name](i, j, n))
+
+    torch.compiler.reset()
+    compiled = torch.compile(call, fullgraph=True, backend="eager")
+    for n in (3, 5, 7):
+        torch.testing.assert_close(compiled(Q, n), call(Q, n), rtol=0, atol=0)
+
+
+def test_other_classes_keep_the_answers_that_dynamo_gives_for_them():
+    class Other:
+        pass
+
+    torch.compiler.reset()
+    compiled = torch.compile(
+        lambda q, n: (tw.attention(q, q, q, mask=lambda b, h, i, j: j < n), Other() == n), backend="eager"
+    )
+    for n in (3, 5):
+        assert compiled(Q, n)[1] is False
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_a_number_that_is_made_a_tensor_has_one_graph_for_all_its_values(name):
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    compiled = torch.compile(TENSORS[name], fullgraph=True, backend=backend, dynamic=True)
+    for n in (3, 5, 7, 9):
+        torch.testing.assert_close(compiled(Q, n), TENSORS[name](Q, n), rtol=0, atol=0)
+    assert len(graphs) == 1

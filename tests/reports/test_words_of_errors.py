@@ -9,6 +9,7 @@ import tilewise as tw
 from tilewise.compat import flex_attention as flex
 from tilewise.compat import sdpa
 
+torch_sdpa = torch.nn.functional.scaled_dot_product_attention
 Q = torch.randn(2, 16, 4, 8, generator=torch.Generator().manual_seed(1))
 LAYOUT = r"layout is \(batch, heads, seqlen, head_dim\): x.transpose\(1, 2\)"
 CU = torch.tensor([0, 5, 16])
@@ -31,6 +32,9 @@ WRONG = {
         lambda: tw.attention(Q, Q, Q, mask=tw.keep(lambda b, h, i, j: CU[b] > j) & tw.prefix(CU + 1)),
         "tensor of prefix",
     ),
+    "causal by position": (lambda: tw.attention(Q, Q, Q, True), r"by keyword: causal=True"),
+    "causal by position, packed": (lambda: tw.attention_varlen(Q[0], Q[0], Q[0], CU, CU, 16, True), r"by keyword: causal=True"),
+    "a mask by position": (lambda: tw.attention_with_lse(Q, Q, Q, torch.ones(16, 16) > 0), r"by keyword: one of causal, mask, score"),
     "detach of the score": (lambda: tw.attention(Q, Q, Q, score=lambda s, b, h, i, j: s - s.detach()), "compute what is detached before"),
 }  # fmt: skip
 
@@ -38,7 +42,7 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_an_error_names_what_to_write(name):
     call, words = WRONG[name]
-    with pytest.raises((ValueError, NotImplementedError), match=words):
+    with pytest.raises((ValueError, NotImplementedError, TypeError), match=words):
         call()
 
 
@@ -75,3 +79,18 @@ def test_a_detached_read_of_a_tensor_has_no_gradient():
     one = tw.attention(Q, Q, Q, score=lambda s, b, h, i, j: s + t[h, j] * fixed[h, i] + fixed[h, j] * 2)
     torch.testing.assert_close(both, one)
     torch.testing.assert_close(*[torch.autograd.grad(o.square().sum(), t)[0] for o in (both, one)])
+
+
+def test_a_scale_without_dimensions_is_read_as_torch_reads_it():
+    for scale in (torch.tensor(0.3), torch.tensor(2)):
+        ours = sdpa.scaled_dot_product_attention(Q, Q, Q, scale=scale)
+        torch.testing.assert_close(ours, torch_sdpa(Q, Q, Q, scale=scale))
+        assert torch.equal(ours, sdpa.scaled_dot_product_attention(Q, Q, Q, scale=scale.item()))
+
+
+@pytest.mark.parametrize("scale", [torch.tensor([0.3]), torch.tensor(0.3, requires_grad=True)], ids=["(1,)", "learned"])
+def test_a_scale_that_torch_does_not_take_is_refused(scale):
+    with pytest.raises(TypeError):
+        torch_sdpa(Q, Q, Q, scale=scale)
+    with pytest.raises(NotImplementedError, match=r"float\(scale\)"):
+        sdpa.scaled_dot_product_attention(Q, Q, Q, scale=scale)

@@ -36,7 +36,7 @@ def scaled_dot_product_attention(
     dropout_p: float = 0.0,
     is_causal: bool = False,
     *,
-    scale: float | None = None,
+    scale: float | Tensor | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
     """``softmax(scale * query keyᵀ + mask) value``.
@@ -47,7 +47,8 @@ def scaled_dot_product_attention(
         key: ``(..., heads_k, seqlen_k, head_dim)``. value: ``(..., heads_k, seqlen_k, head_dim_v)``.
         attn_mask: broadcastable to ``(..., heads, seqlen_q, seqlen_k)``: bool, True takes part; floating, added to the
             scores, differentiable; or a ``torch.nn.attention.bias.CausalBias``.
-        is_causal: query i sees keys ``j <= i``. scale: default ``1 / sqrt(head_dim)``.
+        is_causal: query i sees keys ``j <= i``.
+        scale: default ``1 / sqrt(head_dim)``. A tensor without dimensions is read on the host, outside of ``torch.compile``.
         enable_gqa: heads is a multiple of heads_k, and consecutive query heads share one.
 
     Returns:
@@ -56,6 +57,8 @@ def scaled_dot_product_attention(
     Raises:
         ValueError: a wrong call. NotImplementedError: what torch runs and this does not, with every reason.
     """
+    if isinstance(scale, Tensor) and not (scale.ndim or scale.requires_grad or torch.compiler.is_compiling()):
+        scale = float(scale)  # as torch does
     if any(x.is_nested and x.layout == torch.jagged for x in (query, key, value)):
         return _of_nested((query, key, value), attn_mask, dropout_p, is_causal, scale, enable_gqa)
     call = _read(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
@@ -120,6 +123,11 @@ def _read(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         raise NotImplementedError("scaled_dot_product_attention" + "".join(f"\n  {reason}" for reason in reasons))
     if is_causal and attn_mask is not None:
         raise ValueError("attn_mask and is_causal exclude each other; put the causal mask into attn_mask")
+    if variant is not None and (attn_mask.seq_len_q, attn_mask.seq_len_kv) != (query.shape[-2], key.shape[-2]):
+        raise ValueError(
+            f"attn_mask is a CausalBias of {attn_mask.seq_len_q} queries and {attn_mask.seq_len_kv} keys; "
+            f"query and key have {query.shape[-2]} and {key.shape[-2]}"
+        )
     lead = _leading(query, key, value)
     q, k, v = _heads_last(query, key, value, lead, enable_gqa)
     mask, score = None, None
@@ -151,7 +159,9 @@ def _refusals(
     if dropout_p == 1.0:
         reasons.append("dropout_p 1.0 drops everything: the output is zeros, no attention is needed")
     if isinstance(scale, Tensor):
-        reasons.append("scale is a tensor, which torch reads on the host; give float(scale), or multiply query by it")
+        reasons.append(
+            "scale is a tensor that has dimensions, wants a gradient or is compiled; give float(scale), or multiply query by it"
+        )
     if not reasons and enable_gqa and min(key.ndim, value.ndim) > 2 and key.shape[-3] != value.shape[-3]:
         reasons.append(f"key has {key.shape[-3]} heads and value {value.shape[-3]}; repeat the fewer ones")
     return reasons

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from tilewise.expr.compiled import ask_instances_of
+
 SYMBOLS = {
     "s": "float",
     "ds": "float",
@@ -177,13 +179,6 @@ def is_number(e: Expr, value: float) -> bool:
     return e.op == "number" and not isinstance(e.args[0], bool) and e.args[0] == value
 
 
-# Of `j == n`, n a length that is a symbol, PyTorch 2.13's Dynamo does not ask Expr.__eq__: it answers False.
-_SYMBOLIC = (
-    "it may be PyTorch's own answer to `j == n`, n a length that is a symbol there: write operator.index(n), or j - n == 0. "
-    "Where it is a flag, choose between two functions by it"
-)
-
-
 def as_expr(x: Any) -> Expr:
     """A Python number, a 0-dim tensor or an expression, as an expression."""
     if isinstance(x, Expr):
@@ -198,9 +193,12 @@ def as_expr(x: Any) -> Expr:
     if hasattr(type(x), "refuse"):  # a tensor that was read with too few indices says so itself
         x.refuse()
     if isinstance(x, bool):
-        if torch.compiler.is_dynamo_compiling():
-            raise untraceable(f"the constant {x} inside torch.compile", _SYMBOLIC)
-        return number(x)
+        # Where Dynamo does not ask Expr, False may be its own answer to `j == n`.
+        if torch.compiler.is_dynamo_compiling() and not ask_instances_of(Expr):
+            raise untraceable(
+                f"the constant {x} inside torch.compile", "write j - n == 0, or choose between two functions"
+            )
+        return number(True) if x else number(False)  # `x` itself may be a symbol
     if isinstance(x, (int, float, torch.SymInt, torch.SymFloat)):
         return number(concrete(x))
     if is_numpys(x):

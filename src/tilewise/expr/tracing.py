@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from tilewise.expr.compiled import ask_instances_of
 from tilewise.expr.operations import (
     ONE,
     OPERATIONS,
@@ -343,6 +344,7 @@ def trace(fn: Callable, names: Sequence[str]) -> Expr:
     if not callable(fn):
         raise ValueError(f"a function of ({', '.join(names)}) is needed, got {type(fn).__name__}")
     if torch.compiler.is_dynamo_compiling():  # which cannot look at parameters, and has errors of its own
+        ask_instances_of(Expr)
         with _IndexMode():
             result = fn(*arguments)
         return as_expr(result)

@@ -17,7 +17,7 @@ from tilewise.caching import edition, keep_track
 from tilewise.device import Ready
 from tilewise.expr import Expr, fitted_lookup, number, symbol, trace
 from tilewise.masks.derived import Derived, is_recorded, outside_inference, snapshot
-from tilewise.masks.patterns import at_least
+from tilewise.masks.patterns import at_least, is_whole
 
 B, H, I, J, OFF = (symbol(name) for name in ("b", "h", "i", "j", "off"))
 MaskFunction = Callable[[Any, Any, Any, Any], Any]  # of (b, h, i, j); it is traced, so it may use torch's functions
@@ -389,7 +389,7 @@ def _per_batch(who: str, n: int | torch.Tensor) -> Expr:
 
 def _integer(who: str, n: object) -> int:
     """Return ``n`` as an int, clamped to ±_ENDLESS."""
-    if isinstance(n, (bool, torch.Tensor)) or not (isinstance(n, (int, torch.SymInt)) or hasattr(n, "__index__")):
+    if isinstance(n, (bool, torch.Tensor)) or not is_whole(n):
         hint = f"; its bounds are two arguments: {who}{n!r}" if isinstance(n, tuple) else ""
         raise ValueError(f"{who} takes whole numbers of keys, got {n!r}{hint}")
     return min(max(int(expr.concrete(n)), -_ENDLESS), _ENDLESS)

@@ -39,5 +39,10 @@ def local_global(
 def at_least(least: int, who: str, **sizes: Any) -> None:
     """Raise ValueError unless each of the ``sizes`` of ``who`` is a whole number of at least ``least``."""
     for name, n in sizes.items():
-        if not hasattr(n, "__index__") or n < least:
+        if not is_whole(n) or n < least:
             raise ValueError(f"{who}: {name} must be a whole number >= {least}, got {n!r}")
+
+
+def is_whole(n: Any) -> bool:
+    """Whether ``n`` is a whole number. Dynamo tells no attributes of its symbols."""
+    return isinstance(n, (int, torch.SymInt)) or hasattr(n, "__index__")

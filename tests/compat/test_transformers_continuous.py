@@ -113,3 +113,12 @@ def test_decoding_over_pages_passes_over_the_padding_of_a_graph():
     alone = torch.cat([tw.attention(*(x[None] for x in part))[0] for part in parts])
     torch.testing.assert_close(found[:3], alone)
     assert torch.equal(found[3:], torch.zeros(padding, HEADS, DIM))
+
+
+@pytest.mark.parametrize("wrong", ["output_attentions", "position_bias"])
+def test_what_pages_cannot_honour_is_refused_with_the_reason(wrong):
+    rows = [torch.zeros(1, heads, DIM) for heads in (HEADS, HEADS_K, HEADS_K)]
+    pages = {"block_table": torch.zeros(1, 1), "k_cache": rows[1], "v_cache": rows[2]}
+    value = True if wrong == "output_attentions" else torch.zeros(1, HEADS, 1, 1)
+    with pytest.raises(ValueError, match=f"cu_seq_lens_q was passed together with {wrong}"):
+        handed(*rows, cu_seq_lens_q=starts([1]), cu_seq_lens_k=starts([1]), **pages, **{wrong: value})

@@ -31,6 +31,7 @@ DOORS = {
     "nested tensors": "tests/test_nested.py",
     "`compat.xformers` and `compat.layouts`": "tests/compat/test_xformers.py",
     "`compat.transformers`": "tests/compat/test_transformers.py",
+    "its continuous batching, with transformers 5.24": "tests/compat/test_transformers_continuous.py",
 }
 
 

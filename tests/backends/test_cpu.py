@@ -423,7 +423,7 @@ PREDICATES = {
     "signs": lambda b, h, i, j: torch.minimum(i, 2 * j).clamp(3, 50) % -5 != 0,
     "least": lambda b, h, i, j: ((i + j) * (1 << 62) * 2) // 3 % 7 < 3,  # 0 and the least of all integers
     "lengths": lambda b, h, i, j: (
-        ((~i & 3) + (i + tw.offset) // 2 < j) | (symbol("seqlen_k") - j <= symbol("seqlen_q") - i)
+        ((~i & 3) + (i + tw.offset) // 2 < j) | (symbol("seqlen_q") - i >= symbol("seqlen_k") - j)
     ),
     "table": lambda b, h, i, j: (TABLE[i] - 3).bool() | ((0.3 * j).int() == TABLE[j]),
 }

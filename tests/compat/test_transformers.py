@@ -667,9 +667,11 @@ ROOT = Path(__file__).parents[2]
 
 def test_the_examples_of_the_page_run(capsys):
     page = (ROOT / "docs" / "huggingface.md").read_text(encoding="utf-8")
+    shown = ["torch.Size([2, 45])", "[5, 5]"]
     for code in re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL):
-        exec(compile(code, "docs/huggingface.md", "exec"), {})
-    assert capsys.readouterr().out.strip() == "torch.Size([2, 45])"
+        if "generate_batch" not in code or compat.version() >= compat.CONTINUOUS:
+            exec(compile(code, "docs/huggingface.md", "exec"), {})
+            assert capsys.readouterr().out.strip() == shown.pop(0)
 
 
 def test_the_page_shows_the_records():

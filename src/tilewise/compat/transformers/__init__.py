@@ -7,8 +7,8 @@
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="tilewise")
 
 Masks come from :mod:`tilewise.compat.transformers.masks`, and from ``sharded`` for a sequence that is sharded over ranks. ``classes`` has
-attention classes for models without transformers' interface. :class:`Handed` holds all other arguments that transformers passes to an
-attention. Unsupported ones are refused with the reason.
+attention classes for models without transformers' interface, ``continuous`` what ``generate_batch`` needs. :class:`Handed` holds all other
+arguments that transformers passes to an attention. Unsupported ones are refused with the reason.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from transformers.utils.output_capturing import _active_collector
 from tilewise.api import attention as tilewise_attention
 from tilewise.api import attention_varlen
 from tilewise.compat.probabilities import probabilities
-from tilewise.compat.transformers import classes
+from tilewise.compat.transformers import classes, continuous
 from tilewise.compat.transformers.masks import HandedMask, MaskCall, joined, padding, read
 from tilewise.compat.transformers.sharded import ShardedMask, group, read_sharded, sharded
 from tilewise.masks.catalogue import Mask, causal, dense, window
@@ -43,6 +43,7 @@ __all__ = ["attention", "mask", "register", "sharded"]
 
 NAME = "tilewise"
 OLDEST = (5, 17)
+CONTINUOUS = (5, 24)  # whose models write the paged cache before they ask for attention
 
 # What models pass along to every layer, and what changes nothing about attention itself. A keyword that is neither here
 # nor in Handed is refused: add it here if it means nothing to the attention of your model.
@@ -51,6 +52,8 @@ IGNORED = {
     "image_grid_thw",
     "image_sizes",
     "labels",
+    "logits_indices",
+    "logits_processor_args",
     "logits_to_keep",
     "max_length_k",
     "max_length_q",
@@ -61,17 +64,19 @@ IGNORED = {
     "pixel_values",
     "position_embeddings",
     "position_ids",
+    "read_index",
     "return_dict",
     "seq_idx",
     "token_type_ids",
     "use_cache",
     "video_grid_thw",
+    "write_index",
 }
 
 _ELSEWHERE = 'load this model with attn_implementation="eager" or "sdpa"'
 REFUSED = {
     "head_mask": f"scales the probabilities of single heads, which is not built; {_ELSEWHERE}",
-    "cache": f"is a paged cache (continuous batching), which is not built; {_ELSEWHERE}",
+    "cache": f"is a paged cache (continuous batching), which needs transformers 5.24 or newer; {_ELSEWHERE}",
     "indices": f"selects keys for every query (sparse attention with an indexer), which is not built; {_ELSEWHERE}",
     "block_indices": f"selects blocks of keys for every query, which is not built; {_ELSEWHERE}",
     "sinks": f"is a sink for every query, where tilewise has one per head; {_ELSEWHERE}",
@@ -88,6 +93,8 @@ class Handed:
         s_aux: ``(heads,)``, the sink.
         is_causal, sliding_window: count where no mask was handed over; otherwise the mask has them in it.
         cu_seq_lens_q, cu_seq_lens_k: starts of the sequences packed into a batch of one.
+        block_table, k_cache, v_cache: the pages of a cache that the packed keys and values are to be appended to
+            (:mod:`~tilewise.compat.transformers.continuous`).
         deterministic: results repeat bit for bit; without it, torch's own setting decides.
         output_attentions: the probabilities are asked for; most models do not hand it over (:func:`_recorded`).
     """
@@ -101,6 +108,9 @@ class Handed:
     sliding_window: int | None = None
     cu_seq_lens_q: Tensor | None = None
     cu_seq_lens_k: Tensor | None = None
+    block_table: Tensor | None = None
+    k_cache: Tensor | None = None
+    v_cache: Tensor | None = None
     deterministic: bool | None = None
     output_attentions: bool | None = None
 
@@ -128,11 +138,10 @@ class Handed:
         score: Score | None = functools.reduce(lambda a, b: a >> b, stages) if stages else None
         return {
             "softmax_scale": self.scaling,
-            "dropout_p": self.dropout,
             "score": score,
             "sink": self.s_aux,
             "deterministic": self.deterministic or None,
-        }
+        } | ({"dropout_p": self.dropout} if self.dropout else {})
 
 
 # Read once: inside torch.compile, fields() breaks the graph.
@@ -151,8 +160,7 @@ def register() -> None:
     Raises:
         ImportError: transformers is older than 5.17.
     """
-    version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
-    if version < OLDEST:
+    if version() < OLDEST:
         raise ImportError(
             f"tilewise.compat.transformers needs transformers >= {OLDEST[0]}.{OLDEST[1]}, here is {transformers.__version__}: "
             "pip install --upgrade transformers"
@@ -162,6 +170,13 @@ def register() -> None:
     checked = PreTrainedModel.get_correct_attn_implementation
     if not hasattr(checked, "refuses_for"):
         PreTrainedModel.get_correct_attn_implementation = _refusing(checked)
+    if version() >= CONTINUOUS:
+        continuous.accept(NAME)
+
+
+def version() -> tuple[int, ...]:
+    """The first two numbers of the installed transformers' version."""
+    return tuple(int(part) for part in transformers.__version__.split(".")[:2])
 
 
 def _refusing(checked):
@@ -283,13 +298,22 @@ def _seen(module, q: Tensor, k: Tensor, given_mask, given: Handed) -> tuple[Mask
 
 
 def _unmasked(module, q: Tensor, k: Tensor, given: Handed) -> Mask | None:
-    """The mask of a layer that was handed none: causal if the layer is, and its window, as flash-attention reads them."""
-    is_causal = getattr(module, "is_causal", False) if given.is_causal is None else given.is_causal
-    if is_causal and 1 < q.shape[1] != k.shape[1]:
+    """The mask of a layer that was handed none, whose first query must sit at its first key."""
+    if _is_causal(module, given) and 1 < q.shape[1] != k.shape[1]:
         raise ValueError(
             f"a causal layer with {q.shape[1]} queries and {k.shape[1]} keys was handed no mask, so that nothing says at which "
             "key its first query sits; pass attention_mask"
         )
+    return _band(module, given)
+
+
+def _is_causal(module, given: Handed) -> bool:
+    return getattr(module, "is_causal", False) if given.is_causal is None else given.is_causal
+
+
+def _band(module, given: Handed) -> Mask | None:
+    """Causal if the layer is, and its window, as flash-attention reads them: a sequence's last query sits at its last key."""
+    is_causal = _is_causal(module, given)
     if given.sliding_window is None:
         return causal() if is_causal else None
     return window(left=given.sliding_window - 1, right=0 if is_causal else given.sliding_window - 1)
@@ -305,12 +329,16 @@ def _packed(module, qkv: tuple[Tensor, Tensor, Tensor], given_mask, given: Hande
         band = given_mask.band
         wrong += ["padding, or a mask of its own: leave attention_mask out"] if band is None else []
     else:
-        band = _unmasked(module, q, k, given)
+        band = _band(module, given)
         wrong += ["an attention mask: leave it out"] if given_mask is not None else []
     if wrong:
         raise ValueError("cu_seq_lens_q was passed together with " + " and ".join(wrong))
-    options = given.options(k.shape[1])
-    return attention_varlen(q[0], k[0], v[0], given.cu_seq_lens_q, given.cu_seq_lens_k, mask=band, **options)[None]
+    options = {"mask": band} | given.options(k.shape[1])
+    starts = given.cu_seq_lens_q, given.cu_seq_lens_k
+    if given.block_table is None:
+        return attention_varlen(q[0], k[0], v[0], *starts, **options)[None]
+    pages = given.k_cache, given.v_cache, given.block_table
+    return continuous.over_pages(q[0], k[0], v[0], starts, pages, **options)[None]
 
 
 def _say_dense(what: str, matrix: Tensor) -> None:

@@ -1,0 +1,119 @@
+"""Tokens a second of transformers' continuous batching, 5.24 or newer: `python -m bench.continuous --out FILE` on a GPU.
+
+64 prompts of 100 to 2,000 tokens get 256 tokens each, greedily, from a model of the shape of Llama 3.2 1B with random weights in bf16. All
+contestants have a cache of the same size, from which they share no prompt. They run in a new order each round, first once to warm up,
+CUDA graphs included, then timed. What does not give eager's tokens on a small model in fp32 is not timed. ``--device cpu`` rehearses
+it on small sizes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+import transformers
+
+import tilewise.compat.transformers
+from bench import records
+
+CONTESTANTS = ("tilewise", "sdpa", "paged|eager")
+REQUESTS, SHORTEST, LONGEST, NEW, ROUNDS = 64, 100, 2000, 256, 3
+LLAMA = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
+LLAMA |= {"num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256, "max_position_embeddings": 4096}
+SMALL = LLAMA | {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+SMALL |= {"num_key_value_heads": 2, "vocab_size": 512, "initializer_range": 0.2}  # attention is far from uniform
+
+
+def build(shape: dict, device: str, dtype: torch.dtype) -> transformers.LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**shape, tie_word_embeddings=True, eos_token_id=None)
+    return transformers.LlamaForCausalLM(config).to(device, dtype).eval()
+
+
+def prompts(count: int, longest: int, vocabulary: int) -> list[list[int]]:
+    """Prompts of evenly spread lengths, in a random order; the same ones at every call."""
+    draw = random.Random(0)
+    lengths = torch.linspace(SHORTEST, longest, count).int().tolist()
+    return [draw.choices(range(3, vocabulary), k=n) for n in draw.sample(lengths, count)]
+
+
+def answered(
+    model: transformers.LlamaForCausalLM, attention: str, asked: list[list[int]], new: int
+) -> tuple[list, float]:
+    """The tokens of each answer, and the seconds of the second of two calls.
+
+    Raises:
+        RuntimeError: an answer is missing, or too short.
+    """
+    model.set_attn_implementation(attention)
+    cache = transformers.ContinuousBatchingConfig(
+        num_blocks=sum(-(-(len(prompt) + new) // 256) for prompt in asked) + len(asked),
+        allow_block_sharing=False,
+        auto_switch_to_flash=False,
+    )
+    greedy = transformers.GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1)
+    run = partial(model.generate_batch, asked, greedy, cache, persistent_manager=True)
+    try:
+        run()
+        began = time.perf_counter()
+        said = [answer.generated_tokens for answer in run().values()]
+        seconds = time.perf_counter() - began
+    finally:
+        model.destroy_cached_continuous_batching_manager()
+    if [len(tokens) for tokens in said] != [new] * len(asked):
+        raise RuntimeError(f"{attention} did not answer every request with {new} tokens")
+    return said, seconds
+
+
+def wrong(device: str) -> set[str]:
+    """The contestants that do not give eager's tokens on a small model in fp32."""
+    model, asked, new = build(SMALL, device, torch.float32), prompts(4, 300, SMALL["vocab_size"]), 16
+    model.set_attn_implementation("eager")
+    row = partial(torch.tensor, device=device)
+    way = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
+    alone = [model.generate(row([prompt]), **way)[0, len(prompt) :].tolist() for prompt in asked]
+    return {name for name in CONTESTANTS if answered(model, name, asked, new)[0] != alone}
+
+
+def measured(device: str) -> Iterator[dict]:
+    """The run, and each contestant's milliseconds for all requests."""
+    count, longest, new = (4, 300, 8) if device == "cpu" else (REQUESTS, LONGEST, NEW)
+    shape, dtype = (SMALL, torch.float32) if device == "cpu" else (LLAMA, torch.bfloat16)
+    peers = dict.fromkeys(CONTESTANTS, "the attention that transformers calls")
+    head = records.run(f"python -m bench.continuous --device {device}", device, peers)
+    head["versions"]["transformers"] = transformers.__version__
+    yield head
+    refused = wrong(device)
+    asked, model = prompts(count, longest, shape["vocab_size"]), build(shape, device, dtype)
+    seconds: dict[str, list[float]] = {name: [] for name in CONTESTANTS if name not in refused}
+    for turn in range(ROUNDS):
+        for name in random.Random(turn).sample(list(seconds), len(seconds)):
+            seconds[name].append(answered(model, name, asked, new)[1])
+    said = {"requests": count, "prompts": f"{SHORTEST} to {longest}", "new": new, "dtype": str(dtype)}
+    for name in CONTESTANTS:
+        times = [1e3 * each for each in seconds.get(name, [])]
+        more = {"low": min(times), "high": max(times)} if times else {"why": ["its tokens are not eager's"]}
+        middle = statistics.median(times) if times else None
+        yield records.result(head["run"], "llama-1b-continuous", name, "step", "time", middle, shape=said, **more)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, required=True, help="file that the results are appended to")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    options = parser.parse_args()
+    tilewise.compat.transformers.register()
+    for found in records.append(measured(options.device), options.out)[1:]:
+        tokens = found["shape"]["requests"] * found["shape"]["new"]
+        rate = f"{1e3 * tokens / found['value']:.0f} tokens/s" if found["value"] else found["why"]
+        print(f"{found['contestant']:12} {rate}")
+
+
+if __name__ == "__main__":
+    main()

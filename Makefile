@@ -1,4 +1,4 @@
-# make demo · make check · make test · make kernels · make kernels-hopper · make kernels-hopper-sample · make lint · make docs · make pages · make gpu-test · make bench · make bench-cpu · make wheel · make hub
+# make demo · make check · make test · make kernels · make kernels-hopper · make kernels-hopper-sample · make lint · make docs · make pages · make gpu-test · make bench · make bench-cpu · make wheel · make release · make hub
 # make TORCH=installed …   uses the torch (and triton) that the machine's python3 already has; without a network, all that it has.
 # make TORCH=newest test   runs with what pip brings today (constraints-newest.txt, several GB), in an environment of its own.
 SHELL  := /bin/bash
@@ -22,7 +22,7 @@ CMAKE   = PATH="$(BIN):$$PATH" cmake
 LIBRARY := src/tilewise/backends/cpu/libtilewise_cpu.so
 EMULATED := build/native/libtilewise_cpu_emulated.so
 
-.PHONY: demo check test kernels kernels-hopper kernels-hopper-sample lint format docs pages gpu-test bench bench-cpu asan tsan valgrind wheel hub clean setup
+.PHONY: demo check test kernels kernels-hopper kernels-hopper-sample lint format docs pages gpu-test bench bench-cpu asan tsan valgrind wheel release hub clean setup
 setup: $(VENV)/ready-$(TORCH) $(LIBRARY)
 
 $(VENV)/ready-$(TORCH): pyproject.toml $(PINS)
@@ -88,8 +88,7 @@ $(VENV)/ready-kernels-$(TORCH): $(VENV)/ready-$(TORCH)
 	@$(INSTALL) $(CONSTRAINTS) --editable '.[test,kernels]' apache-tvm-ffi
 	@touch $@
 
-# Hopper's kernels, compiled for sm_90a on any Linux machine with x86-64 and g++, checked, held to the bits that a GPU has proven,
-# and their figures written down: some 4 s of CPU for each of 666, and half a second where the compiler would get the program that it
+# Hopper's kernels, compiled for sm_90a on any Linux machine with x86-64 and g++, checked, and their figures written down: some 4 s of CPU for each of 666, and half a second where the compiler would get the program that it
 # got before. `python -m tests.backends.hopper.sweep` runs them all on an emulated machine: what to do before they meet a GPU.
 BUILD_HOPPER = OMP_NUM_THREADS=1 $(BIN)/python -m tilewise.backends.hopper.host.aot
 COMPILE_HOPPER = $(BIN)/python -m tilewise.backends.hopper.kit.layout && \
@@ -98,8 +97,8 @@ COMPILE_HOPPER = $(BIN)/python -m tilewise.backends.hopper.kit.layout && \
 kernels-hopper: setup $(VENV)/ready-kernels-$(TORCH)
 	@$(COMPILE_HOPPER) --table src/tilewise/backends/hopper/kernels.txt $(if $(CANDIDATES),--candidates)
 
-# For CI, some eight minutes on two cores: whether all of them have the programs whose bits are proven, and a few that show every value of
-# every field of all.
+# For CI, some eight minutes on two cores: whether all of them have the programs that kernels.txt lists, and a few that show every value
+# of every field of all.
 kernels-hopper-sample: setup $(VENV)/ready-kernels-$(TORCH)
 	@$(COMPILE_HOPPER) --programs
 	@$(BUILD_HOPPER) --sample
@@ -166,6 +165,13 @@ $(VENV)/ready-release-$(TORCH): $(VENV)/ready-$(TORCH)
 
 wheel: setup $(VENV)/ready-release-$(TORCH) $(if $(KERNELS),,kernels-hopper)
 	@$(BIN)/python -m shipping.wheel --again
+
+# A release: the kernels, all of them and both GPU backends judged on a Hopper GPU (the contract, every kernel, random calls, tests/gpu, the
+# sanitizers; bench/gpu), what was right remembered in proven.txt, and the wheels with no kernel beside these. Some hours.
+release: setup $(VENV)/ready-release-$(TORCH) $(if $(KERNELS),,kernels-hopper)
+	@$(BIN)/python -m bench.gpu release --backend hopper --minutes 240 --out out/release-hopper.jsonl
+	@$(BIN)/python -m bench.gpu release --backend triton --minutes 60 --out out/release-triton.jsonl
+	@$(BIN)/python -m shipping.wheel --again --judged
 
 hub: $(if $(wildcard dist/*manylinux*x86_64.whl),setup,wheel)
 	@$(BIN)/python -m shipping.hub dist/*manylinux*x86_64.whl

@@ -2,8 +2,9 @@
 
 contract   the contract's cases and larger ones, by whatever the backend chooses
 features   masks, scores and dropout, one each, at several head dims
-kernels    every kernel by itself; one whose bits were right before is not checked again, unless --again says so
+kernels    every kernel by itself; one whose program was right before is not checked again, unless --again says so
 dropout    many seeds of one case
+fuzz       random calls (tests/fuzz.py)
 tests      tests/gpu
 sanitize   compute-sanitizer on the first calls of a few kernels
 """
@@ -24,10 +25,11 @@ from tilewise.backends.base import Backend, Output
 from tilewise.reference import Reference
 from tilewise.testing import Call, far_off, other_bits, poisoned
 
-PARTS = ("contract", "features", "kernels", "dropout", "tests", "sanitize")
+PARTS = ("contract", "features", "kernels", "dropout", "fuzz", "tests", "sanitize")
 RUNS = 3  # of a call: from the second on some backends go straight to what the first compiled
 SEEDS = 40
 TESTS_TOGETHER = 4
+MOST = 0.8  # of a run's time that one part may take
 TOOLS = {
     tool: ("compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--print-limit", "3")
     for tool in ("memcheck", "racecheck")
@@ -111,12 +113,6 @@ def of_kernels(kernels: Iterable[Kernel]) -> Iterator[Item]:
                 yield Item(f"{kernel.name} {label}", partial(checked, kernel, judged), kernel.name)
 
 
-def left_to_check(subject: Subject, again: bool) -> list[Kernel]:
-    """The kernels whose very bits were not right before: builds of one source give the same bytes."""
-    known = {} if again else subject.proven()
-    return [k for k in subject.kernels() if not k.bits or known.get(k.bits) != k.name]
-
-
 def contract_worker(worker: Worker, subject: Subject) -> None:
     worker.each(worker.share(list(of_calls(whole(subject), subject.contract()))))
 
@@ -127,7 +123,7 @@ def features_worker(worker: Worker, subject: Subject) -> None:
 
 
 def kernels_worker(worker: Worker, subject: Subject) -> None:
-    worker.each(of_kernels(worker.share(left_to_check(subject, worker.run.again))))
+    worker.each(of_kernels(worker.share(subject.kernels() if worker.run.again else subject.waiting())))
 
 
 def dropout_worker(worker: Worker, subject: Subject) -> None:
@@ -167,18 +163,21 @@ WORKERS = {
 
 def phase(run: Run, subject: Subject, part: str) -> None:
     """Runs the jobs of a part, many at once where most of the time is compiling."""
-    n = subject.scale.together if subject.compiles else 1
-    if part == "tests":
+    n, most = subject.scale.together if subject.compiles else 1, MOST * 60 * run.minutes
+    if part == "fuzz":
+        words = ("--backend", subject.name, "--device", subject.device, "--seconds", str(round(most / 2)))
+        run.all([Job(part, most, command=("-m", "tests.fuzz", *words))])
+    elif part == "tests":
         keys = f"{subject.name} and not agrees_with_the_oracle and not sanitizers_find or inductor or autocast"
         files = [f"tests/gpu/test_{name}.py" for name in (subject.name, "gpu")]
-        run.all([pytest_job(run, part, 300, min(n, TESTS_TOGETHER), *files, "-m", "gpu", "-k", keys)])
+        run.all([pytest_job(run, part, most, min(n, TESTS_TOGETHER), *files, "-m", "gpu", "-k", keys)])
     elif part == "sanitize" and subject.probes:
-        run.all([Job(tool, 400, prefix=prefix) for tool, prefix in TOOLS.items()])
+        run.all([Job(tool, most, prefix=prefix) for tool, prefix in TOOLS.items()])
     elif part == "sanitize":
         words = (f"tests/gpu/test_{subject.name}.py", "-m", "gpu", "-k", "sanitizers_find", "--timeout", "170")
         run.all([pytest_job(run, part, 180, 8, *words)], reserve=3)
     else:
-        run.all([Job(f"{part}:{k}/{n}", 400) for k in range(n)], n)
+        run.all([Job(f"{part}:{k}/{n}", most) for k in range(n)], n)
 
 
 # ---- what was found -------------------------------------------------------------------------------------------------
@@ -186,14 +185,15 @@ def phase(run: Run, subject: Subject, part: str) -> None:
 
 def results_of(run: Run, subject: Subject, name: str) -> list[dict]:
     """How many calls of each kernel were right, as results of the run of that name."""
-    bits = {kernel.name: kernel for kernel in subject.kernels()}
+    kernels = {kernel.name: kernel for kernel in subject.kernels()}
     counted: dict[tuple[str, str], list[str]] = {}
     for row in run.items():
         counted.setdefault((row["part"], row.get("group") or subject.name), []).append(row["state"])
     found = []
     for (part, who), states in counted.items():
-        kernel, called = bits.get(who), [s for s in states if s not in ("refused", "skipped")]
-        more = {"bits": kernel.bits} if kernel and kernel.bits and part == "kernels" else {}
+        kernel, called = kernels.get(who), [s for s in states if s not in ("refused", "skipped")]
+        proves = kernel and kernel.cubin and part == "kernels"
+        more = {"program": kernel.program, "cubin": kernel.cubin} if proves else {}
         more |= {"of": len(called), "refused": len(states) - len(called), "shape": {"what": part}}
         direction = kernel.direction if kernel else "both"
         found.append(records.result(name, f"check-{part}", who, direction, "right", called.count("ok"), **more))
@@ -202,5 +202,5 @@ def results_of(run: Run, subject: Subject, name: str) -> list[dict]:
 
 def prove(subject: Subject, found: Iterable[dict]) -> str:
     """Remembers the kernels of which results say that every call was right."""
-    counts = [r for r in records.select(found, metric="right") if "bits" in r]
-    return subject.prove({r["bits"]: (r["contestant"], r["of"]) for r in counts if r["of"] and r["value"] == r["of"]})
+    counts = [r for r in records.select(found, metric="right") if "cubin" in r]
+    return subject.prove([r for r in counts if r["of"] and r["value"] == r["of"]])

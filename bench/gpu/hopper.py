@@ -1,4 +1,4 @@
-"""The Hopper backend's kernels: each one compiled ahead of time, checked by calls of its kind, remembered by its bits."""
+"""The Hopper backend's kernels: each one compiled ahead of time, checked by calls of its kind, remembered by its program."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -20,8 +20,7 @@ from tilewise.backends.hopper.decoding import config as decoding_config
 from tilewise.backends.hopper.decoding.config import DecodingConfig
 from tilewise.backends.hopper.forward import config
 from tilewise.backends.hopper.forward.config import Config
-from tilewise.backends.hopper.host import kernel_files
-from tilewise.backends.hopper.host import proven as proofs
+from tilewise.backends.hopper.host import kernel_files, proven
 from tilewise.backends.hopper.latent import config as latent_config
 from tilewise.backends.hopper.latent.config import LatentConfig
 from tilewise.backends.hopper.padding import as_packed
@@ -351,7 +350,7 @@ def every() -> list[Config | Backward]:
     return [*forwards, *backward_config.shipped(), *backward_config.candidates()]
 
 
-def kernel_of(x: Config | Backward, bits: str = "") -> Kernel:
+def kernel_of(x: Config | Backward, program: str = "", cubin: str = "") -> Kernel:
     """A configuration as a kernel to be checked."""
     back = isinstance(x, Backward)
     return Kernel(
@@ -360,7 +359,8 @@ def kernel_of(x: Config | Backward, bits: str = "") -> Kernel:
         kind=Kind.of(x),
         backend=partial(Hopper, forward_of(x), backward=x) if back else partial(Hopper, x),
         calls=partial(check_calls, x),
-        bits=bits,
+        program=program,
+        cubin=cubin,
         loose=frozenset({"dq"}) if back and x.keys.sums_dq and not x.keys.ordered else frozenset(),
     )
 
@@ -370,11 +370,6 @@ def forward_of(x: Backward) -> Config | None:
     chosen one."""
     kind = Kind.of(x)._replace(dbias=False, trained=False)
     return next(c for c in config.shipped() if Kind.of(c) == kind) if x.table or x.bias else None
-
-
-def bits_of(name: str) -> str:
-    """The hash of a kernel's file."""
-    return proofs.bits_of(kernel_files.folder() / kernel_files.file_name(name))
 
 
 class HopperSubject(Subject):
@@ -391,13 +386,16 @@ class HopperSubject(Subject):
         ranked = sorted(
             built.values(), key=lambda x: (not x.name.startswith(PROBES), isinstance(x, Backward), Kind.of(x))
         )
-        return [kernel_of(x, bits_of(x.name)) for x in ranked]
+        files = {x.name: kernel_files.folder() / kernel_files.file_name(x.name) for x in ranked}
+        return [kernel_of(x, index[x.name]["program"], proven.cubin_hash(files[x.name])) for x in ranked]
 
-    def proven(self) -> dict[str, str]:
-        return proofs.proven()
+    def waiting(self) -> list[Kernel]:
+        kernels = {kernel.name: kernel for kernel in self.kernels()}
+        return [kernels[name] for name in proven.waiting({name: x.program for name, x in kernels.items()})]
 
-    def prove(self, right: dict[str, tuple[str, int]]) -> str:
-        return f"{proofs.PROVEN.name}: {proofs.add(right)} kernels"
+    def prove(self, right: list[dict]) -> str:
+        found = {r["contestant"]: proven.Proof(r["program"], r["cubin"], r["of"]) for r in right}
+        return f"{proven.PROVEN.name}: {proven.add(found)} kernels"
 
     def contract(self) -> Named:
         """The contract in 16 bits; the backend has no other."""

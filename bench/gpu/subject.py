@@ -78,8 +78,8 @@ SCALES = {
 class Kernel:
     """A backend bound to one of its configurations: what is checked, and timed, by itself.
 
-    kind: kernels of one kind take the same calls, whose oracle is computed once. bits: a hash of the compiled file, where there is
-    one. loose: the gradients that a second run may give with other bits.
+    kind: kernels of one kind take the same calls, whose oracle is computed once. program, cubin: hashes of what the compiler was given
+    and of what it made, where it was compiled ahead of time. loose: the gradients that a second run may give with other bits.
     """
 
     name: str
@@ -87,7 +87,8 @@ class Kernel:
     kind: Hashable
     backend: Callable[[], Backend]
     calls: Callable[[], Named]
-    bits: str = ""
+    program: str = ""
+    cubin: str = ""
     loose: frozenset[str] = frozenset()
 
 
@@ -120,12 +121,12 @@ class Subject:
         """Every kernel that is built, those first whose fault would be everyone's."""
         return []
 
-    def proven(self) -> dict[str, str]:
-        """Names of kernels that were right before, by their bits."""
-        return {}
+    def waiting(self) -> list[Kernel]:
+        """The kernels whose programs were not right before."""
+        return self.kernels()
 
-    def prove(self, right: dict[str, tuple[str, int]]) -> str:
-        """Remembers kernels that were right, as ``{bits: (name, calls)}``. Returns what it did."""
+    def prove(self, right: list[dict]) -> str:
+        """Remembers kernels of which these results say that every call was right. Returns what it did."""
         return f"{self.name} keeps no list of proven kernels"
 
     def build(self) -> int:

@@ -143,35 +143,51 @@ def test_kernels_of_a_kind_share_what_judges_a_call():
 
 
 def test_a_kernel_is_proven_where_every_call_was_right(monkeypatch, tmp_path):
-    monkeypatch.setattr(hopper.proofs, "PROVEN", tmp_path / "proven.txt")
-    monkeypatch.setattr(hopper.kernel_files, "index", dict)
+    monkeypatch.setattr(hopper.proven, "PROVEN", tmp_path / "proven.txt")
     made = subject("hopper", "cuda")
 
-    def counted(name: str, bits: str, right: int, of: int) -> dict:
-        return records.result("r1", "check-kernels", name, "forward", "right", right, of=of, bits=bits)
+    def counted(name: str, cubin: str, right: int, of: int) -> dict:
+        more = {"of": of, "program": "p", "cubin": cubin}
+        return records.result("r1", "check-kernels", name, "forward", "right", right, **more)
 
-    found = [counted("right", "11", 2, 2), counted("wrong", "22", 1, 2), counted("idle", "44", 0, 0)]
-    check.prove(made, found)
-    check.prove(made, found)
-    assert made.proven() == {"11": "right"}
-    assert hopper.proofs.PROVEN.read_text() == "11   2 right\n"
+    check.prove(made, [counted("right", "11", 2, 2), counted("wrong", "22", 1, 2), counted("idle", "44", 0, 0)])
+    assert hopper.proven.proofs() == {"right": ("p", "11", 2)}
 
 
-def test_a_kernel_whose_bits_were_right_before_is_not_checked_again(monkeypatch):
-    kernels = [
-        Kernel(name, "forward", None, Portable, lambda: iter(()), bits) for name, bits in (("a", "1"), ("b", "2"))
-    ]
-    made = subject("portable", "cpu")
-    monkeypatch.setattr(made, "kernels", lambda: kernels)
-    monkeypatch.setattr(made, "proven", lambda: {"1": "a", "2": "another"})
-    assert [k.name for k in check.left_to_check(made, again=False)] == ["b"]
-    assert [k.name for k in check.left_to_check(made, again=True)] == ["a", "b"]
+def test_a_kernel_whose_program_was_right_before_is_not_checked_again(built, monkeypatch):
+    first, *others = (k.name for k in built.kernels())
+    monkeypatch.setattr(hopper.proven, "waiting", lambda programs: [name for name in programs if name != first])
+    assert [k.name for k in built.waiting()] == others
 
 
-def test_every_kernel_that_is_built_is_checked_those_that_stand_for_all_first(monkeypatch):
-    monkeypatch.setattr(hopper.kernel_files, "index", lambda: {x.name: {} for x in hopper.every()})
-    monkeypatch.setattr(hopper, "bits_of", lambda name: f"bits of {name}")
-    kernels = subject("hopper", "cuda").kernels()
+@pytest.mark.parametrize("right", [True, False])
+def test_a_release_is_proven_where_all_was_right(right, monkeypatch, tmp_path, capsys):
+    """It checks every kernel again, and a part that ends early judges nothing."""
+    seen = []
+
+    def phase(run, made, part):
+        seen.append((part, run.again))
+        run.add(part=part, job=part, item="one", state="ok")
+        run.add(part="job", job=f"job {part}", state="ended", detail="" if right else "out of time")
+
+    monkeypatch.setattr(check, "phase", phase)
+    monkeypatch.setattr(check, "prove", lambda made, found: "remembered")
+    words = ["release", "--backend", "portable", "--device", "cpu", "--out", str(tmp_path / "release.jsonl")]
+    assert gpu.main(words) == (not right)
+    assert seen == [(part, True) for part in check.PARTS]
+    assert ("remembered" in capsys.readouterr().out) == right
+
+
+@pytest.fixture
+def built(monkeypatch) -> Subject:
+    """The Hopper backend with every kernel built."""
+    monkeypatch.setattr(hopper.kernel_files, "index", lambda: {x.name: {"program": "p"} for x in hopper.every()})
+    monkeypatch.setattr(hopper.proven, "cubin_hash", lambda file: f"cubin of {file.stem}")
+    return subject("hopper", "cuda")
+
+
+def test_every_kernel_that_is_built_is_checked_those_that_stand_for_all_first(built):
+    kernels = built.kernels()
     assert len({k.name for k in kernels}) == len(kernels) > 100
     first = [k.name.startswith(hopper.PROBES) for k in kernels]
     assert first == sorted(first, reverse=True)
@@ -180,9 +196,8 @@ def test_every_kernel_that_is_built_is_checked_those_that_stand_for_all_first(mo
     assert len(set(kinds)) == sum(a != b for a, b in zip(kinds, [None, *kinds], strict=False))
 
 
-def test_a_square_is_timed_by_the_kernels_that_are_right(monkeypatch):
-    monkeypatch.setattr(hopper.kernel_files, "index", lambda: {x.name: {} for x in hopper.every()})
-    made, case = subject("hopper", "cuda"), compare.named("h200-d128-n4096-causal")
+def test_a_square_is_timed_by_the_kernels_that_are_right(built):
+    made, case = built, compare.named("h200-d128-n4096-causal")
     every = made.timed(case, {x.name for x in hopper.every()})
     assert all(name.startswith("forward_bf16_d128_upper") for name in every.forward)
     assert all(name.startswith("backward_bf16_d128_upper") for name in every.backward)

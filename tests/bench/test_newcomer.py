@@ -1,6 +1,7 @@
 """The first commands in an empty folder: each is timed in the clone, the first that fails is the last, and the page shows them."""
 
-from bench import evidence, newcomer, records
+from bench import newcomer, records
+from tilewise_papers import evidence
 
 
 def test_commands_run_in_a_clone_until_one_fails(monkeypatch, tmp_path):

@@ -104,7 +104,7 @@ kernels-hopper-sample: setup $(VENV)/ready-kernels-$(TORCH)
 	@$(BUILD_HOPPER) --sample
 
 # A process for each 16 GB of the GPU, which the oracle may take, and eight at most. Hopper's tests skip what `make kernels-hopper` and,
-# for what is not shipped, `python -m bench.gpu build --backend hopper` have not left in src/tilewise/backends/hopper/kernels.
+# for what is not shipped, `python -m tests.judge build --backend hopper` have not left in src/tilewise/backends/hopper/kernels.
 GPU_PROCESSES = $(shell nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null | \
   awk 'NR == 1 {n = int($$1 / 16000)} END {print (n > 8 ? 8 : n < 1 ? 1 : n)}')
 
@@ -167,10 +167,10 @@ wheel: setup $(VENV)/ready-release-$(TORCH) $(if $(KERNELS),,kernels-hopper)
 	@$(BIN)/python -m shipping.wheel --again
 
 # A release: the kernels, all of them and both GPU backends judged on a Hopper GPU (the contract, every kernel, random calls, tests/gpu, the
-# sanitizers; bench/gpu), what was right remembered in proven.txt, and the wheels with no kernel beside these. Some hours.
+# sanitizers; tests/judge), what was right remembered in proven.txt, and the wheels with no kernel beside these. Some hours.
 release: setup $(VENV)/ready-release-$(TORCH) $(if $(KERNELS),,kernels-hopper)
-	@$(BIN)/python -m bench.gpu release --backend hopper --minutes 240 --out out/release-hopper.jsonl
-	@$(BIN)/python -m bench.gpu release --backend triton --minutes 60 --out out/release-triton.jsonl
+	@$(BIN)/python -m tests.judge release --backend hopper --minutes 240 --out out/release-hopper.jsonl
+	@$(BIN)/python -m tests.judge release --backend triton --minutes 60 --out out/release-triton.jsonl
 	@$(BIN)/python -m shipping.wheel --again --judged
 
 hub: $(if $(wildcard dist/*manylinux*x86_64.whl),setup,wheel)

@@ -339,6 +339,7 @@ PAPERS = {  # the packages that the papers read; the counted machine reads none 
     "evidence": {"bench"},
     "traffic": {"bench", "tilewise"},
     "flash1_triton": {"triton"},
+    "gpt_*": {"bench", "examples", "tilewise"},
     "pathfinder*": {"bench", "examples", "tilewise"},
     "*": {"numpy", "matplotlib"},
 }

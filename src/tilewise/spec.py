@@ -318,7 +318,7 @@ def brief(q: Tensor, k: Tensor, v: Tensor, words: Words) -> tuple[list[Tensor], 
     """The extras and the spec of a call of q, k, v, a Mask, a Score and a few words, or None if one of them is not of the type that
     it should be.
 
-    Such a call needs no assembling (`python -m bench.overhead` shows what that saves).
+    Such a call needs no assembling (`python -m bench.new_lengths` shows what a known call costs).
     """
     causal, mask, score, softmax_scale, deterministic, backend, max_logit = words
     if not (

@@ -15,7 +15,7 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
-from bench import newcomer, page
+from bench import page
 from bench.cases import tagged
 from bench.page import RESULTS, load, number, section, table, wrapped
 from tilewise_papers import flash1, flash2, report, traffic
@@ -34,6 +34,7 @@ HOLDS, FAILS, UNSEEN = "holds", "does not hold", "not measured here"
 EAGER, SPARSE = "be2142459054", "bf64f25f9387"
 """Runs of a CPU: beside standard attention, and a block pattern beside the whole."""
 PARTS = "h200-step-parts"
+NEWCOMER = "python -m bench.newcomer"
 TRAFFIC, TABLE, CONTEXT, LADDER = (
     "90ece5c3a062",
     ("dd5883c7fbf9", "ad2ae5caef49"),
@@ -41,8 +42,8 @@ TRAFFIC, TABLE, CONTEXT, LADDER = (
     ("9669ab472640", "800f8b0b7053"),
 )
 RANKS = {2: "6f41e8220b30", 4: "031e580f267a"}
-"""The runs of tilewise_papers.traffic, bench.gpt_speed, examples.gpt.context_gpu, tilewise_papers.pathfinder.ladder and, by GPUs,
-bench.gpt_ranks that are shown: name a newer one here."""
+"""The runs of tilewise_papers.traffic, tilewise_papers.gpt_speed, examples.gpt.context_gpu, tilewise_papers.pathfinder.ladder and, by GPUs,
+tilewise_papers.gpt_ranks that are shown: name a newer one here."""
 INTRO = (
     "This page compares the claims of the FlashAttention papers with our measurements. Each row has a command to repeat it; `tilewise "
     "bench --tag paper` runs those that your machine can. Speeds beside other libraries are in [performance.md](performance.md). "
@@ -474,7 +475,7 @@ def traffic_section() -> list[str]:
 def newcomer_section() -> list[str]:
     """The first commands in an empty folder, by the newest run of bench.newcomer; nothing where there is none."""
     found = load("cpu-calls")
-    runs = [name for name, record in found.runs.items() if record["command"] == newcomer.COMMAND]
+    runs = [name for name, record in found.runs.items() if record["command"] == NEWCOMER]
     if not runs:
         return []
     run = max(runs, key=lambda name: found.runs[name]["when"])

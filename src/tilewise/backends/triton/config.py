@@ -230,7 +230,7 @@ def _tmas(*rows: tuple[int, int, int, int]) -> tuple[Tiles, ...]:
     return tuple(_tma(*row) for row in rows)
 
 
-# What `tilewise tune` measures and bench/gpu checks, by architecture; half precision. Rows that
+# What `tilewise tune` measures and tests/judge checks, by architecture; half precision. Rows that
 # lost on an H200 are in docs/tried.md, not here.
 CANDIDATES = {
     "sm90": (

@@ -2,7 +2,6 @@
 
 launches  random calls on two streams: no hang, the bits of the first run, some of them compared with another backend
 busy      the same while other processes keep the device at work
-graph     a call that a CUDA graph replays gives the bits of the call
 """
 
 import random
@@ -15,15 +14,13 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
-from bench import records
-from bench.gpu.jobs import Item, Job, Run, Worker
-from bench.gpu.subject import Subject
+from tests.judge.jobs import Item, Job, Run, Worker
+from tests.judge.subject import Subject
 from tilewise import accuracy, dispatch
 from tilewise.backends.base import Backend
 from tilewise.problem import TensorFacts
 from tilewise.testing import Call, call, other_bits
 
-PARTS = ("launches", "busy", "graph")
 PER_ITEM = 140  # launches
 REPEATS = {"forward": 5, "backward": 2}  # of a call, on each stream
 BURNERS = 2
@@ -128,41 +125,10 @@ def burn_worker(worker: Worker, subject: Subject) -> None:
     worker.each([Item("burn", burn)])
 
 
-def graph_worker(worker: Worker, subject: Subject) -> None:
-    def replayed() -> dict:
-        if subject.device != "cuda":
-            return {"state": "skipped", "detail": "graphs are CUDA's"}
-        backend, c = subject.backend(), random_call(random.Random(1), subject.device).forward_only()
-        expected, graph = accuracy.tensors(backend.forward(c.p, c.t), None), torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = backend.forward(c.p, c.t)
-        graph.replay()
-        torch.cuda.synchronize()
-        other = other_bits(expected, accuracy.tensors(out, None))
-        return {"state": "wrong" if other else "ok", "detail": ", ".join(other)}
-
-    worker.each([Item("graph", replayed)])
+WORKERS = {"launches": launches_worker, "busy": launches_worker, "burn": burn_worker}
 
 
-WORKERS = {"launches": launches_worker, "busy": launches_worker, "burn": burn_worker, "graph": graph_worker}
-
-
-def phase(run: Run, subject: Subject, part: str) -> None:
+def jobs(run: Run, part: str) -> list[Job]:
+    """The jobs of a part, all at once."""
     (run.folder / "stop").unlink(missing_ok=True)
-    burners = [Job(f"burn:{n}", 300, item_limit=300) for n in range(BURNERS)] if part == "busy" else []
-    run.all([Job(part, 300), *burners], 1 + BURNERS, reserve=min(25.0, run.left / 8))
-
-
-def results_of(run: Run, subject: Subject, name: str) -> list[dict]:
-    """How many launches were made in items that were right."""
-    found = []
-    for part in PARTS:
-        rows = [row for row in run.items() if row["part"] == part and row["state"] != "skipped"]
-        right = [row.get("launches", 1) for row in rows if row["state"] == "ok"]
-        of = sum(row.get("launches", 1) for row in rows)
-        if rows:
-            shape = {"what": part}
-            found.append(
-                records.result(name, f"stress-{part}", subject.name, "both", "right", sum(right), of=of, shape=shape)
-            )
-    return found
+    return [Job(part, 300), *(Job(f"burn:{n}", 300, item_limit=300) for n in range(BURNERS) if part == "busy")]

@@ -1,18 +1,15 @@
 """The Triton backend's kernels: mixtures of the candidates of its tiles, each compiled by the first call that needs it."""
 
-from dataclasses import replace
 from functools import partial
 
 import torch
 
 from bench import cases
-from bench.gpu.subject import Kernel, Named, Scale, Subject
-from tilewise.backends.base import Backend
-from tilewise.backends.triton import Triton, interpreting
+from tests.judge.subject import Kernel, Named, Scale, Subject
+from tilewise.backends.triton import Triton
 from tilewise.backends.triton.config import CANDIDATES, Config
-from tilewise.backends.triton.host import runtime
 from tilewise.backends.triton.tiles import Tiles
-from tilewise.testing import Call, call, of_case
+from tilewise.testing import call, of_case
 
 PASSES = ("forward", "dq", "dkdv", "dk", "dv")
 # Calls beside the contract's: batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim, head_dim_v; dtype, mask, score.
@@ -93,11 +90,3 @@ class TritonSubject(Subject):
         yield from super().contract()
         for case in map(extra, EXTRA if self.device == "cuda" else ()):
             yield case.name, of_case(case, self.device)
-
-    def unsplit(self, c: Call) -> Backend:
-        return Triton(replace(Triton().config(c.p), split=None))
-
-    def compiled(self) -> int | None:
-        if interpreting():
-            return None
-        return sum(len(cache[0]) for cache in runtime.kernels().forward.device_caches.values())

@@ -1,6 +1,6 @@
 """Training steps of a GPT of 1.3 billion weights on several GPUs, beside one GPU with as many tokens.
 
-    python -m bench.gpt_ranks --ranks 2 --out FILE
+    python -m tilewise_papers.gpt_ranks --ranks 2 --out FILE
 
 Every GPU has 8,192 tokens of a step, in sequences of 8,192. *alone*: each GPU trains a model of its own. *fsdp*: weights, gradients and
 AdamW's moments are sharded over all GPUs (FSDP2), a sequence a GPU. *fsdp-cp*: the same, and every sequence is shared by all GPUs.
@@ -22,9 +22,9 @@ from torch.distributed.fsdp import fully_shard
 
 import tilewise as tw
 from bench import records
-from bench.gpt_speed import SIZES, step_flops
 from bench.ranks import milliseconds, parser_of, start
 from examples.gpt.model import GPT, GPTConfig, tilewise_attention
+from tilewise_papers.gpt_speed import SIZES, step_flops
 
 CASE, CONTEXT, WARM, TIMED = "gpt-1.3B-ranks", 8192, 2, 6
 SMALL = GPTConfig(layers=2, d_model=64, heads_q=4, heads_k=4, d_hidden=96, context=64)
@@ -116,7 +116,7 @@ def process(rank: int, size: int, options: argparse.Namespace, folder: str) -> N
     sizes, name = (SMALL, "cpu") if device == "cpu" else (SIZES["1.3B"], "cuda")
     first, ms, weights = measured(sizes, name, options.rounds)
     if rank == 0:
-        run = records.run(f"python -m bench.gpt_ranks --ranks {size}", device, PEERS, gpus=size)
+        run = records.run(f"python -m tilewise_papers.gpt_ranks --ranks {size}", device, PEERS, gpus=size)
         flops = step_flops(sizes, weights, sizes.context, sizes.context)
         shape = {"gpus": size, "weights": weights, "context": sizes.context, "tokens": sizes.context}
         lines = [run]

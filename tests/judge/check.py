@@ -4,7 +4,9 @@ contract   the contract's cases and larger ones, by whatever the backend chooses
 features   masks, scores and dropout, one each, at several head dims
 kernels    every kernel by itself; one whose program was right before is not checked again, unless --again says so
 dropout    many seeds of one case
-fuzz       random calls (tests/fuzz.py)
+launches   random calls on two streams, by thousands (stress.py)
+busy       the same while other processes keep the device at work
+fuzz       random calls against float64 (tests/fuzz.py)
 tests      tests/gpu
 sanitize   compute-sanitizer on the first calls of a few kernels
 """
@@ -18,14 +20,15 @@ from torch import Tensor
 
 from bench import cases, records
 from bench import check as rule
-from bench.gpu.jobs import Item, Job, Run, Worker, pytest_job
-from bench.gpu.subject import Kernel, Subject
+from tests.judge import stress
+from tests.judge.jobs import Item, Job, Run, Worker, pytest_job
+from tests.judge.subject import Kernel, Subject
 from tilewise import accuracy, testing
 from tilewise.backends.base import Backend, Output
 from tilewise.reference import Reference
 from tilewise.testing import Call, far_off, other_bits, poisoned
 
-PARTS = ("contract", "features", "kernels", "dropout", "fuzz", "tests", "sanitize")
+PARTS = ("contract", "features", "kernels", "dropout", "launches", "busy", "fuzz", "tests", "sanitize")
 RUNS = 3  # of a call: from the second on some backends go straight to what the first compiled
 SEEDS = 40
 TESTS_TOGETHER = 4
@@ -158,6 +161,7 @@ WORKERS = {
     "dropout": dropout_worker,
     "memcheck": sanitize_worker,
     "racecheck": sanitize_worker,
+    **stress.WORKERS,
 }
 
 
@@ -167,6 +171,9 @@ def phase(run: Run, subject: Subject, part: str) -> None:
     if part == "fuzz":
         words = ("--backend", subject.name, "--device", subject.device, "--seconds", str(round(most / 2)))
         run.all([Job(part, most, command=("-m", "tests.fuzz", *words))])
+    elif part in stress.WORKERS:
+        beside = stress.jobs(run, part)
+        run.all(beside, len(beside))
     elif part == "tests":
         keys = f"{subject.name} and not agrees_with_the_oracle and not sanitizers_find or inductor or autocast"
         files = [f"tests/gpu/test_{name}.py" for name in (subject.name, "gpu")]
@@ -184,13 +191,14 @@ def phase(run: Run, subject: Subject, part: str) -> None:
 
 
 def results_of(run: Run, subject: Subject, name: str) -> list[dict]:
-    """How many calls of each kernel were right, as results of the run of that name."""
+    """How many calls or launches of each kernel were right, as results of the run of that name."""
     kernels = {kernel.name: kernel for kernel in subject.kernels()}
     counted: dict[tuple[str, str], list[str]] = {}
     for row in run.items():
-        counted.setdefault((row["part"], row.get("group") or subject.name), []).append(row["state"])
+        states = [row["state"]] * row.get("launches", 1)
+        counted.setdefault((row["part"], row.get("group") or subject.name), []).extend(states)
     found = []
-    for (part, who), states in counted.items():
+    for (part, who), states in ((key, x) for key, x in counted.items() if key[0] in PARTS):
         kernel, called = kernels.get(who), [s for s in states if s not in ("refused", "skipped")]
         proves = kernel and kernel.cubin and part == "kernels"
         more = {"program": kernel.program, "cubin": kernel.cubin} if proves else {}

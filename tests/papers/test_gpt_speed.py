@@ -2,8 +2,9 @@
 
 import pytest
 
-from bench import gpt_speed, records
+from bench import records
 from examples.gpt.model import GPTConfig
+from tilewise_papers import gpt_speed
 
 
 @pytest.fixture

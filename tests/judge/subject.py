@@ -1,12 +1,11 @@
-"""A backend as the benchmark sees it: the kernels that it can be bound to, what it computes otherwise, and at which sizes.
+"""A backend as its judge sees it: the kernels that it can be bound to, what it computes otherwise, and at which sizes.
 
-:class:`Subject` is enough for a backend without kernels of its own; bench/gpu/hopper.py and bench/gpu/triton.py say what theirs have.
-A new backend is benchmarked by its name; only one that has kernels to be checked one by one needs a file here.
+:class:`Subject` is enough for a backend without kernels of its own; tests/judge/hopper.py and tests/judge/triton.py say what theirs have.
+A new backend is judged by its name; only one that has kernels to be checked one by one needs a file here.
 """
 
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from bench import cases
 from tilewise import dispatch
@@ -20,15 +19,12 @@ Named = Iterator[tuple[str, Call]]
 class Scale:
     """The cases and sizes that run on a device.
 
-    contract: cases that are checked. squares, structures, features: cases that are timed, those that decide first; the features are
-    also checked, at ``shape`` (batch, seqlen_q, seqlen_k, heads_q, heads_k) and ``head_dims``. launches: of the stress. together:
-    processes at once.
+    contract: cases that are checked, and features, at ``shape`` (batch, seqlen_q, seqlen_k, heads_q, heads_k) and ``head_dims``.
+    launches: random ones, beside other work. together: processes at once.
     """
 
     device: str
     contract: tuple[str, ...]
-    squares: tuple[str, ...]
-    structures: tuple[str, ...]
     features: tuple[str, ...]
     shape: tuple[int, int, int, int, int]
     head_dims: tuple[int, ...]
@@ -36,24 +32,10 @@ class Scale:
     together: int
 
 
-SQUARES = tuple(
-    f"h200-d{d}-n{n}-{mask}"
-    for n in (4096, 16384, 512, 2048, 1024, 8192)
-    for d in (128, 64, 256)
-    for mask in ("full", "causal")
-)
-# What no grid of squares shows.
-STRUCTURES = (
-    "cuda-one-head-n4096", "cuda-four-heads-n4096", "cuda-decode-32k", "cuda-packed-16k", "cuda-gqa8-n4096-causal",
-    "cuda-window1024-n32768", "cuda-full-n32768", "cuda-d96-n4096-full", "cuda-d192-n4096-full",
-    "cuda-fp16-d128-n4096-full", "cuda-fp16-d128-n4096-causal",
-)  # fmt: skip
 SCALES = {
     "cuda": Scale(
         device="cuda",
         contract=tuple(case.name for case in cases.tagged("contract")),
-        squares=SQUARES,
-        structures=STRUCTURES,
         features=tuple(case.name for case in cases.tagged("feature")),
         shape=(2, 700, 900, 4, 2),
         head_dims=(128, 64, 256),
@@ -63,8 +45,6 @@ SCALES = {
     "cpu": Scale(  # a rehearsal: every line of every part, on calls that take no time
         device="cpu",
         contract=("contract-gqa-causal", "contract-bfloat16-full"),
-        squares=("contract-n63-causal",),
-        structures=("contract-packed-causal",),
         features=("contract-softcap-alibi", "contract-dropout"),
         shape=(1, 40, 50, 2, 1),
         head_dims=(16,),
@@ -76,7 +56,7 @@ SCALES = {
 
 @dataclass(frozen=True)
 class Kernel:
-    """A backend bound to one of its configurations: what is checked, and timed, by itself.
+    """A backend bound to one of its configurations: what is checked by itself.
 
     kind: kernels of one kind take the same calls, whose oracle is computed once. program, cubin: hashes of what the compiler was given
     and of what it made, where it was compiled ahead of time. loose: the gradients that a second run may give with other bits.
@@ -90,13 +70,6 @@ class Kernel:
     program: str = ""
     cubin: str = ""
     loose: frozenset[str] = frozenset()
-
-
-class Timed(NamedTuple):
-    """Backends that are timed beside the one at hand, by name: bound to kernels, or to other decisions."""
-
-    forward: dict[str, Backend]
-    backward: dict[str, Backend]
 
 
 class Subject:
@@ -149,32 +122,16 @@ class Subject:
             for case in map(cases.named, self.scale.features):
                 yield replace(case, name=f"{case.name}-d{d}", head_dim=d, head_dim_v=d, **shape)
 
-    def timed(self, case: cases.Case, right: set[str]) -> Timed:
-        """The kernels beside the chosen one that compute a square case, of those that are right."""
-        return Timed({}, {})
-
-    def variants(self, c: Call) -> Timed:
-        """The same backend with other decisions for one call, by what they leave out."""
-        return Timed({}, {})
-
-    def unsplit(self, c: Call) -> Backend:
-        """The backend that does not split keys."""
-        return self.backend()
-
-    def compiled(self) -> int | None:
-        """How many forward kernels this process has compiled; None where a call compiles nothing."""
-        return None
-
 
 def subject(name: str, device: str) -> Subject:
     """The subject of a backend's name, at the sizes of a device."""
     scale = SCALES[device]
     if name == "hopper":
-        from bench.gpu.hopper import HopperSubject
+        from tests.judge.hopper import HopperSubject
 
         return HopperSubject(scale)
     if name == "triton":
-        from bench.gpu.triton import TritonSubject
+        from tests.judge.triton import TritonSubject
 
         return TritonSubject(scale)
     return Subject(name, scale)

@@ -42,7 +42,7 @@ class Run:
     """A folder of lines (``rows.jsonl``), logs and caches, and the minutes it may take.
 
     worker: the words after ``python`` that start a worker. inline: works through a job in this process, in place of one of its own.
-    again: whether kernels are checked whose programs were right before. right: the kernels that may be timed by themselves.
+    again: whether kernels are checked whose programs were right before.
     """
 
     folder: Path
@@ -50,7 +50,6 @@ class Run:
     worker: tuple[str, ...] = ()
     inline: Callable[[str], None] | None = None
     again: bool = False
-    right: set[str] = field(default_factory=set)
     started: float = field(default_factory=time.monotonic)
 
     def __post_init__(self):

@@ -1,9 +1,9 @@
 """A small GPT trained in bf16 on a Hopper GPU with tilewise's kernels, and with SDPA from the same and from other weights.
 
-    python -m bench.gpu_training --out FILE.jsonl [--steps 2000]
-    python -m bench.gpu_training --out FILE.jsonl --steps 0    # trains nothing: the time of a step of each length, in half a minute
-    python -m bench.gpu_training --out FILE.jsonl --parts      # trains nothing: where the time of a short step goes, in half a minute
-    python -m bench.gpu_training --out FILE.jsonl --draw docs/img/h200-training.png   # the file's last such run, on any machine
+    python -m examples.gpt.gpu_training --out FILE.jsonl [--steps 2000]
+    python -m examples.gpt.gpu_training --out FILE.jsonl --steps 0    # trains nothing: a step's time at each length
+    python -m examples.gpt.gpu_training --out FILE.jsonl --parts      # trains nothing: where a short step's time goes
+    python -m examples.gpt.gpu_training --out FILE.jsonl --draw docs/img/h200-training.png   # the file's last such run, on any machine
 
 Every run reads the same batches. Gradients that were wrong, or merely noisier, would show as losses further from SDPA's than
 SDPA's own from two other seeds' weights are from each other: the largest gap of the means over 50 steps says so. All runs go on at
@@ -14,6 +14,7 @@ import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import mean
@@ -25,9 +26,8 @@ from torch import Tensor, nn
 import tilewise as tw
 from bench import records
 from bench.measure import captured, host_microseconds, in_turns
-from bench.train_step import step
 from examples.gpt.model import GPT, Attention, GPTConfig, sdpa_attention, tilewise_attention
-from examples.gpt.train import TrainConfig, load_text, train
+from examples.gpt.train import TrainConfig, load_text, make_optimizer, train
 
 SIZES = GPTConfig(layers=6, d_model=512, heads_q=8, heads_k=2, d_hidden=1365, context=1024)
 BATCH, WINDOW = 8, 50
@@ -40,7 +40,7 @@ RUNS = (
 )  # attention, seed of the weights
 TIMED = ((1024, 16), (4096, 4), (16384, 1))  # context, batch
 DEVICE = "cuda"
-COMMAND = "python -m bench.gpu_training"
+COMMAND = "python -m examples.gpt.gpu_training"
 
 
 def attention(name: str) -> Attention:
@@ -73,9 +73,33 @@ def worker(name: str, seed: int, steps: int) -> None:
     print(json.dumps({"attention": name, "seed": seed, "means": means, "first": losses[:3]}))
 
 
+def step(model: nn.Module, context: int, batch: int, device: str) -> Callable[[], None]:
+    """A training step of a model, as a call."""
+    optimizer = make_optimizer(model, TrainConfig(context=context, batch_size=batch))
+    text = torch.randint(256, (batch, context + 1), generator=torch.Generator().manual_seed(0)).to(device)
+
+    def run() -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten()).backward()
+        optimizer.step()
+
+    return run
+
+
 def runs(steps: int) -> list[dict]:
     commands = [
-        [sys.executable, __file__, "--worker", name, str(seed), "--steps", str(steps), "--out", "-"]
+        [
+            sys.executable,
+            "-m",
+            "examples.gpt.gpu_training",
+            "--worker",
+            name,
+            str(seed),
+            "--steps",
+            str(steps),
+            "--out",
+            "-",
+        ]
         for name, seed in RUNS
     ]
     started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for command in commands]

@@ -1,6 +1,6 @@
 """FlashAttention-2's Table 1 on this machine: training steps of GPTs of 1.3 and 2.7 billion weights, by the attention they use.
 
-    python -m bench.gpt_speed --out FILE.jsonl [--only 1.3B]
+    python -m tilewise_papers.gpt_speed --out FILE.jsonl [--only 1.3B]
 
 The shapes are GPT-3's with heads of 128, as the paper's are: 24 layers of width 2048, 32 layers of width 2560. Products run in bf16 under
 autocast, weights and AdamW in fp32. No layer is checkpointed; standard attention alone computes its scores again in the backward,
@@ -38,7 +38,7 @@ TOKENS = {"1.3B": 16384, "2.7B": 8192}
 CONTEXTS = (2048, 8192)
 WARM, TIMED = 3, 10
 PRODUCT, PRODUCTS = 8192, 64
-COMMAND = "python -m bench.gpt_speed"
+COMMAND = "python -m tilewise_papers.gpt_speed"
 
 
 def standard(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

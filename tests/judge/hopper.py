@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
-from bench import cases
-from bench.gpu.subject import Kernel, Named, Scale, Subject, Timed, in_16_bits
+from tests.judge.subject import Kernel, Named, Scale, Subject, in_16_bits
 from tilewise import pages
 from tilewise.backends.hopper import Hopper
 from tilewise.backends.hopper.backward import config as backward_config
@@ -23,7 +22,6 @@ from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.host import kernel_files, proven
 from tilewise.backends.hopper.latent import config as latent_config
 from tilewise.backends.hopper.latent.config import LatentConfig
-from tilewise.backends.hopper.padding import as_packed
 from tilewise.testing import HIDING, Call, call, of_case, paged_call, qkv
 
 PROBES = (
@@ -404,40 +402,6 @@ class HopperSubject(Subject):
                 c = of_case(case, self.device)
                 yield case.name, next((x for x in _wishes(c) if not Hopper().refused(x.p)), c)
 
-    def timed(self, case: cases.Case, right: set[str]) -> Timed:
-        """Shipped kernels and candidates in bf16 for a square case, without what packed, few and long rows want."""
-        form, d = "upper" if case.mask == "causal" else "full", case.head_dim
-        plain = [x for x in every() if Kind.of(x) == Kind((d, d), "bf16", form, False, False)]
-        plain = [x for x in plain if x.name in kernel_files.index() and x.name in right]
-        forward = [x for x in plain if isinstance(x, Config) and not x.split and x.heads == 1]
-        backward = [x for x in plain if isinstance(x, Backward)]
-        return Timed({x.name: Hopper(x) for x in forward}, {x.name: Hopper(backward=x) for x in backward})
-
-    def variants(self, c: Call) -> Timed:
-        """A forward that neither splits keys nor shares tiles, and a backward with a pass of its own for dQ."""
-
-        def about(x: Config) -> tuple:
-            return (
-                x.tiles.width,
-                x.tiles.width_v,
-                x.dtype,
-                x.form,
-                x.softcap,
-                x.packed,
-                x.dropout,
-                getattr(x, "alibi", False),
-                getattr(x, "table", False),
-                getattr(x, "bias", False),
-            )
-
-        chosen, found = Hopper().config(c.p), Timed({}, {})
-        alike = [x for x in config.shipped() if about(x) == about(chosen) and not x.split and x.heads == 1]
-        if alike and alike[0] != chosen:
-            found.forward["unsplit"] = Hopper(alike[0])
-        if c.p.spec.needs_grad and (second := two_passes(c)):
-            found.backward["two-passes"] = Hopper(backward=second)
-        return found
-
     def build(self) -> int:
         """Compiles what neither the package nor its folder of kernels has; forwards that split keys too: a GPU has more cores."""
         from tilewise.backends.hopper.host import aot
@@ -466,10 +430,3 @@ def _wanted(problem) -> list[Config | Backward]:
         [replace(forward, split=True)] if forward.traced != PLAIN and forward.of_numbers and not forward.packed else []
     )
     return [forward, *split, *rest]
-
-
-def two_passes(c: Call) -> Backward | None:
-    """The configuration that is chosen, with a pass of its own for dQ; None where its head dims have none."""
-    x = Hopper().backward_config(c.p)
-    found = backward_config.two_passes(backward_config.TABLE[x.keys.dims], as_packed(c.p) if x.packed else c.p)
-    return found and replace(x, keys=found.passes.keys, queries=found.passes.queries, form=found.form)

@@ -131,7 +131,7 @@ bench: setup
 bench-cpu: setup
 	@rm -f out/cpu-goals.jsonl
 	@$(BIN)/tilewise bench --device cpu --budget 3 --out out/cpu-goals.jsonl; judged=$$?; \
-	  $(BIN)/python -m bench.figure out/cpu-goals.jsonl out/cpu-goals.png && exit $$judged
+	  $(BIN)/python -m bench.plots cpu out/cpu-goals.jsonl out/cpu-goals.png && exit $$judged
 
 # The contract's calls, recorded once and replayed without Python (tests/native): under AddressSanitizer and UBSan, with
 # every allocation failing in turn; under ThreadSanitizer, several callers at once too; and small ones under valgrind.

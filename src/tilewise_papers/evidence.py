@@ -17,15 +17,16 @@ from pathlib import Path
 
 from bench import page
 from bench.cases import tagged
-from bench.page import RESULTS, load, number, section, table, wrapped
+from bench.measure import ROOT
+from bench.tables import NONE, RESULTS, load, number, section, table, wrapped
 from tilewise_papers import flash1, flash2, report, traffic
 from tilewise_papers.devices import DEVICES
 from tilewise_papers.head import Blocks, Head
 from tilewise_papers.machine import Counts
 from tilewise_papers.tables import PAPER_FIGURES, PAPER_SETTING
 
-PAGE = page.ROOT / "docs" / "evidence.md"
-QUOTING = page.ROOT / "docs" / "training.md"
+PAGE = ROOT / "docs" / "evidence.md"
+QUOTING = ROOT / "docs" / "training.md"
 """The page that quotes :func:`context_table` between ``<!-- context-gpu -->`` and ``<!-- /context-gpu -->``."""
 DECODING = "h200-decode"
 """The run of one query over a dense cache."""
@@ -404,7 +405,7 @@ def training_section() -> list[str]:
         title = f"{case.split('-')[1]}, context {shape['context']:,} × {shape['batch']}"
         limit = rates["matmul"]
         cells = [
-            f"{rates[n]:.0f} ({rates[n] / limit:.0%})" if rates[n] else page.NONE
+            f"{rates[n]:.0f} ({rates[n] / limit:.0%})" if rates[n] else NONE
             for n in ("standard", "fa2", "cudnn", "tilewise")
         ]
         lines.append([title, *cells, number(limit, 0)])

@@ -1,4 +1,6 @@
-"""Attention on any GPU that Triton knows: NVIDIA sm_80 and newer, AMD; and, for tests, Triton's interpreter on CPU tensors.
+"""Attention on GPUs by Triton; and, for tests, by its interpreter on CPU tensors.
+
+Kernels run on Hopper (sm_90). For NVIDIA's sm_80 and sm_100 and for AMD's gfx942 they are compiled, never run (``config.NEVER_RUN``).
 
 Importing this imports no Triton: it is looked for when a problem is asked about. ``config`` chooses tiles, ``paging`` those over a cache
 in pages, ``group_parts`` how many programs share the query heads of a key tile, ``sheet`` the parts of dS that are kept, and ``tiles``

@@ -192,6 +192,8 @@ TABLE = {
     "sm100": {"half": _HALF_SM80, "ieee": _FLOAT},
     "amd": {"half": _HALF_AMD, "ieee": _FLOAT},
 }
+NEVER_RUN = {"sm80": "sm_80", "sm100": "sm_100", "amd": "AMD"}
+"""Architectures whose kernels are compiled in tests and have never run, and what users call them; their tiles are not measured."""
 # What one program may have of shared memory, in bytes: of the devices of each table the ones for data centres.
 SHARED_MEMORY = {"sm80": 163 << 10, "sm90": 227 << 10, "sm100": 227 << 10, "amd": 64 << 10}
 MAX_HEAD_DIM = min(tables["ieee"][-1].head_dim for tables in TABLE.values())

@@ -1,4 +1,4 @@
-# make demo · make check · make test · make kernels · make kernels-hopper · make kernels-hopper-sample · make lint · make docs · make pages · make gpu-test · make bench · make bench-cpu · make wheel · make hub · make release
+# make demo · make check · make test · make kernels · make kernels-hopper · make kernels-hopper-sample · make lint · make docs · make pages · make gpu-test · make bench · make bench-cpu · make wheel · make release · make hub
 # make TORCH=installed …   uses the torch (and triton) that the machine's python3 already has; without a network, all that it has.
 # make TORCH=newest test   runs with what pip brings today (constraints-newest.txt, several GB), in an environment of its own.
 SHELL  := /bin/bash
@@ -22,7 +22,7 @@ CMAKE   = PATH="$(BIN):$$PATH" cmake
 LIBRARY := src/tilewise/backends/cpu/libtilewise_cpu.so
 EMULATED := build/native/libtilewise_cpu_emulated.so
 
-.PHONY: demo check test kernels kernels-hopper kernels-hopper-sample lint format docs pages gpu-test bench bench-cpu asan tsan valgrind wheel hub release clean setup
+.PHONY: demo check test kernels kernels-hopper kernels-hopper-sample lint format docs pages gpu-test bench bench-cpu asan tsan valgrind wheel release hub clean setup
 setup: $(VENV)/ready-$(TORCH) $(LIBRARY)
 
 $(VENV)/ready-$(TORCH): pyproject.toml $(PINS)
@@ -88,8 +88,7 @@ $(VENV)/ready-kernels-$(TORCH): $(VENV)/ready-$(TORCH)
 	@$(INSTALL) $(CONSTRAINTS) --editable '.[test,kernels]' apache-tvm-ffi
 	@touch $@
 
-# Hopper's kernels, compiled for sm_90a on any Linux machine with x86-64 and g++, checked, held to the bits that a GPU has proven,
-# and their figures written down: some 4 s of CPU for each of 666, and half a second where the compiler would get the program that it
+# Hopper's kernels, compiled for sm_90a on any Linux machine with x86-64 and g++, checked, and their figures written down: some 4 s of CPU for each of 666, and half a second where the compiler would get the program that it
 # got before. `python -m tests.backends.hopper.sweep` runs them all on an emulated machine: what to do before they meet a GPU.
 BUILD_HOPPER = OMP_NUM_THREADS=1 $(BIN)/python -m tilewise.backends.hopper.host.aot
 COMPILE_HOPPER = $(BIN)/python -m tilewise.backends.hopper.kit.layout && \
@@ -98,14 +97,14 @@ COMPILE_HOPPER = $(BIN)/python -m tilewise.backends.hopper.kit.layout && \
 kernels-hopper: setup $(VENV)/ready-kernels-$(TORCH)
 	@$(COMPILE_HOPPER) --table src/tilewise/backends/hopper/kernels.txt $(if $(CANDIDATES),--candidates)
 
-# For CI, some eight minutes on two cores: whether all of them have the programs whose bits are proven, and a few that show every value of
-# every field of all.
+# For CI, some eight minutes on two cores: whether all of them have the programs that kernels.txt lists, and a few that show every value
+# of every field of all.
 kernels-hopper-sample: setup $(VENV)/ready-kernels-$(TORCH)
 	@$(COMPILE_HOPPER) --programs
 	@$(BUILD_HOPPER) --sample
 
 # A process for each 16 GB of the GPU, which the oracle may take, and eight at most. Hopper's tests skip what `make kernels-hopper` and,
-# for what is not shipped, `python -m bench.gpu build --backend hopper` have not left in src/tilewise/backends/hopper/kernels.
+# for what is not shipped, `python -m tests.judge build --backend hopper` have not left in src/tilewise/backends/hopper/kernels.
 GPU_PROCESSES = $(shell nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null | \
   awk 'NR == 1 {n = int($$1 / 16000)} END {print (n > 8 ? 8 : n < 1 ? 1 : n)}')
 
@@ -122,8 +121,8 @@ docs: $(VENV)/ready-docs-$(TORCH)
 
 # The pages that commands write: what runs where, what the algorithms move, how fast it is (docs/README.md).
 pages: setup
-	@$(BIN)/python -m tests.support --write && $(BIN)/python -m tilewise.iomodel.docs docs && $(BIN)/python -m tilewise.pictures.catalogue docs && \
-	  $(BIN)/python -m bench.page --write && $(BIN)/python -m bench.evidence --write
+	@$(BIN)/python -m tests.support --write && $(BIN)/python -m tilewise_papers.docs docs && $(BIN)/python -m tilewise.pictures.catalogue docs && \
+	  $(BIN)/python -m bench.page --write && $(BIN)/python -m tilewise_papers.evidence --write
 
 bench: setup
 	@$(BIN)/tilewise bench
@@ -132,7 +131,7 @@ bench: setup
 bench-cpu: setup
 	@rm -f out/cpu-goals.jsonl
 	@$(BIN)/tilewise bench --device cpu --budget 3 --out out/cpu-goals.jsonl; judged=$$?; \
-	  $(BIN)/python -m bench.figure out/cpu-goals.jsonl out/cpu-goals.png && exit $$judged
+	  $(BIN)/python -m bench.plots cpu out/cpu-goals.jsonl out/cpu-goals.png && exit $$judged
 
 # The contract's calls, recorded once and replayed without Python (tests/native): under AddressSanitizer and UBSan, with
 # every allocation failing in turn; under ThreadSanitizer, several callers at once too; and small ones under valgrind.
@@ -167,14 +166,20 @@ $(VENV)/ready-release-$(TORCH): $(VENV)/ready-$(TORCH)
 wheel: setup $(VENV)/ready-release-$(TORCH) $(if $(KERNELS),,kernels-hopper)
 	@$(BIN)/python -m shipping.wheel --again
 
+# A release, on a Hopper GPU, in some hours: the version is checked first; then the kernels are built, and all of them and both GPU backends judged
+# (the contract, every kernel, random calls, tests/gpu, the sanitizers; tests/judge). The wheels take no kernel beside those that were right.
+# The tag is set last, and nothing is pushed (shipping/release.py).
+release: setup $(VENV)/ready-release-$(TORCH)
+	@$(BIN)/python -m shipping.release
+	@$(if $(KERNELS),,$(MAKE) --no-print-directory kernels-hopper)
+	@$(BIN)/python -m tests.judge release --backend hopper --minutes 240 --out out/release-hopper.jsonl
+	@$(BIN)/python -m tests.judge release --backend triton --minutes 60 --out out/release-triton.jsonl
+	@$(BIN)/python -m shipping.wheel --again --judged
+	@$(MAKE) --no-print-directory hub docs
+	@$(BIN)/python -m shipping.release --tag
+
 hub: $(if $(wildcard dist/*manylinux*x86_64.whl),setup,wheel)
 	@$(BIN)/python -m shipping.hub dist/*manylinux*x86_64.whl
-
-# A release: its version is checked before anything is built; the tag is set last, and nothing is pushed (shipping/release.py).
-release: setup
-	@$(BIN)/python -m shipping.release
-	@$(MAKE) --no-print-directory wheel hub docs
-	@$(BIN)/python -m shipping.release --tag
 
 clean:
 	rm -rf .venv .venv-newest build dist out $(LIBRARY)

@@ -2,9 +2,8 @@
 
 import re
 
-from bench.page import ROOT, Results, load, number, table, wrapped
+from bench.tables import Results, load, number, table, wrapped
 
-PAGE = ROOT / "docs" / "derivatives.md"
 COMMAND = "python -m bench.derivatives --parts check time"
 EAGER = "eager"
 TIMES = (512, 1024, 2048, 4096, 8192, 16384)

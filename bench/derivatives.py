@@ -1,8 +1,6 @@
 """Forward mode and second derivatives: are they right on this device, how fast, and what memory they take.
 
-    python -m bench.derivatives --out FILE.jsonl                    # the check, then times and memory from N 512 to 16,384
-    python -m bench.derivatives --out FILE.jsonl --parts tiles      # times of a few tiles of each kernel of tangents
-    python -m bench.derivatives --draw FILE.jsonl PICTURE.png       # the times and the memory of a run as a picture
+    python -m bench.derivatives --out FILE.jsonl     # the check, then times and memory from N 512 to 16,384
 
 The check comes first, and nothing is timed where it fails. Times are medians over rounds in which forward, backward, forward mode and
 second derivative take turns, beside eager attention where that fits. The results are records of the one form (bench/records.py).
@@ -25,8 +23,7 @@ from torch.autograd import forward_ad
 import tilewise as tw
 from bench import records
 from bench.measure import PeakMemory, in_turns
-from tilewise import accuracy, dispatch, testing
-from tilewise.backends.base import Directions, OutputGrads
+from tilewise import accuracy
 
 CAUSAL = (4096, 16384)  # the sizes at which a causal mask is timed too
 SIZES = (512, 1024, 2048, 4096, 8192, 16384)
@@ -278,120 +275,16 @@ def time(run: Run, n: int, head_dim: int, causal: bool = False) -> Iterator[dict
         del result
 
 
-# By head dim, for each kernel of tangents: tile_m, tile_n, warps, stages, and whether tiles come by descriptor.
-TILES = {
-    64: {
-        "tangent": ((64, 32, 4, 2, True), (64, 32, 4, 3, True), (64, 64, 4, 2, True), (64, 64, 4, 3, True),
-                    (128, 32, 4, 2, False)),
-        "dq_tangent": ((64, 64, 4, 2, True), (64, 64, 4, 3, True), (64, 64, 4, 2, False)),
-        "dkdv_tangent": ((64, 64, 4, 2, True), (64, 64, 4, 3, True), (64, 128, 8, 2, True), (32, 64, 4, 2, False)),
-    },
-    128: {
-        "tangent": ((128, 64, 8, 2, True), (128, 32, 8, 3, True), (64, 32, 4, 2, True), (128, 64, 8, 2, False)),
-        "dq_tangent": ((64, 32, 4, 2, True), (128, 32, 8, 2, True), (64, 32, 4, 2, False)),
-        "dkdv_tangent": ((32, 64, 4, 2, True), (32, 128, 8, 2, True), (32, 128, 8, 2, False)),
-    },
-}  # fmt: skip
-
-
-def tile_calls(device: str, n: int, head_dim: int, causal: bool) -> dict[tuple[str, str], Callable[[], object]]:
-    """The passes of tangents with each choice of :data:`TILES`, and forward and backward, by what they are and by tiles."""
-    from tilewise.backends.triton.host import tangent
-    from tilewise.backends.triton.tiles import Tiles
-
-    x, triton = Inputs.draw(n, head_dim, HALF, device), dispatch.backend("triton")
-    c = testing.call(*x.tensors[:3], device=device, causal=causal)
-    out, along = triton.forward(c.p, c.t), Directions(*x.along[:3], None, [])
-    moved, grad = triton.jvp(c.p, c.t, out, along), OutputGrads(x.weight, c.dlse)
-    found: dict[tuple[str, str], Callable[[], object]] = {
-        ("forward", "triton"): lambda: triton.forward(c.p, c.t),
-        ("backward", "triton"): lambda: triton.backward(c.p, c.t, out, x.weight, c.dlse),
-    }
-    for kernel, choices in TILES[head_dim].items():
-        for row in choices:
-            plan, tiles = tangent.new_plan(c.p, triton.config(c.p), ()), Tiles(*row)
-            plan.tiles[kernel] = tiles
-            call = partial(tangent.jvp, plan, c.t, out, along)
-            if kernel != "tangent":
-                call = partial(tangent.backward_jvp, plan, c.t, out, grad, along, moved)
-            found["second" if kernel != "tangent" else "tangent", f"{kernel} {tiles.describe()}"] = call
-    return found
-
-
-def tiles(run: Run, n: int, head_dim: int, causal: bool) -> Iterator[dict]:
-    """Milliseconds of the pass of o's tangent, and of the passes of the gradients' tangents, with other tiles of one kernel."""
-    shape = {"batch": 1, "heads_q": HEADS, "heads_k": HEADS, "seqlen": n, "head_dim": head_dim}
-    shape |= {"mask": "causal" if causal else None, "dtype": "bfloat16"}
-    name = f"n{n}-d{head_dim}" + ("-causal" if causal else "")
-    found = tile_calls(run.device, n, head_dim, causal)
-    for (what, who), call in list(found.items()):
-        try:
-            call()
-        except Exception as error:  # too much shared memory, say
-            del found[what, who]
-            why = [str(error)[-200:]]
-            yield run.result(f"{what}-tiles-{name}", who, "time", None, why=why, shape=shape | {"what": what})
-    for (what, who), ms in in_turns(found, run.device).items():
-        yield run.result(f"{what}-tiles-{name}", who, "time", round(ms, 5), shape=shape | {"what": what})
-
-
 def results(run: Run, part: str, sizes: Sequence[int], head_dims: Sequence[int]) -> Iterator[dict]:
     """The results of one part of a run."""
     if part == "check":
         yield from check(run, 24 if run.device == "cpu" else 300)
         return
-    measured = time if part == "time" else tiles
     for n in sizes:
         for head_dim in head_dims:
-            yield from measured(run, n, head_dim, False)
+            yield from time(run, n, head_dim, False)
             if n in CAUSAL and run.device != "cpu":
-                yield from measured(run, n, head_dim, True)
-
-
-def draw(source: Path, target: Path) -> None:
-    """Time and memory of forward mode and the second derivative by length, a column for each head dim; eager attention is broken.
-
-    Times of a CPU, whose cores others may use too, are shown as multiples of the forward that was timed in turns with them.
-    """
-    from matplotlib.figure import Figure
-
-    found = records.read(source)
-    run = next(iter(records.runs(found).values()))
-    ours, relative = next(iter(run["peers"])), "NVIDIA" not in run["device"]
-    titles = {"time": "times of tilewise's forward" if relative else "ms", "memory": "MiB beyond inputs and outputs"}
-    lines = {"jvp": ("#0b6e8f", "forward mode, with o"), "second": ("#c8553d", "second derivative")}
-    names = dict.fromkeys(PEERS, "tilewise") | {EAGER: "eager", PACKAGE: PACKAGE}
-    styles = dict.fromkeys(PEERS, "-o") | {EAGER: "--s", PACKAGE: ":^"}
-    figure = Figure(figsize=(9, 6), layout="constrained")
-    head_dims = sorted({r["shape"]["head_dim"] for r in records.select(found, metric="time")})
-    grid = figure.subplots(2, len(head_dims), sharex=True, sharey="row", squeeze=False)
-    for row, (metric, unit) in zip(grid, titles.items(), strict=True):
-        for axes, head_dim in zip(row, head_dims, strict=True):
-            rows = [r for r in records.select(found, metric=metric) if r["value"] and "seqlen" in r["shape"]]
-            rows = [r for r in rows if r["shape"]["head_dim"] == head_dim and r["shape"].get("mask") is None]
-            mine = [r for r in rows if (r["shape"].get("what"), r["contestant"]) == ("forward", ours)]
-            forward = {r["shape"]["seqlen"]: r["value"] for r in mine}
-            for what, (colour, label) in lines.items():
-                for who in dict.fromkeys(r["contestant"] for r in rows if r["contestant"] in names):
-                    of_who = [r for r in rows if (r["shape"].get("what"), r["contestant"]) == (what, who)]
-                    points = {r["shape"]["seqlen"]: r["value"] for r in of_who}
-                    if metric == "time" and relative:
-                        points = {n: ms / forward[n] for n, ms in points.items()}
-                    if points:
-                        line = f"{names[who]}, {label}"
-                        axes.plot(*zip(*sorted(points.items()), strict=True), styles[who], color=colour, label=line)
-            sizes = sorted({r["shape"]["seqlen"] for r in rows})
-            axes.set(xscale="log", yscale="log", title=f"head dim {head_dim}" if metric == "time" else "")
-            axes.set_xticks(sizes, [f"{n:,}" for n in sizes], fontsize=8)
-            axes.minorticks_off()
-            axes.grid(True, color="#e6e6e6", linewidth=0.8)
-            axes.spines[["top", "right"]].set_visible(False)
-        row[0].set_ylabel(unit)
-    axes.set_xlabel("sequence length N")
-    where = f"{run['device']}, {rows[0]['shape']['dtype']}, {HEADS} heads, torch {run['versions']['torch']}"
-    figure.suptitle(where, fontsize=9, color="#555555")
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
-    figure.savefig(target, dpi=110)
+                yield from time(run, n, head_dim, True)
 
 
 def shown(r: dict) -> str:
@@ -402,20 +295,6 @@ def shown(r: dict) -> str:
     return f"{r['case']:48} {r['contestant']:44} {value}"
 
 
-def peers_of(name: str, parts: list[str]) -> dict[str, str]:
-    """Who the contestants of a run are."""
-    found = {who: PEERS[who] for who in (name, EAGER, PACKAGE) if "check" in parts or "time" in parts}
-    if "tiles" in parts:
-        said = "these tiles of one kernel of tangents: tile_m x tile_n, warps, stages, tma: whole tiles by descriptor"
-        from tilewise.backends.triton.tiles import Tiles
-
-        rows = {
-            f"{kernel} {Tiles(*row).describe()}" for each in TILES.values() for kernel in each for row in each[kernel]
-        }
-        found |= {"triton": PEERS["triton"]} | dict.fromkeys(sorted(rows), said)
-    return found
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Exit code 1: a derivative is wrong."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -423,19 +302,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--backend", help="default: triton on CUDA, else the first that can")
     parser.add_argument("--sizes", type=int, nargs="*", default=SIZES)
     parser.add_argument("--head-dims", type=int, nargs="*", default=(64, 128), choices=(64, 128))
-    parser.add_argument("--parts", nargs="*", default=["check", "time"], choices=("check", "time", "tiles"))
+    parser.add_argument("--parts", nargs="*", default=["check", "time"], choices=("check", "time"))
     parser.add_argument("--out", type=Path, default=Path("out/derivatives.jsonl"))
-    parser.add_argument("--draw", type=Path, nargs=2, help="the file of a run, and the picture to write")
     options = parser.parse_args(arguments)
-    if options.draw:
-        draw(*options.draw)
-        return 0
     backend = options.backend or ("triton" if options.device == "cuda" else None)
     run = Run("", backend, options.device)
     command = (
         f"python -m bench.derivatives --parts {' '.join(options.parts)} --sizes {' '.join(map(str, options.sizes))}"
     )
-    head = records.run(command, options.device, peers_of(run.who, options.parts))
+    head = records.run(command, options.device, {who: PEERS[who] for who in (run.who, EAGER, PACKAGE)})
     records.append([head], options.out)
     run = Run(head["run"], backend, options.device)
     for part in options.parts:

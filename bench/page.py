@@ -1,30 +1,24 @@
-"""docs/performance.md, and the sentences on speed of other pages, written from bench/results: ``python -m bench.page --write``.
+"""Writes what bench/results say into the pages: ``python -m bench.page --write``.
 
-tests/bench/test_page.py holds the pages equal to the results.
+The pages are docs/performance.md, its quotations, and the tables of docs/derivatives.md and docs/huggingface.md. tests/bench/test_page.py
+holds them equal to the results.
 """
 
 import argparse
-import math
 import re
 import sys
-import textwrap
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, partial
-from pathlib import Path
 
 import torch
 
-from bench import kinds
+from bench import derivative_tables, huggingface, kinds
 from bench.cases import named, tagged
-from bench.records import rate, read
+from bench.measure import ROOT
+from bench.tables import NONE, geometric_mean, load, machine, number, pair, section, spread, table, wrapped
 
-RESULTS = Path(__file__).parent / "results"
-ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "performance.md"
-QUOTING = (ROOT / "README.md", ROOT / "docs" / "switching.md")
-"""Pages that quote :func:`summary` between ``<!-- speed -->`` and ``<!-- /speed -->``."""
-WIDTH = 160
 MASKED = ("3fa2ac8f2096", "414b1e11fcdd", "0ba04c12f0ce", "7fba6e754366", "7b0bacc6b5f6", "h200-masks")
 FP32, WIDE, STEPS, AMX = "h200-triton-fp32", "h200-wide-heads", "b12178aa0a97", "xeon-amx-2"
 KEPT = "h200-kept-ds"
@@ -40,7 +34,6 @@ CLOSE = ("cudnn", "fa4")
 MASKS = ("full", "causal")
 MASK_PEERS = ("tilewise", "triton", "cudnn-flex", "flex")
 LEVEL = 0.995  # of a peer's speed: below it a contestant counts as behind
-NONE = "—"
 INTRO = "This page shows how fast tilewise is beside other libraries, from the files in `bench/results`. To measure a case on your machine:"
 COMMAND = ["```", "tilewise bench --list          # the cases", "tilewise bench --case NAME", "```"]
 TERMS = [
@@ -51,120 +44,6 @@ TERMS = [
     "- [decisions.md](decisions.md) says why the kernels are as they are, [tried.md](tried.md) what lost.",
     "- `python -m bench.page --write` writes this page: change the results, not the page.",
 ]
-
-
-class Results:
-    """The results of one file of bench/results.
-
-    Attributes:
-        runs: the record of each run by its name. found: the records of results by run, case, contestant, pass and metric.
-    """
-
-    def __init__(self, name: str):
-        records = read(RESULTS / f"{name}.jsonl")
-        self.runs = {r["run"]: r for r in records if r["record"] == "run"}
-        self.found = {_key(r): r for r in records if r["record"] == "result"}
-
-    def value(self, run: str, case: str, who: str, direction: str, metric: str) -> float | None:
-        """The number that was measured, or None."""
-        return self.found.get((run, case, who, direction, metric), {}).get("value")
-
-    def rate(self, runs: Iterable[str], case: str, who: str, direction: str) -> tuple[str, float] | None:
-        """The first of the runs that timed a contestant on a case, and its TFLOP/s there."""
-        for run in runs:
-            for metric in ("rate", "time"):
-                if r := self.found.get((run, case, who, direction, metric)):
-                    return run, rate(r)
-        return None
-
-    def cases(self, *runs: str) -> dict[str, dict]:
-        """The shape of each case of the runs by its name, in the file's order."""
-        return {r["case"]: r.get("shape", {}) for key, r in self.found.items() if key[0] in runs}
-
-    def newest(self, case: str, contestants: tuple[str, ...], direction: str) -> list[float]:
-        """The times of contestants in the newest run that timed all of them on the case; none where no run did."""
-        for run in sorted(self.runs, key=lambda name: self.runs[name]["when"], reverse=True):
-            times = [self.value(run, case, who, direction, "time") for who in contestants]
-            if None not in times:
-                return times
-        return []
-
-    def source(self, *runs: str) -> str:
-        """The machine, the date, the versions and the command of runs, and a command that measures the like, as sentences."""
-        first = self.runs[runs[0]]
-        dates = sorted({self.runs[run]["when"][:10] for run in runs})
-        commits = sorted({str(self.runs[run]["commit"]).rstrip("+") for run in runs} - {"None"})
-        commit = f", commit {commits[-1]}" if len(commits) == 1 else ""
-        if "again" in first:
-            command = f"{first['command']}; `{first['again']}` measures such rows again"
-        else:
-            command = first["command"] if "`" in first["command"] else f"`{first['command']}`"
-        return f"{machine(first)}, {' and '.join(dates)}, torch {first['versions']['torch']}{commit}; measured by {command}."
-
-
-def _key(record: dict) -> tuple:
-    return tuple(record[name] for name in ("run", "case", "contestant", "pass", "metric"))
-
-
-def machine(run: dict) -> str:
-    """The processor of a run, with its threads where it is a CPU."""
-    threads = f", {run['threads']} threads" if "NVIDIA" not in run["device"] and run.get("threads") else ""
-    return run["device"].replace("(R)", "") + threads
-
-
-@cache
-def load(name: str) -> Results:
-    """The results of bench/results/NAME.jsonl."""
-    return Results(name)
-
-
-def geometric_mean(values: Iterable[float]) -> float:
-    """The geometric mean of positive numbers."""
-    logs = [math.log(value) for value in values]
-    return math.exp(sum(logs) / len(logs))
-
-
-def table(header: list[str], rows: Iterable[list[str]]) -> list[str]:
-    """A markdown table, the first column aligned left and the others right."""
-    return [_row(header), _row(["---", *["---:"] * (len(header) - 1)]), *map(_row, rows)]
-
-
-def _row(cells: list[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def wrapped(text: str) -> list[str]:
-    """The lines of a paragraph."""
-    return textwrap.wrap(text, WIDTH, break_long_words=False, break_on_hyphens=False)
-
-
-def section(title: str, text: str, *tables: list[str]) -> list[str]:
-    """A heading, its paragraph, if any, and what follows it: tables, a plot or another paragraph."""
-    lines = ["", f"## {title}", *(["", *wrapped(text)] if text else [])]
-    for each in tables:
-        lines += ["", *each]
-    return lines
-
-
-def number(value: float | None, digits: int | None = None) -> str:
-    """The number as text, to a whole one from 10 on unless ``digits`` are given, or a dash where there is none."""
-    if value is None:
-        return NONE
-    return f"{value:,.{int(value < 10) if digits is None else digits}f}"
-
-
-def pair(values: Iterable[float | None], digits: int | None = None) -> str:
-    """Two numbers, of the forward and the backward or of full and causal, as text."""
-    texts = [number(value, digits) for value in values]
-    return NONE if set(texts) == {NONE} else " / ".join(texts)
-
-
-def spread(values: Iterable[float | None]) -> str:
-    """The range of the numbers that there are, as text."""
-    known = sorted(round(value) for value in values if value is not None)
-    if not known:
-        return NONE
-    return f"{known[0]}" if known[0] == known[-1] else f"{known[0]} to {known[-1]}"
 
 
 # ---- H200 -------------------------------------------------------------------------------------------------------------
@@ -617,20 +496,25 @@ def quoted(text: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints docs/performance.md, or writes it and the quotations."""
+    """Prints docs/performance.md, or writes all pages."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help="write the pages instead of printing the first one")
     if not parser.parse_args(arguments).write:
         sys.stdout.write(page())
         return 0
     PAGE.write_text(page(), encoding="utf-8")
-    for path in QUOTING:
-        path.write_text(quoted(path.read_text(encoding="utf-8")), encoding="utf-8")
-    from bench import derivative_tables  # which reads its results by this module
-
-    derivatives = derivative_tables.PAGE.read_text(encoding="utf-8")
-    derivative_tables.PAGE.write_text(derivative_tables.quoted(derivatives), encoding="utf-8")
+    for path, renewed in QUOTING.items():
+        path.write_text(renewed(path.read_text(encoding="utf-8")), encoding="utf-8")
     return 0
+
+
+QUOTING = {
+    ROOT / "README.md": quoted,
+    ROOT / "docs" / "switching.md": quoted,
+    ROOT / "docs" / "derivatives.md": derivative_tables.quoted,
+    ROOT / "docs" / "huggingface.md": huggingface.quoted,
+}
+"""Pages with tables of results between marks, and what makes a page's text that of the results."""
 
 
 if __name__ == "__main__":

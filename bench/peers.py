@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.cases import MASKS, SCORES, Case, Inputs
-from bench.measure import captured, free_memory
+from bench.measure import free_memory
 
 Call = Callable[[], Tensor]
 
@@ -219,22 +219,6 @@ def tilewise(backend: str | None = None) -> Contestant:
     except PackageNotFoundError:
         number = "checkout"
     return Contestant(backend or "tilewise", lambda case, device: [], prepare, f"tilewise {number}", ours=True)
-
-
-def replayed(contestant: Contestant) -> Contestant:
-    """Its forward as a CUDA graph, which leaves the host's time for its launches out: what a short kernel is timed by."""
-
-    def prepare(x: Inputs) -> Call:
-        with torch.no_grad():
-            replay, o = captured(contestant.prepare(x))
-
-        def again() -> Tensor:
-            replay()
-            return o
-
-        return again
-
-    return replace(contestant, prepare=prepare, version=f"{contestant.version}, replayed")
 
 
 # ---- PyTorch's own --------------------------------------------------------------------------------------------------

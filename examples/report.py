@@ -13,7 +13,7 @@ from pathlib import Path
 from bench.measure import machine
 from examples.gpt.context import CONTEXTS, POSITIONS, TOKENS
 from examples.gpt.model import ATTENTIONS
-from examples.pathfinder.figure import draw_curve
+from tilewise_papers.pathfinder.figure import draw_curve
 
 ROOT = Path(__file__).parents[1]
 COLOURS = {"tilewise": "#0b6e8f", "standard": "#c8553d", "sdpa": "#7a7a7a"}
@@ -176,7 +176,7 @@ def k(number: int) -> str:
 def main(arguments: list[str] | None = None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--context", type=Path, help="a folder of examples.gpt.context")
-    parser.add_argument("--pathfinder", type=Path, help="a folder of examples.pathfinder.train")
+    parser.add_argument("--pathfinder", type=Path, help="a folder of tilewise_papers.pathfinder.train")
     options = parser.parse_args(arguments)
     files = [ROOT / "bench" / "results" / f"{name}-cpu.json" for name in ("context", "pathfinder")]
     for file, folder, gather in zip(

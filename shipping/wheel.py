@@ -1,6 +1,6 @@
 """Builds what a release uploads, and judges it: ``python -m shipping.wheel`` (``make wheel``).
 
-    shipping.wheel [--out dist] [--machine x86_64|aarch64|any|source ...] [--again]
+    shipping.wheel [--out dist] [--machine x86_64|aarch64|any|source ...] [--again] [--judged]
 
 - ``x86_64``: the CPU library, the launcher and the Hopper kernels that lie in the checkout, for every Linux with glibc 2.28 or
   newer, under every Python 3; auditwheel gives the verdict.
@@ -8,8 +8,9 @@
 - ``any``: no native libraries, for every other machine; ``explain`` says there what is missing.
 - ``source``: the source distribution.
 
-``--again`` builds each a second time from a copy of the sources elsewhere and compares the bytes. Exit code 1: auditwheel refuses a wheel,
-a wheel is above LIMIT, or two builds differ. The packages of the extra ``release`` are needed, and a C++20 compiler.
+``--again`` builds each a second time from a copy of the sources elsewhere and compares the bytes. ``--judged`` refuses Hopper kernels
+that no GPU has run right as they are (``make release``). Exit code 1: that, auditwheel refuses a wheel, a wheel is above LIMIT, or two
+builds differ. The packages of the extra ``release`` are needed, and a C++20 compiler.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from tilewise.backends.hopper.host import kernel_files, proven, selection
 
 ROOT = Path(__file__).parents[1]
 KERNELS = Path("src/tilewise/backends/hopper/kernels")
@@ -52,9 +55,10 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("dist"))
     parser.add_argument("--machine", nargs="+", choices=MACHINES, default=["x86_64", "any", "source"])
     parser.add_argument("--again", action="store_true", help="build twice and compare")
+    parser.add_argument("--judged", action="store_true", help="refuse kernels that no GPU has run right as they are")
     options = parser.parse_args(words)
     print(kernels_said(), flush=True)
-    faults = []
+    faults = [f"no GPU has run {kernel} right as it is" for kernel in proven.unjudged()] if options.judged else []
     for machine in options.machine:
         made = build(machine, ROOT, options.out.resolve())
         size = made.file.stat().st_size
@@ -73,8 +77,6 @@ def kernels_said() -> str:
     Raises:
         RuntimeError: they were compiled from other sources, and nobody could use them.
     """
-    from tilewise.backends.hopper.host import kernel_files, selection
-
     total, here = len(selection.in_order_of_use()), len(kernel_files.index())
     if not here and list((ROOT / KERNELS).glob("*.kernel")):
         raise RuntimeError(

@@ -81,6 +81,15 @@ def test_a_wheel_with_kernels_of_other_sources_is_not_made(monkeypatch, tmp_path
         wheel.kernels_said()
 
 
+@pytest.mark.parametrize(("words", "fails"), [([], 0), (["--judged"], 1)])
+def test_a_release_refuses_kernels_that_no_gpu_has_run_as_they_are(words, fails, monkeypatch, tmp_path, capsys):
+    (tmp_path / "t.whl").touch()
+    monkeypatch.setattr(wheel.proven, "unjudged", lambda: ["one"])
+    monkeypatch.setattr(wheel, "build", lambda machine, source, out: wheel.Made(machine, tmp_path / "t.whl"))
+    assert wheel.main([*words, "--machine", "any"]) == fails
+    assert ("FAIL no GPU has run one right as it is" in capsys.readouterr().out) == bool(fails)
+
+
 def test_the_call_that_tries_an_install_runs():
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(installs.CALL)], capture_output=True, text=True)
     assert done.stdout.strip() in ("cpu", "portable"), done.stderr

@@ -14,9 +14,7 @@
   ``TRITON_PTXAS_BLACKWELL_PATH=path`` the choice is Triton's.
 """
 
-import contextlib
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -64,16 +62,3 @@ def triton_ptxas() -> str:
 def triton_ptxas_blackwell() -> str:
     """The newer assembler that Triton shall use; empty: the one that it brings."""
     return os.environ.get("TRITON_PTXAS_BLACKWELL_PATH", "")
-
-
-@contextlib.contextmanager
-def hash_seed(seed: int) -> Iterator[None]:
-    """Python processes that are started inside hash with this seed (PYTHONHASHSEED)."""
-    before = os.environ.get("PYTHONHASHSEED")
-    os.environ["PYTHONHASHSEED"] = str(seed)
-    try:
-        yield
-    finally:
-        del os.environ["PYTHONHASHSEED"]
-        if before is not None:
-            os.environ["PYTHONHASHSEED"] = before

@@ -317,7 +317,7 @@ Words = tuple[bool, object, object, float | None, bool | None, str | None, bool]
 def brief(q: Tensor, k: Tensor, v: Tensor, words: Words) -> tuple[list[Tensor], str] | None:
     """Return the extras and the spec of a call of q, k, v, a Mask, a Score and a few words, or None if one has an unexpected type.
 
-    Such a call skips :func:`assemble` (`python -m bench.overhead` shows what that saves).
+    Such a call skips :func:`assemble` (`python -m bench.new_lengths` shows what a known call costs).
     """
     causal, mask, score, softmax_scale, deterministic, backend, max_logit = words
     if not (

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from bench import derivative_tables, page
+from bench import page, tables
 
 WRITE = "python -m bench.page --write"
 
@@ -17,17 +17,14 @@ def test_the_page_is_what_the_results_say():
     assert page.PAGE.read_text(encoding="utf-8") == page.page(), f"run {WRITE}"
 
 
+MARKS = {"README.md": "speed", "switching.md": "speed", "derivatives.md": "measured", "huggingface.md": "table"}
+
+
 @pytest.mark.parametrize("path", page.QUOTING, ids=lambda path: path.name)
 def test_a_quotation_is_what_the_results_say(path):
     text = path.read_text(encoding="utf-8")
-    assert text.count("<!-- speed -->") == 1
-    assert text == page.quoted(text), f"run {WRITE}"
-
-
-def test_the_tables_of_derivatives_are_what_the_results_say():
-    text = derivative_tables.PAGE.read_text(encoding="utf-8")
-    assert text.count("<!-- measured -->") == 1
-    assert text == derivative_tables.quoted(text), f"run {WRITE}"
+    assert text.count(f"<!-- {MARKS[path.name]} -->") == 1
+    assert text == page.QUOTING[path](text), f"run {WRITE}"
 
 
 @pytest.mark.parametrize("text", sections(), ids=lambda text: text.partition("\n")[0])
@@ -39,11 +36,11 @@ def test_a_section_says_machine_date_and_command(text):
 
 
 def test_means_and_numbers():
-    assert page.geometric_mean([2, 8]) == pytest.approx(4)
-    assert [page.number(x) for x in (None, 0.84, 12.6, 1234.5)] == ["—", "0.8", "13", "1,234"]
-    assert page.number(0.5, 2) == "0.50"
-    assert [page.pair(x) for x in ([None, None], [12, None])] == ["—", "12 / —"]
-    assert [page.spread(x) for x in ([None], [9.6, 10.4], [8.2, None, 12])] == ["—", "10", "8 to 12"]
+    assert tables.geometric_mean([2, 8]) == pytest.approx(4)
+    assert [tables.number(x) for x in (None, 0.84, 12.6, 1234.5)] == ["—", "0.8", "13", "1,234"]
+    assert tables.number(0.5, 2) == "0.50"
+    assert [tables.pair(x) for x in ([None, None], [12, None])] == ["—", "12 / —"]
+    assert [tables.spread(x) for x in ([None], [9.6, 10.4], [8.2, None, 12])] == ["—", "10", "8 to 12"]
 
 
 def test_a_peer_is_behind_or_ahead_by_its_own_row():

@@ -3,8 +3,10 @@
 import json
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 import tilewise as tw
 from tilewise import cli, dispatch, selfcheck
@@ -111,3 +113,13 @@ def test_the_home_folder_is_a_tilde(monkeypatch):
     assert doctor._without_home("/home/ada/x /home/adam/y /home/ada") == "~/x /home/adam/y ~"
     monkeypatch.setattr(Path, "home", lambda: Path("/"))
     assert doctor._without_home("/a/b") == "/a/b"
+
+
+@pytest.mark.parametrize(("capability", "says"), [((9, 0), "runs"), ((8, 0), "sm_80"), ((10, 0), "sm_100")])
+def test_kernels_that_have_never_run_on_such_a_gpu_are_named(capability, says, monkeypatch):
+    from tilewise import device as devices
+
+    monkeypatch.setattr(devices, "of", lambda device: SimpleNamespace(capability=capability))
+    said = doctor._runs("triton", torch.device("cuda"))
+    assert ("have never run" in said) == (says != "runs")
+    assert says in said

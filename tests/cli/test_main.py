@@ -1,5 +1,6 @@
 """The command line: one clear line for a mistake, JSON for programs, an exit code for what was judged."""
 
+import importlib.util
 import json
 import runpy
 import sys
@@ -30,6 +31,14 @@ def test_help_names_every_command(capsys):
         command in page
         for command in ("demo", "train", "sample", "explain", "show", "verify", "doctor", "kernels", "bench", "tune")
     )
+
+
+def test_without_the_papers_io_says_how_to_get_them_and_the_other_commands_run(capsys, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tilewise_papers" else find(name))
+    monkeypatch.setitem(sys.modules, "tilewise_papers", None)
+    assert "package tilewise_papers, which is not installed here: clone the repository" in failed(capsys, "io")
+    assert cli.main(["show", "causal()", "--seqlen", "4", "--tile", "4"]) == 0
 
 
 def test_version_names_the_package_and_torch(capsys):

@@ -674,13 +674,6 @@ def test_the_examples_of_the_page_run(capsys):
             assert capsys.readouterr().out.strip() == shown.pop(0)
 
 
-def test_the_page_shows_the_records():
-    from bench import huggingface
-
-    text = huggingface.PAGE.read_text(encoding="utf-8")
-    assert huggingface.page(text, huggingface.fastest()) == text
-
-
 def test_the_example_script_trains_and_agrees():
     example = importlib.util.spec_from_file_location("example", ROOT / "examples" / "huggingface.py")
     module = importlib.util.module_from_spec(example)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import tilewise as tw
-from bench.gpu import check
-from bench.gpu.hopper import Kind, check_calls, kernel_of
+from tests.judge import check
+from tests.judge.hopper import Kind, check_calls, kernel_of
 from tilewise import accuracy
 from tilewise.backends.hopper import Hopper
 from tilewise.backends.hopper.backward import config as backward_config

@@ -7,6 +7,7 @@ import torch
 
 import tilewise as tw
 from tests.backends.paged import Case, normal, tree
+from tilewise import cache as caches
 from tilewise.backends.triton import Triton
 from tilewise.backends.triton.paging import choose_paged
 from tilewise.testing import paged_call, wrong
@@ -45,6 +46,17 @@ def test_warps_with_keys_of_their_own_agree_with_the_oracle_and_repeat_their_bit
         assert [str(e) for e in c.expected().judge({"o": first.o, "lse": first.lse}) if not e.ok] == []
         assert torch.equal(first.o, again.o)
         assert torch.equal(first.lse, again.lse)
+
+
+@pytest.mark.parametrize("scales", ["", "heads", "sequences", "tokens"])
+def test_the_kernel_that_appends_writes_what_torch_writes(scales):
+    case = Case(16, (200, 3, 0, 31), dims=(64, 64), dtype=torch.bfloat16, scales=scales)
+    k, v = (normal(4, 5, 2, 64, dtype=torch.bfloat16, seed=seed).cuda() for seed in (0, 1))
+    one, other = (type(cache)(*(x.cuda() for x in cache)) for cache in (case.cache(), case.cache()))
+    assert Triton().append(one, k, v, None)
+    caches._write(other, k, v, None)
+    for x, y in zip(one, other, strict=True):
+        torch.testing.assert_close(x.float(), y.float(), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("scales", ["", "heads"])

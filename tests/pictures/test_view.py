@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import tilewise as tw
-from tilewise.iomodel import flash2
-from tilewise.iomodel.head import Blocks, Head
-from tilewise.iomodel.machine import Level, Machine
 from tilewise.pictures.terminal import coarsened, score_text, tiles_text
 from tilewise.pictures.view import ScoreView, mask_view
 from tilewise.tiles import EMPTY, FULL, PARTIAL
+from tilewise_papers import flash2
+from tilewise_papers.head import Blocks, Head
+from tilewise_papers.machine import Level, Machine
 
 
 def drawn(mask, lengths, tile, width=80):

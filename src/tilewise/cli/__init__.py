@@ -7,14 +7,12 @@ Commands: ``bench``, ``demo``, ``doctor``, ``explain``, ``io``, ``kernels``, ``s
 they share: ``options``, ``page`` (tables and progress), ``figure`` (plots) and ``checkout``, which finds ``bench/`` and ``examples/``.
 """
 
-import importlib
-import importlib.util
 import sys
 from typing import Annotated
 
 import typer
 
-from tilewise.cli import bench, demo, doctor, explain, kernels, sample, show, train, tune, verify
+from tilewise.cli import bench, demo, doctor, explain, io, kernels, sample, show, train, tune, verify
 from tilewise.cli.options import from_dataclass
 
 app = typer.Typer(
@@ -58,8 +56,7 @@ for command in (
     tune.tune,
 ):
     app.command()(from_dataclass(command))
-if importlib.util.find_spec("tilewise.cli.io"):
-    app.command()(importlib.import_module("tilewise.cli.io").io)
+app.command()(io.io)
 
 # typer's own usage errors, under whichever name the installed version of typer carries them.
 UsageError = typer.BadParameter.__base__

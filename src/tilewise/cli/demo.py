@@ -212,8 +212,15 @@ def time_and_memory(place: Place, longest: int) -> dict:
 def counted(place: Place) -> None:
     """Counts what the algorithms of the papers move at the demo's own shape (`tilewise io` for more)."""
     from bench.cases import tagged
-    from tilewise.cli.io import show
-    from tilewise.iomodel import devices, report, tables
+    from tilewise.cli.io import missing, show
+
+    heading(
+        "2. What attention moves, counted", "the papers' algorithms on this machine's memories: forward and backward"
+    )
+    if missing():
+        print(missing())
+        return
+    from tilewise_papers import devices, report, tables
 
     case = next(c for c in tagged("demo", place.device.split(":")[0]) if c.seqlen_q == 4096)
     setting = report.Setting(
@@ -222,9 +229,6 @@ def counted(place: Place) -> None:
         case.heads_q,
         case.batch,
         devices.device("h200" if "cuda" in place.device else "cpu"),
-    )
-    heading(
-        "2. What attention moves, counted", "the papers' algorithms on this machine's memories: forward and backward"
     )
     show(setting, [tables.sum_table(setting, report.table(setting))])
 

@@ -126,8 +126,18 @@ def _backends() -> dict[str, Any]:
         problem = check(q, k, v, extras, seed, parse_spec(text))
         for row in dispatch.BACKENDS:
             reasons = _reasons(lambda name=row.name, p=problem: dispatch.backend(name).unsupported(p))
-            found[f"{row.name} on {device}"] = reasons or "runs"
+            found[f"{row.name} on {device}"] = reasons or _runs(row.name, problem.device)
     return found
+
+
+def _runs(name: str, device: Any) -> str:
+    """That a backend runs, and whether its kernels for such a device have ever run."""
+    from tilewise.backends.triton.config import NEVER_RUN, architecture
+
+    if name != "triton" or device.type != "cuda" or architecture(device) not in NEVER_RUN:
+        return "runs"
+    arch = NEVER_RUN[architecture(device)]
+    return f"its kernels for {arch} are compiled in its tests and have never run: `tilewise verify` checks them here"
 
 
 def _reasons(ask: Callable[[], list[str]]) -> list[str]:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from tilewise.amounts import in_bytes
+from tilewise.cli.checkout import URL_HINT
+
+
+def missing() -> str:
+    """The reason why nothing can be counted here; empty: it can."""
+    if importlib.util.find_spec("tilewise_papers"):
+        return ""
+    return f"the papers' algorithms are in the package tilewise_papers, which is not installed here: {URL_HINT}"
 
 
 def io(
@@ -26,8 +35,10 @@ def io(
     """
     from rich.console import Console
 
-    from tilewise.iomodel import devices, plots, tables
-    from tilewise.iomodel.report import Setting, table
+    if missing():
+        raise ValueError(missing())
+    from tilewise_papers import devices, plots, tables
+    from tilewise_papers.report import Setting, table
 
     machine = devices.device(device)
     if sram is not None:

@@ -11,12 +11,12 @@ import traceback
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 
-from bench.gpu.hopper import Sizes, check_calls
 from tests.backends.hopper.test_backward import emulate_kernels, wrong
 from tests.backends.hopper.test_decoding import emulate as emulate_decoding
 from tests.backends.hopper.test_forward import emulate_kernel
 from tests.backends.hopper.test_latent import emulate as emulate_latent
 from tests.backends.hopper.test_pages import emulate_pages
+from tests.judge.hopper import Sizes, check_calls
 from tilewise import accuracy
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.backward.config import Backward

@@ -22,7 +22,7 @@ class Workshop:
         self.sources, self.host = "sources", "host"
         monkeypatch.setattr(aot, "ProcessPoolExecutor", ThreadPoolExecutor)
         monkeypatch.setattr(aot, "program", self.program)
-        monkeypatch.setattr(aot, "build_as_proven", self.build)
+        monkeypatch.setattr(aot, "build", self.build)
         monkeypatch.setattr(kernel_files, "source_hash", lambda of="all": self.sources if of == "all" else self.host)
         self.run()
         self.built.clear()

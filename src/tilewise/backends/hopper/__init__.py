@@ -15,7 +15,7 @@ Importing this imports no DSL. Where to look:
 - ``kernels``: all kernels that ship, as one type and one list.
 - ``expected``: what a compiled kernel must have, for the checks ahead of time.
 - ``operations``: the operations of masks and scores that the kernels can be traced with, and their names in the DSL.
-- ``native/launcher.cpp`` launches; ``kernels.txt``, ``proven.txt``, ``unproven.txt`` say what ships, and which bits a GPU has proven.
+- ``native/launcher.cpp`` launches; ``kernels.txt`` says what ships, ``proven.txt`` what of it a GPU has run right.
 """
 
 from __future__ import annotations

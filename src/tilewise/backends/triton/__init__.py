@@ -1,4 +1,6 @@
-"""Attention on any GPU that Triton knows: NVIDIA sm_80 and newer, AMD; and, for tests, Triton's interpreter on CPU tensors.
+"""Attention on GPUs by Triton; and, for tests, by its interpreter on CPU tensors.
+
+Kernels run on Hopper (sm_90). For NVIDIA's sm_80 and sm_100 and for AMD's gfx942 they are compiled, never run (``config.NEVER_RUN``).
 
 Importing this module does not import Triton; the first question about a problem does. ``config`` chooses tiles, ``paging`` those over a
 paged cache, ``group_parts`` the programs that share the query heads of a key tile, and ``sheet`` the parts of dS to keep. ``tiles`` says

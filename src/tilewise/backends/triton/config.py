@@ -192,6 +192,8 @@ TABLE = {
     "sm100": {"half": _HALF_SM80, "ieee": _FLOAT},
     "amd": {"half": _HALF_AMD, "ieee": _FLOAT},
 }
+NEVER_RUN = {"sm80": "sm_80", "sm100": "sm_100", "amd": "AMD"}
+"""Architectures whose kernels are compiled in tests and have never run, and what users call them; their tiles are not measured."""
 # The bytes of shared memory that one program may have, on the data-centre devices of each table.
 SHARED_MEMORY = {"sm80": 163 << 10, "sm90": 227 << 10, "sm100": 227 << 10, "amd": 64 << 10}
 MAX_HEAD_DIM = min(tables["ieee"][-1].head_dim for tables in TABLE.values())
@@ -230,7 +232,7 @@ def _tmas(*rows: tuple[int, int, int, int]) -> tuple[Tiles, ...]:
     return tuple(_tma(*row) for row in rows)
 
 
-# What `tilewise tune` measures and bench/gpu checks, by architecture; half precision. Rows that
+# What `tilewise tune` measures and tests/judge checks, by architecture; half precision. Rows that
 # lost on an H200 are in docs/tried.md, not here.
 CANDIDATES = {
     "sm90": (

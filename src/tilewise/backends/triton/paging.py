@@ -37,7 +37,7 @@ FEWEST_ROWS = 16  # of a tile: a step of decoding has a row for each head of a g
 
 E4M3_BYTES, E4M3_PAIR = 1, 2  # kernels read two numbers at a time
 
-# How keys are split: `python -m bench.serving --parts tiles` on a GPU measures them (docs/decisions.md#triton-pages).
+# How keys are split: measured on a GPU (docs/decisions.md#triton-pages).
 PROGRAMS = 2  # for each multiprocessor, as many as run there at a time
 LEAST_SPLITS = 16  # of a batch of decoding steps: one sequence may be much longer than the others
 MOST_SPLITS = 128

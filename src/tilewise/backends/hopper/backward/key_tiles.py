@@ -122,7 +122,7 @@ def direction(config: Backward) -> int:
 
 def rounds_of(params: BackwardParams, config: Backward):
     """How many tiles this CTA has."""
-    # In two branches, since operations follow one another as they are written: whole tiles keep the bits that GPUs have proven.
+    # In two branches, since operations follow one another as they are written: whole tiles keep the program that GPUs have run.
     if not config.parted:
         return schedule.rounds(*cta_of(config), tile_order(params, config).tiles, direction(config))
     # Parts are dealt out as tiles are, behind those that are whole.

@@ -503,7 +503,7 @@ def kept_pairs(
 
 def rounded_p(operands: DkDvOperands, p: cute.Tensor, config: Backward) -> cute.Tensor | OperandValues:
     """An operand as P as fp32 numbers at a thread's (row, column). Tiles with columns of V in registers, and those whose products subtract
-    statistics, take fewer instructions for it; the bits of other kernels without dropout are left as they were proven."""
+    statistics, take fewer instructions for it; other kernels without dropout keep the program that they had."""
     few = (
         v_register_steps(config.keys, config.statistics, config.packed, config.sums_bias)
         or config.subtracts

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import io
 import json
 import os
 import zipfile
@@ -74,24 +73,11 @@ def write(file: Path, cubin: bytes, recipe: Recipe) -> Path:
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_suffix(f".{os.getpid()}")
     text = json.dumps(recipes.to_json(recipe), separators=(",", ":"))
-    part.write_bytes(_zipped({"cubin": cubin, "recipe.json": text.encode()}, zipfile.ZIP_LZMA))
+    with zipfile.ZipFile(part, "w", zipfile.ZIP_LZMA) as packed:
+        for name, content in (("cubin", cubin), ("recipe.json", text.encode())):
+            packed.writestr(zipfile.ZipInfo(name, _DATE), content, zipfile.ZIP_LZMA)
     part.replace(file)
     return file
-
-
-def deflated(file: Path) -> bytes:
-    """A kernel's file packed by deflate, as all were when the first ones were proven."""
-    with zipfile.ZipFile(file) as packed:
-        contents = {name: packed.read(name) for name in packed.namelist()}
-    return _zipped(contents, zipfile.ZIP_DEFLATED)
-
-
-def _zipped(contents: dict[str, bytes], method: int) -> bytes:
-    room = io.BytesIO()
-    with zipfile.ZipFile(room, "w", method, compresslevel=9) as packed:
-        for name, content in contents.items():
-            packed.writestr(zipfile.ZipInfo(name, _DATE), content, method)
-    return room.getvalue()
 
 
 def unreadable() -> str:
@@ -103,7 +89,13 @@ def unreadable() -> str:
     )
 
 
+def contents(file: Path) -> tuple[bytes, bytes]:
+    """The cubin of a kernel's file, and its recipe as text."""
+    with zipfile.ZipFile(file) as packed:
+        return packed.read("cubin"), packed.read("recipe.json")
+
+
 def read(file: Path) -> tuple[bytes, Recipe]:
     """``(cubin, recipe)`` of a kernel's file."""
-    with zipfile.ZipFile(file) as packed:
-        return packed.read("cubin"), recipes.from_json(json.loads(packed.read("recipe.json")))
+    cubin, text = contents(file)
+    return cubin, recipes.from_json(json.loads(text))

@@ -1,68 +1,59 @@
-"""The kernels that a GPU has proven right, by their bits, and those that wait for a GPU.
+"""The kernels that a GPU has run right, by their programs and their cubins.
 
-A kernel's bits are those of what its file holds, cubin and recipe: the same sources and the same compiler give the same ones on every
-machine, but for some kernels, mostly with a softcap at head_dim 128 or over pages, which come out in one of several forms; each form
-is listed once a GPU has proven it, and ``aot.build_as_proven`` looks for one of them.
-
-``python -m bench.gpu prove --backend hopper RESULTS`` adds to ``proven.txt`` the kernels that were right in every
-call. A change of a kernel's bits is a decision: its name is put into ``unproven.txt``, and taken out when a GPU has proven the new bits.
+A kernel's program is what the compiler is given. The same sources and the same compiler give the same program on every machine, and
+``kernels.txt`` lists it. The compiler is not reproducible: some programs come out as one of several cubins. A change of the sources is
+therefore seen by its programs, and a release is judged by the cubins that it ships: ``make release`` runs them on a GPU and writes into
+``proven.txt`` which were right. No hash is taken of a compressed file.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from tilewise.backends.hopper.host import kernel_files
 
-_HERE = Path(__file__).parents[1]
-PROVEN = _HERE / "proven.txt"  # bits, how many calls were right, kernel
-UNPROVEN = _HERE / "unproven.txt"  # kernels that wait for a GPU, one a line; after a # why
+PROVEN = Path(__file__).parents[1] / "proven.txt"  # program, cubin, how many calls were right, kernel
+UNKNOWN = "-"  # a cubin that was right, of which only the program is known
 
 
-def bits_of(file: Path) -> str:
-    """The hash of a kernel's file, however it is packed."""
-    return hashlib.sha256(kernel_files.deflated(file)).hexdigest()[:24]
+class Proof(NamedTuple):
+    """What of a kernel was right on a GPU, and in how many calls."""
+
+    program: str
+    cubin: str
+    calls: int
 
 
-def proven() -> dict[str, str]:
-    """Kernels by their bits."""
+def cubin_hash(file: Path) -> str:
+    """The hash of what a kernel's file holds, the cubin and the recipe of its launch, however it is packed."""
+    return hashlib.sha256(b"".join(kernel_files.contents(file))).hexdigest()[:16]
+
+
+def proofs() -> dict[str, Proof]:
+    """The proof of each kernel that has one."""
     lines = PROVEN.read_text(encoding="utf-8").splitlines() if PROVEN.exists() else []
-    return {bits: kernel for bits, _, kernel in map(str.split, lines)}
+    return {kernel: Proof(program, cubin, int(calls)) for program, cubin, calls, kernel in map(str.split, lines)}
 
 
-def add(right: dict[str, tuple[str, int]]) -> int:
-    """Adds kernels, ``bits -> (kernel, calls that were right)``, and returns how many are proven."""
-    lines = set(PROVEN.read_text(encoding="utf-8").splitlines()) if PROVEN.exists() else set()
-    lines |= {f"{bits} {count:3} {kernel}" for bits, (kernel, count) in right.items()}
-    PROVEN.write_text("\n".join(sorted(lines, key=lambda line: line.split()[::-1])) + "\n", encoding="utf-8")
-    return len(lines)
+def add(right: Mapping[str, Proof]) -> int:
+    """Adds proofs by their kernels, each in place of an earlier one, and returns how many kernels have one."""
+    every = proofs() | dict(right)
+    rows = (f"{proof.program} {proof.cubin:16} {proof.calls:3} {kernel}" for kernel, proof in sorted(every.items()))
+    PROVEN.write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")
+    return len(every)
 
 
-def waiting() -> set[str]:
-    """The kernels that wait for a GPU."""
-    lines = UNPROVEN.read_text(encoding="utf-8").splitlines() if UNPROVEN.exists() else []
-    return {kernel for line in lines if (kernel := line.partition("#")[0].strip())}
+def waiting(programs: Mapping[str, str]) -> list[str]:
+    """The kernels whose programs, given by kernel, no GPU has run right."""
+    known = proofs()
+    return [kernel for kernel, program in programs.items() if kernel not in known or known[kernel].program != program]
 
 
-def faults(kernel: str, bits: str, tried: Sequence[str] = ()) -> list[str]:
-    """The reasons against the bits of a kernel: neither proven nor said to be waiting, or both.
-
-    Args:
-        tried: the bits of all its builds, where it was built more than once.
-    """
-    known, waits = proven().get(bits) == kernel, kernel in waiting()
-    if known and waits:
-        return [f"its bits are proven: take it out of {UNPROVEN.name}"]
-    if known or waits:
-        return []
-    undo = f"undo what changed them, or put its name into {UNPROVEN.name}"
-    forms = sorted(set(tried))
-    if len(forms) < 2:
-        return [f"no GPU has proven its bits {bits}: {undo}"]
-    return [
-        f"no GPU has proven one of the {len(forms)} forms of its {len(tried)} builds, {', '.join(forms)}: {undo}; "
-        f"if nothing changed them, no GPU has run these forms yet: check the one that was kept, {bits}, by "
-        "`python -m bench.gpu check --backend hopper` on a GPU, and add it by `python -m bench.gpu prove`"
-    ]
+def unjudged() -> list[str]:
+    """The kernels that were built ahead of time and whose cubins no GPU has run right."""
+    known, folder = proofs(), kernel_files.folder()
+    cubins = {kernel: cubin_hash(folder / kernel_files.file_name(kernel)) for kernel in kernel_files.index()}
+    return [kernel for kernel, cubin in cubins.items() if kernel not in known or known[kernel].cubin != cubin]

@@ -1,0 +1,278 @@
+"""Draws results: ``python -m bench.plots WHAT RESULTS PICTURE``.
+
+squares bench/results/h200-peers.jsonl docs/img/h200-hopper.png --run NAME   # bench.page.H200 names the run of the page
+cpu bench/results/cpu-goals.jsonl docs/img/cpu-goals.png                     # what `tilewise bench --device cpu` wrote
+ranks bench/results/h200-peers.jsonl docs/img/ranks.png                      # the share of one GPU's pace over ranks
+decoding FILE.jsonl PICTURE                                                  # what `bench.serving --parts rates` wrote
+derivatives FILE.jsonl PICTURE                                               # what `bench.derivatives` wrote
+"""
+
+import argparse
+import re
+from pathlib import Path
+
+import torch
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullLocator
+
+from bench import cases, records
+from bench.compare import Verdict, judge, load_goals
+from bench.ranks import HEAD_DIM, kept_pairs
+from tilewise.parallel import cost
+from tilewise.problem import Problem, check
+from tilewise.spec import Options, assemble, parse_spec
+
+BLUE, RED, GREEN, GREY = "#0b6e8f", "#c8553d", "#4f9d69", "#555555"
+
+
+def tokens(n: float, _: object = None) -> str:
+    """A length as people say it: 512, 4k, 1M."""
+    return f"{n:g}" if n < 2**10 else f"{n / 2**10:g}k" if n < 2**20 else f"{n / 2**20:g}M"
+
+
+def styled(axes, ticks=(), **labels: object) -> None:
+    """A logarithmic axis of lengths in k, a faint grid, no frame above and to the right."""
+    axes.set(xscale="log", **labels)
+    axes.set_xticks(sorted(ticks))
+    axes.xaxis.set_major_formatter(FuncFormatter(tokens))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.grid(True, color="#e6e6e6", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def titled(figure: Figure, text: str) -> Figure:
+    figure.suptitle(text, fontsize=9, color=GREY)
+    return figure
+
+
+# ---- the squares of a GPU -------------------------------------------------------------------------------------------
+
+PEER = {"linewidth": 1.6, "markersize": 4, "zorder": 2}
+OURS = {"linewidth": 3, "markersize": 6, "zorder": 3, "marker": "o"}
+STYLES = {
+    "tilewise": OURS | {"color": BLUE, "label": "tilewise"},
+    "hopper": OURS | {"color": BLUE, "label": "tilewise, hopper"},
+    "triton": OURS | {"color": "#4fa3bf", "label": "tilewise, triton"},
+    "fa4": PEER | {"color": "#9a9a9a", "marker": "s", "label": "FlashAttention-4"},
+    "fa3": PEER | {"color": "#b3a3bd", "marker": "D", "label": "FlashAttention-3"},
+    "cudnn": PEER | {"color": "#c9a27e", "marker": "^", "label": "cuDNN (torch)"},
+    "fa2": PEER | {"color": "#b5b5b5", "marker": "v", "linestyle": ":", "label": "FlashAttention-2 (torch)"},
+    "flex": PEER | {"color": "#d8c48f", "marker": "P", "label": "FlexAttention"},
+}
+"""How a contestant is drawn; tilewise comes first and stands out."""
+
+
+def square_points(rows: list[dict], direction: str, head_dim: int, mask: str | None) -> dict[str, dict[int, float]]:
+    """TFLOP/s by N, by contestant; of rows for the same, the last counts."""
+    found: dict[str, dict[int, float]] = {name: {} for name in STYLES}
+    for r in records.select(rows, direction=direction):
+        case, speed = cases.CASES.get(r["case"]), records.rate(r)
+        wanted = case and "h200" in case.tags and (case.head_dim, case.mask) == (head_dim, mask)
+        if wanted and speed and r["contestant"] in found:
+            found[r["contestant"]][case.seqlen_q] = speed
+    return {name: values for name, values in found.items() if values}
+
+
+def squares(rows: list[dict], mask: str | None = "causal") -> Figure:
+    """Forward above, backward below, a column for each head dim. The letters are legible at 800 pixels."""
+    figure = Figure(figsize=(8, 5.4), layout="constrained")
+    grid = figure.subplots(2, 3, sharex=True, sharey="row")
+    for line, direction in zip(grid, ("forward", "backward"), strict=True):
+        for axes, head_dim in zip(line, (64, 128, 256), strict=True):
+            for name, values in square_points(rows, direction, head_dim, mask).items():
+                axes.plot(*zip(*sorted(values.items()), strict=True), **STYLES[name])
+            styled(axes, (512, 2048, 8192))
+            axes.set_title(f"{direction}, head_dim {head_dim}", fontsize=11)
+        highest = max(y for axes in line for drawn in axes.get_lines() for y in drawn.get_ydata())
+        line[0].set(ylabel="TFLOP/s", ylim=(0, 1.05 * highest))
+    grid[1, 1].set_xlabel("sequence length")
+    handles = {label: h for axes in grid.flat for h, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False, fontsize=10.5)
+    run = next(iter(records.runs(rows).values()))
+    figure.suptitle(f"{(mask or 'full').capitalize()} attention, bf16, {run['device']}", fontsize=12)
+    return figure
+
+
+# ---- the CPU's goals ------------------------------------------------------------------------------------------------
+
+PANELS = {
+    "sdpa": "times as fast as PyTorch's SDPA",
+    "cpu": "times as fast as without a mask",
+    "read": "share of the pace at which K and V are read",
+}
+
+
+def cpu(rows: list[dict]) -> Figure:
+    """A panel for each peer: a bar for each case and direction, and a black line at its goal."""
+    goals = [g for g in load_goals() if g.contestant == "cpu" and g.peer]
+    measured = [v for v in judge(goals, records.entries(rows)) if v.measured is not None]
+    panels = {peer: found for peer in PANELS if (found := [v for v in measured if v.goal.peer == peer])}
+    heights = [len({v.goal.case for v in found}) + 1.5 for found in panels.values()]
+    figure = Figure(figsize=(9, 0.34 * sum(heights) + 1), layout="constrained")
+    grid = figure.subplots(len(panels), 1, height_ratios=heights, squeeze=False)
+    for (peer, found), axes in zip(panels.items(), grid[:, 0], strict=True):
+        _bars(axes, found)
+        axes.set_xlabel(PANELS[peer])
+    run = next(iter(records.runs(rows).values()))
+    where = f"{run['device']}, {run['threads']} threads, torch {run['versions']['torch']}"
+    return titled(figure, f"{where}   ·   black: the goal")
+
+
+def _bars(axes, verdicts: list[Verdict]) -> None:
+    names = list(dict.fromkeys(v.goal.case for v in verdicts))
+    for direction, colour, shift in (("forward", BLUE, -0.2), ("backward", RED, 0.2)):
+        found = [v for v in verdicts if v.goal.direction == direction]
+        at = [names.index(v.goal.case) + shift for v in found]
+        axes.barh(at, [v.measured for v in found], 0.36, color=colour, label=direction if found else None)
+        for y, v in zip(at, found, strict=True):
+            axes.plot([v.goal.ratio] * 2, [y - 0.2, y + 0.2], color="black", linewidth=1.5)
+            where = {"xytext": (3, 0), "textcoords": "offset points", "va": "center", "fontsize": 7}
+            axes.annotate(f"{v.measured:.2f}", (v.measured, y), **where)
+    axes.set_yticks(range(len(names)), [case.removeprefix("cpu-") for case in names])
+    axes.set_ylim(len(names) - 0.4, -0.6)
+    axes.margins(x=0.08)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="lower right", fontsize=8)
+
+
+# ---- several GPUs ---------------------------------------------------------------------------------------------------
+
+RANKS = {2: BLUE, 4: RED, 8: GREEN}
+TOKENS = [2**n for n in range(14, 21)]
+PACE = 615e12
+"""About what one GPU alone makes of a causal step of these heads, from 32k tokens on."""
+
+
+def ranks_problem(seqlen: int, heads_q: int, heads_k: int) -> Problem:
+    """A causal step of so many tokens."""
+    whole = torch.empty(1, 1, 1, 1, dtype=torch.bfloat16)
+    q, k, v = (whole.expand(1, seqlen, heads, HEAD_DIM).requires_grad_() for heads in (heads_q, heads_k, heads_k))
+    extras, seed, text = assemble(q, k, v, Options(causal=True))
+    return check(q, k, v, extras, seed, parse_spec(text))
+
+
+def ranks_model(size: int, seqlen: int, heads_q: int, heads_k: int) -> float:
+    """The share of one GPU's pace that the cost model, which knows nothing of the host's time, expects of a step by heads."""
+    products = 14 * kept_pairs("causal", seqlen) * heads_q * HEAD_DIM / size / PACE * 1e3
+    exchanged = cost.exchanging_heads(ranks_problem(seqlen, heads_q, heads_k), size)
+    return products / (products + exchanged.milliseconds)
+
+
+def ranks_measured(rows: list[dict], size: int, heads_q: int, heads_k: int) -> list[tuple[int, float]]:
+    """``(tokens, share)`` of the newest run of each length."""
+    times: dict[tuple[int, str], dict[str, float]] = {}
+    for r in records.select(rows, direction="both"):
+        shape = r.get("shape", {})
+        found = shape.get("gpus"), shape.get("heads_q"), shape.get("heads_k"), shape.get("mask")
+        if found == (size, heads_q, heads_k, "causal") and r["contestant"] in ("engines", "alone"):
+            times.setdefault((shape["seqlen"], r["run"]), {})[r["contestant"]] = r["value"]
+    newest = {seqlen: both for (seqlen, _), both in times.items() if len(both) == 2}
+    return sorted((seqlen, both["alone"] / both["engines"]) for seqlen, both in newest.items())
+
+
+def ranks(rows: list[dict]) -> Figure:
+    """A panel for each number of heads: steps by heads of :mod:`bench.ranks`, and the cost model's lines."""
+    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    for axes, heads in zip(figure.subplots(1, 2, sharey=True), ((32, 8), (16, 16)), strict=True):
+        for size, colour in RANKS.items():
+            if heads[1] % size:
+                continue
+            axes.plot(TOKENS, [ranks_model(size, n, *heads) for n in TOKENS], color=colour, linewidth=1.2)
+            if points := ranks_measured(rows, size, *heads):
+                label = f"{size} GPUs, measured; line: the cost model"
+                axes.plot(*zip(*points, strict=True), "o", color=colour, label=label)
+        styled(axes, TOKENS, ylim=(0.5, 1.0), title=f"{heads[0]} query, {heads[1]} key heads", xlabel="tokens")
+        axes.legend(frameon=False, loc="lower right", fontsize=8)
+    figure.axes[0].set_ylabel("share of one GPU's pace")
+    return titled(figure, "NVIDIA H200, bf16, D 128, causal, forward and backward, by heads with copy engines")
+
+
+# ---- decoding -------------------------------------------------------------------------------------------------------
+
+RATE = re.compile(r"serving-rate-b(\d+)-(\d+)$")
+CACHES = {"pages-64": ("-", "tilewise, pages of 64"), "cudnn": ("--", "cuDNN (torch), dense keys")}
+BATCHES = {1: BLUE, 8: GREEN, 64: RED}
+
+
+def decoding(rows: list[dict]) -> Figure:
+    """How fast decoding reads its cache: a colour for each batch, full lines for pages, broken ones for cuDNN."""
+    found: dict[tuple[str, int], dict[int, float]] = {}
+    for r in records.select(rows, metric="time"):
+        case = RATE.match(r["case"])
+        if case and r["value"] and r["contestant"] in CACHES:
+            found.setdefault((r["contestant"], int(case[1])), {})[int(case[2])] = r["gb_per_s"] / 1e3
+    figure = Figure(figsize=(8, 4.4), layout="constrained")
+    axes = figure.subplots()
+    for (name, batch), values in sorted(found.items(), key=lambda each: each[0][1]):
+        style, label = CACHES[name]
+        label = f"{'1 sequence' if batch == 1 else f'{batch} sequences'}, {label}"
+        axes.plot(
+            *zip(*sorted(values.items()), strict=True), f"{style}o", markersize=4, color=BATCHES[batch], label=label
+        )
+    ticks = {keys for values in found.values() for keys in values}
+    styled(axes, ticks, xlabel="keys of each sequence", ylabel="K and V read, TB/s", ylim=(0, None))
+    axes.legend(frameon=False, fontsize=8)
+    return figure
+
+
+# ---- derivatives ----------------------------------------------------------------------------------------------------
+
+DERIVATIVES = {"jvp": (BLUE, "forward mode, with o"), "second": (RED, "second derivative")}
+
+
+def derivatives(rows: list[dict]) -> Figure:
+    """Time and memory by length, a column for each head dim; eager attention is broken.
+
+    Times of a CPU, whose cores others may use too, are multiples of the forward that was timed in turns with them.
+    """
+    run = next(iter(records.runs(rows).values()))
+    ours, relative = next(iter(run["peers"])), "NVIDIA" not in run["device"]
+    units = {"time": "times of tilewise's forward" if relative else "ms", "memory": "MiB beyond inputs and outputs"}
+    plain = [r for r in records.select(rows) if r["value"] and r.get("shape", {}).get("what")]
+    plain = [r for r in plain if r["shape"].get("mask") is None]
+    head_dims = sorted({r["shape"]["head_dim"] for r in plain})
+    figure = Figure(figsize=(9, 6), layout="constrained")
+    grid = figure.subplots(2, len(head_dims), sharex=True, sharey="row", squeeze=False)
+
+    def points(what: str, who: str, metric: str, head_dim: int) -> dict[int, float]:
+        found = ((r, r["shape"]) for r in plain if (r["contestant"], r["metric"]) == (who, metric))
+        return {s["seqlen"]: r["value"] for r, s in found if (s["what"], s["head_dim"]) == (what, head_dim)}
+
+    for line, (metric, unit) in zip(grid, units.items(), strict=True):
+        for axes, head_dim in zip(line, head_dims, strict=True):
+            forward = points("forward", ours, metric, head_dim)
+            for what, (colour, label) in DERIVATIVES.items():
+                for who, name, style in ((ours, "tilewise", "-o"), ("eager", "eager", "--s")):
+                    values = points(what, who, metric, head_dim)
+                    if metric == "time" and relative:
+                        values = {n: ms / forward[n] for n, ms in values.items()}
+                    if values:
+                        drawn = zip(*sorted(values.items()), strict=True)
+                        axes.plot(*drawn, style, color=colour, label=f"{name}, {label}")
+            styled(axes, forward, yscale="log", title=f"head dim {head_dim}" if metric == "time" else "")
+        line[0].set_ylabel(unit)
+    axes.set_xlabel("sequence length N")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
+    shape = plain[0]["shape"]
+    return titled(
+        figure, f"{run['device']}, {shape['dtype']}, {shape['heads_q']} heads, torch {run['versions']['torch']}"
+    )
+
+
+PLOTS = {"squares": squares, "cpu": cpu, "ranks": ranks, "decoding": decoding, "derivatives": derivatives}
+
+
+def main(words: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("what", choices=PLOTS)
+    parser.add_argument("results", type=Path)
+    parser.add_argument("picture", type=Path)
+    parser.add_argument("--run", help="contestants of one run alone, which were timed in the same rounds")
+    options = parser.parse_args(words)
+    rows = [r for r in records.read(options.results) if options.run in (None, r["run"])]
+    PLOTS[options.what](rows).savefig(options.picture, dpi=200)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,525 @@
+"""docs/evidence.md: the claims of the papers beside what was counted and measured here. ``python -m tilewise_papers.evidence --write``.
+
+claims.toml has what the papers say, bench/results what was measured; what was counted does not depend on the machine. A function of
+this file reads each claim's figure and judges it. tests/papers/test_evidence.py holds the page equal to all of them.
+"""
+
+import argparse
+import json
+import re
+import sys
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+from bench import page
+from bench.cases import tagged
+from bench.measure import ROOT
+from bench.tables import NONE, RESULTS, load, number, section, table, wrapped
+from tilewise_papers import flash1, flash2, report, traffic
+from tilewise_papers.devices import DEVICES
+from tilewise_papers.head import Blocks, Head
+from tilewise_papers.machine import Counts
+from tilewise_papers.tables import PAPER_FIGURES, PAPER_SETTING
+
+PAGE = ROOT / "docs" / "evidence.md"
+QUOTING = ROOT / "docs" / "training.md"
+"""The page that quotes :func:`context_table` between ``<!-- context-gpu -->`` and ``<!-- /context-gpu -->``."""
+DECODING = "h200-decode"
+"""The run of one query over a dense cache."""
+CLAIMS = Path(__file__).with_name("claims.toml")
+HOLDS, FAILS, UNSEEN = "holds", "does not hold", "not measured here"
+EAGER, SPARSE = "be2142459054", "bf64f25f9387"
+"""Runs of a CPU: beside standard attention, and a block pattern beside the whole."""
+PARTS = "h200-step-parts"
+NEWCOMER = "python -m bench.newcomer"
+TRAFFIC, TABLE, CONTEXT, LADDER = (
+    "90ece5c3a062",
+    ("dd5883c7fbf9", "ad2ae5caef49"),
+    "f3c36a1dc8aa",
+    ("9669ab472640", "800f8b0b7053"),
+)
+RANKS = {2: "6f41e8220b30", 4: "031e580f267a"}
+"""The runs of tilewise_papers.traffic, tilewise_papers.gpt_speed, examples.gpt.context_gpu, tilewise_papers.pathfinder.ladder and, by GPUs,
+tilewise_papers.gpt_ranks that are shown: name a newer one here."""
+INTRO = (
+    "This page compares the claims of the FlashAttention papers with our measurements. Each row has a command to repeat it; `tilewise "
+    "bench --tag paper` runs those that your machine can. Speeds beside other libraries are in [performance.md](performance.md). "
+    "`python -m tilewise_papers.evidence --write` writes this page from `src/tilewise_papers/claims.toml` (the papers' figures, and our "
+    "criteria), `bench/results` (measurements) and the counted machine ([io.md](io.md))."
+)
+
+
+@dataclass(frozen=True)
+class Found:
+    """Our figure for a claim, and whether the claim holds; ``holds`` is None where there is nothing to judge by."""
+
+    ours: str
+    holds: bool | None
+
+    @property
+    def verdict(self) -> str:
+        return UNSEEN if self.holds is None else HOLDS if self.holds else FAILS
+
+
+# ---- counted ----------------------------------------------------------------------------------------------------------
+
+
+def setting() -> report.Setting:
+    """GPT-2 medium's attention on an A100, as the FlashAttention paper has it."""
+    return report.Setting(**PAPER_SETTING, device=DEVICES["a100"])
+
+
+@cache
+def counted(program: Callable, rows: int, cols: int) -> Counts:
+    """The counts of a forward of one head of :func:`setting` counts with such blocks."""
+    machine = setting().machine(roomy=True)
+    program(machine, Head.blank(setting().seqlen, setting().head_dim), Blocks(rows, cols))
+    return machine.counts
+
+
+def fewer_bytes() -> Found:
+    """Bytes of standard attention, with mask and dropout, over FlashAttention's with the paper's blocks."""
+    eager, ours = report.best(report.SEPARATE, setting()), report.flash_with_paper_blocks(setting())
+    gb = [row.both.of_heads(setting().all_heads).slow.bytes / 1e9 for row in (eager, ours)]
+    theirs = PAPER_FIGURES["HBM, GB"]
+    ratio, paper = gb[0] / gb[1], theirs[0] / theirs[1]
+    text = f"{gb[0]:.1f} GB and {gb[1]:.2f} GB counted: {ratio:.1f} times fewer, the paper's {paper:.1f}"
+    return Found(text, abs(ratio / paper - 1) <= 0.1)
+
+
+def other_operations() -> Found:
+    """Operations other than products of both orders of the loops, with the same blocks."""
+    first, second = (counted(program, 64, 128).other_flops for program in (flash1.forward, flash2.forward))
+    text = f"{second / first:.2f} of FlashAttention's, counted, forward, blocks of 64 × 128"
+    return Found(text, second < first)
+
+
+def warps() -> Found:
+    """Bytes between shared memory and registers, and barriers, of warps that split keys or queries."""
+    blocks, rows = report.inner_table(setting())
+    keys, queries = (row.forward.of_heads(setting().all_heads) for row in rows[:2])
+    gb = [counts.boundaries[1].bytes / 1e9 for counts in (keys, queries)]
+    text = (
+        f"{gb[1]:.2f} GB and {queries.barriers:,} barriers with queries split, {gb[0]:.2f} GB and {keys.barriers:,} with keys split; "
+        f"counted, tiles of {blocks.rows} × {blocks.cols}"
+    )
+    return Found(text, gb[1] < gb[0] and queries.barriers == 0)
+
+
+def nested() -> Found:
+    """Bytes of each boundary by nested tiles."""
+    _, rows = report.inner_table(setting())
+    keys, _, mine = (row.forward.of_heads(setting().all_heads) for row in rows)
+    gb = [[b.bytes / 1e9 for b in counts.boundaries] for counts in (keys, mine)]
+    text = (
+        f"{gb[1][0]:.2f} GB of slow memory, {gb[1][1]:.2f} of shared memory, where warps that split the keys move {gb[0][0]:.2f} and "
+        f"{gb[0][1]:.2f}; the CPU's kernels nest tiles for L2, L1 and registers"
+    )
+    return Found(text, gb[1][0] <= gb[0][0] and gb[1][1] < gb[0][1])
+
+
+# ---- measured on a CPU and an H200 ---------------------------------------------------------------------------------------
+
+
+def ratios(file: str, run: str, one: str, other: str, direction: str) -> list[float]:
+    """How many times as long ``other`` took as ``one``, over the cases of a run that timed both."""
+    found = load(file)
+    times = [[found.value(run, case, who, direction, "time") for who in (other, one)] for case in found.cases(run)]
+    return sorted(a / b for a, b in times if a and b)
+
+
+def between(values: list[float]) -> str:
+    """The range of some numbers as text."""
+    low, high = (f"{x:.1f}" for x in (min(values), max(values)))
+    return low if low == high else f"{low} to {high}"
+
+
+def speed() -> Found:
+    """Standard attention's time over ours, on a CPU and on an H200."""
+    both = ratios("cpu-calls", EAGER, "cpu", "eager", "both")
+    text = f"{between(both)} × forward and backward on a CPU, 2 threads, over {len(both)} shapes"
+    gpu = traffic_times(128, "standard", "flash2")
+    if gpu:
+        text += f"; {gpu[0] / gpu[1]:.1f} × by Triton on an H200, forward, N 8192, D 64"
+    return Found(text, min([*both, *([gpu[0] / gpu[1]] if gpu else [])]) > 1)
+
+
+def memory() -> Found:
+    """Memory beyond inputs and outputs over N, beside standard attention's."""
+    found, values = load("triton-goals"), {}
+    run = next(r for r in found.runs if found.value(r, "h200-d64-n2048-full", "triton", "both", "memory"))
+    for n in (2048, 4096, 16384):
+        values[n] = found.value(run, f"h200-d64-n{n}-full", "triton", "both", "memory")
+    steps = json.loads((RESULTS / "context-cpu.json").read_text(encoding="utf-8"))["steps"]
+    peak = {(s["context"], s["attention"]): s["peak_bytes"] for s in steps if "peak_bytes" in s}
+    less = peak[16384, "standard"] / peak[16384, "tilewise"]
+    text = (
+        f"16,384 tokens take {between(list(values.values()))} MiB beyond inputs and outputs in rows of "
+        f"{', '.join(f'{n:,}' for n in values)}, Triton on an H200; a training step of 16,384 bytes on a CPU takes {less:.1f} × less than "
+        "with standard attention, weights included"
+    )
+    return Found(text, values[16384] <= values[2048])
+
+
+def sparse_time() -> Found:
+    """Time of block patterns over the whole's, beside the shares of the blocks that they keep."""
+    found, kept = load("cpu-goals"), page.kept_share("cpu-fp32-d64-n16384-sparse90")
+    said, over = [], []
+    for direction in page.PASSES:
+        names = [f"cpu-fp32-d64-n16384-{name}" for name in ("sparse90", "full")]
+        mine, whole = (found.value(SPARSE, name, "cpu", direction, "time") for name in names)
+        said.append(f"{mine / whole:.1%} {direction}")
+        over.append(mine / whole / kept)
+    text = f"{kept:.1%} of the blocks take {' and '.join(said)} of the time on a CPU at N 16,384"
+    for density in traffic.DENSITIES:
+        times = traffic_times(128, f"flash2-sparse-{traffic.percent(density)}", "flash2")
+        if times:
+            kept = traffic.pattern(density).float().mean().item()
+            text += f"; {kept:.1%} take {times[0] / times[1]:.1%} by Triton on an H200, forward"
+            over.append(times[0] / times[1] / kept)
+    return Found(text, max(over) <= 1.25)
+
+
+def sparse_bytes() -> Found:
+    """Bytes of block patterns over the whole's by a GPU's counters, beside the shares of the blocks that they keep."""
+    whole, said, over = moved("flash2", "l2"), [], []
+    for density in traffic.DENSITIES:
+        mine, kept = (
+            moved(f"flash2-sparse-{traffic.percent(density)}", "l2"),
+            traffic.pattern(density).float().mean().item(),
+        )
+        if mine and whole:
+            said.append(f"{kept:.1%} of the blocks move {mine / whole:.1%}")
+            over.append(mine / whole / kept)
+    text = f"{', '.join(said)} of the bytes between multiprocessors and L2, N 8192, D 64, H200"
+    return Found(text, max(abs(x - 1) for x in over) <= 0.1) if over else Found("not measured", None)
+
+
+def share_of_peak() -> Found:
+    """The best forward and backward as shares of the data sheet's products."""
+    peak, squares = DEVICES["h200"].matmul_flops / 1e12, [case.name for case in tagged("h200")]
+    best = [max(page.H200.tflops(case, "tilewise", direction) for case in squares) for direction in page.PASSES]
+    text = f"{best[0]:.0f} and {best[1]:.0f} TFLOP/s at best, {best[0] / peak:.0%} and {best[1] / peak:.0%} of an H200's {peak:.0f} in bf16"
+    return Found(text, best[0] / peak >= 0.73 and best[1] / peak >= 0.63)
+
+
+def decoding() -> Found:
+    """The pace at which one sequence's keys and values are read, over a copy's."""
+    found = load("h200-peers")
+    copy = max(found.runs[DECODING]["limits"]["copy_gb_per_s"])
+    pace = found.value(DECODING, "h200-decode-b1-n131072-h32-8-d128", "hopper", "forward", "bandwidth")
+    times = load("triton-goals").newest("cuda-one-head-n4096", ("unsplit", "triton"), "forward")
+    text = (
+        f"131,072 keys of one sequence at {pace / 1e3:.2f} TB/s, {pace / copy:.0%} of a copy, on an H200; 4,096 queries of one head "
+        f"by Triton {times[0] / times[1]:.1f} × as fast with keys split"
+    )
+    return Found(text, pace / copy > 0.75)
+
+
+def path_x() -> Found:
+    """How far our Pathfinder went: the rungs of src/tilewise_papers/pathfinder/ladder.py that were tested on new images."""
+    rungs = [r for key, r in load("hopper-calls").found.items() if key[0] in LADDER and key[-1] == "accuracy"]
+    tested = [r for r in rungs if r["tested_images"]]
+    if not tested:
+        found = json.loads((RESULTS / "pathfinder-cpu.json").read_text(encoding="utf-8"))
+        return Found(f"{found['test_accuracy']:.1%} of 32 × 32 on a CPU; nothing larger was trained", None)
+    said = [f"{r['value']:.1%} of {r['shape']['side']} × {r['shape']['side']}" for r in tested]
+    last, seconds = tested[-1], " and ".join(f"{r['ended_s']:.0f}" for r in tested)
+    told = ", pixels told of their paths" if all(r["paths"] for r in tested) else ""
+    alone = max((r for r in rungs if r["shape"]["side"] == 128 and not r["paths"]), key=lambda r: r["shape"]["context"])
+    text = (
+        f"{' and '.join(said)}{told}, by our own generator, after {seconds} s of training on an H200, the second from the first one's "
+        f"weights; by labels alone {alone['value']:.1%} of 128 × 128 where {alone['shape']['context']:,} of the 16,384 pixels are read "
+        "([training.md](training.md#pathfinder))"
+    )
+    better = last["value"] > 0.5 + 3 * (0.25 / last["tested_images"]) ** 0.5  # three standard deviations of guesses
+    return Found(text, last["shape"]["side"] == 128 and better and not last["paths"])
+
+
+def several_gpus() -> Found:
+    """Tokens a second of a GPT over GPUs that shard its weights, over those of a GPU alone."""
+    found, times = load("h200-peers"), {}
+    for gpus, run in RANKS.items():
+        rates = [r for key, r in found.found.items() if key[0] == run and r.get("tokens_per_s")]
+        rate = {r["contestant"]: r["tokens_per_s"] for r in rates}
+        if rate:
+            times[gpus] = gpus * rate["fsdp"] / rate["alone"]
+    if 4 not in times:
+        return Found("Not run: it needs 4 GPUs. Attention alone over two is in [parallel.md](parallel.md)", None)
+    said = " and ".join(f"{x:.2f} × with {gpus} GPUs" for gpus, x in times.items())
+    text = f"{said} the tokens a second of one, a GPT of 1.3B, a sequence of 8,192 tokens a GPU, FSDP2, H200 ([parallel.md](parallel.md))"
+    return Found(text, times[4] > 3)
+
+
+# ---- measured by this page's own commands --------------------------------------------------------------------------------
+
+
+def moved(name: str, who: str) -> float | None:
+    """MB of one head by an order of the loops, as ``who`` saw or counted them."""
+    return load("triton-calls").value(TRAFFIC, f"traffic-{name}-h128", who, "forward", "traffic")
+
+
+def traffic_times(heads: int, *names: str) -> list[float]:
+    """Milliseconds of orders of the loops on so many heads; empty where one of them was not timed."""
+    times = [load("triton-calls").value(TRAFFIC, f"traffic-{n}-h{heads}", "kernel", "forward", "time") for n in names]
+    return times if all(times) else []
+
+
+def io_complexity() -> Found:
+    """Bytes of FlashAttention's order with key blocks of 64 and 128, by counters."""
+    mb = [moved(f"flash1-{cols}", "dram") for cols in traffic.WIDTHS]
+    if not all(mb):
+        return Found("not measured", None)
+    text = (
+        f"{', '.join(f'{x:.0f}' for x in mb)} MB of DRAM a head with blocks of 64, 128 and 256 keys, N 8192, D 64, H200"
+    )
+    return Found(text, all(abs(2 * b / a - 1) <= 0.1 for a, b in pairwise(mb)))
+
+
+def loop_order() -> Found:
+    """Bytes and time of both orders with the same tile."""
+    mb, times = [moved(name, "dram") for name in ("flash1-128", "flash2")], traffic_times(128, "flash1-128", "flash2")
+    if not all(mb) or not times:
+        return Found("not measured", None)
+    text = (
+        f"{mb[0]:.0f} MB of DRAM a head with keys outside, {mb[1]:.1f} with queries outside; {times[0]:.2f} and {times[1]:.2f} ms for "
+        "128 heads, N 8192, D 64, H200"
+    )
+    return Found(text, mb[1] < mb[0] and times[1] < times[0])
+
+
+def over_the_sequence() -> Found:
+    """One head by one program and by many."""
+    times = traffic_times(1, "flash1-128", "flash2")
+    if not times:
+        return Found("not measured", None)
+    text = f"one head, N 8192, D 64: {times[0]:.2f} ms by one program, {times[1]:.3f} by a program for each query tile, H200"
+    return Found(text, times[1] < times[0])
+
+
+def training() -> Found:
+    """Training steps of large GPTs."""
+    rows = training_rows()
+    if not rows:
+        return Found("not measured", None)
+    gains = {case: rates["tilewise"] / rates["standard"] for case, rates in rows.items() if rates.get("standard")}
+    text = f"{between(list(gains.values()))} × standard attention; the table below"
+    holds = min(gains.values()) > 1 and all(gains[c] > gains[c.replace("8192", "2048")] for c in gains if "8192" in c)
+    return Found(text, holds)
+
+
+def training_rows() -> dict[str, dict[str, float | None]]:
+    """TFLOP/s of each contestant of each model and context."""
+    found = load("hopper-calls")
+    cases = [case for case in found.cases(*(TABLE or ())) if case.startswith("gpt-") and "B-n" in case]
+    who = ("standard", "fa2", "cudnn", "tilewise", "matmul")
+    runs = {case: run for run in TABLE or () for case in found.cases(run)}
+    return {case: {name: found.value(runs[case], case, name, "step", "rate") for name in who} for case in cases}
+
+
+def contexts() -> list[dict]:
+    """The records of held-out losses, shortest context first."""
+    found = [r for key, r in load("hopper-calls").found.items() if key[0] == CONTEXT and key[-1] == "loss"]
+    return sorted(found, key=lambda r: r["shape"]["context"])
+
+
+def context_table() -> list[str]:
+    """The held-out loss of each context, whole and by position in the row."""
+    rows = contexts()
+    spans = list(rows[-1]["by_position"]) if rows else []
+    cells = [[f"{r['by_position'][s]:.3f}" if s in r["by_position"] else "" for s in spans] for r in rows]
+    lines = [[f"{r['shape']['context']:,}", f"**{r['value']:.4f}**", *c] for r, c in zip(rows, cells, strict=True)]
+    return table(["context", "held-out loss", *(f"at {span.replace('-', ' to ')}" for span in spans)], lines)
+
+
+def quoted(text: str) -> str:
+    """The text of docs/training.md with :func:`context_table` as the results have it now."""
+    lines = "\n".join(context_table())
+    marks = r"(?s)(<!-- context-gpu -->\n).*?(\n<!-- /context-gpu -->)"
+    return re.sub(marks, lambda found: f"{found[1]}{lines}{found[2]}", text)
+
+
+def longer_context() -> Found:
+    """Held-out losses over the context."""
+    rows = contexts()
+    if not rows:
+        runs = json.loads((RESULTS / "context-cpu.json").read_text(encoding="utf-8"))["runs"]
+        rows = [{"shape": {"context": run["context"]}, "value": run["held_out_loss"]} for run in runs]
+    losses = {r["shape"]["context"]: r["value"] for r in rows}
+    text = ", ".join(f"{loss:.3f} at {context:,}" for context, loss in losses.items())
+    return Found(
+        f"{text}, nats a byte; [training.md](training.md#longer-context-better-model)", losses[4096] < losses[1024]
+    )
+
+
+# ---- the page ---------------------------------------------------------------------------------------------------------
+
+
+def claims() -> list[dict]:
+    """The claims of src/tilewise_papers/claims.toml."""
+    return tomllib.loads(CLAIMS.read_text(encoding="utf-8"))["claims"]
+
+
+def claim_table() -> list[str]:
+    """Each claim with the paper's figure, ours, the verdict and the command."""
+    rows = []
+    for claim in claims():
+        found = globals()[claim["found"]]()
+        verdict = f"**{found.verdict}**" if found.holds is not None else found.verdict
+        who = f"{claim['claim']} *{claim['paper']}, {claim['where']}*"
+        rows.append(
+            [who, claim["theirs"], found.ours, f"{verdict}; holds if {claim['holds']}", f"`{claim['command']}`"]
+        )
+    head = ["claim", "the paper's", "here", "verdict", "again"]
+    return [
+        "| " + " | ".join(head) + " |",
+        "|" + " --- |" * len(head),
+        *("| " + " | ".join(row) + " |" for row in rows),
+    ]
+
+
+def text() -> str:
+    """The whole page."""
+    verdicts = [globals()[claim["found"]]().verdict for claim in claims()]
+    said = ", ".join(
+        f"{verdicts.count(v)} {w}" for v, w in ((HOLDS, "hold"), (FAILS, "do not"), (UNSEEN, "not measured here"))
+    )
+    lines = ["# Evidence", "", *wrapped(INTRO), "", f"There are {len(verdicts)} claims: {said}.", "", *claim_table()]
+    for part in (training_section, parts_section, traffic_section, newcomer_section):
+        lines += part()
+    return "\n".join([*lines, ""])
+
+
+def training_section() -> list[str]:
+    """FlashAttention-2's Table 1."""
+    rows = training_rows()
+    if not rows:
+        return []
+    found, lines = load("hopper-calls"), []
+    for case, rates in rows.items():
+        shape = found.cases(*TABLE)[case]
+        title = f"{case.split('-')[1]}, context {shape['context']:,} × {shape['batch']}"
+        limit = rates["matmul"]
+        cells = [
+            f"{rates[n]:.0f} ({rates[n] / limit:.0%})" if rates[n] else NONE
+            for n in ("standard", "fa2", "cudnn", "tilewise")
+        ]
+        lines.append([title, *cells, number(limit, 0)])
+    words = (
+        "TFLOP/s of a training step by the paper's formula, 6 · tokens · weights + 12 · layers · width · N · tokens, and the share of "
+        "a bf16 product of 8192³ timed in the same rounds. Heads of 128, bf16 under autocast, AdamW in fp32. Tokens are bytes, so the "
+        "models lack the vocabulary's weights. Only standard attention's scores are checkpointed. "
+        f"{found.source(*TABLE)} {found.runs[TABLE[0]]['statistic']}"
+    )
+    head = ["", "standard", "SDPA, FA2", "SDPA, cuDNN", "tilewise", "product"]
+    return section("Training steps (FlashAttention-2, Table 1)", words, table(head, lines))
+
+
+PARTS_ROWS = (
+    ("the whole step", "gpt-part-step", "time"),
+    ("forward and backward", "gpt-part-both", "time"),
+    ("forward and backward, captured in a CUDA graph", "gpt-part-graph", "time"),
+    ("the host's part of forward and backward", "gpt-part-both", "host"),
+)
+
+
+def parts_section() -> list[str]:
+    """A short step taken apart: tilewise twice, SDPA, and SDPA's time over the mean of the two."""
+    found, rows = load("hopper-calls"), []
+    for title, case, metric in PARTS_ROWS:
+        values = [found.value(PARTS, case, who, "step", metric) for who in ("tilewise", "tilewise again", "sdpa")]
+        values = [x / 1e3 if x and metric == "host" else x for x in values]
+        ours = [x for x in values[:2] if x]
+        rows.append([title, *[number(x, 2) for x in values], f"{values[2] * len(ours) / sum(ours):.3f}"])
+    words = (
+        "Milliseconds of a step of a GPT of 6 layers and width 512, context 1,024 × 16 rows, bf16, not compiled. So small a model "
+        "launches over 600 kernels of 0.03 ms each in the mean, and its host takes about as long as its GPU. tilewise is faster in a CUDA "
+        "graph, where kernels follow each other without a gap. Two runs of tilewise differ by more than the two attentions in the whole "
+        "step. The host alone takes longer with tilewise, because its backward is Python and SDPA's is C++. "
+        f"{found.source(PARTS)}"
+    )
+    head = ["", "tilewise", "tilewise again", "SDPA", "SDPA / tilewise"]
+    return section("A short step, taken apart", words, table(head, rows))
+
+
+def traffic_section() -> list[str]:
+    """Counted bytes beside a GPU's counters."""
+    found, rows = load("triton-calls"), []
+    for case, shape in found.cases(TRAFFIC).items():
+        values = {
+            who: found.value(TRAFFIC, case, who, "forward", "traffic") for who in ("counted", "l2", "dram", "least")
+        }
+        if values["counted"]:
+            share = [f"{values[who] / values['counted']:.2f}" for who in ("l2", "dram")]
+            ms = found.value(TRAFFIC, f"traffic-{shape['order']}-h128", "kernel", "forward", "time")
+            rows.append([order_title(shape["order"]), *[number(x, 1) for x in values.values()], *share, number(ms, 2)])
+    words = (
+        "MB of one head, forward, N 8192, D 64, fp16. *Counted* is `tilewise io`'s number, for the fast memory of one multiprocessor. *L2* "
+        "and *DRAM* are hardware counters between multiprocessors and L2, and between L2 and memory. *Least* reads Q, K and V and writes O "
+        "once. Each key block reads a head's Q and O again if the keys are outside: 128 heads have more of them than L2 holds, so DRAM "
+        " moves the counted bytes, until a pattern's band is narrow enough for L2 (the last pattern). The programs of a head read the "
+        "same K and V at about the same time if the queries are outside: L2 serves all but the first, and DRAM moves the least possible. "
+        "Standard attention uses cuBLAS's products. Their tiles read Q, K, P and V more often than the model's long blocks; S and P go "
+        "through DRAM as counted. Its counters are of 16 heads, all others of 128; the last column is the time of 128. "
+        f"{found.source(TRAFFIC)} {found.runs[TRAFFIC]['statistic']}"
+    )
+    head = ["order of the loops", "counted", "L2", "DRAM", "least", "L2 / counted", "DRAM / counted", "ms"]
+    return section(
+        "Counted beside measured", words, table(head, sorted(rows, key=lambda row: row[0] != order_title("standard")))
+    )
+
+
+def newcomer_section() -> list[str]:
+    """The first commands in an empty folder, by the newest run of bench.newcomer; nothing where there is none."""
+    found = load("cpu-calls")
+    runs = [name for name, record in found.runs.items() if record["command"] == NEWCOMER]
+    if not runs:
+        return []
+    run = max(runs, key=lambda name: found.runs[name]["when"])
+    rows = [
+        [f"`{shape['command']}`", clock(found.value(run, case, "newcomer", "step", "time"))]
+        for case, shape in found.cases(run).items()
+    ]
+    load_then = found.runs[run]["load"]
+    words = (
+        "Time of the first commands in an empty folder; the first one builds an environment. "
+        f"The machine's load before was {load_then}. {found.source(run)}"
+    )
+    return section("The first commands", words, table(["command", "took"], rows))
+
+
+def clock(ms: float) -> str:
+    """Milliseconds as minutes and seconds."""
+    minutes, seconds = divmod(round(ms / 1e3), 60)
+    return f"{minutes} min {seconds} s" if minutes else f"{ms / 1e3:.1f} s"
+
+
+def order_title(order: str) -> str:
+    """The title of a row: flash1-sparse-50% is keys outside, half of the blocks."""
+    if order == "standard":
+        return "standard attention"
+    name, *rest = order.split("-")
+    outside = "keys outside" if name == "flash1" else "queries outside"
+    if rest[:1] == ["sparse"]:
+        return f"{outside}, {rest[1].replace('%', ' %')} of the blocks"
+    return f"{outside}, blocks of {rest[0]} keys" if rest else f"{outside}, tiles of {traffic.ROWS} × {traffic.COLS}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Prints docs/evidence.md, or writes it and the quotation."""
+    parser = argparse.ArgumentParser(description=__doc__.partition(". ")[0])
+    parser.add_argument("--write", action="store_true", help="write the page instead of printing it")
+    if parser.parse_args(arguments).write:
+        PAGE.write_text(text(), encoding="utf-8")
+        QUOTING.write_text(quoted(QUOTING.read_text(encoding="utf-8")), encoding="utf-8")
+    else:
+        sys.stdout.write(text())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

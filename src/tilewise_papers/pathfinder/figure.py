@@ -1,0 +1,117 @@
+"""The pictures of runs: images of the target, and the accuracy on each batch before it was learnt from."""
+
+from pathlib import Path
+
+from tilewise_papers.pathfinder.paths import PathfinderConfig, draw
+
+SPAN = 50
+COLOURS = {0: "#c8553d", 1: "#0b6e8f"}
+TOLD = {True: ("#0b6e8f", "pixels told of their paths"), False: ("#3f8f5b", "labels alone")}
+
+
+def draw_curve(record: dict, path: Path):
+    """Writes a PNG: six images of the last stage above, the running mean of the accuracy below."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    plt.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
+    figure = plt.figure(figsize=(9, 6), layout="constrained")
+    above, below = figure.subfigures(2, 1, height_ratios=(1, 2.2))
+    _images(above.subplots(1, 6), PathfinderConfig(**record["curriculum"][-1]["images"]))
+    _accuracy(below.subplots(), record)
+    figure.savefig(path, dpi=160)
+    plt.close(figure)
+
+
+def _images(axes, config: PathfinderConfig):
+    images = draw(config, len(axes), seed=0)
+    for place, pixels, label in zip(axes, images.pixels, images.label.tolist(), strict=True):
+        place.imshow(pixels, cmap="gray")
+        place.set_title("one path" if label else "two paths", fontsize=9, color=COLOURS[label])
+        place.set_axis_off()
+
+
+def _accuracy(axes, record: dict):
+    """The running mean over SPAN steps, the stages, chance, and what the dots' distance alone would give."""
+    right = record["curve"]["accuracy"]
+    mean = [sum(right[max(0, n - SPAN) : n]) / min(n, SPAN) for n in range(1, len(right) + 1)]
+    axes.plot(mean, color=COLOURS[1], linewidth=1.8, label=f"accuracy on new images, mean of {SPAN} batches")
+    axes.axhline(0.5, color="#777777", linewidth=1, linestyle=":", label="chance")
+    begin = 0
+    for n, stage in enumerate(record["curriculum"]):
+        images, end = stage["images"], begin + stage["steps"]
+        axes.axvspan(begin, end, color="#000000", alpha=0.05 if n % 2 else 0, linewidth=0)
+        what = f"{images['side']} × {images['side']}\n{images['dashes']} dashes"
+        axes.text((begin + end) / 2, 1.02, what, ha="center", va="bottom", fontsize=8, color="#555555")
+        begin = end
+    axes.plot(len(right) - 1, record["test_accuracy"], marker="o", color=COLOURS[0], linestyle="none")
+    said = f"{record['test_accuracy']:.1%} on {record['test_images']:,} test images"
+    axes.annotate(said, (len(right) - 1, record["test_accuracy"] + 0.05), ha="center", fontsize=9, color=COLOURS[0])
+    axes.set(
+        xlabel="training step",
+        ylabel="accuracy",
+        ylim=(0.4, 1.0),
+        xlim=(0, sum(stage["steps"] for stage in record["curriculum"])),
+    )
+    axes.grid(True, axis="y", color="#e6e6e6", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.legend(frameon=False, loc="lower right")
+
+
+def draw_ladder(head: dict, rungs: list[dict], path: Path):
+    """Writes a PNG of a run of ladder.py: an image of each rung, its side and the pixels that are read above, the accuracy over the
+    seconds of training below.
+
+    head, rungs: the run's record and its results, as ``ladder.found`` returns them.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
+    figure = plt.figure(figsize=(11, 5.5), layout="constrained")
+    above, below = figure.subfigures(2, 1, height_ratios=(1, 2.2))
+    for place, rung in zip(above.subplots(1, len(rungs)), rungs, strict=True):
+        place.imshow(draw(_images_of(rung), 1, seed=2).pixels[0], cmap="gray")
+        place.set_title(f"{rung['shape']['side']}²\n{rung['shape']['context']:,}", fontsize=8)
+        place.set_axis_off()
+    axes = below.subplots()
+    for number, rung in enumerate(rungs):
+        _rung(axes, rung, shade=0.05 * (number % 2))
+    axes.axhline(0.5, color="#777777", linewidth=1, linestyle=":")
+    axes.text(
+        0, 1.06, "dashes of a path; above: pixels of an image, and how many are read", fontsize=8, color="#555555"
+    )
+    for colour, what in TOLD.values():
+        axes.plot([], [], color=colour, linewidth=1.4, label=what)
+    axes.legend(frameon=False, loc="upper right", bbox_to_anchor=(1, 0.9))
+    axes.set(xlabel=f"seconds of training, {head['device']}", ylabel="accuracy on new images", ylim=(0.4, 1.02))
+    axes.set_xlim(0, rungs[-1]["ended_s"])
+    axes.grid(True, axis="y", color="#e6e6e6", linewidth=0.8)
+    axes.set_axisbelow(True)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def _images_of(rung: dict) -> PathfinderConfig:
+    """The difficulty of a rung's images."""
+    return PathfinderConfig(**{name: rung["shape"][name] for name in PathfinderConfig.__dataclass_fields__})
+
+
+def _rung(axes, rung: dict, shade: float):
+    """A rung's accuracy, means over a few steps each, its dashes, and what it answers in its test if it has one."""
+    began, ended, curve = rung["began_s"], rung["ended_s"], rung["curve"]
+    axes.axvspan(began, ended, color="#000000", alpha=shade, linewidth=0)
+    seconds = [began + (ended - began) * (n + 0.5) / len(curve) for n in range(len(curve))]
+    axes.plot(seconds, curve, color=TOLD[bool(rung["paths"])][0], linewidth=1.4)
+    axes.text(
+        (began + ended) / 2, 1.015, f"{rung['shape']['dashes']}", ha="center", va="bottom", fontsize=8, color="#555555"
+    )
+    if rung["tested_images"]:
+        axes.plot(ended, rung["value"], marker="o", color=COLOURS[0])
+        said = f"{rung['value']:.1%} of {rung['tested_images']:,} test images"
+        beside = rung["value"] + (0.1 if rung["value"] < 0.8 else -0.16)
+        axes.annotate(said, (ended, beside), ha="right", fontsize=9, color=COLOURS[0])

@@ -36,8 +36,8 @@ PACKED = (
 
 
 @dataclass(eq=False)
-class BackwardPlan(LaunchPlan):
-    """The decisions for one problem's backward."""
+class BackwardDraft(LaunchPlan):
+    """The decisions for one problem's backward that follow from its sizes."""
 
     config: Backward
     DECIDED = (*LaunchPlan.DECIDED, "keys", "sections")
@@ -133,19 +133,18 @@ class BackwardPlan(LaunchPlan):
         problem, fields = self.problem, self.config.extra
         found = {f"keys_{name}": x for name, x in late_fields(fields.keys, "keys_").items()}
         found |= {f"queries_{name}": x for name, x in late_fields(fields.queries, "queries_").items()}
-        of_both = {
-            "seed": View.contiguous("seed", torch.int64, 1),
-            "slopes": View.contiguous("slopes", torch.float32, problem.heads_q),
-            "line": Late("line", torch.float32, 2),
-            "bias": Late("bias", problem.dtype, 4),
-        }
-        found |= {name: of_both[name] for name in fields.both}
+        known = self.views_beside()
+        found |= {name: known[name] for name in fields.both}
         found |= {x.memory: x for x in self.drafted_leaves()}
         if problem.packed:
-            found |= {name: View.contiguous(name, torch.int32, problem.batch + 1) for name in ("cu_q", "cu_k")}
+            found |= {name: known[name] for name in ("cu_q", "cu_k")}
             counts = (self.portions.count, 1) if self.portions else (1,)
             found |= {name: draft.result(name, torch.int32, *counts, fill=0) for name in ("counts_k", "counts_q")}
         return found
+
+
+class BackwardPlan(BackwardDraft):
+    """The decisions for one problem's backward."""
 
     def tensors(self, inputs: Inputs, out: Output, do: Tensor, dlse: Tensor) -> dict[str, Tensor]:
         """The tensors that launches read, by name."""
@@ -154,7 +153,7 @@ class BackwardPlan(LaunchPlan):
         do = aligned(do if good else do.clone(memory_format=torch.contiguous_format))
         found = self.read(inputs)
         found |= {"o": aligned(out.o), "do": do[None] if packed else do}
-        found |= {"lse": out.lse, "dlse": dlse, "seed": inputs.seed}
+        found |= {"lse": out.lse, "dlse": dlse}
         if config.mask_fields:
             of_keys, of_queries = self.sections
             of_mask = self.of_mask_fields(inputs, config.keys, of_keys, by_columns=True)
@@ -162,15 +161,7 @@ class BackwardPlan(LaunchPlan):
             if config.extra.queries:
                 of_mask = self.of_mask_fields(inputs, config.queries, of_queries)
                 found |= zip([f"queries_{name}" for name in config.extra.queries], of_mask, strict=True)
-        if config.alibi:
-            found["slopes"] = self.slopes(inputs)
-        if config.table:
-            found["line"] = self.line(inputs)
-        if config.bias:
-            found["bias"] = self.bias(inputs)
-        if packed:
-            found |= {"cu_q": inputs.cu_seqlens_q.int(), "cu_k": inputs.cu_seqlens_k.int()}
-        found |= self.leaves(inputs)
+        found |= self.tensors_beside(inputs)
         return found | self.portions.late(found) if self.portions else found
 
     def slope_gradient(self, parts: Tensor) -> dict[int, Tensor]:
@@ -222,7 +213,7 @@ class BackwardPlan(LaunchPlan):
         return Grads(*of_qkv, sink, leaves)
 
 
-def numbers_of(plan: BackwardPlan, heads: int, keys: slice, resumes: bool = False, suspends: bool = False) -> tuple:
+def numbers_of(plan: BackwardDraft, heads: int, keys: slice, resumes: bool = False, suspends: bool = False) -> tuple:
     """The numbers of a launch that has so many key heads of all batch elements, and some keys, from the first of which the band's ends
     count; whether earlier keys have left sums of dQ, and whether later ones follow."""
     problem, scale = plan.problem, plan.problem.softmax_scale
@@ -245,7 +236,7 @@ def whole(x: View | Late, name: str) -> View | Late:
     return x.unsqueeze(0) if name in PACKED and isinstance(x, View) else x
 
 
-def portions_of(plan: BackwardPlan) -> Portions | PackedPortions | None:
+def portions_of(plan: BackwardDraft) -> Portions | PackedPortions | None:
     """:attr:`BackwardPlan.portions`."""
     if not plan.config.keys.keeps_ds:
         return None
@@ -255,7 +246,7 @@ def portions_of(plan: BackwardPlan) -> Portions | PackedPortions | None:
     return Portions(plan.problem, plan.config, keys.stop - keys.start, ends_of(plan.band, keys.start), cores)
 
 
-def numbers_of_portion(plan: BackwardPlan, n: int) -> tuple:
+def numbers_of_portion(plan: BackwardDraft, n: int) -> tuple:
     """The numbers of the n-th of a launch's portions."""
     if plan.problem.packed:
         return (*plan.numbers, n)
@@ -263,13 +254,13 @@ def numbers_of_portion(plan: BackwardPlan, n: int) -> tuple:
     return numbers_of(plan, *heads_and_keys(plan, portion), *plan.portions.neighbours(portion))
 
 
-def shares_of(plan: BackwardPlan, heads: int, keys: slice) -> TileParts:
+def shares_of(plan: BackwardDraft, heads: int, keys: slice) -> TileParts:
     """The division of the key tiles of a launch that has so many key heads of all batch elements, and some keys."""
     ends, cores = ends_of(plan.band, keys.start), devices.of(plan.problem.device).cores
     return tile_parts(plan.config, plan.problem, heads, keys.stop - keys.start, ends, cores)
 
 
-def parts_room(plan: BackwardPlan, portions: Portions | PackedPortions | None) -> tuple[int, int]:
+def parts_room(plan: BackwardDraft, portions: Portions | PackedPortions | None) -> tuple[int, int]:
     """The most key tiles that a launch shares, and the most parts that these have."""
     launches = [(plan.problem.batch_dim * plan.problem.heads_k, plan.keys)]
     if portions and not plan.problem.packed:
@@ -278,7 +269,7 @@ def parts_room(plan: BackwardPlan, portions: Portions | PackedPortions | None) -
     return max(shared for shared, _ in rooms_of), max(parts for _, parts in rooms_of)
 
 
-def heads_and_keys(plan: BackwardPlan, portion: Portion) -> tuple[int, slice]:
+def heads_and_keys(plan: BackwardDraft, portion: Portion) -> tuple[int, slice]:
     """The key heads of all batch elements that a portion has, and its keys."""
     keys = slice(*(plan.keys.start + key for key in portion.keys))
     return portion.size("batch") * portion.size("heads"), keys

@@ -28,7 +28,7 @@ from tilewise.backends.hopper.host.recipe import (
     signed,
 )
 from tilewise.device import stream_of
-from tilewise.signature import Shaped
+from tilewise.problem import Shaped
 
 VERSION = 3  # of the launcher
 UNFIT, BEYOND = (

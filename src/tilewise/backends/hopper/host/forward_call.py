@@ -82,25 +82,19 @@ class ForwardPlan(LaunchPlan):
         """The values of ``config.extra``, then those that expressions read."""
         problem, config = self.problem, self.config
         p_drop, fp32, int32 = problem.spec.dropout_p, torch.float32, torch.int32
-        rows, starts = (problem.batch, problem.heads_q, problem.seqlen_q), (problem.batch + 1,)
+        rows = problem.batch, problem.heads_q, problem.seqlen_q
         found = {
             "part_o": lambda: draft.scratch("part_o", fp32, self.grid.splits, *rows, config.tiles.width_v),
             "part_lse": lambda: draft.scratch("part_lse", fp32, self.grid.splits, *rows),
-            "seed": lambda: View.contiguous("seed", torch.int64, 1),
             "threshold": lambda: threshold(p_drop),
             "keep": lambda: keep_scale(p_drop),
-            "slopes": lambda: View.contiguous("slopes", fp32, problem.heads_q),
-            "line": lambda: Late("line", fp32, 2),
             "start": lambda: self.line_of.start,
-            "bias": lambda: Late("bias", problem.dtype, 4),
-            "cu_q": lambda: View.contiguous("cu_q", int32, *starts),
-            "cu_k": lambda: View.contiguous("cu_k", int32, *starts),
             "first": lambda: self.band.start,
             "last": lambda: self.band.stop,
             "queue": lambda: draft.result("queue", int32, 1, fill=0),  # counts the tiles that are taken
         }
-        late = late_fields(config.mask_fields)
-        optional = (late[name] if name in late else found[name]() for name in config.extra)
+        known = late_fields(config.mask_fields) | self.views_beside()
+        optional = (known[name] if name in known else found[name]() for name in config.extra)
         return [*optional, *self.drafted_leaves(), *self.last_numbers]
 
     def tensors(self, inputs: Inputs) -> dict[str, Tensor]:
@@ -112,17 +106,7 @@ class ForwardPlan(LaunchPlan):
         if config.mask_fields:
             of_mask = self.of_mask_fields(inputs, config.tiles, (self.grid.section, self.grid.ctas))
             found |= zip(config.mask_fields, of_mask, strict=True)
-        if config.dropout:
-            found["seed"] = inputs.seed
-        if config.alibi:
-            found["slopes"] = self.slopes(inputs)
-        if config.table:
-            found["line"] = self.line(inputs)
-        if config.bias:
-            found["bias"] = self.bias(inputs)
-        if config.packed:
-            found |= {"cu_q": inputs.cu_seqlens_q.int(), "cu_k": inputs.cu_seqlens_k.int()}
-        return found | self.leaves(inputs)
+        return found | self.tensors_beside(inputs)
 
     @cached_property
     def last_numbers(self) -> tuple[int | float, ...]:

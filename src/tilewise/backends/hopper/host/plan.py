@@ -43,7 +43,89 @@ class Plan:
 
 
 @dataclass(eq=False)
-class LaunchPlan(Plan):
+class ScorePlan(Plan):
+    """The decisions about what kernels read beside q, k and v: of dropout, of a score, and of packed sequences."""
+
+    config: Config | Backward
+
+    @cached_property
+    def expressions(self) -> Expressions:
+        return Expressions.of(self.problem)
+
+    def views_beside(self) -> dict[str, View | Late]:
+        """The tensors that kernels may read, by name."""
+        starts = self.problem.batch + 1
+        return {
+            "seed": View.contiguous("seed", torch.int64, 1),
+            "slopes": View.contiguous("slopes", torch.float32, self.problem.heads_q),
+            "line": Late("line", torch.float32, 2),
+            "bias": Late("bias", self.problem.dtype, 4),
+            "cu_q": View.contiguous("cu_q", torch.int32, starts),
+            "cu_k": View.contiguous("cu_k", torch.int32, starts),
+        }
+
+    def tensors_beside(self, inputs: Inputs) -> dict[str, Tensor]:
+        """Those that they do read."""
+        config, found = self.config, {}
+        if config.dropout:
+            found["seed"] = inputs.seed
+        if config.alibi:
+            found["slopes"] = self.slopes(inputs)
+        if config.table:
+            found["line"] = self.line(inputs)
+        if config.bias:
+            found["bias"] = self.bias(inputs)
+        if config.packed:
+            found |= {"cu_q": inputs.cu_seqlens_q.int(), "cu_k": inputs.cu_seqlens_k.int()}
+        if config.traced != PLAIN:
+            found |= {f"leaf{n}": leaf(inputs.leaves[n]) for n in self.expressions.slots}
+        return found
+
+    def drafted_leaves(self) -> list[View]:
+        """The tensors that expressions read."""
+        if self.config.traced == PLAIN:
+            return []
+        return [leaf_view(n, self.problem.extras[n]) for n in self.expressions.slots]
+
+    @cached_property
+    def slopes_slot(self) -> int:
+        """The leaf that holds ALiBi's slopes."""
+        return slopes_of(self.problem)
+
+    def slopes(self, inputs: Inputs) -> Tensor:
+        """ALiBi's slopes, (heads_q,), fp32."""
+        return inputs.leaves[self.slopes_slot].detach().contiguous()
+
+    @cached_property
+    def bias_of(self) -> PairBias:
+        return pair_bias_of(self.problem)
+
+    def bias(self, inputs: Inputs) -> Tensor:
+        """The biases of pairs, (batch or 1, heads_q or 1, query, key), as the copy engine takes them."""
+        return self.bias_of.of(inputs.leaves[self.bias_of.slot].detach())
+
+    @cached_property
+    def line_of(self) -> Line:
+        return line_of(self.problem)
+
+    def line(self, inputs: Inputs) -> Tensor:
+        """The biases of a table by distance, (1 or heads_q, count), fp32, in base 2."""
+        return (self.line_of.of(inputs.leaves[self.line_of.slot].detach()).float() * LOG2_E).contiguous()
+
+    @cached_property
+    def scales(self) -> tuple[float, float]:
+        """``(scale2, cap2)``: what takes the kernel's scores to base 2, and what a softcap multiplies products by, 0 without one."""
+        problem = self.problem
+        cap = None if self.config.biased else cap_of(problem)
+        if self.config.traced.score:
+            return LOG2_E, 0.0
+        if cap is None:
+            return LOG2_E * problem.softmax_scale, 0.0
+        return LOG2_E * cap, 2 * LOG2_E * problem.softmax_scale / cap
+
+
+@dataclass(eq=False)
+class LaunchPlan(ScorePlan):
     """The decisions for one pass over a problem, the forward's or the backward's.
 
     Attributes:
@@ -51,7 +133,6 @@ class LaunchPlan(Plan):
         PRODUCTS: of k and v, those that P or dS is multiplied with.
     """
 
-    config: Config | Backward
     DECIDED: ClassVar[tuple[str, ...]] = ("copied", "zeroed", "launches")
     PRODUCTS: ClassVar[tuple[str, ...]] = ()
 
@@ -84,10 +165,6 @@ class LaunchPlan(Plan):
     def tiles(self) -> masks.Sized:
         """The tiles in which keys are visited."""
         raise NotImplementedError
-
-    @cached_property
-    def expressions(self) -> Expressions:
-        return Expressions.of(self.problem)
 
     def view(self, name: str) -> View:
         """q, k or v as kernels read it."""
@@ -144,54 +221,6 @@ class LaunchPlan(Plan):
         if config.form == "bits":
             found += self.of_mask(inputs, masks.tiles_with_bits, tiles, *grid, by_columns, by_columns=by_columns)
         return found
-
-    def drafted_leaves(self) -> list[View]:
-        """The tensors that expressions read."""
-        if self.config.traced == PLAIN:
-            return []
-        return [leaf_view(n, self.problem.extras[n]) for n in self.expressions.slots]
-
-    def leaves(self, inputs: Inputs) -> dict[str, Tensor]:
-        """The tensors of :meth:`drafted_leaves`."""
-        return (
-            {} if self.config.traced == PLAIN else {f"leaf{n}": leaf(inputs.leaves[n]) for n in self.expressions.slots}
-        )
-
-    @cached_property
-    def slopes_slot(self) -> int:
-        """The leaf that holds ALiBi's slopes."""
-        return slopes_of(self.problem)
-
-    def slopes(self, inputs: Inputs) -> Tensor:
-        """ALiBi's slopes, (heads_q,), fp32."""
-        return inputs.leaves[self.slopes_slot].detach().contiguous()
-
-    @cached_property
-    def bias_of(self) -> PairBias:
-        return pair_bias_of(self.problem)
-
-    def bias(self, inputs: Inputs) -> Tensor:
-        """The biases of pairs, (batch or 1, heads_q or 1, query, key), as the copy engine takes them."""
-        return self.bias_of.of(inputs.leaves[self.bias_of.slot].detach())
-
-    @cached_property
-    def line_of(self) -> Line:
-        return line_of(self.problem)
-
-    def line(self, inputs: Inputs) -> Tensor:
-        """The biases of a table by distance, (1 or heads_q, count), fp32, in base 2."""
-        return (self.line_of.of(inputs.leaves[self.line_of.slot].detach()).float() * LOG2_E).contiguous()
-
-    @cached_property
-    def scales(self) -> tuple[float, float]:
-        """``(scale2, cap2)``: what takes the kernel's scores to base 2, and what a softcap multiplies products by, 0 without one."""
-        problem = self.problem
-        cap = None if self.config.biased else cap_of(problem)
-        if self.config.traced.score:
-            return LOG2_E, 0.0
-        if cap is None:
-            return LOG2_E * problem.softmax_scale, 0.0
-        return LOG2_E * cap, 2 * LOG2_E * problem.softmax_scale / cap
 
 
 def ends_of(band: Band, start: int = 0) -> tuple[int, int]:

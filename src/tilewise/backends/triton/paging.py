@@ -191,7 +191,7 @@ def paged_tiles(problem: Problem, tiles: Tiles, machine: Machine) -> Tiles:
 
 
 def takes_parts(problem: Problem, tiles: Tiles) -> bool:
-    """Whether each warp takes a part of a tile's keys (``kernels.parts``), of at least 16, as products ask.
+    """Whether each warp takes a part of a tile's keys (``kernels.warp_keys``), of at least 16, as products ask.
 
     Keys that are loaded row by row would not be pipelined then, and Triton does not compile numbers of 8 bits so.
     """

@@ -462,7 +462,7 @@ def cut(info, shape, origin, head, batch, room):
     return Matrix(values[:, head : head + 1, first : first + width], (rows, 1), width), room
 
 
-def copy_part(of, box, m, stage, full, config) -> None:
+def copy_box(of, box, m, stage, full, config) -> None:
     """A part of a key block, from the pool (page, row, head, column): rows of the pool outside [0, LONG) of the box are zeros."""
     t, rows, rooms, pool = config.tiles, config.paged, of.smem, of.info.values
     width = t.width if of.rows_mode == 0 else t.width_v
@@ -552,7 +552,7 @@ def _stand_in(forward, tiles, instructions, softmax, packed) -> None:
     stand_in(forward.epilogue, put_lse=put_lse, put_row=put_row, put_columns=put_columns, put_tile=put_tile)
     stand_in(tiles, begin_product=begin, rows_columns=lambda acc: acc.values, tma_tiles=cut)
     stand_in(forward.combine, put=put_merged)
-    stand_in(forward.pages, in_parts=lambda rooms, config, rows_mode: rooms, copy_part=copy_part)
+    stand_in(forward.pages, by_boxes=lambda rooms, config, rows_mode: rooms, copy_box=copy_box)
     stand_in_for_queues(instructions, packed)
     stand_in(
         instructions,

@@ -15,12 +15,12 @@ from tests.backends.hopper import emulated
 from tests.backends.hopper.emulated import THREADS, Barrier, Global, Pointer, Registers, role, rounded, stand_in
 from tilewise.backends.hopper.config import ROWS
 from tilewise.backends.hopper.latent.config import (
+    BOXES,
     CHUNK,
     COLUMNS,
     KEYS,
     P_CHUNK,
     PAIR,
-    PARTS,
     PRODUCTS,
     STAGES,
     VALUE_GROUPS,
@@ -32,7 +32,7 @@ ROTARY = slice(P_CHUNK * CHUNK, WIDTH)
 
 
 def columns_of(part: int) -> slice:
-    return slice(PARTS[part][0] * CHUNK, (PARTS[part][-1] + 1) * CHUNK)
+    return slice(BOXES[part][0] * CHUNK, (BOXES[part][-1] + 1) * CHUNK)
 
 
 class Place(tuple):
@@ -74,12 +74,12 @@ def load_kernel(pool: np.ndarray) -> SimpleNamespace:
 def _stand_in(latent, tiles, softmax, pool: np.ndarray) -> None:
     places = emulated.Places(tiles)
 
-    def copy_part(maps, smem, place, part, stage) -> None:
+    def copy_box(maps, smem, place, part, stage) -> None:
         row, head, page = place
         for i in range(ROWS):
             inside = 0 <= row + i < pool.shape[1]
             smem.k[stage][i, columns_of(part)] = pool[page, row + i, head, columns_of(part)] if inside else 0
-        (smem.full + latent.storage.part_of(stage, part)).barrier.change(0, -2 * ROWS * CHUNK * len(PARTS[part]))
+        (smem.full + latent.storage.part_of(stage, part)).barrier.change(0, -2 * ROWS * CHUNK * len(BOXES[part]))
 
     def take_piece(q, place, inside, piece) -> np.ndarray:
         _, head, i = (np.broadcast_to(x, THREADS.shape) for x in place)
@@ -139,7 +139,7 @@ def _stand_in(latent, tiles, softmax, pool: np.ndarray) -> None:
         o = tuple(Registers(COLUMNS) for _ in range(PRODUCTS))
         return latent.values.ValueOperands("pv", smem.v, Registers(ROWS), o, softmax.new_state())
 
-    stand_in(latent.load, copy_part=copy_part, take_piece=take_piece, put_piece=put_piece)
+    stand_in(latent.load, copy_box=copy_box, take_piece=take_piece, put_piece=put_piece)
     stand_in(
         latent.storage,
         put_pair_of=lambda pairs, n, values: pairs.__setitem__(n, [np.array(x) for x in values]),
@@ -226,7 +226,7 @@ def _run_cluster(latent, params, config, cta: tuple[int, int], split: tuple[rang
 
 def _storage(latent, config):
     keys = [np.full((ROWS, WIDTH), np.nan, np.float32) for _ in range(STAGES)]
-    parts = STAGES * len(PARTS)
+    parts = STAGES * len(BOXES)
     counts = [
         [128 if config.e4m3 else 1] * parts,
         [8, 4, 4, 4, 4] * STAGES,

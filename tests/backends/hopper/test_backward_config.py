@@ -275,7 +275,7 @@ def shared_tiles(dims, form, shape, deterministic=False, packed=False) -> tuple:
         batch=batch, heads_q=heads_q, heads_k=heads_k, seqlen_q=total, seqlen_k=total, spec=spec, batch_dim=batch
     )
     heads = heads_k if packed else batch * heads_k
-    return x, p, heads, grids.tile_parts(x, p, heads, total, (-grids.FAR, 1), 132)
+    return x, p, heads, grids.tile_parts(x, p, heads, total, (-grids.PAST_EVERY_TILE, 1), 132)
 
 
 FEW = [(1, 2048, 8, 1), (1, 4096, 8, 1), (1, 8192, 8, 1), (1, 4096, 8, 2), (2, 4096, 16, 2), (1, 16384, 1, 1)]
@@ -328,7 +328,7 @@ def test_what_must_repeat_is_shared_as_one_sequence_alone_says(form, seqlen):
     alone = [shared_tiles((256, 256), form, (b, seqlen, 8, 2), deterministic=True)[-1] for b in (1, 2, 5)]
     assert len(set(alone)) == 1
     # No tile's place in the launch says whether it is shared.
-    assert alone[0].whole in (0, grids.FAR)
+    assert alone[0].whole in (0, grids.PAST_EVERY_TILE)
     assert shared_tiles((256, 256), "band", (3, seqlen, 8, 2), True, packed=True)[-1] == grids.TileParts()
 
 
@@ -647,7 +647,7 @@ def test_a_launch_gets_the_tensors_themselves_and_the_numbers_of_the_call(launch
     assert [x.data_ptr() for x in given[:3]] == [x.data_ptr() for x in (c.t.q, c.t.k, c.t.v)]
     assert [x.data_ptr() for x in made[:3]] == [x.data_ptr() for x in (grads.dq, grads.dk, grads.dv)]
     assert numbers[1] == 1
-    assert numbers[6:] == [0.25, 0.25 * math.log2(math.e), 0.0, grids.FAR, 1, 2, 0]
+    assert numbers[6:] == [0.25, 0.25 * math.log2(math.e), 0.0, grids.PAST_EVERY_TILE, 1, 2, 0]
     lse2, delta, sums, parts, queue = made[3:]
     assert lse2.shape == (1, 4, 4 * (128 + 16))  # the terms of both statistics, which products subtract
     assert delta.shape == (1, 4, 128 + 16)  # whole blocks, and the head's count

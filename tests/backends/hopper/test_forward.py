@@ -194,8 +194,8 @@ PLAIN_CASES = [
 ]
 # Blocks of four stages and of two, O in two pieces: small, for head dims up to 64, and as it ships.
 WIDE = {
-    "small": replace(SMALL, stages=6, pieces=2, k_parts=4, v_parts=2),
-    "turns": replace(SMALL, stages=6, pieces=2, k_parts=4, v_parts=2, pingpong=True),
+    "small": replace(SMALL, stages=6, pieces=2, k_stages=4, v_stages=2),
+    "turns": replace(SMALL, stages=6, pieces=2, k_stages=4, v_stages=2, pingpong=True),
     "shipped": TABLE[512, 512].full,
 }
 

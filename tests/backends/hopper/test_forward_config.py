@@ -56,9 +56,9 @@ def test_a_row_fits_into_the_machine(tiles):
     assert max(tiles.tile_n, tiles.width_o) <= MAX_COLUMNS
     # Whole steps of 16 keys of V in each part, and whole rows of the swizzle of K.
     assert tiles.v_box[1] % 16 == 0
-    assert tiles.k_parts == 1 or tiles.k_box[1] % 64 == 0
+    assert tiles.k_stages == 1 or tiles.k_box[1] % 64 == 0
     # A block of K and one of V at once: a warpgroup in its turn waits for all of both, while the other one still has to read them.
-    assert tiles.stages >= tiles.k_parts + tiles.v_parts
+    assert tiles.stages >= tiles.k_stages + tiles.v_stages
     # Every tile begins where the swizzle begins.
     assert tiles.element_bytes * tiles.stage_elements % ALIGNMENT == 0
     assert tiles.element_bytes * tiles.q_elements % ALIGNMENT == 0

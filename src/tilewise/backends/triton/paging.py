@@ -189,7 +189,7 @@ def paged_tiles(problem: Problem, tiles: Tiles, machine: Machine) -> Tiles:
 
 
 def takes_parts(problem: Problem, tiles: Tiles) -> bool:
-    """Return whether each warp takes a part of a tile's keys (``kernels.parts``): at least 16, as products require.
+    """Return whether each warp takes a part of a tile's keys (``kernels.warp_keys``): at least 16, as products require.
 
     Loads row by row would not be pipelined then, and Triton does not compile this for numbers of 8 bits.
     """

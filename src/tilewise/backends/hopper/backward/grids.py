@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from tilewise import sizes
 from tilewise.backends.hopper.backward.config import Backward
-from tilewise.backends.hopper.backward.tiles import FP32_BYTES, KEY_GROUPS, left_elements
+from tilewise.backends.hopper.backward.tiles import FP32_BYTES, KEY_GROUPS, PAST_EVERY_TILE, left_elements
 from tilewise.backends.hopper.config import ELEMENT_BYTES, SHARING
 from tilewise.backends.hopper.kit import schedule
 from tilewise.problem import Problem
@@ -25,7 +25,6 @@ IDLE_SHARE = 0.02  # of a pass that the end of its last section may take
 # more for a part of one, and what adding up each part takes; into 2**MOST_BITS parts blocks are divided at most; bytes of all parts.
 BEGIN_COST, PART_COST, GATHER_COST, MOST_BITS, PARTS_ROOM = 8.0, 3.0, 0.25, 5, 64 << 20
 MANY_ROUNDS = 4  # of unequal tiles: longest first, they end at about the same time
-FAR = 1 << 30  # past every tile
 JUDGED = 9  # tiles whose blocks are counted
 EITHER = schedule.Pick(sizes.smaller, sizes.larger)
 
@@ -34,7 +33,7 @@ class TileParts(NamedTuple):
     """How CTAs share key tiles: the first ``whole`` ones not at all. Later ones have a part for each of ``by_heads`` parts of the group's
     query heads, which divide it, and for each of 2**block_bits parts of their blocks."""
 
-    whole: int = FAR
+    whole: int = PAST_EVERY_TILE
     by_heads: int = 1
     block_bits: int = 0
 

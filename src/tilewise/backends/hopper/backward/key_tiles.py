@@ -33,7 +33,7 @@ from tilewise.backends.hopper.kit.slopes import RowSlopes
 from tilewise.backends.hopper.kit.softmax import LOG2_E
 from tilewise.backends.hopper.kit.tiles import column_of
 
-FAR = 1 << 29  # past every query
+PAST_EVERY_QUERY = 1 << 29  # past every query
 
 
 class KeyTile(NamedTuple):
@@ -366,7 +366,9 @@ def limits_of(column, tile: KeyTile, params: BackwardParams, config: Backward) -
     keys = thread_rows(column)
     band = column_band(tile.batch, tile.head, params, config)
     # (2,) each: a thread of Sᵀ holds two keys, its rows.
-    lower = [schedule.query_start(j, band, PICK) + FAR * clamped(j - params.seqlen_k + 1, 0, 1) for j in keys]
+    lower = [
+        schedule.query_start(j, band, PICK) + PAST_EVERY_QUERY * clamped(j - params.seqlen_k + 1, 0, 1) for j in keys
+    ]
     upper = [schedule.query_stop(j, params.seqlen_q, band, PICK) for j in keys]
     return ColumnLimits.of(lower, upper if config.has_lower else None)
 

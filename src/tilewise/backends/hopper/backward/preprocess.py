@@ -28,7 +28,7 @@ VECTOR = 8  # elements that a thread reads at a time
 THREADS = 256
 ROWS_EACH = 4  # rows that a thread has in flight; at most as many as threads share a row
 INF = float("inf")
-FAR = 1e20  # base 2: P of a row without keys is 2**-FAR where products subtract lse
+MOST_LSE2 = 1e20  # base 2: P of a row without keys is 2**-MOST_LSE2 where products subtract lse
 
 
 class StatisticsTensors(NamedTuple):
@@ -226,7 +226,7 @@ def terms_of(lse2, delta, scale2, dtype: str) -> list:
     """Four words of two elements: the terms of lse2 / scale2 and a zero, those of delta and a zero; a number is the sum of its terms."""
     found = []
     # lse2 is finite, as the product of dP multiplies it by zeros.
-    for number in (cutlass.min(lse2, F32(FAR)) / scale2, delta):
+    for number in (cutlass.min(lse2, F32(MOST_LSE2)) / scale2, delta):
         # Both differences are exact: 8 bits each, and what is left is rounded.
         high = truncated(number)
         middle = truncated(number - high)

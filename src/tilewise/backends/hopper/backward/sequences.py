@@ -10,12 +10,10 @@ import cutlass.cute as cute
 
 from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.backward.params import BackwardParams
-from tilewise.backends.hopper.backward.tiles import STATISTICS_ALIGNMENT, PlanRow
+from tilewise.backends.hopper.backward.tiles import PAST_EVERY_TILE, STATISTICS_ALIGNMENT, PlanRow
 from tilewise.backends.hopper.kit import packed, schedule
 from tilewise.backends.hopper.kit.dtypes import I32
 from tilewise.backends.hopper.kit.scheduler import PICK, publish_tile, receive_ahead, receive_tile
-
-FAR = 1 << 30  # past every tile
 
 
 class SheetPlace(NamedTuple):
@@ -139,7 +137,7 @@ def nth_planned_tile(n, parts, row: PlanRow, params: BackwardParams) -> packed.P
     if params.packed.portion is not None:
         _, first, heads = heads_of_launch(params)
         # Of no head every tile is past the last one.
-        n, heads = I32(cutlass.select_(heads > 0, n, FAR)), PICK.larger(heads, 1)
+        n, heads = I32(cutlass.select_(heads > 0, n, PAST_EVERY_TILE)), PICK.larger(heads, 1)
     last, block = cute.size(plan, mode=[1]) - 1, n // (heads * parts)
     start, sequence = packed.holder_of(block, plan[row, None], plan[PlanRow.ORDER, None], last)
     sequence = I32(cutlass.select_(block < plan[row, last], sequence, I32(-1)))

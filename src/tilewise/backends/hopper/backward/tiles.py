@@ -9,6 +9,7 @@ from tilewise.backends.hopper.config import ALIGNMENT, ELEMENT_BYTES, ROWS
 
 FP32_BYTES = 4
 BARRIER_BYTES = 8
+PAST_EVERY_TILE = 1 << 30
 KEY_GROUPS = 2  # warpgroups that compute in the pass over key tiles
 CLUSTER = 2  # CTAs of a cluster, where two share a tile
 SHEET_KEYS = ROWS  # keys of a block of dS, where that is kept

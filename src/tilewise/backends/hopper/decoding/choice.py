@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tilewise import device as devices
 from tilewise.backends.hopper.config import DTYPES, LONG, band_of
-from tilewise.backends.hopper.decoding.config import PARTS, ROWS, TILES, DecodingConfig
+from tilewise.backends.hopper.decoding.config import BOX_ROWS, ROWS, TILES, DecodingConfig
 from tilewise.backends.hopper.forward.paged_config import pool_reasons
 from tilewise.problem import Problem
 
@@ -24,7 +24,7 @@ def _others_are_faster(problem: Problem, config: DecodingConfig) -> bool:
         few = problem.seqlen_k < (LEAST_DENSE if problem.seqlen_q == 1 else LEAST_DENSE_OF_QUERIES)
         return few or (problem.head_dim == 64 and config.tiles.rows == ROWS[-1])
     # One sequence of which all keys are read, by Triton's splits, which another kernel merges.
-    whole = problem.batch == 1 and config.paged == PARTS[0] and band_of(problem).lo is None
+    whole = problem.batch == 1 and config.paged == BOX_ROWS[0] and band_of(problem).lo is None
     return whole and problem.head_dim < 256
 
 
@@ -50,8 +50,8 @@ def part_rows(problem: Problem) -> int | None:
     """The rows that one box brings, of one page; dense keys are one page a sequence. None: no kernel has boxes so small."""
     page = problem.page_size if problem.paged else problem.seqlen_k
     if not problem.paged or page == problem.capacity:
-        return PARTS[0] if page else None  # what a box has past the page's end are zeros
-    return next((n for n in PARTS if page % n == 0), None)
+        return BOX_ROWS[0] if page else None  # what a box has past the page's end are zeros
+    return next((n for n in BOX_ROWS if page % n == 0), None)
 
 
 def ends(problem: Problem) -> tuple[int, int] | None:

@@ -8,7 +8,7 @@ from tilewise.backends.hopper.config import ALIGNMENT, DTYPES, ELEMENT_BYTES, PL
 from tilewise.backends.hopper.expected import Expected
 from tilewise.problem import Problem
 
-PARTS = (64, 16)  # rows that one box brings, of one page; a call gets the first that divides the size of its pages
+BOX_ROWS = (64, 16)  # rows that one box brings, of one page; a call gets the first that divides the size of its pages
 ROWS = (8, 16, 64)  # query heads of a group, by queries of a sequence: each thread of a warp has one or two of them
 THREADS = 160  # a warpgroup that computes, and a warp that loads
 STAGES = 3
@@ -76,7 +76,7 @@ class DecodingConfig(Formed):
 
     dtype: str
     tiles: DecodingTiles
-    paged: int = PARTS[0]
+    paged: int = BOX_ROWS[0]
     # The options of other kernels, which these have not. The ends of the band are numbers of the launch.
     form = "full"
     packed, softcap, dropout, traced, split, alibi, table = True, False, False, PLAIN, False, False, False
@@ -84,11 +84,11 @@ class DecodingConfig(Formed):
     @property
     def name(self) -> str:
         """The kernel's name: its symbol in the cubin, and its file."""
-        paged = "" if self.paged == PARTS[0] else f"_paged{self.paged}"
+        paged = "" if self.paged == BOX_ROWS[0] else f"_paged{self.paged}"
         return f"decoding_{self.dtype}_d{self.tiles.width}{paged}_{self.tiles.name}"
 
     @property
-    def parts(self) -> int:
+    def boxes(self) -> int:
         """Boxes that bring a block of K or of V."""
         return self.tiles.tile_n // self.paged
 
@@ -127,4 +127,4 @@ class DecodingConfig(Formed):
 
 def shipped() -> list[DecodingConfig]:
     """Every kernel that is compiled ahead of time."""
-    return [DecodingConfig(dtype, tiles, n) for n in PARTS for tiles in TILES.values() for dtype in DTYPES.values()]
+    return [DecodingConfig(dtype, tiles, n) for n in BOX_ROWS for tiles in TILES.values() for dtype in DTYPES.values()]

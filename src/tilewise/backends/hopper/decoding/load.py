@@ -17,7 +17,7 @@ from tilewise.backends.hopper.decoding.shares import (
     share_of,
 )
 from tilewise.backends.hopper.decoding.storage import DecodingStorage
-from tilewise.backends.hopper.forward.pages import KeyParts, box_of, copy_part, in_parts
+from tilewise.backends.hopper.forward.pages import PagedKeys, box_of, by_boxes, copy_box
 from tilewise.backends.hopper.kit.dtypes import I32
 from tilewise.backends.hopper.kit.ring import PipelineState, new_writer
 from tilewise.backends.hopper.kit.scheduler import PICK
@@ -42,18 +42,18 @@ def load_blocks(
     config: cutlass.Constexpr,
 ):  # fmt: skip
     """Brings the blocks ``[first, last)`` of a sequence. Each lane reads the table for one part of 32."""
-    k = KeyParts(maps.k, head_of(params), in_parts(smem.k, config, 0), 0)
-    v = KeyParts(maps.v, head_of(params), in_parts(smem.v, config, 1), 1)
+    k = PagedKeys(maps.k, head_of(params), by_boxes(smem.k, config, 0), 0)
+    v = PagedKeys(maps.v, head_of(params), by_boxes(smem.v, config, 1), 1)
     first, last = blocks
     seen = first_key_of(place.keys, params)
-    lane, parts = cute.arch.thread_idx()[0] % 32, config.parts
-    for begin in cutlass.range(first, last, 32 // parts, unroll=1):
-        mine = row_of_part(place.sequence, begin * parts + lane, params, config)
-        for n in cutlass.range(PICK.smaller(last - begin, 32 // parts), unroll=1):
+    lane, count = cute.arch.thread_idx()[0] % 32, config.boxes
+    for begin in cutlass.range(first, last, 32 // count, unroll=1):
+        mine = row_of_box(place.sequence, begin * count + lane, params, config)
+        for n in cutlass.range(PICK.smaller(last - begin, 32 // count), unroll=1):
             boxes = []
-            for m in cutlass.range_constexpr(parts):
-                start = cute.arch.make_warp_uniform(cute.arch.shuffle_sync(mine, n * parts + m))
-                position = ((begin + n) * parts + m) * config.paged
+            for m in cutlass.range_constexpr(count):
+                start = cute.arch.make_warp_uniform(cute.arch.shuffle_sync(mine, n * count + m))
+                position = ((begin + n) * count + m) * config.paged
                 boxes.append(box_of(start, config.paged, place.keys - position, seen - position))
             cute.arch.mbarrier_wait(smem.empty + state.index, state.phase)  # every computing warp
             size = ELEMENT_BYTES * config.tiles.block
@@ -61,16 +61,16 @@ def load_blocks(
                 # Before the copies, so that no bytes come that a barrier does not expect; these are their only arrivals.
                 cute.arch.mbarrier_arrive_and_expect_tx(smem.full_k + state.index, size)
                 cute.arch.mbarrier_arrive_and_expect_tx(smem.full_v + state.index, size)
-            for m in cutlass.range_constexpr(parts):
-                copy_part(k, boxes[m], m, state.index, smem.full_k + state.index, config)
-            for m in cutlass.range_constexpr(parts):
-                copy_part(v, boxes[m], m, state.index, smem.full_v + state.index, config)
+            for m in cutlass.range_constexpr(count):
+                copy_box(k, boxes[m], m, state.index, smem.full_k + state.index, config)
+            for m in cutlass.range_constexpr(count):
+                copy_box(v, boxes[m], m, state.index, smem.full_v + state.index, config)
             state = state.advance(config.tiles.stages)
     return state
 
 
 @cute.jit
-def row_of_part(sequence, n, params: DecodingParams, config: cutlass.Constexpr):
+def row_of_box(sequence, n, params: DecodingParams, config: cutlass.Constexpr):
     """The row of the pool at which a sequence's n-th part of ``config.paged`` keys begins."""
     page, row = I32(sequence), I32(n * config.paged)
     if params.cached != 0:

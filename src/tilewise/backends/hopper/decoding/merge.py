@@ -26,7 +26,7 @@ TOGETHER = 4  # states whose loads are on their way at once
 WARPS = 4  # that share the columns of a merge
 
 
-class Parts(NamedTuple):
+class ShareRange(NamedTuple):
     """The shares ``[first, last]`` that have blocks of a sequence."""
 
     first: I32
@@ -38,9 +38,9 @@ def finish(operands, told: cute.Pointer, place: Place, share: Share, params: Dec
     """Writes o and lse of a sequence that this CTA alone has had, or that it is the last one to have had a part of; else a state."""
     tiles = config.tiles
     last_block = place.at + blocks_of(place.keys, params, config) - 1
-    parts = Parts(place.at // share.each, last_block // share.each)
+    shares = ShareRange(place.at // share.each, last_block // share.each)
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-    if parts.first == parts.last:
+    if shares.first == shares.last:
         if warp < tiles.row_warps:
             o = rows_columns(operands.o)
             columns = [[o[r, c] for c in range(tiles.width // 4)] for r in range(tiles.own_rows)]
@@ -54,15 +54,15 @@ def finish(operands, told: cute.Pointer, place: Place, share: Share, params: Dec
             else:
                 cute.arch.barrier(barrier_id=1, number_of_threads=32 * WARPS)
             if warp == 0:
-                tell(told, place, parts, params)
+                tell(told, place, shares, params)
         cute.arch.barrier(barrier_id=1, number_of_threads=32 * WARPS)
         if get_words(told, 1)[0] != 0:
             cute.arch.fence_acq_rel_gpu()  # what the other CTAs counted
             if cutlass.const_expr(tiles.row_warps == 1):
-                merge(operands.rows, parts, thread_of(128) // 32, place, params, config)
+                merge(operands.rows, shares, thread_of(128) // 32, place, params, config)
             else:
                 for part in cutlass.range(WARPS, unroll=1):
-                    merge(operands.rows, parts, part, place, params, config)
+                    merge(operands.rows, shares, part, place, params, config)
 
 
 def thread_of(threads: int):
@@ -76,11 +76,11 @@ def holder(config: DecodingConfig):
 
 
 @cute.jit
-def tell(told: cute.Pointer, place: Place, parts: Parts, params: DecodingParams):
+def tell(told: cute.Pointer, place: Place, shares: ShareRange, params: DecodingParams):
     """One thread counts this CTA's state, and tells the warpgroup whether all others are counted; the last one leaves the count zero."""
     with cute.arch.elect_one():
         at = place.sequence * params.heads_k + head_of(params)
-        found, others = count_up(params.extra.counts, at), parts.last - parts.first
+        found, others = count_up(params.extra.counts, at), shares.last - shares.first
         if found == others:
             params.extra.counts[at] = I32(0)
         put_words(told, [cutlass.select_(found == others, I32(1), I32(0))])
@@ -134,7 +134,12 @@ def take_numbers(states: cute.Tensor, place: tuple) -> list:
 
 @cute.jit
 def merge(
-    rows: softmax.SoftmaxState, parts: Parts, part, place: Place, params: DecodingParams, config: cutlass.Constexpr
+    rows: softmax.SoftmaxState,
+    shares: ShareRange,
+    part,
+    place: Place,
+    params: DecodingParams,
+    config: cutlass.Constexpr,
 ):
     """Merges a quarter of the columns of all states, ``O = sum_c 2**(m_c - m) O_c`` and the sums likewise, and stores the output."""
     thread, fours, count = holder(config), config.tiles.width // 16, config.tiles.own_rows  # fours: of a row
@@ -143,18 +148,18 @@ def merge(
     sums.fill(0.0)
     rows.m2.fill(-softmax.INF)
     rows.l.fill(0.0)
-    for begin in cutlass.range(parts.first, parts.last + 1, TOGETHER, unroll=1):
+    for begin in cutlass.range(shares.first, shares.last + 1, TOGETHER, unroll=1):
         found = []
         for k in cutlass.range_constexpr(TOGETHER):
-            share = PICK.smaller(begin + k, parts.last)
-            state = state_of(share, share == parts.first, params)
+            share = PICK.smaller(begin + k, shares.last)
+            state = state_of(share, share == shares.first, params)
             statistics = take_numbers(params.extra.part_lse, (state, thread))
             for r in cutlass.range_constexpr(count):
                 m2, l = statistics[2 * r : 2 * r + 2]
                 columns = []
                 for n in cutlass.range_constexpr(mine):
                     columns += take_numbers(params.extra.part_o, (state, r * fours + part * mine + n, thread))
-                found.append((r, choose(begin + k <= parts.last, m2, -softmax.INF), l, columns))
+                found.append((r, choose(begin + k <= shares.last, m2, -softmax.INF), l, columns))
         for r in cutlass.range_constexpr(count):
             add(rows, r, sums, [state[1:] for state in found if state[0] == r])
     columns = [[sums[r * 4 * mine + n] for n in range(4 * mine)] for r in range(count)]

@@ -10,7 +10,7 @@ which tile a CTA computes, which blocks it visits   query_tiles
 shared memory and barriers                          storage
 who loads Q, K, V and a bias by pair                load; parts of key blocks from the pages of a cache: pages
 the blocks of a tile, masks and softmax             compute
-the products of a block                             parts
+the products of a block                             staged_blocks
 o and lse to memory                                 epilogue
 states of split keys                                combine
 the numbers and tensors of a launch                 params

@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass.cute.nvgpu import warpgroup
 
 from tilewise.backends.hopper.config import PLAIN, ROWS
-from tilewise.backends.hopper.forward import parts
+from tilewise.backends.hopper.forward import staged_blocks
 from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.forward.epilogue import epilogue
 from tilewise.backends.hopper.forward.load import receive
@@ -117,7 +117,7 @@ def compute(
         if cutlass.const_expr(config.stores):
             # The mailbox now holds a tile of no sequence, which ends the storing warp too.
             cute.arch.mbarrier_arrive(smem.o_full + w * tiles.q_stages + q_state.index)
-    elif cutlass.const_expr(tiles.parted):
+    elif cutlass.const_expr(tiles.staged):
         for round_ in cutlass.range(rounds_of(params, config), unroll=1):
             query_tile = tile_of(round_, params, config)
             state = whole_tile(operands, query_tile, q_state, state, w, smem, lse, sink, params, config)
@@ -169,8 +169,8 @@ def whole_tile(
     state = first_scores(operands, query_tile, n_q, q_state.phase, state, w, smem, params, config, there=True)
     state = compute_tile(operands, query_tile, n_q, state, w, smem, params, config)
     warpgroup.wait_group(0)  # O is complete
-    parts.release_values(state, smem, config)
-    state = state.advance(config.tiles.stages, config.tiles.v_parts)
+    staged_blocks.release_values(state, smem, config)
+    state = state.advance(config.tiles.stages, config.tiles.v_stages)
     epilogue(operands, smem, n_q, w, lse, sink, query_tile, params, config)
     return state
 
@@ -236,7 +236,7 @@ def compute_tile(
             state = key_block(operands, n_q, state, block, smem, params, config)
     if cutlass.const_expr(not config.stores):
         release(smem.q_empty + n_q)  # the loading warp may bring the next Q
-    parts.begin_values(operands, state, smem, config)  # of the last block
+    staged_blocks.begin_values(operands, state, smem, config)  # of the last block
     return state
 
 
@@ -253,7 +253,7 @@ def first_scores(
             hidden, _, _ = whole_steps(query_tile, row, band_of_tile(query_tile, params, config), params, config)
             state = skip(hidden, operands, state, w, smem, config, turn=True)
         acquire(smem.full, state)  # K: the loading warp
-    return parts.begin_scores(operands, n_q, state, smem, config)
+    return staged_blocks.begin_scores(operands, n_q, state, smem, config)
 
 
 # -- One key block -------------------------------------------------------------------------------------------------
@@ -336,7 +336,7 @@ def key_block(
     k_state, v_state = both_products(operands, n_q, state, smem, config)
     masks = dropout_masks(block, smem, params, config)  # under both products
     read_bias(operands, config)
-    warpgroup.wait_group(tiles.v_parts)  # S; O may still be under way
+    warpgroup.wait_group(tiles.v_stages)  # S; O may still be under way
     release(smem.empty + k_state.index)  # K: the loading warp
     s = masked_scores(operands, block, params, config)
     # P = exp(S - m), 64 × tile_n, unnormalised
@@ -344,11 +344,11 @@ def key_block(
     softmax.hold_exponentials(smem.unread, operands.rows)
     release_bias(operands, config)
     warpgroup.wait_group(0)  # O += P V
-    parts.release_values(v_state, smem, config)  # V of the block before
+    staged_blocks.release_values(v_state, smem, config)  # V of the block before
     softmax.rescale(operands.o, operands.rows.factor, tiles.lazy)
     round_p(operands, config)
     dropout.drop(operands.p, masks)
-    return v_state.advance(tiles.stages, tiles.v_parts)
+    return v_state.advance(tiles.stages, tiles.v_stages)
 
 
 def steady_block(
@@ -415,11 +415,11 @@ def both_products(
 ) -> tuple[PipelineState, PipelineState]:
     """Begins S of a block, then O += P V of the block before. Returns the states at K, and at V."""
     w = n_q // config.tiles.q_stages
-    v_state = state.advance(config.tiles.stages, config.tiles.k_parts)
+    v_state = state.advance(config.tiles.stages, config.tiles.k_stages)
     acquire(smem.full, state)  # K: the loading warp
     pingpong_wait(w, config)
-    state = parts.begin_scores(operands, n_q, state, smem, config)
-    parts.begin_values(operands, v_state, smem, config)  # with P of the block before
+    state = staged_blocks.begin_scores(operands, n_q, state, smem, config)
+    staged_blocks.begin_values(operands, v_state, smem, config)  # with P of the block before
     pingpong_signal(w, config)
     return state, v_state
 
@@ -534,7 +534,7 @@ def skip(
                     operands.bias
                 )  # a stage that is released before its bytes came would be filled twice at once
                 release_bias(operands, config)
-        for _ in cutlass.range_constexpr(config.tiles.k_parts if turn else config.tiles.v_parts):
+        for _ in cutlass.range_constexpr(config.tiles.k_stages if turn else config.tiles.v_stages):
             state = give_back(state, smem, config)
     return state
 

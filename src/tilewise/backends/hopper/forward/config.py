@@ -97,7 +97,7 @@ class Config(Formed):
     def expected(self) -> tuple[Expected, ...]:
         """The facts that the compiled kernel is held to; the kernel that merges splits has no roles."""
         registers = self.tiles.registers, self.tiles.registers_load
-        tiles, more = self.tiles, {"stores": self.stores, "beside": self.tiles.v_parts}
+        tiles, more = self.tiles, {"stores": self.stores, "beside": self.tiles.v_stages}
         return (Expected(self.name, registers, tiles.shared.total, tiles.tile_n // 2, **more),)
 
     @property

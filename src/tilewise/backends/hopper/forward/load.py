@@ -46,8 +46,8 @@ def load(maps: TensorMaps, smem: ForwardStorage, params: ForwardParams, config: 
         while taken.sequence >= 0:
             following = I32(0) if cutlass.const_expr(late) else packed.take(params.queue)
             query_tile = place_packed(taken, params, config)
-            if cutlass.const_expr(config.tiles.parted):
-                state = load_parted_tile(maps, smem, query_tile, state, q_state, params, config)
+            if cutlass.const_expr(config.tiles.staged):
+                state = load_staged_tile(maps, smem, query_tile, state, q_state, params, config)
             elif cutlass.const_expr(config.paged):
                 state = load_paged_tile(maps, smem, query_tile, state, q_state, params, config)
             else:
@@ -65,8 +65,8 @@ def load(maps: TensorMaps, smem: ForwardStorage, params: ForwardParams, config: 
     else:
         for round_ in cutlass.range(rounds_of(params, config), unroll=1):
             query_tile = tile_of(round_, params, config)
-            if cutlass.const_expr(config.tiles.parted):
-                state = load_parted_tile(maps, smem, query_tile, state, q_state, params, config)
+            if cutlass.const_expr(config.tiles.staged):
+                state = load_staged_tile(maps, smem, query_tile, state, q_state, params, config)
             else:
                 state = load_tile(maps, smem, query_tile, state, q_state, bias_place, params, config)
             q_state = q_state.advance(config.tiles.q_stages)
@@ -146,7 +146,7 @@ def load_paged_tile(
 
 
 @cute.jit
-def load_parted_tile(
+def load_staged_tile(
     maps: TensorMaps, smem: ForwardStorage, query_tile: QueryTile, state: PipelineState, q_state: PipelineState,
     params: ForwardParams, config: cutlass.Constexpr,
 ):  # fmt: skip
@@ -158,38 +158,38 @@ def load_parted_tile(
     gV, sV = tma_tiles(maps.v, tiles.v_box, (query_tile.piece, None), head_k, query_tile.keys, smem.v)
 
     n = block_at(query_tile, 0, params, config)
-    state = fetch_k_parts(maps, gK, sK, n, state, smem, config)
+    state = fetch_k_stages(maps, gK, sK, n, state, smem, config)
     if cutlass.const_expr(config.queued):
         head = query_tile.head * tiles.pieces + query_tile.piece
         publish(packed.PackedTile(query_tile.batch, query_tile.row, head), smem, q_state, config)
     fetch_queries(maps, gQ, sQ, query_tile, q_state, smem, config)
     for step in cutlass.range(query_tile.stop - query_tile.start - 1, unroll=1):
         n, before = block_at(query_tile, step + 1, params, config), block_at(query_tile, step, params, config)
-        state = fetch_k_parts(maps, gK, sK, n, state, smem, config)
-        state = fetch_v_parts(maps, gV, sV, before, state, smem, config)
+        state = fetch_k_stages(maps, gK, sK, n, state, smem, config)
+        state = fetch_v_stages(maps, gV, sV, before, state, smem, config)
     n = block_at(query_tile, query_tile.stop - query_tile.start - 1, params, config)
-    return fetch_v_parts(maps, gV, sV, n, state, smem, config)
+    return fetch_v_stages(maps, gV, sV, n, state, smem, config)
 
 
-def fetch_k_parts(
+def fetch_k_stages(
     maps: TensorMaps, g, s, n, state: PipelineState, smem: ForwardStorage, config: Config
 ) -> PipelineState:
     """Fetches K of block n, some columns of it into each stage. Returns the next state."""
     tiles = config.tiles
-    for part in range(tiles.k_parts):
+    for part in range(tiles.k_stages):
         size = tiles.element_bytes * math.prod(tiles.k_box)
         state = fetch_block(maps.k, g[None, n, part], s, size, state, smem, config)
     return state
 
 
-def fetch_v_parts(
+def fetch_v_stages(
     maps: TensorMaps, g, s, n, state: PipelineState, smem: ForwardStorage, config: Config
 ) -> PipelineState:
     """Fetches V of block n, some keys of it into each stage. Returns the next state."""
     tiles = config.tiles
-    for part in range(tiles.v_parts):
+    for part in range(tiles.v_stages):
         size = tiles.element_bytes * math.prod(tiles.v_box)
-        state = fetch_block(maps.v, g[None, n * tiles.v_parts + part], s, size, state, smem, config)
+        state = fetch_block(maps.v, g[None, n * tiles.v_stages + part], s, size, state, smem, config)
     return state
 
 

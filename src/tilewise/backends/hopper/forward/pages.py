@@ -50,7 +50,7 @@ def part_shape(rows: tuple[int, int], config: Config) -> tuple[int, int]:
     return 8, config.paged // 8
 
 
-def in_parts(smem: cute.Tensor, config: Config, rows_mode: int) -> cute.Tensor:
+def by_boxes(smem: cute.Tensor, config: Config, rows_mode: int) -> cute.Tensor:
     """Blocks of K or V in shared memory, (row, column, stage) or (column, row, stage), as (row, column, part, stage) or likewise."""
     shape, stride = list(smem.layout.shape), list(smem.layout.stride)
     parts = config.tiles.tile_n // config.paged, stride[rows_mode][1] * (config.paged // 8)
@@ -152,8 +152,8 @@ def box_at(position, query_tile: QueryTile, params: ForwardParams, config: Confi
 # -- Copies --------------------------------------------------------------------------------------------------------
 
 
-class KeyParts(NamedTuple):
-    """K or V of a head in the pool, and its blocks in shared memory by parts (:func:`in_parts`); ``rows_mode`` as there."""
+class PagedKeys(NamedTuple):
+    """K or V of a head in the pool, and its blocks in shared memory by parts (:func:`by_boxes`); ``rows_mode`` as there."""
 
     info: cpasync.TmaInfo
     head: I32
@@ -164,8 +164,8 @@ class KeyParts(NamedTuple):
 class KeyBlocks(NamedTuple):
     """K and V of a tile."""
 
-    k: KeyParts
-    v: KeyParts
+    k: PagedKeys
+    v: PagedKeys
 
 
 def key_blocks(
@@ -174,12 +174,12 @@ def key_blocks(
     """The keys and values that a tile of queries reads."""
     head = query_tile.head // params.group
     return KeyBlocks(
-        KeyParts(maps.k, head, in_parts(smem.k, config, 0), 0), KeyParts(maps.v, head, in_parts(smem.v, config, 1), 1)
+        PagedKeys(maps.k, head, by_boxes(smem.k, config, 0), 0), PagedKeys(maps.v, head, by_boxes(smem.v, config, 1), 1)
     )
 
 
 def fetch_parts(
-    of: KeyParts, boxes: tuple[Box, ...], state: PipelineState, smem: ForwardStorage, config: Config
+    of: PagedKeys, boxes: tuple[Box, ...], state: PipelineState, smem: ForwardStorage, config: Config
 ) -> PipelineState:
     """Fetches a block of K or V into the state's stage of the ring, part by part. Returns the next state."""
     full = smem.full + state.index
@@ -189,16 +189,16 @@ def fetch_parts(
         size = config.tiles.element_bytes * config.tiles.tile_n * columns_of(of, config)
         cute.arch.mbarrier_arrive_and_expect_tx(full, size)
     for m in range(config.tiles.tile_n // config.paged):
-        copy_part(of, box_of_part(boxes, m, config), m, state.index, full, config)
+        copy_box(of, box_of_part(boxes, m, config), m, state.index, full, config)
     return state.advance(config.tiles.stages)
 
 
-def columns_of(of: KeyParts, config: Config) -> int:
+def columns_of(of: PagedKeys, config: Config) -> int:
     """The columns of a block of K or of V in shared memory."""
     return config.tiles.width if of.rows_mode == 0 else config.tiles.width_v
 
 
-def copy_part(of: KeyParts, box: Box, m: int, stage, full: cute.Pointer, config: Config) -> None:
+def copy_box(of: PagedKeys, box: Box, m: int, stage, full: cute.Pointer, config: Config) -> None:
     """Starts the copy of a part, ``config.paged`` rows of all columns, to its place in a stage."""
     matrix = of.info.tma_tensor[None, None, of.head, box.end, box.wrap]
     first, shape = (box.row, 0), (config.paged, columns_of(of, config))

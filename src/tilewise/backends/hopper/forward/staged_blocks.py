@@ -1,4 +1,4 @@
-"""The products of a block, whose K and V take a stage of the ring each, or several: K by columns, V by keys (``tiles.Tiles.k_parts``).
+"""The products of a block, whose K and V take a stage of the ring each, or several: K by columns, V by keys (``tiles.Tiles.k_stages``).
 
 Head dims above 256 leave shared memory no whole block beside the tiles of Q. Each part of K is given back as soon as the next one's
 product has begun.
@@ -18,7 +18,7 @@ STEP = 16  # columns of the left operand that one wgmma takes
 
 def begin_scores(operands, n_q, state: PipelineState, smem: ForwardStorage, config: Config) -> PipelineState:
     """Begins S = Q Kᵀ, 64 × tile_n, fp32, of a block whose first part is there. Returns the state at its last part, which is still held."""
-    for part in range(config.tiles.k_parts):
+    for part in range(config.tiles.k_stages):
         before = state  # held until its product is done
         if part:
             state = state.advance(config.tiles.stages)
@@ -33,7 +33,7 @@ def begin_scores(operands, n_q, state: PipelineState, smem: ForwardStorage, conf
 
 def begin_values(operands, state: PipelineState, smem: ForwardStorage, config: Config) -> None:
     """Begins O += P V, 64 × width_o, fp32, of a block: a group of products for each part."""
-    for part in range(config.tiles.v_parts):
+    for part in range(config.tiles.v_stages):
         state = state.advance(config.tiles.stages) if part else state
         acquire(smem.full, state)  # V: the loading warp
         v, first = operands.v[None, None, None, state.index], part * config.tiles.v_box[1] // STEP
@@ -42,6 +42,6 @@ def begin_values(operands, state: PipelineState, smem: ForwardStorage, config: C
 
 def release_values(state: PipelineState, smem: ForwardStorage, config: Config) -> None:
     """Gives back the V of a block."""
-    for part in range(config.tiles.v_parts):
+    for part in range(config.tiles.v_stages):
         state = state.advance(config.tiles.stages) if part else state
         release(smem.empty + state.index)  # V: the loading warp

@@ -53,7 +53,7 @@ class Tiles:
         bias_stages: of a warpgroup's ring of tiles of a bias by pair, 64 × tile_n.
         pieces: into how many pieces O's columns are cut where they do not fit registers; a tile computes one, and its scores anew
             (docs/decisions.md#hopper-wide-heads).
-        k_parts, v_parts: stages that a block takes: of K so many columns each, of V so many keys.
+        k_stages, v_stages: stages that a block takes: of K so many columns each, of V so many keys.
         element_bytes: of an element of q, k, v and o, and of such a bias.
     """
 
@@ -70,8 +70,8 @@ class Tiles:
     steady: bool = False
     bias_stages: int = 0
     pieces: int = 1
-    k_parts: int = 1
-    v_parts: int = 1
+    k_stages: int = 1
+    v_stages: int = 1
     element_bytes: int = ELEMENT_BYTES
 
     @property
@@ -80,7 +80,7 @@ class Tiles:
         flags = ("" if self.lazy else "_eager") + ("_turns" if self.pingpong else "")
         flags += "_steady" if self.steady else ""
         flags += f"_b{self.bias_stages}" if self.bias_stages else ""
-        flags += f"_k{self.k_parts}v{self.v_parts}" if self.parted else ""
+        flags += f"_k{self.k_stages}v{self.v_stages}" if self.staged else ""
         return f"{self.tile_m}x{self.tile_n}_s{self.stages}q{self.q_stages}{flags}"
 
     @property
@@ -99,19 +99,19 @@ class Tiles:
         return self.width_v // self.pieces
 
     @property
-    def parted(self) -> bool:
+    def staged(self) -> bool:
         """Whether a block of K or V takes several stages."""
-        return self.k_parts > 1 or self.v_parts > 1
+        return self.k_stages > 1 or self.v_stages > 1
 
     @property
     def k_box(self) -> tuple[int, int]:
         """Keys and columns of K that one stage holds."""
-        return self.tile_n, self.width // self.k_parts
+        return self.tile_n, self.width // self.k_stages
 
     @property
     def v_box(self) -> tuple[int, int]:
         """Columns and keys of V that one stage holds."""
-        return self.width_o, self.tile_n // self.v_parts
+        return self.width_o, self.tile_n // self.v_stages
 
     @property
     def q_tiles(self) -> int:
@@ -148,7 +148,7 @@ class Tiles:
 
     def describe(self) -> str:
         """The sizes in a sentence, as ``explain`` shows it."""
-        blocks = "parts of blocks" if self.parted else "blocks"
+        blocks = "stages of blocks" if self.staged else "blocks"
         return (
             f"{self.tile_m} x {self.tile_n}, {self.warpgroups} warpgroups compute and one loads, "
             f"{self.stages} {blocks} of K or V in flight, {self.shared.total >> 10} KiB shared"
@@ -226,7 +226,7 @@ _D128 = Tiles(128, 128, warpgroups=2, tile_n=128, stages=5, q_stages=2, register
 _D192V128 = Tiles(192, 128, warpgroups=2, tile_n=112, stages=4, q_stages=1, registers=240)
 _D192 = Tiles(192, 192, warpgroups=2, tile_n=112, stages=4, q_stages=1, registers=240)
 # A tile of Q takes half of shared memory; K and V come past it in parts of 16 KiB.
-_D512 = Tiles(512, 512, warpgroups=2, tile_n=64, stages=6, q_stages=1, registers=240, pieces=2, k_parts=4, v_parts=2)
+_D512 = Tiles(512, 512, warpgroups=2, tile_n=64, stages=6, q_stages=1, registers=240, pieces=2, k_stages=4, v_stages=2)
 _D256_80 = Tiles(256, 256, warpgroups=2, tile_n=80, stages=4, q_stages=1, registers=240, pingpong=True)
 _D256_64 = Tiles(256, 256, warpgroups=2, tile_n=64, stages=5, q_stages=1, registers=240, pingpong=True)
 

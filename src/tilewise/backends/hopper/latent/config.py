@@ -22,7 +22,7 @@ COLUMNS = 128  # of V in one product: with more, one instruction has more regist
 PRODUCTS = WIDTH_V // VALUE_GROUPS // COLUMNS  # of a warpgroup and a key tile
 # The chunks of a key tile that come as one box, in the order in which their places become free: the rotary ones as soon as P is in
 # registers, then those of each warpgroup's first product with V, then those of its second.
-PARTS = (range(8, 9), range(2), range(4, 6), range(2, 4), range(6, 8))
+BOXES = (range(8, 9), range(2), range(4, 6), range(2, 4), range(6, 8))
 PAIR = 2  # CTAs of a cluster that share the keys of a tile of rows
 SCALES = ("k_scale", "v_scale")  # of a cache of e4m3 numbers
 STAGES = 2  # key tiles in shared memory; each belongs to one of as many warpgroups that compute scores
@@ -60,7 +60,7 @@ class LatentTiles:
     @property
     def barriers(self) -> int:
         """How many mbarriers there are (:class:`storage.LatentStorage`)."""
-        return 2 * STAGES * len(PARTS) + 2 * STAGES + 2
+        return 2 * STAGES * len(BOXES) + 2 * STAGES + 2
 
     @property
     def statistics(self) -> int:

@@ -16,7 +16,7 @@ from tilewise.backends.hopper.config import ELEMENT_BYTES, ROWS
 from tilewise.backends.hopper.kit.dtypes import F32, I32
 from tilewise.backends.hopper.kit.instructions import both
 from tilewise.backends.hopper.kit.scheduler import PICK
-from tilewise.backends.hopper.latent.config import CHUNK, CHUNKS, KEYS, PARTS, WIDTH, LatentConfig
+from tilewise.backends.hopper.latent.config import BOXES, CHUNK, CHUNKS, KEYS, WIDTH, LatentConfig
 from tilewise.backends.hopper.latent.params import LatentParams
 from tilewise.backends.hopper.latent.storage import ELEMENTS, LatentStorage, part_of, stage_of
 from tilewise.backends.hopper.latent.tiles import LatentTile, shift_of
@@ -50,16 +50,16 @@ def convert_parts(smem: LatentStorage, sources: list[Source], stage, phase, conf
     The tile is given on as a whole: a fence waits for every load before it, those of later parts too.
     """
     found = [take_part(sources, part) for part in range(AHEAD)]
-    for part in range(len(PARTS)):
+    for part in range(len(BOXES)):
         # The warps of the values, which read V and P of the tile before in this stage.
         cute.arch.mbarrier_wait(smem.empty + part_of(stage, part), 1 - phase)
         for source, chunk, words in found[part]:
             put_numbers(smem, stage, chunk, source, words, config)
-        if part + AHEAD < len(PARTS):
+        if part + AHEAD < len(BOXES):
             found.append(take_part(sources, part + AHEAD))
     # wgmma reads shared memory by another path: what threads wrote must be visible there.
     cute.arch.fence_view_async_shared()
-    for part in range(len(PARTS)):
+    for part in range(len(BOXES)):
         cute.arch.mbarrier_arrive(smem.full + part_of(stage, part))  # both score and value
 
 
@@ -92,7 +92,7 @@ def sources_of(n, page, tile: LatentTile, params: LatentParams) -> list[Source]:
 
 def take_part(sources: list[Source], part: int) -> list[tuple]:
     """``(source, chunk, numbers)`` of each load of a part."""
-    return [(source, chunk, take_numbers(source, chunk)) for chunk in PARTS[part] for source in sources]
+    return [(source, chunk, take_numbers(source, chunk)) for chunk in BOXES[part] for source in sources]
 
 
 # -- Numbers -------------------------------------------------------------------------------------------------------

@@ -30,12 +30,12 @@ from tilewise.backends.hopper.forward import combine
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
 from tilewise.backends.hopper.kit.params import OptionalParams
 from tilewise.backends.hopper.latent.config import (
+    BOXES,
     CHUNK,
     CHUNKS,
     COLUMNS,
     KEYS,
     PAIR,
-    PARTS,
     SCALES,
     STAGES,
     LatentConfig,
@@ -93,7 +93,7 @@ def launch(
         optional, *((k, *scales) if config.e4m3 else ()),
     )  # fmt: skip
     kernel.set_name_prefix(config.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-    maps = (None, None) if config.e4m3 else tuple(key_map(k, len(part), config) for part in (PARTS[1], PARTS[0]))
+    maps = (None, None) if config.e4m3 else tuple(key_map(k, len(part), config) for part in (BOXES[1], BOXES[0]))
     kernel(*maps, qk, held, pv, params, config).launch(
         grid=[tiles, splits, 1],
         block=[config.tiles.threads, 1, 1],

@@ -9,7 +9,7 @@ from cutlass.cute.nvgpu import cpasync
 from tilewise.backends.hopper.config import ELEMENT_BYTES, ROWS
 from tilewise.backends.hopper.kit.dtypes import I32
 from tilewise.backends.hopper.kit.scheduler import PICK
-from tilewise.backends.hopper.latent.config import CHUNK, CHUNKS, KEYS, PARTS, VALUE_GROUPS, LatentConfig
+from tilewise.backends.hopper.latent.config import BOXES, CHUNK, CHUNKS, KEYS, VALUE_GROUPS, LatentConfig
 from tilewise.backends.hopper.latent.convert import convert_tile
 from tilewise.backends.hopper.latent.params import KeyMaps, LatentParams
 from tilewise.backends.hopper.latent.storage import ELEMENTS, LatentStorage, part_of, stage_of
@@ -37,14 +37,14 @@ def load_tile(maps: KeyMaps, smem: LatentStorage, n, page, tile: LatentTile, par
     if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0 and n < tile.last:
         stage, phase = stage_of(n - tile.first)
         row = n * KEYS % params.seqlen_k + shift_of(n, tile)
-        for part in cutlass.range_constexpr(len(PARTS)):
+        for part in cutlass.range_constexpr(len(BOXES)):
             number = part_of(stage, part)
             # The warps of the values, which read V and P of the tile before in this stage.
             cute.arch.mbarrier_wait(smem.empty + number, 1 - phase)
             with cute.arch.elect_one():
-                size = ELEMENT_BYTES * ELEMENTS * len(PARTS[part])
+                size = ELEMENT_BYTES * ELEMENTS * len(BOXES[part])
                 cute.arch.mbarrier_arrive_and_expect_tx(smem.full + number, size)
-            copy_part(maps, smem, (row, tile.key_head, page), part, stage)
+            copy_box(maps, smem, (row, tile.key_head, page), part, stage)
 
 
 def page_of(n, tile: LatentTile, params: LatentParams) -> I32:
@@ -56,10 +56,10 @@ def page_of(n, tile: LatentTile, params: LatentParams) -> I32:
     return I32(PICK.larger(PICK.smaller(table[sequence, entry], params.extra.num_pages - 1), 0))
 
 
-def copy_part(maps: KeyMaps, smem: LatentStorage, place: tuple, part: int, stage) -> None:
+def copy_box(maps: KeyMaps, smem: LatentStorage, place: tuple, part: int, stage) -> None:
     """Starts the copy of some chunks of a key tile into their place in a stage; rows outside the page arrive as zeros."""
     row, head, page = place
-    chunks = PARTS[part]
+    chunks = BOXES[part]
     info, count = maps.latent if len(chunks) > 1 else maps.rotary, len(chunks)
     matrix = cute.domain_offset((row, (0, chunks[0])), info.tma_tensor[None, None, head, page])
     # One box of 64 keys by 64 columns by so many chunks.

@@ -17,7 +17,7 @@ from tilewise.backends.hopper.kit import softmax
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
 from tilewise.backends.hopper.kit.instructions import choose, meet, pack
 from tilewise.backends.hopper.kit.tiles import rows_columns
-from tilewise.backends.hopper.latent.config import CHUNK, CHUNKS, KEYS, PARTS, STAGES, LatentConfig
+from tilewise.backends.hopper.latent.config import BOXES, CHUNK, CHUNKS, KEYS, STAGES, LatentConfig
 from tilewise.backends.hopper.latent.convert import anew, prefetch_tile, scale_of
 from tilewise.backends.hopper.latent.load import bring_tile, page_of
 from tilewise.backends.hopper.latent.params import KeyMaps, LatentParams
@@ -88,7 +88,7 @@ def compute_scores(
         step = n - tile.first
         stage, phase = stage_of(step)
         page = page_of(n + STAGES, tile, params)  # of the next tile: on its way meanwhile
-        for part in cutlass.range_constexpr(len(PARTS)):
+        for part in cutlass.range_constexpr(len(BOXES)):
             cute.arch.mbarrier_wait(smem.full + part_of(stage, part), phase)  # the copy engine
             begin_scores(operands, part, anew(stage))
         if cutlass.const_expr(config.e4m3):
@@ -136,7 +136,7 @@ def begin_scores(operands: ScoreOperands, part: int, stage) -> None:
     atom = cute.make_mma_atom(operands.held.op if held else operands.qk.op)
     warpgroup.fence()
     # S (64 × 64, fp32) += Q (64 × 16) Kᵀ (16 × 64): 16 columns a step.
-    for n, chunk in enumerate(PARTS[part]):
+    for n, chunk in enumerate(BOXES[part]):
         for step in range(CHUNK // 16):
             atom.set(warpgroup.Field.ACCUMULATE, part + n + step > 0)
             q = operands.rotary[None, None, step] if held else operands.q[None, None, step, chunk]

@@ -12,11 +12,11 @@ from tilewise.backends.hopper.config import ALIGNMENT, ELEMENT_BYTES, ROWS
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
 from tilewise.backends.hopper.kit.tiles import row_of
 from tilewise.backends.hopper.latent.config import (
+    BOXES,
     CHUNK,
     CHUNKS,
     COLUMNS,
     P_CHUNK,
-    PARTS,
     STAGES,
     VALUE_GROUPS,
     WIDTH_V,
@@ -78,7 +78,7 @@ def allocate(config: LatentConfig) -> LatentStorage:
     stride = (1, ELEMENTS), (CHUNK, 8 * CHUNK), (2 * ELEMENTS, CHUNKS * ELEMENTS)
     v = cute.make_tensor(k, cute.make_layout(shape, stride=stride))
     numbers = allocator.allocate_array(F32, config.tiles.statistics)
-    parts, each = STAGES * len(PARTS), 2 * 128
+    parts, each = STAGES * len(BOXES), 2 * 128
     q_full = full + 2 * parts
     m_full = q_full + 1 + STAGES
     m = numbers + each * STAGES
@@ -93,11 +93,11 @@ def init_barriers(smem: LatentStorage, config: cutlass.Constexpr):
     """One thread sets how many arrivals turn each barrier; then every thread sees them."""
     if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0:
         with cute.arch.elect_one():
-            for n in cutlass.range_constexpr(STAGES * len(PARTS)):
+            for n in cutlass.range_constexpr(STAGES * len(BOXES)):
                 # The warp that begins the copy, and the bytes of a part; or every thread that converts numbers of it.
                 cute.arch.mbarrier_init(smem.full + n, 128 if config.e4m3 else 1)
                 # The warps of both warpgroups that read P in the first part's place; of one, that read a part of V.
-                cute.arch.mbarrier_init(smem.empty + n, 4 if n % len(PARTS) else 4 * VALUE_GROUPS)
+                cute.arch.mbarrier_init(smem.empty + n, 4 if n % len(BOXES) else 4 * VALUE_GROUPS)
             cute.arch.mbarrier_init(smem.q_full, 128 * VALUE_GROUPS)  # every thread that brings rows of Q
             for n in cutlass.range_constexpr(STAGES):
                 cute.arch.mbarrier_init(smem.p_full + n, 128)  # every thread of the warpgroup that wrote P
@@ -168,7 +168,7 @@ def get_q(smem: LatentStorage) -> list:
 
 def part_of(stage, part: int):
     """The number of the barriers of a stage's part."""
-    return stage * len(PARTS) + part
+    return stage * len(BOXES) + part
 
 
 def stage_of(n) -> tuple[I32, I32]:

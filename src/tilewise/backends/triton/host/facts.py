@@ -71,7 +71,7 @@ MEANINGS = {
     "group": "query heads of a key head, which share a tile",
     "split_tiles": "key tiles of a split at least",
     "splits": "states that are merged",
-    "parts": "parts of a tile's keys, each for as many of the warps (kernels.parts)",
+    "parts": "parts of a tile's keys, each for as many of the warps (kernels.warp_keys)",
     "shares": "even shares of all key tiles (kernels.shares)",
     "batch": "sequences, rounded up to a power of two",
     "state_rows": "rows of the state that a share leaves",

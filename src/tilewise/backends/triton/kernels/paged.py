@@ -21,7 +21,7 @@ do not depend on the key, "each" for the others, None without.
 
 Where v lies in k's memory (``FACTS.latent``; DeepSeek-V2, section 2.1), its tiles are the first pieces of k's: memory is read once.
 
-Of few rows each warp takes its own part of a tile's keys (``FACTS.parts``, :mod:`parts`).
+Of few rows each warp takes its own part of a tile's keys (``FACTS.parts``, :mod:`warp_keys`).
 
 The mathematics is :mod:`forward`'s, with the same names.
 """
@@ -58,7 +58,8 @@ from tilewise.backends.triton.kernels.paged_loads import (
     scale_of,
     table_of,
 )
-from tilewise.backends.triton.kernels.parts import (
+from tilewise.backends.triton.kernels.tile import accumulate, dot, dot_transposed, rescaled, zeros
+from tilewise.backends.triton.kernels.warp_keys import (
     accumulate_parts,
     dot_parts,
     in_each_part,
@@ -67,7 +68,6 @@ from tilewise.backends.triton.kernels.parts import (
     seen_keys,
     tiles_in_each_part,
 )
-from tilewise.backends.triton.kernels.tile import accumulate, dot, dot_transposed, rescaled, zeros
 
 
 class PagedTile(NamedTuple):

@@ -1,14 +1,18 @@
 """Calls at the limits of a GPU: more blocks than a launch may have, which CUDA calls an invalid value, and numbers near fp32's end."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import tilewise as tw
 from tests.backends.contract import run
+from tilewise import device as devices
 from tilewise.backends.cpu import Cpu
 from tilewise.backends.hopper import Hopper
 from tilewise.backends.portable import Portable
 from tilewise.backends.triton import Triton, interpreting, launches, runtime
+from tilewise.backends.triton.host import tangent
 from tilewise.device import MOST_BLOCKS, beyond_grid
 from tilewise.testing import call, normal, qkv
 
@@ -119,3 +123,16 @@ def test_large_values_beyond_that_take_a_power_of_two(keys):
     v = torch.full((1, keys, 1, 16), 3e37)
     assert tw.attention(q, k, v).isinf().all()
     torch.testing.assert_close(tw.attention(q, k, v * 2**-10) * 2**10, torch.full_like(q, 3e37))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+def test_head_dims_every_tangent_that_triton_takes_has_tiles(dtype, capability, monkeypatch):
+    gpu = devices.Device("a GPU", "cuda", 132, 232_448, 80 << 30, capability)
+    monkeypatch.setattr(devices, "of", lambda device: gpu)
+    for dim in (1, 64, 100, 256, 257, 300, 512):
+        c = call(*qkv(3, 3, d=dim, dtype=dtype))
+        p = replace(c.p, device=torch.device("cuda", 0))
+        if not Triton().without_tangents(p, second=True):
+            assert all(tangent.tangent_tiles(p, name) for name in tangent.PASSES)
+        assert bool(Triton().without_tangents(p, second=True)) == (dim > 256)

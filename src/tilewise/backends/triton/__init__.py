@@ -179,8 +179,8 @@ class Triton(Backend):
 
     def without_tangents(self, problem: Problem, second: bool) -> list[str]:
         reasons = ["a cache in pages has no tangents"] if problem.paged else []
-        if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
-            reasons.append(f"tangents of a head_dim above {MAX_HEAD_DIM}")
+        if max(problem.head_dim, problem.head_dim_v) > tangent.MAX_HEAD_DIM:
+            reasons.append(f"tangents of a head_dim above {tangent.MAX_HEAD_DIM}")
         summed = (TILES, DIAGONALS)
         if second and problem.spec.deterministic and any(read.how in summed for read in classify(problem)):
             reasons.append(

@@ -46,6 +46,7 @@ HOPPER_TILES = {
     128: (Tiles(128, 64, 8, 2, tma=True), Tiles(64, 32, 4, 2, tma=True), Tiles(32, 64, 4, 2, tma=True)),
     256: (Tiles(128, 64, 8, 2, tma=True), Tiles(64, 64, 8, 2, tma=True), Tiles(64, 64, 8, 2, tma=True)),
 }
+MAX_HEAD_DIM = min(max(HOPPER_TILES), max(TANGENT_TILES))
 # What is made smaller, in turn, until tiles fit.
 _SMALLER = (
     {"num_stages": 1},

@@ -86,7 +86,8 @@ def main() -> None:
     for cache in CACHES:
         for batch, length in PROMPTS:
             for way, part, seconds in measured(options.device, batch, length, cache, made):
-                case, shape = f"generate-{cache}-{part}", {"batch": batch, "seqlen": length}
+                shape = {"batch": batch, "seqlen": length}
+                case = f"generate-{cache}-{batch}x{length}-{part}"
                 found.append(records.result(run["run"], case, way, "forward", "host", 1e6 * seconds, shape=shape))
                 print(f"{cache:8} {batch:3} x {length:5} {part:7} {way:9} {1e3 * seconds:8.2f} ms", flush=True)
     if options.out:

@@ -330,13 +330,13 @@ def new_lengths() -> list[str]:
         rows.append([name.replace("-", " ").replace("_", " "), *[number(us, 0) for us in times]])
     text = (
         "The same where every call has other lengths, or a new mask: medians in microseconds, with an idle GPU. *Before* is the "
-        f"commit before plans were kept by structure. {found.source(now)}"
+        f"commit before launches were drafted from sizes. {found.source(now)}"
     )
     header = ["", "new lengths, before", "new lengths", "a known length", "SDPA, a known length"]
     return section("Host time of new lengths", text, table(header, rows))
 
 
-NEW_LENGTHS = ("h200-new-lengths", "h200-new-lengths-before")
+NEW_LENGTHS = ("h100-new-lengths", "h100-new-lengths-before")
 
 
 HOST = (

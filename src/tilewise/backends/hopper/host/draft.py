@@ -100,7 +100,7 @@ class Made(NamedTuple):
     fill: float | None = None
 
 
-class Launch(NamedTuple):
+class Drafted(NamedTuple):
     """The launch of one config's kernels.
 
     Attributes:
@@ -128,7 +128,7 @@ class Launches:
     given: tuple[str, ...]
     made: tuple[tuple[str, Made], ...]
     scratch: int
-    launches: tuple[Launch, ...]
+    launches: tuple[Drafted, ...]
     packed: list[bytes | None] = field(default_factory=list, init=False, compare=False, repr=False)
 
     def run(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -156,7 +156,7 @@ class Launches:
         return self.packed
 
 
-def _with_late(launch: Launch, tensors: Sequence[Tensor]) -> list[int | float]:
+def _with_late(launch: Drafted, tensors: Sequence[Tensor]) -> list[int | float]:
     """The words of a launch, with those of late tensors."""
     first, *rest = launch.words
     words = [*first]
@@ -207,7 +207,7 @@ def _flat(arguments: Sequence[Any]) -> Iterator[Any]:
             yield x
 
 
-def _launch(config: Any, arguments: Sequence[Any], number: Mapping[str, int]) -> Launch:
+def _launch(config: Any, arguments: Sequence[Any], number: Mapping[str, int]) -> Drafted:
     kinds, words, late, places = [], [[]], [], []
     for x in arguments:
         if isinstance(x, View):
@@ -222,4 +222,4 @@ def _launch(config: Any, arguments: Sequence[Any], number: Mapping[str, int]) ->
         else:
             kinds.append(None)
             words[-1].append(x)
-    return Launch(config, tuple(kinds), tuple(map(tuple, words)), tuple(late), tuple(places))
+    return Drafted(config, tuple(kinds), tuple(map(tuple, words)), tuple(late), tuple(places))

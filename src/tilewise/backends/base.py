@@ -392,12 +392,6 @@ def empty_output(p: Problem, q: Tensor, v: Tensor) -> Output:
     return Output(q.new_empty(o), *statistics)
 
 
-def without_memory(x: Tensor) -> Tensor:
-    """``x`` with its memory given back: `empty_like` takes less time than a shape (docs/decisions.md#operator-at-autograd-key)."""
-    x.untyped_storage().resize_(0)
-    return x
-
-
 def empty_gradients(p: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor]) -> tuple:
     """Contiguous, uninitialised ``(dq, dk, dv, [dextras])``, the last for each of ``spec.grad_slots``."""
     dq, dk, dv, *dextras = (

@@ -2,7 +2,8 @@
 
 A plan drafts its launches from the facts of a problem (:class:`Draft`): which memory the call makes, and of each kernel's arguments the
 number, or the sizes, strides and place of the tensor. The result, :class:`Launches`, is made of numbers alone, so that it is recorded by
-structure (:mod:`tilewise.sizes`) and computed for the lengths of later calls. :meth:`Launches.run` adds the tensors of a call.
+structure (:mod:`tilewise.sizes`) and computed for the lengths of later calls. :meth:`Launches.run` adds the tensors of a call
+(docs/decisions.md#drafted-launches).
 
 A :class:`View` has the methods of a tensor that move no data, by the same names. A :class:`Late` tensor is one whose sizes nobody knows
 before the call: what is made of a mask's tensors, and gradients.

@@ -2,8 +2,8 @@
 
 The compiler turns the host side of a kernel (tensor maps, lengths, the grid) into straight code.
 :mod:`tilewise.backends.hopper.host.hostcode` writes that code down as a :class:`Recipe`, which lies beside the cubin. The recipe
-is worked out by the launcher (native/launcher.cpp, ``tw_prepare``) for one set of sizes; from then on, only addresses change from call to
-call. Python has the operations for the compiler's constants, and to test the launcher's.
+is worked out by the launcher (native/launcher.cpp, ``tw_run``) at each call. Python has the operations for the compiler's constants, and
+to test the launcher's.
 """
 
 from __future__ import annotations

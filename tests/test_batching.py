@@ -162,6 +162,20 @@ def test_what_does_not_fold_runs_once_for_each_example_and_says_so(says):
     torch.testing.assert_close(jacfwd(one)(x[0]), jacrev(one)(x[0]))
 
 
+@pytest.mark.parametrize("transform", [vmap, grad], ids=lambda x: x.__name__)
+def test_a_cache_inside_a_transform_is_refused_with_what_to_do(transform):
+    x, k = normal(EXAMPLES, 2, 3, 4, 4), normal(2, 9, 2, 4)
+    cache = tw.dense_cache(k, k, torch.tensor([9, 5], dtype=torch.int32))
+    f = lambda q: tw.attention_paged(q, cache, causal=True)  # noqa: E731
+    with pytest.raises((NotImplementedError, ValueError), match="a cache has no gradient"):
+        transform(f)(x if transform is vmap else x[0])
+    with (
+        torch.no_grad(),
+        pytest.raises(NotImplementedError, match="outside, with the examples as sequences of the cache"),
+    ):
+        vmap(f)(x)
+
+
 @pytest.mark.filterwarnings("ignore:torch.vmap calls")
 def test_dropout_that_is_drawn_follows_the_randomness_of_the_map():
     x = normal(2, 9, 4, 4, dtype=F64).expand(EXAMPLES, -1, -1, -1, -1)

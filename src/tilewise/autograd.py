@@ -307,6 +307,11 @@ def attention(
 
 @torch._disable_dynamo  # which cannot take these functions apart; torch.compiler.disable would import all of Dynamo here
 def _transformed(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None, spec: str):
+    if parse_spec(spec).paged:
+        raise NotImplementedError(
+            "attention over a cache inside torch.vmap, or another of torch.func's transforms: a cache has no gradient, and no dimension to "
+            "map over; call it outside, with the examples as sequences of the cache"
+        )
     if torch.is_autocast_enabled(q.device.type):
         q, k, v = _cast(q, k, v, q.device.type, spec)
     return derivatives.Attention.apply(q, k, v, seed, derivatives.watched(spec, extras), *extras)

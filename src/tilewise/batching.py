@@ -88,8 +88,8 @@ class Fold:
 def _unfoldable(spec: str) -> str | None:
     """Why a call's examples are not elements of one batch, or None."""
     read = parse_spec(spec)
-    if read.packed or read.paged:
-        return "packed sequences and pages have no batch"
+    if read.packed:
+        return "packed sequences have no batch"
     if read.dropout_p:
         return "dropout is drawn by the batch index"
     if read.piece is not None or read.whole_region.prepared is not None:

@@ -98,6 +98,8 @@ def _instead(name: str) -> str:
     """The words after a refused keyword: what says the same here, the argument of a mask or a score, or a keyword that it resembles."""
     if name in HERE:
         return f"; {HERE[name]}"
+    if name in KEYWORDS:
+        return ", which other functions of tilewise have"
     argument = "mask" if name in MASKS else "score" if name in SCORES else ""
     return f"; write {argument}=tw.{name}(...)" if argument else _resembles(name, KEYWORDS)
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tilewise.backends.hopper.host import driver
+from tilewise.backends.hopper.host.recipe import flat
 
 CUDA = torch.device("cuda", 0)
 STREAM = 0x5000  # the stream of device 0; a device's number is added
@@ -66,6 +67,21 @@ class StandIn:
 
     def capture(self, yes: bool) -> None:
         self.c.standin_capture(int(yes))
+
+
+class Called(driver.Kernels):
+    """Kernels that are called with the arguments of the function that launches them."""
+
+    def __call__(self, *arguments: object) -> None:
+        words, kinds, given = [], [], flat(arguments)
+        for x in given:
+            words += (*x.shape, *x.stride()) if hasattr(x, "stride") else (x,)
+            kinds.append((x.dtype, len(x.shape)) if hasattr(x, "stride") else None)
+        tensors = [x for x in given if hasattr(x, "stride")]
+        if len({x.device for x in tensors}) > 1:
+            self.recipe.check(given)
+        device = tensors[0].device
+        self.run(self.pack(tuple(kinds), words, device), [x.data_ptr() for x in tensors], device)
 
 
 @dataclass

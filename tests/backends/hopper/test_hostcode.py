@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from tests.backends.hopper import standin
-from tests.backends.hopper.standin import STREAM, Nowhere
+from tests.backends.hopper.standin import STREAM, Called, Nowhere
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.config import Traced
 from tilewise.backends.hopper.forward.config import Config, shipped
 from tilewise.backends.hopper.forward.tiles import TABLE
-from tilewise.backends.hopper.host import aot, driver, hostcode, kernel_files
+from tilewise.backends.hopper.host import aot, hostcode, kernel_files
 from tilewise.backends.hopper.host.recipe import Argument, Extent, Launch, Recipe, TensorArgument, offsets
 
 for package in ("cutlass", "tvm_ffi"):
@@ -99,7 +99,7 @@ class Exported:
 class Both:
     """One kernel, compiled once: the DSL's launch of it, linked with the DSL's runtime, and ours, which :meth:`load` makes."""
 
-    ours: driver.Kernels
+    ours: Called
 
     def __init__(self, config: Config | Backward, folder: Path):
         import tvm_ffi
@@ -119,7 +119,7 @@ class Both:
         self.file = kernel_files.write(folder / "k.kernel", self.cubin, self.recipe)
 
     def load(self) -> None:
-        self.ours = driver.Kernels(*kernel_files.read(self.file))
+        self.ours = Called(*kernel_files.read(self.file))
 
     def call_theirs(self, given: list) -> None:
         import tvm_ffi
@@ -226,7 +226,7 @@ def test_launches_are_those_of_the_dsl_byte_for_byte(both, cuda):
 
 
 def test_a_kernel_may_have_the_shared_memory_that_it_is_launched_with(both, cuda):
-    driver.Kernels(both.cubin, both.recipe)(*drawn_call(both.recipe.arguments, random.Random(0)))
+    Called(both.cubin, both.recipe)(*drawn_call(both.recipe.arguments, random.Random(0)))
     asked = [x for x in both.recipe.launches if x.shared]
     # Kernels are loaded by name, whatever the order in which they are launched.
     assert sorted(f"set {x.kernel} 8 {x.shared}" for x in asked) == sorted(cuda.lines("set"))

@@ -23,7 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.backends.hopper import standin
-from tests.backends.hopper.standin import STREAM, Nowhere
+from tests.backends.hopper.standin import STREAM, Called, Nowhere
 from tilewise.backends.hopper.forward import config
 from tilewise.backends.hopper.host import aot, driver, kernel_files, library, recipe
 from tilewise.backends.hopper.host.recipe import Extent, Field, Launch, Patch, Recipe, Row, TensorArgument
@@ -67,8 +67,8 @@ def cuda(cuda):
     return cuda
 
 
-def kernels() -> driver.Kernels:
-    return driver.Kernels(CUBIN, RECIPE)
+def kernels() -> Called:
+    return Called(CUBIN, RECIPE)
 
 
 # -- What the driver is asked --------------------------------------------------------------------------------------
@@ -381,7 +381,7 @@ def test_the_launcher_computes_what_python_does(standin_folder, a, b, width):
         cuda.reset()
         of_all = of_operations(width)
         cuda.sizes("one", of_all.launches[0].sizes)
-        driver.Kernels(CUBIN, of_all)(x(), a, b)
+        Called(CUBIN, of_all)(x(), a, b)
     mask = (1 << width) - 1
     words = {"select": (int(a < b), a & mask, b & mask)} | dict.fromkeys(("zext", "trunc", "sext"), (a & mask,))
     expected = [recipe.apply(name, width, width, *words.get(name, (a & mask, b & mask))) for name in recipe.OPERATIONS]

@@ -17,6 +17,14 @@ ALIGNED = 16  # bytes: the copy engine reads from multiples of them
 BATCH_HEAD = ("b", "h")
 
 
+def aligned(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy with the same strides that begins where the copy engine reads from."""
+    if tensor.data_ptr() % ALIGNED == 0:
+        return tensor
+    found = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return found.copy_(tensor)
+
+
 @dataclass(frozen=True)
 class PairBias:
     """The bias of a score by pair.
@@ -36,11 +44,7 @@ class PairBias:
         for axis, name in enumerate(BATCH_HEAD):
             tensor = tensor if name in self.index else tensor.unsqueeze(axis)
             tensor = tensor if tensor.stride(axis) else tensor.narrow(axis, 0, 1)  # expanded: all share one
-        if tensor.data_ptr() % ALIGNED:
-            tensor = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(
-                tensor
-            )
-        return tensor
+        return aligned(tensor)
 
     def apart(self, p: Problem) -> bool:
         """Whether every pair of every query head has an element of its own, so that its gradient is that of one score."""

@@ -17,8 +17,9 @@ from tilewise.backends.hopper.config import PLAIN, Band, band_of, keys_of, strid
 from tilewise.backends.hopper.host import masks
 from tilewise.backends.hopper.host.backward_memory import SUMS, BackwardMemory
 from tilewise.backends.hopper.host.draft import Draft, Late, Launches, View
-from tilewise.backends.hopper.host.plan import LOG2_E, LaunchPlan, aligned, ends_of, late_fields
+from tilewise.backends.hopper.host.plan import LOG2_E, LaunchPlan, ends_of, late_fields
 from tilewise.backends.hopper.host.portions import OF_KEYS, PackedPortions, Portion, Portions
+from tilewise.backends.hopper.pair_bias import aligned
 from tilewise.caching import cached_property
 from tilewise.dropout import keep_scale, threshold
 

@@ -12,7 +12,7 @@ before the call: what is made of a mask's tensors, and gradients.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.hopper.host import library
+from tilewise.backends.hopper.host.recipe import flat
 from tilewise.problem import TensorFacts
 
 SCRATCH = "scratch"  # the memory of all that nobody reads after the launches
@@ -190,7 +191,7 @@ class Draft:
 
     def launch(self, config: Any, *arguments: Any) -> None:
         """Another launch: of Views, Lates and numbers, or tuples of these, in the order of the kernel's arguments. None is no argument."""
-        self._launches.append((config, list(_flat(arguments))))
+        self._launches.append((config, flat(arguments)))
 
     def done(self) -> Launches:
         used = [x.memory for _, arguments in self._launches for x in arguments if isinstance(x, (View, Late))]
@@ -198,14 +199,6 @@ class Draft:
         number = {name: n for n, name in enumerate((*given, *self._made, SCRATCH))}
         launches = tuple(_launch(config, arguments, number) for config, arguments in self._launches)
         return Launches(tuple(given), tuple(self._made.items()), self._bytes, launches)
-
-
-def _flat(arguments: Sequence[Any]) -> Iterator[Any]:
-    for x in arguments:
-        if type(x) is tuple:
-            yield from _flat(x)
-        elif x is not None:
-            yield x
 
 
 def _launch(config: Any, arguments: Sequence[Any], number: Mapping[str, int]) -> Drafted:

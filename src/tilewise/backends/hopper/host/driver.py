@@ -9,7 +9,7 @@ from ctypes import POINTER, Structure, addressof, c_char_p, c_int32, c_int64, c_
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
@@ -23,7 +23,6 @@ from tilewise.backends.hopper.host.recipe import (
     Recipe,
     Row,
     TensorArgument,
-    flat,
     offsets,
     signed,
 )
@@ -107,7 +106,7 @@ def load() -> ctypes.CDLL | str:
 
 
 class Kernels:
-    """A cubin and the recipe of the function that launches its kernels; called with that function's arguments."""
+    """A cubin and the recipe of the function that launches its kernels."""
 
     def __init__(self, cubin: bytes, recipe: Recipe):
         self.recipe = recipe
@@ -129,17 +128,6 @@ class Kernels:
             for kind in recipe.arguments
         )
         self._seen: object = None  # kinds that were equal to these: of one structure they are one object
-
-    def __call__(self, *arguments: Any) -> None:
-        words, kinds, given = [], [], flat(arguments)
-        for x in given:
-            words += (*x.shape, *x.stride()) if hasattr(x, "stride") else (x,)
-            kinds.append((x.dtype, len(x.shape)) if hasattr(x, "stride") else None)
-        tensors = [x for x in given if hasattr(x, "stride")]
-        if len({x.device for x in tensors}) > 1:
-            self.recipe.check(given)
-        device = tensors[0].device
-        self.run(self.pack(tuple(kinds), words, device), [x.data_ptr() for x in tensors], device)
 
     def pack(self, kinds: tuple, words: Sequence[int | float], device: torch.device) -> bytes:
         """The numbers, and the sizes and strides of tensors, in order, as the launcher takes them.

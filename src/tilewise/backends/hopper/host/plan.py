@@ -16,14 +16,13 @@ from tilewise.backends.hopper.config import PLAIN, Band, Expressions, cap_of, ke
 from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.host import masks
 from tilewise.backends.hopper.host.draft import Late, Launches, View, contiguous_strides
-from tilewise.backends.hopper.pair_bias import PairBias, pair_bias_of
+from tilewise.backends.hopper.pair_bias import ALIGNED, PairBias, aligned, pair_bias_of
 from tilewise.backends.hopper.tables import Line, line_of
 from tilewise.caching import cached_property
 from tilewise.problem import Problem, TensorFacts
 
 LOG2_E = math.log2(math.e)
 FAR = 1 << 30  # the end of a band that has none: no key reaches it
-ALIGNED = 16  # bytes: the copy engine reads from multiples of them
 
 
 @dataclass(eq=False)
@@ -38,7 +37,7 @@ class Plan:
         return [inputs.leaves[n] for n in self.problem.spec.mask_slots]
 
     def of_mask(self, inputs: Inputs, make: Callable[..., Any], *more: Any, by_columns: bool = False) -> Any:
-        """The result of a function of the mask's tensors, kept while they are the same; ``more``, the plan says."""
+        """The result of a function of the mask's tensors, kept while they are the same. ``more`` is one thing in each plan, and no key."""
         return self.made.of((make, by_columns), self.mask_leaves(inputs), lambda: make(self.problem, inputs, *more))
 
 
@@ -248,11 +247,3 @@ MASK_RANKS = {"lo": 3, "hi": 3, "blocks": 4, "counts": 4, "work": 4, "bits": 3, 
 def late_fields(names: Sequence[str], prefix: str = "") -> dict[str, Late]:
     """The tensors of :attr:`tilewise.backends.hopper.config.Formed.mask_fields`."""
     return {name: Late(prefix + name, torch.int32, MASK_RANKS[name]) for name in names}
-
-
-def aligned(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy with the same strides that begins at a multiple of 16 bytes."""
-    if tensor.data_ptr() % ALIGNED == 0:
-        return tensor
-    found = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    return found.copy_(tensor)

@@ -209,10 +209,10 @@ class Recipe:
 
 
 def flat(arguments: Sequence[Any]) -> list[Any]:
-    """Arguments of a host function in order, tuples taken apart; a None that it was compiled for is no argument."""
+    """Arguments of a host function in order, plain tuples taken apart; a None that it was compiled for is no argument."""
     found: list[Any] = []
     for argument in arguments:
-        if isinstance(argument, tuple):
+        if type(argument) is tuple:
             found += flat(argument)
         elif argument is not None:
             found.append(argument)

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, Never, Protocol, TypedDict, Unpack,
 import torch
 from torch import Tensor
 
-from tilewise import autograd, batching, dispatch, dropout, flops, nested, shared_prefix, state, words  # noqa: F401  (batching registers rules)
+from tilewise import autograd, batching, dispatch, dropout, flops, nested, repeated, shared_prefix, state, words  # noqa: F401  (batching registers rules)
 from tilewise.cache import PagedCache, QuantizedCache, SharedCache, cache_as_options, not_a_cache
 from tilewise.masks import Mask, MaskFunction, as_mask, region
 from tilewise.problem import show_reasons
@@ -100,28 +100,22 @@ def _run(
     return autograd.attention(q, k, v, *assemble(q, k, v, o))
 
 
-def _without_options(sink: object, dropout_p: object, dropout_seed: object, parallel: object) -> bool:
-    """Whether none of these options is given. Each is compared with None alone: torch.compile cannot compare two functions."""
-    given = sink is not None or dropout_seed is not None or parallel is not None
-    return not given and type(dropout_p) is float and dropout_p == 0.0
+def _brief(q: Tensor, k: Tensor, v: Tensor, given: Words, options: tuple, lse: bool) -> tuple[Tensor, ...] | None:
+    """:func:`_run` of a call without options that need assembling, or None where there is more to look at.
 
-
-def _brief(q: Tensor, k: Tensor, v: Tensor, given: Words) -> tuple[Tensor, Tensor] | None:
-    """:func:`_run` of a call without options that need assembling, or None where there is more to look at."""
-    if torch.compiler.is_compiling():
+    Args:
+        options: sink, dropout_p, dropout_seed and parallel. lse: whether it is read.
+    """
+    sink, dropout_p, dropout_seed, parallel = options
+    if torch.compiler.is_compiling() or not (sink is None and dropout_seed is None and parallel is None):
         return None
-    found = brief(q, k, v, given)
-    if (
-        found is None
-        or q.is_nested
-        or k.is_nested
-        or v.is_nested
-        or q.ndim != 4
-        or k.ndim != 4
-        or k.size(0) != q.size(0)
-    ):
+    if type(dropout_p) is not float or dropout_p:
         return None
-    return autograd.attention(q, k, v, found[0], None, found[1])
+    found = repeated.attend(q, k, v, given, lse)
+    if found is not None:
+        return found
+    called = brief(q, k, v, given)
+    return None if called is None else autograd.called(q, k, v, called[0], None, called[1])
 
 
 def _run_paged(
@@ -192,10 +186,10 @@ def attention(
     """
     if others or more:
         raise words.refused("attention", others, more)
-    if _without_options(sink, dropout_p, dropout_seed, parallel):
-        found = _brief(q, k, v, (causal, mask, score, softmax_scale, deterministic, backend, False))
-        if found is not None:
-            return found[0]
+    said = causal, mask, score, softmax_scale, deterministic, backend, False
+    found = _brief(q, k, v, said, (sink, dropout_p, dropout_seed, parallel), lse=False)
+    if found is not None:
+        return found[0]
     # fmt: off
     o = Options(causal, mask, score, softmax_scale, sink, dropout_p, dropout_seed, deterministic, backend)
     # fmt: on
@@ -227,10 +221,10 @@ def attention_with_lse(
     """
     if others or more:
         raise words.refused("attention_with_lse", others, more)
-    if _without_options(sink, dropout_p, dropout_seed, parallel):
-        found = _brief(q, k, v, (causal, mask, score, softmax_scale, deterministic, backend, False))
-        if found is not None:
-            return found
+    said = causal, mask, score, softmax_scale, deterministic, backend, False
+    found = _brief(q, k, v, said, (sink, dropout_p, dropout_seed, parallel), lse=True)
+    if found is not None:
+        return found
     o = Options(causal, mask, score, softmax_scale, sink, dropout_p, dropout_seed, deterministic, backend)
     return _run(q, k, v, o, parallel)
 

@@ -59,8 +59,7 @@ _AUTOGRAD = torch._C._dispatch_key_parse("AutogradOther")  # excluded together w
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None, spec: str):
     extras = extras or ()
-    plan = dispatch.plan(q, k, v, extras, seed, spec).of_forward
-    return plan.backend.forward(plan.problem, dispatch.inputs(plan, q, k, v, extras, seed)).tensors
+    return dispatch.plan(q, k, v, extras, seed, spec).forward(q, k, v, extras, seed)
 
 
 class _BackwardCall(NamedTuple):
@@ -134,7 +133,7 @@ for _name, _run, _shapes in (
 _PLAIN = {Tensor, torch.nn.Parameter}
 
 
-def _nobody_watches(*tensors: Tensor) -> bool:
+def nobody_watches(*tensors: Tensor) -> bool:
     """Whether the dispatcher has nothing to do below autograd, so that ``_forward`` or ``_backward`` may be called directly.
 
     It has with a tracing mode, a tensor subclass, and what it resolves: a view marked as the negative of its memory
@@ -150,17 +149,17 @@ def _nobody_watches(*tensors: Tensor) -> bool:
     return not torch._C._len_torch_dispatch_stack()
 
 
-def _nobody_asks() -> bool:
+def nobody_asks() -> bool:
     """Whether this thread is in no mode for which the dispatcher does more than to call the kernel of autograd: no transform, trace,
-    profile, autocast, mode of functions, nor below autograd already."""
+    profile, autocast, mode of functions or forward mode, nor below autograd already."""
     recorded = profiler._is_profiler_enabled or torch._C._get_tracing_state() is not None
     changed = torch._C._is_any_autocast_enabled() or torch._C._len_torch_function_stack()
     below = torch.is_grad_enabled() and torch._C._dispatch_tls_is_dispatch_key_excluded(_AUTOGRAD)
-    return not (_transforming() or recorded or changed or below)
+    return not (_transforming() or recorded or changed or below or forward_ad._current_level >= 0)
 
 
 def _below_autograd(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None, spec: str):
-    if _nobody_watches(q, k, v, *extras):
+    if nobody_watches(q, k, v, *extras):
         return _forward(q, k, v, extras, seed, spec)
     with torch._C._AutoDispatchBelowAutograd():
         return derivatives.operator_of(spec)(q, k, v, extras, seed, spec)
@@ -193,7 +192,7 @@ class _Attention(torch.autograd.Function):
         dlse = torch.zeros_like(lse) if dlse is None else dlse
         # Compiled autograd traces this.
         quiet = not torch.compiler.is_compiling() and not torch.is_grad_enabled()
-        quiet = quiet and _nobody_watches(q, k, v, *extras, do, dlse) and not _gradients_are_mapped()
+        quiet = quiet and nobody_watches(q, k, v, *extras, do, dlse) and not _gradients_are_mapped()
         arguments = do, dlse, q, k, v, o, lse, extras, seed, ctx.spec
         if quiet:
             dq, dk, dv, dextras = _backward(*arguments)
@@ -298,11 +297,22 @@ def attention(
 
     With max_logit by the operator ``with_stats``, for a spec that asks for it.
     """
-    if not torch.compiler.is_compiling() and _nobody_asks() and _nobody_watches(q, k, v, *extras):
-        return _differentiable(q, k, v, extras, seed, spec, _forward)
+    if not torch.compiler.is_compiling():
+        return called(q, k, v, extras, seed, spec, operator)
     if not _transforming():
         return operator(q, k, v, extras, seed, spec)
     return _transformed(q, k, v, extras, seed, spec)
+
+
+def called(
+    q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None, spec: str, operator=_attention
+):
+    """:func:`attention` where nothing is compiled."""
+    if nobody_asks() and nobody_watches(q, k, v, *extras):
+        if torch.is_grad_enabled():
+            return _differentiable(q, k, v, extras, seed, spec, _forward)
+        return _forward(q, k, v, extras, seed, spec)
+    return _transformed(q, k, v, extras, seed, spec) if _transforming() else operator(q, k, v, extras, seed, spec)
 
 
 @torch._disable_dynamo  # which cannot take these functions apart; torch.compiler.disable would import all of Dynamo here

@@ -127,7 +127,7 @@ _counts_lock = threading.Lock()
 
 
 def counts(device: torch.device, count: int) -> torch.Tensor:
-    """Zeros, int32 ``(count,)``, for a kernel that counts on them and leaves them zero: only launches that come one after the other have
+    """Zeros, int32, ``count`` of them at least, for a kernel that counts on them and leaves them zero: only launches that come one after the other have
     the same ones.
 
     Those of a stream do. In a CUDA graph every launch has its own, as its replays may run beside anything else but themselves; where none
@@ -147,7 +147,34 @@ def counts(device: torch.device, count: int) -> torch.Tensor:
         if found is None:
             return torch.zeros(count, dtype=torch.int32, device=device)
         kept.by_stream[stream] = found
-    return found[:count]
+    return found
+
+
+MOST_WORKSPACE = 32 << 20
+
+
+class _Workspaces(threading.local):
+    """The workspaces of a thread, by device and stream. Each thread has its own: another one's launches may come between two of a call."""
+
+    def __init__(self) -> None:
+        self.of: dict[tuple[int, int], torch.Tensor] = {}
+
+
+_workspaces = _Workspaces()
+
+
+def workspace(device: torch.device, size: int) -> torch.Tensor:
+    """Memory of ``size`` bytes at least, uint8, for what kernels of one call on the current stream hand to each other, and nobody later:
+    the next call has the same memory. More than :data:`MOST_WORKSPACE`, and a CUDA graph's, is a call's own.
+    """
+    if size > MOST_WORKSPACE or device.type != "cuda" or is_captured():
+        return torch.empty(size, dtype=torch.uint8, device=device)
+    at = device.index, stream_of(device.index)
+    found = _workspaces.of.get(at)
+    if found is None or len(found) < size:
+        found = lasting(lambda: torch.empty(1 << (size - 1).bit_length(), dtype=torch.uint8, device=device))
+        _workspaces.of[at] = found
+    return found
 
 
 class Ready:

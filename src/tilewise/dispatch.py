@@ -13,7 +13,7 @@ from torch import Tensor
 from tilewise import device as devices
 from tilewise import pages, settings
 from tilewise.amounts import in_bytes, in_flop
-from tilewise.backends.base import Backend, Inputs, Pages, contiguous
+from tilewise.backends.base import Backend, DirectCall, ForwardCall, Inputs, Pages, contiguous
 from tilewise.caching import cached_property
 from tilewise.problem import Problem, Signature, check, check_values
 from tilewise.sizes import ByStructure
@@ -134,6 +134,23 @@ class Plan:
         return self if first is None else Plan(alone, first)
 
     @cached_property
+    def forward(self) -> ForwardCall:
+        """The forward, of the operator's tensors."""
+        plan = self.of_forward
+        return plan.backend.caller(plan.problem)
+
+    @cached_property
+    def direct(self) -> DirectCall | None:
+        """The forward of a problem without extras, of tensors of which nothing but the memory is read; None: there is none such."""
+        plan = self.of_forward
+        return None if plan.problem.extras or plan.problem.spec.dropout_p else plan.backend.direct(plan.problem)
+
+    @cached_property
+    def reads_lengths(self) -> bool:
+        """Whether a tensor says which rows or keys there are, so that its values, or where pages lie, are looked at in each call."""
+        return bool(self.problem.spec.cu_slots or self.problem.spec.page_slots)
+
+    @cached_property
     def forward_mode(self) -> Plan:
         """The plan of forward mode, which may have another backend.
 
@@ -165,9 +182,12 @@ _selected, _forwards = ByStructure(), ByStructure()
 _PLANS_LIMIT = 512  # of calls that repeat; another one of a known structure takes little more
 
 
+of_calls: dict[tuple, Plan] = {}  # that repeat (tilewise.repeated)
+
+
 def forget() -> None:
     """Forgets what was decided: backends are asked again."""
-    for memory in (_plans, _selected, _forwards):
+    for memory in (_plans, _selected, _forwards, of_calls):
         memory.clear()
 
 
@@ -188,8 +208,11 @@ def plan(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor
     if extras or seed is not None:
         signature = (*signature, *[_signature(t) for t in extras], None if seed is None else _signature(seed))
     found = _plans.get(signature)
-    if found is not None and found.problem.spec.page_slots and found.problem.latent != pages.lies_in(v, k):
-        found = None  # the same sizes as another call's, where v and k lay otherwise
+    if found is not None:
+        if not found.reads_lengths:
+            return found
+        if found.problem.spec.page_slots and found.problem.latent != pages.lies_in(v, k):
+            found = None  # the same sizes as another call's, where v and k lay otherwise
     if found is None:
         call = Signature.of(q, k, v, extras, parse_spec(spec))
         of_seed = None if seed is None else (seed.dtype, seed.shape, seed.device)
@@ -200,8 +223,7 @@ def plan(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor
         if len(_plans) >= _PLANS_LIMIT:
             _plans.clear()
         _plans[signature] = found
-    spec = found.problem.spec
-    if (spec.cu_slots or spec.page_slots) and (q.device.type == "cpu" or settings.check_values()):
+    if found.reads_lengths and (q.device.type == "cpu" or settings.check_values()):
         check_values(found.problem, extras)
     return found
 

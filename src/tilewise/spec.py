@@ -310,31 +310,45 @@ def _is_brief(o: Options) -> bool:
     )  # fmt: skip
 
 
+_deterministic = (
+    torch._C._get_deterministic_algorithms
+)  # torch.are_deterministic_algorithms_enabled, without a frame of Python
 Words = tuple[bool, object, object, float | None, bool | None, str | None, bool]
 """causal, mask, score, softmax_scale, deterministic, backend and max_logit as the user gave them."""
 
 
-def brief(q: Tensor, k: Tensor, v: Tensor, words: Words) -> tuple[list[Tensor], str] | None:
-    """Return the extras and the spec of a call of q, k, v, a Mask, a Score and a few words, or None if one has an unexpected type.
-
-    Such a call skips :func:`assemble` (`python -m bench.new_lengths` shows what a known call costs).
-    """
+def texts_of(words: Words) -> tuple | None:
+    """Return the words with the texts of mask and score, and with what decides where deterministic is None. None if one has an unexpected
+    type."""
     causal, mask, score, softmax_scale, deterministic, backend, max_logit = words
     if not (
         type(causal) is bool and type(deterministic) in _TRUTH and type(softmax_scale) in _SCALES and type(backend) in _NAMES
-        and type(q) in _TENSORS and type(k) in _TENSORS and type(v) in _TENSORS
-        and q.layout is k.layout is v.layout is torch.strided
         and (mask is None or type(mask) is Mask or (isinstance(mask, Mask) and not causal))  # causal drops the preparation
         and (score is None or type(score) is Score)
     ):  # fmt: skip
         return None
-    if mask is not None and type(mask) is not Mask:
-        mask = mask.current()
     mask_text, score_text = "" if mask is None else mask.text, "" if score is None else score.text
+    deterministic = _deterministic() if deterministic is None else deterministic
+    return causal, mask_text, score_text, softmax_scale, deterministic, backend, max_logit
+
+
+def brief(q: Tensor, k: Tensor, v: Tensor, words: Words) -> tuple[list[Tensor], str] | None:
+    """Return the extras and the spec of a call of q, k, v, a Mask, a Score and a few words, or None if one is not as expected.
+
+    Such a call skips :func:`assemble` (`python -m bench.new_lengths` shows what a known call costs).
+    """
+    _, mask, score, *_ = words
+    if isinstance(mask, Mask) and type(mask) is not Mask:
+        mask = mask.current()
+    said = texts_of((words[0], mask, *words[2:]))
+    if said is None or not (
+        type(q) in _TENSORS and type(k) in _TENSORS and type(v) in _TENSORS
+        and q.layout is k.layout is v.layout is torch.strided and not (q.is_nested or k.is_nested or v.is_nested)
+        and q.ndim == k.ndim == 4 and q.size(0) == k.size(0)
+    ):  # fmt: skip
+        return None
     grads = torch.is_grad_enabled()
     needs_grad = grads and (q.requires_grad or k.requires_grad or v.requires_grad)
-    deterministic = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
-    said = causal, mask_text, score_text, softmax_scale, deterministic, backend, max_logit
     if not ((mask is not None and mask.parts) or (score is not None and score.leaves)):
         return [], _brief_text(said, needs_grad)
     extras = Extras()

@@ -169,6 +169,14 @@ class Config(Protocol):
         ...
 
 
+ForwardCall = Callable[[Tensor, Tensor, Tensor, Sequence[Tensor], Tensor | None], tuple[Tensor, ...]]
+"""The forward of one problem: of q, k, v, the extras and the seed the operator's results."""
+
+DirectCall = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor | None] | None]
+"""The forward of one problem without extras: of q, k and v, whatever the order of their dimensions, and of whether lse is read, o and lse.
+None: the tensors' memory needs more than that."""
+
+
 class Backend(Protocol):
     """The members that dispatch asks of a backend; the backends derive from it.
 
@@ -204,6 +212,18 @@ class Backend(Protocol):
         return None
 
     def forward(self, p: Problem, t: Inputs) -> Output: ...
+
+    def caller(self, p: Problem) -> ForwardCall:
+        """The forward of a problem as a function, which is kept with the problem and called for each call of its sizes."""
+
+        def call(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None) -> tuple[Tensor, ...]:
+            return self.forward(p, Inputs.of(p, q, k, v, extras, seed)).tensors
+
+        return call
+
+    def direct(self, p: Problem) -> DirectCall | None:
+        """The forward of a problem without extras that reads of its tensors where they lie and nothing else; None: there is none such."""
+        return None
 
     def backward(self, p: Problem, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads: ...
 

@@ -102,12 +102,13 @@ def _stand_in(decoding, base, softmax) -> None:
 
 
 def run(
-    config: DecodingConfig, q, k, v, sink, numbers: tuple, order: Iterable[int] | None = None
+    config: DecodingConfig, q, k, v, sink, numbers: tuple, order: Iterable[int] | None = None, apart: int | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """``(o, lse)`` of q (query, sequence, head, column) over pools (page, row, head, column), one CTA after the other in an order.
 
     Args:
         numbers: shares, cached, sinks, scale2, lo and hi as the kernel takes them; the lengths, the table, pages, rows of a page.
+        apart: rows of memory between those of two pages of k, if not as many as between two numbers of the table.
     """
     decoding = load_kernel()
     shares, cached, sinks, scale2, lo, hi, seqlens_k, block_table, num_pages, page_rows = numbers
@@ -137,7 +138,8 @@ def run(
         sink,
         optional,
     )
-    maps = decoding.params.PoolMaps(*(SimpleNamespace(values=x, atom=None, page_rows=page_rows) for x in (k, v)))
+    info = (SimpleNamespace(values=x, atom=None, page_rows=apart or page_rows) for x in (k, v))
+    maps = decoding.params.PoolMaps(*info)
     for cta in range(shares * heads_k) if order is None else order:
         _run_cta(decoding, maps, params, config, (cta, shares * heads_k))
     assert not counts.any(), "counts are left"

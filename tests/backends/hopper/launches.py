@@ -55,16 +55,18 @@ def stand_in(monkeypatch, launched: Callable[[Any, list], None]) -> None:
         def pack(self, kinds, words, device) -> tuple:
             return kinds, tuple(words)
 
-        def run(self, packed, addresses, device) -> None:
+        def run(self, packed, memories, device) -> None:
             kinds, words = packed
-            rest, places, found = iter(words), iter(addresses), []
+            at, places, found = memoryview(memories).cast("Q"), sum(x is not None for x in kinds), []
+            rest, place = iter(words[: len(words) - 2 * places]), iter(words[len(words) - 2 * places :])
             for kind in kinds:
                 if kind is None:
                     found.append(next(rest))
                 else:
                     shape, strides = (list(islice(rest, kind[1])) for _ in range(2))
-                    found.append(at_address(next(places), kind[0], shape, strides))
-            assert next(rest, None) is next(places, None) is None
+                    address = at[next(place)] + next(place)
+                    found.append(at_address(address, kind[0], shape, strides))
+            assert next(rest, None) is next(place, None) is None
             launched(self.config, found)
 
     monkeypatch.setattr(library, "function", Kernels)

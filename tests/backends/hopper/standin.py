@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import shutil
+import struct
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -80,8 +81,11 @@ class Called(driver.Kernels):
         tensors = [x for x in given if hasattr(x, "stride")]
         if len({x.device for x in tensors}) > 1:
             self.recipe.check(given)
-        device = tensors[0].device
-        self.run(self.pack(tuple(kinds), words, device), [x.data_ptr() for x in tensors], device)
+        device, count = tensors[0].device, len(tensors)
+        words += [n for place in range(count) for n in (place, 0)]
+        self.run(
+            self.pack(tuple(kinds), words, device), struct.pack(f"{count}Q", *[x.data_ptr() for x in tensors]), device
+        )
 
 
 @dataclass

@@ -123,7 +123,8 @@ def emulated_launch(kernel: config.DecodingConfig, arguments: list) -> None:
     assert counts.numel() >= q.shape[1] * heads_k
     assert not counts.any()
     given = *numbers, seqlens_k.numpy(), block_table.numpy(), num_pages, page_rows
-    results = emulated_decoding.run(kernel, *(x.float().numpy() for x in (q, k, v, sink)), given)
+    apart = k.stride(0) // k.stride(1) if k.shape[0] > 1 else k.shape[1]
+    results = emulated_decoding.run(kernel, *(x.float().numpy() for x in (q, k, v, sink)), given, apart=apart)
     for x, found in zip((o, lse), results, strict=True):
         x.copy_(torch.from_numpy(found))
 
@@ -147,6 +148,45 @@ def test_a_launch_over_dense_keys_has_what_the_kernel_reads(monkeypatch):
     c = call(*(x.transpose(1, 2) for x in (q, k[:, :, 1:], v[:, :, 1:])), **options).forward_only()
     assert choice.choose(c.p) is not None
     assert not wrong(c, Hopper().forward(c.p, c.t))
+
+
+ENDS = {
+    "lengths": lambda n: {"mask": tw.key_lengths(torch.tensor([0, n, 1, 130, 64]))},
+    "one-length": lambda n: {"mask": tw.key_lengths(torch.tensor(77))},
+    "left-and-right": lambda n: {"mask": tw.key_range(torch.tensor([0, 3, 200, 64, 9]), torch.tensor([n, n, 201, 63, 300]))},
+    "a-window-of-lengths": lambda n: {"mask": tw.window(100, 0) & tw.key_range(torch.tensor([0, n - 5, n, 2, n - 300]), n)},
+    "documents": lambda n: {"mask": tw.documents(torch.arange(n) // 100)},
+    "past-the-end": lambda n: {"mask": tw.key_range(torch.tensor([-7, 0, n + 3, 5, 1]), torch.tensor([n + 9, -1, n + 5, 6, n]))},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("heads_first", [False, True])
+@pytest.mark.parametrize(("heads", "d"), [((4, 2), 64), ((16, 1), 128)])
+@pytest.mark.parametrize("name", ENDS)
+def test_a_launch_over_dense_keys_reads_their_ends(name, heads, d, heads_first, monkeypatch):
+    stand_in(monkeypatch, emulated_launch)
+    monkeypatch.setattr(choice.devices, "of", lambda device: SimpleNamespace(cores=7))
+    q, k, v = (
+        normal(5, n, h, d, dtype=torch.bfloat16, seed=n + h)
+        for n, h in ((1, heads[0]), (601, heads[1]), (601, heads[1]))
+    )
+    options = ENDS[name](601)
+    if heads_first:
+        k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))
+    kept = tw.show_mask(options["mask"], 1, 601, batch=0)
+    for x in (k, v):  # what nobody sees may be anything
+        x[0, [mark == "." for mark in kept.split()]] = torch.nan
+    c = call(q, k, v, **options, sink=normal(heads[0])).forward_only()
+    assert choice.reads_ends(c.p)
+    assert choice.choose(c.p) is not None
+    assert not wrong(c, Hopper().forward(c.p, c.t))
+
+
+def test_ends_of_each_head_are_read_elsewhere():
+    q, k, v = (normal(2, n, 2, 64, dtype=torch.bfloat16) for n in (1, 601, 601))
+    c = call(q, k, v, mask=tw.key_range(0, torch.tensor([[5, 600], [3, 4]]))).forward_only()
+    assert not choice.reads_ends(c.p)
+    assert choice.choose(c.p) is None
 
 
 @pytest.mark.parametrize("name", ["lengths", "a-sequence-in-many", "d64", "queries-of-eight-heads", "thirty-heads-d64"])

@@ -102,6 +102,40 @@ def test_a_later_launch_gets_and_gives_what_a_new_plans_does(run, name, monkeypa
     same(found, expected)
 
 
+@pytest.mark.parametrize("lse", [True, False])
+@pytest.mark.parametrize("heads_first", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("queries", [1, 300])
+def test_a_call_by_its_memory_launches_what_the_others_do(queries, causal, heads_first, lse, monkeypatch):
+    launches, backend = launches_of(monkeypatch), Hopper()
+    q, k, v = (normal(2, h, n, 64, dtype=torch.bfloat16, seed=h + n) for n, h in ((queries, 8), (600, 2), (600, 2)))
+    heads_last = tuple(x.transpose(1, 2) for x in (q, k, v))
+    c = call(*heads_last, causal=causal).forward_only()
+    direct = backend.direct(c.p)
+    with poisoned():
+        expected = backend.forward(c.p, c.t)
+        found = direct(*((q, k, v) if heads_first else heads_last), lse)
+    same(*(read(x, c) for x in launches))
+    same((found[0],), (expected.o,))
+    assert found[1] is None if not lse else torch.equal(found[1].isnan(), expected.lse.isnan())
+
+
+def test_only_calls_of_which_nothing_else_is_read_go_by_their_memory():
+    q, k, v = (normal(2, n, 2, 64, dtype=torch.bfloat16) for n in (1, 600, 600))
+    backend = Hopper()
+
+    def direct(*qkv, **options):
+        return backend.direct(call(*qkv, **options).forward_only().p)
+
+    assert direct(q, k, v) is not None
+    assert (
+        direct(q, k, v, mask=tw.key_lengths(torch.tensor([5, 600]))) is None
+    )  # the kernel reads what is made of the lengths
+    aligned = torch.zeros(2 * 600 * 2 * 64 + 8, dtype=torch.bfloat16)
+    shifted = aligned[1 : 1 + k.numel()].view(k.shape)
+    assert direct(q, k, v)(q, shifted, v, True) is None  # the copy engine cannot read it there
+
+
 @pytest.mark.parametrize("run", [forward, backward], ids=["forward", "backward"])
 def test_what_is_made_of_a_mask_is_made_anew_when_its_tensors_change(run, monkeypatch):
     lengths = torch.tensor([40, 170])

@@ -28,6 +28,8 @@ from torch import Tensor
 from tilewise import device as devices
 from tilewise.backends.base import (
     Backend,
+    DirectCall,
+    ForwardCall,
     Grads,
     Inputs,
     Output,
@@ -130,6 +132,13 @@ class Hopper(Backend):
 
     def forward(self, p: Problem, t: Inputs) -> Output:
         return self._plans.of(p).forward(t)
+
+    def caller(self, p: Problem) -> ForwardCall:
+        return self._plans.of(p).call
+
+    def direct(self, p: Problem) -> DirectCall | None:
+        plan = self._plans.of(p)
+        return plan.of_memory if plan.direct else None
 
     def backward(self, p: Problem, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads:
         return self._backward_plans.of(p).backward(t, out, do, dlse)

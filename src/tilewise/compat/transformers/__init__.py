@@ -30,6 +30,7 @@ except ImportError as missing:
 
 from transformers.utils.output_capturing import _active_collector
 
+from tilewise import repeated
 from tilewise.api import attention as tilewise_attention
 from tilewise.api import attention_varlen
 from tilewise.compat.probabilities import probabilities
@@ -236,6 +237,10 @@ def attention(
     Raises:
         ValueError, NotImplementedError: what cannot be honoured, with the reason.
     """
+    if isinstance(attention_mask, HandedMask) and not torch.compiler.is_compiling():
+        found = _as_they_lie(query, key, value, attention_mask, handed)
+        if found is not None:
+            return found, None
     given = Handed.of(handed)
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     if group() is not None or isinstance(attention_mask, ShardedMask):
@@ -253,6 +258,30 @@ def attention(
         options["dropout_seed"] = torch.randint(-(2**63), 2**63 - 1, (1,), device=q.device)
     weights = torch.nn.functional.pad(probabilities(q, k, **options), (0, cut))
     return tilewise_attention(q, k, v, **options), weights
+
+
+_PLAIN = IGNORED | {"scaling", "is_causal", "sliding_window"}  # which a HandedMask has in it, but for the scale
+
+
+def _as_they_lie(query: Tensor, key: Tensor, value: Tensor, given_mask: HandedMask, handed: dict) -> Tensor | None:
+    """Attention of a layer that hands over a mask, a scale and no more, without a view of its tensors, each of which takes as long as half a
+    call; None: there is more to look at."""
+    for name, option in handed.items():
+        if (
+            name not in _PLAIN
+            and option is not None
+            and option is not False
+            and not (name == "dropout" and option == 0)
+        ):
+            return None
+    seen, shape = given_mask.mask, given_mask.shape
+    if group() is not None or _recorded() or type(given_mask) is not HandedMask:
+        return None
+    if given_mask.keys != shape[3] or query.ndim != 4 or (query.shape[2], key.shape[2]) != (shape[2], shape[3]):
+        return None
+    words = False, seen, None, handed.get("scaling"), None, None, False
+    found = repeated.attend(query, key, value, words, lse=False, heads_first=True)
+    return None if found is None else found[0]
 
 
 def _over_ranks(q: Tensor, k: Tensor, v: Tensor, given_mask, given: Handed, positions: Tensor | None) -> Tensor:

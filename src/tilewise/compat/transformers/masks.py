@@ -16,7 +16,6 @@ Keys behind the last that any query sees (a static cache's unused end) are cut o
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -174,16 +173,15 @@ def padding(kept: Tensor, start: int, keys: int) -> Mask | None:
         kept: ``(batch, n)``, bool or 0 and 1; what lies behind n is hidden.
     """
     kept = kept[:, start : start + keys].bool()
+    if kept.shape[1] == keys and kept.all():  # mostly, and one number to wait for
+        return None
     kept = torch.nn.functional.pad(kept, (0, keys - kept.shape[1]))
     position = torch.arange(keys, device=kept.device)
     begin = torch.where(kept, position, keys).amin(-1)
     end = torch.where(kept, position + 1, 0).amax(-1)
     begin = torch.minimum(begin, end)
-    everything, one_run = torch.stack([kept.all(), (end - begin == kept.sum(-1)).all()]).tolist()
-    if everything:
-        return None
     run = key_range(begin, end)
-    return run if one_run else run & keep(lambda b, h, i, j: lookup(kept, b, j))
+    return run if (end - begin == kept.sum(-1)).all() else run & keep(lambda b, h, i, j: lookup(kept, b, j))
 
 
 # -- Terms: what a mask function keeps ------------------------------------------------------------------------------
@@ -218,9 +216,7 @@ class Band:
 
         start = 0 if self.left is None else clamp(first - self.left)
         end = keys if self.right is None else clamp(first + self.right + 1)
-        if isinstance(first, Tensor):
-            start, end = (x if isinstance(x, Tensor) else torch.full_like(first, x) for x in (start, end))
-        elif (start, end) == (0, keys):
+        if isinstance(start, int) and isinstance(end, int) and (start, end) == (0, keys):
             return None
         return key_range(start, end)
 
@@ -288,7 +284,8 @@ def made_by(function: Callable) -> tuple[str | None, dict]:
     """The function of masking_utils that made this one, or is it; and what this one captured."""
     if getattr(function, "__module__", None) != masking_utils.__name__:
         return None, {}
-    return function.__qualname__.partition(".")[0], inspect.getclosurevars(function).nonlocals
+    names, cells = function.__code__.co_freevars, function.__closure__ or ()
+    return function.__qualname__.partition(".")[0], {n: x.cell_contents for n, x in zip(names, cells, strict=True)}
 
 
 def read_terms(function: Callable) -> list[Band | Documents | Predicate]:

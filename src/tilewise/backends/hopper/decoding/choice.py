@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tilewise import device as devices
+from tilewise import expr
 from tilewise.backends.hopper.config import DTYPES, LONG, band_of
 from tilewise.backends.hopper.decoding.config import BOX_ROWS, ROWS, TILES, DecodingConfig
 from tilewise.backends.hopper.forward.paged_config import pool_reasons
@@ -20,6 +21,8 @@ def choose(problem: Problem) -> DecodingConfig | None:
 
 def _others_are_faster(problem: Problem, config: DecodingConfig) -> bool:
     """Whether another forward takes less time for a problem that a kernel fits (docs/decisions.md#hopper-decoding)."""
+    if reads_ends(problem):  # another forward would read V from a copy without the keys that no query sees
+        return False
     if not problem.paged:  # a forward of more warpgroups, where a sequence is soon at its end or its rows are many
         few = problem.seqlen_k < (LEAST_DENSE if problem.seqlen_q == 1 else LEAST_DENSE_OF_QUERIES)
         return few or (problem.head_dim == 64 and config.tiles.rows == ROWS[-1])
@@ -46,6 +49,14 @@ def fitting(problem: Problem) -> DecodingConfig | None:
     return DecodingConfig(DTYPES[str(problem.dtype)], tiles, part)
 
 
+def reads_ends(problem: Problem) -> bool:
+    """Whether tensors say which keys the one query of each sequence sees, all heads the same: an interval of dense keys."""
+    region = problem.spec.region
+    if problem.paged or problem.seqlen_q != 1 or band_of(problem) is not None or region.predicate is not None:
+        return False
+    return "h" not in expr.depends_on(region.lo, region.hi)
+
+
 def part_rows(problem: Problem) -> int | None:
     """The rows that one box brings, of one page; dense keys are one page a sequence. None: no kernel has boxes so small."""
     page = problem.page_size if problem.paged else problem.seqlen_k
@@ -56,7 +67,9 @@ def part_rows(problem: Problem) -> int | None:
 
 def ends(problem: Problem) -> tuple[int, int] | None:
     """``(lo, hi)``: row i sees the keys from ``i + off + lo`` on and below ``i + off + hi``, the sequence's last one at least where it
-    is the last row; None: the mask is no such band."""
+    is the last row; None: the mask is no such band. Where a call :func:`reads_ends`, a sequence has no other keys than those it sees."""
+    if reads_ends(problem):
+        return -LONG, LONG
     band = band_of(problem)
     keys = problem.capacity if problem.paged else problem.seqlen_k
     if band is None or (band.start, band.stop) != (0, keys):

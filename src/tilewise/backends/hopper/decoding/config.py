@@ -118,9 +118,9 @@ class DecodingConfig(Formed):
     def traffic(self, problem: Problem) -> int:
         """Bytes of the forward: Q and O once, and once for all heads of a group the K and V that some query sees, where every sequence
         is as long as it may be."""
-        keys, lo = problem.capacity if problem.paged else problem.seqlen_k, band_of(problem).lo
-        if lo is not None:  # over pages it counts from the row's own position
-            keys = min(keys, (problem.seqlen_q if problem.paged else keys) - lo)
+        keys, band = problem.capacity if problem.paged else problem.seqlen_k, band_of(problem)
+        if band is not None and band.lo is not None:  # over pages it counts from the row's own position
+            keys = min(keys, (problem.seqlen_q if problem.paged else keys) - band.lo)
         rows = problem.batch * (problem.heads_q * problem.seqlen_q + problem.heads_k * keys)
         return ELEMENT_BYTES * rows * (problem.head_dim + problem.head_dim_v)
 

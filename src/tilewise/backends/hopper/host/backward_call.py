@@ -188,7 +188,7 @@ class BackwardPlan(BackwardDraft):
     def backward(self, inputs: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads:
         if self.launches is None:
             return gradients_of_no_pair(self.problem, inputs, dlse)
-        made = self.launches.run(self.tensors(inputs, out, do, dlse))
+        made = self.launches.run_named(self.tensors(inputs, out, do, dlse))
         keys = self.keys
         if keys.start or keys.stop != self.problem.seqlen_k:  # keys that kernels did not get
             for x in (made["dk"], made["dv"]):

@@ -1,4 +1,8 @@
-"""The launch of a decoding step: a few queries a sequence, over pages, or over dense keys as if each sequence had one page."""
+"""The launch of a decoding step: a few queries a sequence, over pages, or over dense keys as if each sequence had one page.
+
+Where tensors say which keys a sequence's query sees, dense keys are a pool whose pages are single rows, and a sequence has one number in
+its table, that of the first row that it sees: what follows lies behind it.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +13,22 @@ from torch import Tensor
 
 from tilewise import device as devices
 from tilewise.backends.base import Inputs
-from tilewise.backends.hopper.decoding.choice import ends, shares_of
+from tilewise.backends.hopper.decoding.choice import ends, reads_ends, shares_of
 from tilewise.backends.hopper.forward.paged_config import page_rows
+from tilewise.backends.hopper.host import masks
 from tilewise.backends.hopper.host.draft import Draft, View
 from tilewise.backends.hopper.host.paged_call import PagedPlan
-from tilewise.backends.hopper.host.plan import LOG2_E
+from tilewise.backends.hopper.host.plan import LOG2_E, LaunchPlan
 from tilewise.caching import cached_property
+
+FIRST, KEYS = "first_rows", "own_keys"  # of :func:`masks.own_keys`
 
 
 @dataclass(eq=False)
 class DecodingPlan(PagedPlan):
     """The decisions for one problem with a few queries a sequence."""
 
-    DECIDED = ("copied", "zeroed", "launches")
+    DECIDED = (*LaunchPlan.DECIDED, "direct")
 
     @cached_property
     def shares(self) -> int:
@@ -32,7 +39,8 @@ class DecodingPlan(PagedPlan):
         """The first numbers of :func:`tilewise.backends.hopper.decoding.kernel.launch`."""
         problem = self.problem
         sinks = int(problem.spec.sink_slot is not None)
-        return self.shares, int(problem.paged), sinks, LOG2_E * problem.softmax_scale, *ends(problem)
+        cached = int(problem.paged or reads_ends(problem))
+        return self.shares, cached, sinks, LOG2_E * problem.softmax_scale, *ends(problem)
 
     def by_rows(self, x: View) -> View:
         return x.permute(1, 0, 2, 3)  # (query, sequence, head, column): the kernel takes any strides
@@ -40,28 +48,32 @@ class DecodingPlan(PagedPlan):
     def lse_by_rows(self, lse: View, draft: Draft) -> View:
         return lse.permute(2, 1, 0)  # (query, head, sequence)
 
-    @property
-    def count(self) -> int:
-        """How many counters a launch needs."""
-        return self.problem.batch * self.problem.heads_k
-
     def extra(self, draft: Draft) -> list[View | int]:
         problem, tiles, fp32 = self.problem, self.config.tiles, torch.float32
         lanes, states = 32 * tiles.row_warps, 2 * self.shares * problem.heads_k
-        counts = View.contiguous("counts", torch.int32, self.count)
+        counts = draft.counts("counts", problem.batch * problem.heads_k)
+        lengths, table, pages = counts, counts.unsqueeze(0), (problem.k.shape[0], page_rows(problem.k))
+        if problem.paged:
+            lengths, table = self.extra_view("seqlens_k", 1), self.extra_view("block_table", 0)
+        elif reads_ends(problem):
+            sequences, rows = pages
+            lengths, table = (
+                View.contiguous(n, torch.int32, sequences, *more) for n, more in ((KEYS, ()), (FIRST, (1,)))
+            )
+            pages = sequences * rows, 1
         found = {
-            # Without pages any memory will do: it is not read.
-            "seqlens_k": self.extra_view("seqlens_k", 1) if problem.paged else counts,
-            "block_table": self.extra_view("block_table", 0) if problem.paged else counts.unsqueeze(0),
+            "seqlens_k": lengths,  # without pages and ends neither is read
+            "block_table": table,
             "part_o": draft.scratch("part_o", fp32, states, tiles.fours, lanes, 4),
             "part_lse": draft.scratch("part_lse", fp32, states, lanes, 2 * tiles.own_rows),
             "counts": counts,
-            "num_pages": problem.k.shape[0],
-            "page_rows": page_rows(problem.k),
+            "num_pages": pages[0],
+            "page_rows": pages[1],
         }
         return [found[name] for name in self.config.extra]
 
     def tensors(self, inputs: Inputs) -> dict[str, Tensor]:
         found = super().tensors(inputs)
-        found["counts"] = devices.counts(inputs.q.device, self.count)
+        if reads_ends(self.problem):
+            found |= zip((FIRST, KEYS), self.of_mask(inputs, masks.own_keys, page_rows(self.problem.k)), strict=True)
         return found

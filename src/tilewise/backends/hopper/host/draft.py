@@ -12,19 +12,24 @@ before the call: what is made of a mask's tensors, and gradients.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import struct
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from tilewise import device as devices
 from tilewise.backends.hopper.host import library
+from tilewise.backends.hopper.host.driver import Kernels
 from tilewise.backends.hopper.host.recipe import flat
 from tilewise.problem import TensorFacts
 
 SCRATCH = "scratch"  # the memory of all that nobody reads after the launches
 APART = 256  # bytes: tensors in it begin at multiples
+COUNTS = "counts"  # a fill: zeros that launches leave zero (:func:`tilewise.device.counts`)
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -99,7 +104,13 @@ class Made(NamedTuple):
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    fill: float | None = None
+    fill: float | str | None = None
+
+    def filled(self, like: Tensor) -> Tensor:
+        """The memory with what it holds, on a tensor's device."""
+        if self.fill == COUNTS:
+            return devices.counts(like.device, self.shape[0])
+        return like.new_full(self.shape, self.fill, dtype=self.dtype)
 
 
 class Drafted(NamedTuple):
@@ -107,55 +118,85 @@ class Drafted(NamedTuple):
 
     Attributes:
         kinds: dtype and rank of each argument that is a tensor, None of each number.
-        words: the numbers, sizes and strides, of which those of late tensors are missing: the parts between these.
-        late: their places among the call's memories. places: of each tensor that of its memory, and its first byte there.
+        words: the numbers, sizes and strides, of which those of late tensors are missing: the parts between these. Behind them, of each
+            tensor the number of its memory, and its first byte there.
+        late: the numbers of the late tensors' memories.
     """
 
     config: Any
     kinds: tuple[tuple[torch.dtype, int] | None, ...]
     words: tuple[tuple[int | float, ...], ...]
     late: tuple[int, ...]
-    places: tuple[tuple[int, int], ...]
 
 
 @dataclass
 class Launches:
-    """All launches of a call, and what it makes for them.
+    """All launches of a call, and what it makes for them. Memories have numbers: of ``given``, then of ``made``, then the scratch memory's.
 
     Attributes:
         given: the names of the tensors that a call brings. made: what it makes, by name. scratch: bytes of memory that nobody reads
-            afterwards. packed: the words of each launch as the launcher takes them, once there was one; None where some are late.
+            afterwards. packed: of each launch its kernels, and its words as the launcher takes them, once there was one; None where some
+            are late.
     """
 
     given: tuple[str, ...]
     made: tuple[tuple[str, Made], ...]
     scratch: int
     launches: tuple[Drafted, ...]
-    packed: list[bytes | None] = field(default_factory=list, init=False, compare=False, repr=False)
+    packed: list[tuple[Kernels, bytes | None]] = field(default_factory=list, init=False, compare=False, repr=False)
 
-    def run(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Launches with the tensors of a call, and returns what it made."""
-        tensors = [given[name] for name in self.given]
-        like, found = tensors[0], {}
-        for name, (dtype, shape, fill) in self.made:
-            x = like.new_empty(shape, dtype=dtype) if fill is None else like.new_full(shape, fill, dtype=dtype)
-            found[name] = x
-            tensors.append(x)
-        if self.scratch:
-            tensors.append(like.new_empty(self.scratch, dtype=torch.uint8))
-        at, device = [x.data_ptr() for x in tensors], like.device
-        packed = self.packed or self._pack(device)
-        for launch, words in zip(self.launches, packed, strict=True):
-            kernels = library.function(launch.config)
-            words = words or kernels.pack(launch.kinds, _with_late(launch, tensors), device)
-            kernels.run(words, [at[n] + first for n, first in launch.places], device)
-        return found
+    def run(self, given: Sequence[Tensor]) -> list[Tensor]:
+        """Launches with the tensors of a call, and returns what it made, both in the order of these attributes."""
+        return self.run_memory([x.data_ptr() for x in given], given[0], (), given)
 
-    def _pack(self, device: torch.device) -> list[bytes | None]:
-        self.packed = [
-            None if x.late else library.function(x.config).pack(x.kinds, x.words[0], device) for x in self.launches
-        ]
+    def run_memory(
+        self, memories: list[int], like: Tensor, unread: Sequence[str] = (), given: Sequence[Tensor] = ()
+    ) -> list[Tensor]:
+        """:meth:`run` with the addresses of the tensors, which are appended to.
+
+        Args:
+            like: a tensor on the device. unread: of what the call makes, that which nobody will read; it is not returned. given: the
+                tensors, of launches with late ones.
+        """
+        device, space, results = like.device, self.scratch, []
+        places = []  # of what nobody reads, behind the scratch memory
+        for name, made in self.made:
+            dtype, shape, fill = made
+            if name in unread:
+                places.append((len(memories), space))
+                memories.append(0)
+                space += -(-math.prod(shape) * dtype.itemsize // APART) * APART
+                continue
+            x = like.new_empty(shape, dtype=dtype) if fill is None else made.filled(like)
+            results.append(x)
+            memories.append(x.data_ptr())
+        if space:
+            workspace = devices.workspace(device, space)
+            memories.append(begin := workspace.data_ptr())
+            for n, first in places:
+                memories[n] = begin + first
+        packed = _addresses(len(memories))(*memories)
+        for (kernels, words), launch in zip(self.packed or self._pack(device), self.launches, strict=True):
+            if words is None:
+                words = kernels.pack(launch.kinds, _with_late(launch, [*given, *results]), device)
+            kernels.run(words, packed, device)
+        return results
+
+    def run_named(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """:meth:`run` with names, of tensors among which the given ones are."""
+        made = self.run([given[name] for name in self.given])
+        return dict(zip([name for name, _ in self.made], made, strict=True))
+
+    def _pack(self, device: torch.device) -> list[tuple[Kernels, bytes | None]]:
+        every = [(library.function(x.config), x) for x in self.launches]
+        self.packed = [(f, None if x.late else f.pack(x.kinds, x.words[0], device)) for f, x in every]
         return self.packed
+
+
+@lru_cache(maxsize=64)
+def _addresses(count: int) -> Callable[..., bytes]:
+    """What packs so many addresses."""
+    return struct.Struct(f"{count}Q").pack
 
 
 def _with_late(launch: Drafted, tensors: Sequence[Tensor]) -> list[int | float]:
@@ -177,10 +218,14 @@ class Draft:
         self._bytes = 0  # of scratch memory
         self._launches: list[tuple[Any, list]] = []
 
-    def result(self, name: str, dtype: torch.dtype, *shape: int, fill: float | None = None) -> View:
+    def result(self, name: str, dtype: torch.dtype, *shape: int, fill: float | str | None = None) -> View:
         """Memory that the launches write and the call reads afterwards, contiguous."""
         self._made[name] = Made(dtype, shape, fill)
         return View.contiguous(name, dtype, *shape)
+
+    def counts(self, name: str, count: int) -> View:
+        """Zeros, int32, that the launches leave zero."""
+        return self.result(name, torch.int32, count, fill=COUNTS)
 
     def scratch(self, name: str, dtype: torch.dtype, *shape: int) -> View:
         """Memory that nobody reads afterwards, contiguous."""
@@ -202,18 +247,19 @@ class Draft:
 
 
 def _launch(config: Any, arguments: Sequence[Any], number: Mapping[str, int]) -> Drafted:
-    kinds, words, late, places = [], [[]], [], []
+    kinds, words, late, places = [], [[]], [], []  # places: number and first byte, tensor after tensor
     for x in arguments:
         if isinstance(x, View):
             kinds.append((x.dtype, len(x.shape)))
             words[-1] += (*x.shape, *x.strides)
-            places.append((number[x.memory], x.offset * x.dtype.itemsize))
+            places += (number[x.memory], x.offset * x.dtype.itemsize)
         elif isinstance(x, Late):
             kinds.append((x.dtype, x.rank))
             words.append([])
             late.append(number[x.memory])
-            places.append((number[x.memory], 0))
+            places += (number[x.memory], 0)
         else:
             kinds.append(None)
             words[-1].append(x)
-    return Drafted(config, tuple(kinds), tuple(map(tuple, words)), tuple(late), tuple(places))
+    words[-1] += places
+    return Drafted(config, tuple(kinds), tuple(map(tuple, words)), tuple(late))

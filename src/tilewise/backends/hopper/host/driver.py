@@ -29,7 +29,7 @@ from tilewise.backends.hopper.host.recipe import (
 from tilewise.device import stream_of
 from tilewise.problem import Shaped
 
-VERSION = 3  # of the launcher
+VERSION = 4  # of the launcher
 UNFIT, BEYOND = (
     -2,
     -3,
@@ -81,7 +81,7 @@ class RecipeStruct(Structure):
 
     _fields_ = [
         *[(name, c_void_p) for name in ("row", "constant", "check", "launch")],
-        *[(name, c_uint32) for name in ("rows", "checks", "symbols", "launches")],
+        *[(name, c_uint32) for name in ("rows", "checks", "symbols", "launches", "given")],
     ]
 
 
@@ -121,8 +121,7 @@ class Kernels:
             cubin, len(cubin), (c_char_p * count)(*names), (c_int32 * count)(*shared), count
         )
         self.native = NativeRecipe(self)
-        self._words, self._addresses = self.native.given, struct.Struct(f"{len(self.tensors)}Q").pack
-        self._run = self.library.tw_run
+        self._words, self._run = self.native.given, self.library.tw_run
         self._kinds = tuple(
             None if isinstance(kind, str) else (getattr(torch, kind.dtype), len(kind.shape))
             for kind in recipe.arguments
@@ -130,10 +129,12 @@ class Kernels:
         self._seen: object = None  # kinds that were equal to these: of one structure they are one object
 
     def pack(self, kinds: tuple, words: Sequence[int | float], device: torch.device) -> bytes:
-        """The numbers, and the sizes and strides of tensors, in order, as the launcher takes them.
+        """The words of a launch as the launcher takes them.
 
         Args:
             kinds: dtype and rank of each argument that is a tensor, None of each number.
+            words: the numbers, and the sizes and strides of tensors, in order; then of each tensor the number of its memory, and its first
+                byte there.
 
         Raises:
             ValueError: the kernels were not compiled for these arguments.
@@ -147,17 +148,17 @@ class Kernels:
         except struct.error:
             self._refuse(kinds, words, device)
 
-    def run(self, words: bytes, addresses: Sequence[int], device: torch.device) -> None:
+    def run(self, words: bytes, memories: bytes, device: torch.device) -> None:
         """Launches the kernels on the device's stream of the moment.
 
         Args:
-            words: packed. addresses: of the arguments that are tensors.
+            words: packed. memories: their addresses, 64 bits each.
 
         Raises:
             ValueError: the kernels were not compiled for these arguments. NotImplementedError: they would have more blocks than a GPU.
         """
         index = device.index or 0
-        code = self._run(self.native.at, words, self._addresses(*addresses), index, stream_of(index))
+        code = self._run(self.native.at, words, memories, index, stream_of(index))
         if code == UNFIT:
             self._refuse(self._kinds, self._words.unpack(words), device)
         elif code:
@@ -176,11 +177,11 @@ class Kernels:
 
 class NativeRecipe:
     """A recipe as the launcher evaluates it, of the sizes, the strides and the numbers of a call: one 64-bit word each, in this order for
-    each argument."""
+    each argument, and behind them two words of each tensor, the number of its memory and its first byte there."""
 
     def __init__(self, kernels: Kernels):
         recipe = kernels.recipe
-        self.given = struct.Struct("".join(map(_packed_as, recipe.arguments)))
+        self.given = struct.Struct("".join(map(_packed_as, recipe.arguments)) + "2q" * len(kernels.tensors))
         places, place = [], 0
         for kind in recipe.arguments:
             places.append(place)
@@ -199,7 +200,7 @@ class NativeRecipe:
             [kept for _, kept in launches],
         ]
         symbols = 1 + max((check[2] for check in checks), default=-1)
-        counts = len(rows), len(checks), symbols, len(launches)
+        counts = len(rows), len(checks), symbols, len(launches), place
         self._struct = RecipeStruct(*[addressof(x) for x in self._kept[:4]], *counts)
         self.at = addressof(self._struct)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,7 @@ from tilewise.backends.hopper.forward.grids import Grid, spread
 from tilewise.backends.hopper.host import masks
 from tilewise.backends.hopper.host.draft import Draft, Late, Launches, View
 from tilewise.backends.hopper.host.plan import LaunchPlan, ends_of, late_fields
+from tilewise.backends.hopper.pair_bias import ALIGNED
 from tilewise.caching import cached_property
 from tilewise.dropout import keep_scale, threshold
 
@@ -25,7 +27,7 @@ class ForwardPlan(LaunchPlan):
     """The decisions for one problem's forward."""
 
     config: Config
-    DECIDED = (*LaunchPlan.DECIDED, "grid")
+    DECIDED = (*LaunchPlan.DECIDED, "direct", "grid")
     PRODUCTS = ("v",)
 
     @property
@@ -115,8 +117,39 @@ class ForwardPlan(LaunchPlan):
             return capped.numbers(*self.scales)
         return () if self.config.traced == PLAIN else self.expressions.numbers
 
+    @cached_property
+    def direct(self) -> tuple[int, ...]:
+        """The places of what launches read among q, k, v, the extras and the seed; empty where some of it is made by :meth:`tensors`, or
+        something of what they write."""
+        places, launches = self.places, self.launches
+        made = launches is None or self.copied or not set(launches.given) <= set(places) or self.result_is_made
+        return () if made else tuple(places[name] for name in launches.given)
+
+    @property
+    def result_is_made(self) -> bool:
+        """Whether the launches write something from which o or lse is made."""
+        return False
+
+    def of_memory(self, q: Tensor, k: Tensor, v: Tensor, lse: bool) -> tuple[Tensor, Tensor | None] | None:
+        """The forward of a plan that is :attr:`direct` (:data:`tilewise.backends.base.DirectCall`)."""
+        at = [x.data_ptr() for x in (q, k, v)]
+        if (at[0] | at[1] | at[2]) % ALIGNED:
+            return None
+        o, *more = self.launches.run_memory([at[n] for n in self.direct], q, () if lse else ("lse",))
+        return o, more[0] if lse else None
+
+    def call(
+        self, q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        direct = self.direct
+        if not direct or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNED:
+            return super().call(q, k, v, extras, seed)
+        tensors = q, k, v, *extras, seed
+        o, lse, *_ = self.launches.run([tensors[n] for n in direct])
+        return o, lse
+
     def forward(self, inputs: Inputs) -> Output:
         if self.launches is None:
             return output_of_no_pair(self.problem, inputs)
-        made = self.launches.run(self.tensors(inputs))
+        made = self.launches.run_named(self.tensors(inputs))
         return Output(made["o"], made["lse"])

@@ -36,6 +36,14 @@ def row_ends(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
     )
 
 
+def own_keys(problem: Problem, inputs: Inputs, page_rows: int) -> tuple[Tensor, Tensor]:
+    """The keys that the one query of each sequence sees, as a cache has them whose pages are single rows: the number of its first row,
+    (batch, 1), where those of two sequences are ``page_rows`` apart, and how many, (batch,); both int32."""
+    lo, hi = (x[:, 0, 0] for x in row_ends(problem, inputs))
+    first = torch.arange(0, problem.batch * page_rows, page_rows, dtype=torch.int32, device=lo.device)
+    return (first + lo).unsqueeze(1), (hi - lo).clamp_(min=0)
+
+
 def column_ends(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """``(first, last)``, the queries that see each key, within 0 and seqlen_q: int32 (batch, heads_q, seqlen_k), expanded."""
     columns = torch.arange(problem.seqlen_k, device=inputs.q.device)

@@ -333,7 +333,15 @@ bool beyond(const TwLaunch& x, const uint64_t* values) {
   return false;
 }
 
-int launch_one(const TwLaunch& x, const uint64_t* values, const uint64_t* addresses, Function function, void* stream) {
+// The tensors of a call: `place` has of each the number of its memory, and its first byte there.
+struct TwTensors {
+  const int64_t* place;
+  const uint64_t* memories;
+
+  uint64_t address(uint32_t n) const { return memories[place[2 * n]] + place[2 * n + 1]; }
+};
+
+int launch_one(const TwLaunch& x, const uint64_t* values, const TwTensors& tensors, Function function, void* stream) {
   char parameters[kTwParameterBytes];
   void* at[kTwParameters];
   Attribute attributes[kTwAttributes];
@@ -343,7 +351,7 @@ int launch_one(const TwLaunch& x, const uint64_t* values, const uint64_t* addres
   fill(parameters, x.field, x.fields, values);
   for (uint32_t n = 0; n < x.patches; ++n) {
     const TwPatch& patch = x.patch[n];
-    uint64_t address = addresses[patch.tensor];
+    uint64_t address = tensors.address(patch.tensor);
     if (address % patch.align)
       return fail("tensor " + std::to_string(patch.tensor) + " does not begin at a multiple of " +
                   std::to_string(patch.align) + " bytes");
@@ -388,7 +396,7 @@ TwImage* tw_image(const void* cubin, int64_t bytes, const char* const* kernels, 
   return image;
 }
 
-int32_t tw_run(const TwRecipe* recipe, const int64_t* given, const uint64_t* addresses, int32_t device, void* stream) {
+int32_t tw_run(const TwRecipe* recipe, const int64_t* given, const uint64_t* memories, int32_t device, void* stream) {
   thread_local std::vector<uint64_t> values;
   values.resize(recipe->rows);
   if (!evaluate(*recipe, given, values.data())) return kTwUnfit;
@@ -398,7 +406,7 @@ int32_t tw_run(const TwRecipe* recipe, const int64_t* given, const uint64_t* add
   for (const TwLaunch* x = recipe->launch; x != recipe->launch + recipe->launches; ++x) {
     const Function* functions;
     if (x->image->functions(context.id, &functions)) return -1;
-    if (int code = launch_one(*x, values.data(), addresses, functions[x->kernel], stream)) return code;
+    if (int code = launch_one(*x, values.data(), {given + recipe->given, memories}, functions[x->kernel], stream)) return code;
   }
   return 0;
 }

@@ -5,7 +5,7 @@
 
 #define TW_EXPORT __attribute__((visibility("default")))
 
-constexpr int32_t kTwLauncherVersion = 3;
+constexpr int32_t kTwLauncherVersion = 4;
 constexpr int32_t kTwUnfit = -2, kTwBeyond = -3;
 constexpr uint32_t kTwBlocksAlongX = 2147483647, kTwBlocks = 65535;  // of a grid, at most: device.py has them too
 constexpr uint32_t kTwParameterBytes = 32764, kTwParameters = 1024, kTwAttributes = 8;  // of one kernel, at most
@@ -56,6 +56,7 @@ struct TwRecipe {
   const TwCheck* check;
   const TwLaunch* launch;
   uint32_t rows, checks, symbols, launches;
+  uint32_t given;  // sizes, strides and numbers of a call, behind which are the places of its tensors
 };
 
 extern "C" {
@@ -66,7 +67,7 @@ TW_EXPORT const char* tw_launcher_error();
 // A cubin, copied, with the names of its kernels and the dynamic shared memory that each may ask for. Never freed.
 TW_EXPORT TwImage* tw_image(const void* cubin, int64_t bytes, const char* const* kernels, const int32_t* shared, int32_t count);
 // Launches the kernels of a recipe, one after the other on a stream of a device, with the sizes, strides and numbers of a call (32-bit floats
-// as their bits) and the addresses of its tensors. kTwUnfit: the kernels were not compiled for these numbers, and none was launched. kTwBeyond:
-// a grid is larger than a GPU's.
-TW_EXPORT int32_t tw_run(const TwRecipe* recipe, const int64_t* given, const uint64_t* addresses, int32_t device, void* stream);
+// as their bits). Behind these, `given` says of each tensor the number of its memory, and its first byte there; `memories` are addresses.
+// kTwUnfit: the kernels were not compiled for these numbers, and none was launched. kTwBeyond: a grid is larger than a GPU's.
+TW_EXPORT int32_t tw_run(const TwRecipe* recipe, const int64_t* given, const uint64_t* memories, int32_t device, void* stream);
 }

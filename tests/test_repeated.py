@@ -1,0 +1,136 @@
+"""Calls without gradients that come again: whatever has changed since is honoured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import tilewise as tw
+from tilewise import dispatch, repeated
+from tilewise.testing import normal
+
+Qkv = tuple[Tensor, Tensor, Tensor]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_known():
+    dispatch.of_calls.clear()
+
+
+def drawn(keys: int = 70, **options: object) -> Qkv:
+    return tuple(normal(2, n, h, 32, **options, seed=n + h) for n, h in ((5, 4), (keys, 2), (keys, 2)))
+
+
+OPTIONS: dict[str, Callable[[], dict]] = {
+    "nothing": dict,
+    "causal": lambda: {"causal": True},
+    "window": lambda: {"mask": tw.window(9, 2)},
+    "causal-and-window": lambda: {"mask": tw.window(9, 2), "causal": True},
+    "scale": lambda: {"softmax_scale": 0.3},
+    "softcap": lambda: {"score": tw.softcap(2.0)},
+    "deterministic": lambda: {"deterministic": True},
+    "portable": lambda: {"backend": "portable"},
+    "lengths": lambda: {"mask": tw.key_lengths(torch.tensor([3, 60]))},
+    "bias": lambda: {"score": tw.bias(normal(5, 70))},
+    "sink": lambda: {"sink": normal(4)},
+}
+
+
+def test_each_option_is_honoured_whatever_came_before():
+    q, k, v = drawn()
+    expected = {name: tw.attention_with_lse(*drawn(), **options(), backend="reference") for name, options in OPTIONS.items()
+                if name != "portable"}  # fmt: skip
+    expected["portable"] = expected["nothing"]
+    for _ in range(3):
+        for name, options in OPTIONS.items():
+            o, lse = tw.attention_with_lse(q, k, v, **options())
+            torch.testing.assert_close(tw.attention(q, k, v, **options()), o, rtol=0, atol=0)
+            torch.testing.assert_close((o, lse), expected[name], msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_sizes_strides_and_dtypes_are_told_apart():
+    for _ in range(2):
+        for keys in (70, 71):
+            for dtype in (torch.float32, torch.float64):
+                q, k, v = drawn(keys, dtype=dtype)
+                expected = tw.attention(q, k, v, backend="reference")
+                turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v)]
+                for given in ((q, k, v), (q, *turned)):
+                    torch.testing.assert_close(tw.attention(*given), expected)
+
+
+def test_keys_of_a_batch_of_one_serve_every_query():
+    q, k, v = drawn()
+    for _ in range(2):
+        found = tw.attention(q, k[:1], v[:1])
+        torch.testing.assert_close(found, tw.attention(q, k[:1].expand_as(k), v[:1].expand_as(v)))
+
+
+def test_a_gradient_that_is_wanted_later_is_there():
+    q, k, v = drawn()
+    for _ in range(2):
+        tw.attention(q, k, v)
+    wanted = q.clone().requires_grad_()
+    o = tw.attention(wanted, k, v)
+    o.sum().backward()
+    assert wanted.grad is not None
+    with torch.no_grad():
+        assert not tw.attention(wanted, k, v).requires_grad
+    with torch.inference_mode():
+        assert tw.attention(wanted, k, v).is_inference()
+
+
+def test_what_asks_for_the_operator_gets_it():
+    q, k, v = drawn()
+    for _ in range(2):
+        o = tw.attention(q, k, v)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert tw.attention(q, k, v).dtype == torch.bfloat16
+    mapped = torch.vmap(lambda x: tw.attention(x[None], k[:1], v[:1])[0])(q)
+    torch.testing.assert_close(mapped, tw.attention(q, k[:1], v[:1]))
+    _, tangent = torch.func.jvp(lambda x: tw.attention(x, k, v), (q,), (torch.ones_like(q),))
+    assert tangent.abs().max() > 0
+    with torch.profiler.profile() as seen:
+        tw.attention(q, k, v)
+    assert any("tilewise" in event.key for event in seen.key_averages())
+    torch.testing.assert_close(tw.attention(q, k, v), o)
+
+
+def test_deterministic_algorithms_are_another_call():
+    q, k, v = drawn()
+    tw.attention(q, k, v)
+    count = len(dispatch.of_calls)
+    torch.use_deterministic_algorithms(True)
+    try:
+        tw.attention(q, k, v)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(dispatch.of_calls) == count + 1
+
+
+def test_a_wrong_call_raises_after_a_right_one_that_is_equal():
+    q, k, v = drawn()
+    tw.attention(q, k, v, causal=True, softmax_scale=1.0)
+    with pytest.raises(ValueError, match="causal must be True or False"):
+        tw.attention(q, k, v, causal=1, softmax_scale=1.0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="softmax_scale must be a number, got bool"):
+        tw.attention(q, k, v, causal=True, softmax_scale=True)
+
+
+def test_heads_may_come_first():
+    q, k, v = drawn()
+    words = True, None, None, 0.2, None, None, False
+    expected = tw.attention(q, k, v, causal=True, softmax_scale=0.2)
+    for _ in range(2):
+        found, _ = repeated.attend(*(x.transpose(1, 2) for x in (q, k, v)), words, lse=False, heads_first=True)
+        torch.testing.assert_close(found, expected)
+
+
+def test_few_calls_are_kept(monkeypatch):
+    monkeypatch.setattr(repeated, "_LIMIT", 3)
+    for keys in range(60, 70):
+        tw.attention(*drawn(keys))
+    assert len(dispatch.of_calls) <= 3

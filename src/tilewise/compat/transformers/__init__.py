@@ -264,7 +264,7 @@ _PLAIN = IGNORED | {"scaling", "is_causal", "sliding_window"}  # which a HandedM
 
 
 def _as_they_lie(query: Tensor, key: Tensor, value: Tensor, given_mask: HandedMask, handed: dict) -> Tensor | None:
-    """Attention of a layer that hands over a mask, a scale and no more, without a view of its tensors, each of which takes as long as half a
+    """Attention of a layer that hands over a mask, a scale and no more, without a view of its tensors, which would take half as long as the
     call; None: there is more to look at."""
     for name, option in handed.items():
         if (

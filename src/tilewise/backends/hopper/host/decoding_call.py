@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tilewise import device as devices
 from tilewise.backends.base import Inputs
 from tilewise.backends.hopper.decoding.choice import ends, reads_ends, shares_of
 from tilewise.backends.hopper.forward.paged_config import page_rows

@@ -127,8 +127,8 @@ _counts_lock = threading.Lock()
 
 
 def counts(device: torch.device, count: int) -> torch.Tensor:
-    """Zeros, int32, ``count`` of them at least, for a kernel that counts on them and leaves them zero: only launches that come one after the
-    other have the same ones.
+    """At least ``count`` zeros, int32, for a kernel that counts on them and leaves them zero: only launches that come one after the other
+    have the same ones.
 
     Those of a stream do. In a CUDA graph every launch has its own, as its replays may run beside anything else but themselves; where none
     are left, the graph sets some to zero at each replay.

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from torch import Tensor
 
@@ -141,9 +141,9 @@ class Plan:
 
     @cached_property
     def direct(self) -> DirectCall | None:
-        """The forward of a problem without extras, of tensors of which nothing but the memory is read; None: there is none such."""
+        """The forward, of tensors of which nothing but the memory is read; None: there is none such."""
         plan = self.of_forward
-        return None if plan.problem.extras or plan.problem.spec.dropout_p else plan.backend.direct(plan.problem)
+        return plan.backend.direct(plan.problem)
 
     @cached_property
     def reads_lengths(self) -> bool:
@@ -214,18 +214,30 @@ def plan(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor
         if found.problem.spec.page_slots and found.problem.latent != pages.lies_in(v, k):
             found = None  # the same sizes as another call's, where v and k lay otherwise
     if found is None:
-        call = Signature.of(q, k, v, extras, parse_spec(spec))
-        of_seed = None if seed is None else (seed.dtype, seed.shape, seed.device)
-        backend_of_call = _selected.of(
-            (call.structure, of_seed), call.sizes, lambda sizes: select(call.checked(seed, sizes))
-        )
-        found = Plan(call.problem(), backend_of_call)
+        found = decide(q, k, v, extras, seed, spec)
         if len(_plans) >= _PLANS_LIMIT:
             _plans.clear()
         _plans[signature] = found
     if found.reads_lengths and (q.device.type == "cpu" or settings.check_values()):
         check_values(found.problem, extras)
     return found
+
+
+def decide(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None, spec: str) -> Plan:
+    """:func:`plan` of a call that was not seen before, but for values of lengths and tables."""
+    call = Signature.of(q, k, v, extras, parse_spec(spec))
+
+    def decided(sizes: Sequence[Any]) -> tuple[Backend, Any]:
+        p = call.checked(seed, sizes)
+        backend = select(p)
+        return backend, None if p.spec.needs_grad else backend.planned(p)
+
+    of_seed = None if seed is None else (seed.dtype, seed.shape, seed.device)
+    backend, planned = _selected.of((call.structure, of_seed), call.sizes, decided)
+    problem = call.problem()
+    if planned is not None:
+        backend.keep(problem, planned)
+    return Plan(problem, backend)
 
 
 def inputs(found: Plan, q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None) -> Inputs:

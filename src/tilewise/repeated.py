@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from tilewise import autograd, dispatch
+from tilewise.masks import Mask
 from tilewise.spec import Words, brief, texts_of
 
 _LIMIT = 512
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, words: Words, lse: bool, heads_first: bool = False) -> tuple | None:
-    """``(o, lse)`` of a call that wants no gradient and whose mask and score read no tensor; None: there is more to look at.
+    """``(o, lse)`` of a call that wants no gradient and whose score reads no tensor; None: there is more to look at.
 
     Args:
         q, k, v: ``(batch, seqlen, heads, head_dim)``, or ``(batch, heads, seqlen, head_dim)`` with ``heads_first``.
@@ -27,31 +28,47 @@ def attend(q: Tensor, k: Tensor, v: Tensor, words: Words, lse: bool, heads_first
     Raises:
         ValueError, NotImplementedError: as :func:`tilewise.attention`.
     """
-    said = texts_of(words)
+    said, leaves = texts_of(words), ()
     _, mask, score, *_ = words
-    if said is None or (mask is not None and mask.parts) or (score is not None and score.leaves):
+    if said is None or (score is not None and score.leaves):
         return None
-    if not (autograd.nobody_asks() and autograd.nobody_watches(q, k, v)):
+    if mask is not None and mask.parts:
+        leaves = mask.parts
+        if type(mask) is not Mask or mask.copied:
+            return None
+    if not (autograd.nobody_asks() and autograd.nobody_watches(q, k, v, *leaves)):
         return None
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    if torch.is_grad_enabled() and any([x.requires_grad for x in (q, k, v, *leaves)]):
         return None
     # fmt: off
     key = (said, heads_first, q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device,
            v.shape, v.stride(), v.dtype, v.device)
     # fmt: on
+    if leaves:
+        key = (*key, *[(x.shape, x.stride(), x.dtype, x.device) for x in leaves])
     plan = dispatch.of_calls.get(key)
-    if plan is not None and plan.direct is not None:
-        found = plan.direct(q, k, v, lse)
-        if found is not None:
-            return found
-    if heads_first:
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if plan is None:
-        called = brief(q, k, v, words)
-        if called is None:
+        plan = _known(*(_heads_last(q, k, v) if heads_first else (q, k, v)), words, leaves, key)
+        if plan is None:
             return None
-        plan = dispatch.plan(q, k, v, (), None, called[1])
-        if len(dispatch.of_calls) >= _LIMIT:
-            dispatch.of_calls.clear()
-        dispatch.of_calls[key] = plan
-    return plan.forward(q, k, v, (), None)
+    found = None if plan.direct is None else plan.direct(q, k, v, leaves, lse)
+    if found is not None:
+        return found
+    return plan.forward(*(_heads_last(q, k, v) if heads_first else (q, k, v)), leaves, None)
+
+
+def _heads_last(*tensors: Tensor) -> list[Tensor]:
+    return [x.transpose(1, 2) for x in tensors]
+
+
+def _known(
+    q: Tensor, k: Tensor, v: Tensor, words: Words, leaves: tuple[Tensor, ...], key: tuple
+) -> dispatch.Plan | None:
+    """The plan of a call, which is known from here on; None: of one that :func:`attend` returns nothing of."""
+    called = brief(q, k, v, words)
+    if called is None or len(called[0]) != len(leaves):  # a tensor that stands twice is one of the extras
+        return None
+    if len(dispatch.of_calls) >= _LIMIT:
+        dispatch.of_calls.clear()
+    plan = dispatch.of_calls[key] = dispatch.decide(q, k, v, called[0], None, called[1])
+    return plan

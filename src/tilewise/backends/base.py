@@ -172,9 +172,9 @@ class Config(Protocol):
 ForwardCall = Callable[[Tensor, Tensor, Tensor, Sequence[Tensor], Tensor | None], tuple[Tensor, ...]]
 """The forward of one problem: of q, k, v, the extras and the seed the operator's results."""
 
-DirectCall = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor | None] | None]
-"""The forward of one problem without extras: of q, k and v, whatever the order of their dimensions, and of whether lse is read, o and lse.
-None: the tensors' memory needs more than that."""
+DirectCall = Callable[[Tensor, Tensor, Tensor, Sequence[Tensor], bool], tuple[Tensor, Tensor | None] | None]
+"""The forward of one problem: of q, k and v, whatever the order of their dimensions, of the extras, and of whether lse is read, o and lse.
+None: it takes more than to read the tensors where they lie."""
 
 
 class Backend(Protocol):
@@ -213,6 +213,14 @@ class Backend(Protocol):
 
     def forward(self, p: Problem, t: Inputs) -> Output: ...
 
+    def planned(self, p: Problem) -> Any:
+        """What the backend decides of a forward, for :meth:`keep`, as :class:`tilewise.sizes.ByStructure` records it with the choice of the
+        backend; None: nothing before the first call."""
+        return None
+
+    def keep(self, p: Problem, planned: Any) -> None:
+        """Keeps what :meth:`planned` returned for a problem of these sizes."""
+
     def caller(self, p: Problem) -> ForwardCall:
         """The forward of a problem as a function, which is kept with the problem and called for each call of its sizes."""
 
@@ -222,7 +230,7 @@ class Backend(Protocol):
         return call
 
     def direct(self, p: Problem) -> DirectCall | None:
-        """The forward of a problem without extras that reads of its tensors where they lie and nothing else; None: there is none such."""
+        """The forward of a problem that looks at nothing of its tensors but where they lie; None: there is none such."""
         return None
 
     def backward(self, p: Problem, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads: ...
@@ -268,6 +276,15 @@ class PerProblem:
         if found is _NOTHING:
             found = decided[self] = self._decided(p)
         return found
+
+    def recorded(self, p: Problem) -> tuple[Callable[[Problem, Any], Any], Any] | None:
+        """The ``(make, values)`` of a problem, for :meth:`keep`."""
+        return None if self._by_structure is None else self._by_structure(p)
+
+    def keep(self, p: Problem, recorded: tuple[Callable[[Problem, Any], Any], Any]) -> None:
+        """Keeps the answer that :meth:`recorded` tells how to make."""
+        make, values = recorded
+        p.decided[self] = make(p, values)
 
     def _decided(self, p: Problem) -> Any:
         by_structure = self._by_structure
@@ -317,6 +334,10 @@ class PerTensors:
             known = list(zip(gone, editions, strict=True))
             self._found[place] = made, known, Ready(tensors_in(made))
         return made
+
+    def ready(self, key: Any, tensors: Sequence[Tensor]) -> Any:
+        """The thing that :meth:`of` would return without making it; None: it would make it."""
+        return None if is_captured() or is_warming_up() else self.kept(key, tensors)
 
     def kept(self, key: Any, tensors: Sequence[Tensor], default: Any = None) -> Any:
         """The thing that was made of these tensors, unchanged since, or the default: nothing is kept."""

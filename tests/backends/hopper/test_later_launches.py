@@ -114,7 +114,7 @@ def test_a_call_by_its_memory_launches_what_the_others_do(queries, causal, heads
     direct = backend.direct(c.p)
     with poisoned():
         expected = backend.forward(c.p, c.t)
-        found = direct(*((q, k, v) if heads_first else heads_last), lse)
+        found = direct(*((q, k, v) if heads_first else heads_last), (), lse)
     same(*(read(x, c) for x in launches))
     same((found[0],), (expected.o,))
     assert found[1] is None if not lse else torch.equal(found[1].isnan(), expected.lse.isnan())
@@ -128,12 +128,28 @@ def test_only_calls_of_which_nothing_else_is_read_go_by_their_memory():
         return backend.direct(call(*qkv, **options).forward_only().p)
 
     assert direct(q, k, v) is not None
-    assert (
-        direct(q, k, v, mask=tw.key_lengths(torch.tensor([5, 600]))) is None
-    )  # the kernel reads what is made of the lengths
+    two = [torch.cat([q, q], 1), k, v]
+    assert direct(*two, mask=tw.prefix(torch.tensor([5, 600]))) is None  # the kernel reads the ends of rows
     aligned = torch.zeros(2 * 600 * 2 * 64 + 8, dtype=torch.bfloat16)
     shifted = aligned[1 : 1 + k.numel()].view(k.shape)
-    assert direct(q, k, v)(q, shifted, v, True) is None  # the copy engine cannot read it there
+    assert direct(q, k, v)(q, shifted, v, (), True) is None  # the copy engine cannot read it there
+
+
+def test_a_step_over_keys_with_ends_goes_by_its_memory_once_these_are_known(monkeypatch):
+    launches, backend = launches_of(monkeypatch), Hopper()
+    q, k, v = (normal(2, n, 2, 64, dtype=torch.bfloat16) for n in (1, 600, 600))
+    c = call(q, k, v, mask=tw.key_lengths(torch.tensor([5, 599]))).forward_only()
+    direct = backend.direct(c.p)
+    assert direct(q, k, v, c.t.leaves, False) is None
+    with poisoned():
+        backend.forward(c.p, c.t)
+        assert direct(q, k, v, c.t.leaves, False) is not None
+        same(*(read(x, c) for x in launches))
+        c.t.leaves[0].add_(1)
+        assert direct(q, k, v, c.t.leaves, False) is None
+        backend.forward(c.p, c.t)
+        monkeypatch.setattr(base, "is_captured", lambda: True)
+        assert direct(q, k, v, c.t.leaves, False) is None  # a graph makes what it reads
 
 
 @pytest.mark.parametrize("run", [forward, backward], ids=["forward", "backward"])

@@ -133,12 +133,18 @@ class Hopper(Backend):
     def forward(self, p: Problem, t: Inputs) -> Output:
         return self._plans.of(p).forward(t)
 
+    def planned(self, p: Problem) -> Any:
+        return self._plans.recorded(p)
+
+    def keep(self, p: Problem, planned: Any) -> None:
+        self._plans.keep(p, planned)
+
     def caller(self, p: Problem) -> ForwardCall:
         return self._plans.of(p).call
 
     def direct(self, p: Problem) -> DirectCall | None:
         plan = self._plans.of(p)
-        return plan.of_memory if plan.direct else None
+        return plan.of_memory if plan.direct and not p.spec.dropout_p else None
 
     def backward(self, p: Problem, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads:
         return self._backward_plans.of(p).backward(t, out, do, dlse)

@@ -152,9 +152,12 @@ def read(call: MaskCall) -> HandedMask:
     keys = call.kv_length
     if band.right is not None and isinstance(call.first, int):
         keys = max(1, min(keys, call.first + call.q_length + band.right))
-    parts = [band.mask(call, keys)]
+    there = keys  # the keys that are not behind the padding mask
+    if call.attention_mask is not None and band.right is not None and isinstance(call.first, Tensor):
+        there = min(keys, call.attention_mask.shape[1] - call.kv_offset)
+    parts = [band.mask(call, there)]
     parts += [term.mask(call, keys) for term in terms if not isinstance(term, Band)]
-    padded = None if call.attention_mask is None else padding(call.attention_mask, call.kv_offset, keys)
+    padded = None if call.attention_mask is None else padding(call.attention_mask, call.kv_offset, there)
     only_documents = padded is None and all(isinstance(term, (Band, Documents)) for term in terms)
     shape = (call.batch_size, 1, call.q_length, call.kv_length)
     return HandedMask(joined([*parts, padded]), keys, shape, joined(parts[:1]) if only_documents else None)

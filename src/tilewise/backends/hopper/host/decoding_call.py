@@ -6,6 +6,7 @@ its table, that of the first row that it sees: what follows lies behind it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +28,7 @@ FIRST, KEYS = "first_rows", "own_keys"  # of :func:`masks.own_keys`
 class DecodingPlan(PagedPlan):
     """The decisions for one problem with a few queries a sequence."""
 
-    DECIDED = (*LaunchPlan.DECIDED, "direct")
+    DECIDED = (*LaunchPlan.DECIDED, "direct", "of_ends")
 
     @cached_property
     def shares(self) -> int:
@@ -70,6 +71,21 @@ class DecodingPlan(PagedPlan):
             "page_rows": pages[1],
         }
         return [found[name] for name in self.config.extra]
+
+    @property
+    def places(self) -> dict[str, int]:
+        found = super().places
+        first = 4 + len(self.problem.extras)
+        return found | {FIRST: first, KEYS: first + 1} if reads_ends(self.problem) else found
+
+    @cached_property
+    def of_ends(self) -> tuple[int, ...]:
+        """The slots of the tensors that say which keys are seen."""
+        return self.problem.spec.mask_slots if reads_ends(self.problem) else ()
+
+    def kept(self, extras: Sequence[Tensor]) -> Sequence[Tensor] | None:
+        slots = self.of_ends
+        return self.made.ready((masks.own_keys, False), [extras[n] for n in slots]) if slots else ()
 
     def tensors(self, inputs: Inputs) -> dict[str, Tensor]:
         found = super().tensors(inputs)

@@ -130,21 +130,29 @@ class ForwardPlan(LaunchPlan):
         """Whether the launches write something from which o or lse is made."""
         return False
 
-    def of_memory(self, q: Tensor, k: Tensor, v: Tensor, lse: bool) -> tuple[Tensor, Tensor | None] | None:
-        """The forward of a plan that is :attr:`direct` (:data:`tilewise.backends.base.DirectCall`)."""
-        at = [x.data_ptr() for x in (q, k, v)]
-        if (at[0] | at[1] | at[2]) % ALIGNED:
+    def kept(self, extras: Sequence[Tensor]) -> Sequence[Tensor] | None:
+        """What was made of the mask's tensors and lies behind the seed among :attr:`places`; None: it has to be made."""
+        return ()
+
+    def of_memory(
+        self, q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], lse: bool
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """The forward of a plan that is :attr:`direct` and has no seed (:data:`tilewise.backends.base.DirectCall`)."""
+        kept = self.kept(extras)
+        at = [x.data_ptr() for x in (q, k, v, *extras)]
+        if kept is None or (at[0] | at[1] | at[2]) % ALIGNED:
             return None
+        at += [0, *[x.data_ptr() for x in kept]]
         o, *more = self.launches.run_memory([at[n] for n in self.direct], q, () if lse else ("lse",))
         return o, more[0] if lse else None
 
     def call(
         self, q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None
     ) -> tuple[Tensor, ...]:
-        direct = self.direct
-        if not direct or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNED:
+        direct, kept = self.direct, self.kept(extras)
+        if not direct or kept is None or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNED:
             return super().call(q, k, v, extras, seed)
-        tensors = q, k, v, *extras, seed
+        tensors = q, k, v, *extras, seed, *kept
         o, lse, *_ = self.launches.run([tensors[n] for n in direct])
         return o, lse
 

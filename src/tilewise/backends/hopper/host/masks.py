@@ -39,9 +39,11 @@ def row_ends(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
 def own_keys(problem: Problem, inputs: Inputs, page_rows: int) -> tuple[Tensor, Tensor]:
     """The keys that the one query of each sequence sees, as a cache has them whose pages are single rows: the number of its first row,
     (batch, 1), where those of two sequences are ``page_rows`` apart, and how many, (batch,); both int32."""
-    lo, hi = (x[:, 0, 0] for x in row_ends(problem, inputs))
-    first = torch.arange(0, problem.batch * page_rows, page_rows, dtype=torch.int32, device=lo.device)
-    return (first + lo).unsqueeze(1), (hi - lo).clamp_(min=0)
+    row = torch.zeros(1, dtype=torch.int64, device=inputs.q.device)
+    lo, hi = (x[:, 0] for x in grid_of(problem, inputs).key_interval(row))  # (batch or 1, 1)
+    first = torch.arange(0, problem.batch * page_rows, page_rows, device=lo.device).unsqueeze(1)
+    count = (hi - lo).clamp_(min=0).int().expand(problem.batch, 1)
+    return (first + lo).int(), count.contiguous().view(-1)
 
 
 def column_ends(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:

@@ -136,6 +136,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "batching": ("autograd", "derivatives", "mapped", "spec", "expr", "state", "untraced"),
     "cache": ("dispatch", "problem", "pages", "settings", "spec", "untraced"),
     "shared_prefix": ("autograd", "cache", "pages", "settings", "state", "masks", "scores", "spec", "expr"),
+    "repeated": ("autograd", "dispatch", "masks", "spec"),
     "nested": ("spec",),
     "flops": ("spec",),
     "api": (
@@ -144,6 +145,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "dispatch",
         "flops",
         "nested",
+        "repeated",
         "shared_prefix",
         "cache",
         "problem",
@@ -195,7 +197,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "device",
         "",
     ),
-    "compat*": ("own", "api", "spec", "masks.catalogue", "scores.catalogue", "expr", ""),
+    "compat*": ("own", "api", "repeated", "spec", "masks.catalogue", "scores.catalogue", "expr", ""),
     "pictures*": (
         "own",
         "amounts",

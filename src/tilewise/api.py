@@ -100,7 +100,7 @@ def _run(
     return autograd.attention(q, k, v, *assemble(q, k, v, o))
 
 
-def _brief(q: Tensor, k: Tensor, v: Tensor, given: Words, options: tuple, lse: bool) -> tuple[Tensor, ...] | None:
+def _brief(q: Tensor, k: Tensor, v: Tensor, given: Words, options: tuple, lse: bool) -> tuple[Tensor, Tensor] | None:
     """:func:`_run` of a call without options that need assembling, or None where there is more to look at.
 
     Args:

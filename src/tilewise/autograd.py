@@ -136,13 +136,13 @@ _PLAIN = {Tensor, torch.nn.Parameter}
 def nobody_watches(*tensors: Tensor) -> bool:
     """Whether the dispatcher has nothing to do below autograd, so that ``_forward`` or ``_backward`` may be called directly.
 
-    It has with a tracing mode, a tensor subclass, and what it resolves: a view marked as the negative of its memory
+    It has with a tracing mode, a tensor subclass, nested tensors, and what it resolves: a view marked as the negative of its memory
     (``z.conj().imag``), and tensors without memory: zeros, or those that outlived their transform
     (docs/decisions.md#operator-at-autograd-key).
     """
     try:
         for x in tensors:
-            if type(x) not in _PLAIN or x.is_neg() or not x.data_ptr():
+            if type(x) not in _PLAIN or x.is_neg() or x.is_nested or not x.data_ptr():
                 return False
     except RuntimeError:  # asked for an address that there is not
         return False

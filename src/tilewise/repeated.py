@@ -38,7 +38,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, words: Words, lse: bool, heads_first
             return None
     if not (autograd.nobody_asks() and autograd.nobody_watches(q, k, v, *leaves)):
         return None
-    if torch.is_grad_enabled() and any([x.requires_grad for x in (q, k, v, *leaves)]):
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *leaves)):
         return None
     # fmt: off
     key = (said, heads_first, q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device,

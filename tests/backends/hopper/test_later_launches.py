@@ -18,6 +18,7 @@ from tests.backends.hopper.test_forward import PACKED, packed_call, qkv, without
 from tilewise.backends import base
 from tilewise.backends.hopper import Hopper
 from tilewise.backends.hopper.host import masks as of_masks
+from tilewise.backends.hopper.host.padded_call import PaddedPlan
 from tilewise.backends.hopper.host.plan import Plan
 from tilewise.reference import Reference
 
@@ -118,6 +119,29 @@ def test_a_call_by_its_memory_launches_what_the_others_do(queries, causal, heads
     same(*(read(x, c) for x in launches))
     same((found[0],), (expected.o,))
     assert found[1] is None if not lse else torch.equal(found[1].isnan(), expected.lse.isnan())
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_forward_by_its_memory_launches_the_same_or_leaves_it(name, monkeypatch):
+    launches, c = launches_of(monkeypatch), without_gradient(CALLS[name]())
+    backend = Hopper()
+    if backend.refused(c.p):
+        pytest.skip("; ".join(backend.refused(c.p)))
+    direct = backend.direct(c.p)
+    with poisoned():
+        expected = backend.forward(c.p, c.t)
+        found = direct and direct(c.t.q, c.t.k, c.t.v, c.t.leaves, True)
+    if found is not None:
+        same(*(read(x, c) for x in launches))
+        same(found, expected.tensors)
+
+
+def test_padded_keys_are_left_to_the_packed_call_that_they_are():
+    q, k, v = (normal(2, n, 2, 64, dtype=torch.bfloat16) for n in (600, 600, 600))
+    c = call(q, k, v, mask=tw.key_lengths(torch.tensor([70, 600]))).forward_only()
+    backend = Hopper()
+    assert isinstance(backend._plans.of(c.p), PaddedPlan)
+    assert backend.direct(c.p) is None
 
 
 def test_only_calls_of_which_nothing_else_is_read_go_by_their_memory():

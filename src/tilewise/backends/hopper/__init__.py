@@ -70,10 +70,10 @@ class Hopper(Backend):
 
     def __init__(self, override: Config | None = None, backward: Backward | None = None):
         self.override, self.override_backward = override, backward
-        self._plans = PerProblem(self._plan, lambda p: self._decided(p, self._plans, self._plan, self.config(p)))
+        self._plans = PerProblem(self._plan, lambda p: _decided(p, self._plans, self._plan, self.config(p)))
         self._backward_plans = PerProblem(
             self._backward_plan,
-            lambda p: self._decided(p, self._backward_plans, self._backward_plan, self.backward_config(p)),
+            lambda p: _decided(p, self._backward_plans, self._backward_plan, self.backward_config(p)),
         )
 
     def unsupported(self, p: Problem) -> list[str]:
@@ -175,13 +175,14 @@ class Hopper(Backend):
 
         return PaddedPlan.of(p, plans)
 
-    def _decided(self, p: Problem, plans: PerProblem, plan: Callable[[Problem], Any], config: AnyConfig) -> tuple:
-        """The ``(make, values)`` of :class:`tilewise.backends.base.PerProblem`."""
-        if _runs_as_packed(p, config):
-            from tilewise.backends.hopper.host.padded_call import PaddedPlan
 
-            return PaddedPlan.of, plans
-        return plan(p).decided()
+def _decided(p: Problem, plans: PerProblem, plan: Callable[[Problem], Any], config: AnyConfig) -> tuple:
+    """The ``(make, values)`` of :class:`tilewise.backends.base.PerProblem`."""
+    if _runs_as_packed(p, config):
+        from tilewise.backends.hopper.host.padded_call import PaddedPlan
+
+        return PaddedPlan.of, plans
+    return plan(p).decided()
 
 
 def _runs_as_packed(p: Problem, config: AnyConfig) -> bool:

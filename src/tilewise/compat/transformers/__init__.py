@@ -203,12 +203,18 @@ def _refusing(checked):
 def mask(**call) -> HandedMask:
     """transformers' mask interface: the mask of one kind of layer, once per forward of the model."""
     given = call.get("attention_mask")
-    return given if isinstance(given, HandedMask) else _read(call)  # `generate` makes it ahead and hands it back
+    if isinstance(given, HandedMask):  # `generate` makes it ahead and hands it back
+        return given
+    return _untraced(call) if torch.compiler.is_compiling() else _read(call)
 
 
 @torch.compiler.disable
+def _untraced(call: dict) -> HandedMask:
+    """:func:`_read` outside of torch.compile's graph: it looks into functions, and at whether there is padding at all."""
+    return _read(call)
+
+
 def _read(call: dict) -> HandedMask:
-    """Outside of torch.compile's graph: it looks into functions, and at whether there is padding at all."""
     parallel = group()
     return read(MaskCall.of(call)) if parallel is None else read_sharded(MaskCall.of(call), parallel)
 

@@ -1,7 +1,7 @@
 """The launch of a decoding step: a few queries a sequence, over pages, or over dense keys as if each sequence had one page.
 
 Where tensors say which keys a sequence's query sees, dense keys are a pool whose pages are single rows, and a sequence has one number in
-its table, that of the first row that it sees: what follows lies behind it.
+its table, that of the first row that it sees: what follows lies behind it (docs/decisions.md#hopper-decoding).
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from tilewise.backends.base import Inputs
 from tilewise.backends.hopper.decoding.choice import ends, reads_ends, shares_of
 from tilewise.backends.hopper.forward.paged_config import page_rows
 from tilewise.backends.hopper.host import masks
+from tilewise.backends.hopper.host.direct import DirectPlan
 from tilewise.backends.hopper.host.draft import Draft, View
 from tilewise.backends.hopper.host.paged_call import PagedPlan
-from tilewise.backends.hopper.host.plan import LOG2_E, LaunchPlan
+from tilewise.backends.hopper.host.plan import LOG2_E
 from tilewise.caching import cached_property
 
 FIRST, KEYS = "first_rows", "own_keys"  # of :func:`masks.own_keys`
@@ -28,7 +29,7 @@ FIRST, KEYS = "first_rows", "own_keys"  # of :func:`masks.own_keys`
 class DecodingPlan(PagedPlan):
     """The decisions for one problem with a few queries a sequence."""
 
-    DECIDED = (*LaunchPlan.DECIDED, "direct", "of_ends")
+    DECIDED = (*DirectPlan.DECIDED, "of_ends")
 
     @cached_property
     def shares(self) -> int:

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from tilewise.backends.base import Inputs
 from tilewise.backends.hopper.forward.grids import Grid
+from tilewise.backends.hopper.host.direct import DirectPlan
 from tilewise.backends.hopper.host.draft import Draft, Launches, View
 from tilewise.backends.hopper.host.paged_call import PagedPlan
-from tilewise.backends.hopper.host.plan import LOG2_E, LaunchPlan, ends_of
+from tilewise.backends.hopper.host.plan import LOG2_E, ends_of
 from tilewise.backends.hopper.latent.config import LEAST_TILES, PAIR, WIDTH_V, splits_of, tiles_of
 from tilewise.caching import cached_property
 
@@ -20,7 +21,7 @@ from tilewise.caching import cached_property
 class LatentPlan(PagedPlan):
     """The decisions for one problem whose values are the first columns of its keys, in pages."""
 
-    DECIDED = (*LaunchPlan.DECIDED, "direct")
+    DECIDED = DirectPlan.DECIDED
 
     @cached_property
     def grid(self) -> Grid:

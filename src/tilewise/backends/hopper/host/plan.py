@@ -31,6 +31,7 @@ class Plan:
 
     problem: Problem
     made: PerTensors = field(default_factory=PerTensors, kw_only=True)
+    direct: ClassVar[tuple[int, ...]] = ()  # see :mod:`tilewise.backends.hopper.host.direct`
 
     def forward(self, inputs: Inputs) -> Output:
         """The forward, of a plan that is of one."""
@@ -88,24 +89,6 @@ class ScorePlan(Plan):
             found |= {"cu_q": inputs.cu_seqlens_q.int(), "cu_k": inputs.cu_seqlens_k.int()}
         if config.traced != PLAIN:
             found |= {f"leaf{n}": leaf(inputs.leaves[n]) for n in self.expressions.slots}
-        return found
-
-    @property
-    def places(self) -> dict[str, int]:
-        """The places among q, k, v, the extras and the seed of tensors that kernels read as they are."""
-        spec, extras = self.problem.spec, self.problem.extras
-        found = {"q": 0, "k": 1, "v": 2, "seed": 3 + len(extras)}
-        pages = {"block_table": spec.page_slots[0], "seqlens_k": spec.page_slots[1]} if spec.page_slots else {}
-        cu = dict(zip(("cu_q", "cu_k"), spec.cu_slots, strict=False))
-        found |= {name: 3 + n for name, n in pages.items()}
-        found |= {name: 3 + n for name, n in cu.items() if is_plain(extras[n], torch.int32)}
-        if spec.sink_slot is not None and is_plain(extras[spec.sink_slot], torch.float32):
-            found["sink"] = 3 + spec.sink_slot
-        if self.config.alibi and is_plain(extras[self.slopes_slot], torch.float32):
-            found["slopes"] = 3 + self.slopes_slot
-        if self.config.traced != PLAIN:
-            leaves = {n: extras[n] for n in self.expressions.slots}
-            found |= {f"leaf{n}": 3 + n for n, x in leaves.items() if x.shape and x.dtype != torch.bool}
         return found
 
     def drafted_leaves(self) -> list[View]:
@@ -248,11 +231,6 @@ class LaunchPlan(ScorePlan):
         if config.form == "bits":
             found += self.of_mask(inputs, masks.tiles_with_bits, tiles, *grid, by_columns, by_columns=by_columns)
         return found
-
-
-def is_plain(x: TensorFacts, dtype: torch.dtype) -> bool:
-    """Whether a tensor is contiguous and has that dtype."""
-    return x.dtype == dtype and tuple(x.stride) == contiguous_strides(x.shape)
 
 
 def ends_of(band: Band, start: int = 0) -> tuple[int, int]:

@@ -71,12 +71,15 @@ ARROWS: dict[str, tuple[str, ...]] = {
     ),
     # A kernel's key holds the expressions traced into it.
     "backends.hopper.expected": (),
-    "backends.hopper.config": ("sizes", "bit_tiles", "problem", "masks.facts", "expr"),
+    "backends.hopper.parameters": ("bit_tiles",),
+    "backends.hopper.config": ("backends.hopper.parameters", "sizes", "bit_tiles", "problem", "masks.facts", "expr"),
     "backends.hopper.tables": ("backends.hopper.config", "backends.base", "device", "distances", "expr", "problem"),
     "backends.hopper.pair_bias": ("backends.hopper.config", "backends.hopper.tables", "backends.base", "problem"),
     "backends.hopper.*.config": (
         "sizes",
         "backends.hopper.config",
+        "backends.hopper.parameters",
+        "backends.hopper.*.parameters",
         "backends.hopper.tables",
         "backends.hopper.pair_bias",
         "backends.hopper.forward.tiles",

@@ -12,7 +12,7 @@ from bench import cases
 from tests.backends.contract import HIDING, Call, call, normal, of_case
 from tests.backends.contract import qkv as contract_qkv
 from tests.backends.hopper import emulated
-from tests.backends.hopper.launches import stand_in, value_of
+from tests.backends.hopper.launches import stand_in, values_of
 from tilewise import accuracy
 from tilewise.backends.base import Output
 from tilewise.backends.hopper import config as shared
@@ -42,10 +42,8 @@ def emulate(c: Call, tiles: Tiles | None, ctas: int, **flags) -> Output:
 
 def emulate_kernel(c: Call, x: config.Config, ctas: int) -> Output:
     plan, draft = hopper.ForwardPlan(c.p, x), Draft()
-    lo, hi, section, _, *rest = plan.numbers
     given = plan.tensors(c.t)
-    extra = [value_of(x, given, draft) for x in plan.extra(draft)]
-    numbers = lo, hi, section, min(ctas, plan.grid.tiles), *rest, *extra
+    numbers = values_of(x.parameters[-1], plan.beside(draft), given, draft) | {"ctas": min(ctas, plan.grid.tiles)}
     keys = slice(plan.band.start, plan.band.stop)
     tensors = (given["q"], given["k"][:, keys], given["v"][:, keys])
     if c.p.packed:

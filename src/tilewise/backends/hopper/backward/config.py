@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tilewise import device as devices
+from tilewise.backends.hopper.backward.parameters import parameters
 from tilewise.backends.hopper.backward.table import BANDS, TABLE, BackwardRow, Passes
 from tilewise.backends.hopper.backward.tiles import (
     KEY_GROUPS,
@@ -51,29 +52,13 @@ from tilewise.backends.hopper.config import (
 from tilewise.backends.hopper.expected import Expected
 from tilewise.backends.hopper.pair_bias import FORMS as PAIRED
 from tilewise.backends.hopper.pair_bias import pair_bias_of
+from tilewise.backends.hopper.parameters import Parameters
 from tilewise.backends.hopper.tables import FORMS as LINED
 from tilewise.backends.hopper.tables import line_of
 from tilewise.problem import Problem
 
 # Fields that are words of a name, in this order.
 FLAGS = "softcap", "dropout", "alibi", "dslopes", "table", "bias", "dbias", "packed"
-DIVISION = "whole", "parts", "part_heads", "block_bits"  # numbers of a launch whose CTAs may share key tiles
-
-
-class ExtraFields(NamedTuple):
-    """The fields of :class:`tilewise.backends.hopper.kit.params.OptionalParams` that a launch of a backward gets, in this order.
-
-    The host passes values by place, so that this is the one list that host, stand-ins to compile for, and launch read.
-
-    Attributes:
-        keys, queries: the tensors of the pass over keys alone, and of the pass over queries alone.
-        both, numbers: the tensors and the numbers of both passes. Those that expressions read follow each of these.
-    """
-
-    keys: tuple[str, ...] = ()
-    queries: tuple[str, ...] = ()
-    both: tuple[str, ...] = ()
-    numbers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -140,9 +125,9 @@ class Backward(Formed):
         return expected_of(self)
 
     @property
-    def extra(self) -> ExtraFields:
-        """The optional fields of a launch of these kernels. Packed sequences have parameters of their own, which follow these."""
-        return extra_of(self)
+    def parameters(self) -> Parameters:
+        """The tensors and numbers of a launch, in order."""
+        return parameters(self)
 
     @property
     def tile_m(self) -> int:
@@ -231,14 +216,6 @@ def name_of(config: Backward) -> str:
     flags = "".join(f"_{name}" for name in FLAGS if getattr(config, name))
     flags += "" if config.traced == PLAIN else f"_{config.traced.digest}"
     return f"backward_{config.dtype}_{dims}_{config.form}{flags}_{k.name}_{second}{'_counted' * k.counts}"
-
-
-def extra_of(config: Backward) -> ExtraFields:
-    """:attr:`Backward.extra`."""
-    both = ("seed",) * config.dropout + ("slopes",) * config.alibi + ("line",) * config.table + ("bias",) * config.bias
-    numbers = ("threshold", "keep") * config.dropout + ("start",) * config.table
-    numbers += ("resumes", "suspends") * config.continues + DIVISION * config.parted
-    return ExtraFields(config.mask_fields, config.mask_fields if config.queries else (), both, numbers)
 
 
 def expected_of(config: Backward) -> tuple[Expected, ...]:

@@ -24,6 +24,7 @@ from tilewise.backends.hopper.config import (
     why_no_bits,
 )
 from tilewise.backends.hopper.expected import Expected
+from tilewise.backends.hopper.forward.parameters import parameters
 from tilewise.backends.hopper.forward.tiles import (
     HEADS,
     PAGED_TILES,
@@ -36,12 +37,12 @@ from tilewise.backends.hopper.forward.tiles import (
 )
 from tilewise.backends.hopper.pair_bias import FORMS as PAIRED
 from tilewise.backends.hopper.pair_bias import pair_bias_of
+from tilewise.backends.hopper.parameters import Parameters
 from tilewise.backends.hopper.tables import FORMS as LINED
 from tilewise.backends.hopper.tables import line_of
 from tilewise.problem import Problem
 
-# Options, and the fields of the launch that they read.
-FIELDS = {"dropout": ("seed", "threshold", "keep"), "alibi": ("slopes",), "table": ("line", "start"), "bias": ("bias",)}
+FLAGS = "softcap", "dropout", "alibi", "table", "bias", "split"
 
 
 @dataclass(frozen=True)
@@ -84,14 +85,9 @@ class Config(Formed):
         return self.queries * self.tiles.warpgroups
 
     @property
-    def extra(self) -> tuple[str, ...]:
-        """The fields of :class:`tilewise.backends.hopper.kit.params.OptionalParams` that a launch of this kernel gets, in order."""
-        found = (("part_o", "part_lse") if self.split else ()) + self.mask_fields
-        found += tuple(field for option, fields in FIELDS.items() if getattr(self, option) for field in fields)
-        if self.paged:
-            return (*found, "cu_q", "queue", "seqlens_k", "block_table", "num_pages", "page_rows")
-        found += ("cu_q", "cu_k", "first", "last") if self.packed else ()
-        return found + (("queue",) if self.queued else ())
+    def parameters(self) -> Parameters:
+        """The tensors and numbers of a launch, in order."""
+        return parameters(self)
 
     @property
     def expected(self) -> tuple[Expected, ...]:
@@ -143,7 +139,7 @@ class Config(Formed):
         """The kernel's name: its symbol in the cubin, and its file."""
         tiles = self.tiles
         dims = f"d{tiles.width}" + (f"v{tiles.width_v}" if tiles.width_v != tiles.width else "")
-        flags = "".join(f"_{name}" for name in ("softcap", *FIELDS, "split") if getattr(self, name))
+        flags = "".join(f"_{name}" for name in FLAGS if getattr(self, name))
         flags += f"_paged{self.paged}" if self.paged else "_packed" if self.packed else ""
         flags += f"_heads{self.heads}" if self.heads > 1 else ""
         traced = "" if self.traced == PLAIN else f"_{self.traced.digest}"

@@ -106,7 +106,7 @@ def put_rows(operands, query_tile: QueryTile, w, params: ForwardParams, config: 
         for first in range(0, cute.size(o, mode=[1]), 8):  # four pairs of columns: 32 of the quad
             words = [pack(o[r, first + n], o[r, first + n + 1], config.dtype) for n in range(0, 8, 2)]
             start = column + constant_column(first)
-            put_columns(params.extra.o, place, inside, start, transpose_quad(words))
+            put_columns(params.extra.direct_o, place, inside, start, transpose_quad(words))
 
 
 def put_columns(o: cute.Tensor, place: tuple, inside, column, words: list) -> None:

@@ -73,7 +73,15 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "backends.hopper.expected": (),
     "backends.hopper.parameters": ("bit_tiles",),
     "backends.hopper.config": ("backends.hopper.parameters", "sizes", "bit_tiles", "problem", "masks.facts", "expr"),
-    "backends.hopper.tables": ("backends.hopper.config", "backends.base", "device", "distances", "expr", "problem"),
+    "backends.hopper.tables": (
+        "backends.hopper.config",
+        "backends.hopper.parameters",
+        "backends.base",
+        "device",
+        "distances",
+        "expr",
+        "problem",
+    ),
     "backends.hopper.pair_bias": ("backends.hopper.config", "backends.hopper.tables", "backends.base", "problem"),
     "backends.hopper.*.config": (
         "sizes",

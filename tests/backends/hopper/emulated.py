@@ -505,7 +505,7 @@ def _stand_in(forward, tiles, instructions, softmax, packed) -> None:
         wait = RegisterRow(1) if config.short_tanh else None
         place, first = pairs.new_place(0), w * t.bias_stages
         bias = pairs.BiasRing(Registers(t.tile_n), place, smem.bias, first, smem.bias_full, smem.bias_empty)
-        rest = smem.q, smem.k, smem.v, s, o, p, softmax.new_state(), wait, bias if config.bias else None
+        rest = smem.q, smem.k, smem.v, s, o, p, softmax.new_state(), wait, bias if config.score == "bias" else None
         return forward.compute.ForwardOperands("qk", "pv", *rest)
 
     def load_steps(operand, mma, tile) -> None:
@@ -588,7 +588,11 @@ def run(config: Config, q, k, v, sink, given: dict) -> tuple[np.ndarray, np.ndar
         np.float32(scale2), np.float32(cap2), extra,
     )  # fmt: skip
     info = lambda x: SimpleNamespace(values=x, atom=None, group=params.group, page_rows=extra.page_rows)  # noqa: E731
-    bias = SimpleNamespace(values=extra.bias.values, atom=None, tma_tensor=extra.bias.values.T) if config.bias else None
+    bias = (
+        SimpleNamespace(values=extra.bias.values, atom=None, tma_tensor=extra.bias.values.T)
+        if config.score == "bias"
+        else None
+    )
     maps = forward.params.TensorMaps(info(q), info(k), info(v), info(o), bias)
     for cta in range(ctas):
         ring, tiles = Rooms(t.stages), Rooms(t.q_tiles)

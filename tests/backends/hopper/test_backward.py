@@ -76,8 +76,7 @@ def emulate(c: Call, tiles: KeyTiles | None, ctas: int) -> Grads:
     with ExitStack() as patches:
         if tiles and not tiles.sums_dq:
             patches.enter_context(patch.object(shared, "BUDGET", 0))
-            for biased in ("with_slopes", "with_line", "with_pairs"):
-                patches.enter_context(patch.object(backward_config, biased, lambda p: None))
+            patches.enter_context(patch.object(backward_config, "with_bias", lambda p: None))
         x = backward_config.choose(c.p)
     queries = None if not tiles or tiles.sums_dq else QUERIES if tiles.split else FIRST
     queries = replace(QUERIES, width=32, width_v=32, halved=True) if tiles and tiles.halved else queries
@@ -97,7 +96,7 @@ def emulate_kernels(c: Call, x: backward_config.Backward, ctas: int) -> Grads:
     t["lse2"], t["delta"] = room["lse2"], room["delta"]
     rows, lines = [t[name] for name in ("o", "do", "lse", "dlse")], t["delta"].shape[2]
     if not x.queries_first:
-        own = c.p.packed or x.bias  # the source itself where it says more than an emulated statistic does
+        own = c.p.packed or x.score == "bias"  # the source itself where it says more than an emulated statistic does
         made = emulated.run_preprocess(x, *rows, lines, cu_q) if own else emulated.statistics(*rows, lines)
         t["lse2"], t["delta"] = made
     t["blocks"], whole = x.blocks(c.p), [np.zeros_like(t[name]) for name in ("k", "v")]
@@ -134,12 +133,12 @@ def emulate_kernels(c: Call, x: backward_config.Backward, ctas: int) -> Grads:
     grads = (torch.from_numpy(g[0] if c.p.packed else g).to(c.p.dtype) for g in (dq, *whole))
     lse, delta = torch.from_numpy(t["lse2"]) / LOG2_E, torch.from_numpy(t["delta"])
     sink = backward_call.sink_gradient(c.t, lse, delta) if c.p.packed else None
-    leaves = plan.slope_gradient(torch.from_numpy(extras[0]["dbias"])) if x.dslopes else {}
-    if x.table and c.p.spec.lookups:
+    leaves = plan.slope_gradient(torch.from_numpy(extras[0]["dbias"])) if x.score == "alibi" and x.trained else {}
+    if x.score == "table" and c.p.spec.lookups:
         leaves = plan.line_gradient(
             torch.from_numpy(extras[0]["dbias"]), c.t, out.lse, c.dlse, delta[..., : c.p.seqlen_q]
         )
-    if x.dbias:
+    if x.stores_bias:
         room = torch.from_numpy(extras[0]["dbias"]).to(c.p.dtype)
         leaves = {plan.bias_of.slot: plan.bias_of.gradient(room, c.t.leaves[plan.bias_of.slot])}
     return Grads(*grads, sink, leaves)
@@ -375,7 +374,7 @@ SLOPED_PAIRS = [(name, "queued") for name in SLOPED] + [(name, "queued-wide") fo
 def test_the_source_sums_the_gradient_of_slopes(name, form):
     tensors, slopes, options = SLOPED[name]
     c = call(*tensors, score=tw.alibi(torch.tensor(slopes).requires_grad_()), causal=True, **options)
-    assert backward_config.choose(c.p).dslopes
+    assert backward_config.choose(c.p).trained
     grads = emulate(c, KEYS[form], ctas=3)
     assert {*grads.leaves} == {shared.slopes_of(c.p)}
     assert not wrong(c, grads)
@@ -410,7 +409,7 @@ def test_the_source_sums_the_gradient_of_a_table(name, form):
     tensors, table, read, options = LINED[name]
     table = table.clone().requires_grad_()
     c = call(*tensors, score=lambda s, b, h, i, j: s + read(table, h, i - j), **options)
-    assert backward_config.choose(c.p).table
+    assert backward_config.choose(c.p).score == "table"
     grads = emulate(c, KEYS[form], ctas=3)
     assert [x.dtype for x in grads.leaves.values()] == [table.dtype]
     assert not wrong(c, grads)
@@ -434,7 +433,7 @@ def test_the_source_makes_the_gradient_of_a_bias_by_pair(name, form):
     # Rows at multiples of 16 bytes, of which the last ones may be nobody's.
     bias = pad(bias, (0, -bias.shape[3] % 8)).to(tensors[0].dtype)[..., : bias.shape[3]].detach().requires_grad_()
     c = call(*tensors, score=tw.bias(bias), **options)
-    assert backward_config.choose(c.p).dbias
+    assert backward_config.choose(c.p).stores_bias
     grads = emulate(c, KEYS[form], ctas=3)
     assert [x.shape for x in grads.leaves.values()] == [bias.shape]
     assert not wrong(c, grads)

@@ -58,23 +58,34 @@ def registers_together(warpgroups: int) -> int:
 
 
 class Formed:
-    """The facts that follow from the ``form`` of a kernel, one of FORMS, and from whether it adds a bias."""
+    """The facts that follow from the ``form`` of a kernel, one of FORMS, and from its ``score``, one of SCORES."""
 
     form: str
-    alibi: bool
-    table: bool
-    bias = False  # by pair
-    short_tanh = False  # as the forward's Config has it
+    score: str = ""
+    dropout: bool = False
+    trained: bool = False  # whether the tensor that the score reads wants a gradient
+    short_tanh: bool = False  # as the forward's Config has it
 
     @property
-    def score(self) -> str:
-        """The word of SCORES."""
-        return next((name for name in SCORES if name and getattr(self, name, False)), "")
+    def words(self) -> str:
+        """The part of a name that tells the options."""
+        words = self.score, "dropout" * self.dropout, SCORES[self.score].word * self.trained
+        return "".join(f"_{word}" for word in words if word)
 
     @property
     def biased(self) -> bool:
         """Whether a bias is added in base 2."""
-        return self.alibi or self.table or self.bias
+        return bool(SCORES[self.score].reads)
+
+    @property
+    def sums_bias(self) -> bool:
+        """Whether the pass over keys sums the gradient of a bias in registers."""
+        return self.trained and self.score != "bias"
+
+    @property
+    def stores_bias(self) -> bool:
+        """Whether the pass over keys stores the gradient of a bias by pair, tile by tile."""
+        return self.trained and self.score == "bias"
 
     @property
     def by_rows(self) -> bool:

@@ -62,25 +62,36 @@ class Score(NamedTuple):
     Attributes:
         reads: the parameters of both passes. Their loaders: ``kit.slopes``, ``kit.lines``, ``kit.pair_bias``.
         gradient: what the pass over keys writes where the tensor that the score reads wants a gradient.
-        word: of the names of kernels that write it.
+        word: of the names of kernels that write it; empty where all do.
+        forms: of the masks beside which kernels ship.
+        ways: (packed, trained) of the backwards that ship; of packed sequences forwards ship too.
     """
 
     reads: tuple[Parameter, ...] = ()
     gradient: Parameter | None = None
     word: str = ""
+    forms: tuple[str, ...] = ()
+    ways: tuple[tuple[bool, bool], ...] = ()
 
 
 SCORES = {
     "": Score(),
     "softcap": Score(),
     # ALiBi; of the gradient a part for each warp of a key tile.
-    "alibi": Score((Parameter("slopes", FP32, ("heads_q",)),), Parameter("keys_dbias", FP32, (*HEADS, "warps")), "dslopes"),
+    "alibi": Score(
+        (Parameter("slopes", FP32, ("heads_q",)),), Parameter("keys_dbias", FP32, (*HEADS, "warps")), "dslopes",
+        ("upper",), ((False, False), (False, True), (True, False)),
+    ),
     # Biases by distance i - j from `start` on, in base 2, of each head or of all; sums of the gradient in several places.
     "table": Score(
-        (Parameter("line", FP32, (ANY, ANY)), Parameter("start")), Parameter("keys_dbias", FP32, ("slots", "heads_q", "distances"))
+        (Parameter("line", FP32, (ANY, ANY)), Parameter("start")), Parameter("keys_dbias", FP32, ("slots", "heads_q", "distances")), "",
+        ("upper", "full"), ((False, True),),
     ),
-    # By pair, (batch or 1, heads_q or 1, row, key), as the tensor lies; its gradient lies as it does.
-    "bias": Score((tiled("bias", *[ANY] * 4),), tiled("keys_dbias", *[ANY] * 4), "dbias"),
+    # By pair, (batch or 1, heads_q or 1, row, key), as the tensor lies; its gradient lies as it does. Bits tell every other mask.
+    "bias": Score(
+        (tiled("bias", *[ANY] * 4),), tiled("keys_dbias", *[ANY] * 4), "dbias",
+        ("full", "upper", "bits"), ((False, False), (False, True)),
+    ),
 }  # fmt: skip
 """The scores that kernels know, by the words of their names; others are traced into a kernel."""
 # A pair is kept where its 16-bit value is below `threshold`; `keep` is the factor of a kept pair. The seed is read on the device, so

@@ -168,7 +168,7 @@ def allocate(tmas: KeysTmas, config: Backward) -> KeysStorage:
         # dS and parts of dQ are done with when a tile's dK and dV are put there, and K and V make room for the next tile's.
         dk, dv = (cute.recast_ptr(t.iterator, dtype=ELEMENT[config.dtype]) for t in (dq.part, dq.ds))
     bias = None
-    if config.bias:
+    if config.score == "bias":
         layout, bias_full = tmas.bias.smem_layout, left + 1
         stages = allocator.allocate_tensor(ELEMENT[config.dtype], layout.outer, ALIGNMENT, layout.inner)
         bias_empty, bias_done = (bias_full + n * tiles.bias_tiles for n in (1, 2))
@@ -219,7 +219,7 @@ def init_barriers(smem: KeysStorage, config: cutlass.Constexpr):
                 dq_accumulate.init_barriers(smem.dq)
             if cutlass.const_expr(tiles.overlaps):
                 cute.arch.mbarrier_init(smem.left, KEY_GROUPS)  # store -> warpgroups
-            if cutlass.const_expr(config.bias):
+            if cutlass.const_expr(config.score == "bias"):
                 pair_bias.init_barriers(smem.bias, config)
             if cutlass.const_expr(tiles.queued):
                 init_queue_slots(smem.boxes, TILE_READERS)

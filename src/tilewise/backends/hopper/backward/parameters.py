@@ -80,4 +80,4 @@ def made(config: Backward) -> list[Parameter]:
     if config.parted:  # dK and dV of the parts of shared tiles
         found.append(Parameter("tile_parts", FP32, ("shared_parts", KEY_GROUPS, left_elements(keys)), 4, 16))
     found += [Parameter("keys_queue", INT32, (1,))] * config.makes_queue
-    return found + [score.gradient] * (config.sums_bias or config.dbias)
+    return found + [score.gradient] * config.trained

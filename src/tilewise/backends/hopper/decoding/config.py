@@ -81,7 +81,7 @@ class DecodingConfig(Formed):
     paged: int = BOX_ROWS[0]
     # The options of other kernels, which these have not. The ends of the band are numbers of the launch.
     form = "full"
-    packed, softcap, dropout, traced, split, alibi, table = True, False, False, PLAIN, False, False, False
+    packed, traced, split = True, PLAIN, False
 
     @property
     def name(self) -> str:

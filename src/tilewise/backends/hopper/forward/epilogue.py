@@ -39,7 +39,7 @@ def epilogue(
     sink_logits = [choose(sinks != 0, sink[head], -softmax.INF) for head in heads]
     # For the thread's two rows: 1 / l, and the natural lse.
     factor, statistic = softmax.finalize(operands.rows, sink_logits)
-    if config.bias:
+    if config.score == "bias":
         statistic = [natural(x) for x in statistic]
     for r in range(2):
         place, inside = row_at(query_tile, w, r, params, config)  # again: known early, it costs the loops instructions

@@ -144,7 +144,7 @@ def launch(
         tma(bring, views.q, layout_q, (rows, tiles.width)),
         *key_maps(views, layout_k, layout_v, config),
         tma(send, views.o, layout_o, (rows, tiles.width_o)),
-        bias_map(optional.bias, config) if config.bias else None,
+        bias_map(optional.bias, config) if config.score == "bias" else None,
         lse, sink, qk, pv, params, config,
     ).launch(grid=[given["ctas"], 1, 1], block=[tiles.threads, 1, 1], min_blocks_per_mp=1, stream=stream)  # fmt: skip
     if cutlass.const_expr(config.split):

@@ -187,11 +187,11 @@ class BackwardPlan(BackwardDraft):
         """The gradients, of what the launches have written."""
         config, problem = self.config, self.problem
         of_qkv, leaves, sink = (made["dq"], made["dk"], made["dv"]), {}, None
-        if config.dslopes:
+        if config.trained and config.score == "alibi":
             leaves = self.slope_gradient(made[SUMS])
-        if config.table and problem.spec.lookups:
+        elif problem.spec.lookups and config.score == "table":
             leaves = self.line_gradient(made[SUMS], inputs, lse, dlse, made["delta"][..., : problem.seqlen_q])
-        if config.dbias:
+        elif config.stores_bias:
             bias, room = self.bias_of, made[SUMS][..., : problem.seqlen_k]
             leaves = {bias.slot: bias.gradient(room, inputs.leaves[bias.slot])}
         if inputs.sink is not None and problem.packed:  # rows lie where the statistics have them

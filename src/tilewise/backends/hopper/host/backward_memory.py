@@ -42,13 +42,14 @@ class BackwardMemory:
                 nothing to it.
         """
         problem, found = self.problem, {}
-        read = ("lse2", "delta") if problem.spec.sink_slot is not None or self.config.table else ()  # by a gradient
+        # The gradients of a sink and of a table read the statistics of rows.
+        read = problem.spec.sink_slot is not None or self.config.score == "table"
         fills = {"lse2": math.inf, "delta": 0.0} if holes else {}
         for x in self.config.parameters[1][3:]:
             dtype, shape = facts_of(x, problem.dtype, self.sizes)
             if x.name == SUMS:
                 found[x.name] = self.drafted_gradient(draft, dtype, shape)
-            elif x.name in read:
+            elif read and x.name in ("lse2", "delta"):
                 found[x.name] = draft.result(x.name, dtype, *shape, fill=fills.get(x.name))
             else:
                 found[x.name] = draft.scratch(x.name, dtype, *shape)
@@ -56,8 +57,8 @@ class BackwardMemory:
 
     def drafted_gradient(self, draft: Draft, dtype: torch.dtype, shape: tuple[int, ...]) -> View:
         """The memory of the gradient of what is added to scores."""
-        if not self.config.dbias:
-            return draft.result(SUMS, dtype, *shape, fill=0 if self.config.table else None)
+        if self.config.score != "bias":
+            return draft.result(SUMS, dtype, *shape, fill=0 if self.config.score == "table" else None)
         # Zeros where kernels visit no block.
         fill = None if self.config.form == "full" else 0
         room = draft.result(SUMS, dtype, *pair_bias_of(self.problem).room(self.problem), fill=fill)
@@ -72,7 +73,7 @@ class BackwardMemory:
         found |= {"statistics": rows, "words": rows * config.statistics.words, "shared_parts": self.parts}
         found |= {"blocks": blocks, "block_parts": KEY_GROUPS * blocks}
         found |= {"warps": self.slope_sums_of(problem.seqlen_k), "slots": LINE_SLOTS}
-        if config.table:
+        if config.score == "table":
             found["distances"] = line_of(problem).count
         if config.continues:
             found |= zip(("sum_heads", "sum_tiles", "sum_parts"), self.portions.sums_shape[:3], strict=True)

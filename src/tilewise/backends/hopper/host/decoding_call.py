@@ -39,8 +39,8 @@ class DecodingPlan(PagedPlan):
     def numbers(self) -> dict[str, int | float]:
         problem, (lo, hi) = self.problem, ends(self.problem)
         cached = int(problem.paged or reads_ends(problem))
-        found = {"shares": self.shares, "cached": cached, "sinks": self.sinks, "lo": lo, "hi": hi}
-        return found | {"scale2": LOG2_E * problem.softmax_scale}
+        found = {"shares": self.shares, "cached": cached, "lo": lo, "hi": hi}
+        return found | {"scale2": LOG2_E * problem.softmax_scale} | self.numbers_beside
 
     def by_rows(self, x: View) -> View:
         return x.permute(1, 0, 2, 3)  # (query, sequence, head, column): the kernel takes any strides

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,13 +56,8 @@ class ForwardPlan(LaunchPlan):
         # A kernel with a traced score has no softcap, and takes the scale of that score in its place.
         cap2 = self.problem.softmax_scale if self.config.traced.score else cap2
         found = {"band_lo": lo, "band_hi": hi, "section_heads": self.grid.section, "ctas": self.grid.ctas}
-        found |= {"sinks": self.sinks, "scale2": scale2, "cap2": cap2}
-        return found | {"first": self.band.start, "last": self.band.stop} | self.numbers_beside
-
-    @property
-    def sinks(self) -> int:
-        """Whether there are sinks."""
-        return int(self.problem.spec.sink_slot is not None)
+        found |= {"scale2": scale2, "cap2": cap2, "first": self.band.start, "last": self.band.stop}
+        return found | self.numbers_beside
 
     def drafted(self) -> Launches:
         draft = Draft()
@@ -97,13 +92,7 @@ class ForwardPlan(LaunchPlan):
     def beside(self, draft: Draft) -> dict[str, Any]:
         """What a launch gets beside q, k, v, o, lse and sinks, by name: Views, Lates and numbers."""
         found = given_views(self.config, self.problem.dtype, self.sizes) | self.drafted_leaves() | self.numbers
-        for x in flat(self.config.parameters):
-            if x.name in ("part_o", "part_lse"):
-                dtype, shape = facts_of(x, self.problem.dtype, self.sizes)
-                found[x.name] = draft.scratch(x.name, dtype, *shape)
-            if x.name == "queue":  # counts the tiles that are taken
-                found[x.name] = draft.result(x.name, torch.int32, 1, fill=0)
-        return found
+        return found | written(draft, self.config, self.problem.dtype, self.sizes)
 
     def tensors(self, inputs: Inputs) -> dict[str, Tensor]:
         """The tensors that the launch reads, by name."""
@@ -160,3 +149,15 @@ class ForwardPlan(LaunchPlan):
             return output_of_no_pair(self.problem, inputs)
         made = self.launches.run_named(self.tensors(inputs))
         return Output(made["o"], made["lse"])
+
+
+def written(draft: Draft, config: Config, dtype: torch.dtype, sizes: Mapping[str, int]) -> dict[str, View]:
+    """What a forward's launch writes beside o and lse, by name: states of splits, and the count of the tiles that are taken."""
+    found = {}
+    for x in flat(config.parameters):
+        if x.name in ("part_o", "part_lse"):
+            element, shape = facts_of(x, dtype, sizes)
+            found[x.name] = draft.scratch(x.name, element, *shape)
+        if x.name == "queue":
+            found[x.name] = draft.result(x.name, torch.int32, 1, fill=0)
+    return found

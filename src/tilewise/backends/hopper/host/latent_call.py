@@ -30,18 +30,10 @@ class LatentPlan(PagedPlan):
 
     @cached_property
     def numbers(self) -> dict[str, int | float]:
-        problem, grid = self.problem, self.grid
-        lo, hi = ends_of(self.band)
-        found = {
-            "lo": lo,
-            "hi": hi,
-            "tiles": grid.tiles,
-            "splits": grid.splits,
-            "least": LEAST_TILES,
-            "sinks": self.sinks,
-        }
-        even = 0 if problem.packed else problem.seqlen_q
-        return found | {"even": even, "scale2": LOG2_E * problem.softmax_scale}
+        problem, (lo, hi) = self.problem, ends_of(self.band)
+        found = {"lo": lo, "hi": hi, "tiles": self.grid.tiles, "splits": self.grid.splits, "least": LEAST_TILES}
+        found |= {"even": 0 if problem.packed else problem.seqlen_q, "scale2": LOG2_E * problem.softmax_scale}
+        return found | self.numbers_beside
 
     def lse_by_rows(self, lse: View, draft: Draft) -> View:
         # The kernel takes any strides: (sequence, head, 1) is (1, head, row) with one query each.

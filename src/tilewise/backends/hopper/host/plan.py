@@ -18,6 +18,7 @@ from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.host import masks
 from tilewise.backends.hopper.host.draft import Launches, View, contiguous_strides
 from tilewise.backends.hopper.pair_bias import ALIGNED, PairBias, aligned, pair_bias_of
+from tilewise.backends.hopper.parameters import SCORES
 from tilewise.backends.hopper.tables import Line, line_of
 from tilewise.caching import cached_property
 from tilewise.dropout import keep_scale, threshold
@@ -65,10 +66,11 @@ class ScorePlan(Plan):
 
     @cached_property
     def numbers_beside(self) -> dict[str, int | float]:
-        """The numbers that kernels may read of dropout, of a score and of expressions, by name."""
+        """The numbers that kernels may read of dropout, of sinks, of a score and of expressions, by name."""
         dropped, config = self.problem.spec.dropout_p, self.config
         found = {"threshold": threshold(dropped), "keep": keep_scale(dropped)}
-        found |= {"start": self.line_of.start} if config.table else {}
+        found["sinks"] = int(self.problem.spec.sink_slot is not None)
+        found |= {"start": self.line_of.start} if config.score == "table" else {}
         traced = self.expressions.numbers if config.traced != PLAIN else ()
         last = capped.numbers(*self.scales) if config.short_tanh else traced
         return found | {f"number{n}": x for n, x in enumerate(last)}
@@ -78,12 +80,8 @@ class ScorePlan(Plan):
         config, found = self.config, {}
         if config.dropout:
             found["seed"] = inputs.seed
-        if config.alibi:
-            found["slopes"] = self.slopes(inputs)
-        if config.table:
-            found["line"] = self.line(inputs)
-        if config.bias:
-            found["bias"] = self.bias(inputs)
+        for x in SCORES[config.score].reads:
+            found |= {x.name: getattr(self, x.name)(inputs)} if x.shape is not None else {}
         if config.packed:
             found |= {"cu_q": inputs.cu_seqlens_q.int(), "cu_k": inputs.cu_seqlens_k.int()}
         if config.traced != PLAIN:
@@ -101,7 +99,7 @@ class ScorePlan(Plan):
         found |= {name: 3 + n for name, n in cu.items() if is_plain(extras[n], torch.int32)}
         if spec.sink_slot is not None and is_plain(extras[spec.sink_slot], torch.float32):
             found["sink"] = 3 + spec.sink_slot
-        if self.config.alibi and is_plain(extras[self.slopes_slot], torch.float32):
+        if self.config.score == "alibi" and is_plain(extras[self.slopes_slot], torch.float32):
             found["slopes"] = 3 + self.slopes_slot
         if self.config.traced != PLAIN:
             leaves = {n: extras[n] for n in self.expressions.slots}

@@ -92,7 +92,7 @@ class LatentConfig(Formed):
     tiles: LatentTiles = LatentTiles()
     # The options of other kernels, which these have not. The ends of rows are numbers of run time, and queries come packed.
     form = "band"
-    packed, softcap, dropout, traced = True, False, False, PLAIN
+    packed, traced = True, PLAIN
 
     @property
     def name(self) -> str:

@@ -67,7 +67,7 @@ class RowBuffers(NamedTuple):
         dq_sums: (batch, heads_q, block, warpgroup, part), fp32, where dQ is accumulated.
         semaphores: (batch, heads_q, block x warpgroup), int32, where it is accumulated in order: how many key tiles have been added.
         sheet: (batch x heads_q, key block, query block, element), where dSᵀ is kept (:mod:`tilewise.backends.hopper.backward.sheet`).
-        parts: (part, warpgroup, element), fp32: dK and dV of the parts of shared tiles
+        tile_parts: (part, warpgroup, element), fp32: dK and dV of the parts of shared tiles
             (:mod:`tilewise.backends.hopper.backward.parts`).
     """
 
@@ -76,7 +76,7 @@ class RowBuffers(NamedTuple):
     dq_sums: cute.Tensor | None = None
     semaphores: cute.Tensor | None = None
     sheet: cute.Tensor | None = None
-    parts: cute.Tensor | None = None
+    tile_parts: cute.Tensor | None = None
 
 
 class KeysStorage(NamedTuple):

@@ -44,9 +44,7 @@ def launch(given: tuple, made: tuple, numbers: tuple, stream: cuda.CUstream, con
         given[name] for name in ("q", "k", "v", "o", "do", "lse", "dlse", "dq", "dk", "dv")
     )
     sheet, scale, scale2 = given.get("sheet"), given["scale"], given["scale2"]
-    buffers = RowBuffers(
-        *(given.get(name) for name in ("lse2", "delta", "dq_sums", "semaphores", "sheet", "tile_parts"))
-    )
+    buffers = RowBuffers(**{name: given.get(name) for name in RowBuffers._fields})
     starts, queue_q = None, None
     if cutlass.const_expr(config.packed):
         queue, queue_q = given.pop("counts_k"), given.pop("counts_q")

@@ -96,19 +96,15 @@ class Kind(NamedTuple):
     dims: tuple[int, int]
     dtype: str
     form: str
-    softcap: bool
+    score: str
     packed: bool
     paged: int = 0
     dropout: bool = False
     latent: bool = False
     e4m3: bool = False  # whether a latent cache is in 8 bits
-    alibi: bool = False
-    dslopes: bool = False
-    table: bool = False
     decoding: int = 0  # the rows of a decoding kernel
-    bias: bool = False
-    dbias: bool = False
-    trained: bool = False  # whether a backward with a bias takes the calls
+    trained: bool = False
+    biased_backward: bool = False  # whether a backward with a bias by pair takes the calls
 
     @classmethod
     def of(cls, x: Config | Backward) -> "Kind":
@@ -118,47 +114,43 @@ class Kind(NamedTuple):
             t.dims if isinstance(x, Backward) else (t.width, t.width_v),
             x.dtype,
             x.form,
-            x.softcap,
+            x.score,
             x.packed,
             latent_config.KEYS if latent else getattr(x, "paged", 0),
             x.dropout,
             latent,
             latent and x.e4m3,
-            getattr(x, "alibi", False),
-            getattr(x, "dslopes", False),
-            getattr(x, "table", False),
             t.rows if isinstance(x, DecodingConfig) else 0,
-            getattr(x, "bias", False),
-            getattr(x, "dbias", False),
-            isinstance(x, Backward) and x.bias,
+            x.trained,
+            isinstance(x, Backward) and x.score == "bias",
         )
 
     @property
     def options(self) -> list[dict]:
         """The options of the calls of this kind, masks of tensors by their names."""
-        if self.alibi:  # the bias of other masks is not linear, or comes as ends of rows
+        if self.score == "alibi":  # the bias of other masks is not linear, or comes as ends of rows
             return [{"causal": True}]
-        if self.table:  # other masks' ends of rows come as tensors, or cut keys off
+        if self.score == "table":  # other masks' ends of rows come as tensors, or cut keys off
             return [{"causal": True} if self.form == "upper" else {}]
         if self.packed and self.dropout:  # one kernel serves both
             return [*PLACED_OPTIONS["upper"], *PLACED_OPTIONS["full"]]
-        if self.bias and self.form in PLACED_OPTIONS:
+        if self.score == "bias" and self.form in PLACED_OPTIONS:
             return PLACED_OPTIONS[self.form]
         return (PLACED_OPTIONS if self.dropout else FORM_OPTIONS)[self.form]
 
-    def score(self, q: Tensor, keys: int) -> dict:
+    def score_options(self, q: Tensor, keys: int) -> dict:
         """The score and dropout of a call of this kind with these queries and so many keys."""
-        found = {"score": tw.softcap(3.0)} if self.softcap else {}
-        if self.alibi:
+        found = {"score": tw.softcap(3.0)} if self.score == "softcap" else {}
+        if self.score == "alibi":
             slopes = 0.5 ** torch.linspace(0, 8, q.shape[-2], device=q.device)
-            found = {"score": tw.alibi(slopes.requires_grad_(self.dslopes))}
-        if self.table:  # of which a row of 500 keys reads both ends
+            found = {"score": tw.alibi(slopes.requires_grad_(self.trained))}
+        if self.score == "table":  # of which a row of 500 keys reads both ends
             table = (
                 torch.linspace(-4, 4, 70 * q.shape[-2], device=q.device).cos().view(q.shape[-2], 70).requires_grad_()
             )
             found = {"score": lambda s, b, h, i, j: s + table[h, (i - j).clamp(-30, 39) + 30]}
-        if self.bias:
-            found = {"score": tw.bias(pair_bias(q, keys, self.dbias, least=not self.trained))}
+        if self.score == "bias":
+            found = {"score": tw.bias(pair_bias(q, keys, self.trained, least=not self.biased_backward))}
         return found | ({"dropout_p": 0.2, "dropout_seed": 2**62 + 12345} if self.dropout else {})
 
 
@@ -215,14 +207,14 @@ def unpacked_calls(kind: Kind, new: Callable[..., Tensor], sizes: Sizes) -> Name
         # Beside one key dS is 0 but for O's rounding, and eager attention does not read O: a factor of 2 leaves nothing to round.
         options |= {"dropout_p": 0.5} if kind.dropout and nk == 1 else {}
         q = new(b, nq, hq, d)
-        return call(q, new(b, nk, hk, d), new(b, nk, hk, dv), **{**kind.score(q, nk), **options})
+        return call(q, new(b, nk, hk, d), new(b, nk, hk, dv), **{**kind.score_options(q, nk), **options})
 
     def first(*shape: int) -> dict:
         return options_of(kind, shape, device)[0]
 
     # One query sees all keys, one head's slope is read as a number, as are biases of one key: such calls have other kernels.
-    least = 2 if kind.alibi or kind.table or kind.bias else 1
-    fitting = (s for s in sizes.shapes if min(s[1], s[3], s[2] + (not kind.bias)) >= least)
+    least = 2 if kind.score in ("alibi", "table", "bias") else 1
+    fitting = (s for s in sizes.shapes if min(s[1], s[3], s[2] + (kind.score != "bias")) >= least)
     for n, shape in enumerate(fitting):
         for m, options in enumerate(options_of(kind, shape, device)):
             if m == n % len(kind.options) or n in (2, 3):
@@ -233,9 +225,9 @@ def unpacked_calls(kind: Kind, new: Callable[..., Tensor], sizes: Sizes) -> Name
     yield "large", made((1, 200, 900, 2, 2), width, width_v, softmax_scale=4.0, **first(1, 200, 900))
     lengths = ((200, width), (333, width), (333, width_v))
     q, k, v = (new(1, 2, n, d).transpose(1, 2) for n, d in lengths)
-    yield "strided", call(q, k, v, **kind.score(q, 333), **first(1, 200, 333))
+    yield "strided", call(q, k, v, **kind.score_options(q, 333), **first(1, 200, 333))
     odd = [torch.cat([x, x], -1)[..., 1 : 1 + x.shape[-1]] for x in (q, k, v)]
-    yield "unaligned", call(*odd, **kind.score(q, 333), **first(1, 200, 333))
+    yield "unaligned", call(*odd, **kind.score_options(q, 333), **first(1, 200, 333))
 
 
 def packed_calls(kind: Kind, new: Callable[..., Tensor], sizes: Sizes) -> Named:
@@ -248,7 +240,7 @@ def packed_calls(kind: Kind, new: Callable[..., Tensor], sizes: Sizes) -> Named:
         q[last_q:], k[last_k:], v[last_k:] = (torch.nan,) * 3
         for m, options in enumerate(kind.options):
             sink = torch.randn(4, device=device) if (n + m) % 2 else None
-            c = call(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, sink=sink, **kind.score(q, 0), **options)
+            c = call(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, sink=sink, **kind.score_options(q, 0), **options)
             c.do[last_q:] = torch.nan
             yield f"packed-{n}-{m}", c
 
@@ -271,7 +263,10 @@ def paged_calls(kind: Kind, new: Callable[..., Tensor], sizes: Sizes) -> Named:
             if not even:
                 q[sum(q_lengths) :] = torch.nan
             sink = torch.randn(4, device=device) if m % 2 else None
-            yield f"paged-{n}-{m}", paged_call(q, cache, cu_seqlens_q=cu_q, sink=sink, **kind.score(q, 0), **options)
+            yield (
+                f"paged-{n}-{m}",
+                paged_call(q, cache, cu_seqlens_q=cu_q, sink=sink, **kind.score_options(q, 0), **options),
+            )
 
 
 # By the rows of the kernel: heads, key heads and queries of a sequence, and the mask.
@@ -366,8 +361,8 @@ def kernel_of(x: Config | Backward, program: str = "", cubin: str = "") -> Kerne
 def forward_of(x: Backward) -> Config | None:
     """The forward that a backward is checked beside: a table's own, or a bias', which calls of few queries do not take; None: the
     chosen one."""
-    kind = Kind.of(x)._replace(dbias=False, trained=False)
-    return next(c for c in config.shipped() if Kind.of(c) == kind) if x.table or x.bias else None
+    kind = Kind.of(x)._replace(trained=False, biased_backward=False)
+    return next(c for c in config.shipped() if Kind.of(c) == kind) if x.score in ("table", "bias") else None
 
 
 class HopperSubject(Subject):

@@ -24,6 +24,7 @@ import torch
 
 from tilewise.backends.hopper.config import LONG, ROWS
 from tilewise.backends.hopper.forward.config import Config
+from tilewise.backends.hopper.kit.params import optional_params
 
 HOPPER = "tilewise.backends.hopper"
 THREADS = np.arange(128)
@@ -359,7 +360,7 @@ def wait_group(left: int) -> None:
 
 
 def kernel_modules() -> list[str]:
-    """The modules that are traced into kernels: all of the kit's and both passes' but the configs, which need no DSL."""
+    """The modules that are traced into kernels: all of the kit's and both passes' but the configs and parameters, which need no DSL."""
     folder = Path(importlib.util.find_spec(HOPPER).submodule_search_locations[0])
     files = (
         file
@@ -369,7 +370,7 @@ def kernel_modules() -> list[str]:
     return [
         f"{HOPPER}.{file.parent.name}.{file.stem}"
         for file in files
-        if file.stem not in ("__init__", "config", "choice")
+        if file.stem not in ("__init__", "config", "choice", "parameters")
     ]
 
 
@@ -504,7 +505,7 @@ def _stand_in(forward, tiles, instructions, softmax, packed) -> None:
         wait = RegisterRow(1) if config.short_tanh else None
         place, first = pairs.new_place(0), w * t.bias_stages
         bias = pairs.BiasRing(Registers(t.tile_n), place, smem.bias, first, smem.bias_full, smem.bias_empty)
-        rest = smem.q, smem.k, smem.v, s, o, p, softmax.new_state(), wait, bias if config.bias else None
+        rest = smem.q, smem.k, smem.v, s, o, p, softmax.new_state(), wait, bias if config.score == "bias" else None
         return forward.compute.ForwardOperands("qk", "pv", *rest)
 
     def load_steps(operand, mma, tile) -> None:
@@ -572,22 +573,26 @@ def stand_in_for_queues(instructions, packed) -> None:
     packed.take = take
 
 
-def run(config: Config, q, k, v, sink, numbers) -> tuple[np.ndarray, np.ndarray]:
-    """``(o, lse)`` of arrays (batch, seqlen, heads, head_dim), one CTA after the other; ``numbers`` as the launch takes them,
+def run(config: Config, q, k, v, sink, given: dict) -> tuple[np.ndarray, np.ndarray]:
+    """``(o, lse)`` of arrays (batch, seqlen, heads, head_dim), one CTA after the other; ``given``: what else the launch takes, by name,
     with arrays for tensors."""
     forward = load_kernel()
     t = config.tiles
-    lo, hi, section, ctas, sinks, scale2, cap2, *extra = numbers
+    lo, hi, section, ctas, sinks, scale2, cap2 = (given[x.name] for x in config.parameters[-1][:7])
     o = np.full((*q.shape[:3], v.shape[3]), np.nan, np.float32)
     lse = np.full((q.shape[0], q.shape[2], q.shape[1]), np.nan, np.float32)
-    extra = forward.params.optional_params([Global(x) if isinstance(x, np.ndarray) else x for x in extra], config)
-    extra = extra._replace(o=Global(o))
+    extra = optional_params({name: Global(x) if isinstance(x, np.ndarray) else x for name, x in given.items()})
+    extra = extra._replace(direct_o=Global(o))
     params = forward.params.ForwardParams(
         q.shape[1], k.shape[1], q.shape[2], q.shape[2] // k.shape[2], q.shape[0], section, lo, hi, sinks,
         np.float32(scale2), np.float32(cap2), extra,
     )  # fmt: skip
     info = lambda x: SimpleNamespace(values=x, atom=None, group=params.group, page_rows=extra.page_rows)  # noqa: E731
-    bias = SimpleNamespace(values=extra.bias.values, atom=None, tma_tensor=extra.bias.values.T) if config.bias else None
+    bias = (
+        SimpleNamespace(values=extra.bias.values, atom=None, tma_tensor=extra.bias.values.T)
+        if config.score == "bias"
+        else None
+    )
     maps = forward.params.TensorMaps(info(q), info(k), info(v), info(o), bias)
     for cta in range(ctas):
         ring, tiles = Rooms(t.stages), Rooms(t.q_tiles)

@@ -363,7 +363,7 @@ def _key_operands(mmas, smem, w: int, config: Backward):
     dbias = RegisterRow(1) if config.sums_bias else None
     grads = Registers(tiles.width), Registers(tiles.width_v)
     bias = None
-    if config.bias:
+    if config.score == "bias":
         stored, first = smem.bias, w * tiles.bias_stages
         bias = mmas.make_ring(None, [0, 0], Turned(stored.tiles), first, stored.full, stored.empty)
     return mmas.make(mmas.names, *rooms, *s, *grads, total, None, subtrahends, dbias, bias)
@@ -539,7 +539,8 @@ def run_keys(config: Backward, t: dict, numbers: tuple, ctas: int) -> tuple:
     dk, dv = (t.get(f"d{name}", np.full_like(t[name], np.nan)) for name in ("k", "v"))
     params = _params(kernel, numbers)
     biases = [
-        planes(x.values) if x is not None and config.bias else None for x in (params.extra.bias, params.extra.dbias)
+        planes(x.values) if x is not None and config.score == "bias" else None
+        for x in (params.extra.bias, params.extra.dbias)
     ]
     tmas = kernel.KeysTmas(*map(info, (t["q"], t["do"], t["k"], t["v"], dk, dv)), *biases)
     heads, roles_of = t["lse2"].shape[:2], {}
@@ -601,14 +602,14 @@ def _keys_storage(kernel, config: Backward, rank: int):
         boxes = storage.QueueSlots(Pointer([None] * 4), *bars((2, 1), (2, storage.TILE_READERS)))
     return kernel.KeysStorage(
         k, v, *out, ring, ring, Rooms(config.statistics.count), handover, *stages, emptied, *bars((held, 128), (1, 128), (1, 128)),
-        None, boxes, dq, *bars((1, KEY_GROUPS)), None, _bias_storage(kernel, config) if config.bias else None,
+        None, boxes, dq, *bars((1, KEY_GROUPS)), None, _bias_storage(kernel, config) if config.score == "bias" else None,
         _halves(kernel, tiles, rank), None, Pointer([None] * 2 * KEY_GROUPS),
     )  # fmt: skip
 
 
 def _bias_storage(kernel, config: Backward):
     count = config.keys.bias_tiles
-    barriers = bars((count, 1), (count, 1 if config.dbias else 4), (count, 128))
+    barriers = bars((count, 1), (count, 1 if config.stores_bias else 4), (count, 128))
     return kernel.pair_bias.BiasStorage(Rooms(count), *barriers)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tilewise.backends.hopper.host import library
 from tilewise.backends.hopper.host.draft import Draft, Late, View
+from tilewise.backends.hopper.parameters import Parameter, names_of
 
 
 def at_address(address: int, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int]) -> Tensor:
@@ -70,6 +71,13 @@ def stand_in(monkeypatch, launched: Callable[[Any, list], None]) -> None:
             launched(self.config, found)
 
     monkeypatch.setattr(library, "function", Kernels)
+
+
+def values_of(
+    rows: Sequence[Parameter], drafted: Mapping[str, Any], tensors: Mapping[str, Tensor], draft: Draft
+) -> dict[str, Any]:
+    """The drafted values of some of a launch's parameters, by name, as :func:`value_of` has them."""
+    return {name: value_of(drafted[name], tensors, draft) for name in names_of(rows) if name in drafted}
 
 
 def value_of(x: View | Late | float, tensors: Mapping[str, Tensor], draft: Draft) -> Any:

@@ -145,7 +145,7 @@ def test_calls_without_a_pair_launch_nothing_and_are_right(lengths, packed, laun
 
 def test_slopes_of_calls_without_keys_have_gradients_of_zero(launched):
     c = call(*qkv(nk=0), causal=True, score=tw.alibi(torch.rand(4).requires_grad_()))
-    assert backward_config.choose(c.p).dslopes
+    assert backward_config.choose(c.p).trained
     assert not wrong(Hopper(), c)
     assert not launched
 

@@ -15,7 +15,7 @@ import tilewise as tw
 from tests.backends.contract import HIDING, Call, call, normal
 from tests.backends.contract import qkv as contract_qkv
 from tests.backends.hopper import emulated_backward as emulated
-from tests.backends.hopper.launches import stand_in, value_of
+from tests.backends.hopper.launches import stand_in, value_of, values_of
 from tests.backends.hopper.test_forward import CASES as FORWARD
 from tests.backends.hopper.test_forward import PACKED, packed_call, qkv
 from tilewise import accuracy
@@ -31,6 +31,9 @@ from tilewise.backends.hopper.host.draft import Draft
 from tilewise.backends.hopper.host.masks import grid_of
 from tilewise.backends.hopper.host.plan import LOG2_E
 from tilewise.backends.hopper.host.portions import Portions
+from tilewise.backends.hopper.host.recipe import flat
+from tilewise.backends.hopper.kit.params import optional_params
+from tilewise.backends.hopper.parameters import names_of
 from tilewise.reference import Reference
 from tilewise.tiles import seen_keys
 
@@ -73,8 +76,7 @@ def emulate(c: Call, tiles: KeyTiles | None, ctas: int) -> Grads:
     with ExitStack() as patches:
         if tiles and not tiles.sums_dq:
             patches.enter_context(patch.object(shared, "BUDGET", 0))
-            for biased in ("with_slopes", "with_line", "with_pairs"):
-                patches.enter_context(patch.object(backward_config, biased, lambda p: None))
+            patches.enter_context(patch.object(backward_config, "with_bias", lambda p: None))
         x = backward_config.choose(c.p)
     queries = None if not tiles or tiles.sums_dq else QUERIES if tiles.split else FIRST
     queries = replace(QUERIES, width=32, width_v=32, halved=True) if tiles and tiles.halved else queries
@@ -94,7 +96,7 @@ def emulate_kernels(c: Call, x: backward_config.Backward, ctas: int) -> Grads:
     t["lse2"], t["delta"] = room["lse2"], room["delta"]
     rows, lines = [t[name] for name in ("o", "do", "lse", "dlse")], t["delta"].shape[2]
     if not x.queries_first:
-        own = c.p.packed or x.bias  # the source itself where it says more than an emulated statistic does
+        own = c.p.packed or x.score == "bias"  # the source itself where it says more than an emulated statistic does
         made = emulated.run_preprocess(x, *rows, lines, cu_q) if own else emulated.statistics(*rows, lines)
         t["lse2"], t["delta"] = made
     t["blocks"], whole = x.blocks(c.p), [np.zeros_like(t[name]) for name in ("k", "v")]
@@ -106,8 +108,8 @@ def emulate_kernels(c: Call, x: backward_config.Backward, ctas: int) -> Grads:
         extras[0]["queue"] = np.zeros(1, np.int32)
     if SUMS in room:
         extras[0]["dbias"] = room[SUMS]
-    lo, hi, section_k, ctas_k, section_q, ctas_q, *scales = plan.numbers
-    scales, ends = scales[:3], scales[-2:]
+    lo, hi, section_k, ctas_k, section_q, ctas_q, *scales = (plan.numbers[name] for name in EVERY)
+    ends = plan.numbers["first"], plan.numbers["last"]
 
     def work(section: int, turn: int) -> tuple:
         p = c.p
@@ -131,12 +133,12 @@ def emulate_kernels(c: Call, x: backward_config.Backward, ctas: int) -> Grads:
     grads = (torch.from_numpy(g[0] if c.p.packed else g).to(c.p.dtype) for g in (dq, *whole))
     lse, delta = torch.from_numpy(t["lse2"]) / LOG2_E, torch.from_numpy(t["delta"])
     sink = backward_call.sink_gradient(c.t, lse, delta) if c.p.packed else None
-    leaves = plan.slope_gradient(torch.from_numpy(extras[0]["dbias"])) if x.dslopes else {}
-    if x.table and c.p.spec.lookups:
+    leaves = plan.slope_gradient(torch.from_numpy(extras[0]["dbias"])) if x.score == "alibi" and x.trained else {}
+    if x.score == "table" and c.p.spec.lookups:
         leaves = plan.line_gradient(
             torch.from_numpy(extras[0]["dbias"]), c.t, out.lse, c.dlse, delta[..., : c.p.seqlen_q]
         )
-    if x.dbias:
+    if x.stores_bias:
         room = torch.from_numpy(extras[0]["dbias"]).to(c.p.dtype)
         leaves = {plan.bias_of.slot: plan.bias_of.gradient(room, c.t.leaves[plan.bias_of.slot])}
     return Grads(*grads, sink, leaves)
@@ -158,12 +160,12 @@ def emulate_kept(plan: backward_call.BackwardPlan, c: Call, t: dict, ctas: int) 
         of_keys = t | {name: t[name][:, start:stop] for name in ("k", "v")}
         keys = slice(plan.keys.start + start, plan.keys.start + stop)
         numbers = backward_call.numbers_of(plan, p.batch_dim * p.heads_k, keys, *neighbours)
-        lo, hi, section_k, ctas_k, section_q, ctas_q, *_ = numbers
-        continued = dict(zip(x.extra.numbers, numbers[9:], strict=True)) if x.continues else {}
+        lo, hi, section_k, ctas_k, section_q, ctas_q, *scales = (numbers[name] for name in EVERY)
+        continued = optional_of(x, numbers) if x.continues else {}
         sizes = p.seqlen_q, stop - start, p.heads_k, p.heads_q // p.heads_k, p.batch
 
-        def work(section: int, turn: int, first=(lo, hi), sizes=sizes, numbers=numbers, last=continued) -> tuple:
-            return (*sizes, section, *first, *map(np.float32, numbers[6:9]), of_passes[turn] | last)
+        def work(section: int, turn: int, first=(lo, hi), sizes=sizes, scales=scales, last=continued) -> tuple:
+            return (*sizes, section, *first, *map(np.float32, scales), of_passes[turn] | last)
 
         if x.makes_queue:
             of_passes[0]["queue"] = np.zeros(1, np.int32)
@@ -182,12 +184,11 @@ def emulate_packed(plan: backward_call.BackwardPlan, c: Call, t: dict, ctas: int
     counts, table = (count_k, count_q), np.full((len(PlanRow), p.batch + 2), -1, np.int32)
     sizes = p.seqlen_q, p.seqlen_k, p.heads_k, p.heads_q // p.heads_k, p.batch
     for n in range(launches.count):
-        lo, hi, section_k, ctas_k, section_q, ctas_q, *scales, first, last, portion = backward_call.numbers_of_portion(
-            plan, n
-        )
-        extras = dict(zip(x.extra.numbers, scales[3:], strict=True))
-        of = lo, hi, *map(np.float32, scales[:3]), *([extras] if extras else [])
-        own = [(*starts, count[n], first, last, table, portion) for count in counts]
+        numbers = backward_call.numbers_of_portion(plan, n)
+        lo, hi, section_k, ctas_k, section_q, ctas_q, *scales = (numbers[name] for name in EVERY)
+        extras, first, last = optional_of(x, numbers), numbers["first"], numbers["last"]
+        of = lo, hi, *map(np.float32, scales), *([extras] if extras else [])
+        own = [(*starts, count[n], first, last, table, numbers["portion"]) for count in counts]
         of_keys, of_queries = (*sizes, section_k, *of, *own[0]), (*sizes, section_q, *of, *own[1])
         emulated.run_plan(x, of_keys, launches.room)
         # Each launch has all of the sheet: nobody reads what an earlier one has written.
@@ -206,18 +207,36 @@ def wrong(c: Call, grads: Grads) -> list[str]:
 def starts_of(plan: backward_call.BackwardPlan, c: Call) -> list:
     """Where packed sequences start, and zeros that count the tiles of both passes."""
     given, draft = plan.tensors(c.t, Output(c.t.q, c.dlse), c.do, c.dlse), Draft()
-    found = plan.drafted_extra(draft)
+    found = plan.beside(draft)
     return [value_of(found[name], given, draft) for name in ("cu_q", "cu_k", "counts_k", "counts_q")]
 
 
 def extras_of(plan: backward_call.BackwardPlan, c: Call) -> list[dict]:
     """By name what the pass over keys and that over queries have beside what all do."""
     given, draft = plan.tensors(c.t, Output(c.t.q, c.dlse), c.do, c.dlse), Draft()
-    tensors, numbers = (value_of(x, given, draft) for x in plan.drafted_extra(draft).values()), plan.numbers[9:]
-    numbers = [np.float32(n) if isinstance(n, float) else n for n in numbers]
-    params = emulated.modules(emulated.load("keys"))["backward.params"]
-    found = params.optional_params(list(tensors), numbers, plan.config)
-    return [{name: n for name, n in each._asdict().items() if n is not None} for each in found]
+    found = values_of(plan.config.parameters[0], plan.beside(draft), given, draft)
+    return [optional_of(plan.config, found | plan.numbers, prefix) for prefix in ("keys_", "queries_")]
+
+
+EVERY = (
+    "band_lo",
+    "band_hi",
+    "section_k",
+    "ctas_k",
+    "section_q",
+    "ctas_q",
+    "scale",
+    "scale2",
+    "cap2",
+)  # numbers of a launch
+
+
+def optional_of(x: backward_config.Backward, given: dict, prefix: str = "keys_") -> dict:
+    """What a pass has of a launch's values beside what all do, by name; packed sequences have parameters of their own."""
+    places = () if not x.packed else ("cu_q", "cu_k", "first", "last")
+    names = [name for name in names_of(flat(x.parameters)) if name in given and name not in places]
+    numbers = {name: np.float32(given[name]) if isinstance(given[name], float) else given[name] for name in names}
+    return {name: n for name, n in optional_params(numbers, prefix)._asdict().items() if n is not None}
 
 
 CASES = {
@@ -355,7 +374,7 @@ SLOPED_PAIRS = [(name, "queued") for name in SLOPED] + [(name, "queued-wide") fo
 def test_the_source_sums_the_gradient_of_slopes(name, form):
     tensors, slopes, options = SLOPED[name]
     c = call(*tensors, score=tw.alibi(torch.tensor(slopes).requires_grad_()), causal=True, **options)
-    assert backward_config.choose(c.p).dslopes
+    assert backward_config.choose(c.p).trained
     grads = emulate(c, KEYS[form], ctas=3)
     assert {*grads.leaves} == {shared.slopes_of(c.p)}
     assert not wrong(c, grads)
@@ -390,7 +409,7 @@ def test_the_source_sums_the_gradient_of_a_table(name, form):
     tensors, table, read, options = LINED[name]
     table = table.clone().requires_grad_()
     c = call(*tensors, score=lambda s, b, h, i, j: s + read(table, h, i - j), **options)
-    assert backward_config.choose(c.p).table
+    assert backward_config.choose(c.p).score == "table"
     grads = emulate(c, KEYS[form], ctas=3)
     assert [x.dtype for x in grads.leaves.values()] == [table.dtype]
     assert not wrong(c, grads)
@@ -414,7 +433,7 @@ def test_the_source_makes_the_gradient_of_a_bias_by_pair(name, form):
     # Rows at multiples of 16 bytes, of which the last ones may be nobody's.
     bias = pad(bias, (0, -bias.shape[3] % 8)).to(tensors[0].dtype)[..., : bias.shape[3]].detach().requires_grad_()
     c = call(*tensors, score=tw.bias(bias), **options)
-    assert backward_config.choose(c.p).dbias
+    assert backward_config.choose(c.p).stores_bias
     grads = emulate(c, KEYS[form], ctas=3)
     assert [x.shape for x in grads.leaves.values()] == [bias.shape]
     assert not wrong(c, grads)
@@ -489,7 +508,7 @@ def test_packed_key_tiles_come_once_each_and_those_of_the_longest_sequence_first
     x = backward_config.Backward(KEYS["queued"], None, "bf16", backward_config.form_of(c.p), packed=True)
     plan, kernel = backward_call.BackwardPlan(c.p, x), emulated.load("keys")
     cu_q, cu_k, queue, _ = starts_of(plan, c)
-    lo, hi, *_, first, last = plan.numbers
+    lo, hi, first, last = (plan.numbers[name] for name in ("band_lo", "band_hi", "first", "last"))
     sizes = c.p.seqlen_q, c.p.seqlen_k, c.p.heads_k, c.p.group, c.p.batch, 1
     planned = np.full((len(PlanRow), c.p.batch + 2), -1, np.int32)
     numbers = *sizes, lo, hi, *np.ones(3, np.float32), cu_q, cu_k, queue, first, last, planned

@@ -414,7 +414,7 @@ def test_a_table_by_distance_has_one_pass_that_is_shipped_and_sums_its_gradient(
         x = backward_config.choose(p)
         assert not Hopper().refused(p)
         assert x in shipped()
-        assert (x.table, x.sums_bias, x.queries) == (True, True, None)
+        assert (x.score, x.sums_bias, x.queries) == ("table", True, None)
         assert (x.form, x.keys.sums_dq) == ("upper" if causal else "full", True)
 
 
@@ -440,7 +440,7 @@ def test_a_table_whose_gradient_no_kernel_has_is_refused_from_its_forward_on():
         assert "a table that is read by distance, and a bias by pair" in reason
     frozen = by_distance(torch.ones(4, 9))
     assert not Hopper().refused(small(score=frozen, causal=True, deterministic=True).p)
-    assert not backward_config.choose(small(score=frozen, causal=True, deterministic=True).p).table
+    assert backward_config.choose(small(score=frozen, causal=True, deterministic=True).p).score != "table"
 
 
 @pytest.mark.parametrize(
@@ -489,17 +489,17 @@ def test_alibi_whose_bias_is_linear_has_one_pass_that_is_shipped(d):
     options = {"d": d, "causal": True, "score": tw.alibi(torch.ones(4))}
     x = backward_config.choose(small(**options).p)
     assert x in shipped()
-    assert (x.alibi, x.dslopes) == (True, False)
+    assert (x.score, x.trained) == ("alibi", False)
     wanted = small(**options | {"score": tw.alibi(torch.ones(4, requires_grad=True))}).p
     assert not Hopper().refused(wanted)
     assert backward_config.choose(wanted) in shipped()
-    assert backward_config.choose(wanted).dslopes
+    assert backward_config.choose(wanted).trained
     assert backward_config.choose(small(deterministic=True, **options).p).traced.score
     q = normal(70, 4, d, dtype=torch.bfloat16)
     c = call(q, q, q, causal=True, score=options["score"], cu_seqlens_q=torch.tensor([0, 30, 70]))
     packed = backward_config.choose(c.p)
     assert packed in shipped()
-    assert (packed.alibi, packed.packed, packed.queries) == (True, True, None)
+    assert (packed.score, packed.packed, packed.queries) == ("alibi", True, None)
 
 
 @pytest.mark.parametrize("d", [8, 64, 96, 128])

@@ -12,7 +12,7 @@ from bench import cases
 from tests.backends.contract import HIDING, Call, call, normal, of_case
 from tests.backends.contract import qkv as contract_qkv
 from tests.backends.hopper import emulated
-from tests.backends.hopper.launches import stand_in, value_of
+from tests.backends.hopper.launches import stand_in, values_of
 from tilewise import accuracy
 from tilewise.backends.base import Output
 from tilewise.backends.hopper import config as shared
@@ -42,10 +42,8 @@ def emulate(c: Call, tiles: Tiles | None, ctas: int, **flags) -> Output:
 
 def emulate_kernel(c: Call, x: config.Config, ctas: int) -> Output:
     plan, draft = hopper.ForwardPlan(c.p, x), Draft()
-    lo, hi, section, _, *rest = plan.numbers
     given = plan.tensors(c.t)
-    extra = [value_of(x, given, draft) for x in plan.extra(draft)]
-    numbers = lo, hi, section, min(ctas, plan.grid.tiles), *rest, *extra
+    numbers = values_of(x.parameters[-1], plan.beside(draft), given, draft) | {"ctas": min(ctas, plan.grid.tiles)}
     keys = slice(plan.band.start, plan.band.stop)
     tensors = (given["q"], given["k"][:, keys], given["v"][:, keys])
     if c.p.packed:
@@ -225,7 +223,7 @@ PAIRS = [name for name in CASES if name.startswith("pair")]
 def test_a_bias_by_pair_has_kernels(name):
     tensors, options = CASES[name]
     chosen = config.choose(without_gradient(call(*tensors, **options)).p)
-    assert chosen.bias
+    assert chosen.score == "bias"
     assert chosen in config.shipped()
 
 
@@ -233,7 +231,7 @@ def test_a_bias_by_pair_has_kernels(name):
 def test_a_table_by_distance_is_read_from_a_line(name):
     tensors, options = CASES[name]
     chosen = config.choose(without_gradient(call(*tensors, **options)).p)
-    assert chosen.table
+    assert chosen.score == "table"
     assert chosen in config.shipped()
 
 

@@ -42,7 +42,7 @@ CASES = {  # of what kernels take: tensor maps, 32- and 64-bit numbers, tensors 
     "packed": ((128, 128), {"dtype": "bf16", "form": "upper", "packed": True}),
     "traced": ((96, 96), {"dtype": "bf16", "form": "lists", "traced": TRACED}),
     "heads": ((64, 64), {"dtype": "bf16", "form": "full", "heads": 8, "split": True}),
-    "bias": ((128, 128), {"dtype": "bf16", "form": "upper", "bias": True, "tiles": TABLE[128, 128].bias}),
+    "bias": ((128, 128), {"dtype": "bf16", "form": "upper", "score": "bias", "tiles": TABLE[128, 128].bias}),
 }
 BACKWARD = {
     "backward": Backward(*backward_config.TABLE[192, 128].two_passes, "fp16", "upper"),

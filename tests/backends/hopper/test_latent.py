@@ -19,6 +19,7 @@ from tilewise.backends.base import Output
 from tilewise.backends.hopper import Hopper
 from tilewise.backends.hopper.host.latent_call import LatentPlan
 from tilewise.backends.hopper.latent import config
+from tilewise.backends.hopper.parameters import names_of
 from tilewise.gather import in_layout_of
 from tilewise.problem import Problem
 from tilewise.testing import Call, normal, paged_call
@@ -32,8 +33,13 @@ def emulate(c: Call, splits: int, least: int = 1) -> Output:
     scales = tuple(
         x.expand(len(c.t.seqlens_k), c.p.heads_k).numpy() for x in (c.t.k_scale, c.t.v_scale) if x is not None
     )
-    lo, hi, _, _, _, *rest = plan.numbers
-    numbers = lo, hi, config.tiles_of(c.p), splits, least, *rest
+    given = plan.numbers | {
+        "num_pages": c.p.k.shape[0],
+        "tiles": config.tiles_of(c.p),
+        "splits": splits,
+        "least": least,
+    }
+    numbers = [given[name] for name in names_of(plan.config.parameters[-1])]
     q = c.t.q if c.p.packed else c.t.q.flatten(0, 1)
     sink = torch.full((c.p.heads_q,), torch.nan) if c.t.sink is None else c.t.sink.float()
     extra = tuple(x.numpy() for x in (plan.starts(c.t), c.t.seqlens_k, c.t.block_table))

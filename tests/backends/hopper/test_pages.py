@@ -10,7 +10,7 @@ import torch
 
 import tilewise as tw
 from tests.backends.hopper import emulated
-from tests.backends.hopper.launches import value_of
+from tests.backends.hopper.launches import values_of
 from tests.backends.paged import Case
 from tilewise import accuracy, dispatch
 from tilewise.backends.base import Output
@@ -36,10 +36,8 @@ def emulate(c: Call, tiles: Tiles) -> Output:
 
 def emulate_pages(c: Call, x: config.Config, ctas: int) -> Output:
     plan, draft = PagedPlan(c.p, x), Draft()
-    lo, hi, section, _, *rest = plan.numbers
     given = plan.tensors(c.t)
-    extra = [value_of(x, given, draft) for x in plan.extra(draft)]
-    numbers = lo, hi, section, min(ctas, plan.grid.tiles), *rest, *extra
+    numbers = values_of(x.parameters[-1], plan.beside(draft), given, draft) | {"ctas": min(ctas, plan.grid.tiles)}
     q = c.t.q if c.p.packed else c.t.q.flatten(0, 1)
     sink = torch.full((c.p.heads_q,), torch.nan) if c.t.sink is None else c.t.sink.float()
     q, k, v = (x.float().numpy() for x in (q[None], c.t.k, c.t.v))

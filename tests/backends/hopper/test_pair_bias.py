@@ -172,11 +172,11 @@ WANTED = {  # tensors that want a gradient, head_dim, options, and the form of t
 def test_a_gradient_has_its_kernel_where_no_two_pairs_share_an_element(name):
     bias, d, options, form = WANTED[name]
     p = of_score(tw.bias(bias.detach().requires_grad_()), d=d, needs_grad=True, **options).p
-    found = backward_config.with_pairs(p)
+    found = backward_config.with_bias(p)
     assert (found.form if found else "") == form
     assert bool(backward_config.reasons(p)) == (found is None)
     if found:
-        assert found.dbias
+        assert found.stores_bias
         assert found == backward_config.choose(p)
         assert found in backward_config.shipped()
 
@@ -185,9 +185,9 @@ def test_a_gradient_has_its_kernel_where_no_two_pairs_share_an_element(name):
 def test_a_bias_without_a_gradient_has_a_kernel_unless_sums_are_in_one_order(name):
     bias, d, options, _ = WANTED[name]
     p = of_score(tw.bias(bias), d=d, needs_grad=True, **options).p
-    found = backward_config.with_pairs(p)
+    found = backward_config.with_bias(p)
     assert (found is None) == bool(options)
-    assert found is None or not found.dbias
+    assert found is None or not found.stores_bias
     assert not backward_config.reasons(p)
 
 

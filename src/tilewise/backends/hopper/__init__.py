@@ -3,6 +3,7 @@
 Importing this imports no DSL. Where to look:
 
 - ``config``: what both passes share: limits, dtypes, forms of masks, expressions that are compiled in. No DSL.
+- ``parameters``: the tensors and numbers that launches take, and the scores that kernels know. No DSL.
 - ``forward/``, ``backward/``: the kernels of a pass, ``config``, which chooses among them, and ``tiles``: registers, shared memory.
 - ``latent/``: the forward over pages where V lies in K's memory.
 - ``decoding/``: the forward of a few queries a sequence, over pages or dense keys.
@@ -105,7 +106,7 @@ class Hopper(Backend):
         if wide and not (forward_reasons.reasons(p) or forward_reasons.reasons_of_few(p)):
             return "keeps O in registers, in pieces of its columns"
         biased = forward_config.with_bias(p)
-        if biased is None or not biased.bias or (p.spec.needs_grad and backward_config.with_pairs(p) is None):
+        if biased is None or biased.score != "bias" or (p.spec.needs_grad and backward_config.with_bias(p) is None):
             return ""
         return "brings the bias of each pair tile by tile, while products run"
 

@@ -12,6 +12,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tilewise import expr, sizes
+from tilewise.backends.hopper.parameters import (
+    ANY,
+    FP32,
+    INT32,
+    MASK_FIELDS,
+    MULTIPLE,
+    SCORES,
+    Parameter,
+)
 from tilewise.bit_tiles import BUDGET, bits_bytes
 from tilewise.expr import Expr
 from tilewise.masks.facts import Band, as_band
@@ -21,7 +30,6 @@ SHARED_LIMIT = 232_448  # bytes of shared memory that one CTA may have
 ROWS = 64  # of a warpgroup's tile: the height of a wgmma
 MAX_COLUMNS = 256  # of a wgmma's accumulator: the widest tile of keys, or of O, that one product makes
 ALIGNMENT = 1024  # bytes after which the 128-byte swizzle repeats
-MULTIPLE = 8  # of a head dim: TMA wants rows that begin at multiples of 16 bytes
 DTYPES = {"torch.bfloat16": "bf16", "torch.float16": "fp16"}
 ELEMENT_BYTES = 2  # of an element of q, k, v and o, whichever of DTYPES
 LONG = 1 << 30  # packed tensors have fewer rows than this
@@ -30,13 +38,6 @@ APART = 1 << 34  # elements between two rows, more than tensor maps of packed se
 # those between such ends that a predicate keeps, by lists of key blocks; those of any mask, by lists and a bit for each pair.
 FORMS = ("full", "upper", "band", "rows", "lists", "bits")
 SHIPPED = FORMS[:4]
-# The fields of kit.params.OptionalParams by which a kernel learns a mask, in the order in which the host passes them; of the other
-# forms, numbers of every launch tell it. In the pass over keys of a backward the same fields hold the mask by columns.
-MASK_FIELDS = {
-    "rows": ("lo", "hi"),
-    "lists": ("lo", "hi", "blocks", "counts"),
-    "bits": ("blocks", "work", "bits", "section"),
-}
 DROPPED = ("full", "upper", "rows")  # those with dropout: bands with two ends come as tensors
 SHARING = 4  # CTAs that read one head's keys at a time, so that K and V come from L2: docs/decisions.md#hopper-sharing
 
@@ -57,17 +58,34 @@ def registers_together(warpgroups: int) -> int:
 
 
 class Formed:
-    """The facts that follow from the ``form`` of a kernel, one of FORMS, and from whether it adds a bias."""
+    """The facts that follow from the ``form`` of a kernel, one of FORMS, and from its ``score``, one of SCORES."""
 
     form: str
-    alibi: bool
-    table: bool
-    bias = False  # by pair
+    score: str = ""
+    dropout: bool = False
+    trained: bool = False  # whether the tensor that the score reads wants a gradient
+    short_tanh: bool = False  # as the forward's Config has it
+
+    @property
+    def words(self) -> str:
+        """The part of a name that tells the options."""
+        words = self.score, "dropout" * self.dropout, SCORES[self.score].word * self.trained
+        return "".join(f"_{word}" for word in words if word)
 
     @property
     def biased(self) -> bool:
         """Whether a bias is added in base 2."""
-        return self.alibi or self.table or self.bias
+        return bool(SCORES[self.score].reads)
+
+    @property
+    def sums_bias(self) -> bool:
+        """Whether the pass over keys sums the gradient of a bias in registers."""
+        return self.trained and self.score != "bias"
+
+    @property
+    def stores_bias(self) -> bool:
+        """Whether the pass over keys stores the gradient of a bias by pair, tile by tile."""
+        return self.trained and self.score == "bias"
 
     @property
     def by_rows(self) -> bool:
@@ -255,6 +273,16 @@ class Traced:
     def tensors(self) -> list[tuple[str, int]]:
         """The dtype and the number of dimensions of each leaf."""
         return [(dtype, int(rank)) for dtype, _, rank in (leaf.partition(":") for leaf in self.leaves.split())]
+
+    @property
+    def leaf_parameters(self) -> tuple[Parameter, ...]:
+        """The tensors that a launch gets; a truth value is a byte, and one dimension the least."""
+        return tuple(Parameter(f"leaf{n}", x, (ANY,) * max(rank, 1), 0) for n, (x, rank) in enumerate(self.tensors))
+
+    @property
+    def number_parameters(self) -> tuple[Parameter, ...]:
+        """The numbers that a launch gets."""
+        return tuple(Parameter(f"number{n}", {"i": INT32, "f": FP32}[kind]) for n, kind in enumerate(self.numbers))
 
     def trees(self) -> tuple[Expr, Expr]:
         """The score, s itself where there is none, and its slope in s; nodes that both use are the same."""

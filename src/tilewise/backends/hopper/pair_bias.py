@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.base import PerProblem
-from tilewise.backends.hopper.config import DTYPES, MULTIPLE, strides_addressable
-from tilewise.backends.hopper.tables import added
+from tilewise.backends.hopper.config import DTYPES, MULTIPLE, slopes_of, strides_addressable
+from tilewise.backends.hopper.tables import added, line_of
 from tilewise.problem import Problem, TensorFacts
 
-FORMS = ("full", "upper", "bits")  # of kernels with such a bias: bits tell every other mask
 ALIGNED = 16  # bytes: the copy engine reads from multiples of them
 BATCH_HEAD = ("b", "h")
 
@@ -108,3 +107,10 @@ def _fits(p: Problem, tensor: TensorFacts, index: list[str | int]) -> bool:
 
 
 _BIASES = PerProblem(_pair_bias_of)
+
+
+def score_of(p: Problem) -> str:
+    """The word of SCORES for a score that adds a bias which kernels read; empty for any other."""
+    if slopes_of(p) is not None and not p.spec.dropout_p:
+        return "alibi"
+    return "table" if line_of(p) is not None else "bias" if pair_bias_of(p) is not None else ""

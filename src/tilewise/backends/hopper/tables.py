@@ -15,11 +15,11 @@ from torch import Tensor
 from tilewise import distances, expr
 from tilewise.backends.base import PerProblem
 from tilewise.backends.hopper.config import is_traced, keys_of
+from tilewise.backends.hopper.parameters import SCORES
 from tilewise.device import lasting
 from tilewise.expr import Expr
 from tilewise.problem import Problem
 
-FORMS = ("upper", "full")
 LONGEST = 1024  # distances: blocks that are nearer take a read a pair
 FLOATS = ("torch.float32", "torch.bfloat16", "torch.float16")
 
@@ -92,7 +92,8 @@ def line_of(p: Problem) -> Line | None:
 def _line_of(p: Problem) -> Line | None:
     lookup = added(p.spec.score)
     plain = not (p.packed or p.paged or p.spec.dropout_p or p.spec.piece or p.spec.region.predicate is not None)
-    if lookup is None or not plain or p.softmax_scale <= 0 or not is_traced(p) or keys_of(p)[0] not in FORMS:
+    forms = SCORES["table"].forms
+    if lookup is None or not plain or p.softmax_scale <= 0 or not is_traced(p) or keys_of(p)[0] not in forms:
         return None
     slot, axes = lookup.args[0][1], lookup.args[1:]
     facts, moving = p.extras[slot], [n for n, x in enumerate(axes) if {"i", "j"} & expr.depends_on(x)]

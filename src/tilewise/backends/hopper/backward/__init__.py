@@ -33,6 +33,6 @@ a bias by pair: its tiles, and its gradient's       pair_bias
 lse and delta that products subtract                subtrahends; their terms: preprocess
 scores of head dims above 256, which two CTAs sum   halves
 registers, products, shared-memory stores           fragments
-the numbers of a launch                             params, launch; stand-ins to compile for: fake_arguments
+the numbers of a launch                             parameters; by name in kernels: params, launch
 =================================================== ==================================================================
 """

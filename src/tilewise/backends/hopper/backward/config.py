@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tilewise import device as devices
+from tilewise.backends.hopper.backward.parameters import parameters
 from tilewise.backends.hopper.backward.table import BANDS, TABLE, BackwardRow, Passes
 from tilewise.backends.hopper.backward.tiles import (
     KEY_GROUPS,
@@ -45,35 +46,13 @@ from tilewise.backends.hopper.config import (
     keys_of,
     mean_keys_per_query,
     reasons_of_slopes,
-    slopes_of,
     why_no_bits,
 )
 from tilewise.backends.hopper.expected import Expected
-from tilewise.backends.hopper.pair_bias import FORMS as PAIRED
-from tilewise.backends.hopper.pair_bias import pair_bias_of
-from tilewise.backends.hopper.tables import FORMS as LINED
+from tilewise.backends.hopper.pair_bias import pair_bias_of, score_of
+from tilewise.backends.hopper.parameters import SCORES, Parameters
 from tilewise.backends.hopper.tables import line_of
 from tilewise.problem import Problem
-
-# Fields that are words of a name, in this order.
-FLAGS = "softcap", "dropout", "alibi", "dslopes", "table", "bias", "dbias", "packed"
-DIVISION = "whole", "parts", "part_heads", "block_bits"  # numbers of a launch whose CTAs may share key tiles
-
-
-class ExtraFields(NamedTuple):
-    """The fields of :class:`tilewise.backends.hopper.kit.params.OptionalParams` that a launch of a backward gets, in this order.
-
-    The host passes values by place, so that this is the one list that host, stand-ins to compile for, and launch read.
-
-    Attributes:
-        keys, queries: the tensors of the pass over keys alone, and of the pass over queries alone.
-        both, numbers: the tensors and the numbers of both passes. Those that expressions read follow each of these.
-    """
-
-    keys: tuple[str, ...] = ()
-    queries: tuple[str, ...] = ()
-    both: tuple[str, ...] = ()
-    numbers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -81,23 +60,20 @@ class Backward(Formed):
     """The record that the kernels of one backward are compiled for.
 
     Attributes:
-        queries: None where the pass over key tiles accumulates dQ. dslopes, dbias: whether ALiBi's slopes, or a bias by pair, want a
-            gradient. Other fields are those of :class:`tilewise.backends.hopper.forward.config.Config`.
+        queries: None where the pass over key tiles accumulates dQ.
+        trained: whether the tensor that the score reads wants a gradient; a table's is always summed.
+        Other fields are those of :class:`tilewise.backends.hopper.forward.config.Config`.
     """
 
     keys: KeyTiles
     queries: QueryTiles | SheetTiles | None
     dtype: str
     form: str
-    softcap: bool = False
+    score: str = ""
     packed: bool = False
     traced: Traced = PLAIN
     dropout: bool = False
-    alibi: bool = False
-    dslopes: bool = False
-    table: bool = False
-    bias: bool = False
-    dbias: bool = False
+    trained: bool = False
 
     @property
     def subtracts(self) -> bool:
@@ -122,12 +98,7 @@ class Backward(Formed):
     @property
     def separate_ds(self) -> bool:
         """Whether dS is made of other numbers than the P that enters dV: of slope · P, or of P without dropout."""
-        return self.softcap or self.dropout or self.traced.sloped
-
-    @property
-    def sums_bias(self) -> bool:
-        """Whether the pass over keys sums the gradient of a bias: a table's always, which few pairs take part in."""
-        return self.dslopes or self.table
+        return self.score == "softcap" or self.dropout or self.traced.sloped
 
     @property
     def name(self) -> str:
@@ -140,9 +111,9 @@ class Backward(Formed):
         return expected_of(self)
 
     @property
-    def extra(self) -> ExtraFields:
-        """The optional fields of a launch of these kernels. Packed sequences have parameters of their own, which follow these."""
-        return extra_of(self)
+    def parameters(self) -> Parameters:
+        """The tensors and numbers of a launch, in order."""
+        return parameters(self)
 
     @property
     def tile_m(self) -> int:
@@ -208,7 +179,7 @@ def shares_tiles(config: Backward) -> bool:
     keys = config.keys
     if config.packed and not keys.queued:
         return False
-    alone = config.dslopes or config.table or config.dbias or keys.halved or (keys.keeps_ds and keys.reads_late)
+    alone = config.trained or keys.halved or (keys.keeps_ds and keys.reads_late)
     return (keys.overlaps or keys.keeps_ds) and not alone
 
 
@@ -228,17 +199,9 @@ def name_of(config: Backward) -> str:
     k, (width, width_v) = config.keys, config.keys.dims
     dims = f"d{width}" + (f"v{width_v}" if width_v != width else "")
     second = config.queries.name if config.queries else "ordered" if k.ordered else "queue" if k.queued else "sum"
-    flags = "".join(f"_{name}" for name in FLAGS if getattr(config, name))
+    flags = config.words + "_packed" * config.packed
     flags += "" if config.traced == PLAIN else f"_{config.traced.digest}"
     return f"backward_{config.dtype}_{dims}_{config.form}{flags}_{k.name}_{second}{'_counted' * k.counts}"
-
-
-def extra_of(config: Backward) -> ExtraFields:
-    """:attr:`Backward.extra`."""
-    both = ("seed",) * config.dropout + ("slopes",) * config.alibi + ("line",) * config.table + ("bias",) * config.bias
-    numbers = ("threshold", "keep") * config.dropout + ("start",) * config.table
-    numbers += ("resumes", "suspends") * config.continues + DIVISION * config.parted
-    return ExtraFields(config.mask_fields, config.mask_fields if config.queries else (), both, numbers)
 
 
 def expected_of(config: Backward) -> tuple[Expected, ...]:
@@ -282,7 +245,7 @@ def shipped() -> list[Backward]:
     kinds = [(form, packed) for packed in (False, True) for form in SHIPPED if not (packed and form == "rows")]
     # Tiles and the fields of Backward that differ from its defaults.
     found = [
-        (passes, {"form": form, "softcap": softcap, "packed": packed})
+        (passes, {"form": form, "score": "softcap" * softcap, "packed": packed})
         for softcap in (False, True)
         for form, packed in kinds
         for row in rows
@@ -293,7 +256,7 @@ def shipped() -> list[Backward]:
         summed = [keys for keys in summed if keys and exists(keys, form, packed)]
         found += [(Passes(keys), {"form": form, "packed": packed}) for keys in summed]
     found += [
-        (Passes(row.summed(form, packed, softcap=True)), {"form": form, "packed": packed, "softcap": True})
+        (Passes(row.summed(form, packed, softcap=True)), {"form": form, "packed": packed, "score": "softcap"})
         for row in rows
         for form, packed in kinds
         if row.summed(form, packed, softcap=True)
@@ -306,27 +269,13 @@ def shipped() -> list[Backward]:
         if row.dropout
         for form, packed in dropped
     ]
-    sloped = [row.summed("upper", packed=False) for row in rows if row.alibi]
     found += [
-        (Passes(x), {"form": "upper", "alibi": True, "dslopes": wanted}) for wanted in (False, True) for x in sloped
-    ]
-    found += [
-        (Passes(row.summed("upper", packed=True)), {"form": "upper", "packed": True, "alibi": True})
+        (Passes(keys), {"form": form, "packed": packed, "score": score, "trained": trained})
+        for score, x in SCORES.items()
+        for form in x.forms
+        for packed, trained in x.ways
         for row in rows
-        if row.alibi
-    ]
-    found += [
-        (Passes(row.summed(form, packed=False)), {"form": form, "table": True})
-        for row in rows
-        if row.alibi
-        for form in LINED
-    ]
-    found += [
-        (Passes(row.biased(form)), {"form": form, "bias": True, "dbias": wanted})
-        for row in rows
-        if row.bias
-        for form in PAIRED
-        for wanted in (False, True)
+        if (keys := row.biased(score, form, packed))
     ]
     dtypes = DTYPES.values()
     found = [(x, more) for x, more in found if x and exists(x.keys, more["form"], more.get("packed", False))]
@@ -366,7 +315,7 @@ def reasons(p: Problem) -> list[str]:
 def _reasons_of_leaves(p: Problem) -> list[str]:
     """Every reason why no kernel has the gradient of a tensor that the score reads: there are kernels for ALiBi's slopes, for a table by
     distance and for a bias by pair."""
-    if with_pairs(p) is not None:
+    if with_bias(p) is not None:
         return []
     lined = line_of(p) is not None
     why = [] if lined else reasons_of_slopes(p)
@@ -416,7 +365,7 @@ def two_passes(row: BackwardRow, p: Problem) -> Chosen | None:
 
 def choose(p: Problem) -> Backward:
     """The kernels of a problem that has no :func:`reasons` against it."""
-    if (biased := with_slopes(p) or with_line(p) or with_pairs(p)) is not None:
+    if (biased := with_bias(p)) is not None:
         return biased
     form, traced, dropout = form_of(p), Expressions.of(p).traced, p.spec.dropout_p > 0
     softcap = p.spec.score is not None and not traced.score
@@ -426,44 +375,27 @@ def choose(p: Problem) -> Backward:
     row, passes, form = chosen_row(p)
     if traced == PLAIN:
         passes = one_pass(row, p, form, softcap) or passes
-    return Backward(*passes, DTYPES[str(p.dtype)], form, softcap, p.packed, traced, dropout)
+    return Backward(*passes, DTYPES[str(p.dtype)], form, "softcap" * softcap, p.packed, traced, dropout)
 
 
-def with_slopes(p: Problem) -> Backward | None:
-    """The kernels that know ALiBi's bias to be linear: one pass, however few the keys are; None where dQ must be added up in one order, or
-    the score is something else."""
-    row = next((row for row in rows_for(p) if row.alibi), None)
-    if row is None or slopes_of(p) is None or p.spec.dropout_p or p.spec.deterministic:
+def with_bias(p: Problem) -> Backward | None:
+    """The kernels that read a bias: one pass, however few the keys are. None where dQ must be added up in one order, where bits of a mask
+    would take too much memory, and where no kernel sums the gradient that is wanted: of packed sequences, or of elements of a bias by pair
+    that sequences or heads share."""
+    score, wanted = score_of(p), bool(p.spec.lookups)
+    if not score or p.spec.deterministic or str(p.dtype) not in DTYPES:
         return None
-    wanted = bool(p.spec.lookups)
-    if wanted and p.packed:
+    known, form = SCORES[score], keys_of(p)[0]
+    trained = wanted or (False, False) not in known.ways
+    form = form if form in known.forms else "bits"
+    keys = next(filter(None, (row.biased(score, form, p.packed) for row in rows_for(p))), None)
+    if keys is None or (p.packed, trained) not in known.ways:
         return None
-    keys = row.summed("upper", p.packed)
-    return Backward(keys, None, DTYPES[str(p.dtype)], "upper", packed=p.packed, alibi=True, dslopes=wanted)
-
-
-def with_line(p: Problem) -> Backward | None:
-    """The kernels that read a bias by distance from a line: as :func:`with_slopes`."""
-    row = next((row for row in rows_for(p) if row.alibi), None)
-    if row is None or p.spec.deterministic or line_of(p) is None:
-        return None
-    form = keys_of(p)[0]
-    return Backward(row.summed(form, packed=False), None, DTYPES[str(p.dtype)], form, table=True)
-
-
-def with_pairs(p: Problem) -> Backward | None:
-    """The kernels that read a bias by pair, as :func:`with_slopes`; None also where bits of a mask would take too much memory, or where
-    sequences or heads share the elements of a bias that wants a gradient."""
-    row, found = next((row for row in rows_for(p) if row.bias), None), pair_bias_of(p)
-    wanted = bool(p.spec.lookups)
-    if row is None or found is None or p.spec.deterministic or (wanted and not found.apart(p)):
-        return None
-    form = keys_of(p)[0]
-    form = form if form in PAIRED else "bits"
-    keys = row.biased(form)
     if form == "bits" and why_no_bits(p, keys.tile_m, by_columns=True, scored=True):
         return None
-    return Backward(keys, None, DTYPES[str(p.dtype)], form, bias=True, dbias=wanted)
+    if score == "bias" and wanted and not pair_bias_of(p).apart(p):
+        return None
+    return Backward(keys, None, DTYPES[str(p.dtype)], form, score, p.packed, trained=trained)
 
 
 def bit_tiles_of(p: Problem) -> KeyTiles | None:

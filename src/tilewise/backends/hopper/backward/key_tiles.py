@@ -287,9 +287,9 @@ class VisibleBlocks(NamedTuple):
 
     def whole_block(self, n, params: BackwardParams, config: Backward) -> ScoreBlock:
         """The n-th of the tile's blocks, or of its list, of which every key is seen by every query."""
-        if config.table:
+        if config.score == "table":
             return ScoreBlock(bias=self.bias.beyond(before=False))
-        if not (config.pairs or config.alibi):
+        if not (config.pairs or config.score == "alibi"):
             return ScoreBlock()
         return self._block(n, None, params, config)
 
@@ -316,7 +316,7 @@ def visible_blocks(column, tile: KeyTile, params: BackwardParams, config: Backwa
         return VisibleBlocks(column, tile, tile.partial, tile.stop, None)
     start, stop = whole_blocks(column, tile, params, config)
     limits = limits_of(column, tile, params, config)
-    if config.table:
+    if config.score == "table":
         near, start = far_blocks(column, tile, params, config)
         return VisibleBlocks(column, tile, start, tile.stop, limits, near=near)
     return VisibleBlocks(column, tile, start, stop, limits, hidden_blocks(column, tile, start, params, config))
@@ -385,14 +385,12 @@ def blocks_of_head(
     tile = of_query_head(tile, g, params, config)
     if not config.of_numbers:
         return visible_blocks(column, tile, params, config)
-    if config.alibi:
-        blocks = blocks._replace(bias=slopes_of_head(column, tile.head, params))
-    if config.table:
-        blocks = blocks._replace(bias=key_line(column, tile.head, params, config))
+    if config.score in BIASES:
+        blocks = blocks._replace(bias=BIASES[config.score](column, tile.head, params, config))
     return blocks._replace(tile=tile) if config.pairs else blocks
 
 
-def slopes_of_head(column, head, params: BackwardParams) -> RowSlopes:
+def slopes_of_head(column, head, params: BackwardParams, config: Backward) -> RowSlopes:
     """ALiBi of a query head for a thread's keys. A block's columns are queries, and the bias falls along them: -slope (i + off - j)."""
     start = column_of(cute.arch.thread_idx()[0] % 128, 0)
     # Key j has distance 0 from query j - (hi - 1): the band ends with each query's own place.
@@ -409,3 +407,9 @@ def key_line(column, head, params: BackwardParams, config: Backward) -> KeyLine:
     at = column_of(cute.arch.thread_idx()[0] % 128, 0) - key - extra.start
     line = line_of_head(extra.line, head)
     return KeyLine(line, at, sums, [line[cute.size(line) - 1], *([line[0]] if config.form == "full" else [])])
+
+
+BIASES = {
+    "alibi": slopes_of_head,
+    "table": key_line,
+}  # a score's bias for a thread's keys; that of pairs comes block by block

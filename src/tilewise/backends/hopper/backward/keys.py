@@ -110,10 +110,10 @@ def launch(t: KeysTensors, params: BackwardParams, ctas, stream, config: Backwar
         load(t.v, held(tiles.width_v), (ROWS, tiles.width_v)),
         save(t.dk, tiles.width, *([FP32_BYTES // ELEMENT_BYTES * tiles.part_elements] if tiles.overlaps else [])),
         save(t.dv, tiles.width_v),
-        pair_bias.tma(params.extra.bias, config, cpasync.CopyBulkTensorTileG2SOp()) if config.bias else None,
-        pair_bias.tma(params.extra.dbias, config, cpasync.CopyBulkTensorTileS2GOp()) if config.dbias else None,
+        pair_bias.tma(params.extra.bias, config, cpasync.CopyBulkTensorTileG2SOp()) if config.score == "bias" else None,
+        pair_bias.tma(params.extra.dbias, config, cpasync.CopyBulkTensorTileS2GOp()) if config.stores_bias else None,
     )
-    if config.bias:  # roles read them by their descriptors alone
+    if config.score == "bias":  # roles read them by their descriptors alone
         params = params._replace(extra=params.extra._replace(bias=None, dbias=None))
     kernel.set_name_prefix(f"{config.name}_keys", remove_cutlass_symbol=True, keep_mangled_name=False)
     kernel(tmas, t.buffers, tiled_mmas(config), params, config).launch(
@@ -232,7 +232,7 @@ def load_queries(
 ):
     """One warp loads the query blocks of every tile, for each query head."""
     load, state = load_blocks, new_writer()
-    bias_place = pair_bias.new_place(phase=1) if config.bias else None
+    bias_place = pair_bias.new_place(phase=1) if config.score == "bias" else None
     if cutlass.const_expr(config.queries_first and not config.flagged):
         cute.arch.griddepcontrol_wait()  # the statistics are there when the pass over queries has ended
     if cutlass.const_expr(config.flagged):
@@ -270,7 +270,7 @@ def load_blocks(
         delta = None if config.subtracts else delta
         for step in cutlass.range(head_tile.stop - head_tile.start, unroll=1):
             m = block_at(head_tile, head_tile.start + step, params, config)
-            if cutlass.const_expr(config.bias):
+            if cutlass.const_expr(config.score == "bias"):
                 pair_bias.fetch_tiles(tmas.bias, head_tile, m, bias_place, smem.bias, config)
             fetch_block(tmas.q, gQ, sQ, lse2, m, state, q_bytes, smem, config.statistics.slot(state.index))
             state = state.advance(tiles.stages)
@@ -359,7 +359,7 @@ def store(
 ):  # fmt: skip
     """One warp for each computing warpgroup w adds its parts of dQ to their sums and stores its dK and dV. TMA drops keys past the last
     one."""
-    bias_place = pair_bias.new_place(phase=0) if config.dbias else None
+    bias_place = pair_bias.new_place(phase=0) if config.stores_bias else None
 
     def store_one(key_tile, numbers, phase, part_phase):
         return store_tile(tmas, buffers, smem, w, key_tile, (phase, part_phase), bias_place, numbers, config)
@@ -387,7 +387,7 @@ def store_tile(
                 add = dq_accumulate.add_in_order if tiles.ordered else dq_accumulate.add_or_store
                 sums = dq_accumulate.UnclearedSums(sums, key_tile.semaphores(buffers.semaphores, head_tile.head))
                 part_phase = add(sums, smem.dq, w, head_tile, part_phase, params, config)
-            elif cutlass.const_expr(config.dbias):
+            elif cutlass.const_expr(config.stores_bias):
                 part_phase = pair_bias.add_and_store(
                     tmas.dbias, smem.bias, bias_place, sums, smem.dq, w, head_tile, part_phase, params, config
                 )

@@ -116,7 +116,7 @@ def make_operands(mmas: KeysMmas, smem: KeysStorage, w, config: Backward) -> DkD
         RegisterOperand(mmas.dp_registers, operand(mmas.dp_registers, v_columns)) if v_columns else None,
         make_subtrahends(mmas, smem, operand(mmas.dp_registers, K_STEP)) if config.subtracts else None,
         cute.make_rmem_tensor((1,), F32) if config.sums_bias else None,
-        pair_bias.new_ring(smem.bias, w, config) if config.bias else None,
+        pair_bias.new_ring(smem.bias, w, config) if config.score == "bias" else None,
     )  # fmt: skip
 
 
@@ -367,12 +367,12 @@ def summing_tile(
         operands.dbias.fill(0.0)
     for g in cutlass.range(key_tile.query_heads(params), unroll=1):
         blocks = blocks_of_head(group_blocks, column, key_tile, g, params, config)
-        if cutlass.const_expr(config.table and config.form == "full"):
+        if cutlass.const_expr(config.score == "table" and config.form == "full"):
             for _ in cutlass.range(blocks.near - blocks.tile.start, unroll=1):
                 block = ScoreBlock(bias=blocks.bias.beyond(before=True))
                 state = summing_block(operands, w, state, block, smem, params, config)
-        if cutlass.const_expr(config.has_upper or config.table):
-            first = blocks.near if config.table else blocks.tile.start
+        if cutlass.const_expr(config.has_upper or config.score == "table"):
+            first = blocks.near if config.score == "table" else blocks.tile.start
             for step in cutlass.range(blocks.start - first, unroll=1):
                 block = blocks.partial_block(first + step, params, config)
                 state = summing_block(operands, w, state, block, smem, params, config)
@@ -381,15 +381,15 @@ def summing_tile(
             if cutlass.const_expr(config.pairs or config.biased):
                 block = blocks.whole_block(blocks.start + step, params, config)
             state = summing_block(operands, w, state, block, smem, params, config)
-        if cutlass.const_expr(not (config.listed or config.table)):
+        if cutlass.const_expr(not (config.listed or config.score == "table")):
             # Blocks at the lower end of the band, or all blocks where keys past the last one are in the tile
             for step in cutlass.range(blocks.tile.stop - blocks.stop, unroll=1):
                 block = blocks.partial_block(blocks.stop + step, params, config)
                 state = summing_block(operands, w, state, block, smem, params, config)
-        if cutlass.const_expr(config.dslopes):
+        if cutlass.const_expr(config.score == "alibi" and config.trained):
             head = key_tile.head * params.group + g
             dslopes.store(operands.dbias, params.extra.dbias, key_tile.batch, head, column // ROWS)
-        if cutlass.const_expr(config.table):
+        if cutlass.const_expr(config.score == "table"):
             dlines.store(operands.dbias, blocks.bias.sums)
     dq_accumulate.begin_part(operands.dq, smem.dq, state.count - 1, config)  # of the last block
     warpgroup.wait_group(0)
@@ -438,17 +438,17 @@ def summing_block(
         cute.arch.mbarrier_wait(smem.full + do_stage, do_phase)  # dO and delta
         begin_dp(operands, w, do_stage, slot)  # dPᵀ = V dOᵀ, 64 x tile_m
         kept = kept_pairs(operands, block, smem, params, config)  # under both products
-    stage = acquire_tile(operands.bias) if config.bias else None  # from load_queries
+    stage = acquire_tile(operands.bias) if config.score == "bias" else None  # from load_queries
     warpgroup.wait_group(int(not late))  # S is done
     lse2 = None if config.subtracts else statistic(smem, q_stage, operands.s, config)
     # A softcap's slope · P is rounded as P is: dS takes it in P's place.
-    sloped = cute.make_rmem_tensor_like(operands.p) if config.softcap else None
-    if config.bias:
+    sloped = cute.make_rmem_tensor_like(operands.p) if config.score == "softcap" else None
+    if config.score == "bias":
         block = block._replace(
             bias=pair_bias.block_bias(operands.bias, stage, operands.mmas.dk, rows_columns(operands.s), config)
         )
     probabilities(rows_columns(operands.s), operands.p, lse2, block, params, config, sloped=sloped)
-    if config.bias and not config.dbias:
+    if config.score == "bias" and not config.stores_bias:
         pair_bias.release_block(operands.bias, rows_columns(operands.s), config.keys.bias_stages)
     if late:
         cute.arch.mbarrier_wait(smem.full + do_stage, do_phase)  # dO and delta
@@ -463,21 +463,20 @@ def summing_block(
         begin_dv(operands, do_stage)  # dV += Pᵀ dO, 64 x width_v, runs while dS is made
         warpgroup.wait_group(1)  # dP is done
     delta = None if config.subtracts else statistic(smem, do_stage, operands.dp, config)
-    p = rounded_p(operands, sloped if config.softcap else operands.p, config)
+    p = rounded_p(operands, sloped if config.score == "softcap" else operands.p, config)
     score_gradients(rows_columns(operands.dp), p, delta, kept, params, by_columns=config.keys.reads_late)
-    if config.dslopes:
-        dslopes.add_block(operands.dbias, rows_columns(operands.dp), block.bias)
-    if config.table:
-        dlines.add_block(operands.dbias, rows_columns(operands.dp), block.bias)
+    if config.sums_bias:
+        add_block = {"alibi": dslopes.add_block, "table": dlines.add_block}[config.score]
+        add_block(operands.dbias, rows_columns(operands.dp), block.bias)
     round_to_operand(operands.ds, operands.dp, config.dtype)
     if config.dropout:
         dropout.drop(operands.p, kept.masks(config.keys.tile_m // 4))
         begin_dv(operands, do_stage)  # dV += Pᵀ dO, 64 x width_v
     ds = as_accumulator(operands.ds, operands.dp)
-    if config.dbias:
+    if config.stores_bias:
         pair_bias.put_gradient(ds, operands.mmas.score, operands.bias, config)
     dq_accumulate.put_scores(ds, operands.mmas.score, smem.dq, state.count, w, config)
-    if config.dbias:
+    if config.stores_bias:
         pair_bias.hand_gradient(operands.bias, smem.bias.done, config.keys.bias_stages)
     end = dq_then_dk if config.keys.dq_first else dk_then_dq
     end(operands, w, state, smem, q_stage, do_stage, config)

@@ -67,7 +67,7 @@ class RowBuffers(NamedTuple):
         dq_sums: (batch, heads_q, block, warpgroup, part), fp32, where dQ is accumulated.
         semaphores: (batch, heads_q, block x warpgroup), int32, where it is accumulated in order: how many key tiles have been added.
         sheet: (batch x heads_q, key block, query block, element), where dSᵀ is kept (:mod:`tilewise.backends.hopper.backward.sheet`).
-        parts: (part, warpgroup, element), fp32: dK and dV of the parts of shared tiles
+        tile_parts: (part, warpgroup, element), fp32: dK and dV of the parts of shared tiles
             (:mod:`tilewise.backends.hopper.backward.parts`).
     """
 
@@ -76,7 +76,7 @@ class RowBuffers(NamedTuple):
     dq_sums: cute.Tensor | None = None
     semaphores: cute.Tensor | None = None
     sheet: cute.Tensor | None = None
-    parts: cute.Tensor | None = None
+    tile_parts: cute.Tensor | None = None
 
 
 class KeysStorage(NamedTuple):
@@ -168,7 +168,7 @@ def allocate(tmas: KeysTmas, config: Backward) -> KeysStorage:
         # dS and parts of dQ are done with when a tile's dK and dV are put there, and K and V make room for the next tile's.
         dk, dv = (cute.recast_ptr(t.iterator, dtype=ELEMENT[config.dtype]) for t in (dq.part, dq.ds))
     bias = None
-    if config.bias:
+    if config.score == "bias":
         layout, bias_full = tmas.bias.smem_layout, left + 1
         stages = allocator.allocate_tensor(ELEMENT[config.dtype], layout.outer, ALIGNMENT, layout.inner)
         bias_empty, bias_done = (bias_full + n * tiles.bias_tiles for n in (1, 2))
@@ -219,7 +219,7 @@ def init_barriers(smem: KeysStorage, config: cutlass.Constexpr):
                 dq_accumulate.init_barriers(smem.dq)
             if cutlass.const_expr(tiles.overlaps):
                 cute.arch.mbarrier_init(smem.left, KEY_GROUPS)  # store -> warpgroups
-            if cutlass.const_expr(config.bias):
+            if cutlass.const_expr(config.score == "bias"):
                 pair_bias.init_barriers(smem.bias, config)
             if cutlass.const_expr(tiles.queued):
                 init_queue_slots(smem.boxes, TILE_READERS)

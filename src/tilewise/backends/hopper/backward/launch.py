@@ -29,57 +29,34 @@ import cutlass.cute as cute
 from tilewise.backends.hopper.backward import keys, packed_plan, postprocess, preprocess, queries
 from tilewise.backends.hopper.backward import sheet as sheet_pass
 from tilewise.backends.hopper.backward.keys_storage import RowBuffers
-from tilewise.backends.hopper.backward.params import BackwardParams, PackedParams, optional_params
+from tilewise.backends.hopper.backward.params import BackwardParams, PackedParams
 from tilewise.backends.hopper.backward.tiles import SHEET_MARGIN
+from tilewise.backends.hopper.kit.params import by_name, optional_params
 
 
 @cute.jit
 def launch(given: tuple, made: tuple, numbers: tuple, stream: cuda.CUstream, config: cutlass.Constexpr):
-    """Launches every kernel of a backward.
-
-    Args:
-        given: q, k, v, o, do (batch, seqlen, heads, head_dim); lse, dlse (batch, heads_q, seqlen_q); the tensors of
-            :func:`optional_params`. Packed sequences are one batch element; they end with cu_q, cu_k (sequence + 1,) and two zeros (1,)
-            that count the tiles of each pass.
-        made: dq, dk, dv, and lse2, delta (batch, heads_q, at least seqlen_q and a whole number of blocks). Where dQ is accumulated,
-            its sums (batch, heads_q, block, 2, part), and in order its semaphores (batch, heads_q, block x 2). Where dS is kept, its
-            sheet (batch x heads_q, key block, query block, element), and where a launch may have some of the keys, dQ's sums (batch x
-            heads_q, tile, part, element), fp32; the sheet of packed sequences is (block, element). Where these are planned, their
-            plan (PlanRow, sequence + 2), int32. Where CTAs may share key tiles, dK and dV of their parts (part, 2, element), fp32.
-            Where key tiles of equal sequences come from a queue, (1,) that counts them. Of a bias that is summed, its parts: of slopes
-            (batch, heads_q, warp), of a line zeros (slot, heads_q, distance). Of a bias by pair, its gradient (batch or 1, heads_q or 1,
-            row, key).
-        numbers: lo and hi of the band; heads of a section and CTAs of the pass over keys, then of the pass over queries; scale, scale2,
-            cap2; the numbers of :func:`optional_params`; of packed sequences the first and the end of the keys that each may see, and where
-            dS is kept the number of the launch among those that share the heads.
-    """
-    # Tensors come in the order in which host/backward_call.py gives them.
-    q, k, v, o, do, lse, dlse, *more = given
-    dq, dk, dv, *buffers = made
-    dbias = buffers.pop() if config.sums_bias or config.dbias else None
-    queue = buffers.pop() if config.makes_queue else None
-    parts = buffers.pop() if config.parted else None
-    sums = buffers.pop() if config.continues else None
-    plan = buffers.pop() if config.planned else None
-    sheet = buffers.pop() if config.keys.keeps_ds else None
-    buffers = RowBuffers(*buffers, sheet=sheet, parts=parts)
-    lo, hi, section_k, ctas_k, section_q, ctas_q, scale, scale2, cap2, *ends = numbers
-    group, queue_q, starts = q.shape[2] // k.shape[2], None, None
+    """Launches every kernel of a backward with the values of :func:`tilewise.backends.hopper.backward.parameters.parameters`. Packed
+    sequences are one batch element."""
+    reads, writes, scalars = config.parameters
+    given = by_name((*reads, *writes, *scalars), (*given, *made, *numbers))
+    q, k, v, o, do, lse, dlse, dq, dk, dv = (
+        given[name] for name in ("q", "k", "v", "o", "do", "lse", "dlse", "dq", "dk", "dv")
+    )
+    sheet, scale, scale2 = given.get("sheet"), given["scale"], given["scale2"]
+    buffers = RowBuffers(**{name: given.get(name) for name in RowBuffers._fields})
+    starts, queue_q = None, None
     if cutlass.const_expr(config.packed):
-        # Each pass takes its tiles from a queue of its own, since both may be at work at a time.
-        *more, cu_q, cu_k, queue_k, queue_q = more
-        portion = ends.pop() if config.packs_sheet else None
-        *ends, first, last = ends
-        starts = PackedParams(cu_q, cu_k, queue_k, first, last, plan, portion)
-    extra_k, extra_q = optional_params(more, ends, config)
-    extra_k = extra_k._replace(queue=queue, dbias=dbias)
+        queue, queue_q = given.pop("counts_k"), given.pop("counts_q")
+        starts = PackedParams(queue=queue, **{name: given.pop(name) for name in PackedParams._fields if name in given})
     # heads are key heads here: a key tile serves the whole group.
     params_k = BackwardParams(
-        q.shape[1], k.shape[1], k.shape[2], group, q.shape[0], section_k, lo, hi, scale, scale2, cap2, starts, extra_k
-    )
+        q.shape[1], k.shape[1], k.shape[2], q.shape[2] // k.shape[2], q.shape[0], given["section_k"], given["band_lo"], given["band_hi"],
+        scale, scale2, given["cap2"], starts, optional_params(given, "keys_"),
+    )  # fmt: skip
     cu = starts.cu_q if config.packed else None
     rows = preprocess.StatisticsTensors(
-        o, do, lse, dlse, buffers.lse2, buffers.delta, cu, buffers.dq_sums, buffers.semaphores, queue,
+        o, do, lse, dlse, buffers.lse2, buffers.delta, cu, buffers.dq_sums, buffers.semaphores, params_k.extra.queue,
         scale2 if config.subtracts else None,
     )  # fmt: skip
     if cutlass.const_expr(config.planned):
@@ -88,8 +65,9 @@ def launch(given: tuple, made: tuple, numbers: tuple, stream: cuda.CUstream, con
     keys_tensors = keys.KeysTensors(q, k, v, do, dk, dv, buffers)
     starts = starts._replace(queue=queue_q) if config.packed else None
     queries_tensors = queries.QueriesTensors(q, k, v, do, dq)
+    ctas_k, ctas_q = given["ctas_k"], given["ctas_q"]
     # The passes differ in their order of tiles and in the queue that they take tiles from.
-    params_q = params_k._replace(section=section_q, packed=starts, extra=extra_q)
+    params_q = params_k._replace(section=given["section_q"], packed=starts, extra=optional_params(given, "queries_"))
     if cutlass.const_expr(config.queries_first):
         queries.launch(queries_tensors, rows, params_q, ctas_q, stream, config)
         keys.launch(keys_tensors, params_k, ctas_k, stream, config)
@@ -104,7 +82,9 @@ def launch(given: tuple, made: tuple, numbers: tuple, stream: cuda.CUstream, con
             sums = postprocess.DqSums(buffers.dq_sums, cu, params_k.seqlen_q, buffers.semaphores, *counts)
             postprocess.launch(sums, dq, scale, stream, config)
         elif cutlass.const_expr(config.keys.keeps_ds):
-            sheet_pass.launch(sheet, k, sheet_pass.DqTensors(dq, sums), params_q, ctas_q, stream, config)
+            sheet_pass.launch(
+                sheet, k, sheet_pass.DqTensors(dq, given.get("kept_sums")), params_q, ctas_q, stream, config
+            )
         else:
             # The statistics are there: this pass only reads lse2 and delta.
             made = rows._replace(o=None, do=None, lse=None, dlse=None, cu=None)

@@ -67,7 +67,7 @@ def init_barriers(smem: BiasStorage, config: Backward) -> None:
     """One thread sets every barrier's count of arrivals."""
     for n in range(config.keys.bias_tiles):
         cute.arch.mbarrier_init(smem.full + n, 1)  # load_queries, and bytes -> warpgroup
-        cute.arch.mbarrier_init(smem.empty + n, 1 if config.dbias else 4)  # store, or the warps that have read it
+        cute.arch.mbarrier_init(smem.empty + n, 1 if config.stores_bias else 4)  # store, or the warps that have read it
         cute.arch.mbarrier_init(smem.done + n, 128)  # warpgroup -> store
 
 

@@ -7,7 +7,6 @@ from typing import NamedTuple
 import cutlass.cute as cute
 
 from tilewise.backends.hopper.backward.config import Backward
-from tilewise.backends.hopper.config import PLAIN
 from tilewise.backends.hopper.kit import schedule
 from tilewise.backends.hopper.kit.dtypes import F32, I32
 from tilewise.backends.hopper.kit.params import OptionalParams
@@ -72,21 +71,6 @@ class BackwardParams(NamedTuple):
     def queue(self) -> cute.Tensor:
         """The queue of tiles, as the tile scheduler reads it."""
         return self.extra.queue if self.packed is None else self.packed.queue
-
-
-def optional_params(tensors: list, numbers: list, config: Backward) -> tuple[OptionalParams, OptionalParams]:
-    """The arguments that only some kernels have: of the pass over keys, and of the pass over queries.
-
-    Args:
-        tensors: those of each pass, those of both, and then the leaves of expressions, as :class:`ExtraFields` names them.
-        numbers: those that it names, and then the numbers of expressions.
-    """
-    fields, tensors, numbers = config.extra, iter(tensors), iter(numbers)
-    keys, queries, both = ({name: next(tensors) for name in names} for names in fields[:3])
-    both |= {name: next(numbers) for name in fields.numbers}
-    if config.traced != PLAIN:
-        both |= {"leaves": tuple(tensors), "numbers": tuple(numbers)}
-    return OptionalParams(**keys, **both), OptionalParams(**queries, **both)
 
 
 def number_band(params: BackwardParams, config: Backward) -> schedule.Band:

@@ -159,7 +159,7 @@ def gather(
     """
     if part >= 0:
         place = Part.of(part).place(params)
-        put(accumulators, buffers.parts, place, w)
+        put(accumulators, buffers.tile_parts, place, w)
         cute.arch.fence_acq_rel_gpu()  # each thread's numbers, before one thread counts them
         # Partners: the 128 threads of the warpgroup, before and after one of them counts the part.
         cute.arch.barrier(barrier_id=barrier_id + w, number_of_threads=128)
@@ -167,7 +167,7 @@ def gather(
         cute.arch.barrier(barrier_id=barrier_id + w, number_of_threads=128)
         if get_words(told + w, 1)[0] != 0:
             cute.arch.fence_acq_rel_gpu()  # what the other CTAs counted
-            take(accumulators, buffers.parts, place - Part.of(part).n, w, params)
+            take(accumulators, buffers.tile_parts, place - Part.of(part).n, w, params)
     else:
         # The storing warp reads it when the gradients are there.
         put_words(told + w, [I32(1)])

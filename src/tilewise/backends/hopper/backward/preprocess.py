@@ -199,7 +199,7 @@ def statistics_of(lse, dlse, total, real, config: Backward) -> tuple:
     """lse2 and delta of a ``real`` row, or of one that fills up a block; ``total`` is dO · O."""
     # A row without keys: lse2 = inf makes its P = 2**(s - inf) = 0, and delta 0 its dS = 0. So is one whose every bias is a number that
     # leaves fp32 in base 2.
-    empty = (lse * LOG2_E if config.bias else lse) == -INF
+    empty = (lse * LOG2_E if config.score == "bias" else lse) == -INF
     lse2, delta = choose(empty, INF, lse * LOG2_E), choose(empty, 0.0, total - dlse)
     return choose(real, lse2, INF), choose(real, delta, 0.0)
 

@@ -124,7 +124,7 @@ def probabilities(
         lse2 = block.bias.less(lse2, s)
     # None without expressions; otherwise each node of the trees is computed once for what it depends on.
     values = block.values(config)
-    if config.softcap:
+    if config.score == "softcap":
         softcap_roughly(s, params.cap2)
     for c in range(0, cute.size(s, mode=[1]), 2):  # an operand's word holds two neighbouring columns
         for r in range(2):
@@ -190,10 +190,10 @@ def probability(point: ScorePoint, lse2, column: int, ends, params: BackwardPara
 
 def times_slope(p, point: ScorePoint, config: Backward):
     """slope · P. Where P is 0 the product is selected to 0, since a traced slope may be anything there."""
-    if config.softcap and config.keys.reads_late:
+    if config.score == "softcap" and config.keys.reads_late:
         # As many instructions, but the slope does not lie beside the exponent: one register less for each pair at work.
         return cute.math.fma(-(p * point.score), point.score, p)
-    if config.softcap:
+    if config.score == "softcap":
         return p * (1.0 - point.score * point.score)
     return p if point.slope is None else choose(p == 0.0, 0.0, p * point.slope)
 

@@ -114,9 +114,11 @@ class BackwardRow:
         """The tiles of two passes that ship for a form."""
         return self.passes(form, softcap) if self.form_of_two_passes(form, packed) == form else None
 
-    def biased(self, form: str) -> KeyTiles:
-        """The tiles with a bias by pair as a form has them."""
-        return self.bias if form == "full" else replace(self.bias, queued=True, prefetches=True)
+    def biased(self, score: str, form: str, packed: bool) -> KeyTiles | None:
+        """The tiles with a score of SCORES that reads a bias, as a form has them."""
+        if score != "bias":
+            return self.summed(form, packed) if self.alibi else None
+        return replace(self.bias, queued=True, prefetches=True) if self.bias and form != "full" else self.bias
 
     def passes(self, form: str, softcap: bool, traced: Traced = PLAIN, dropout: bool = False) -> Passes | None:
         """The column of a problem that has a pass for dQ; None where this row has no tiles for it."""

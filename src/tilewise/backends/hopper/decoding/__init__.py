@@ -2,6 +2,6 @@
 
 ``config`` has the kernels' sizes and ``choice`` says which calls get one, without the DSL. ``kernel`` has the roles of a CTA and the
 launch; ``shares`` finds a CTA's part of all keys, ``load`` brings it, ``compute`` attends to it, ``merge`` brings together what several
-CTAs have of a sequence. ``storage`` lays out shared memory, ``params`` holds the numbers of a launch, ``fake_arguments`` what it is
-compiled for.
+CTAs have of a sequence. ``storage`` lays out shared memory, ``params`` holds the numbers of a launch, ``parameters`` their
+order.
 """

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tilewise.backends.hopper.config import ALIGNMENT, DTYPES, ELEMENT_BYTES, PLAIN, Formed, band_of
+from tilewise.backends.hopper.decoding.parameters import parameters
 from tilewise.backends.hopper.expected import Expected
+from tilewise.backends.hopper.parameters import Parameters
 from tilewise.problem import Problem
 
 BOX_ROWS = (64, 16)  # rows that one box brings, of one page; a call gets the first that divides the size of its pages
@@ -79,7 +81,7 @@ class DecodingConfig(Formed):
     paged: int = BOX_ROWS[0]
     # The options of other kernels, which these have not. The ends of the band are numbers of the launch.
     form = "full"
-    packed, softcap, dropout, traced, split, alibi, table = True, False, False, PLAIN, False, False, False
+    packed, traced, split = True, PLAIN, False
 
     @property
     def name(self) -> str:
@@ -93,9 +95,9 @@ class DecodingConfig(Formed):
         return self.tiles.tile_n // self.paged
 
     @property
-    def extra(self) -> tuple[str, ...]:
-        """The values that follow a launch's numbers, in order: fields of OptionalParams."""
-        return "seqlens_k", "block_table", "part_o", "part_lse", "counts", "num_pages", "page_rows"
+    def parameters(self) -> Parameters:
+        """The tensors and numbers of a launch, in order."""
+        return parameters(self)
 
     @property
     def tile_queries(self) -> int:

@@ -28,25 +28,18 @@ from tilewise.backends.hopper.decoding.storage import allocate, init_barriers
 from tilewise.backends.hopper.forward.pages import paged_map
 from tilewise.backends.hopper.kit import packed
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32
-from tilewise.backends.hopper.kit.params import OptionalParams
+from tilewise.backends.hopper.kit.params import by_name, optional_params
 from tilewise.backends.hopper.kit.tiles import staged_layout
 
 
 @cute.jit
 def launch(
-    q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, o: cute.Tensor, lse: cute.Tensor, sink: cute.Tensor,
-    numbers: tuple, stream: cuda.CUstream, config: cutlass.Constexpr,
+    q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, o: cute.Tensor, lse: cute.Tensor, sink: cute.Tensor, others: tuple,
+    stream: cuda.CUstream, config: cutlass.Constexpr,
 ):  # fmt: skip
-    """Launches the forward of q (queries, sequences, heads_q, D) over the pools k, v (pages, rows of a page, heads_k, D).
-
-    o is as q; lse is (queries, heads_q, sequences), fp32; sink is (heads_q,), fp32.
-
-    Args:
-        numbers: shares, whether lengths and a table say where keys are, whether there are sinks (else sink is not read), scale2, lo
-            and hi (:class:`params.DecodingParams`), and those of :attr:`DecodingConfig.extra`.
-    """
+    """Launches the forward of the values of :func:`tilewise.backends.hopper.decoding.parameters.parameters`."""
     tiles, element, major = config.tiles, ELEMENT[config.dtype], OperandMajorMode
-    shares, cached, sinks, scale2, lo, hi, *extra = numbers
+    given = by_name(config.parameters[-1], others)
     row, column = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
     k_shape, v_shape = (ROWS, tiles.tile_n, tiles.width), (ROWS, tiles.width, tiles.tile_n)
     layout_k = staged_layout(sm90.make_smem_layout_b(row, k_shape, element, 1), tiles.stages, tiles.block)
@@ -55,24 +48,11 @@ def launch(
     rmem = warpgroup.OperandSource.RMEM
     qk = sm90.make_trivial_tiled_mma(element, element, major.K, major.K, F32, (1, 1, 1), (ROWS, tiles.tile_n), rmem)
     pv = sm90.make_trivial_tiled_mma(element, element, major.K, major.MN, F32, (1, 1, 1), (ROWS, tiles.width), rmem)
-    optional = OptionalParams(**dict(zip(config.extra, extra, strict=True)))
     heads_k = k.shape[2]
+    own = {name: given.pop(name) for name in DecodingParams._fields if name in given}
+    extra = optional_params(given)
     params = DecodingParams(
-        k.shape[1],
-        heads_k,
-        q.shape[2] // heads_k,
-        q.shape[0],
-        shares,
-        cached,
-        scale2,
-        lo,
-        hi,
-        q,
-        o,
-        lse,
-        sinks,
-        sink,
-        optional,
+        k.shape[1], heads_k, q.shape[2] // heads_k, q.shape[0], q=q, o=o, lse=lse, sink=sink, extra=extra, **own
     )
     kernel.set_name_prefix(config.name, remove_cutlass_symbol=True, keep_mangled_name=False)
     kernel(
@@ -80,7 +60,7 @@ def launch(
         paged_map(packed.ragged(v, columns_first=True), layout_v, config, 1),
         qk, pv, params, config,
     ).launch(
-        grid=[shares * heads_k, 1, 1], block=[THREADS, 1, 1], min_blocks_per_mp=1, stream=stream
+        grid=[params.shares * heads_k, 1, 1], block=[THREADS, 1, 1], min_blocks_per_mp=1, stream=stream
     )  # fmt: skip
 
 

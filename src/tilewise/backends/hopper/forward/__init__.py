@@ -13,7 +13,6 @@ the blocks of a tile, masks and softmax             compute
 the products of a block                             staged_blocks
 o and lse to memory                                 epilogue
 states of split keys                                combine
-the numbers and tensors of a launch                 params
-tensors without memory, to compile for              fake_arguments
+the numbers and tensors of a launch                 parameters (no DSL); by name in kernels: params
 =================================================== ==================================================================
 """

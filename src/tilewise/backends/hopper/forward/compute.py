@@ -77,7 +77,7 @@ def new_operands(qk: cute.TiledMma, pv: cute.TiledMma, smem: ForwardStorage, w, 
         cute.make_rmem_tensor(pv.partition_shape_A((ROWS, tiles.tile_n)), ELEMENT[config.dtype]),  # P
         softmax.new_state(),
         cute.make_rmem_tensor((1,), I32) if config.short_tanh else None,
-        new_bias(pv, smem, w, config) if config.bias else None,
+        new_bias(pv, smem, w, config) if config.score == "bias" else None,
     )  # fmt: skip
 
 
@@ -218,7 +218,7 @@ def compute_tile(
     state = first_block(operands, state, block, smem, params, config)
     if cutlass.const_expr(config.skips):
         state = skip(hidden, operands, state, w, smem, config, turn=False)
-    if cutlass.const_expr(config.has_upper or config.table):
+    if cutlass.const_expr(config.has_upper or config.score == "table"):
         for step in cutlass.range(
             whole - 1 - hidden, unroll=1
         ):  # the right edge, or blocks that need the predicate or bits, or a bias for each pair
@@ -286,7 +286,7 @@ class KeyBlock(NamedTuple):
 
     def bias(self, operands: ForwardOperands, config: Config) -> BlockSlopes | BlockLine | pair_bias.BlockBias | None:
         """The bias in this block, that of pairs as it was read last; None without."""
-        if config.bias:
+        if config.score == "bias":
             return pair_bias.block_bias(operands.bias, operands.s, config.dtype)
         return self.ends.bias.within(self.n * config.tiles.tile_n) if config.biased else None
 
@@ -297,11 +297,11 @@ def row_ends(query_tile: QueryTile, row, thread, band: schedule.Band, params: Fo
     upper = [schedule.row_stop(i, band, PICK) - start for i in rows]
     lower = [schedule.row_start(i, band, PICK) - start for i in rows] if config.has_lower else None
     bias = None
-    if config.alibi:
+    if config.score == "alibi":
         # The band ends with a row's own place: the last key that it may see is at distance 0.
         slope2 = params.extra.slopes[query_tile.head] * softmax.LOG2_E
         bias = RowSlopes(slope2, [F32(i + band.hi - 1 - start) for i in rows])
-    if config.table:
+    if config.score == "table":
         line = line_of_head(params.extra.line, query_tile.head)
         ends = [line[cute.size(line) - 1], *([line[0]] if config.form == "full" else [])]
         bias = RowLine(line, rows[0] - start - params.extra.start, ends)
@@ -366,10 +366,10 @@ def steady_block(
     warpgroup.wait_group(1)  # S; O may still be under way
     # A bias is taken off the maximum here, not added to S, which saves two instructions a pair; a softcap takes the maximum along.
     s = rows_columns(operands.s)
-    capped = capped_by(operands, params, config) if config.softcap else None
+    capped = capped_by(operands, params, config) if config.score == "softcap" else None
     totals = softmax.steady_softmax(s, operands.rows, params.scale2, block.bias(operands, config), capped)
     served = both(totals[0] <= softmax.MOST, totals[1] <= softmax.MOST)
-    if config.bias:
+    if config.score == "bias":
         # Beside a maximum of -inf or the least number a bias says nothing: inf - inf, or beyond fp32.
         served = both(served, both(*[pair_bias.serves(operands.rows.m2[r]) for r in range(2)]))
     # All four warps answer, as they read S and P together; it holds the exponentials above the wait (softmax.hold_exponentials).
@@ -431,7 +431,7 @@ def masked_scores(operands: ForwardOperands, block: KeyBlock, params: ForwardPar
     """The accumulator of S as (2 rows, columns), capped or scored, and masked; with a bias or capped in base 2 (:func:`left_scale`)."""
     s, ends, first = rows_columns(operands.s), block.ends, block.n * config.tiles.tile_n
     pairs = expression.pairs_of(ends, first, params) if config.traced != PLAIN else None
-    if config.softcap:
+    if config.score == "softcap":
         softmax.softcap(s, params.cap2, params.scale2, config.softcap_columns)
     if config.biased:
         block.bias(operands, config).add(s, params.scale2)
@@ -454,21 +454,21 @@ def read_bias(operands: ForwardOperands, config: Config) -> None:
     """Reads the tile of a bias by pair that belongs to the block at hand."""
     # Before the wait for S: the reads run under both products, and take registers that P of the block before still needs if any later
     # block's tile were read here too.
-    if config.bias:
+    if config.score == "bias":
         pair_bias.read_tile(operands.bias, operands.pv)
 
 
 def release_bias(operands: ForwardOperands, config: Config) -> None:
     """Gives back the tile of a bias by pair when its last number has been used."""
     # After the exponentials, not after the reads: by then their results have come, and no instruction has to wait for them.
-    if config.bias:
+    if config.score == "bias":
         pair_bias.release_tile(operands.bias, config.tiles.bias_stages)
 
 
 def left_scale(params: ForwardParams, config: Config):
     """The factor that takes :func:`masked_scores` to base 2."""
     # A bias is added where S is scaled already, because it is known in base 2; a softcap's last factor is this one.
-    return F32(1.0) if config.biased or config.softcap else params.scale2
+    return F32(1.0) if config.score else params.scale2
 
 
 def dropout_masks(block: KeyBlock, smem: ForwardStorage, params: ForwardParams, config: Config) -> list:
@@ -529,7 +529,7 @@ def skip(
         if cutlass.const_expr(turn):
             pingpong_wait(w, config)
             pingpong_signal(w, config)
-            if cutlass.const_expr(config.bias):
+            if cutlass.const_expr(config.score == "bias"):
                 pair_bias.acquire_tile(
                     operands.bias
                 )  # a stage that is released before its bytes came would be filled twice at once

@@ -20,10 +20,10 @@ from tilewise.backends.hopper.config import (
     Formed,
     Traced,
     keys_of,
-    slopes_of,
     why_no_bits,
 )
 from tilewise.backends.hopper.expected import Expected
+from tilewise.backends.hopper.forward.parameters import parameters
 from tilewise.backends.hopper.forward.tiles import (
     HEADS,
     PAGED_TILES,
@@ -34,14 +34,9 @@ from tilewise.backends.hopper.forward.tiles import (
     rows_for,
     short,
 )
-from tilewise.backends.hopper.pair_bias import FORMS as PAIRED
-from tilewise.backends.hopper.pair_bias import pair_bias_of
-from tilewise.backends.hopper.tables import FORMS as LINED
-from tilewise.backends.hopper.tables import line_of
+from tilewise.backends.hopper.pair_bias import score_of
+from tilewise.backends.hopper.parameters import SCORES, Parameters
 from tilewise.problem import Problem
-
-# Options, and the fields of the launch that they read.
-FIELDS = {"dropout": ("seed", "threshold", "keep"), "alibi": ("slopes",), "table": ("line", "start"), "bias": ("bias",)}
 
 
 @dataclass(frozen=True)
@@ -56,22 +51,19 @@ class Config(Formed):
         paged: how many rows of a page a box of TMA brings, where keys lie in pages (and sequences are packed); 0: they do not.
         traced: the expressions of this call alone: such a kernel is compiled at the first call.
         dropout: some pairs are dropped.
-        alibi, table, bias: what is added to scores: ALiBi, linear in the key (``kit.slopes``), by distance (``kit.lines``), by pair.
+        score: one of SCORES.
     """
 
     tiles: Tiles
     dtype: str
     form: str
-    softcap: bool = False
+    score: str = ""
     split: bool = False
     heads: int = 1
     packed: bool = False
     traced: Traced = PLAIN
     dropout: bool = False
     paged: int = 0
-    alibi: bool = False
-    table: bool = False
-    bias: bool = False
 
     @property
     def queries(self) -> int:
@@ -84,14 +76,9 @@ class Config(Formed):
         return self.queries * self.tiles.warpgroups
 
     @property
-    def extra(self) -> tuple[str, ...]:
-        """The fields of :class:`tilewise.backends.hopper.kit.params.OptionalParams` that a launch of this kernel gets, in order."""
-        found = (("part_o", "part_lse") if self.split else ()) + self.mask_fields
-        found += tuple(field for option, fields in FIELDS.items() if getattr(self, option) for field in fields)
-        if self.paged:
-            return (*found, "cu_q", "queue", "seqlens_k", "block_table", "num_pages", "page_rows")
-        found += ("cu_q", "cu_k", "first", "last") if self.packed else ()
-        return found + (("queue",) if self.queued else ())
+    def parameters(self) -> Parameters:
+        """The tensors and numbers of a launch, in order."""
+        return parameters(self)
 
     @property
     def expected(self) -> tuple[Expected, ...]:
@@ -123,13 +110,13 @@ class Config(Formed):
     @property
     def may_hide(self) -> bool:
         """Whether a score may be -inf where the mask keeps the pair."""
-        return self.bias or bool(self.traced.score)
+        return self.score == "bias" or bool(self.traced.score)
 
     @property
     def short_tanh(self) -> bool:
         """Whether whole blocks take a softcap's scores to be as small as those before were (docs/decisions.md#hopper-softcap): at a head
         dim of 128 two warps of a scheduler hide less of what a long block waits for."""
-        return self.steady and self.softcap and self.tiles.width == 64
+        return self.steady and self.score == "softcap" and self.tiles.width == 64
 
     @property
     def skips(self) -> bool:
@@ -143,7 +130,7 @@ class Config(Formed):
         """The kernel's name: its symbol in the cubin, and its file."""
         tiles = self.tiles
         dims = f"d{tiles.width}" + (f"v{tiles.width_v}" if tiles.width_v != tiles.width else "")
-        flags = "".join(f"_{name}" for name in ("softcap", *FIELDS, "split") if getattr(self, name))
+        flags = self.words + "_split" * self.split
         flags += f"_paged{self.paged}" if self.paged else "_packed" if self.packed else ""
         flags += f"_heads{self.heads}" if self.heads > 1 else ""
         traced = "" if self.traced == PLAIN else f"_{self.traced.digest}"
@@ -173,30 +160,28 @@ def shipped() -> list[Config]:
     # Every form of every head dim and dtype; then, of forms whose ends are numbers, what short or packed calls want.
     plain = [Config(row.of_form(form), dtype, form) for row in TABLE.values() for dtype, form in kinds]
     capped = [
-        Config(row.of_form(form, softcap=True), dtype, form, softcap=True)
+        Config(row.of_form(form, softcap=True), dtype, form, "softcap")
         for row in TABLE.values()
         if row.softcap
         for dtype, form in kinds
     ]
     whole = plain + capped
     ends = [c for c in whole if c.of_numbers]
-    split = [replace(c, split=True) for c in ends if row_of(c.tiles).softcap and not c.softcap]
+    split = [replace(c, split=True) for c in ends if row_of(c.tiles).softcap and not c.score]
     packed = [replace(c, packed=True) for c in ends]
     ended = [kind for kind in kinds if kind[1] in ("upper", "band")]
     paged = [Config(t, *kind, packed=True, paged=n) for (_, n), t in PAGED_TILES.items() for kind in ended]
     few = [other for c in ends if c.form != "band" for other in (*smaller(c), *grouped(c))]
-    both = [replace(c, split=split) for c in few if not c.softcap or c.heads == HEADS[0] for split in (False, True)]
+    both = [replace(c, split=split) for c in few if not c.score or c.heads == HEADS[0] for split in (False, True)]
     bits = [Config(row.bits, dtype, "bits") for row in TABLE.values() if row.bits for dtype in DTYPES.values()]
     trained = [(row, *kind) for row in TABLE.values() if row.dropout for kind in kinds]
     dropped = [Config(row.dropout, dtype, form, dropout=True) for row, dtype, form in trained if form in DROPPED]
     packed += [replace(c, packed=True) for c in dropped if c.form == "upper"]
-    with_alibi = [row.alibi for row in TABLE.values() if row.alibi]
-    sloped = [Config(tiles, dtype, "upper", alibi=True) for tiles in with_alibi for dtype in DTYPES.values()]
-    packed += [replace(c, packed=True) for c in sloped]
-    lined = [replace(c, form=form, alibi=False, table=True) for c in sloped for form in LINED]
-    biased = [row.bias for row in TABLE.values() if row.bias]
-    paired = [Config(t, dtype, form, bias=True) for t in biased for dtype in DTYPES.values() for form in PAIRED]
-    return list(dict.fromkeys((*whole, *split, *packed, *paged, *both, *bits, *dropped, *sloped, *lined, *paired)))
+    scored = [(row, score, form) for row in TABLE.values() for score, x in SCORES.items() for form in x.forms]
+    scored = [(tiles, form, score) for row, score, form in scored if (tiles := row.biased(score))]
+    biased = [Config(tiles, dtype, form, score) for tiles, form, score in scored for dtype in DTYPES.values()]
+    packed += [replace(c, packed=True) for c in biased if (True, False) in SCORES[c.score].ways]
+    return list(dict.fromkeys((*whole, *split, *packed, *paged, *both, *bits, *dropped, *biased)))
 
 
 @lru_cache(maxsize=1)
@@ -214,7 +199,7 @@ def candidates() -> list[Config]:
 
 def smaller(config: Config) -> list[Config]:
     """The config with fewer rows or keys in a tile, which short sequences want."""
-    if not config.of_numbers or config.softcap or config.packed or config.dropout or config.traced != PLAIN:
+    if not config.of_numbers or config.score or config.packed or config.dropout or config.traced != PLAIN:
         return []
     row = row_of(config.tiles)
     fewer = row.fewer if config.form == "full" else row.fewer_ends
@@ -251,7 +236,7 @@ def choose(problem: Problem) -> Config:
         return biased
     row = row_for(problem, capped, dropout and traced == PLAIN)
     tiles, dtype = row.of_form(form, capped, traced, dropout), DTYPES[str(problem.dtype)]
-    config = Config(tiles, dtype, form, capped, packed=problem.packed, traced=traced, dropout=dropout)
+    config = Config(tiles, dtype, form, "softcap" * capped, packed=problem.packed, traced=traced, dropout=dropout)
     if not config.of_numbers:
         return config
 
@@ -272,15 +257,15 @@ def choose(problem: Problem) -> Config:
 def with_bias(problem: Problem) -> Config | None:
     """The kernel that knows what a score adds to s; None where the score is something else, or keys would be split, as those of packed
     sequences never are."""
-    kind = bias_kind(problem) if str(problem.dtype) in DTYPES else ""
-    rows = rows_for(problem.head_dim, problem.head_dim_v) if kind else ()
-    tiles = next((tiles for row in rows if (tiles := row.bias if kind == "bias" else row.alibi)), None)
+    score = score_of(problem) if str(problem.dtype) in DTYPES else ""
+    rows = rows_for(problem.head_dim, problem.head_dim_v) if score else ()
+    tiles = next((tiles for row in rows if (tiles := row.biased(score))), None)
     if tiles is None:
         return None
-    form = form_of_pairs(problem, tiles) if kind == "bias" else keys_of(problem)[0]
+    form = form_of_pairs(problem, tiles) if score == "bias" else keys_of(problem)[0]
     if not form:
         return None
-    config = Config(tiles, DTYPES[str(problem.dtype)], form, packed=problem.packed, **{kind: True})
+    config = Config(tiles, DTYPES[str(problem.dtype)], form, score, packed=problem.packed)
     return config if problem.packed or not leaves_idle(config, problem) else None
 
 
@@ -290,18 +275,9 @@ def form_of_pairs(problem: Problem, tiles: Tiles) -> str:
     form, ends_alone = keys_of(problem)[0], problem.spec.region.predicate is None and not problem.spec.needs_grad
     if problem.head_dim <= 32:
         return ""
-    if form in PAIRED:
+    if form in SCORES["bias"].forms:
         return form
     return "" if (ends_alone and tiles.width == 64) or why_no_bits(problem, tiles.tile_n, scored=True) else "bits"
-
-
-def bias_kind(problem: Problem) -> str:
-    """The attribute of :class:`Config` that names what a score adds to s; empty where that is nothing that kernels know."""
-    if slopes_of(problem) is not None and not problem.spec.dropout_p:
-        return "alibi"
-    if line_of(problem) is not None:
-        return "table"
-    return "bias" if pair_bias_of(problem) is not None else ""
 
 
 def row_for(problem: Problem, capped: bool, dropped: bool) -> TileRow:

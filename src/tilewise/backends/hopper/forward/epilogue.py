@@ -39,7 +39,7 @@ def epilogue(
     sink_logits = [choose(sinks != 0, sink[head], -softmax.INF) for head in heads]
     # For the thread's two rows: 1 / l, and the natural lse.
     factor, statistic = softmax.finalize(operands.rows, sink_logits)
-    if config.bias:
+    if config.score == "bias":
         statistic = [natural(x) for x in statistic]
     for r in range(2):
         place, inside = row_at(query_tile, w, r, params, config)  # again: known early, it costs the loops instructions
@@ -106,7 +106,7 @@ def put_rows(operands, query_tile: QueryTile, w, params: ForwardParams, config: 
         for first in range(0, cute.size(o, mode=[1]), 8):  # four pairs of columns: 32 of the quad
             words = [pack(o[r, first + n], o[r, first + n + 1], config.dtype) for n in range(0, 8, 2)]
             start = column + constant_column(first)
-            put_columns(params.extra.o, place, inside, start, transpose_quad(words))
+            put_columns(params.extra.direct_o, place, inside, start, transpose_quad(words))
 
 
 def put_columns(o: cute.Tensor, place: tuple, inside, column, words: list) -> None:

@@ -36,10 +36,11 @@ from tilewise.backends.hopper.forward.compute import compute
 from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.forward.load import load, store
 from tilewise.backends.hopper.forward.pages import paged_map
-from tilewise.backends.hopper.forward.params import ForwardParams, TensorMaps, optional_params
+from tilewise.backends.hopper.forward.params import ForwardParams, TensorMaps
 from tilewise.backends.hopper.forward.storage import allocate, init_barriers
 from tilewise.backends.hopper.kit import packed
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32
+from tilewise.backends.hopper.kit.params import by_name, optional_params
 from tilewise.backends.hopper.kit.tiles import staged_layout
 
 # -- Launch --------------------------------------------------------------------------------------------------------
@@ -107,19 +108,12 @@ def by_group(t: cute.Tensor, group, groups) -> cute.Tensor:
 
 @cute.jit
 def launch(
-    q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, o: cute.Tensor, lse: cute.Tensor, sink: cute.Tensor,
-    numbers: tuple, stream: cuda.CUstream, config: cutlass.Constexpr,
+    q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, o: cute.Tensor, lse: cute.Tensor, sink: cute.Tensor, others: tuple,
+    stream: cuda.CUstream, config: cutlass.Constexpr,
 ):  # fmt: skip
-    """Launches the forward of q (batch, seqlen_q, heads_q, D), k, v (batch, seqlen_k, heads_k, D or Dv).
-
-    o has q's rows and heads and Dv columns; lse is (batch, heads_q, seqlen_q), fp32; sink is (heads_q,), fp32. Packed sequences
-    are one batch element.
-
-    Args:
-        numbers: lo and hi of the band, heads of a section, CTAs, whether there are sinks (else sink is not read), scale2,
-            cap2, and the values that :func:`optional_params` takes.
-    """
-    tiles, element = config.tiles, ELEMENT[config.dtype]
+    """Launches the forward of the values of :func:`tilewise.backends.hopper.forward.parameters.parameters`. Packed sequences are one
+    batch element; without sinks, their tensor is not read."""
+    given, tiles, element = by_name(config.parameters[-1], others), config.tiles, ELEMENT[config.dtype]
     group = q.shape[2] // k.shape[2]
     # With grouped heads a box of Q holds some heads of each of `queries` rows.
     rows = ROWS if config.heads == 1 else (config.heads, config.queries)
@@ -139,20 +133,20 @@ def launch(
         element, element, major.K, major.MN, F32, (1, 1, 1), (ROWS, tiles.width_o), warpgroup.OperandSource.RMEM
     )
     bring, send, tma = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp(), cpasync.make_tiled_tma_atom
-    lo, hi, section, ctas, sinks, scale2, cap2, *extra = numbers
-    optional = optional_params(extra, config)
+    optional = optional_params(given)
+    lo, hi, sinks = given["band_lo"], given["band_hi"], given["sinks"]
     params = ForwardParams(
-        q.shape[1], k.shape[1], q.shape[2], group, q.shape[0], section, lo, hi, sinks, scale2, cap2,
-        optional._replace(o=None if config.stores or config.split else o, bias=None),
+        q.shape[1], k.shape[1], q.shape[2], group, q.shape[0], given["section_heads"], lo, hi, sinks, given["scale2"], given["cap2"],
+        optional._replace(direct_o=None if config.stores or config.split else o, bias=None),
     )  # fmt: skip
     kernel.set_name_prefix(config.name, remove_cutlass_symbol=True, keep_mangled_name=False)
     kernel(
         tma(bring, views.q, layout_q, (rows, tiles.width)),
         *key_maps(views, layout_k, layout_v, config),
         tma(send, views.o, layout_o, (rows, tiles.width_o)),
-        bias_map(optional.bias, config) if config.bias else None,
+        bias_map(optional.bias, config) if config.score == "bias" else None,
         lse, sink, qk, pv, params, config,
-    ).launch(grid=[ctas, 1, 1], block=[tiles.threads, 1, 1], min_blocks_per_mp=1, stream=stream)  # fmt: skip
+    ).launch(grid=[given["ctas"], 1, 1], block=[tiles.threads, 1, 1], min_blocks_per_mp=1, stream=stream)  # fmt: skip
     if cutlass.const_expr(config.split):
         combine.launch(params.extra.part_o, params.extra.part_lse, o, lse, sink, sinks, stream, config)
 

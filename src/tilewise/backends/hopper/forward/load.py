@@ -40,7 +40,7 @@ def load(maps: TensorMaps, smem: ForwardStorage, params: ForwardParams, config: 
     """
     # A loop of its own, and no scheduler.take_tiles: docs/decisions.md#hopper-forward-loops.
     state, q_state = new_writer(), new_writer()  # in the ring of K and V, and in the tiles of Q
-    bias_place = new_place(phase=1) if config.bias else None
+    bias_place = new_place(phase=1) if config.score == "bias" else None
     if cutlass.const_expr(config.queued):
         taken, late = packed_tile(I32(cute.arch.block_idx()[0]), params, config), config.form == "bits"
         while taken.sequence >= 0:
@@ -208,7 +208,7 @@ def fetch_bias(
     maps: TensorMaps, query_tile: QueryTile, n, place: cute.Tensor | None, smem: ForwardStorage, config: Config
 ) -> None:
     """Fetches the tiles of a bias by pair that the warpgroups add to their scores of key block n; nothing without such a bias."""
-    if not config.bias:
+    if config.score != "bias":
         return
     tiles, state = config.tiles, PipelineState(place[0], place[1])
     # What all heads or the whole batch share has one of them, which every tile then reads; the second level cache serves it.

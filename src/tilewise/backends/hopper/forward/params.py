@@ -7,8 +7,6 @@ from typing import NamedTuple
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import cpasync
 
-from tilewise.backends.hopper.config import PLAIN
-from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.kit.dtypes import F32, I32
 from tilewise.backends.hopper.kit.params import OptionalParams
 
@@ -65,13 +63,3 @@ class TensorMaps(NamedTuple):
     v: cpasync.TmaInfo
     o: cpasync.TmaInfo
     bias: cpasync.TmaInfo | None = None
-
-
-def optional_params(values: list, config: Config) -> OptionalParams:
-    """The values that follow a launch's numbers, by name: those of ``config.extra``, then leaves, then numbers of expressions or tanh."""
-    # The host puts values down by place, in this order: fields of `config.extra`, then leaves, then numbers.
-    named, leaves = len(config.extra), len(config.extra) + len(config.traced.tensors)
-    if config.traced == PLAIN and not config.short_tanh:
-        return OptionalParams(**dict(zip(config.extra, values, strict=True)))
-    fields = dict(zip(config.extra, values[:named], strict=True))
-    return OptionalParams(**fields, leaves=tuple(values[named:leaves]), numbers=tuple(values[leaves:]))

@@ -177,7 +177,7 @@ def block_at(query_tile: QueryTile, step, params: ForwardParams, config: Config)
         m_block = query_tile.row // config.tile_queries
         return params.extra.blocks[query_tile.batch, query_tile.head, m_block, step]
     block = query_tile.stop - 1 - step
-    if not (config.table and config.form == "full"):
+    if not (config.score == "table" and config.form == "full"):
         return block
     first, stop = near_blocks(query_tile, params, config)
     step, near = I32(step), stop - first
@@ -223,10 +223,10 @@ def whole_steps(query_tile: QueryTile, row, band: schedule.Band, params: Forward
     start, stop = query_tile.start, query_tile.stop
     # Blocks are visited from the last to the first: the steps [stop - last, stop - first) are the whole ones.
     hidden = PICK.smaller(schedule.hidden_blocks(*rows, (start, stop), PICK), 1) if config.skips else I32(0)
-    if config.table and config.form == "full":
+    if config.score == "table" and config.form == "full":
         near = near_blocks(query_tile, params, config)
         return hidden, 1 + near[1] - near[0], stop - start
-    if config.table:
+    if config.score == "table":
         # Keys below row + hi are past the line's last distance.
         rows = *rows[:-1], band._replace(hi=1 - last_distance(params.extra))
     first, last = schedule.whole_blocks(*rows, (start, stop - 1 - hidden), PICK)

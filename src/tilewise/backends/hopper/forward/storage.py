@@ -63,7 +63,7 @@ def allocate(maps: TensorMaps, config: Config) -> ForwardStorage:
     v, o = seen_as(k, maps.v.smem_layout), seen_as(q, maps.o.smem_layout)
     unread, mailboxes = full + tiles.barriers, full + tiles.barriers + 1
     storage = ForwardStorage(q, k, v, o, full, empty, q_full, q_empty, o_full, unread, mailboxes)
-    if not config.bias:
+    if config.score != "bias":
         return storage
     layout, bias_full = maps.bias.smem_layout, q_full + 3 * tiles.q_tiles
     bias = allocator.allocate_tensor(ELEMENT[config.dtype], layout.outer, ALIGNMENT, layout.inner)

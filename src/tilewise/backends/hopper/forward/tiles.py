@@ -201,6 +201,10 @@ class TileRow:
         more = (tiles for tiles in (self.bits, self.dropout, self.alibi, self.bias, self.short) if tiles is not None)
         return (self.full, self.ends, self.traced, self.listed, *more, *self.fewer, *self.fewer_ends)
 
+    def biased(self, score: str) -> Tiles | None:
+        """The tiles with a score of SCORES that reads a bias."""
+        return self.bias if score == "bias" else self.alibi
+
     def of_form(self, form: str, softcap: bool = False, traced: Traced = PLAIN, dropout: bool = False) -> Tiles:
         """The tiles of a kernel of this form."""
         # Dropout alone has tiles of its own; beside anything that is traced its words take the registers of fewer keys.

@@ -44,7 +44,7 @@ from tilewise.backends.hopper.latent.config import LatentConfig
 OPTIONS = "--gpu-arch sm_90a --keep-cubin --keep-ptx"
 # What makes a kernel's file of its program, and says whether it is as it must be.
 HOST = (
-    "expected.py", "kit/fake.py", "*/fake_arguments.py",
+    "expected.py", "kit/fake.py", "parameters.py", "*/parameters.py",
     "host/aot.py", "host/hostcode.py", "host/llvm_types.py", "host/cubin.py", "host/recipe.py", "host/sass.py",
 )  # fmt: skip
 
@@ -59,19 +59,17 @@ def compiled(
     import cutlass.cute as cute
     from cutlass.cutlass_dsl import CuTeDSL
 
+    from tilewise.backends.hopper.kit import fake
+
     if isinstance(config, Backward):
-        from tilewise.backends.hopper.backward.fake_arguments import fake_arguments
         from tilewise.backends.hopper.backward.launch import launch
     elif isinstance(config, LatentConfig):
-        from tilewise.backends.hopper.latent.fake_arguments import fake_arguments
         from tilewise.backends.hopper.latent.kernel import launch
     elif isinstance(config, DecodingConfig):
-        from tilewise.backends.hopper.decoding.fake_arguments import fake_arguments
         from tilewise.backends.hopper.decoding.kernel import launch
     else:
-        from tilewise.backends.hopper.forward.fake_arguments import fake_arguments
         from tilewise.backends.hopper.forward.kernel import launch
-    arguments = fake_arguments(config)
+    arguments = fake.arguments(config)
     with CuTeDSL._get_dsl().trace_finalize_hooks(lambda dsl, module, name: hear(hash_of(module))):
         return cute.compile(launch, *arguments, config, options=f"{options} --dump-dir {scratch}"), arguments
 

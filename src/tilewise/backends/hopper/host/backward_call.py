@@ -13,15 +13,14 @@ from tilewise import state
 from tilewise.backends.base import Grads, Inputs, Output, gradients_of_no_pair
 from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.backward.grids import TileParts, grids, tile_parts
-from tilewise.backends.hopper.config import PLAIN, Band, band_of, keys_of, strides_addressable
+from tilewise.backends.hopper.config import Band, band_of, keys_of, strides_addressable
 from tilewise.backends.hopper.host import masks
 from tilewise.backends.hopper.host.backward_memory import SUMS, BackwardMemory
-from tilewise.backends.hopper.host.draft import Draft, Late, Launches, View
-from tilewise.backends.hopper.host.plan import LOG2_E, LaunchPlan, ends_of, late_fields
+from tilewise.backends.hopper.host.draft import Draft, Late, Launches, View, given_views
+from tilewise.backends.hopper.host.plan import LOG2_E, LaunchPlan, ends_of
 from tilewise.backends.hopper.host.portions import OF_KEYS, PackedPortions, Portion, Portions
 from tilewise.backends.hopper.pair_bias import aligned
 from tilewise.caching import cached_property
-from tilewise.dropout import keep_scale, threshold
 
 PACKED = (
     "q",
@@ -88,25 +87,22 @@ class BackwardDraft(LaunchPlan):
         return parts_room(self, self.portions)
 
     @cached_property
-    def numbers(self) -> tuple:
-        """The numbers of :func:`tilewise.backends.hopper.backward.launch.launch`."""
+    def numbers(self) -> dict[str, int | float]:
+        """The numbers of a launch, by name."""
         return numbers_of(self, self.problem.batch_dim * self.problem.heads_k, self.keys)
 
     @cached_property
     def sections(self) -> tuple[tuple[int, int], tuple[int, int]]:
         """The heads of a section and the CTAs of the pass over keys, and of that over queries."""
-        section_k, ctas_k, section_q, ctas_q = self.numbers[2:6]
-        return (section_k, ctas_k), (section_q, ctas_q)
+        return tuple((self.numbers[f"section_{x}"], self.numbers[f"ctas_{x}"]) for x in "kq")
 
     def drafted(self) -> Launches:
         draft, problem = Draft(), self.problem
         dq, dk, dv = (
             draft.result(f"d{name}", x.dtype, *x.shape) for name, x in zip("qkv", problem.tensors, strict=False)
         )
-        o_shape, lse_shape = problem.output_shapes
         rows = {name: self.view(name) for name in "qkv"}
-        rows |= {"o": View.contiguous("o", problem.dtype, *o_shape), "do": Late("do", problem.dtype, 4)}
-        rows |= {name: View.contiguous(name, torch.float32, *lse_shape) for name in ("lse", "dlse")}
+        rows["o"] = View.contiguous("o", problem.dtype, *problem.output_shapes[0])
         made = {"dq": dq, "dk": dk, "dv": dv} | self.memory.drafted(draft, self.holes)
         if problem.packed:
             rows, made = ({name: whole(x, name) for name, x in found.items()} for found in (rows, made))
@@ -116,29 +112,20 @@ class BackwardDraft(LaunchPlan):
                 {name: x.narrow(1, *span) if name in OF_KEYS else x for name, x in found.items()}
                 for found in (rows, made)
             )
-        arguments = rows | self.drafted_extra(draft) | made
-        count = self.portions.count if self.portions else 1
-        for n in range(count):
-            given, numbers = (
-                (self.portions.of(n, arguments), numbers_of_portion(self, n))
-                if self.portions
-                else (arguments, self.numbers)
-            )
-            by_place = tuple(tuple(given[name] for name in found) for found in ((*arguments,)[: -len(made)], made))
-            draft.launch(self.config, *by_place, numbers)
+        given = self.beside(draft) | rows | made
+        if not self.portions:
+            draft.launch(self.config, given | self.numbers)
+        for n in range(self.portions.count if self.portions else 0):
+            draft.launch(self.config, self.portions.of(n, given) | numbers_of_portion(self, n))
         return draft.done()
 
-    def drafted_extra(self, draft: Draft) -> dict[str, View | Late]:
-        """What a launch reads beside q, k, v, o, their gradients and statistics, in its order: of the mask, by pass; of dropout and of a
-        bias; what expressions read; the starts of packed sequences, and zeros that count the tiles of the two passes, of each portion."""
-        problem, fields = self.problem, self.config.extra
-        found = {f"keys_{name}": x for name, x in late_fields(fields.keys, "keys_").items()}
-        found |= {f"queries_{name}": x for name, x in late_fields(fields.queries, "queries_").items()}
-        known = self.views_beside()
-        found |= {name: known[name] for name in fields.both}
-        found |= {x.memory: x for x in self.drafted_leaves()}
+    def beside(self, draft: Draft) -> dict[str, View | Late]:
+        """The tensors that a launch reads beside q, k, v and o, by name; of packed sequences also zeros that count the tiles of the two
+        passes, of each portion."""
+        problem = self.problem
+        sizes = {"batch": problem.batch_dim, "heads_q": problem.heads_q, "seqlen_q": problem.seqlen_q}
+        found = given_views(self.config, problem.dtype, sizes | {"starts": problem.batch + 1}) | self.drafted_leaves()
         if problem.packed:
-            found |= {name: known[name] for name in ("cu_q", "cu_k")}
             counts = (self.portions.count, 1) if self.portions else (1,)
             found |= {name: draft.result(name, torch.int32, *counts, fill=0) for name in ("counts_k", "counts_q")}
         return found
@@ -158,10 +145,10 @@ class BackwardPlan(BackwardDraft):
         if config.mask_fields:
             of_keys, of_queries = self.sections
             of_mask = self.of_mask_fields(inputs, config.keys, of_keys, by_columns=True)
-            found |= zip([f"keys_{name}" for name in config.extra.keys], of_mask, strict=True)
-            if config.extra.queries:
+            found |= {f"keys_{name}": x for name, x in zip(config.mask_fields, of_mask, strict=True)}
+            if config.queries:
                 of_mask = self.of_mask_fields(inputs, config.queries, of_queries)
-                found |= zip([f"queries_{name}" for name in config.extra.queries], of_mask, strict=True)
+                found |= {f"queries_{name}": x for name, x in zip(config.mask_fields, of_mask, strict=True)}
         found |= self.tensors_beside(inputs)
         return found | self.portions.late(found) if self.portions else found
 
@@ -200,11 +187,11 @@ class BackwardPlan(BackwardDraft):
         """The gradients, of what the launches have written."""
         config, problem = self.config, self.problem
         of_qkv, leaves, sink = (made["dq"], made["dk"], made["dv"]), {}, None
-        if config.dslopes:
+        if config.trained and config.score == "alibi":
             leaves = self.slope_gradient(made[SUMS])
-        if config.table and problem.spec.lookups:
+        elif problem.spec.lookups and config.score == "table":
             leaves = self.line_gradient(made[SUMS], inputs, lse, dlse, made["delta"][..., : problem.seqlen_q])
-        if config.dbias:
+        elif config.stores_bias:
             bias, room = self.bias_of, made[SUMS][..., : problem.seqlen_k]
             leaves = {bias.slot: bias.gradient(room, inputs.leaves[bias.slot])}
         if inputs.sink is not None and problem.packed:  # rows lie where the statistics have them
@@ -214,22 +201,21 @@ class BackwardPlan(BackwardDraft):
         return Grads(*of_qkv, sink, leaves)
 
 
-def numbers_of(plan: BackwardDraft, heads: int, keys: slice, resumes: bool = False, suspends: bool = False) -> tuple:
-    """The numbers of a launch that has so many key heads of all batch elements, and some keys, from the first of which the band's ends
-    count; whether earlier keys have left sums of dQ, and whether later ones follow."""
-    problem, scale = plan.problem, plan.problem.softmax_scale
+def numbers_of(
+    plan: BackwardDraft, heads: int, keys: slice, resumes: bool = False, suspends: bool = False
+) -> dict[str, int | float]:
+    """The numbers, by name, of a launch that has so many key heads of all batch elements, and some keys, from the first of which the
+    band's ends count; whether earlier keys have left sums of dQ, and whether later ones follow."""
+    problem = plan.problem
     shares, cores = shares_of(plan, heads, keys), devices.of(problem.device).cores
+    (lo, hi), (scale2, cap2) = ends_of(plan.band, keys.start), plan.scales
     sections = grids(plan.config, problem, heads, keys.stop - keys.start, cores, shares)
-    found = (*ends_of(plan.band, keys.start), *sections, scale, *plan.scales)
-    dropped = problem.spec.dropout_p
-    kinds = {"threshold": lambda: threshold(dropped), "keep": lambda: keep_scale(dropped)}
-    kinds["start"] = lambda: plan.line_of.start
-    kinds |= {"resumes": lambda: int(resumes), "suspends": lambda: int(suspends)}
-    kinds |= {"whole": lambda: shares.whole, "parts": lambda: shares.each, "block_bits": lambda: shares.block_bits}
-    kinds |= {"part_heads": lambda: problem.heads_q // problem.heads_k // shares.by_heads}
-    found += tuple(kinds[name]() for name in plan.config.extra.numbers)
-    found += () if plan.config.traced == PLAIN else plan.expressions.numbers
-    return (*found, plan.band.start, plan.band.stop) if problem.packed else found
+    found = {"band_lo": lo, "band_hi": hi, "scale": problem.softmax_scale, "scale2": scale2, "cap2": cap2}
+    found |= zip(("section_k", "ctas_k", "section_q", "ctas_q"), sections, strict=True)
+    found |= {"resumes": int(resumes), "suspends": int(suspends), "first": plan.band.start, "last": plan.band.stop}
+    found |= {"whole": shares.whole, "parts": shares.each, "block_bits": shares.block_bits}
+    found["part_heads"] = problem.heads_q // problem.heads_k // shares.by_heads
+    return found | plan.numbers_beside
 
 
 def whole(x: View | Late, name: str) -> View | Late:
@@ -247,10 +233,10 @@ def portions_of(plan: BackwardDraft) -> Portions | PackedPortions | None:
     return Portions(plan.problem, plan.config, keys.stop - keys.start, ends_of(plan.band, keys.start), cores)
 
 
-def numbers_of_portion(plan: BackwardDraft, n: int) -> tuple:
+def numbers_of_portion(plan: BackwardDraft, n: int) -> dict[str, int | float]:
     """The numbers of the n-th of a launch's portions."""
     if plan.problem.packed:
-        return (*plan.numbers, n)
+        return plan.numbers | {"portion": n}
     portion = plan.portions.all[n]
     return numbers_of(plan, *heads_and_keys(plan, portion), *plan.portions.neighbours(portion))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,12 +37,11 @@ class DecodingPlan(PagedPlan):
         return shares_of(self.problem)
 
     @cached_property
-    def numbers(self) -> tuple[int | float, ...]:
-        """The first numbers of :func:`tilewise.backends.hopper.decoding.kernel.launch`."""
-        problem = self.problem
-        sinks = int(problem.spec.sink_slot is not None)
+    def numbers(self) -> dict[str, int | float]:
+        problem, (lo, hi) = self.problem, ends(self.problem)
         cached = int(problem.paged or reads_ends(problem))
-        return self.shares, cached, sinks, LOG2_E * problem.softmax_scale, *ends(problem)
+        found = {"shares": self.shares, "cached": cached, "lo": lo, "hi": hi}
+        return found | {"scale2": LOG2_E * problem.softmax_scale} | self.numbers_beside
 
     def by_rows(self, x: View) -> View:
         return x.permute(1, 0, 2, 3)  # (query, sequence, head, column): the kernel takes any strides
@@ -49,29 +49,27 @@ class DecodingPlan(PagedPlan):
     def lse_by_rows(self, lse: View, draft: Draft) -> View:
         return lse.permute(2, 1, 0)  # (query, head, sequence)
 
-    def extra(self, draft: Draft) -> list[View | int]:
-        problem, tiles, fp32 = self.problem, self.config.tiles, torch.float32
-        lanes, states = 32 * tiles.row_warps, 2 * self.shares * problem.heads_k
-        counts = draft.counts("counts", problem.batch * problem.heads_k)
-        lengths, table, pages = counts, counts.unsqueeze(0), (problem.k.shape[0], page_rows(problem.k))
+    @property
+    def sizes(self) -> dict[str, int]:
+        problem = self.problem
+        return {"states": 2 * self.shares * problem.heads_k, "counts": problem.batch * problem.heads_k}
+
+    def beside(self, draft: Draft) -> dict[str, Any]:
+        found = super().beside(draft) | {"counts": draft.counts("counts", self.sizes["counts"])}
+        if not self.problem.paged and reads_ends(self.problem):  # single rows are pages
+            found |= {"num_pages": found["num_pages"] * found["page_rows"], "page_rows": 1}
+        return found
+
+    def extra_view(self, name: str, n: int) -> View:
+        problem = self.problem
         if problem.paged:
-            lengths, table = self.extra_view("seqlens_k", 1), self.extra_view("block_table", 0)
-        elif reads_ends(problem):
-            sequences, rows = pages
-            lengths, table = (
-                View.contiguous(n, torch.int32, sequences, *more) for n, more in ((KEYS, ()), (FIRST, (1,)))
-            )
-            pages = sequences * rows, 1
-        found = {
-            "seqlens_k": lengths,  # without pages and ends neither is read
-            "block_table": table,
-            "part_o": draft.scratch("part_o", fp32, states, tiles.fours, lanes, 4),
-            "part_lse": draft.scratch("part_lse", fp32, states, lanes, 2 * tiles.own_rows),
-            "counts": counts,
-            "num_pages": pages[0],
-            "page_rows": pages[1],
-        }
-        return [found[name] for name in self.config.extra]
+            return super().extra_view(name, n)
+        if reads_ends(problem):
+            found = {"seqlens_k": (KEYS, problem.batch), "block_table": (FIRST, problem.batch, 1)}[name]
+        else:  # neither is read
+            count = self.sizes["counts"]
+            found = {"seqlens_k": ("counts", count), "block_table": ("counts", 1, count)}[name]
+        return View.contiguous(found[0], torch.int32, *found[1:])
 
     @property
     def places(self) -> dict[str, int]:

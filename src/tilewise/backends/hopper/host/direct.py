@@ -33,7 +33,7 @@ class DirectPlan(LaunchPlan):
         found |= {name: 3 + n for name, n in cu.items() if is_plain(extras[n], torch.int32)}
         if spec.sink_slot is not None and is_plain(extras[spec.sink_slot], torch.float32):
             found["sink"] = 3 + spec.sink_slot
-        if self.config.alibi and is_plain(extras[self.slopes_slot], torch.float32):
+        if self.config.score == "alibi" and is_plain(extras[self.slopes_slot], torch.float32):
             found["slopes"] = 3 + self.slopes_slot
         if self.config.traced != PLAIN:
             leaves = {n: extras[n] for n in self.expressions.slots}

@@ -25,6 +25,7 @@ from tilewise import device as devices
 from tilewise.backends.hopper.host import library
 from tilewise.backends.hopper.host.driver import Kernels
 from tilewise.backends.hopper.host.recipe import flat
+from tilewise.backends.hopper.parameters import Parameter
 from tilewise.problem import TensorFacts
 
 SCRATCH = "scratch"  # the memory of all that nobody reads after the launches
@@ -97,6 +98,22 @@ class Late(NamedTuple):
     memory: str
     dtype: torch.dtype
     rank: int
+
+
+def facts_of(x: Parameter, dtype: torch.dtype, sizes: Mapping[str, int]) -> tuple[torch.dtype, tuple[int | str, ...]]:
+    """The dtype of a parameter, where ``dtype`` is that of q, and its shape: the names of sizes that are not known remain."""
+    return getattr(torch, x.dtype) if x.dtype else dtype, tuple(sizes.get(n, n) for n in x.shape)
+
+
+def given_views(config: Any, dtype: torch.dtype, sizes: Mapping[str, int]) -> dict[str, View | Late]:
+    """The tensors of a launch as a call brings them, by their names: where ``sizes`` tell a shape, contiguous ones."""
+    found = {}
+    for x in flat(config.parameters):
+        if x.shape is not None:
+            element, shape = facts_of(x, dtype, sizes)
+            known = x.step == 1 and not any(isinstance(n, str) for n in shape)
+            found[x.name] = View.contiguous(x.name, element, *shape) if known else Late(x.name, element, len(shape))
+    return found
 
 
 class Made(NamedTuple):
@@ -234,9 +251,9 @@ class Draft:
         self._bytes = self._bytes + -(-size // APART) * APART
         return found
 
-    def launch(self, config: Any, *arguments: Any) -> None:
-        """Another launch: of Views, Lates and numbers, or tuples of these, in the order of the kernel's arguments. None is no argument."""
-        self._launches.append((config, flat(arguments)))
+    def launch(self, config: Any, values: Mapping[str, Any]) -> None:
+        """Another launch: of Views, Lates and numbers, by the names of the config's parameters."""
+        self._launches.append((config, [values[x.name] for x in flat(config.parameters)]))
 
     def done(self) -> Launches:
         used = [x.memory for _, arguments in self._launches for x in arguments if isinstance(x, (View, Late))]

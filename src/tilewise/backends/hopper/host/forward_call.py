@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tilewise import device as devices
 from tilewise.backends.base import Inputs, Output, output_of_no_pair
-from tilewise.backends.hopper import capped
-from tilewise.backends.hopper.config import PLAIN, Band, keys_of
+from tilewise.backends.hopper.config import Band, keys_of
 from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.forward.grids import Grid, spread
 from tilewise.backends.hopper.host import masks
 from tilewise.backends.hopper.host.direct import DirectPlan
-from tilewise.backends.hopper.host.draft import Draft, Late, Launches, View
-from tilewise.backends.hopper.host.plan import ends_of, late_fields
+from tilewise.backends.hopper.host.draft import Draft, Launches, View, facts_of, given_views
+from tilewise.backends.hopper.host.plan import ends_of
+from tilewise.backends.hopper.host.recipe import flat
 from tilewise.caching import cached_property
-from tilewise.dropout import keep_scale, threshold
 
 
 @dataclass(eq=False)
@@ -48,19 +49,21 @@ class ForwardPlan(DirectPlan):
         return spread(self.problem, self.config, self.band.stop - self.band.start, cores)
 
     @cached_property
-    def numbers(self) -> tuple[int, int, int, int, int, float, float]:
-        """The numbers of :func:`tilewise.backends.hopper.forward.kernel.launch`; the band's ends count from the first key that it gets."""
+    def numbers(self) -> dict[str, int | float]:
+        """The numbers of a launch, by name; the band's ends count from the first key that it gets."""
         lo, hi = ends_of(self.band, self.band.start if self.cut else 0)
         scale2, cap2 = self.scales
         # A kernel with a traced score has no softcap, and takes the scale of that score in its place.
         cap2 = self.problem.softmax_scale if self.config.traced.score else cap2
-        sinks = int(self.problem.spec.sink_slot is not None)
-        return lo, hi, self.grid.section, self.grid.ctas, sinks, scale2, cap2
+        found = {"band_lo": lo, "band_hi": hi, "section_heads": self.grid.section, "ctas": self.grid.ctas}
+        found |= {"scale2": scale2, "cap2": cap2, "first": self.band.start, "last": self.band.stop}
+        return found | self.numbers_beside
 
     def drafted(self) -> Launches:
         draft = Draft()
         q, k, v, o, lse = self.drafted_rows(draft)
-        draft.launch(self.config, q, k, v, o, lse, self.drafted_sink(lse), self.numbers, tuple(self.extra(draft)))
+        rows = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "sink": self.drafted_sink(lse)}
+        draft.launch(self.config, self.beside(draft) | rows)
         return draft.done()
 
     def drafted_sink(self, lse: View) -> View:
@@ -79,24 +82,17 @@ class ForwardPlan(DirectPlan):
             k, v = (x.narrow(1, self.band.start, self.band.stop - self.band.start) for x in (k, v))
         return tuple(x.unsqueeze(0) for x in (q, k, v, o, lse)) if problem.packed else (q, k, v, o, lse)
 
-    def extra(self, draft: Draft) -> list[View | Late | int | float]:
-        """The values of ``config.extra``, then those that expressions read."""
-        problem, config = self.problem, self.config
-        p_drop, fp32, int32 = problem.spec.dropout_p, torch.float32, torch.int32
-        rows = problem.batch, problem.heads_q, problem.seqlen_q
-        found = {
-            "part_o": lambda: draft.scratch("part_o", fp32, self.grid.splits, *rows, config.tiles.width_v),
-            "part_lse": lambda: draft.scratch("part_lse", fp32, self.grid.splits, *rows),
-            "threshold": lambda: threshold(p_drop),
-            "keep": lambda: keep_scale(p_drop),
-            "start": lambda: self.line_of.start,
-            "first": lambda: self.band.start,
-            "last": lambda: self.band.stop,
-            "queue": lambda: draft.result("queue", int32, 1, fill=0),  # counts the tiles that are taken
-        }
-        known = late_fields(config.mask_fields) | self.views_beside()
-        optional = (known[name] if name in known else found[name]() for name in config.extra)
-        return [*optional, *self.drafted_leaves(), *self.last_numbers]
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes of what a launch gets beside q, k, v and o, by the words of its parameters."""
+        problem = self.problem
+        found = {"batch": problem.batch, "heads_q": problem.heads_q, "seqlen_q": problem.seqlen_q}
+        return found | {"starts": problem.batch + 1, "splits": self.grid.splits}
+
+    def beside(self, draft: Draft) -> dict[str, Any]:
+        """What a launch gets beside q, k, v, o, lse and sinks, by name: Views, Lates and numbers."""
+        found = given_views(self.config, self.problem.dtype, self.sizes) | self.drafted_leaves() | self.numbers
+        return found | written(draft, self.config, self.problem.dtype, self.sizes)
 
     def tensors(self, inputs: Inputs) -> dict[str, Tensor]:
         """The tensors that the launch reads, by name."""
@@ -109,15 +105,20 @@ class ForwardPlan(DirectPlan):
             found |= zip(config.mask_fields, of_mask, strict=True)
         return found | self.tensors_beside(inputs)
 
-    @cached_property
-    def last_numbers(self) -> tuple[int | float, ...]:
-        """Numbers of expressions, or of a softcap's short polynomials."""
-        if self.config.short_tanh:
-            return capped.numbers(*self.scales)
-        return () if self.config.traced == PLAIN else self.expressions.numbers
-
     def forward(self, inputs: Inputs) -> Output:
         if self.launches is None:
             return output_of_no_pair(self.problem, inputs)
         made = self.launches.run_named(self.tensors(inputs))
         return Output(made["o"], made["lse"])
+
+
+def written(draft: Draft, config: Config, dtype: torch.dtype, sizes: Mapping[str, int]) -> dict[str, View]:
+    """What a forward's launch writes beside o and lse, by name: states of splits, and the count of the tiles that are taken."""
+    found = {}
+    for x in flat(config.parameters):
+        if x.name in ("part_o", "part_lse"):
+            element, shape = facts_of(x, dtype, sizes)
+            found[x.name] = draft.scratch(x.name, element, *shape)
+        if x.name == "queue":
+            found[x.name] = draft.result(x.name, torch.int32, 1, fill=0)
+    return found

@@ -25,7 +25,7 @@ from tilewise.backends.hopper.kernels import AnyConfig
 _HERE = Path(__file__).parents[1]
 TABLE = _HERE / "kernels.txt"  # figures of the shipped kernels, so that a diff shows a spill
 SOURCES = (
-    "config.py", "operations.py", "kit/*.py", "forward/*.py", "backward/*.py", "latent/*.py", "decoding/*.py",
+    "config.py", "parameters.py", "capped.py", "operations.py", "kit/*.py", "forward/*.py", "backward/*.py", "latent/*.py", "decoding/*.py",
     "host/aot.py", "host/hostcode.py", "host/llvm_types.py", "host/cubin.py", "host/recipe.py", "../../expr/*.py", "../../dropout.py",
 )  # fmt: skip
 """The sources that a kernel's file is made from, as patterns below the backend's folder."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,18 +53,10 @@ class PagedPlan(ForwardPlan):
             return View.contiguous(lse.memory, lse.dtype, *shape)
         return draft.result("lse_by_rows", lse.dtype, *shape)
 
-    def extra(self, draft: Draft) -> list[View | int]:
-        problem = self.problem
-        sequences = problem.extras[problem.spec.page_slots[1]].shape[0]
-        found = {
-            "cu_q": View.contiguous("cu_q", torch.int32, sequences + 1),
-            "queue": draft.result("queue", torch.int32, 1, fill=0) if "queue" in self.config.extra else None,
-            "seqlens_k": self.extra_view("seqlens_k", 1),
-            "block_table": self.extra_view("block_table", 0),
-            "num_pages": problem.k.shape[0],
-            "page_rows": page_rows(problem.k),
-        }
-        return [found[name] for name in self.config.extra]
+    def beside(self, draft: Draft) -> dict[str, Any]:
+        pool = {"num_pages": self.problem.k.shape[0], "page_rows": page_rows(self.problem.k)}
+        views = {name: self.extra_view(name, n) for n, name in enumerate(("block_table", "seqlens_k"))}
+        return super().beside(draft) | pool | views
 
     def extra_view(self, name: str, n: int) -> View:
         """The table, or the lengths: the n-th of the tensors of a cache."""
@@ -73,7 +66,7 @@ class PagedPlan(ForwardPlan):
         found = self.read(inputs)
         if self.problem.paged:
             found |= {"seqlens_k": inputs.seqlens_k, "block_table": inputs.block_table}
-        if "cu_q" in self.config.extra:
+        if "cu_q" in self.launches.given:
             found["cu_q"] = self.starts(inputs)
         if inputs.sink is not None:
             found["sink"] = inputs.sink.detach().float()

@@ -11,14 +11,17 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.base import Inputs, Output, PerTensors, has_no_pair
+from tilewise.backends.hopper import capped
 from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.config import PLAIN, Band, Expressions, cap_of, keys_of, slopes_of, strides_addressable
 from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.host import masks
-from tilewise.backends.hopper.host.draft import Late, Launches, View, contiguous_strides
+from tilewise.backends.hopper.host.draft import Launches, View, contiguous_strides
 from tilewise.backends.hopper.pair_bias import ALIGNED, PairBias, aligned, pair_bias_of
+from tilewise.backends.hopper.parameters import SCORES
 from tilewise.backends.hopper.tables import Line, line_of
 from tilewise.caching import cached_property
+from tilewise.dropout import keep_scale, threshold
 from tilewise.problem import Problem, TensorFacts
 
 LOG2_E = math.log2(math.e)
@@ -62,40 +65,34 @@ class ScorePlan(Plan):
     def expressions(self) -> Expressions:
         return Expressions.of(self.problem)
 
-    def views_beside(self) -> dict[str, View | Late]:
-        """The tensors that kernels may read, by name."""
-        starts = self.problem.batch + 1
-        return {
-            "seed": View.contiguous("seed", torch.int64, 1),
-            "slopes": View.contiguous("slopes", torch.float32, self.problem.heads_q),
-            "line": Late("line", torch.float32, 2),
-            "bias": Late("bias", self.problem.dtype, 4),
-            "cu_q": View.contiguous("cu_q", torch.int32, starts),
-            "cu_k": View.contiguous("cu_k", torch.int32, starts),
-        }
+    @cached_property
+    def numbers_beside(self) -> dict[str, int | float]:
+        """The numbers that kernels may read of dropout, of sinks, of a score and of expressions, by name."""
+        dropped, config = self.problem.spec.dropout_p, self.config
+        found = {"threshold": threshold(dropped), "keep": keep_scale(dropped)}
+        found["sinks"] = int(self.problem.spec.sink_slot is not None)
+        found |= {"start": self.line_of.start} if config.score == "table" else {}
+        traced = self.expressions.numbers if config.traced != PLAIN else ()
+        last = capped.numbers(*self.scales) if config.short_tanh else traced
+        return found | {f"number{n}": x for n, x in enumerate(last)}
 
     def tensors_beside(self, inputs: Inputs) -> dict[str, Tensor]:
-        """Those that they do read."""
+        """The tensors that kernels read of these, and of packed sequences."""
         config, found = self.config, {}
         if config.dropout:
             found["seed"] = inputs.seed
-        if config.alibi:
-            found["slopes"] = self.slopes(inputs)
-        if config.table:
-            found["line"] = self.line(inputs)
-        if config.bias:
-            found["bias"] = self.bias(inputs)
+        for x in SCORES[config.score].reads:
+            found |= {x.name: getattr(self, x.name)(inputs)} if x.shape is not None else {}
         if config.packed:
             found |= {"cu_q": inputs.cu_seqlens_q.int(), "cu_k": inputs.cu_seqlens_k.int()}
         if config.traced != PLAIN:
             found |= {f"leaf{n}": leaf(inputs.leaves[n]) for n in self.expressions.slots}
         return found
 
-    def drafted_leaves(self) -> list[View]:
-        """The tensors that expressions read."""
-        if self.config.traced == PLAIN:
-            return []
-        return [leaf_view(n, self.problem.extras[n]) for n in self.expressions.slots]
+    def drafted_leaves(self) -> dict[str, View]:
+        """The tensors that expressions read, by name."""
+        slots = self.expressions.slots if self.config.traced != PLAIN else ()
+        return {f"leaf{n}": leaf_view(slot, self.problem.extras[slot]) for n, slot in enumerate(slots)}
 
     @cached_property
     def slopes_slot(self) -> int:
@@ -250,11 +247,3 @@ def leaf_view(slot: int, facts: TensorFacts) -> View:
     found = View.of(f"leaf{slot}", facts)
     found = found._replace(dtype=torch.uint8) if facts.dtype == torch.bool else found
     return found if facts.shape else found._replace(shape=(1,), strides=(1,))
-
-
-MASK_RANKS = {"lo": 3, "hi": 3, "blocks": 4, "counts": 4, "work": 4, "bits": 3, "section": 1}
-
-
-def late_fields(names: Sequence[str], prefix: str = "") -> dict[str, Late]:
-    """The tensors of :attr:`tilewise.backends.hopper.config.Formed.mask_fields`."""
-    return {name: Late(prefix + name, torch.int32, MASK_RANKS[name]) for name in names}

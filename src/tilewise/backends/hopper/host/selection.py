@@ -35,7 +35,7 @@ def _rank(config: AnyConfig) -> tuple:
     usual = _OFTEN.index(dims) if dims in _OFTEN else len(_OFTEN)
     form = ("upper", "full", "band", "rows", "bits").index(config.form)
     return (
-        config.softcap,
+        config.score == "softcap",
         config.dropout,
         config.packed,
         paged(config),
@@ -62,7 +62,7 @@ def features_of(config: AnyConfig) -> set[str]:
     if type(config) in OWN:
         return {OWN[type(config)]}
     kind = "paged" if paged(config) else "packed"
-    has = {"softcap": config.softcap, "dropout": config.dropout, kind: config.packed}
+    has = {"softcap": config.score == "softcap", "dropout": config.dropout, kind: config.packed}
     return {name for name in FEATURES if has.get(name)}
 
 

@@ -3,55 +3,48 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass.cute.runtime import make_fake_tensor
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from tilewise.backends.hopper.config import MULTIPLE
 from tilewise.backends.hopper.kit.dtypes import ELEMENT
+from tilewise.backends.hopper.parameters import ANY, DIVISORS, FP32, INT32, Parameter
 
-I32, F32 = cutlass.Int32(0), cutlass.Float32(0)
-NUMBERS = {"i": I32, "f": F32}  # by the letters of :attr:`tilewise.backends.hopper.config.Traced.numbers`
+NUMBERS = {INT32: cutlass.Int32(0), FP32: cutlass.Float32(0)}
 
 
-def strides(count: int, divisibility: int = 1) -> tuple:
-    """So many 64-bit strides, each a symbol of its own and a multiple of ``divisibility`` elements."""
+def arguments(config: Any) -> tuple:
+    """The arguments of a config's launch, but for the config: those of its ``parameters``, and the stream."""
+    # One kernel serves all lengths and heads: they are symbols, and numbers of run time.
+    sizes: dict[str, Any] = {}
+
+    def size(n: int | str) -> Any:
+        if n == ANY or isinstance(n, int):
+            return cute.sym_int() if n == ANY else n
+        return sizes.setdefault(n, cute.sym_int(divisibility=DIVISORS.get(n, 1)))
+
+    def argument(x: Parameter) -> Any:
+        if x.shape is None:
+            return NUMBERS[x.dtype]
+        shape = tuple(map(size, x.shape))
+        element = element_of(x.dtype) if x.dtype else ELEMENT[config.dtype]
+        return make_fake_tensor(element, shape, strides(shape, x.step), assumed_align=x.align)
+
+    found = (tuple(map(argument, x)) if type(x) is tuple else argument(x) for x in config.parameters)
+    return *found, make_fake_stream(use_tvm_ffi_env_stream=True)
+
+
+def strides(shape: tuple, step: int | None) -> tuple:
+    """The strides of a tensor, as :class:`Parameter` has them."""
+    if step is None:
+        return tuple(math.prod(shape[n + 1 :]) for n in range(len(shape)))
     # 64 bits, since a stride of heads or batch elements may be above 2³¹.
-    return tuple(cute.sym_int64(divisibility=divisibility) for _ in range(count))
+    outer = tuple(cute.sym_int64(divisibility=step or 1) for _ in shape[: len(shape) - (step > 0)])
+    return outer if step == 0 else (*outer, 1)
 
 
-def tiled(dtype: str, shape: Sequence[Any]) -> Any:
-    """A tensor (batch, row, head, column) in a config's ``dtype`` that the copy engine addresses: its columns lie side by side."""
-    # TMA wants strides and the address at multiples of 16 bytes; host/plan.py copies what is not.
-    return make_fake_tensor(ELEMENT[dtype], tuple(shape), (*strides(3, MULTIPLE), 1), assumed_align=16)
-
-
-def strided(element: Any, shape: Sequence[Any]) -> Any:
-    """A tensor with any strides."""
-    return make_fake_tensor(element, tuple(shape), strides(len(shape)))
-
-
-def rows(element: Any, shape: Sequence[Any], divisibility: int = 1, align: int | None = None) -> Any:
-    """A tensor whose last dimension lies side by side; its other strides are multiples of ``divisibility`` elements."""
-    return make_fake_tensor(element, tuple(shape), (*strides(len(shape) - 1, divisibility), 1), assumed_align=align)
-
-
-def vector(element: Any, size: Any) -> Any:
-    """A tensor of one dimension whose elements lie side by side."""
-    return make_fake_tensor(element, (size,), (1,))
-
-
-def packed(element: Any, shape: Sequence[Any]) -> Any:
-    """A tensor whose elements lie side by side; all sizes but the first are numbers."""
-    stride = [math.prod(shape[n + 1 :]) for n in range(len(shape))]
-    return make_fake_tensor(element, tuple(shape), tuple(stride), assumed_align=16)
-
-
-def leaf(dtype: str, rank: int) -> Any:
-    """A tensor that an expression reads, as :func:`tilewise.backends.hopper.host.plan.leaf` hands it over."""
-    # torch keeps a truth value in a byte.
-    element = getattr(cutlass, {"bool": "Uint8", "bfloat16": "BFloat16"}.get(dtype, dtype.capitalize()))
-    return strided(element, [cute.sym_int() for _ in range(max(rank, 1))])
+def element_of(dtype: str) -> Any:
+    """The element of a tensor of torch's ``dtype``; a truth value is a byte."""
+    return getattr(cutlass, {"bool": "Uint8", "bfloat16": "BFloat16"}.get(dtype, dtype.capitalize()))

@@ -3,5 +3,5 @@
 ``config`` chooses a kernel and says what it refuses, without the DSL. ``kernel`` has the roles of a CTA and the launch; ``load`` brings
 queries and keys, ``convert`` keys of e4m3 numbers, ``scores`` makes P of a key tile, ``values`` adds P V and writes the output, after
 ``pair`` has merged that of two CTAs. ``tiles`` finds a CTA's rows and keys, ``storage`` lays out shared memory, ``params`` holds the
-numbers of a launch, ``fake_arguments`` what it is compiled for.
+numbers of a launch, ``parameters`` their order.
 """

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from tilewise import device as devices
 from tilewise.backends.hopper.config import ALIGNMENT, DTYPES, ELEMENT_BYTES, PLAIN, ROWS, Formed
 from tilewise.backends.hopper.expected import Expected
+from tilewise.backends.hopper.latent.parameters import parameters
+from tilewise.backends.hopper.parameters import Parameters
 from tilewise.problem import Problem
 
 WIDTH, WIDTH_V = 576, 512  # columns of a key, and of a value: the sizes of DeepSeek-V2, section 2.1
@@ -24,7 +26,6 @@ PRODUCTS = WIDTH_V // VALUE_GROUPS // COLUMNS  # of a warpgroup and a key tile
 # registers, then those of each warpgroup's first product with V, then those of its second.
 BOXES = (range(8, 9), range(2), range(4, 6), range(2, 4), range(6, 8))
 PAIR = 2  # CTAs of a cluster that share the keys of a tile of rows
-SCALES = ("k_scale", "v_scale")  # of a cache of e4m3 numbers
 STAGES = 2  # key tiles in shared memory; each belongs to one of as many warpgroups that compute scores
 
 
@@ -91,7 +92,7 @@ class LatentConfig(Formed):
     tiles: LatentTiles = LatentTiles()
     # The options of other kernels, which these have not. The ends of rows are numbers of run time, and queries come packed.
     form = "band"
-    packed, softcap, dropout, traced = True, False, False, PLAIN
+    packed, traced = True, PLAIN
 
     @property
     def name(self) -> str:
@@ -100,10 +101,9 @@ class LatentConfig(Formed):
         return f"latent_{self.dtype}{cache}_d{WIDTH}v{WIDTH_V}{shared}_{self.tiles.name}"
 
     @property
-    def extra(self) -> tuple[str, ...]:
-        """The tensors that a launch gets beside q, k, o, lse and sink, in order: fields of LatentParams, and of its ``extra``."""
-        found = ("cu_q", "seqlens_k", "block_table", *(SCALES if self.e4m3 else ()))
-        return (*found, "part_o", "part_lse") if self.split else found
+    def parameters(self) -> Parameters:
+        """The tensors and numbers of a launch, in order."""
+        return parameters(self)
 
     def splits(self, wished: int) -> int:
         """How many CTAs share the keys of a tile of rows, where ``wished`` are best: a number that this kernel can have."""

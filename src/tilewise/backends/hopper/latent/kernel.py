@@ -28,7 +28,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from tilewise.backends.hopper.config import ROWS
 from tilewise.backends.hopper.forward import combine
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
-from tilewise.backends.hopper.kit.params import OptionalParams
+from tilewise.backends.hopper.kit.params import by_name, optional_params
 from tilewise.backends.hopper.latent.config import (
     BOXES,
     CHUNK,
@@ -36,7 +36,6 @@ from tilewise.backends.hopper.latent.config import (
     COLUMNS,
     KEYS,
     PAIR,
-    SCALES,
     STAGES,
     LatentConfig,
 )
@@ -64,16 +63,7 @@ def launch(
     q: cute.Tensor, k: cute.Tensor, o: cute.Tensor, lse: cute.Tensor, sink: cute.Tensor, extra: tuple, numbers: tuple,
     stream: cuda.CUstream, config: cutlass.Constexpr,
 ):  # fmt: skip
-    """Launches the forward of q (1, rows, heads_q, 576) over the pool k (pages, rows of a page, heads_k, 576).
-
-    o is (1, rows, heads_q, 512), lse (1, heads_q, rows), fp32; sink (heads_q,), fp32.
-
-    Args:
-        extra: those of :attr:`LatentConfig.extra`: cu_q, seqlens_k, block_table; of a cache of e4m3 numbers, whose bytes k has, k_scale
-            and v_scale (sequence, heads_k); with split keys, part_o (split, 1, heads_q, row, 512) and part_lse without columns.
-        numbers: lo and hi of the band, tiles, splits, the least tiles of a split, pages, whether there are sinks (else sink is not
-            read), rows of q of each sequence or 0, scale2.
-    """
+    """Launches the forward of the values of :func:`tilewise.backends.hopper.latent.parameters.parameters`."""
     element, major = ELEMENT[config.dtype], OperandMajorMode
     # S = Q Kᵀ, 64 × 64, both from shared memory; O += P V, 64 × 128, P from registers.
     qk, held = (
@@ -83,14 +73,15 @@ def launch(
     pv = sm90.make_trivial_tiled_mma(
         element, element, major.K, major.MN, F32, (1, 1, 1), (ROWS, COLUMNS), warpgroup.OperandSource.RMEM
     )
-    lo, hi, tiles, splits, least, num_pages, sinks, even, scale2 = numbers
-    given = dict(zip(config.extra, extra, strict=True))
-    scales = [given.pop(name) for name in SCALES] if config.e4m3 else []
-    optional = OptionalParams(**given, num_pages=num_pages)
+    *_, tensors, scalars = config.parameters
+    given = by_name((*tensors, *scalars), (*extra, *numbers))
+    tiles, splits = given.pop("tiles"), given.pop("splits")
+    own = {name: given.pop(name) for name in LatentParams._fields if name in given}
+    optional = optional_params(given)
     group = q.shape[2] // k.shape[2]
     params = LatentParams(
-        q.shape[1], (k.shape[1] + KEYS - 1) // KEYS * KEYS, k.shape[2], group, lo, hi, least, sinks, even, scale2, q, o, lse, sink,
-        optional, *((k, *scales) if config.e4m3 else ()),
+        q.shape[1], (k.shape[1] + KEYS - 1) // KEYS * KEYS, k.shape[2], group, q=q, o=o, lse=lse, sink=sink,
+        extra=optional, pool=k if config.e4m3 else None, **own,
     )  # fmt: skip
     kernel.set_name_prefix(config.name, remove_cutlass_symbol=True, keep_mangled_name=False)
     maps = (None, None) if config.e4m3 else tuple(key_map(k, len(part), config) for part in (BOXES[1], BOXES[0]))

@@ -4,7 +4,7 @@ The compiler leaves the host side of ``@cute.jit`` in MLIR's dialect of LLVM: it
 maps, and fills the launch's configuration and parameters in local memory. Here that function is run once on symbols: known
 values are computed, the others become rows of the recipe (:class:`Interpreter`), and the launch's parameters are then read from
 memory (:class:`LaunchReader`). An unknown operation is refused, never guessed; a test holds the result against the driver calls
-that the compiler's own object makes.
+that the compiler's own object makes. That object is not shipped (docs/decisions.md#own-recipes).
 """
 
 from __future__ import annotations

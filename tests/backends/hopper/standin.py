@@ -79,8 +79,6 @@ class Called(driver.Kernels):
             words += (*x.shape, *x.stride()) if hasattr(x, "stride") else (x,)
             kinds.append((x.dtype, len(x.shape)) if hasattr(x, "stride") else None)
         tensors = [x for x in given if hasattr(x, "stride")]
-        if len({x.device for x in tensors}) > 1:
-            self.recipe.check(given)
         device, count = tensors[0].device, len(tensors)
         words += [n for place in range(count) for n in (place, 0)]
         self.run(

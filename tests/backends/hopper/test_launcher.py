@@ -207,7 +207,6 @@ WRONG = {
     "columns": ((x(columns=12), 1.0, y()), "size 12 of dimension 1 is no multiple of 8"),
     "row-stride": ((x(stride=20), 1.0, y()), "stride 20 of dimension 0 is no multiple of 8"),
     "column-stride": ((replace(x(), strides=(32, 2)), 1.0, y()), "stride 2 of dimension 1 is not 1"),
-    "devices": ((x(), 1.0, y(device=torch.device("cuda", 1))), "tensors on cuda:0, cuda:1"),
     "count": ((x(), 1.0), "takes 3 arguments, not 2"),
     "too-long": ((x(1 << 31), 1.0, y(1 << 31)), "does not fit in 32 bits"),
 }  # fmt: skip

@@ -4,20 +4,19 @@ The compiler leaves the host side of ``@cute.jit`` in MLIR's dialect of LLVM: it
 maps, and fills the launch's configuration and parameters in local memory. Here that function is run once on symbols: known
 values are computed, the others become rows of the recipe (:class:`Interpreter`), and the launch's parameters are then read from
 memory (:class:`LaunchReader`). An unknown operation is refused, never guessed; a test holds the result against the driver calls
-that the compiler's own object makes.
+that the compiler's own object makes. That object is not shipped (docs/decisions.md#own-recipes).
 """
 
 from __future__ import annotations
 
 import re
-import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from tilewise.backends.hopper.host import recipe as recipes
 from tilewise.backends.hopper.host.cubin import parameter_sizes
-from tilewise.backends.hopper.host.llvm_types import Refused, members, scalar_size, scalars, size, starts
+from tilewise.backends.hopper.host.llvm_types import Refused, members, placed, scalar_size, scalars, size
 from tilewise.backends.hopper.host.recipe import Argument, Extent, Field, Launch, Patch, Recipe, Row, TensorArgument
 
 _PREDICATES = ("eq", "ne", "slt", "sle", "sgt", "sge", "ult", "ule", "ugt", "uge")  # by LLVM's number
@@ -150,12 +149,12 @@ class Memory:
         return size(self._types[variable])
 
     def store(self, kind: str, value: Any, to: Local) -> None:
-        for scalar, part in zip(scalars(kind, to.offset), _scalar_values(kind, value), strict=True):
-            self._stored[to.variable][scalar.offset] = (scalar.type, part)
+        for offset, type_ in scalars(kind):
+            self._stored[to.variable][to.offset + offset] = type_, _parts(value)[offset]
 
     def load(self, kind: str, start: Local) -> Any:
         stored = self._stored[start.variable]
-        return _nested(kind, iter([stored.get(x.offset, (None, None))[1] for x in scalars(kind, start.offset)]))
+        return _value(kind, lambda offset: stored.get(start.offset + offset, (None, None))[1])
 
     def at(self, start: Local, offset: int = 0) -> Any:
         """The scalar that lies ``offset`` bytes behind an address."""
@@ -229,39 +228,29 @@ class Interpreter:
     def _icmp(self, op: Any, left: Value, right: Value) -> Value:
         return self._arithmetic(_PREDICATES[op.attributes["predicate"].value], op, [left, right])
 
-    def _constant(self, op: Any) -> Value | None:
-        kind, value = str(op.results[0].type), op.attributes["value"]
-        if not re.fullmatch(r"i\d+", kind):
-            return (
-                None
-                if kind != "f32"
-                else self.rows.constant(struct.unpack("<I", struct.pack("<f", value.value))[0], 32)
-            )
-        return self.rows.constant(int(value.value), int(kind[1:]))
-
-    def _zero(self, op: Any) -> Value:
-        return self.rows.constant(0, _bits(op.results[0]))
+    def _constant(self, op: Any) -> Value:
+        if not str(op.results[0].type).startswith("i"):
+            raise Refused(f"a constant of {op.results[0].type}")
+        return self.rows.constant(int(op.attributes["value"].value), _bits(op.results[0]))
 
     def _poison(self, op: Any) -> Any:
-        return _blank(str(op.results[0].type))
-
-    _undef = _poison
+        return _value(str(op.results[0].type), lambda offset: None)
 
     def _ptrtoint(self, op: Any, address: Any) -> Any:
         return address
 
-    _inttoptr = _bitcast = _ptrtoint
+    _inttoptr = _ptrtoint
 
     def _addressof(self, op: Any) -> Global:
         return Global(op.attributes["global_name"].value)
 
-    def _extractvalue(self, op: Any, whole: list) -> Any:
-        for n in op.attributes["position"]:
-            whole = whole[n]
-        return whole
+    def _extractvalue(self, op: Any, whole: dict[int, Any]) -> Any:
+        start, kind = placed(str(op.operands[0].type), op.attributes["position"])
+        return _value(kind, lambda offset: whole[start + offset])
 
-    def _insertvalue(self, op: Any, whole: list, part: Any) -> list:
-        return _with(whole, list(op.attributes["position"]), part)
+    def _insertvalue(self, op: Any, whole: dict[int, Any], part: Any) -> dict[int, Any]:
+        start, _ = placed(str(op.operands[0].type), op.attributes["position"])
+        return whole | {start + offset: value for offset, value in _parts(part).items()}
 
     def _alloca(self, op: Any, count: Value) -> Local:
         kind = str(op.attributes["elem_type"].value).removeprefix("!llvm.")
@@ -272,7 +261,8 @@ class Interpreter:
         indices = [n if n != _DYNAMIC else self.rows.known(next(rest)) for n in op.attributes["rawConstantIndices"]]
         if not isinstance(base, Local) or None in indices:
             raise Refused("an address that only the call knows")
-        return Local(base.variable, base.offset + _element_offset(str(op.attributes["elem_type"].value), indices))
+        kind, (first, *position) = str(op.attributes["elem_type"].value), indices
+        return Local(base.variable, base.offset + first * size(kind) + placed(kind, position)[0])
 
     def _store(self, op: Any, value: Any, to: Local) -> None:
         if isinstance(to, Local):
@@ -336,44 +326,14 @@ def _bits(register: Any) -> int:
     return 64 if kind.startswith("ptr") else int(kind[1:])
 
 
-def _blank(kind: str) -> Any:
-    """A value of a type of which nothing is known: None, in lists as the type nests them."""
-    inner = members(kind)
-    return None if inner is None else [_blank(member) for member in inner]
+def _value(kind: str, scalar_at: Callable[[int], Any]) -> Any:
+    """The value of a type: of a struct or an array its scalars by their offsets, however the type nests them."""
+    return scalar_at(0) if members(kind) is None else {offset: scalar_at(offset) for offset, _ in scalars(kind)}
 
 
-def _with(whole: list, position: list[int], part: Any) -> list:
-    """A value with one part replaced."""
-    first, *rest = position
-    return [_with(x, rest, part) if n == first and rest else part if n == first else x for n, x in enumerate(whole)]
-
-
-def _scalar_values(kind: str, value: Any) -> Iterator[Any]:
-    """The scalars of a value of a type, in order."""
-    inner = members(kind)
-    if inner is None:
-        yield value
-    elif value is None:  # a constant array: a text
-        yield from (None for _ in scalars(kind))
-    else:
-        for member, part in zip(inner, value, strict=True):
-            yield from _scalar_values(member, part)
-
-
-def _nested(kind: str, values: Iterator[Any]) -> Any:
-    """Scalars in lists as a type nests them: the reverse of :func:`_scalar_values`."""
-    inner = members(kind)
-    return next(values) if inner is None else [_nested(member, values) for member in inner]
-
-
-def _element_offset(kind: str, indices: Sequence[int]) -> int:
-    """How many bytes behind an address the element lies that a getelementptr's indices lead to."""
-    offset = indices[0] * size(kind)
-    for n in indices[1:]:
-        inner = members(kind)
-        offset += starts(kind)[n] if n < len(inner) else n * size(inner[0])
-        kind = inner[min(n, len(inner) - 1)]
-    return offset
+def _parts(value: Any) -> dict[int, Any]:
+    """The scalars of a value by their offsets."""
+    return value if isinstance(value, dict) else {0: value}
 
 
 # -- Arguments -----------------------------------------------------------------------------------------------------
@@ -412,14 +372,14 @@ def _inputs(arguments: Sequence[Argument], types: Sequence[str], rows: Rows) -> 
         if isinstance(argument, str):
             found.append(rows.add("number", scalar_size(kind) * 8, n))
             continue
-        parts = [("size", dim) for dim, extent in enumerate(argument.shape) if isinstance(extent, Extent)]
-        parts += [("stride", dim) for dim, extent in enumerate(argument.stride) if isinstance(extent, Extent)]
-        _, *extents = scalars(kind)
-        if len(extents) != len(parts):
-            raise Refused(f"argument {n} has {len(extents)} numbers, not {len(parts)}")
-        leaves = [rows.add("address", 64, n)]
-        leaves += [rows.add(op, 8 * scalar.bytes, n, dim) for (op, dim), scalar in zip(parts, extents, strict=True)]
-        found.append(_nested(kind, iter(leaves)))
+        parts = [("address", n)]
+        parts += [("size", n, dim) for dim, extent in enumerate(argument.shape) if isinstance(extent, Extent)]
+        parts += [("stride", n, dim) for dim, extent in enumerate(argument.stride) if isinstance(extent, Extent)]
+        places = list(scalars(kind))
+        if len(places) != len(parts):
+            raise Refused(f"argument {n} has {len(places)} scalars, not {len(parts)}")
+        leaves = {x.offset: rows.add(op, 8 * x.bytes, *of) for x, (op, *of) in zip(places, parts, strict=True)}
+        found.append(_value(kind, leaves.get))
     if [kind.removeprefix("!llvm.") for kind in types] != ["ptr"]:
         raise Refused(f"a host function with {types} behind its arguments, not with one stream")
     return [*found, Stream()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 
@@ -86,3 +86,11 @@ def scalars(kind: str, at: int = 0) -> Iterator[Scalar]:
         return
     for start, member in zip(starts(kind), inner, strict=False):
         yield from scalars(member, at + start)
+
+
+def placed(kind: str, position: Sequence[int]) -> tuple[int, str]:
+    """The offset and the type of the member of a type that lies at a position of nested members."""
+    offset = 0
+    for n in position:
+        offset, kind = offset + starts(kind)[n], members(kind)[n]
+    return offset, kind

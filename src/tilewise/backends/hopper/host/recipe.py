@@ -183,14 +183,11 @@ class Recipe:
         """Raises ValueError with all that is wrong with flat arguments; strides of tensors of one element are free."""
         if len(given) != len(self.arguments):
             raise ValueError(f"the kernel takes {len(self.arguments)} arguments, not {len(given)}")
-        found, seen, devices = [], {}, set()
+        found, seen = [], {}
         for n, (argument, tensor) in enumerate(zip(self.arguments, given, strict=True)):
-            if isinstance(argument, str):
-                continue
-            devices.add(tensor.device)
-            found += [f"argument {n}: {fault}" for fault in argument.faults(tensor, seen)]
+            if not isinstance(argument, str):
+                found += [f"argument {n}: {fault}" for fault in argument.faults(tensor, seen)]
         found += [fault for row in self.rows for fault in self._misfit(row, given)] if not found else []
-        found += [f"tensors on {', '.join(sorted(map(str, devices)))}"] if len(devices) > 1 else []
         if found:
             raise ValueError("not what the kernel was compiled for: " + "; ".join(found))
 

@@ -92,7 +92,8 @@ def _backward(*arguments):
     plan = dispatch.plan(q, k, v, extras, seed, spec)
     inputs = dispatch.inputs(plan, q, k, v, extras, seed)
     grad = OutputGrads.of(do, dlse)
-    grads = plan.backend.backward(plan.problem, inputs, Output.of(o, lse), grad.do, grad.dlse)
+    with torch._C._DisableAutocast():  # which is on here if the caller's loss.backward() is inside it
+        grads = plan.backend.backward(plan.problem, inputs, Output.of(o, lse), grad.do, grad.dlse)
     return grads.dq, grads.dk, grads.dv, grads.extras(plan.problem, extras)
 
 

@@ -54,7 +54,8 @@ def _run_jvp(inputs, extras, seed, tangents, spec):
     (q, k, v, o, lse), extras = inputs, extras or ()
     plan = dispatch.plan(q, k, v, extras, seed, spec).forward_mode
     given = dispatch.inputs(plan, q, k, v, extras, seed)
-    moved = plan.backend.jvp(plan.problem, given, Output.of(o, lse), Directions.of(plan.problem, tangents))
+    with torch._C._DisableAutocast():
+        moved = plan.backend.jvp(plan.problem, given, Output.of(o, lse), Directions.of(plan.problem, tangents))
     return moved.o, moved.lse
 
 
@@ -63,7 +64,8 @@ def _run_backward_jvp(grads, moved, inputs, extras, seed, tangents, spec):
     plan = dispatch.plan(q, k, v, extras, seed, spec).second
     p, given = plan.problem, dispatch.inputs(plan, q, k, v, extras, seed)
     grad, along = OutputGrads.of(*grads), Directions.of(p, tangents)
-    found = plan.backend.backward_jvp(p, given, Output.of(o, lse), grad, along, Output.of(*moved))
+    with torch._C._DisableAutocast():
+        found = plan.backend.backward_jvp(p, given, Output.of(o, lse), grad, along, Output.of(*moved))
     return found.dq, found.dk, found.dv, found.extras(p, extras)
 
 

@@ -155,6 +155,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "state",
         "words",
     ),
+    "gradients": ("api", "autograd", "spec", "scores", "masks", "words"),
     "accuracy": ("reference", "gather", "backends.base", "problem"),
     "testing": ("", "accuracy", "backends.base", "problem", "spec"),
     "selfcheck": (
@@ -210,7 +211,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     ),
     "cli*": ("*",),
     "__main__": ("cli",),
-    "": ("words", "api", "cache", "expr", "masks.catalogue", "masks.patterns", "scores.catalogue"),
+    "": ("words", "api", "gradients", "cache", "expr", "masks.catalogue", "masks.patterns", "scores.catalogue"),
 }
 # Inside a function, where the arrow would make a circle or cost every import: a convenience that looks the other way.
 LAZY = {

@@ -20,6 +20,7 @@ PUBLIC = (
     tw.attention_with_lse,
     tw.attention_with_stats,
     partial(tw.attention_varlen, cu_seqlens_q=torch.tensor([0, 1])),
+    partial(tw.attention_backward, o=None, lse=None, v=None),
     partial(tw.attention_paged, cache=None),
     partial(tw.attention_paged_with_lse, cache=None),
     tw.explain,

@@ -64,6 +64,8 @@ def right_calls() -> None:
     o, lse = assert_type(
         tw.attention_with_lse(q, k, v, mask=torch.ones(32, 32, dtype=torch.bool)), tuple[Tensor, Tensor]
     )
+    sink = torch.zeros(2)
+    assert_type(tw.attention_backward(o, q, k, v, o, lse, dlse=lse, sink=sink, wrt=[sink]), tuple[Tensor, ...])
     stats = assert_type(tw.attention_with_stats(q, k, v, causal=True, per="head"), tw.AttentionStats)
     assert_type(tw.merge([(o, lse), (stats.o, stats.lse)]), tuple[Tensor, Tensor])
     assert_type(tw.attention_varlen(packed, packed, packed, cu_seqlens, causal=True), Tensor)

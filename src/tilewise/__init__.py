@@ -20,6 +20,7 @@ from tilewise.api import (
 )
 from tilewise.cache import PagedCache, QuantizedCache, SharedCache, append, dense_cache, paged
 from tilewise.expr import lookup
+from tilewise.gradients import attention_backward
 from tilewise.masks.catalogue import (
     Mask,
     block_sparse,
@@ -75,6 +76,7 @@ __all__ = [
     "alibi",
     "append",
     "attention",
+    "attention_backward",
     "attention_paged",
     "attention_paged_with_lse",
     "attention_varlen",

@@ -52,7 +52,7 @@ class AttentionStats(NamedTuple):
     max_logit: Tensor
 
 
-def _for_each(q: Tensor, k: Tensor, v: Any) -> tuple[Tensor, Tensor]:
+def for_each(q: Tensor, k: Tensor, v: Any) -> tuple[Tensor, Tensor]:
     """k and v with q's batch, where both have a batch of one: views, whose gradients are summed over it."""
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         return k, v
@@ -94,7 +94,7 @@ def _run(
         return dtensors.attention(q, k, v, o, with_lse)  # type: ignore[arg-type]
     if _is_nested(q, k, v):
         return _run_nested(q, k, v, o, parallel)
-    k, v = _for_each(q, k, v)
+    k, v = for_each(q, k, v)
     if parallel is not None:
         return _ranks(parallel).attention(q, k, v, o, with_lse)
     return autograd.attention(q, k, v, *assemble(q, k, v, o))
@@ -132,9 +132,9 @@ def _run_paged(
 def _keys_and_values(
     q: Tensor, k: Tensor | PagedCache | QuantizedCache | SharedCache, v: Tensor | None, o: Options
 ) -> tuple[Tensor, Tensor]:
-    """k and v, as :func:`_for_each` makes them; of a cache, its pages, whose table, lengths and scales become options."""
+    """k and v, as :func:`for_each` makes them; of a cache, its pages, whose table, lengths and scales become options."""
     k = k.cache if isinstance(k, SharedCache) else k
-    return cache_as_options(k, o) if isinstance(k, (PagedCache, QuantizedCache)) else _for_each(q, k, v)
+    return cache_as_options(k, o) if isinstance(k, (PagedCache, QuantizedCache)) else for_each(q, k, v)
 
 
 def attention(

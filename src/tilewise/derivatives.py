@@ -94,9 +94,13 @@ def operator_of(spec: str):
     return (torch.ops.tilewise.attention_with_stats if stats else torch.ops.tilewise.attention).default
 
 
-def gradients(*arguments: Any) -> tuple[Tensor, ...]:
-    """Return ``(dq, dk, dv, *dextras)`` from the backward operator. If few extras want a gradient, it returns no list."""
-    operator, count = torch.ops.tilewise.attention_backward, len(parse_spec(arguments[-1]).grad_slots)
+def gradients(*arguments: Any, count: int | None = None) -> tuple[Tensor, ...]:
+    """Return ``(dq, dk, dv, *dextras)`` from the backward operator. If few extras want a gradient, it returns no list.
+
+    ``count``: how many do. None: as the spec says, whose cached reader makes Dynamo warn.
+    """
+    operator = torch.ops.tilewise.attention_backward
+    count = len(parse_spec(arguments[-1]).grad_slots) if count is None else count
     if count < FLAT:
         return getattr(operator, f"flat{count}")(*arguments)
     *found, dextras = operator.default(*arguments)

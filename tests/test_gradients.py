@@ -54,7 +54,7 @@ def forward(tensors, options):
     cu = [options.pop(name, None) for name in ("cu_seqlens_q", "cu_seqlens_k")]
     if cu[0] is None:
         return tw.attention_with_lse(*tensors, **options)
-    return tw.attention_varlen(*tensors, *cu, return_lse=True, **options)
+    return tw.attention_varlen_with_lse(*tensors, *cu, **options)
 
 
 def cotangents(o, lse):

@@ -1,8 +1,8 @@
 """``torch.nn.functional.scaled_dot_product_attention`` over tilewise's op, and :func:`patch` for a whole model.
 
 Signature and layout are torch's, ``(..., heads, seqlen, head_dim)``. The causal mask is torch's **top-left** one: query i sees keys
-``j <= i``, even if the lengths differ (tilewise's own ``causal`` is aligned at the last query and key). Nothing is expanded: a mask of
-shape ``(batch, 1, 1, seqlen_k)`` stays one bit per key, and an additive mask is read in place and gets its gradient.
+``j <= i``, even if the lengths differ (``tw.causal(align="first")``). Nothing is expanded: a mask of shape
+``(batch, 1, 1, seqlen_k)`` stays one bit per key, and an additive mask is read in place and gets its gradient.
 
 A row without visible keys is zero and has zero gradients, as in torch. A NaN in a key that every query masks does not reach the
 output, unlike in torch. Dropout draws other random numbers than torch's.
@@ -81,9 +81,9 @@ def _of_nested(qkv: tuple[Tensor, Tensor, Tensor], attn_mask, dropout_p, is_caus
         counts = ", ".join(str(x.shape[2]) for x in (q, k, v))
         raise ValueError(f"query, key and value have {counts} heads; {HEADS_DIFFER}")
     mask = None
-    if is_causal:  # aligned at the first, as torch's is
+    if is_causal:
         same = q.is_nested and k.is_nested and (q.offsets() is k.offsets() or torch.equal(q.offsets(), k.offsets()))
-        mask = tw.causal() if same else tw.keep(lambda b, h, i, j: j <= i)
+        mask = tw.causal(align="last" if same else "first")  # Hopper's packed kernels have the former
     return tw.attention(q, k, v, mask=mask, softmax_scale=scale, dropout_p=dropout_p).transpose(1, 2)
 
 
@@ -94,7 +94,6 @@ class _Call:
     Attributes:
         q, k, v: ``(batch, seqlen, heads, head_dim)``. options: the keywords of :func:`tilewise.attention`.
         lead: the dimensions before heads, broadcast; None where the tensors have no heads either.
-        unseen: how many keys were left out at the end, since no query sees them.
     """
 
     q: Tensor
@@ -102,7 +101,6 @@ class _Call:
     v: Tensor
     options: dict
     lead: tuple[int, ...] | None
-    unseen: int
 
     def shaped(self, x: Tensor) -> Tensor:
         """``(batch, heads, ...)`` with the caller's leading dimensions."""
@@ -112,7 +110,7 @@ class _Call:
 
     def probabilities(self) -> Tensor:
         """The probabilities ``(..., heads, seqlen_q, seqlen_k)``, after dropout; :attr:`options` must hold its seed."""
-        return self.shaped(F.pad(probabilities(self.q, self.k, **self.options), (0, self.unseen)))
+        return self.shaped(probabilities(self.q, self.k, **self.options))
 
 
 def _read(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa) -> _Call:
@@ -132,14 +130,14 @@ def _read(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     q, k, v = _heads_last(query, key, value, lead, enable_gqa)
     mask, score = None, None
     if is_causal or variant == "UPPER_LEFT":
-        mask, k, v = top_left(q, k, v)
+        mask = tw.causal(align="first")
     elif variant == "LOWER_RIGHT":
         mask = tw.causal()
     elif attn_mask is not None:
         mask, score = pairs_of(attn_mask, (*lead, q.shape[2], q.shape[1], k.shape[1]))
     options = {"mask": mask, "score": score, "softmax_scale": scale, "dropout_p": dropout_p}
     headless = query.ndim == key.ndim == value.ndim == 2
-    return _Call(q, k, v, options, None if headless else lead, key.shape[-2] - k.shape[1])
+    return _Call(q, k, v, options, None if headless else lead)
 
 
 def _refusals(
@@ -201,14 +199,6 @@ HEADS_DIFFER = (
     "grouped ones need enable_gqa=True; the layout is (batch, heads, seqlen, head_dim): x.transpose(1, 2) of one with "
     "seqlen before heads"
 )
-
-
-def top_left(q: Tensor, k: Tensor, v: Tensor) -> tuple[tw.Mask, Tensor, Tensor]:
-    """``j <= i`` as an interval of tilewise's: keys after the last query are seen by none and left out."""
-    seqlen_q, seqlen_k = q.shape[1], k.shape[1]
-    if seqlen_k > seqlen_q:
-        return tw.causal(), k[:, :seqlen_q], v[:, :seqlen_q]
-    return tw.causal() if seqlen_k == seqlen_q else tw.window(right=seqlen_q - seqlen_k), k, v
 
 
 def pairs_of(attn_mask: Tensor, shape: tuple[int, ...]) -> tuple[tw.Mask | None, tw.Score | None]:

@@ -187,6 +187,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "untraced",
     ),
     "compat.transformers.sharded": ("compat.transformers.masks", "masks.catalogue", "parallel.context"),
+    "compat.torch_provider": ("compat.refusals", "compat.sdpa", "untraced", ""),
     "compat.flex_attention": (
         "compat.sdpa",
         "masks.catalogue",

@@ -38,6 +38,12 @@ PUBLIC = {
         "flash_attn_varlen_func",
         "flash_attn_with_kvcache",
     ),
+    "compat/torch_provider.py": (
+        "_scaled_dot_product_flash_attention_for_cpu_backward",
+        "_flash_attention_forward",
+        "_flash_attention_backward",
+        "_scaled_dot_product_flash_attention_backward",
+    ),
     "compat/flex_attention.py": ("flex_attention", "create_block_mask"),
     "compat/flash_attn/cute.py": ("flash_attn_func", "flash_attn_varlen_func"),
     "api.py": (

@@ -246,13 +246,21 @@ _saved: dict[str, object] = {}
 
 
 class _Patch(ContextDecorator):
-    """The context manager that :func:`patch` returns. It may be entered again while it is active."""
+    """The context manager that :func:`patch` returns. It may be entered again while it is active.
+
+    Attributes:
+        calls: how many calls arrived since it was entered, without those of compiled code.
+        compiled: whether compiled code called. It is not counted, since torch.compile would compile again for each number.
+    """
 
     def __init__(self, unsupported: str):
         self.unsupported = unsupported
+        self.calls, self.compiled = 0, False
 
     def __enter__(self) -> _Patch:
         with _lock:
+            if self not in _active:
+                self.calls, self.compiled = 0, False
             if not _active:
                 _saved["fastpath"] = torch.backends.mha.get_fastpath_enabled()
                 torch.backends.mha.set_fastpath_enabled(False)
@@ -262,7 +270,7 @@ class _Patch(ContextDecorator):
             _active.append(self)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         with _lock:
             last = len(_active) - 1 - _active[::-1].index(self)
             del _active[last]
@@ -271,6 +279,14 @@ class _Patch(ContextDecorator):
                 for name, ours in _REPLACED.items():
                     if getattr(F, name) is ours:  # else someone else has replaced it since: theirs stays
                         setattr(F, name, _saved[name])
+            unused = self not in _active and not (self.calls or self.compiled or error)
+        if unused:
+            warnings.warn(
+                "no call of scaled_dot_product_attention arrived inside patch(): the model has another attention, by matrix products "
+                "of its own, by a function that it imported by name, or by a library (docs/switching.md#sdpa)",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
 
 def patch(unsupported: str = "raise") -> _Patch:
@@ -279,6 +295,9 @@ def patch(unsupported: str = "raise") -> _Patch:
     ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer`` use it too: their fused inference path is off inside. With
     ``need_weights=True`` the matrix of probabilities is computed as well, and a warning says so. ``torch.jit.script`` works inside: its
     result calls back to Python, follows the patch in and out, and cannot be saved.
+
+    ``with patch() as p`` counts in ``p.calls`` the calls that arrive (``p.compiled``: compiled code called), and warns at the end if
+    there was none.
 
     Args:
         unsupported: the treatment of unsupported calls. "raise": raise the error. "warn": give a RuntimeWarning with the reason and run
@@ -362,6 +381,17 @@ def _say(reason: str) -> None:
     warnings.warn(f"torch's own function runs, with up to O(N²) memory: {reason}", RuntimeWarning, stacklevel=4)
 
 
+def _count() -> None:
+    """Note a call with every active patch."""
+    if torch.compiler.is_compiling():
+        for active in _active:
+            active.compiled = True
+        return
+    with _lock:
+        for active in set(_active):
+            active.calls += 1
+
+
 def _ours(arguments: tuple) -> Tensor:
     """Attention of the arguments of :func:`_patched_attention`, and the probabilities for a multi-head module that waits for them."""
     if not getattr(_waiting, "modules", None):
@@ -382,6 +412,7 @@ def _attend(*arguments) -> Tensor:
 
     if not _active:
         return original()
+    _count()
     try:
         return _ours(arguments)
     except NotImplementedError as reason:

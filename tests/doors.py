@@ -26,6 +26,7 @@ DOORS = {
     "its functions over a cache": "tests/compat/test_flash_attn_cache.py",
     "its private functions, FlashAttention-3 and 4, installation": "tests/compat/test_flash_attn_doors.py",
     "`compat.sdpa`, `patch()`, `nn.MultiheadAttention`": "tests/compat/test_sdpa.py",
+    "`compat.torch_provider`": "tests/compat/test_torch_provider.py",
     "`compat.flex_attention`": "tests/compat/test_flex_attention.py",
     "mask_mods and score_mods of FlexAttention": "tests/compat/test_flex.py",
     "nested tensors": "tests/test_nested.py",

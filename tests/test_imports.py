@@ -168,6 +168,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "state",
         "words",
     ),
+    "gradients": ("api", "autograd", "spec", "scores", "masks", "words"),
     "accuracy": ("reference", "gather", "backends.base", "problem"),
     "testing": ("", "accuracy", "backends.base", "problem", "spec"),
     "selfcheck": (
@@ -199,6 +200,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "untraced",
     ),
     "compat.transformers.sharded": ("compat.transformers.masks", "masks.catalogue", "parallel.context"),
+    "compat.torch_provider": ("compat.refusals", "compat.sdpa", "untraced", ""),
     "compat.flex_attention": (
         "compat.sdpa",
         "masks.catalogue",
@@ -223,7 +225,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     ),
     "cli*": ("*",),
     "__main__": ("cli",),
-    "": ("words", "api", "cache", "expr", "masks.catalogue", "masks.patterns", "scores.catalogue"),
+    "": ("words", "api", "gradients", "cache", "expr", "masks.catalogue", "masks.patterns", "scores.catalogue"),
 }
 # Inside a function, where the arrow would make a circle or cost every import: a convenience that looks the other way.
 LAZY = {

@@ -85,7 +85,7 @@ class Call:
         if self.cu is None:
             o, lse = tw.attention_with_lse(*qkv, **options)
         else:
-            o, lse = tw.attention_varlen(*qkv, *self.cu, return_lse=True, **options)
+            o, lse = tw.attention_varlen_with_lse(*qkv, *self.cu, **options)
         grads = torch.autograd.grad((o, lse), list(inputs.values()), (self.do, self.dlse))
         return {"o": o.detach(), "lse": lse.detach()} | {f"d{name}": g for name, g in zip(inputs, grads, strict=True)}
 

@@ -361,6 +361,20 @@ def test_autocast_runs_in_its_dtype_and_returns_gradients_in_the_inputs():
     assert dq.dtype == torch.float32
 
 
+def test_backwards_that_are_called_inside_autocast_give_the_bits_of_those_outside():
+    q, k, v = wanting_grad(*qkv())
+    o = tw.attention(q, k, v, causal=True, backend="portable")
+
+    def derivatives():
+        first = torch.autograd.grad(o, (q, k, v), normal(*o.shape), create_graph=True)
+        return *first, *torch.autograd.grad(first, (q, k, v), [x.detach() for x in (q, k, v)], retain_graph=True)
+
+    expected = derivatives()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = derivatives()
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
 def test_no_grad_and_detached_inputs_give_no_graph():
     q, k, v = wanting_grad(*qkv())
     with torch.no_grad():

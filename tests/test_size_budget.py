@@ -38,6 +38,12 @@ PUBLIC = {
         "flash_attn_varlen_func",
         "flash_attn_with_kvcache",
     ),
+    "compat/torch_provider.py": (
+        "_scaled_dot_product_flash_attention_for_cpu_backward",
+        "_flash_attention_forward",
+        "_flash_attention_backward",
+        "_scaled_dot_product_flash_attention_backward",
+    ),
     "compat/flex_attention.py": ("flex_attention", "create_block_mask"),
     "compat/flash_attn/cute.py": ("flash_attn_func", "flash_attn_varlen_func"),
     "api.py": (
@@ -45,9 +51,11 @@ PUBLIC = {
         "attention_with_lse",
         "attention_with_stats",
         "attention_varlen",
+        "attention_varlen_with_lse",
         "attention_paged",
         "attention_paged_with_lse",
     ),
+    "gradients.py": ("attention_backward",),
     "compat/flash_attn/__init__.py": (
         "flash_attn_func",
         "flash_attn_kvpacked_func",

@@ -20,6 +20,8 @@ PUBLIC = (
     tw.attention_with_lse,
     tw.attention_with_stats,
     partial(tw.attention_varlen, cu_seqlens_q=torch.tensor([0, 1])),
+    partial(tw.attention_varlen_with_lse, cu_seqlens_q=torch.tensor([0, 1])),
+    partial(tw.attention_backward, o=None, lse=None, v=None),
     partial(tw.attention_paged, cache=None),
     partial(tw.attention_paged_with_lse, cache=None),
     tw.explain,
@@ -83,7 +85,9 @@ def test_a_name_that_is_not_here_says_so_and_which_one_it_resembles():
 def test_what_is_to_be_written_instead_exists(word):
     names = re.findall(r"tw\.(\w+)", words.HERE[word])
     assert all(hasattr(tw, name) for name in names)
-    written = re.findall(r"(\w+)=", words.HERE[word].replace("left=", "").replace("seqlens_k=", ""))
+    written = re.findall(
+        r"(\w+)=", words.HERE[word].replace("left=", "").replace("align=", "").replace("seqlens_k=", "")
+    )
     assert names or written or words.HERE[word].startswith("leave it out")
     assert set(written) <= set(tw.attention.__kwdefaults__)
 

@@ -28,6 +28,7 @@ def right_masks() -> list[tw.Mask]:
     n = torch.tensor([32, 20])
     return [
         assert_type(tw.causal() & tw.window(left=7), tw.Mask),
+        tw.causal(align="first") & tw.window(7, align="last"),
         assert_type(tw.causal() | tw.window(2, 2), tw.Mask),
         tw.prefix(3) & tw.prefix(n),
         tw.key_range(0, n),
@@ -64,10 +65,13 @@ def right_calls() -> None:
     o, lse = assert_type(
         tw.attention_with_lse(q, k, v, mask=torch.ones(32, 32, dtype=torch.bool)), tuple[Tensor, Tensor]
     )
+    sink = torch.zeros(2)
+    assert_type(tw.attention_backward(o, q, k, v, o, lse, dlse=lse, sink=sink, wrt=[sink]), tuple[Tensor, ...])
     stats = assert_type(tw.attention_with_stats(q, k, v, causal=True, per="head"), tw.AttentionStats)
     assert_type(tw.merge([(o, lse), (stats.o, stats.lse)]), tuple[Tensor, Tensor])
     assert_type(tw.attention_varlen(packed, packed, packed, cu_seqlens, causal=True), Tensor)
     assert_type(tw.attention_varlen(packed, packed, packed, cu_seqlens, return_lse=True), tuple[Tensor, Tensor])
+    assert_type(tw.attention_varlen_with_lse(packed, packed, packed, cu_seqlens), tuple[Tensor, Tensor])
     cache = assert_type(tw.dense_cache(k, v, torch.tensor([32, 9], dtype=torch.int32)), tw.PagedCache)
     assert_type(tw.attention_paged(q, tw.paged(*cache), causal=True), Tensor)
     assert_type(tw.attention_paged_with_lse(q, cache, mask=tw.window(3)), tuple[Tensor, Tensor])
@@ -133,6 +137,7 @@ def wrong_calls(q: Tensor, k: Tensor, v: Tensor) -> None:
     tw.causal() & tw.softcap(3.0)  # type: ignore[operator]
     tw.causal() | q  # type: ignore[operator]
     tw.softcap(3.0) >> tw.causal()  # type: ignore[operator]
+    tw.causal(align="middle")  # type: ignore[arg-type]
     tw.window(left=1.5)  # type: ignore[arg-type]
     tw.prefix("3")  # type: ignore[arg-type]
     tw.key_range(0)  # type: ignore[call-arg]

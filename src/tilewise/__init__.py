@@ -11,6 +11,7 @@ from tilewise.api import (
     attention_paged,
     attention_paged_with_lse,
     attention_varlen,
+    attention_varlen_with_lse,
     attention_with_lse,
     attention_with_stats,
     dropout_mask,
@@ -20,6 +21,7 @@ from tilewise.api import (
 )
 from tilewise.cache import PagedCache, QuantizedCache, SharedCache, append, dense_cache, paged
 from tilewise.expr import lookup
+from tilewise.gradients import attention_backward
 from tilewise.masks.catalogue import (
     Mask,
     block_sparse,
@@ -75,9 +77,11 @@ __all__ = [
     "alibi",
     "append",
     "attention",
+    "attention_backward",
     "attention_paged",
     "attention_paged_with_lse",
     "attention_varlen",
+    "attention_varlen_with_lse",
     "attention_with_lse",
     "attention_with_stats",
     "bias",

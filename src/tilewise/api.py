@@ -52,7 +52,7 @@ class AttentionStats(NamedTuple):
     max_logit: Tensor
 
 
-def _for_each(q: Tensor, k: Tensor, v: Any) -> tuple[Tensor, Tensor]:
+def for_each(q: Tensor, k: Tensor, v: Any) -> tuple[Tensor, Tensor]:
     """k and v with q's batch, where both have a batch of one: views, whose gradients are summed over it."""
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         return k, v
@@ -94,10 +94,18 @@ def _run(
         return dtensors.attention(q, k, v, o, with_lse)  # type: ignore[arg-type]
     if _is_nested(q, k, v):
         return _run_nested(q, k, v, o, parallel)
-    k, v = _for_each(q, k, v)
+    k, v = for_each(q, k, v)
     if parallel is not None:
         return _ranks(parallel).attention(q, k, v, o, with_lse)
     return autograd.attention(q, k, v, *assemble(q, k, v, o))
+
+
+def _run_packed(
+    q: Tensor, k: Tensor, v: Tensor, o: Options, parallel: Parallel | None, with_lse: bool = True
+) -> tuple[Tensor, Tensor]:
+    if o.cu_seqlens_q is None:
+        raise ValueError("attention_varlen was called wrongly\n  cu_seqlens_q must be a tensor, got None")
+    return _run(q, k, v, o, parallel, with_lse)
 
 
 def _brief(q: Tensor, k: Tensor, v: Tensor, given: Words, options: tuple, lse: bool) -> tuple[Tensor, Tensor] | None:
@@ -132,9 +140,9 @@ def _run_paged(
 def _keys_and_values(
     q: Tensor, k: Tensor | PagedCache | QuantizedCache | SharedCache, v: Tensor | None, o: Options
 ) -> tuple[Tensor, Tensor]:
-    """k and v, as :func:`_for_each` makes them; of a cache, its pages, whose table, lengths and scales become options."""
+    """k and v, as :func:`for_each` makes them; of a cache, its pages, whose table, lengths and scales become options."""
     k = k.cache if isinstance(k, SharedCache) else k
-    return cache_as_options(k, o) if isinstance(k, (PagedCache, QuantizedCache)) else _for_each(q, k, v)
+    return cache_as_options(k, o) if isinstance(k, (PagedCache, QuantizedCache)) else for_each(q, k, v)
 
 
 def attention(
@@ -340,14 +348,45 @@ def attention_varlen(
     """
     if others or more:
         raise words.refused("attention_varlen", others, more)
-    if cu_seqlens_q is None:
-        raise ValueError("attention_varlen was called wrongly\n  cu_seqlens_q must be a tensor, got None")
     # fmt: off
     o = Options(causal, mask, score, softmax_scale, sink, dropout_p, dropout_seed, deterministic, backend,
                 cu_seqlens_q, cu_seqlens_k)
     # fmt: on
-    out = _run(q, k, v, o, parallel, with_lse=return_lse)
+    out = _run_packed(q, k, v, o, parallel, with_lse=return_lse)
     return out if return_lse else out[0]
+
+
+def attention_varlen_with_lse(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    *more: Never,
+    causal: bool = False,
+    mask: Mask | Tensor | MaskFunction | None = None,
+    score: Score | Tensor | ScoreFunction | None = None,
+    softmax_scale: float | None = None,
+    sink: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    deterministic: bool | None = None,
+    backend: str | None = None,
+    parallel: Parallel | None = None,
+    **others: Never,
+) -> tuple[Tensor, Tensor]:
+    """Compute :func:`attention_varlen` and its log-sum-exp. Both are differentiable.
+
+    Returns:
+        o ``(total_q, heads_q, head_dim_v)``, and lse ``(heads_q, total_q)``: natural log, fp32 (fp64 for fp64), with the sink.
+    """
+    if others or more:
+        raise words.refused("attention_varlen_with_lse", others, more)
+    # fmt: off
+    o = Options(causal, mask, score, softmax_scale, sink, dropout_p, dropout_seed, deterministic, backend,
+                cu_seqlens_q, cu_seqlens_k)
+    # fmt: on
+    return _run_packed(q, k, v, o, parallel)
 
 
 def attention_paged(
@@ -422,8 +461,8 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Combine attention results over disjoint sets of keys into the result over all of them. Differentiable in every part.
 
     Args:
-        parts: one or more ``(o, lse)`` of the same queries, as :func:`attention_with_lse` and ``attention_varlen(...,
-            return_lse=True)`` return them: o ``(batch, seqlen_q, heads_q, head_dim_v)`` with lse ``(batch, heads_q, seqlen_q)``,
+        parts: one or more ``(o, lse)`` of the same queries, as :func:`attention_with_lse` and :func:`attention_varlen_with_lse`
+            return them: o ``(batch, seqlen_q, heads_q, head_dim_v)`` with lse ``(batch, heads_q, seqlen_q)``,
             natural log; packed ``(total_q, heads_q, head_dim_v)`` with ``(heads_q, total_q)``. A sink belongs to one part alone.
 
     Returns:

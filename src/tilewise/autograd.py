@@ -92,7 +92,8 @@ def _backward(*arguments):
     plan = dispatch.plan(q, k, v, extras, seed, spec)
     inputs = dispatch.inputs(plan, q, k, v, extras, seed)
     grad = OutputGrads.of(do, dlse)
-    grads = plan.backend.backward(plan.problem, inputs, Output.of(o, lse), grad.do, grad.dlse)
+    with torch._C._DisableAutocast():  # which is on here if the caller's loss.backward() is inside it
+        grads = plan.backend.backward(plan.problem, inputs, Output.of(o, lse), grad.do, grad.dlse)
     return grads.dq, grads.dk, grads.dv, grads.extras(plan.problem, extras)
 
 
@@ -325,3 +326,17 @@ def _transformed(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed
     if torch.is_autocast_enabled(q.device.type):
         q, k, v = _cast(q, k, v, q.device.type, spec)
     return derivatives.Attention.apply(q, k, v, seed, derivatives.watched(spec, extras), *extras)
+
+
+def gradients(*arguments, count: int) -> tuple[Tensor, ...]:
+    """``(dq, dk, dv, *dextras)`` of the arguments of the backward operator; inside torch.func by a function that it takes apart.
+
+    ``count``: how many extras want a gradient.
+    """
+    return _transformed_backward(*arguments) if _transforming() else derivatives.gradients(*arguments, count=count)
+
+
+@torch._disable_dynamo
+def _transformed_backward(*arguments) -> tuple[Tensor, ...]:
+    c = _BackwardCall(*arguments)
+    return derivatives.AttentionBackward.apply(c.seed, c.spec, *c.tensors)

@@ -54,7 +54,8 @@ def _run_jvp(inputs, extras, seed, tangents, spec):
     (q, k, v, o, lse), extras = inputs, extras or ()
     plan = dispatch.plan(q, k, v, extras, seed, spec).forward_mode
     given = dispatch.inputs(plan, q, k, v, extras, seed)
-    moved = plan.backend.jvp(plan.problem, given, Output.of(o, lse), Directions.of(plan.problem, tangents))
+    with torch._C._DisableAutocast():
+        moved = plan.backend.jvp(plan.problem, given, Output.of(o, lse), Directions.of(plan.problem, tangents))
     return moved.o, moved.lse
 
 
@@ -63,7 +64,8 @@ def _run_backward_jvp(grads, moved, inputs, extras, seed, tangents, spec):
     plan = dispatch.plan(q, k, v, extras, seed, spec).second
     p, given = plan.problem, dispatch.inputs(plan, q, k, v, extras, seed)
     grad, along = OutputGrads.of(*grads), Directions.of(p, tangents)
-    found = plan.backend.backward_jvp(p, given, Output.of(o, lse), grad, along, Output.of(*moved))
+    with torch._C._DisableAutocast():
+        found = plan.backend.backward_jvp(p, given, Output.of(o, lse), grad, along, Output.of(*moved))
     return found.dq, found.dk, found.dv, found.extras(p, extras)
 
 
@@ -92,9 +94,13 @@ def operator_of(spec: str):
     return (torch.ops.tilewise.attention_with_stats if stats else torch.ops.tilewise.attention).default
 
 
-def gradients(*arguments: Any) -> tuple[Tensor, ...]:
-    """Return ``(dq, dk, dv, *dextras)`` from the backward operator. If few extras want a gradient, it returns no list."""
-    operator, count = torch.ops.tilewise.attention_backward, len(parse_spec(arguments[-1]).grad_slots)
+def gradients(*arguments: Any, count: int | None = None) -> tuple[Tensor, ...]:
+    """Return ``(dq, dk, dv, *dextras)`` from the backward operator. If few extras want a gradient, it returns no list.
+
+    ``count``: how many do. None: as the spec says, whose cached reader makes Dynamo warn.
+    """
+    operator = torch.ops.tilewise.attention_backward
+    count = len(parse_spec(arguments[-1]).grad_slots) if count is None else count
     if count < FLAT:
         return getattr(operator, f"flat{count}")(*arguments)
     *found, dextras = operator.default(*arguments)

@@ -200,7 +200,10 @@ class Extras:
 
 @dataclass
 class Options:
-    """The keywords of the public functions as the user gave them."""
+    """The keywords of the public functions as the user gave them.
+
+    ``wrt``: the tensors beside q, k and v that get a gradient, for a backward alone. None: those that require one.
+    """
 
     causal: bool = False
     mask: object = None
@@ -219,6 +222,7 @@ class Options:
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
     max_logit: bool = False
+    wrt: Sequence[Tensor] | None = None
 
 
 def assemble(q: Tensor, k: Tensor, v: Tensor, o: Options) -> tuple[list[Tensor], Tensor | None, str]:
@@ -247,9 +251,7 @@ def assemble(q: Tensor, k: Tensor, v: Tensor, o: Options) -> tuple[list[Tensor],
     mask_slots = extras.slots(kept.leaves)
     score_slots = extras.slots(scored.leaves)
     tensors = extras.tensors
-    grads = torch.is_grad_enabled()
-    grad_slots = [n for n in range(len(tensors)) if grads and tensors[n].requires_grad]
-    needs_grad = grads and (q.requires_grad or k.requires_grad or v.requires_grad or len(grad_slots) > 0)
+    grad_slots, needs_grad = _wanted(q, k, v, tensors, o.wrt)
     deterministic = torch.are_deterministic_algorithms_enabled() if o.deterministic is None else o.deterministic
     text = _text if torch.compiler.is_compiling() else _kept_text
     spec = text(
@@ -261,7 +263,7 @@ def assemble(q: Tensor, k: Tensor, v: Tensor, o: Options) -> tuple[list[Tensor],
         needs_grad=needs_grad,
         max_logit=o.max_logit,
         traced=kept.copied,
-        grad_slots=tuple(grad_slots),
+        grad_slots=grad_slots,
         sink_slot=sink_slot,
         cu_slots=cu_slots,
         mask_slots=mask_slots,
@@ -272,6 +274,17 @@ def assemble(q: Tensor, k: Tensor, v: Tensor, o: Options) -> tuple[list[Tensor],
         scale_slots=scale_slots,
     )
     return tensors, _seed(q, o), spec
+
+
+def _wanted(
+    q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], wrt: Sequence[Tensor] | None
+) -> tuple[tuple[int, ...], bool]:
+    """Return the slots of the extras that want a gradient, and whether a backward may follow."""
+    if wrt is not None:
+        return tuple([n for n in range(len(extras)) if any(extras[n] is x for x in wrt)]), True
+    grads = torch.is_grad_enabled()
+    slots = tuple([n for n in range(len(extras)) if grads and extras[n].requires_grad])
+    return slots, grads and (q.requires_grad or k.requires_grad or v.requires_grad or len(slots) > 0)
 
 
 def _plain(o: Options) -> Options:
@@ -306,7 +319,7 @@ def _is_brief(o: Options) -> bool:
     return (
         o.sink is None and o.cu_seqlens_q is None and o.cu_seqlens_k is None
         and o.piece is None and o.block_table is None and o.seqlens_k is None
-        and o.dropout_seed is None and type(o.dropout_p) is float and o.dropout_p == 0.0
+        and o.dropout_seed is None and type(o.dropout_p) is float and o.dropout_p == 0.0 and o.wrt is None
     )  # fmt: skip
 
 

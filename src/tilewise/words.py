@@ -12,7 +12,7 @@ _CHOSEN = "leave it out: tiles and splits are chosen for the call, and tw.explai
 _SINK, _SCALE, _DROPOUT = "write sink=", "write softmax_scale=", "write dropout_p="
 HERE = {
     # PyTorch's SDPA, nn.MultiheadAttention and FlexAttention
-    "is_causal": "write causal=True, which aligns the last query with the last key (SDPA the first ones: tilewise.compat.sdpa)",
+    "is_causal": "write causal=True, which aligns the last query with the last key (SDPA the first ones: mask=tw.causal(align='first'))",
     "attn_mask": "write mask= for a bool tensor (True = kept), score= for one that is added",
     "scale": _SCALE,
     "sm_scale": _SCALE,

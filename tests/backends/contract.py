@@ -79,6 +79,20 @@ STATS = {
 }
 
 
+FIRST = {
+    "more-keys": lambda: (qkv(nq=40, nk=90), {"mask": tw.causal(align="first")}),
+    "more-queries": lambda: (qkv(nq=90, nk=40), {"mask": tw.window(9, 3, align="first")}),
+    "packed": lambda: (
+        [x.flatten(0, 1) for x in qkv(batch=1, nq=70, nk=90)],
+        {
+            "cu_seqlens_q": torch.tensor([0, 40, 40, 70]),
+            "cu_seqlens_k": torch.tensor([0, 9, 30, 90]),
+            "mask": tw.causal(align="first"),
+        },
+    ),
+}
+
+
 def _hiding() -> tw.Score:
     return tw.score(lambda s, b, h, i, j: torch.where((i + j) % 2 == 0, s, -torch.inf)) >> tw.alibi(normal(4))
 
@@ -250,6 +264,11 @@ class Contract:
         masked = self.call(*qkv(), mask=lambda b, h, i, j: (i + j) % 2 == 0)
         errors = accuracy.Expected.of(masked.p, masked.t, masked.do, masked.dlse).judge(hidden)
         assert not [str(e) for e in errors if not e.ok]
+
+    @pytest.mark.parametrize("name", FIRST)
+    def test_masks_aligned_at_the_first_key(self, name):
+        tensors, options = FIRST[name]()
+        agree(self.backend, self.call(*tensors, **options))
 
     @pytest.mark.parametrize("name", STATS)
     def test_the_largest_scores_agree_with_the_oracle(self, name):

@@ -382,6 +382,49 @@ def test_the_originals_are_back_after_any_nesting_and_after_an_exception(counted
     assert len(counted) == 1
 
 
+def test_a_patch_counts_the_calls_that_arrive():
+    q = normal(1, 1, 3, 8)
+    with patch() as outer:
+        F.scaled_dot_product_attention(q, q, q)
+        with patch() as inner, outer:
+            F.scaled_dot_product_attention(q, q, q)
+            encoder().eval()(normal(2, 11, 32))
+        assert (outer.calls, inner.calls) == (4, 3)
+    with outer:
+        assert outer.calls == 0
+        F.scaled_dot_product_attention(q, q, q)
+    assert outer.calls == 1
+
+
+def test_a_patch_where_nothing_arrives_warns_at_its_end():
+    q = normal(1, 1, 3, 8)
+    with (
+        pytest.warns(RuntimeWarning, match="no call of scaled_dot_product_attention arrived inside patch") as said,
+        patch(),
+    ):
+        torch_sdpa(q, q, q)  # a name of before
+    assert [x.filename for x in said] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with patch() as p, p:
+            F.scaled_dot_product_attention(q, q, q)
+        with pytest.raises(KeyError), patch():
+            raise KeyError
+
+
+def test_compiled_code_counts_as_arrived_and_compiles_once():
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda q: F.scaled_dot_product_attention(q, q, q), fullgraph=True, backend="aot_eager")
+    with warnings.catch_warnings(), torch._dynamo.config.patch(error_on_recompile=True):
+        warnings.simplefilter("error", RuntimeWarning)
+        for _ in range(3):
+            with patch() as p:
+                compiled(normal(1, 2, 9, 8))
+                compiled(normal(1, 2, 9, 8))
+            assert (p.calls, p.compiled) == (0, True)
+
+
+@pytest.mark.filterwarnings("ignore:no call of scaled")
 def test_a_fast_path_that_was_off_stays_off():
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -404,6 +447,7 @@ def test_it_decorates_a_function(counted):
     assert len(counted) == 2
 
 
+@pytest.mark.filterwarnings("ignore:no call of scaled")
 def test_threads_may_enter_and_leave_in_any_order():
     before, steps = _state(), [threading.Event() for _ in range(3)]
 
@@ -424,6 +468,7 @@ def test_threads_may_enter_and_leave_in_any_order():
     assert _state() == before
 
 
+@pytest.mark.filterwarnings("ignore:no call of scaled")
 def test_a_name_taken_inside_works_outside():
     with patch():
         taken = F.scaled_dot_product_attention

@@ -76,6 +76,9 @@ CASES = {
     "window-right": (lambda nq, nk: tw.window(right=1), lambda b, h, i, j, off: j <= i + off + 1),
     "window-diagonal": (lambda nq, nk: tw.window(0, 0), lambda b, h, i, j, off: j == i + off),
     "window-unbounded": (lambda nq, nk: tw.window(), lambda b, h, i, j, off: True),
+    "causal-first": (lambda nq, nk: tw.causal(align="first"), lambda b, h, i, j, off: j <= i),
+    "window-first": (lambda nq, nk: tw.window(2, 1, align="first"), lambda b, h, i, j, off: i - 2 <= j <= i + 1),
+    "window-first-left": (lambda nq, nk: tw.window(left=2, align="first"), lambda b, h, i, j, off: i - 2 <= j),
     "prefix": (lambda nq, nk: tw.prefix(3), lambda b, h, i, j, off: j < 3 or j <= i + off),
     "prefix-none": (lambda nq, nk: tw.prefix(0), lambda b, h, i, j, off: j <= i + off),
     "prefix-per-batch": (lambda nq, nk: tw.prefix(PER_BATCH), lambda b, h, i, j, off: j < PER_BATCH[b] or j <= i + off),
@@ -127,12 +130,12 @@ def compositions(draw, nk: int, depth: int = 3) -> Mask:
     if depth == 0 or draw(st.integers(0, 2)) == 0:
         small = st.integers(0, nk)
         tensor = st.lists(st.integers(-2, nk + 2), min_size=BATCH, max_size=BATCH).map(torch.tensor)
-        bound = st.one_of(small, tensor)
+        bound, aligned = st.one_of(small, tensor), st.sampled_from(["last", "first"])
         which = draw(st.sampled_from(["causal", "window", "prefix", "key_range", "documents", "keep", "block_sparse"]))
         if which == "causal":
-            return tw.causal()
+            return tw.causal(align=draw(aligned))
         if which == "window":
-            return tw.window(draw(st.none() | small), draw(st.none() | small))
+            return tw.window(draw(st.none() | small), draw(st.none() | small), align=draw(aligned))
         if which == "prefix":
             return tw.prefix(draw(bound))
         if which == "key_range":
@@ -220,6 +223,12 @@ def test_a_mask_with_itself_is_itself(name):
 
 def test_causal_is_a_window_without_a_left_end():
     assert torch.equal(matrix(tw.causal(), 5, 8), matrix(tw.window(None, 0), 5, 8))
+
+
+def test_an_alignment_is_at_the_last_or_at_the_first():
+    with pytest.raises(ValueError, match='align=\'top\': it is "last" or "first"'):
+        tw.causal(align="top")
+    assert torch.equal(matrix(tw.causal(align="first"), 6, 6), matrix(tw.causal(align="last"), 6, 6))
 
 
 def test_a_prefix_is_causal_or_the_first_keys():
@@ -438,7 +447,7 @@ BAD = {
     "local-global-negative": (lambda: tw.local_global(4, 4, -1), "local_global: local must be a whole number >= 0"),
     "key-lengths-list": (lambda: tw.key_lengths([1, 2]), r"key_lengths takes .*got \[1, 2\]"),
     "dense-ints": (lambda: tw.dense(torch.ones(2, 2).int()), r"got torch\.int32; convert zeros and ones: t\.bool"),
-    "not-called": (lambda: as_mask(tw.causal), r"function of \(b, h, i, j\) is needed, got causal\(\).*to be called: tw\.causal"),
+    "not-called": (lambda: as_mask(tw.causal), r"function of \(b, h, i, j\) is needed, got causal\(.*to be called: tw\.causal"),
     "five-parameters": (lambda: tw.keep(lambda s, b, h, i, j: i > j), r"\(b, h, i, j\) is needed, got <lambda>\(s, b, h, i, j\)"),
     "no-return": (lambda: tw.keep(lambda b, h, i, j: None), "returned None; is its `return` missing"),
     "keep-tensor": (lambda: tw.keep(torch.ones(2, 2).bool()), r"function of \(b, h, i, j\) is needed, got Tensor"),
@@ -508,7 +517,7 @@ def test_the_matrix_in_a_docstring_is_what_show_mask_prints(call, queries, keys,
 
 def test_causal_window_and_prefix_show_their_matrix():
     shown = {example.id for example in EXAMPLES}
-    assert {"causal()", "window(1, 0)", "prefix(3)"} <= shown
+    assert {"causal()", 'causal(align="first")', "window(1, 0)", "prefix(3)"} <= shown
 
 
 def test_show_mask_reads_the_batch_element_and_head_asked_for():

@@ -31,6 +31,8 @@ SEEN = {
     "full": (lambda: Mask(""), (True, True, True)),
     "causal": (tw.causal, (True, True, True)),
     "window": (lambda: tw.window(9, 0), (True, True, False)),
+    "causal-first": (lambda: tw.causal(align="first"), (True, True, False)),
+    "window-first": (lambda: tw.window(9, 30, align="first"), (True, True, True)),
     "prefix": (lambda: tw.prefix(9), (True, True, True)),
     "prefixes": (lambda: tw.prefix(torch.tensor([9, 3])), (True, True, False)),
     "documents": (lambda: tw.documents(IDS) & tw.causal(), (True, True, False)),
@@ -82,6 +84,15 @@ def test_every_pair_counts_as_kept_only_where_it_is():
     masks["chunks"] = _atom("chunks", number(50))
     known = {name: every_pair_kept(region_of(mask, 1, 50), 1, 50) for name, mask in masks.items()}
     assert known == {"all": True, "causal": True, "window": True, "short": False, "lengths": False, "chunks": True}
+
+
+@pytest.mark.parametrize("mask", [tw.causal(align="first"), tw.window(9, 2, align="first")], ids=str)
+def test_a_mask_aligned_at_the_first_is_a_band_of_equal_sequences_alone(mask):
+    band = as_band(region_of(mask, 40, 70), 30, 70)
+    kept_by_band = [[band.start <= j < band.stop and j < i + band.hi and (band.lo is None or j >= i + band.lo) for j in range(70)]
+                    for i in range(40)]  # fmt: skip
+    assert torch.equal(torch.tensor(kept_by_band), kept(mask, 40, 70)[0])
+    assert as_band(region_of(mask, 40, 70), None, 70) is None
 
 
 @pytest.mark.parametrize("mask", [tw.prefix(3), tw.documents(IDS), tw.keep(lambda b, h, i, j: i >= j)], ids=str)

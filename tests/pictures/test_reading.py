@@ -18,6 +18,7 @@ LONG = torch.arange(40)
     ("text", "mask"),
     [
         ("tw.causal() & window(left=3, right=None)", tw.causal() & tw.window(left=3)),
+        ("causal(align='first') & window(3, align='last')", tw.causal(align="first") & tw.window(3)),
         ("causal() | window(-(-2), 0)", tw.causal() | tw.window(2, 0)),
         ("documents([0] * 10 + [1] * 30)", tw.documents((LONG >= 10).long())),
         ("documents(torch.arange(40) // 7)", tw.documents(LONG // 7)),
@@ -63,6 +64,9 @@ def test_the_text_of_a_score_is_that_score(text, score):
         "keep(lambda b, h, i, j: (lambda: i)() > 0)",
         "softcap(30)",
         "windows(3)",
+        "window('3')",
+        "causal(align='middle')",
+        "keep('causal()')",
         "window(2 ** 99)",
         "documents([0] * 10 ** 9)",
         "documents([[0] * 99999] * 99999)",

@@ -20,7 +20,7 @@ WRONG = {
     ),
     "FlexAttention's door given seqlen before heads": (lambda: flex.flex_attention(Q, Q[:, :9], Q[:, :9]), LAYOUT),
     "a lower right CausalBias": (lambda: tw.attention(Q, Q, Q, mask=causal_lower_right(16, 16)), r"mask=tw.causal\(\)"),
-    "an upper left CausalBias": (lambda: tw.attention(Q, Q, Q, mask=causal_upper_left(16, 16)), "mask=lambda b, h, i, j: j <= i"),
+    "an upper left CausalBias": (lambda: tw.attention(Q, Q, Q, mask=causal_upper_left(16, 16)), r'mask=tw.causal\(align="first"\)'),
     "documents of cu_seqlens": (lambda: tw.attention(Q, Q, Q, mask=tw.documents(CU)), r"documents\(ids\).*cu_seqlens.*attention_varlen"),
     "a padding mask of two axes": (
         lambda: sdpa.scaled_dot_product_attention(*[Q.transpose(1, 2)] * 3, attn_mask=torch.ones(2, 16, dtype=torch.bool)),

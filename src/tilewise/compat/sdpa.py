@@ -1,8 +1,8 @@
 """``torch.nn.functional.scaled_dot_product_attention`` over tilewise's op, and :func:`patch` for a whole model.
 
 Signature and layout are torch's, ``(..., heads, seqlen, head_dim)``. The causal mask is torch's **top-left** one: query i sees keys
-``j <= i``, even if the lengths differ (tilewise's own ``causal`` is aligned at the last query and key). Nothing is expanded: a mask of
-shape ``(batch, 1, 1, seqlen_k)`` stays one bit per key, and an additive mask is read in place and gets its gradient.
+``j <= i``, even if the lengths differ (``tw.causal(align="first")``). Nothing is expanded: a mask of shape
+``(batch, 1, 1, seqlen_k)`` stays one bit per key, and an additive mask is read in place and gets its gradient.
 
 A row without visible keys is zero and has zero gradients, as in torch. A NaN in a key that every query masks does not reach the
 output, unlike in torch. Dropout draws other random numbers than torch's.
@@ -81,9 +81,9 @@ def _of_nested(qkv: tuple[Tensor, Tensor, Tensor], attn_mask, dropout_p, is_caus
         counts = ", ".join(str(x.shape[2]) for x in (q, k, v))
         raise ValueError(f"query, key and value have {counts} heads; {HEADS_DIFFER}")
     mask = None
-    if is_causal:  # aligned at the first, as torch's is
+    if is_causal:
         same = q.is_nested and k.is_nested and (q.offsets() is k.offsets() or torch.equal(q.offsets(), k.offsets()))
-        mask = tw.causal() if same else tw.keep(lambda b, h, i, j: j <= i)
+        mask = tw.causal(align="last" if same else "first")  # Hopper's packed kernels have the former
     return tw.attention(q, k, v, mask=mask, softmax_scale=scale, dropout_p=dropout_p).transpose(1, 2)
 
 
@@ -94,7 +94,6 @@ class _Call:
     Attributes:
         q, k, v: ``(batch, seqlen, heads, head_dim)``. options: the keywords of :func:`tilewise.attention`.
         lead: the dimensions before heads, broadcast; None where the tensors have no heads either.
-        unseen: how many keys were left out at the end, since no query sees them.
     """
 
     q: Tensor
@@ -102,7 +101,6 @@ class _Call:
     v: Tensor
     options: dict
     lead: tuple[int, ...] | None
-    unseen: int
 
     def shaped(self, x: Tensor) -> Tensor:
         """``(batch, heads, ...)`` with the caller's leading dimensions."""
@@ -112,7 +110,7 @@ class _Call:
 
     def probabilities(self) -> Tensor:
         """The probabilities ``(..., heads, seqlen_q, seqlen_k)``, after dropout; :attr:`options` must hold its seed."""
-        return self.shaped(F.pad(probabilities(self.q, self.k, **self.options), (0, self.unseen)))
+        return self.shaped(probabilities(self.q, self.k, **self.options))
 
 
 def _read(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa) -> _Call:
@@ -132,14 +130,14 @@ def _read(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     q, k, v = _heads_last(query, key, value, lead, enable_gqa)
     mask, score = None, None
     if is_causal or variant == "UPPER_LEFT":
-        mask, k, v = top_left(q, k, v)
+        mask = tw.causal(align="first")
     elif variant == "LOWER_RIGHT":
         mask = tw.causal()
     elif attn_mask is not None:
         mask, score = pairs_of(attn_mask, (*lead, q.shape[2], q.shape[1], k.shape[1]))
     options = {"mask": mask, "score": score, "softmax_scale": scale, "dropout_p": dropout_p}
     headless = query.ndim == key.ndim == value.ndim == 2
-    return _Call(q, k, v, options, None if headless else lead, key.shape[-2] - k.shape[1])
+    return _Call(q, k, v, options, None if headless else lead)
 
 
 def _refusals(
@@ -203,14 +201,6 @@ HEADS_DIFFER = (
 )
 
 
-def top_left(q: Tensor, k: Tensor, v: Tensor) -> tuple[tw.Mask, Tensor, Tensor]:
-    """``j <= i`` as an interval of tilewise's: keys after the last query are seen by none and left out."""
-    seqlen_q, seqlen_k = q.shape[1], k.shape[1]
-    if seqlen_k > seqlen_q:
-        return tw.causal(), k[:, :seqlen_q], v[:, :seqlen_q]
-    return tw.causal() if seqlen_k == seqlen_q else tw.window(right=seqlen_q - seqlen_k), k, v
-
-
 def pairs_of(attn_mask: Tensor, shape: tuple[int, ...]) -> tuple[tw.Mask | None, tw.Score | None]:
     """A tensor that broadcasts to ``shape``, (..., heads, seqlen_q, seqlen_k), as a mask or a score; it is not expanded."""
     sizes, lead = tuple(attn_mask.shape), shape[:-3]
@@ -256,13 +246,21 @@ _saved: dict[str, object] = {}
 
 
 class _Patch(ContextDecorator):
-    """The context manager that :func:`patch` returns. It may be entered again while it is active."""
+    """The context manager that :func:`patch` returns. It may be entered again while it is active.
+
+    Attributes:
+        calls: how many calls arrived since it was entered, without those of compiled code.
+        compiled: whether compiled code called. It is not counted, since torch.compile would compile again for each number.
+    """
 
     def __init__(self, unsupported: str):
         self.unsupported = unsupported
+        self.calls, self.compiled = 0, False
 
     def __enter__(self) -> _Patch:
         with _lock:
+            if self not in _active:
+                self.calls, self.compiled = 0, False
             if not _active:
                 _saved["fastpath"] = torch.backends.mha.get_fastpath_enabled()
                 torch.backends.mha.set_fastpath_enabled(False)
@@ -272,7 +270,7 @@ class _Patch(ContextDecorator):
             _active.append(self)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         with _lock:
             last = len(_active) - 1 - _active[::-1].index(self)
             del _active[last]
@@ -281,6 +279,14 @@ class _Patch(ContextDecorator):
                 for name, ours in _REPLACED.items():
                     if getattr(F, name) is ours:  # else someone else has replaced it since: theirs stays
                         setattr(F, name, _saved[name])
+            unused = self not in _active and not (self.calls or self.compiled or error)
+        if unused:
+            warnings.warn(
+                "no call of scaled_dot_product_attention arrived inside patch(): the model has another attention, by matrix products "
+                "of its own, by a function that it imported by name, or by a library (docs/switching.md#sdpa)",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
 
 def patch(unsupported: str = "raise") -> _Patch:
@@ -289,6 +295,9 @@ def patch(unsupported: str = "raise") -> _Patch:
     ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer`` use it too: their fused inference path is off inside. With
     ``need_weights=True`` the matrix of probabilities is computed as well, and a warning says so. ``torch.jit.script`` works inside: its
     result calls back to Python, follows the patch in and out, and cannot be saved.
+
+    ``with patch() as p`` counts in ``p.calls`` the calls that arrive (``p.compiled``: compiled code called), and warns at the end if
+    there was none.
 
     Args:
         unsupported: the treatment of unsupported calls. "raise": raise the error. "warn": give a RuntimeWarning with the reason and run
@@ -372,6 +381,17 @@ def _say(reason: str) -> None:
     warnings.warn(f"torch's own function runs, with up to O(N²) memory: {reason}", RuntimeWarning, stacklevel=4)
 
 
+def _count() -> None:
+    """Note a call with every active patch."""
+    if torch.compiler.is_compiling():
+        for active in _active:
+            active.compiled = True
+        return
+    with _lock:
+        for active in set(_active):
+            active.calls += 1
+
+
 def _ours(arguments: tuple) -> Tensor:
     """Attention of the arguments of :func:`_patched_attention`, and the probabilities for a multi-head module that waits for them."""
     if not getattr(_waiting, "modules", None):
@@ -392,6 +412,7 @@ def _attend(*arguments) -> Tensor:
 
     if not _active:
         return original()
+    _count()
     try:
         return _ours(arguments)
     except NotImplementedError as reason:

@@ -8,7 +8,7 @@ A :class:`Mask` is text and tensors, so that ``torch.compile`` can build it and 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -20,6 +20,7 @@ from tilewise.masks.derived import Derived, is_recorded, outside_inference, snap
 from tilewise.masks.patterns import at_least, is_whole
 
 B, H, I, J, OFF = (symbol(name) for name in ("b", "h", "i", "j", "off"))
+Align = Literal["last", "first"]
 MaskFunction = Callable[[Any, Any, Any, Any], Any]  # of (b, h, i, j); it is traced, so it may use torch's functions
 # Keys: more than any sequence has, yet a position plus this fits the 32 bits of GPU kernels.
 _ENDLESS = expr.LARGEST_NUMBER
@@ -177,7 +178,7 @@ def _unprepared(mask: object) -> Mask:
 # -- The catalogue -------------------------------------------------------------------------------------------------
 
 
-def causal() -> Mask:
+def causal(*, align: Align = "last") -> Mask:
     """Query ``i`` sees keys ``j <= i + off``: the last query sees the last key.
 
     ``causal()`` of 3 queries and 5 keys::
@@ -185,11 +186,20 @@ def causal() -> Mask:
         1 1 1 . .
         1 1 1 1 .
         1 1 1 1 1
+
+    ``causal(align="first")`` of 3 queries and 5 keys::
+
+        1 . . . .
+        1 1 . . .
+        1 1 1 . .
+
+    Args:
+        align: "last"; or "first": query ``i`` sees keys ``j <= i``, as with ``is_causal`` of PyTorch.
     """
-    return Mask("causal()")
+    return Mask("causal()") if align == "last" else window(right=0, align=align)
 
 
-def window(left: int | None = None, right: int | None = None) -> Mask:
+def window(left: int | None = None, right: int | None = None, *, align: Align = "last") -> Mask:
     """Query ``i`` sees keys ``i + off - left <= j <= i + off + right``; ``None`` is unbounded.
 
     ``window(1, 0)`` of 5 queries and keys::
@@ -200,6 +210,10 @@ def window(left: int | None = None, right: int | None = None) -> Mask:
         . . 1 1 .
         . . . 1 1
 
+    Args:
+        left, right: numbers of keys.
+        align: "last"; or "first": query ``i`` sees keys ``i - left <= j <= i + right``, as in FlexAttention's mods.
+
     Raises:
         ValueError: a bound is negative (flash-attention's -1 is ``None`` here).
     """
@@ -208,7 +222,9 @@ def window(left: int | None = None, right: int | None = None) -> Mask:
     for name, bound in (("left", left), ("right", right)):
         if bound is not None and bound < 0:
             raise ValueError(f"window({name}={bound}): a bound is a number of keys >= 0, or None for unbounded")
-    return Mask(f"window({left}, {right})")
+    if align not in ("last", "first"):
+        raise ValueError(f'align={align!r}: it is "last" or "first", the query and the key that meet')
+    return Mask(f"window({left}, {right}{', first' if align == 'first' else ''})")
 
 
 def prefix(n: int | torch.Tensor) -> Mask:
@@ -338,7 +354,7 @@ def as_mask(mask: Mask | torch.Tensor | MaskFunction | None, causal_too: bool = 
         below = (
             "mask=tw.causal(), or causal=True"
             if "LOWER_RIGHT" in repr(getattr(mask, "variant", None))
-            else "mask=lambda b, h, i, j: j <= i"
+            else 'mask=tw.causal(align="first")'
         )
         raise ValueError(f"mask= takes no CausalBias of torch.nn.attention.bias; write {below}")
     if isinstance(mask, torch.Tensor):

@@ -160,14 +160,14 @@ def _unite(regions: Sequence[Region]) -> Region:
     )
 
 
-def _window_region(left: Expr | None, right: Expr | None) -> Region:
-    at_row, at_column = I + OFF, J - OFF
+def _window_region(left: Expr | None, right: Expr | None, align: str = "last") -> Region:
+    at_row, at_column = (I, J) if align == "first" else (I + OFF, J - OFF)
     return Region(
         lo=None if left is None else _add_number(at_row, -left.args[0]),
         hi=None if right is None else _add_number(at_row, right.args[0] + 1),
         first=None if right is None else _add_number(at_column, -right.args[0]),
         last=None if left is None else _add_number(at_column, left.args[0] + 1),
-        diagonal=True,
+        diagonal=align == "last",
     )
 
 
@@ -255,7 +255,7 @@ class _Masks(expr.Expressions):
         super().__init__(self._slot)
         self.slots = slots
         self.base = self.most = 0  # the leaves before the named mask that is being read, and with it
-        self.names["None"] = _UNBOUNDED
+        self.names |= {"None": _UNBOUNDED, "first": "first"}
 
     def _slot(self, n: int) -> int:
         self.most = max(self.most, self.base + n + 1)

@@ -39,6 +39,10 @@ MASK_ENTRIES = (
         "causal, more keys than queries", "tw.causal()",
         "The 32 queries are the last ones of 64 positions, as in a prompt that continues a cache.", (32, 64),
     ),
+    Entry(
+        "causal, aligned at the first key", 'tw.causal(align="first")',
+        "As `is_causal` of PyTorch's SDPA. `tw.window` has `align` too.", (32, 64),
+    ),
     Entry("window", "tw.window(left=20, right=4)"),
     Entry("prefix", "tw.prefix(20)"),
     Entry("key_range", "tw.key_range(10, 50)"),

@@ -96,7 +96,7 @@ def _value(node: ast.AST, functions: Mapping[str, Callable], arguments: Mapping[
     """The meaning of a part of the text; ``arguments`` are those of the lambda that it stands in."""
     value = partial(_value, functions=functions, arguments=arguments)
     match node:
-        case ast.Constant(value=bool() | int() | float() | None as constant):
+        case ast.Constant(value=bool() | int() | float() | str() | None as constant):
             return constant
         case ast.Name(id=name) if name in arguments:
             return arguments[name]

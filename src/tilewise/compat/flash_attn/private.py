@@ -16,7 +16,6 @@ from torch import Tensor
 import tilewise as tw
 from tilewise.compat.flash_attn import _keywords, _whole
 from tilewise.compat.refusals import refuse
-from tilewise.spec import Options, assemble
 
 _PAGES = {
     "block_table": "a paged cache; use flash_attn_varlen_func or tw.attention_paged",
@@ -54,12 +53,9 @@ def _backward(
     options |= dict(zip(("cu_seqlens_q", "cu_seqlens_k"), cu, strict=False))
     if options["dropout_p"]:
         options["dropout_seed"] = rng_state[:1]
-    with torch.enable_grad():  # assembled for a call whose q, k and v want gradients
-        call = assemble(*[x.detach().requires_grad_() for x in qkv], Options(**options))
     with torch.no_grad():
-        run = torch.ops.tilewise.attention_backward.default
-        found = run(dout, torch.zeros_like(lse), *qkv, out, lse.contiguous(), *call)
-        for grad, x in zip(grads, found, strict=False):
+        found = tw.attention_backward(dout, *qkv, out, lse, **options)
+        for grad, x in zip(grads, found, strict=True):
             if grad is not None:
                 grad.copy_(x)
         return (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).transpose(-1, -2)
@@ -136,7 +132,7 @@ def _flash_attn_backward(
 ) -> Tensor:
     """softmax_d ``(batch, heads, seqlen_q)``; dq, dk and dv, where they are tensors, are overwritten."""
     window = (window_size_left, window_size_right)
-    options = _keywords(dropout_p, softmax_scale, causal, window, softcap, _detached(alibi_slopes), deterministic)
+    options = _keywords(dropout_p, softmax_scale, causal, window, softcap, alibi_slopes, deterministic)
     return _backward(dout, (q, k, v), (out, softmax_lse), (dq, dk, dv), (), options, rng_state)
 
 
@@ -167,13 +163,9 @@ def _flash_attn_varlen_backward(
 ) -> Tensor:
     """softmax_d ``(heads, total_q)``; dq, dk and dv, where they are tensors, are overwritten."""
     window = (window_size_left, window_size_right)
-    options = _keywords(dropout_p, softmax_scale, causal, window, softcap, _detached(alibi_slopes), deterministic)
+    options = _keywords(dropout_p, softmax_scale, causal, window, softcap, alibi_slopes, deterministic)
     cu = (cu_seqlens_q, cu_seqlens_k)
     return _backward(dout, (q, k, v), (out, softmax_lse), (dq, dk, dv), cu, options, rng_state)
-
-
-def _detached(alibi_slopes: Tensor | None) -> Tensor | None:
-    return None if alibi_slopes is None else alibi_slopes.detach()
 
 
 _wrapped_flash_attn_forward = _flash_attn_forward

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
-from tilewise.compat.sdpa import pairs_of, top_left
+from tilewise.compat.sdpa import pairs_of
 from tilewise.compat.stand_in import StandIn, public, put_module
 from tilewise.compat.xformers import attn_bias as biases
 from tilewise.compat.xformers.attn_bias import BANDS, AttentionBias, LowerTriangularMask
@@ -102,12 +102,8 @@ def _of_one(q: Tensor, k: Tensor, v: Tensor, bias: object, options: dict) -> tup
         matrix = matrix.unsqueeze(1) if matrix.ndim == 3 else matrix.flatten(1, 2) if matrix.ndim == 5 else matrix
         mask, score = pairs_of(matrix, (q.shape[0], q.shape[2], q.shape[1], k.shape[1]))
     if bias is not None and not isinstance(bias, Tensor):
-        band = _band(bias)
-        if matrix is None and band == biases.Band(None, 0, from_last=False):
-            mask, k, v = top_left(q, k, v)
-        else:
-            kept = band.mask(q.shape[1] == k.shape[1])
-            mask = kept if mask is None else mask & kept
+        kept = _band(bias).mask(q.shape[1] == k.shape[1])
+        mask = kept if mask is None else mask & kept
     return tw.attention_with_lse(q, k, v, mask=mask, score=score, **options)
 
 

@@ -30,16 +30,9 @@ class Band:
 
     def mask(self, equal: bool) -> tw.Mask | None:
         """The band as a mask. ``equal``: every block has as many keys as queries, so that both alignments are one."""
-        left, right = self.left, self.right
-        if left is None and right is None:
+        if self.left is None and self.right is None:
             return None
-        if self.from_last or equal:
-            return tw.causal() if (left, right) == (None, 0) else tw.window(left, right)
-        if left is None:
-            return tw.keep(lambda b, h, i, j: j <= i + right)
-        if right is None:
-            return tw.keep(lambda b, h, i, j: j >= i - left)
-        return tw.keep(lambda b, h, i, j: (j >= i - left) & (j <= i + right))
+        return tw.window(self.left, self.right, align="last" if self.from_last or equal else "first")
 
     def pairs(self, queries: int, keys: int) -> Tensor:
         """The pairs that are kept, bool ``(queries, keys)``."""

@@ -1,0 +1,120 @@
+"""The backward as a function of its own, for code that has o and lse and not autograd's graph: rings, providers, trainers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Never
+
+import torch
+from torch import Tensor
+
+from tilewise import autograd, words
+from tilewise.api import for_each
+from tilewise.masks import Mask, MaskFunction
+from tilewise.scores import Score, ScoreFunction, as_score
+from tilewise.spec import Options, assemble, not_tensors
+
+
+def attention_backward(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    *more: Never,
+    dlse: Tensor | None = None,
+    wrt: Sequence[Tensor] = (),
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    causal: bool = False,
+    mask: Mask | Tensor | MaskFunction | None = None,
+    score: Score | Tensor | ScoreFunction | None = None,
+    softmax_scale: float | None = None,
+    sink: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    deterministic: bool | None = None,
+    backend: str | None = None,
+    **others: Never,
+) -> tuple[Tensor, ...]:
+    """Compute the gradients of :func:`attention` from its results, without autograd.
+
+    k and v may be a part of the keys, with o and lse of the whole attention, as :func:`merge` returns them. The gradients are then
+    those of the part; masks and scores see its own indices.
+
+    Args:
+        do, dlse: the gradients of o and lse, in their shapes and dtypes. ``dlse=None``: zero.
+        q, k, v: as in :func:`attention`; with ``cu_seqlens_q`` as in :func:`attention_varlen`.
+        o, lse: the forward's: o ``(batch, seqlen_q, heads_q, head_dim_v)`` in q's dtype, lse ``(batch, heads_q, seqlen_q)``, packed
+            ``(heads_q, total_q)``, natural log, fp32 (fp64 for fp64).
+        wrt: further tensors to differentiate by: the sink, or tensors that the score reads. ``requires_grad`` plays no part.
+        causal, mask, score, softmax_scale, sink, dropout_p, dropout_seed, deterministic, backend: the forward's, the seed too.
+
+    Returns:
+        ``(dq, dk, dv)`` and a gradient for each tensor of ``wrt``, in the shapes and dtypes of the tensors. They are differentiable
+        with respect to do, dlse and the inputs; o and lse count as functions of the inputs.
+
+    Raises:
+        ValueError: the call is wrong; the message has every reason. NotImplementedError: no backend supports the call.
+
+    Source: Dao 2023, Algorithm 2; docs/algorithm.md, (13) to (19).
+    """
+    if others or more:
+        raise words.refused("attention_backward", others, more)
+    # fmt: off
+    options = Options(causal, mask, as_score(score), softmax_scale, sink, dropout_p, dropout_seed, deterministic, backend,
+                      cu_seqlens_q, cu_seqlens_k, wrt=wrt)
+    # fmt: on
+    return _run(q, k, v, {"do": do, "o": o, "lse": lse, "dlse": dlse}, options)
+
+
+def _run(q: Tensor, k: Tensor, v: Tensor, results: dict[str, Any], options: Options) -> tuple[Tensor, ...]:
+    """The gradients; ``results``: do, o, lse and dlse."""
+    reasons = _result_reasons(q, v, results, options.cu_seqlens_q is not None) + _option_reasons(options)
+    if reasons:
+        raise ValueError("attention_backward was called wrongly" + "".join([f"\n  {reason}" for reason in reasons]))
+    do, o, lse, dlse = results.values()
+    keys, values = for_each(q, k, v)
+    extras, seed, spec = assemble(q, keys, values, options)
+    dlse = torch.zeros_like(lse) if dlse is None else dlse
+    asked = [x for x in extras if _is_one_of(x, options.wrt)]  # in the order of the operator's results
+    dq, dk, dv, *found = autograd.gradients(do, dlse, q, keys, values, o, lse, extras, seed, spec, count=len(asked))
+    if keys is not k:  # a batch of one serves every q
+        dk, dv = dk.sum(0, keepdim=True), dv.sum(0, keepdim=True)
+    return dq, dk, dv, *[grad for x in options.wrt for y, grad in zip(asked, found, strict=True) if y is x]
+
+
+def _is_one_of(x: Tensor, tensors: Sequence[Tensor]) -> bool:
+    return any(x is y for y in tensors)
+
+
+def _result_reasons(q: Tensor, v: Tensor, results: dict[str, Tensor | None], packed: bool) -> list[str]:
+    """The reasons against do, o, lse and dlse. If q or v has the wrong rank itself, the operator says so."""
+    reasons = not_tensors(tuple(results.items()), ("do", "o", "lse"))
+    if reasons or not (isinstance(q, Tensor) and isinstance(v, Tensor) and q.ndim == v.ndim == (3 if packed else 4)):
+        return reasons
+    of_o = (*q.shape[:-1], v.shape[-1]), q.dtype
+    of_lse = (*q.shape[:-3], q.shape[-2], q.shape[-3]), torch.float64 if q.dtype == torch.float64 else torch.float32
+    for name, x in results.items():
+        shape, dtype = of_lse if name.endswith("lse") else of_o
+        if x is not None and (tuple(x.shape) != shape or x.dtype != dtype or x.device != q.device):
+            reasons.append(
+                f"{name} must be {dtype} {tuple(shape)} on {q.device}, got {x.dtype} {tuple(x.shape)} on {x.device}"
+            )
+    return reasons
+
+
+def _option_reasons(o: Options) -> list[str]:
+    """The reasons against a seed that is not given, and against tensors of ``wrt`` that have no gradient."""
+    if isinstance(o.wrt, Tensor):
+        return ["wrt must be a sequence of tensors, got a tensor; write wrt=(x,)"]
+    may = [*o.score.leaves, *([] if o.sink is None else [o.sink])]
+    reasons = [
+        f"wrt[{n}] is neither the sink nor a floating tensor that the score reads"
+        for n, x in enumerate(o.wrt)
+        if not (_is_one_of(x, may) and x.is_floating_point())
+    ]
+    if o.dropout_p and o.dropout_seed is None:
+        reasons.append("dropout_p needs the dropout_seed of the forward, which drew the pairs that it kept")
+    return reasons

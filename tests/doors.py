@@ -30,6 +30,7 @@ DOORS = {
     "mask_mods and score_mods of FlexAttention": "tests/compat/test_flex.py",
     "nested tensors": "tests/test_nested.py",
     "`compat.xformers` and `compat.layouts`": "tests/compat/test_xformers.py",
+    "`compat.cuequivariance`": "tests/compat/test_cuequivariance.py",
     "`compat.transformers`": "tests/compat/test_transformers.py",
     "its continuous batching, with transformers 5.24": "tests/compat/test_transformers_continuous.py",
 }

@@ -233,6 +233,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "backends.hopper*": ("torch", "cutlass", "cuda"),
     "cli*": ("torch", "typer", "rich", "matplotlib", "bench", "tilewise_papers"),
     "compat.transformers*": ("torch", "transformers"),
+    "compat.cuequivariance": ("torch", "cuequivariance_torch"),
     "pictures*": ("torch", "rich", "matplotlib"),
     "dispatch": ("torch", "matplotlib"),
     "*": ("torch",),

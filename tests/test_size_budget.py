@@ -39,6 +39,7 @@ PUBLIC = {
         "flash_attn_with_kvcache",
     ),
     "compat/flex_attention.py": ("flex_attention", "create_block_mask"),
+    "compat/cuequivariance.py": ("attention_pair_bias", "triangle_multiplicative_update"),
     "compat/flash_attn/cute.py": ("flash_attn_func", "flash_attn_varlen_func"),
     "api.py": (
         "attention",

@@ -1,4 +1,5 @@
-"""Other libraries' names over the same op: ``flash_attn``, ``flex_attention``, ``sdpa``, ``transformers``, ``xformers``.
+"""Other libraries' names over the same op: ``cuequivariance``, ``flash_attn``, ``flex_attention``, ``sdpa``, ``transformers``,
+``xformers``.
 
 Unsupported arguments are refused by name.
 

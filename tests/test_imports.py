@@ -185,7 +185,12 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "state",
         "untraced",
     ),
-    "compat.transformers.sharded": ("compat.transformers.masks", "masks.catalogue", "parallel.context"),
+    "compat.transformers.sharded": (
+        "compat.padding",
+        "compat.transformers.masks",
+        "masks.catalogue",
+        "parallel.context",
+    ),
     "compat.flex_attention": (
         "compat.sdpa",
         "masks.catalogue",
@@ -234,6 +239,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "cli*": ("torch", "typer", "rich", "matplotlib", "bench", "tilewise_papers"),
     "compat.transformers*": ("torch", "transformers"),
     "compat.cuequivariance": ("torch", "cuequivariance_torch"),
+    "compat.diffusers": ("torch", "diffusers"),
     "pictures*": ("torch", "rich", "matplotlib"),
     "dispatch": ("torch", "matplotlib"),
     "*": ("torch",),

@@ -31,6 +31,8 @@ DOORS = {
     "mask_mods and score_mods of FlexAttention": "tests/compat/test_flex.py",
     "nested tensors": "tests/test_nested.py",
     "`compat.xformers` and `compat.layouts`": "tests/compat/test_xformers.py",
+    "`compat.cuequivariance`": "tests/compat/test_cuequivariance.py",
+    "`compat.diffusers`, with diffusers 0.42": "tests/compat/test_diffusers.py",
     "`compat.transformers`": "tests/compat/test_transformers.py",
     "its continuous batching, with transformers 5.24": "tests/compat/test_transformers_continuous.py",
 }
@@ -60,12 +62,15 @@ def counted(files: list[str]) -> dict[str, dict[str, int]]:
     """The tests of each of the files that pass, as ``right`` and ``refused``.
 
     Raises:
-        RuntimeError: a test did not pass.
+        RuntimeError: a test did not pass, or none of a file ran, since its package is not installed.
     """
     count = Count()
     pytest.main(["-q", "-p", "no:xdist", *[str(ROOT / file) for file in files]], plugins=[count])
     if count.others:
         raise RuntimeError(f"these tests did not pass: {', '.join(count.others)}")
+    missing = [file for file in files if not count.passed[file]]
+    if missing:
+        raise RuntimeError(f"nothing ran of {', '.join(missing)}; install the package that it imports")
     return {
         file: {kind: passed[kind] for kind in ("right", "refused")}
         for file, passed in count.passed.items()

@@ -151,8 +151,8 @@ SWITCHING_BLOCKS = [b for b in blocks(SWITCHING.read_text(encoding="utf-8")) if 
 
 
 def test_every_example_of_what_one_switches_to_runs_in_a_namespace_of_its_own():
-    installed = find_spec("transformers") is not None
-    texts = [small(b.text) for b in SWITCHING_BLOCKS if installed or "transformers" not in b.text]
+    missing = [name for name in ("transformers", "diffusers") if find_spec(name) is None]
+    texts = [small(b.text) for b in SWITCHING_BLOCKS if not any(name in b.text for name in missing)]
     python(ROOT, "-c", f"for text in {texts!r}:\n    exec(text, {{}})")
 
 
@@ -164,7 +164,7 @@ def test_the_page_on_serving_is_one_program():
 
 def test_switching_shows_before_and_after_of_each():
     found = blocks(SWITCHING.read_text(encoding="utf-8"))  # what is left behind is `py`: it need not be installed
-    assert [b.language for b in found] == ["py", "python"] * 6
+    assert [b.language for b in found] == ["py", "python"] * 7
     assert all(("# before" if b.language == "py" else "# after") in b.text for b in found)
 
 

@@ -199,7 +199,12 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "state",
         "untraced",
     ),
-    "compat.transformers.sharded": ("compat.transformers.masks", "masks.catalogue", "parallel.context"),
+    "compat.transformers.sharded": (
+        "compat.padding",
+        "compat.transformers.masks",
+        "masks.catalogue",
+        "parallel.context",
+    ),
     "compat.torch_provider": ("compat.refusals", "compat.sdpa", "untraced", ""),
     "compat.flex_attention": (
         "compat.sdpa",
@@ -248,6 +253,8 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "backends.hopper*": ("torch", "cutlass", "cuda"),
     "cli*": ("torch", "typer", "rich", "matplotlib", "bench", "tilewise_papers"),
     "compat.transformers*": ("torch", "transformers"),
+    "compat.cuequivariance": ("torch", "cuequivariance_torch"),
+    "compat.diffusers": ("torch", "diffusers"),
     "pictures*": ("torch", "rich", "matplotlib"),
     "dispatch": ("torch", "matplotlib"),
     "*": ("torch",),

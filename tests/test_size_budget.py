@@ -45,6 +45,8 @@ PUBLIC = {
         "_scaled_dot_product_flash_attention_backward",
     ),
     "compat/flex_attention.py": ("flex_attention", "create_block_mask"),
+    "compat/cuequivariance.py": ("attention_pair_bias", "triangle_multiplicative_update"),
+    "compat/diffusers.py": ("attention",),
     "compat/flash_attn/cute.py": ("flash_attn_func", "flash_attn_varlen_func"),
     "api.py": (
         "attention",

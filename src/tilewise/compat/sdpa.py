@@ -61,7 +61,7 @@ def scaled_dot_product_attention(
         scale = float(scale)  # as torch does
     if any(x.is_nested and x.layout == torch.jagged for x in (query, key, value)):
         return _of_nested((query, key, value), attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    call = _read(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    call = read(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     return call.shaped(tw.attention(call.q, call.k, call.v, **call.options).transpose(1, 2))
 
 
@@ -88,7 +88,7 @@ def _of_nested(qkv: tuple[Tensor, Tensor, Tensor], attn_mask, dropout_p, is_caus
 
 
 @dataclass(frozen=True)
-class _Call:
+class Call:
     """A call in tilewise's terms.
 
     Attributes:
@@ -113,7 +113,7 @@ class _Call:
         return self.shaped(probabilities(self.q, self.k, **self.options))
 
 
-def _read(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa) -> _Call:
+def read(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa) -> Call:
     """The arguments of :func:`scaled_dot_product_attention`, checked and put into tilewise's layout."""
     variant = getattr(getattr(attn_mask, "variant", None), "name", None)  # CausalBias: importing it to ask costs 2 s
     reasons = _refusals(query, key, value, dropout_p, scale, enable_gqa)
@@ -137,7 +137,7 @@ def _read(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         mask, score = pairs_of(attn_mask, (*lead, q.shape[2], q.shape[1], k.shape[1]))
     options = {"mask": mask, "score": score, "softmax_scale": scale, "dropout_p": dropout_p}
     headless = query.ndim == key.ndim == value.ndim == 2
-    return _Call(q, k, v, options, None if headless else lead)
+    return Call(q, k, v, options, None if headless else lead)
 
 
 def _refusals(
@@ -397,7 +397,7 @@ def _ours(arguments: tuple) -> Tensor:
     if not getattr(_waiting, "modules", None):
         *positional, scale, enable_gqa = arguments
         return scaled_dot_product_attention(*positional, scale=scale, enable_gqa=enable_gqa)
-    call = _read(*arguments)
+    call = read(*arguments)
     if call.options["dropout_p"]:  # the same pairs in both
         call.options["dropout_seed"] = torch.randint(-(2**63), 2**63 - 1, (1,), device=call.q.device)
     _waiting.modules[-1].append(call.probabilities())

@@ -33,9 +33,10 @@ from transformers.utils.output_capturing import _active_collector
 from tilewise import repeated
 from tilewise.api import attention as tilewise_attention
 from tilewise.api import attention_varlen
+from tilewise.compat.padding import padding
 from tilewise.compat.probabilities import probabilities
 from tilewise.compat.transformers import classes, continuous
-from tilewise.compat.transformers.masks import HandedMask, MaskCall, joined, padding, read
+from tilewise.compat.transformers.masks import HandedMask, MaskCall, joined, read
 from tilewise.compat.transformers.sharded import ShardedMask, group, read_sharded, sharded
 from tilewise.masks.catalogue import Mask, causal, dense, window
 from tilewise.scores.catalogue import Score, bias, softcap

@@ -26,6 +26,7 @@ from torch import Tensor
 from transformers import masking_utils
 
 from tilewise.api import attention
+from tilewise.compat.padding import padding
 from tilewise.expr import Expr, lookup
 from tilewise.masks.catalogue import Mask, causal, documents, keep, key_range, window
 
@@ -167,24 +168,6 @@ def joined(parts: list[Mask | None]) -> Mask:
     """The pairs that all parts keep; None keeps all."""
     parts = [part for part in parts if part is not None]
     return reduce(and_, parts) if parts else Mask("")
-
-
-def padding(kept: Tensor, start: int, keys: int) -> Mask | None:
-    """Keys ``j < keys`` with ``kept[b, start + j]``; None: all. One run of keys per sequence is an interval.
-
-    Args:
-        kept: ``(batch, n)``, bool or 0 and 1; what lies behind n is hidden.
-    """
-    kept = kept[:, start : start + keys].bool()
-    if kept.shape[1] == keys and kept.all():  # mostly, and one number to wait for
-        return None
-    kept = torch.nn.functional.pad(kept, (0, keys - kept.shape[1]))
-    position = torch.arange(keys, device=kept.device)
-    begin = torch.where(kept, position, keys).amin(-1)
-    end = torch.where(kept, position + 1, 0).amax(-1)
-    begin = torch.minimum(begin, end)
-    run = key_range(begin, end)
-    return run if (end - begin == kept.sum(-1)).all() else run & keep(lambda b, h, i, j: lookup(kept, b, j))
 
 
 # -- Terms: what a mask function keeps ------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from tilewise.compat.padding import padding
 from tilewise.compat.transformers.masks import (
     Band,
     Documents,
@@ -29,7 +30,6 @@ from tilewise.compat.transformers.masks import (
     MaskCall,
     joined,
     made_by,
-    padding,
     read_terms,
 )
 from tilewise.masks.catalogue import Mask, documents

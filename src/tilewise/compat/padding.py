@@ -1,0 +1,27 @@
+"""A padding mask as an interval of keys, where it is one. The host reads one or two truth values."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tilewise.expr import lookup
+from tilewise.masks.catalogue import Mask, keep, key_range
+
+
+def padding(kept: Tensor, start: int, keys: int) -> Mask | None:
+    """Keys ``j < keys`` with ``kept[b, start + j]``; None: all. One run of keys per sequence is an interval.
+
+    Args:
+        kept: ``(batch, n)``, bool or 0 and 1; what lies behind n is hidden.
+    """
+    kept = kept[:, start : start + keys].bool()
+    if kept.shape[1] == keys and kept.all():  # mostly, and one number to wait for
+        return None
+    kept = torch.nn.functional.pad(kept, (0, keys - kept.shape[1]))
+    position = torch.arange(keys, device=kept.device)
+    begin = torch.where(kept, position, keys).amin(-1)
+    end = torch.where(kept, position + 1, 0).amax(-1)
+    begin = torch.minimum(begin, end)
+    run = key_range(begin, end)
+    return run if (end - begin == kept.sum(-1)).all() else run & keep(lambda b, h, i, j: lookup(kept, b, j))

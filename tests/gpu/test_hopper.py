@@ -39,8 +39,8 @@ def by_kind(configs: list[Config | Backward]) -> dict[Kind, list[Config | Backwa
 
 
 def name_of(kind: Kind) -> str:
-    flags = "softcap", "dropout", "alibi", "dslopes", "bias", "dbias", "trained", "packed", "decoding"
-    options = [name for name in flags if getattr(kind, name)]
+    options = [kind.score] if kind.score else []
+    options += [name for name in ("dropout", "trained", "packed", "decoding") if getattr(kind, name)]
     options += [f"{kind.decoding}-rows"] if kind.decoding else []
     options += [f"pages-of-{kind.paged}"] if kind.paged else []
     return "-".join(["x".join(map(str, sorted(set(kind.dims), reverse=True))), kind.dtype, kind.form, *options])

@@ -286,7 +286,7 @@ def decoding_calls(kind: Kind, new: Callable[..., Tensor], sizes: Sizes) -> Name
             q, cache = new(len(keys), rows, heads, d), cache_of(new, parts * kind.paged, keys, (heads_k, d, d), m == 1)
             sink = torch.randn(heads, device=sizes.device) if (n + m) % 2 else None
             yield f"decoding-{n}-{m}", paged_call(q, cache, sink=sink, **options)
-    if kind.paged != decoding_config.PARTS[0]:  # dense keys come in the largest boxes
+    if kind.paged != decoding_config.BOX_ROWS[0]:  # dense keys come in the largest boxes
         return
     for n, (batch, keys) in enumerate(((3, 1), (1, 300), (5, 1000), (40, 65))):
         q, k, v = new(batch, kind.decoding // 4, 8, d), *(new(batch, 2, keys, d).transpose(1, 2) for _ in range(2))

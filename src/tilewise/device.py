@@ -69,6 +69,9 @@ def is_captured() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
+_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)  # where there is a tensor on a GPU
+
+
 def is_warming_up() -> bool:
     """Whether torch.compile runs this thread on the memory of a CUDA graph that it is about to capture (``mode="reduce-overhead"``).
 
@@ -167,7 +170,7 @@ def workspace(device: torch.device, size: int) -> torch.Tensor:
     """Memory of ``size`` bytes at least, uint8, for what kernels of one call on the current stream hand to each other, and nobody later:
     the next call has the same memory. More than :data:`MOST_WORKSPACE`, and a CUDA graph's, is a call's own.
     """
-    if size > MOST_WORKSPACE or device.type != "cuda" or is_captured():
+    if size > MOST_WORKSPACE or device.type != "cuda" or _capturing():
         return torch.empty(size, dtype=torch.uint8, device=device)
     at = device.index, stream_of(device.index)
     found = _workspaces.of.get(at)

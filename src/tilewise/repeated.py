@@ -28,6 +28,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, words: Words, lse: bool, heads_first
     Raises:
         ValueError, NotImplementedError: as :func:`tilewise.attention`.
     """
+    if torch.is_grad_enabled():
+        for x in (q, k, v):
+            if getattr(x, "requires_grad", False):
+                return None
     said, leaves = texts_of(words), ()
     _, mask, score, *_ = words
     if said is None or (score is not None and score.leaves):
@@ -38,7 +42,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, words: Words, lse: bool, heads_first
             return None
     if not (autograd.nobody_asks() and autograd.nobody_watches(q, k, v, *leaves)):
         return None
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *leaves)):
+    if leaves and torch.is_grad_enabled() and any(x.requires_grad for x in leaves):
         return None
     # fmt: off
     key = (said, heads_first, q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device,

@@ -164,22 +164,24 @@ class Launches:
 
     def run(self, given: Sequence[Tensor]) -> list[Tensor]:
         """Launches with the tensors of a call, and returns what it made, both in the order of these attributes."""
-        return self.run_memory([x.data_ptr() for x in given], given[0], (), given)
+        return self.run_memory([x.data_ptr() for x in given], given[0], given=given)
 
     def run_memory(
-        self, memories: list[int], like: Tensor, unread: Sequence[str] = (), given: Sequence[Tensor] = ()
+        self, memories: list[int], like: Tensor, unread: Sequence[str] | None = None, given: Sequence[Tensor] = ()
     ) -> list[Tensor]:
         """:meth:`run` with the addresses of the tensors, which are appended to.
 
         Args:
-            like: a tensor on the device. unread: of what the call makes, that which nobody will read; it is not returned. given: the
-                tensors, of launches with late ones.
+            like: a tensor on the device. unread: of what the call makes, that which nobody will read. It is not returned, and lies, with
+                scratch memory, in the stream's workspace. None: the call has memory of its own, as in a backward, whose thread runs
+                nothing else and would look for a workspace with cold caches.
+            given: the tensors, of launches with late ones.
         """
         device, space, results = like.device, self.scratch, []
         places = []  # of what nobody reads, behind the scratch memory
         for name, made in self.made:
             dtype, shape, fill = made
-            if name in unread:
+            if unread and name in unread:
                 places.append((len(memories), space))
                 memories.append(0)
                 space += -(-math.prod(shape) * dtype.itemsize // APART) * APART
@@ -188,7 +190,8 @@ class Launches:
             results.append(x)
             memories.append(x.data_ptr())
         if space:
-            workspace = devices.workspace(device, space)
+            own = unread is None
+            workspace = like.new_empty(space, dtype=torch.uint8) if own else devices.workspace(device, space)
             memories.append(begin := workspace.data_ptr())
             for n, first in places:
                 memories[n] = begin + first

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -575,3 +577,26 @@ for backend in (None, "portable"):
 print(sorted({"sympy", "torch._dynamo", "torch.fx.experimental.symbolic_shapes"} & set(sys.modules)))
 """
     assert run_python(code) == "[]"
+
+
+def unknown_names(file: Path) -> list[str]:
+    """What a file reads of a module of tilewise that is not there, with its line."""
+    tree, modules = ast.parse(file.read_text(encoding="utf-8")), {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "tilewise":
+            home = importlib.import_module(node.module)
+            for x in node.names:
+                if not hasattr(home, x.name):
+                    importlib.import_module(f"{node.module}.{x.name}")
+                found = getattr(home, x.name)
+                if isinstance(found, ModuleType):
+                    modules[x.asname or x.name] = found
+    reads = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name)]
+    reads = [n for n in reads if n.value.id in modules and not hasattr(modules[n.value.id], n.attr)]
+    return [f"{file.name}:{n.lineno} {n.value.id}.{n.attr}" for n in reads]
+
+
+@pytest.mark.parametrize("folder", ["judge", "gpu"])
+def test_what_runs_on_a_gpu_alone_names_what_there_is(folder):
+    files = sorted((SRC.parent / "tests" / folder).glob("*.py"))
+    assert [name for file in files for name in unknown_names(file)] == []

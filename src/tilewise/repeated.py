@@ -30,7 +30,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, words: Words, lse: bool, heads_first
     """
     if torch.is_grad_enabled():
         for x in (q, k, v):
-            if getattr(x, "requires_grad", False):
+            if getattr(x, "requires_grad", False) is True:  # of a trace it is no truth value
                 return None
     said, leaves = texts_of(words), ()
     _, mask, score, *_ = words

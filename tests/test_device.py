@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -61,6 +62,42 @@ def test_each_launch_of_a_capture_has_its_own(machine):
     assert apart(eager, *(devices.counts(CPU, 24) for _ in range(5)))
     machine.captured = False
     assert place(devices.counts(CPU, 24)) == place(eager)
+
+
+@pytest.fixture
+def gpu(machine, monkeypatch):
+    """A GPU whose memory is the CPU's, without workspaces yet."""
+    empty = torch.empty
+    monkeypatch.setattr(devices, "_workspaces", devices._Workspaces())
+    monkeypatch.setattr(devices, "_capturing", lambda: machine.captured)
+    monkeypatch.setattr(torch, "empty", lambda size, dtype, device: empty(size, dtype=dtype))
+    return SimpleNamespace(type="cuda", index=0)
+
+
+def test_calls_of_a_stream_and_thread_share_a_workspace(gpu, machine):
+    first = devices.workspace(gpu, 1000)
+    assert len(first) >= 1000
+    assert devices.workspace(gpu, 10) is first
+    larger = devices.workspace(gpu, 5000)
+    assert len(larger) >= 5000
+    assert devices.workspace(gpu, 1000) is larger
+    machine.stream = 7
+    assert devices.workspace(gpu, 1000) is not larger
+    machine.stream, found = 0, []
+    thread = threading.Thread(target=lambda: found.append(devices.workspace(gpu, 1000)))
+    thread.start()
+    thread.join()
+    assert found[0] is not larger  # its launches may come between two of another thread's call
+
+
+def test_large_and_captured_workspaces_are_a_calls_own(gpu, machine):
+    large = devices.MOST_WORKSPACE + 1
+    assert devices.workspace(gpu, large) is not devices.workspace(gpu, large)
+    kept = devices.workspace(gpu, 1000)
+    machine.captured = True
+    own = devices.workspace(gpu, 1000)
+    assert own is not kept
+    assert devices.workspace(gpu, 1000) is not own
 
 
 def test_the_first_call_may_be_inside_a_capture(machine):

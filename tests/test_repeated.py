@@ -130,7 +130,7 @@ def test_heads_may_come_first():
 
 
 def test_few_calls_are_kept(monkeypatch):
-    monkeypatch.setattr(repeated, "_LIMIT", 3)
+    monkeypatch.setattr(dispatch, "PLANS_LIMIT", 3)
     for keys in range(60, 70):
         tw.attention(*drawn(keys))
     assert len(dispatch.of_calls) <= 3

@@ -122,8 +122,8 @@ def _brief(q: Tensor, k: Tensor, v: Tensor, given: Words, options: tuple, lse: b
     found = repeated.attend(q, k, v, given, lse)
     if found is not None:
         return found
-    called = brief(q, k, v, given)
-    return None if called is None else autograd.called(q, k, v, called[0], None, called[1])
+    assembled = brief(q, k, v, given)
+    return None if assembled is None else autograd.attention(q, k, v, assembled[0], None, assembled[1])
 
 
 def _run_paged(

@@ -298,22 +298,11 @@ def attention(
 
     With max_logit by the operator ``with_stats``, for a spec that asks for it.
     """
-    if not torch.compiler.is_compiling():
-        return called(q, k, v, extras, seed, spec, operator)
+    if not torch.compiler.is_compiling() and nobody_asks() and nobody_watches(q, k, v, *extras):
+        return _differentiable(q, k, v, extras, seed, spec, _forward)
     if not _transforming():
         return operator(q, k, v, extras, seed, spec)
     return _transformed(q, k, v, extras, seed, spec)
-
-
-def called(
-    q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None, spec: str, operator=_attention
-):
-    """:func:`attention` where nothing is compiled."""
-    if nobody_asks() and nobody_watches(q, k, v, *extras):
-        if torch.is_grad_enabled():
-            return _differentiable(q, k, v, extras, seed, spec, _forward)
-        return _forward(q, k, v, extras, seed, spec)
-    return _transformed(q, k, v, extras, seed, spec) if _transforming() else operator(q, k, v, extras, seed, spec)
 
 
 @torch._disable_dynamo  # which cannot take these functions apart; torch.compiler.disable would import all of Dynamo here

@@ -69,7 +69,8 @@ def is_captured() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)  # where there is a tensor on a GPU
+# is_captured for whoever holds a tensor on a GPU, so that CUDA is known to be initialised.
+_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
 
 
 def is_warming_up() -> bool:

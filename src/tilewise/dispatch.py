@@ -178,11 +178,9 @@ def _before(backend: Backend, p: Problem) -> Backend | None:
 
 
 _plans: dict[tuple, Plan] = {}
+of_calls: dict[tuple, Plan] = {}  # that the operator does not see: tilewise.repeated
 _selected, _forwards = ByStructure(), ByStructure()
-_PLANS_LIMIT = 512  # of calls that repeat; another one of a known structure takes little more
-
-
-of_calls: dict[tuple, Plan] = {}  # that repeat (tilewise.repeated)
+PLANS_LIMIT = 512  # of calls that repeat; another one of a known structure takes little more
 
 
 def forget() -> None:
@@ -215,7 +213,7 @@ def plan(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor
             found = None  # the same sizes as another call's, where v and k lay otherwise
     if found is None:
         found = decide(q, k, v, extras, seed, spec)
-        if len(_plans) >= _PLANS_LIMIT:
+        if len(_plans) >= PLANS_LIMIT:
             _plans.clear()
         _plans[signature] = found
     if found.reads_lengths and (q.device.type == "cpu" or settings.check_values()):

@@ -1,8 +1,8 @@
 """Calls without gradients that come again: their forward, found by their words and the sizes of their tensors.
 
-Between the other operations of a model little of a call lies in the processor's caches, and each operation of PyTorch takes 10 µs, each
-function of ours 1 to 2. A call that was seen before makes no other operation than those that allocate its results, and passes few
-functions (docs/decisions.md#repeated-calls).
+Between the other operations of a model little of a call lies in the processor's caches, so that each operation of PyTorch and each function
+takes several times what it takes in a loop. A call that was seen before makes no other operation than those that allocate its results,
+and passes few functions (docs/decisions.md#repeated-calls).
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from torch import Tensor
 from tilewise import autograd, dispatch
 from tilewise.masks import Mask
 from tilewise.spec import Words, brief, texts_of
-
-_LIMIT = 512
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, words: Words, lse: bool, heads_first: bool = False) -> tuple | None:
@@ -38,7 +36,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, words: Words, lse: bool, heads_first
         return None
     if mask is not None and mask.parts:
         leaves = mask.parts
-        if type(mask) is not Mask or mask.copied:
+        if type(mask) is not Mask:  # a prepared one
             return None
     if not (autograd.nobody_asks() and autograd.nobody_watches(q, k, v, *leaves)):
         return None
@@ -69,10 +67,10 @@ def _known(
     q: Tensor, k: Tensor, v: Tensor, words: Words, leaves: tuple[Tensor, ...], key: tuple
 ) -> dispatch.Plan | None:
     """The plan of a call, which is known from here on; None: of one that :func:`attend` returns nothing of."""
-    called = brief(q, k, v, words)
-    if called is None or len(called[0]) != len(leaves):  # a tensor that stands twice is one of the extras
+    assembled = brief(q, k, v, words)
+    if assembled is None or len(assembled[0]) != len(leaves):  # a tensor that stands twice is one of the extras
         return None
-    if len(dispatch.of_calls) >= _LIMIT:
+    if len(dispatch.of_calls) >= dispatch.PLANS_LIMIT:
         dispatch.of_calls.clear()
-    plan = dispatch.of_calls[key] = dispatch.decide(q, k, v, called[0], None, called[1])
+    plan = dispatch.of_calls[key] = dispatch.decide(q, k, v, assembled[0], None, assembled[1])
     return plan

@@ -292,6 +292,12 @@ def decoding_calls(kind: Kind, new: Callable[..., Tensor], sizes: Sizes) -> Name
         q, k, v = new(batch, kind.decoding // 4, 8, d), *(new(batch, 2, keys, d).transpose(1, 2) for _ in range(2))
         yield f"dense-{n}", call(q, k, v, mask=tw.window(70, 0)).forward_only()
         yield f"dense-{n}-rows", call(q, k.contiguous(), v.contiguous(), causal=True).forward_only()
+        # Keys whose ends are tensors, of one query a sequence; what nobody sees is NaN.
+        first = torch.arange(batch, device=sizes.device) * 7 % keys
+        position = torch.arange(keys, device=sizes.device)
+        unseen = ((position < first[:, None]) | (position >= keys - 1)).view(batch, keys, 1, 1)
+        k, v = (x.masked_fill(unseen, torch.nan) for x in (k, v))
+        yield f"dense-{n}-ends", call(q[:, :1], k, v, mask=tw.key_range(first, keys - 1)).forward_only()
 
 
 def latent_cache(cache: tw.PagedCache, columns: int, e4m3: bool) -> tw.PagedCache:

@@ -39,7 +39,7 @@ def test_what_was_tried_is_one_table_by_backend():
     cells = [row.strip("| ").split(" | ") for row in rows[2:]]
     assert {len(row) for row in cells} == {5}
     backends = [row[1] for row in cells]
-    assert backends == sorted(backends, key=("portable", "cpu", "triton", "hopper").index)
+    assert backends == sorted(backends, key=("portable", "cpu", "triton", "hopper", "ranks").index)
 
 
 def test_a_cell_of_the_measurements_holds_one_number():

@@ -57,6 +57,6 @@ def test_a_contestant_that_cannot_take_part_stops_no_other(monkeypatch):
     monkeypatch.setattr(ranks, "told", lambda *what: None)
     monkeypatch.setattr(ranks.dist, "get_world_size", lambda: 2)
     whys = {"nccl": ["wrong"]}
-    found, moved = ranks.contests(ranks.REHEARSAL[0], ["gather", "ring", "nccl"], {False: _Others()}, "cpu", whys)
-    assert (list(found), list(moved)) == (["ring", "alone"], ["ring"])
+    found, moved = ranks.contests(ranks.REHEARSAL[0], ["gather", "auto", "nccl"], {False: _Others()}, "cpu", whys)
+    assert (list(found), list(moved)) == (["auto", "alone"], ["auto"])
     assert whys == {"nccl": ["wrong"], "gather": ["NotImplementedError: the mask has tensors"]}

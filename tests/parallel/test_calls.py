@@ -27,12 +27,12 @@ class Counting(Simulated):
         return super().numbers(values)
 
 
-def on_ranks(run: Callable[[ContextParallel, Callable[[], Tensor], Tensor], object], scheme: str = "gather") -> list:
+def on_ranks(run: Callable[[ContextParallel, Callable[[], Tensor], Tensor], object]) -> list:
     """What each rank returns of ``run(group, call, ids)``, where a call attends within the documents of the rank's ids."""
 
     def one(exchange: Simulated) -> object:
         ids = torch.arange(SEQLEN) // 60
-        parallel = tw.context_parallel(Counting(exchange.rank, exchange.meeting), scheme=scheme)
+        parallel = tw.context_parallel(Counting(exchange.rank, exchange.meeting), scheme="gather")
         q, k, v = (parallel.shard(normal(1, SEQLEN, 2, 16, seed=n)) for n in range(3))
         mask = tw.causal() & tw.documents(ids)
         return run(parallel, lambda: tw.attention(q, k, v, mask=mask, parallel=parallel), ids)
@@ -45,8 +45,7 @@ def whole(ids: Tensor) -> Tensor:
     return tw.attention(q, k, v, mask=tw.causal() & tw.documents(ids))
 
 
-@pytest.mark.parametrize("scheme", ["gather", "ring"])
-def test_ranks_whose_plans_stand_talk_once_before_a_call(scheme):
+def test_ranks_whose_plans_stand_talk_once_before_a_call():
     def run(parallel, call, ids):
         found = []
         for step in range(4):
@@ -57,7 +56,7 @@ def test_ranks_whose_plans_stand_talk_once_before_a_call(scheme):
             found.append(parallel.exchange.told - before)
         return found
 
-    assert on_ranks(run, scheme) == [[2, 1, 2, 1]] * RANKS
+    assert on_ranks(run) == [[2, 1, 2, 1]] * RANKS
 
 
 def test_a_rank_whose_documents_change_alone_is_found_after_calls_that_agreed():

@@ -118,12 +118,11 @@ def under_capture(monkeypatch, run):
     return simulate(2, lambda exchange: run(exchange, lambda now=True: setattr(capturing, "now", now)))
 
 
-@pytest.mark.parametrize("scheme", ["gather", "ring"])
-def test_a_prepared_mask_s_plan_serves_a_capture(scheme, monkeypatch):
+def test_a_prepared_mask_s_plan_serves_a_capture(monkeypatch):
     mask = tw.causal() & tw.documents(IDS.clone())
 
     def one(exchange, capture):
-        parallel = tw.context_parallel(exchange, scheme=scheme)
+        parallel = tw.context_parallel(exchange, scheme="gather")
         assert parallel.prepare(mask) is mask
         attended(parallel, mask)
         (made,) = calls_of(parallel)

@@ -11,20 +11,8 @@ from torch.profiler import ProfilerActivity, profile
 import tilewise as tw
 from tilewise.parallel.exchange import Silent
 from tilewise.parallel.layout import Layout
-from tilewise.parallel.messages import Place, Taken, line_of, packed, shaped, summed, unpacked
+from tilewise.parallel.messages import Given, Place, Sum, Taken, line_of, shaped, widths
 from tilewise.testing import normal
-
-
-@pytest.mark.parametrize("batch", [1, 2])
-def test_a_message_holds_runs_of_rows(batch):
-    k, v = normal(batch, 9, 2, 3, seed=1), normal(batch, 9, 2, 5, seed=2)
-    runs = [(0, 2), (5, 3)]
-    found = unpacked(packed(runs, k, v), runs, k, v)
-    assert [run for run, *_ in found] == runs
-    for (first, count), *lines in found:
-        for x, line in zip((k, v), lines, strict=True):
-            assert torch.equal(shaped(line, x), x[:, first : first + count])
-    assert packed([], k, v).numel() == 0
 
 
 def test_lines_are_put_together_of_any_pieces_of_others():
@@ -63,6 +51,18 @@ def in_order(k, v, parts, dtype, wide) -> list[torch.Tensor]:
             seen[rows] = True
         found.append(total.to(dtype))
     return found
+
+
+def summed(k, v, parts, dtype, wide) -> list[torch.Tensor]:
+    """The sums of gradients for rows, in the shapes of ``k`` and ``v``; ``parts`` are runs with their lines of K and of V."""
+    each = widths(k, v)
+    given = [
+        Given(run, *(Place(2 * n + m, 0, run[1] * width) for m, width in enumerate(each)))
+        for n, (run, *_) in enumerate(parts)
+    ]
+    lines = [line for _, *both in parts for line in both]
+    found = Sum(k.shape[1], each, [line.numel() for line in lines], given)(lines, k, dtype, wide)
+    return [shaped(line, x) for line, x in zip(found, (k, v), strict=True)]
 
 
 @pytest.mark.parametrize("batch", [1, 2])

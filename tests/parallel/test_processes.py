@@ -152,16 +152,14 @@ def _process(rank: int, size: int, folder: str) -> None:
         found["losses"] = {way: _losses(way) for way in (WAYS if size == 2 else ["FSDP2, recomputed"])}
         if size == 2:
             by_heads = tw.context_parallel(mesh["cp"], scheme="heads")
-            ways = {scheme: tw.context_parallel(mesh["cp"], scheme=scheme) for scheme in ("gather", "heads", "ring")}
+            ways = {scheme: tw.context_parallel(mesh["cp"], scheme=scheme) for scheme in ("gather", "heads")}
             found["compiled"] = {scheme: _compiled(way, scheme) for scheme, way in ways.items()}
             found["compiled DTensors"] = _compiled_dtensors(size)
             found["uneven"] = _refused_in_a_graph(ways["gather"])
             found |= {f"heads {name}": on_this_rank(by_heads, name) for name in CALLS if "dropout" not in name}
-        ring = tw.context_parallel(mesh["cp"], scheme="ring")
-        found |= {f"ring {name}": on_this_rank(ring, name) for name in ("causal-bias", "dropout-window-alibi", "sink")}
         if size == 4:
-            both = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "heads"))
-            of_two = tw.context_parallel(both, scheme="heads+ring")
+            both = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("keys", "heads"))
+            of_two = tw.context_parallel(both, scheme="heads+gather")
             found |= {f"two dimensions {name}": on_this_rank(of_two, name) for name in ("causal-bias", "sink")}
         found["left alone"] = _left_alone(size)
         try:
@@ -188,7 +186,7 @@ def parts(request, tmp_path_factory) -> list[dict]:
 @pytest.mark.parametrize("name", CALLS)
 def test_processes_compute_what_one_device_computes(parts, name):
     parallel = tw.context_parallel(_Alone(len(parts)))
-    for key in (name, f"heads {name}", f"ring {name}", f"two dimensions {name}"):
+    for key in (name, f"heads {name}", f"two dimensions {name}"):
         if key in parts[0]:
             assert not wrong(together(parallel, [part[key] for part in parts]), name)
 
@@ -234,7 +232,7 @@ def test_a_rank_whose_others_are_gone_raises_within_the_groups_timeout(parts):
 @pytest.mark.parametrize("parts", [2], indirect=True)
 def test_a_sharded_call_is_a_node_of_one_graph_with_the_same_bits(parts):
     for part in parts:
-        assert set(part["compiled"]) == {"gather", "heads", "ring"}
+        assert set(part["compiled"]) == {"gather", "heads"}
         assert not any(bool(x.any()) for found in part["compiled"].values() for x in found)
         assert set(part["compiled DTensors"]) == set(SHARDINGS)
         assert not any(bool(x.any()) for found in part["compiled DTensors"].values() for x in found)

@@ -9,7 +9,7 @@ import tilewise as tw
 from tilewise.parallel import simulate
 from tilewise.testing import normal, qkv
 
-SCHEMES = ["gather", "heads", "ring"]
+SCHEMES = ["gather", "heads"]
 
 
 def rows(parallel, tensors):

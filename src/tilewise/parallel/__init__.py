@@ -10,7 +10,6 @@
 - :mod:`tilewise.parallel.messages`: K and V as messages, and the sum of their gradients.
 - :mod:`tilewise.parallel.gathered`: the scheme that gathers K and V.
 - :mod:`tilewise.parallel.joined`: all queries of a rank in one call of that scheme, for documents.
-- :mod:`tilewise.parallel.ring`: the scheme that takes the keys of one rank after the other.
 - :mod:`tilewise.parallel.heads`: the scheme that computes all rows of some heads on each rank.
 - :mod:`tilewise.parallel.cost`, :mod:`tilewise.parallel.plan`: the cost of each scheme, and the choice.
 - :mod:`tilewise.parallel.calls`: a call, from the agreement to a rank's part.

@@ -13,7 +13,7 @@ from tilewise import device
 from tilewise.autograd import has_tangent
 from tilewise.backends.base import PerTensors
 from tilewise.masks import Mask
-from tilewise.parallel import cost, gathered, heads, plan, ring
+from tilewise.parallel import cost, gathered, heads, plan
 from tilewise.parallel.agreement import Agreement, Assembled, agree_on_tensors, agreed_lengths
 from tilewise.parallel.exchange import Exchange, Silent
 from tilewise.parallel.layout import Layout
@@ -22,7 +22,7 @@ from tilewise.spec import parse_spec
 if TYPE_CHECKING:
     from tilewise.parallel.context import ContextParallel
 
-Call = heads.Heads | gathered.Gathered | ring.Ring
+Call = heads.Heads | gathered.Gathered
 """A rank's part of an attention, by scheme."""
 Sizes = tuple[tuple[tuple[int, int], ...], int]
 """The queries and keys on each rank, and the memory of the rank with the least."""

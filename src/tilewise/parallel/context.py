@@ -37,16 +37,15 @@ def context_parallel(
 
     Args:
         group: a process group, a device mesh (``mesh["cp"]``), or ``None`` for all ranks. In a mesh of two dimensions the ranks of a
-            row exchange heads, and rows gather keys or pass them around. GPUs of one machine that reach each other's memory move rows
+            row exchange heads, and rows gather keys. GPUs of one machine that reach each other's memory move rows
             by copy engines, others by NCCL (``tilewise.parallel.exchange.Group(group)`` always uses NCCL).
         layout: who holds which positions of a sequence: ``"zigzag"`` (balanced for causal masks), ``"contiguous"`` (for masks that
             treat all queries alike), ``"chunks"`` (the same by ``torch.chunk``, like DTensors), or a
             :class:`tilewise.parallel.Layout`, such as ``tilewise.parallel.balanced(mask, ...)``.
         scheme: how ranks share the work: ``"gather"`` (each rank computes its own rows against the keys of all), ``"heads"`` (each
-            computes all rows of some heads; the key heads must be a multiple of the ranks), ``"ring"`` (each computes its own rows
-            against the keys of one rank after the other, and holds those of two others at most), ``"heads+gather"`` and
-            ``"heads+ring"`` (neighbouring ranks exchange heads, neighbourhoods keys), or ``"auto"``, the cheapest
-            by :mod:`tilewise.parallel.cost` that supports the call and fits in memory.
+            computes all rows of some heads; the key heads must be a multiple of the ranks), ``"heads+gather"``
+            (neighbouring ranks exchange heads, neighbourhoods gather keys), or ``"auto"``, the cheapest by
+            :mod:`tilewise.parallel.cost` that supports the call and fits in memory.
         sum_leaf_gradients: sum the gradients of sinks and of tensors that a score reads over the ranks, as on one device. Pass
             ``False`` with DDP or FSDP over the same ranks, which sum parameters' gradients themselves.
 

@@ -1,8 +1,8 @@
 """The cost of an attention over ranks beside its products, by scheme: bytes that each rank receives, copies and needs, and their time.
 
-A step is a forward and, if gradients are wanted, its backward. The products are the same in every scheme and are left out; only the time
-for which they can hide an exchange counts. The constants are those of H200s joined by NVLink (docs/parallel.md, "Which scheme"). Other
-machines have others, but the schemes are compared over the same links.
+A step is a forward and, if gradients are wanted, its backward. The products are the same in every scheme and are left out. The constants
+are those of H200s joined by NVLink (docs/parallel.md, "Which scheme"). Other machines have others, but the schemes are compared over the
+same links.
 """
 
 from __future__ import annotations
@@ -12,16 +12,13 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from tilewise.amounts import in_bytes
-from tilewise.parallel.heads import groups_of, kept_pairs
+from tilewise.parallel.heads import groups_of
 from tilewise.problem import Problem
 
 RECEIVED_PER_SECOND = 330e9
 RECEIVED_BETWEEN_NODES = 45e9  # assumed, not measured: a port of 400 Gb/s for each GPU
 COPIED_PER_SECOND = 2e12  # of a copy's bytes, which are read and written
-PRODUCTS_PER_SECOND = 600e12
 SECONDS_A_COLLECTIVE = 65e-6
-SECONDS_A_CALL = 60e-6  # of each further attention: its launch, and multiprocessors that wait for its last tiles
-SLOWER = 0.08  # of the products in calls of fewer pairs: the loss of a ring over four H200s at 131,072 tokens, without its merges
 MOST_MEMORY = 1 / 4
 """The share of a rank's memory that "auto" may use for one attention, if another scheme needs less."""
 
@@ -33,10 +30,7 @@ class Cost:
     Attributes:
         received, copied: bytes.
         collectives: the number of those that move tensors.
-        hidden: the share of the exchange that the attention can hide, if it takes long enough.
-        products: milliseconds of the attention that can hide an exchange.
-        calls: of the attention, beyond the first.
-        slower: milliseconds by which calls of fewer pairs are slower.
+        hidden: the share of the exchange that the attention hides.
         memory: the most bytes that a step needs at once beside the rank's own q, k and v.
         per_second: bytes that a rank receives.
         within: the exchange of heads among neighbouring ranks before and after, if there is one.
@@ -46,9 +40,6 @@ class Cost:
     copied: int
     collectives: int
     hidden: float = 0.0
-    products: float = float("inf")
-    calls: int = 0
-    slower: float = 0.0
     memory: int = 0
     per_second: float = RECEIVED_PER_SECOND
     within: Cost | None = None
@@ -61,9 +52,8 @@ class Cost:
     @property
     def milliseconds(self) -> float:
         exchange = 1e3 * (self.received / self.per_second + self.collectives * SECONDS_A_COLLECTIVE)
-        exposed = exchange - min(self.hidden * exchange, self.products)
         before = 0.0 if self.within is None else self.within.milliseconds
-        return before + exposed + self.slower + 1e3 * (self.copied / COPIED_PER_SECOND + self.calls * SECONDS_A_CALL)
+        return before + (1 - self.hidden) * exchange + 1e3 * self.copied / COPIED_PER_SECOND
 
     def __str__(self) -> str:
         collectives = self.collectives + (0 if self.within is None else self.within.collectives)
@@ -156,31 +146,6 @@ def gathering(whole: Problem, ranks: int, keys: Keys | None = None, per_second: 
     return Cost(received, passes * together + added * wide, back, memory=memory, per_second=per_second)
 
 
-def passing(whole: Problem, ranks: int, keys: Keys | None = None, per_second: float = RECEIVED_PER_SECOND) -> Cost:
-    """Return the cost of sending the keys of one rank after the other, under earlier products, and gradients back in fp32.
-
-    Partial results are merged: read and written in fp32 for each rank whose keys are seen.
-    """
-    keys = Keys.all(whole, ranks) if keys is None else keys
-    size, steps = _Sizes.of(whole, ranks), ranks - 1 if keys.fetched else 0
-    narrow, wide = size.row * size.narrow, size.row * size.wide
-    # A merge in PyTorch's operators: both o are scaled, added and copied in fp32.
-    outputs = size.outputs // size.narrow * (10 * size.wide + size.narrow)
-    blocks = 4 * size.keys * narrow if steps else 0  # of K and V: two that came, and two that are sent
-    forward = steps * outputs + 2 * keys.fetched * narrow
-    products = 1e3 * size.operations / PRODUCTS_PER_SECOND
-    under, slower = products * (ranks - 1) / ranks, SLOWER * products if steps else 0.0
-    if not whole.spec.needs_grad:
-        memory = size.outputs // size.narrow * (size.narrow + 3 * size.wide) + blocks
-        return Cost(keys.fetched * narrow, forward, steps, 1.0, under, 3 * steps, slower, memory, per_second)
-    received = 2 * keys.fetched * narrow + keys.lent * wide
-    merged = steps * size.queries // size.narrow * (2 * size.wide + size.narrow)  # dq, added up
-    copied = forward + 2 * keys.fetched * narrow + merged + 2 * (keys.fetched + keys.lent) * wide
-    # dK and dV of the rank's own keys and of a step's: summed, packed, and received.
-    memory = size.results(whole) + 2 * size.summed_queries + blocks + (4 if steps else 1) * size.keys * wide
-    return Cost(received, copied, 3 * steps, 1.0, 3.5 * under, 6 * steps, 3.5 * slower, memory, per_second)
-
-
 def exchanging_heads(
     whole: Problem, ranks: int, keys: Keys | None = None, per_second: float = RECEIVED_PER_SECOND, neighbours: int = 0
 ) -> Cost:
@@ -206,15 +171,15 @@ def exchanging_heads(
 
 
 def combining(
-    name: str, whole: Problem, ranks: int, neighbours: int, keys: Keys | None = None, machines: Machines = ONE_MACHINE
+    whole: Problem, ranks: int, neighbours: int, keys: Keys | None = None, machines: Machines = ONE_MACHINE
 ) -> Cost:
-    """Return the cost of exchanging heads among neighbouring ranks, and of a scheme of COSTS between neighbourhoods.
+    """Return the cost of exchanging heads among neighbouring ranks, and of gathering keys between neighbourhoods.
 
     Args:
         keys: the number that is sent between neighbourhoods, all by default.
     """
     within = exchanging_heads(whole, ranks, None, machines.among(neighbours, ranks), neighbours)
-    found = COSTS[name](with_fewer_heads(whole, neighbours), ranks // neighbours, keys, machines.per_second)
+    found = gathering(with_fewer_heads(whole, neighbours), ranks // neighbours, keys, machines.per_second)
     size = _Sizes.of(whole, ranks)
     memory = found.memory + within.memory - size.results(whole) - (size.summed_queries if whole.spec.needs_grad else 0)
     return replace(found, memory=memory, within=within)
@@ -229,9 +194,9 @@ def with_fewer_heads(whole: Problem, ranks: int) -> Problem:
     return replace(whole, **tensors)
 
 
-COSTS = {"gather": gathering, "heads": exchanging_heads, "ring": passing}
-COMBINED = {"heads+gather": "gather", "heads+ring": "ring"}
-"""Return the sum of an exchange of heads among neighbours and of one between neighbourhoods."""
+COSTS = {"gather": gathering, "heads": exchanging_heads}
+COMBINED = "heads+gather"
+"""The scheme that exchanges heads among neighbours and gathers keys between neighbourhoods."""
 
 
 class _Sizes(NamedTuple):
@@ -242,7 +207,6 @@ class _Sizes(NamedTuple):
         keys: their number.
         row: numbers of K and V for each key.
         narrow, wide: bytes of a number, and of a number in a sum.
-        operations: of the rank's part of the forward.
     """
 
     queries: int
@@ -251,7 +215,6 @@ class _Sizes(NamedTuple):
     row: int
     narrow: int
     wide: int
-    operations: float
 
     @staticmethod
     def of(whole: Problem, ranks: int) -> _Sizes:
@@ -259,10 +222,9 @@ class _Sizes(NamedTuple):
         *_, seqlen_k, heads_k, _ = whole.k.shape
         batch, narrow = 1 if whole.packed else whole.batch, whole.dtype.itemsize
         rows, dims = batch * seqlen_q * heads_q * narrow // ranks, whole.head_dim + whole.head_dim_v
-        operations = 2 * kept_pairs(whole) * dims / ranks
         return _Sizes(
             rows * whole.head_dim, rows * whole.head_dim_v, seqlen_k // ranks, batch * heads_k * dims, narrow,
-            whole.compute_dtype.itemsize, operations,
+            whole.compute_dtype.itemsize,
         )  # fmt: skip
 
     @property

@@ -19,8 +19,6 @@ Run = tuple[int, int]
 """The first of some rows, and their number."""
 Each = tuple[int, int]
 """Numbers in a row of K, and in one of V."""
-Rows = tuple[Run, Tensor, Tensor]
-"""Some rows, with their lines of K and of V."""
 
 
 def line_of(x: Tensor) -> Tensor:
@@ -38,19 +36,6 @@ def shaped(line: Tensor, like: Tensor) -> Tensor:
 def widths(k: Tensor, v: Tensor) -> Each:
     """Numbers in a row of K, and in one of V."""
     return k.shape[0] * k.shape[2] * k.shape[3], v.shape[0] * v.shape[2] * v.shape[3]
-
-
-def packed(runs: Sequence[Run], k: Tensor, v: Tensor) -> Tensor:
-    """Return a message: K of runs of the rows of ``(batch, rows, heads, dim)``, then V."""
-    lines = zip((line_of(k), line_of(v)), widths(k, v), strict=True)
-    parts = [line.narrow(0, first * width, count * width) for line, width in lines for first, count in runs]
-    return torch.cat(parts) if parts else k.new_empty(0)
-
-
-def unpacked(message: Tensor, runs: Sequence[Run], k: Tensor, v: Tensor) -> list[Rows]:
-    """Return runs of rows, each with its part of a message: the inverse of :func:`packed`."""
-    parts = message.split([count * width for width in widths(k, v) for _, count in runs])
-    return list(zip(runs, parts[: len(runs)], parts[len(runs) :], strict=True))
 
 
 class Place(NamedTuple):
@@ -204,24 +189,6 @@ def _one_after_the_other(line: int, counts: Sequence[int], numbers: Sequence[int
     """Return the places of things with so many numbers each, concatenated in a line."""
     firsts = accumulate((counts[n] for n in numbers), initial=0)
     return {n: Place(line, first, counts[n]) for n, first in zip(numbers, firsts, strict=False)}
-
-
-def summed(k: Tensor, v: Tensor, parts: Sequence[Rows], dtype: torch.dtype, wide: torch.dtype) -> list[Tensor]:
-    """Return the sums of gradients for rows, in order: in the shapes of ``k`` and ``v`` and in ``dtype``, but added in ``wide``."""
-    if not parts:
-        return [x.new_zeros(x.shape, dtype=dtype) for x in (k, v)]
-    lines = [line for _, *both in parts for line in both]
-    found = _sum_of(k.shape[1], widths(k, v), tuple(run for run, *_ in parts))(lines, k, dtype, wide)
-    return [shaped(line, x) for line, x in zip(found, (k, v), strict=True)]
-
-
-@lru_cache(maxsize=256)
-def _sum_of(rows: int, each: Each, runs: tuple[Run, ...]) -> Sum:
-    """Return the sum of runs of rows, each with two lines of gradients in turn."""
-    given = [
-        Given(run, *(Place(2 * n + m, 0, run[1] * width) for m, width in enumerate(each))) for n, run in enumerate(runs)
-    ]
-    return Sum(rows, each, [place.size for x in given for place in (x.k, x.v)], given)
 
 
 @lru_cache(maxsize=256)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from tilewise.autograd import library
-from tilewise.parallel import calls, gathered, heads, ring
+from tilewise.parallel import calls, gathered, heads
 from tilewise.parallel.agreement import Turn
 from tilewise.parallel.calls import Call
 from tilewise.parallel.exchange import Gradients
@@ -46,8 +46,6 @@ def forward(
     """Return ``(outputs, saved)`` of a scheme."""
     if isinstance(call, heads.Heads):
         return heads.forward(call, q, k, v, extras, seed)
-    if isinstance(call, ring.Ring):
-        return ring.forward(call, q, k, v, extras, seed)
     return gathered.forward(call, q, k, v, extras, seed)
 
 
@@ -57,8 +55,6 @@ def backward(
     """Return ``(dq, dk, dv, dextras)`` of a scheme; ``saved`` begins with q, k, v, o and lse if the scheme reads them."""
     if isinstance(call, heads.Heads):
         return heads.backward(call, of, saved, extras, seed)
-    if isinstance(call, ring.Ring):
-        return ring.backward(call, of, saved, extras, seed)
     return gathered.backward(call, of, saved, extras, seed)
 
 

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from tilewise import dispatch, expr
 from tilewise.device import is_captured
 from tilewise.masks import Mask
-from tilewise.parallel import cost, gathered, heads, joined, ring
+from tilewise.parallel import cost, gathered, heads, joined
 from tilewise.parallel.balance import tile_shares
 from tilewise.parallel.exchange import Exchange
 from tilewise.parallel.layout import Layout
@@ -26,7 +26,7 @@ from tilewise.spec import Spec, parse_spec
 from tilewise.tiles import Grid
 
 AUTO = "auto"
-SCHEMES = (AUTO, *cost.COSTS, *cost.COMBINED)
+SCHEMES = (AUTO, *cost.COSTS, cost.COMBINED)
 NOT_OVER_RANKS = ["not built over ranks"]
 
 
@@ -85,7 +85,7 @@ class Agreed(NamedTuple):
         ]
 
 
-def planned(wish: Wish, call: Agreed) -> heads.Heads | gathered.Gathered | ring.Ring:
+def planned(wish: Wish, call: Agreed) -> heads.Heads | gathered.Gathered:
     """Plan the rank's part after every input check of the whole call. All ranks see the same shapes here, and fail alike."""
     exchange, (queries, keys), (q, k, v) = wish.exchange, call.layouts, call.whole
     extras, seed, spec = call.extras, call.seed, call.spec
@@ -96,10 +96,8 @@ def planned(wish: Wish, call: Agreed) -> heads.Heads | gathered.Gathered | ring.
         neighbours = neighbours_of(whole, wish)
     if scheme == "heads":
         return _heads(wish, call, exchange, groups)
-    if scheme == "ring":
-        return _ring(wish, call, whole)
-    if scheme in cost.COMBINED:
-        return _combined(wish, call, neighbours, cost.COMBINED[scheme])
+    if scheme == cost.COMBINED:
+        return _combined(wish, call, neighbours)
     return _gathered(wish, call, whole)
 
 
@@ -112,8 +110,8 @@ def _heads(wish: Wish, call: Agreed, exchange: Exchange, groups: int) -> heads.H
     )  # fmt: skip
 
 
-def _combined(wish: Wish, call: Agreed, neighbours: int, name: str) -> heads.Heads:
-    """Plan the rank's part if neighbours exchange rows for heads, and neighbourhoods gather keys or pass them around."""
+def _combined(wish: Wish, call: Agreed, neighbours: int) -> heads.Heads:
+    """Plan the rank's part if neighbours exchange rows for heads, and neighbourhoods gather keys."""
     assert wish.split is not None
     exchange, across = wish.split(neighbours)
     group, (queries, keys) = wish.exchange.rank // neighbours, call.layouts
@@ -130,27 +128,8 @@ def _combined(wish: Wish, call: Agreed, neighbours: int, name: str) -> heads.Hea
     q, k, v = local.whole
     whole = check(q, k, v, local.extras, local.seed, local.spec)
     wished = replace(wish, exchange=across, sum_leaf_gradients=False)
-    if name == "ring":
-        part = heads.Across(ring.forward, ring.backward, _ring(wished, local, whole), wish.exchange)
-    else:
-        part = heads.Across(gathered.forward, gathered.backward, _gathered(wished, local, whole), wish.exchange)
+    part = heads.Across(gathered.forward, gathered.backward, _gathered(wished, local, whole), wish.exchange)
     return replace(found, across=part)
-
-
-def _ring(wish: Wish, call: Agreed, whole: Problem) -> ring.Ring:
-    """Plan the rank's part if keys are passed around."""
-    (queries, keys), spec, extras = call.layouts, call.spec, call.extras
-    if wish.silent:
-        route = Route(keys, ((),) * wish.exchange.size, passed=True)
-    else:
-        route = Route.of(_grid(whole, call), queries, keys, passed=True)
-    q, k, v = call.whole
-
-    def checked(queried: slice, seen: slice, piece: Spec) -> None:
-        check(q[:, queried], k[:, seen], v[:, seen], extras, call.seed, piece)
-
-    digest = route.digest if _reads_tensors(spec) and not wish.silent else 0
-    return ring.planned(wish.exchange, spec, route, queries, wish.sum_leaf_gradients, digest, checked)
 
 
 def _gathered(wish: Wish, call: Agreed, whole: Problem) -> gathered.Gathered:
@@ -208,7 +187,7 @@ def refusals(whole: Problem, wish: Wish) -> dict[str, list[str]]:
     ranks, pieces = wish.exchange.size, gathered.reasons(whole.spec)
     if is_captured() and whole.spec.mask_slots:
         pieces = [*pieces, CAPTURED]
-    found = {"gather": pieces, "heads": heads.reasons(whole.spec, whole.heads_k, ranks), "ring": pieces}
+    found = {"gather": pieces, "heads": heads.reasons(whole.spec, whole.heads_k, ranks)}
     neighbours = neighbours_of(whole, wish)
     both = heads.reasons(whole.spec, whole.heads_k, neighbours) if neighbours else []
     both += (
@@ -216,7 +195,7 @@ def refusals(whole: Problem, wish: Wish) -> dict[str, list[str]]:
     )
     if wish.neighbours:
         found = {name: ["the mesh has two dimensions"] for name in found}
-    return found | {name: [*both, *pieces] for name in cost.COMBINED}
+    return found | {cost.COMBINED: [*both, *pieces]}
 
 
 def neighbours_of(whole: Problem, wish: Wish) -> int:
@@ -236,8 +215,7 @@ def costs_of(wish: Wish, whole: Problem, queries: Layout, keys: Layout) -> dict[
     found = {name: find(whole, ranks, travel, machines.per_second) for name, find in cost.COSTS.items()}
     if neighbours and whole.heads_k % neighbours == 0:
         travel = travelling(whole, queries.across(neighbours), keys.across(neighbours))
-        for name, other in cost.COMBINED.items():
-            found[name] = cost.combining(other, whole, ranks, neighbours, travel, machines)
+        found[cost.COMBINED] = cost.combining(whole, ranks, neighbours, travel, machines)
     return found
 
 
@@ -343,7 +321,7 @@ def explained(wish: Wish, call: Agreed) -> Explanation:
     return Explanation(**found, shares=tile_shares(mask, queries) if queries.seqlen == keys.seqlen else ())
 
 
-def _first_call(call: heads.Heads | gathered.Gathered | ring.Ring, whole: Problem, extras: list[Tensor]) -> Problem:
+def _first_call(call: heads.Heads | gathered.Gathered, whole: Problem, extras: list[Tensor]) -> Problem:
     """Return a rank's first call of the operator: that of its first group of heads, or of its first piece."""
     if isinstance(call, heads.Heads) and call.across is not None:
         return _first_call(call.across.call, cost.with_fewer_heads(whole, call.exchange.size), call.own(extras, 0))

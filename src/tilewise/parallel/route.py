@@ -73,22 +73,20 @@ class Route:
         keys: the layout of the keys.
         parts: the queries, by rank: contiguous pieces, cut so that the keys of a part lie in one run of the rank's own if possible.
         joined: a rank computes all of its queries in one call (:mod:`tilewise.parallel.joined`), and no part is near.
-        passed: ranks take the keys of one rank at a time (:mod:`tilewise.parallel.ring`), and no part is near.
     """
 
     keys: Layout
     parts: tuple[tuple[Part, ...], ...]
     joined: bool = False
-    passed: bool = False
 
     @staticmethod
-    def of(grid: Grid, queries: Layout, keys: Layout, passed: bool = False) -> Route:
+    def of(grid: Grid, queries: Layout, keys: Layout) -> Route:
         """Return the route of a whole attention. This reads the tensors of the mask's intervals, if there are any."""
-        return Route(keys, _parts(*key_ends(grid, queries.seqlen), queries, keys, not passed), passed=passed)
+        return Route(keys, _parts(*key_ends(grid, queries.seqlen), queries, keys))
 
     def near(self, rank: int, part: Part) -> Segment | None:
         """Return the rank's own keys of a part if they all lie in one run of it, else None."""
-        runs = () if self.joined or self.passed else held(self.keys)
+        runs = () if self.joined else held(self.keys)
         found = [x for x in runs if x.owner == rank and x.start <= part.low and part.high <= x.stop]
         return cut(found[0], part.low, part.high) if found else None
 
@@ -159,18 +157,17 @@ def key_ends(grid: Grid, seqlen: int) -> tuple[Tensor, Tensor]:
     return torch.where(sees, low, grid.keys).amin((0, 1)).cpu(), torch.where(sees, high, 0).amax((0, 1)).cpu()
 
 
-def _parts(low: Tensor, high: Tensor, queries: Layout, keys: Layout, near: bool) -> tuple[tuple[Part, ...], ...]:
-    """Return the parts of every rank. Keys at both ends that no query sees are left out, but each part has at least one key.
+def _parts(low: Tensor, high: Tensor, queries: Layout, keys: Layout) -> tuple[tuple[Part, ...], ...]:
+    """Return the parts of every rank, cut at the queries that begin or cease to see keys of one own run alone.
 
-    Args:
-        near: pieces are cut at the queries that begin or cease to see keys of one own run alone.
+    Keys at both ends that no query sees are left out, but each part has at least one key.
     """
     found = []
     for rank in range(queries.ranks):
         own = [x for x in held(keys) if x.owner == rank]
         parts: list[Part] = []
         for start, stop, row in queries.rows(rank):
-            cuts = [start, *(_near_rows(low[start:stop], high[start:stop], start, own) if near else []), stop]
+            cuts = [start, *_near_rows(low[start:stop], high[start:stop], start, own), stop]
             parts += [
                 _part(a, b, row + a - start, low[a:b], high[a:b], own, keys.seqlen) for a, b in pairwise(cuts) if a < b
             ]

@@ -26,7 +26,7 @@ from tilewise.testing import HIDING, Call, call, of_case, paged_call, qkv
 
 PROBES = (
     "forward_bf16_d128_upper_128", "forward_bf16_d64_full_192", "forward_bf16_d256_band_128",
-    "forward_bf16_d128_upper_split", "forward_bf16_d128_full_split_heads8", "forward_bf16_d128_upper_packed",
+    "forward_bf16_d128_upper_split", "decoding_bf16_d128", "forward_bf16_d128_upper_packed",
     "backward_bf16_d128_full", "backward_bf16_d64_upper", "backward_bf16_d256_band", "backward_bf16_d128_upper_packed",
 )  # fmt: skip
 """How the names of those begin that are checked first, and that compute-sanitizer looks at."""
@@ -285,19 +285,25 @@ def decoding_calls(kind: Kind, new: Callable[..., Tensor], sizes: Sizes) -> Name
         for m, ((heads, heads_k, rows), options) in enumerate(DECODING[kind.decoding]):
             q, cache = new(len(keys), rows, heads, d), cache_of(new, parts * kind.paged, keys, (heads_k, d, d), m == 1)
             sink = torch.randn(heads, device=sizes.device) if (n + m) % 2 else None
+            options = {
+                **kind.score_options(q, 0),
+                "deterministic": n % 2 == 1,
+                **options,
+            }  # by segments, not by even shares
             yield f"decoding-{n}-{m}", paged_call(q, cache, sink=sink, **options)
     if kind.paged != decoding_config.BOX_ROWS[0]:  # dense keys come in the largest boxes
         return
     for n, (batch, keys) in enumerate(((3, 1), (1, 300), (5, 1000), (40, 65))):
         q, k, v = new(batch, kind.decoding // 4, 8, d), *(new(batch, 2, keys, d).transpose(1, 2) for _ in range(2))
-        yield f"dense-{n}", call(q, k, v, mask=tw.window(70, 0)).forward_only()
-        yield f"dense-{n}-rows", call(q, k.contiguous(), v.contiguous(), causal=True).forward_only()
+        options = {**kind.score_options(q, 0), "deterministic": n % 2 == 1}
+        yield f"dense-{n}", call(q, k, v, mask=tw.window(70, 0), **options).forward_only()
+        yield f"dense-{n}-rows", call(q, k.contiguous(), v.contiguous(), causal=True, **options).forward_only()
         # Keys whose ends are tensors, of one query a sequence; what nobody sees is NaN.
         first = torch.arange(batch, device=sizes.device) * 7 % keys
         position = torch.arange(keys, device=sizes.device)
         unseen = ((position < first[:, None]) | (position >= keys - 1)).view(batch, keys, 1, 1)
         k, v = (x.masked_fill(unseen, torch.nan) for x in (k, v))
-        yield f"dense-{n}-ends", call(q[:, :1], k, v, mask=tw.key_range(first, keys - 1)).forward_only()
+        yield f"dense-{n}-ends", call(q[:, :1], k, v, mask=tw.key_range(first, keys - 1), **options).forward_only()
 
 
 def latent_cache(cache: tw.PagedCache, columns: int, e4m3: bool) -> tw.PagedCache:

@@ -107,15 +107,16 @@ def run(
     """``(o, lse)`` of q (query, sequence, head, column) over pools (page, row, head, column), one CTA after the other in an order.
 
     Args:
-        numbers: shares, cached, sinks, scale2, lo and hi as the kernel takes them; the lengths, the table, pages, rows of a page.
+        numbers: shares, segment, cached, sinks, scale2, cap2, lo and hi as the kernel takes them; then the lengths, the table, pages and
+            rows of a page.
         apart: rows of memory between those of two pages of k, if not as many as between two numbers of the table.
     """
     decoding = load_kernel()
-    shares, cached, sinks, scale2, lo, hi, seqlens_k, block_table, num_pages, page_rows = numbers
+    shares, segment, cached, sinks, scale2, cap2, lo, hi, seqlens_k, block_table, num_pages, page_rows = numbers
     (queries, batch, heads, _), heads_k = q.shape, k.shape[2]
     o, lse = np.full(q.shape, np.nan, np.float32), np.full((queries, heads, batch), np.nan, np.float32)
     lanes = 32 * config.tiles.row_warps
-    states, counts = 2 * shares * heads_k, np.zeros(batch * heads_k, np.int64)
+    states, counts = (2 if segment == 1 else 1) * shares * heads_k, np.zeros(batch * heads_k, np.int64)
     optional = decoding.optional(
         seqlens_k=Global(seqlens_k), block_table=Global(block_table), num_pages=num_pages, page_rows=page_rows, counts=Global(counts),
         part_o=Global(np.full((states, config.tiles.fours, lanes, 4), np.nan, np.float32)),
@@ -127,8 +128,10 @@ def run(
         heads // heads_k,
         queries,
         shares,
+        segment,
         cached,
         np.float32(scale2),
+        np.float32(cap2),
         lo,
         hi,
         Global(q),

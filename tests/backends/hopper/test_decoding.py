@@ -17,6 +17,7 @@ from tests.backends.paged import Case
 from tilewise import accuracy, dispatch
 from tilewise.backends.base import Output
 from tilewise.backends.hopper import Hopper
+from tilewise.backends.hopper.config import cap_of
 from tilewise.backends.hopper.decoding import choice, config
 from tilewise.backends.hopper.forward.paged_config import page_rows
 from tilewise.testing import Call, call, normal, paged_call
@@ -25,19 +26,22 @@ KIND = {"heads": (4, 2), "dims": (128, 128), "dtype": torch.bfloat16}
 
 
 def emulate(
-    c: Call, shares: int, order: list[int] | None = None, kernel: config.DecodingConfig | None = None
+    c: Call, shares: int, order: list[int] | None = None, kernel: config.DecodingConfig | None = None, segment: int = 1
 ) -> Output:
-    """o and lse of a call, from the source of its kernel, or of ``kernel``, with so many shares."""
+    """o and lse of a call, from the source of its kernel, or of ``kernel``, with so many shares, or as many as segments need."""
     p, found = c.p, kernel or choice.fitting(c.p)
+    shares = shares if segment == 1 else choice.shares_of(p, segment, found.tiles.tile_n)
     sinks = int(p.spec.sink_slot is not None)
     lengths = c.t.seqlens_k if p.paged else torch.zeros(1, dtype=torch.int32)
     table = c.t.block_table if p.paged else lengths[None]
-    scale2 = math.log2(math.e) * p.softmax_scale
+    log2_e, cap = math.log2(math.e), cap_of(p)
+    scales = (log2_e * p.softmax_scale, 0.0) if cap is None else (log2_e * cap, 2 * log2_e * p.softmax_scale / cap)
     numbers = (
         shares,
+        segment,
         int(p.paged),
         sinks,
-        scale2,
+        *scales,
         *choice.ends(p),
         lengths.numpy(),
         table.numpy(),
@@ -93,6 +97,11 @@ CASES = {
     "window": (Case(64, (300, 64, 40, 0, 1000), **KIND | window(63)), 3),
     "window-of-queries": (Case(64, (300, 64, 3, 66, 1000), rows=4, **KIND | window(100)), 7),
     "window-to-the-right": (Case(16, (300, 15, 66), rows=4, **KIND | window(15, 1)), 3),
+    "softcap": (Case(64, (300, 0, 64), **KIND, options=lambda: {"score": tw.softcap(2.0)}), 3),
+    "softcap-d256": (
+        Case(16, (300, 70), **KIND | {"dims": (256, 256)}, options=lambda: {"score": tw.softcap(0.5), "causal": True}),
+        3,
+    ),
     "window-d64": (Case(16, (900, 130), rows=3, **KIND | {"heads": (10, 2), "dims": (64, 64)} | window(127)), 2),
 }
 
@@ -117,9 +126,10 @@ def test_a_number_outside_the_pool_leaves_other_sequences_as_they_are():
 def emulated_launch(kernel: config.DecodingConfig, arguments: list) -> None:
     """In place of a compiled kernel: its source on the emulated machine, over the tensors of a launch."""
     q, k, v, o, lse, sink, *numbers, seqlens_k, block_table, part_o, part_lse, counts, num_pages, page_rows = arguments
-    shares, tiles, heads_k = numbers[0], kernel.tiles, k.shape[2]
-    assert part_o.shape == (2 * shares * heads_k, tiles.fours, 32 * tiles.row_warps, 4)
-    assert part_lse.shape == (2 * shares * heads_k, 32 * tiles.row_warps, 2 * tiles.own_rows)
+    (shares, segment), tiles, heads_k = numbers[:2], kernel.tiles, k.shape[2]
+    states = (2 if segment == 1 else 1) * shares * heads_k
+    assert part_o.shape == (states, tiles.fours, 32 * tiles.row_warps, 4)
+    assert part_lse.shape == (states, 32 * tiles.row_warps, 2 * tiles.own_rows)
     assert counts.numel() >= q.shape[1] * heads_k
     assert not counts.any()
     given = *numbers, seqlens_k.numpy(), block_table.numpy(), num_pages, page_rows
@@ -238,8 +248,8 @@ NONE = {
     "window-shorter-than-a-box": lambda: problem({"mask": tw.window(62, 0)}),
     "band-that-ends-before-the-row": lambda: problem({"mask": lambda b, h, i, j: j < i + tw.offset}),
     "some-keys": lambda: problem({"mask": tw.key_range(0, 60)}),
-    "score": lambda: problem({"score": tw.softcap(5.0)}),
-    "deterministic": lambda: problem({"deterministic": True}),
+    "score": lambda: problem({"score": lambda s, b, h, i, j: s + j}),
+    "softcap-of-nine-rows": lambda: problem({"score": tw.softcap(5.0)}, heads=(9, 1)),
     "pages-of-8": lambda: paged_call(*Case(8, (100, 70), **KIND).draw()[:2]).p,
     "8-bits": lambda: problem(scales="heads"),
     "with-gradients": lambda: call(*(normal(2, n, 2, 128, dtype=torch.bfloat16) for n in (1, 70, 70))).p,
@@ -267,15 +277,15 @@ def dense(queries: int, keys: int, d: int = 128):
         (lambda: Case(16, (100,), **KIND).call().p, True),
         (lambda: Case(64, (100,), **KIND | window(70)).call().p, True),
         (lambda: Case(64, (100,), **KIND | {"dims": (256, 256)}).call().p, True),
-        (lambda: dense(1, 511), False),
-        (lambda: dense(1, 512), True),
-        (lambda: dense(2, 2047), False),
-        (lambda: dense(64, 2048), True),
-        (lambda: dense(17, 2048, 64), False),
+        (lambda: Case(64, (100,), **KIND, options=lambda: {"deterministic": True}).call().p, True),
+        (lambda: dense(1, 5), True),
+        (lambda: dense(2, 15), False),
+        (lambda: dense(64, 1007), False),
+        (lambda: dense(64, 1008, 64), True),
     ],
     ids=[
-        "one-sequence", "two", "one-in-small-pages", "a-window-of-one", "one-of-d256", "few-dense-keys", "dense-keys",
-        "few-keys-of-queries", "keys-of-queries", "many-rows-of-d64",
+        "one-sequence", "two", "one-in-small-pages", "a-window-of-one", "one-of-d256", "one-deterministic", "dense-keys",
+        "few-keys-of-two", "few-keys-of-queries", "keys-of-queries",
     ],
 )  # fmt: skip
 def test_calls_that_another_forward_takes(problem, chosen):
@@ -320,4 +330,35 @@ def test_traffic_counts_the_keys_that_some_query_sees(p, rows):
 @pytest.mark.parametrize(("heads", "shares"), [((4, 2), 66), ((5, 5), 26), ((200, 200), 1)])
 def test_each_multiprocessor_has_a_share(heads, shares, monkeypatch):
     monkeypatch.setattr(dispatch.devices, "of", lambda device: SimpleNamespace(cores=132))
-    assert choice.shares_of(problem(heads=heads)) == shares
+    assert choice.shares_of(problem(heads=heads), 1, 64) == shares
+
+
+SEGMENTS = ["lengths", "d64", "sixteen-heads", "window", "pages-of-16", "no-keys", "many-sequences", "softcap"]
+
+
+@pytest.mark.parametrize("segment", [2, 3])
+@pytest.mark.parametrize("name", SEGMENTS)
+def test_segments_compute_attention(name, segment):
+    c = CASES[name][0].call()
+    assert not wrong(c, emulate(c, 0, segment=segment))
+
+
+def test_a_sequence_in_segments_has_the_same_bits_whatever_its_batch_mates():
+    q, k, v = (normal(4, n, h, 64, dtype=torch.bfloat16, seed=h) for n, h in ((1, 4), (1100, 2), (1100, 2)))
+    whole, alone = (call(*(x[:n] for x in (q, k, v)), deterministic=True).forward_only() for n in (4, 1))
+    assert choice.segment_of(whole.p, 128) == 4
+    together, one = emulate(whole, 0, segment=4), emulate(alone, 0, segment=4)
+    assert torch.equal(together.o[:1], one.o)
+    assert torch.equal(together.lse[:1], one.lse)
+    even = emulate(whole, 7)
+    assert not torch.equal(even.o, together.o)  # other shares, other sums
+
+
+@pytest.mark.parametrize("name", ["lengths", "d64"])
+def test_a_deterministic_launch_has_what_its_segments_need(name, monkeypatch):
+    stand_in(monkeypatch, emulated_launch)
+    case = CASES[name][0]
+    q, cache, others = case.draw()
+    c = paged_call(q, cache, **others, deterministic=True)
+    assert choice.segment_of(c.p, choice.fitting(c.p).tiles.tile_n) > 1
+    assert not wrong(c, Hopper().forward(c.p, c.t))

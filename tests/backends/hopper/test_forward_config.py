@@ -40,7 +40,7 @@ def h200(monkeypatch):
 )
 def test_heads_of_few_tiles_come_one_after_the_other(h200, n, heads, causal, expected):
     p = problem(n, n, d=128, heads=heads, causal=causal)
-    assert grids.spread(p, replace(config.choose(p), heads=1), n, 132).section == expected
+    assert grids.spread(p, config.choose(p), n, 132).section == expected
 
 
 @pytest.mark.parametrize("tiles", ROWS, ids=str)
@@ -205,8 +205,7 @@ def chosen(batch, heads, lengths, d=128, **options):
 SPLITS = {  # batch, heads of q and k, queries and keys: whether 132 cores would be idle enough
     "one-head": ((1, (1, 1), (4096, 4096)), True),
     "decode": ((1, (8, 8), (1, 8192)), True),
-    "decode-of-a-group": ((1, (64, 8), (1, 8192)), True),
-    "decode-of-many": ((16, (64, 8), (1, 8192)), False),
+    "many-heads": ((16, (64, 8), (1, 8192)), False),
     "half-of-the-machine": ((1, (2, 2), (4224, 4224)), False),
     "short": ((1, (1, 1), (256, 256)), False),
     "no-keys": ((1, (1, 1), (256, 0)), False),
@@ -256,25 +255,6 @@ def test_a_deterministic_call_splits_whoever_shares_its_batch(h200):
     }
     assert [c.split for c in found.values()] == [True, True, False, True]
     assert found[1, True] == found[100, True]
-
-
-HEADS = {  # heads of q and k, queries: heads in a tile
-    "no-group": ((64, 64), 1, 1),
-    "decode": ((64, 8), 1, 8),
-    "group-of-5": ((40, 8), 1, 8),
-    "group-of-32": ((256, 8), 1, 64),
-    "a-few-queries": ((32, 8), 8, 8),
-    "many-queries": ((64, 8), 4096, 1),
-}
-
-
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("name", HEADS)
-def test_heads_share_a_tile_where_queries_are_few(name, causal, h200):
-    shape, seqlen_q, heads = HEADS[name]
-    found = chosen(16, shape, (seqlen_q, 4096), causal=causal)
-    assert found.heads == heads
-    assert found in shipped()
 
 
 MANY = {"nq": 3000, "nk": 3000}

@@ -43,6 +43,7 @@ from tilewise.backends.hopper.config import (
     Traced,
     alibi_of,
     band_of,
+    dtypes_of,
     keys_of,
     mean_keys_per_query,
     reasons_of_slopes,
@@ -277,9 +278,9 @@ def shipped() -> list[Backward]:
         for row in rows
         if (keys := row.biased(score, form, packed))
     ]
-    dtypes = DTYPES.values()
     found = [(x, more) for x, more in found if x and exists(x.keys, more["form"], more.get("packed", False))]
-    return [Backward(*passes, dtype=dtype, **options) for passes, options in found for dtype in dtypes]
+    kinds = [(passes, more, dtypes_of(more.get("score", ""), more.get("dropout", False))) for passes, more in found]
+    return [Backward(*passes, dtype=dtype, **options) for passes, options, dtypes in kinds for dtype in dtypes]
 
 
 # -- The choice ----------------------------------------------------------------------------------------------------

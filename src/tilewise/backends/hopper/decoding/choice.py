@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 from tilewise import device as devices
-from tilewise import expr
-from tilewise.backends.hopper.config import DTYPES, LONG, band_of
-from tilewise.backends.hopper.decoding.config import BOX_ROWS, ROWS, TILES, DecodingConfig
+from tilewise import expr, sizes
+from tilewise.backends.hopper.config import DTYPES, LONG, band_of, cap_of
+from tilewise.backends.hopper.decoding.config import BOX_ROWS, SEGMENT_KEYS, TILES, DecodingConfig, rows_of
 from tilewise.backends.hopper.forward.paged_config import pool_reasons
 from tilewise.problem import Problem
 
-LEAST_DENSE, LEAST_DENSE_OF_QUERIES = 512, 2048  # keys of a dense call with one query a sequence, and with more
+LEAST_KEYS_A_QUERY = 16  # of a dense call, for each query after the first
 
 
 def choose(problem: Problem) -> DecodingConfig | None:
@@ -21,32 +23,31 @@ def choose(problem: Problem) -> DecodingConfig | None:
 
 def _others_are_faster(problem: Problem, config: DecodingConfig) -> bool:
     """Whether another forward takes less time for a problem that a kernel fits (docs/decisions.md#hopper-decoding)."""
-    if reads_ends(problem):  # another forward would read V from a copy without the keys that no query sees
+    if not problem.paged:  # tiles of more warpgroups, where queries are not few beside the keys
+        return problem.seqlen_k < LEAST_KEYS_A_QUERY * (problem.seqlen_q - 1)
+    # Triton's splits of one sequence, which another kernel merges. Deterministic results may not depend on the number of sequences.
+    if problem.spec.deterministic or config.score:
         return False
-    if not problem.paged:  # a forward of more warpgroups, where a sequence is soon at its end or its rows are many
-        few = problem.seqlen_k < (LEAST_DENSE if problem.seqlen_q == 1 else LEAST_DENSE_OF_QUERIES)
-        return few or (problem.head_dim == 64 and config.tiles.rows == ROWS[-1])
-    # One sequence of which all keys are read, by Triton's splits, which another kernel merges.
     whole = problem.batch == 1 and config.paged == BOX_ROWS[0] and band_of(problem).lo is None
     return whole and problem.head_dim < 256
 
 
 def fitting(problem: Problem) -> DecodingConfig | None:
-    """The kernel that computes a problem, without reasons against a forward over its keys; None where it is no step of decoding, or
-    one whose results must not depend on batch-mates, as those of even shares do."""
-    spec = problem.spec
-    if problem.packed or problem.latent or problem.quantised or spec.needs_grad or spec.deterministic:
+    """The kernel that computes a problem, without reasons against a forward over its keys; None where it is no step of decoding."""
+    spec, cap = problem.spec, cap_of(problem)
+    if problem.packed or problem.latent or problem.quantised or spec.needs_grad:
         return None
-    if spec.score is not None or spec.dropout_p or problem.head_dim_v != problem.head_dim:
+    if (cap is not None and math.isnan(cap)) or spec.dropout_p or problem.head_dim_v != problem.head_dim:
         return None
-    rows = next((n for n in ROWS if problem.seqlen_q * problem.group <= n), 0)
+    score = "" if cap is None else "softcap"
+    rows = next((n for n in rows_of(score) if problem.seqlen_q * problem.group <= n), 0)
     tiles, part, found = TILES.get((problem.head_dim, rows)), part_rows(problem), ends(problem)
     if tiles is None or part is None or found is None or str(problem.dtype) not in DTYPES or not problem.seqlen_q:
         return None
     # A part of a block whose first rows no query sees must have keys to its end (pages.box_of).
     if 1 - found[0] < part or pool_reasons(problem):
         return None
-    return DecodingConfig(DTYPES[str(problem.dtype)], tiles, part)
+    return DecodingConfig(DTYPES[str(problem.dtype)], tiles, part, score)
 
 
 def reads_ends(problem: Problem) -> bool:
@@ -80,6 +81,15 @@ def ends(problem: Problem) -> tuple[int, int] | None:
     return (max(lo, -LONG), min(hi, LONG)) if hi >= 1 else None
 
 
-def shares_of(problem: Problem) -> int:
-    """Into how many even shares the keys of each key head are cut: a CTA for each multiprocessor."""
-    return max(1, devices.of(problem.device).cores // problem.heads_k)
+def shares_of(problem: Problem, segment: int, tile_n: int) -> int:
+    """Into how many shares the keys of each key head are cut: even ones, a CTA for each multiprocessor; or as many segments as the
+    longest sequences have."""
+    if segment == 1:
+        return max(1, devices.of(problem.device).cores // problem.heads_k)
+    keys = problem.capacity if problem.paged else problem.seqlen_k
+    return problem.batch * sizes.larger(-(-keys // (segment * tile_n)), 1)
+
+
+def segment_of(problem: Problem, tile_n: int) -> int:
+    """The blocks of every share where results may not depend on batch-mates; 1: shares are even."""
+    return SEGMENT_KEYS // tile_n if problem.spec.deterministic else 1

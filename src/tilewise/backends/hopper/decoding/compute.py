@@ -34,6 +34,8 @@ from tilewise.backends.hopper.kit.ring import PipelineState, acquire, new_reader
 from tilewise.backends.hopper.kit.scheduler import PICK
 from tilewise.backends.hopper.kit.tiles import begin_product, column_of, row_of, rows_columns
 
+SOFTCAP_COLUMNS = 16  # of a thread that decide together how a softcap's tanh is computed
+
 
 class DecodingOperands(NamedTuple):
     """The atoms, shared operands and registers of the warpgroup.
@@ -103,10 +105,13 @@ def attend(
     # S = Q Kᵀ, 64 × tile_n, fp32
     begin_product(operands.qk, operands.s, operands.q, operands.k[None, None, None, state.index], overwrite=True)
     warpgroup.wait_group(0)
-    s = rows_columns(operands.s)
+    s, scale2 = rows_columns(operands.s), params.scale2
+    if config.score == "softcap":  # scores are in base 2 then
+        softmax.softcap(s, params.cap2, params.scale2, SOFTCAP_COLUMNS)
+        scale2 = F32(1.0)
     hide(s, place.keys, n * config.tiles.tile_n, params, config)
     # P = exp(S - m), 64 × tile_n, unnormalised
-    softmax.online_softmax(s, operands.rows, params.scale2, first=False, masked=True, lazy=True)
+    softmax.online_softmax(s, operands.rows, scale2, first=False, masked=True, lazy=True)
     softmax.rescale(operands.o, operands.rows.factor, True)
     round_p(operands, config)
     acquire(smem.full_v, state)  # the loading warp

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tilewise.backends.hopper.config import ALIGNMENT, DTYPES, ELEMENT_BYTES, PLAIN, Formed, band_of
+from tilewise.backends.hopper.config import ALIGNMENT, ELEMENT_BYTES, PLAIN, Formed, band_of, dtypes_of
 from tilewise.backends.hopper.decoding.parameters import parameters
 from tilewise.backends.hopper.expected import Expected
 from tilewise.backends.hopper.parameters import Parameters
@@ -15,6 +15,7 @@ ROWS = (8, 16, 64)  # query heads of a group, by queries of a sequence: each thr
 THREADS = 160  # a warpgroup that computes, and a warp that loads
 STAGES = 3
 LEAST_KEYS = 128  # of a share: fewer cost more in the merge than they save
+SEGMENT_KEYS = 512  # of a share where results may not depend on batch-mates
 
 
 @dataclass(frozen=True)
@@ -74,11 +75,12 @@ TILES = {(d, rows): DecodingTiles(d, n, rows) for d, n in ((64, 128), (128, 64),
 
 @dataclass(frozen=True)
 class DecodingConfig(Formed):
-    """The compile-time facts of one kernel. ``paged``: the rows of a page that one box brings."""
+    """The compile-time facts of one kernel. ``paged``: the rows of a page that one box brings. ``score``: none, or a softcap."""
 
     dtype: str
     tiles: DecodingTiles
     paged: int = BOX_ROWS[0]
+    score: str = ""
     # The options of other kernels, which these have not. The ends of the band are numbers of the launch.
     form = "full"
     packed, traced, split = True, PLAIN, False
@@ -87,7 +89,7 @@ class DecodingConfig(Formed):
     def name(self) -> str:
         """The kernel's name: its symbol in the cubin, and its file."""
         paged = "" if self.paged == BOX_ROWS[0] else f"_paged{self.paged}"
-        return f"decoding_{self.dtype}_d{self.tiles.width}{paged}_{self.tiles.name}"
+        return f"decoding_{self.dtype}_d{self.tiles.width}{self.words}{paged}_{self.tiles.name}"
 
     @property
     def boxes(self) -> int:
@@ -129,4 +131,11 @@ class DecodingConfig(Formed):
 
 def shipped() -> list[DecodingConfig]:
     """Every kernel that is compiled ahead of time."""
-    return [DecodingConfig(dtype, tiles, n) for n in BOX_ROWS for tiles in TILES.values() for dtype in DTYPES.values()]
+    kinds = [(tiles, score) for tiles in TILES.values() for score in ("", "softcap") if tiles.rows in rows_of(score)]
+    kinds = [(*kind, dtype) for kind in kinds for dtype in dtypes_of(kind[1])]
+    return [DecodingConfig(dtype, tiles, n, score) for n in BOX_ROWS for tiles, score, dtype in kinds]
+
+
+def rows_of(score: str) -> tuple[int, ...]:
+    """The numbers of rows for which kernels with a score ship: models with a softcap have groups of two to six heads."""
+    return ROWS if not score else ROWS[:1]

@@ -95,8 +95,10 @@ def count_up(counts: cute.Tensor, at) -> I32:
 
 
 def state_of(share, begins, params: DecodingParams):
-    """The number of a share's state: the second of those of its CTA where it ``begins`` the sequence."""
-    return 2 * (share * params.heads_k + head_of(params)) + cutlass.select_(begins, I32(1), I32(0))
+    """The number of a share's state: the second of those of its CTA where it ``begins`` the sequence; a segment has one."""
+    number = share * params.heads_k + head_of(params)
+    second = 2 * number + cutlass.select_(begins, I32(1), I32(0))
+    return I32(cutlass.select_(params.segment > 1, I32(number), I32(second)))
 
 
 def put_state(operands, begins, params: DecodingParams, config: DecodingConfig) -> None:

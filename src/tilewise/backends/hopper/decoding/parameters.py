@@ -18,7 +18,7 @@ def parameters(config: DecodingConfig) -> Parameters:
         tiled("q", *rows), tiled("k", *pool), tiled("v", *pool), tiled("o", *rows),
         Parameter("lse", FP32, ("queries", "heads_q", "batch"), 0), Parameter("sink", FP32, ("heads_q",)),
         (   # As DecodingParams has them.
-            *numbers("shares", "cached", "sinks"), Parameter("scale2", FP32), *numbers("lo", "hi"), LENGTHS, PAGES,
+            *numbers("shares", "segment", "cached", "sinks"), *numbers("scale2", "cap2", dtype=FP32), *numbers("lo", "hi"), LENGTHS, PAGES,
             Parameter("part_o", FP32, ("states", tiles.fours, lanes, 4), None, 16),
             Parameter("part_lse", FP32, ("states", lanes, 2 * tiles.own_rows), None, 16),
             Parameter("counts", INT32, ("counts",)), *POOL,

@@ -17,9 +17,9 @@ class DecodingParams(NamedTuple):
     Attributes:
         seqlen_k: rows of a page.
         heads_k, group, queries: key heads, query heads that share one, and queries of each sequence.
-        shares: of all blocks of a key head.
+        shares: of all blocks of a key head. segment: 1; or the blocks of every share, which has blocks of one sequence alone.
         cached: whether lengths and a table say where keys are; without, each sequence has all rows of one page, in order.
-        scale2: softmax_scale · log2(e).
+        scale2: softmax_scale · log2(e); with a softcap, cap · log2(e). cap2: with a softcap, as :func:`softmax.softcap` takes it.
         lo, hi: query i sees keys from ``i + off + lo`` on and below ``i + off + hi``, ``off`` the sequence's keys less its queries.
         q, o: (query, sequence, head, column). lse: (query, head, sequence), fp32.
         sinks: whether there are sinks; without them the sink tensor, (head,), fp32, is not read.
@@ -33,8 +33,10 @@ class DecodingParams(NamedTuple):
     group: I32
     queries: I32
     shares: I32
+    segment: I32
     cached: I32
     scale2: F32
+    cap2: F32
     lo: I32
     hi: I32
     q: cute.Tensor

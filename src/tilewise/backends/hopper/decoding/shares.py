@@ -4,6 +4,9 @@ The blocks of all sequences stand in one line, by sequence and position, and sha
 head has a CTA for each share, and the CTAs of a share, which read neighbouring memory, stand side by side. Lengths are read on the device:
 a graph replays with others. A sequence without keys has a block, too, so that somebody writes its rows.
 
+Deterministic results may not depend on batch-mates. Shares are then *segments*: each has a fixed number of blocks, and a sequence begins
+with a share of its own, so that its last segment may be short (docs/decisions.md#hopper-decoding).
+
 A sequence whose blocks lie in one share is finished by its CTA. Others leave a state for each share. A CTA leaves two states at most: one
 of blocks that continue a sequence, one of blocks that begin one.
 """
@@ -26,7 +29,7 @@ class Share(NamedTuple):
     """This CTA's part of the line.
 
     Attributes:
-        begin, end: its blocks. each: the blocks of a share.
+        begin, end: its blocks. each: the blocks of a share, those that are missing after a sequence's last one too.
     """
 
     begin: I32
@@ -59,6 +62,11 @@ def blocks_of(keys, params: DecodingParams, config: DecodingConfig):
     """The blocks of a sequence with so many keys that some query sees."""
     last = (keys + config.tiles.tile_n - 1) // config.tiles.tile_n
     return PICK.larger(last - first_block_of(keys, params, config), 1)
+
+
+def span_of(keys, params: DecodingParams, config: DecodingConfig):
+    """The places in the line that a sequence with so many keys takes: its blocks, in whole segments."""
+    return (blocks_of(keys, params, config) + params.segment - 1) // params.segment * params.segment
 
 
 def first_block_of(keys, params: DecodingParams, config: DecodingConfig):
@@ -105,15 +113,15 @@ def share_of(params: DecodingParams, config: cutlass.Constexpr):
     total, begin, each = I32(0), I32(0), I32(0)
     sequence, keys, at = I32(0), I32(params.seqlen_k), I32(0)
     if params.cached == 0:  # all are equally long, and nothing is looked up
-        blocks = blocks_of(params.seqlen_k, params, config)
-        total = I32(blocks * batch)
+        span = span_of(params.seqlen_k, params, config)
+        total = I32(span * batch)
         each = each_of(total, params, config)
         begin = I32(share * each)
-        sequence = I32(begin // blocks)
-        at = I32(sequence * blocks)
+        sequence = I32(begin // span)
+        at = I32(sequence * span)
     else:
         for first in cutlass.range(0, batch, 32, unroll=1):
-            total = total + own_blocks(first, lane, params, config)
+            total = total + own_span(first, lane, params, config)
         for step in cutlass.range_constexpr(5):
             total = total + cute.arch.shuffle_sync_bfly(total, offset=1 << step)
         total = I32(cute.arch.shuffle_sync(total, 0))
@@ -121,7 +129,7 @@ def share_of(params: DecodingParams, config: cutlass.Constexpr):
         begin = I32(share * each)
         before = I32(0)
         for first in cutlass.range(0, batch, 32, unroll=1):
-            own = own_blocks(first, lane, params, config)
+            own = own_span(first, lane, params, config)
             upto = own  # of this and the lanes before
             for step in cutlass.range_constexpr(5):
                 other = cute.arch.shuffle_sync(upto, lane - (1 << step))
@@ -137,23 +145,26 @@ def share_of(params: DecodingParams, config: cutlass.Constexpr):
         sequence = cute.arch.make_warp_uniform(sequence)
         keys = keys_of(sequence, params)
     end = PICK.smaller(begin + each, total)
+    if params.segment > 1:  # what lies behind its sequence's last block is nobody's
+        end = PICK.smaller(end, at + blocks_of(keys, params, config))
     begin, end, each, at = (cute.arch.make_warp_uniform(I32(x)) for x in (begin, end, each, at))
     return Share(begin, end, each), Place(sequence, keys, at)
 
 
-def own_blocks(first, lane, params: DecodingParams, config: DecodingConfig) -> I32:
-    """The blocks of the lane's sequence, of 32 from ``first`` on; 0 past the last."""
-    blocks = blocks_of(keys_of(first + lane, params), params, config)
-    return I32(cutlass.select_(first + lane < batch_of(params), I32(blocks), I32(0)))
+def own_span(first, lane, params: DecodingParams, config: DecodingConfig) -> I32:
+    """The places of the lane's sequence, of 32 from ``first`` on; 0 past the last."""
+    span = span_of(keys_of(first + lane, params), params, config)
+    return I32(cutlass.select_(first + lane < batch_of(params), I32(span), I32(0)))
 
 
 def each_of(total, params: DecodingParams, config: DecodingConfig) -> I32:
     """The blocks of a share, of so many in all."""
     least = max(1, LEAST_KEYS // config.tiles.tile_n)
-    return I32(PICK.larger((total + params.shares - 1) // params.shares, least))
+    even = PICK.larger((total + params.shares - 1) // params.shares, least)
+    return I32(cutlass.select_(params.segment > 1, I32(params.segment), I32(even)))
 
 
 def next_place(place: Place, params: DecodingParams, config: DecodingConfig) -> Place:
     """The sequence that follows."""
-    at = place.at + blocks_of(place.keys, params, config)
+    at = place.at + span_of(place.keys, params, config)
     return Place(place.sequence + 1, keys_of(place.sequence + 1, params), at)

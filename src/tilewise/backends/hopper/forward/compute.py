@@ -207,7 +207,7 @@ def compute_tile(
 
     ``n_q`` is the tile of Q in shared memory. Returns the state at the last product's V.
     """
-    row, band = query_tile.row + w * config.queries, band_of_tile(query_tile, params, config)
+    row, band = query_tile.row + w * ROWS, band_of_tile(query_tile, params, config)
     hidden, whole, rest = whole_steps(query_tile, row, band, params, config)
     ends = row_ends(query_tile, row, cute.arch.thread_idx()[0] % 128, band, params, config)
     whole_block = steady_block if config.steady else key_block
@@ -249,7 +249,7 @@ def first_scores(
     if there:
         cute.arch.mbarrier_wait(smem.q_full + n_q, q_phase)  # the loading warp
         if cutlass.const_expr(config.skips):
-            row = query_tile.row + w * config.queries
+            row = query_tile.row + w * ROWS
             hidden, _, _ = whole_steps(query_tile, row, band_of_tile(query_tile, params, config), params, config)
             state = skip(hidden, operands, state, w, smem, config, turn=True)
         acquire(smem.full, state)  # K: the loading warp
@@ -293,7 +293,7 @@ class KeyBlock(NamedTuple):
 
 def row_ends(query_tile: QueryTile, row, thread, band: schedule.Band, params: ForwardParams, config: Config) -> RowEnds:
     """The ends of a thread's rows in the warpgroup whose first query is ``row``."""
-    rows, start = [row + row_of(thread, r) // config.heads for r in range(2)], column_of(thread, 0)
+    rows, start = [row + row_of(thread, r) for r in range(2)], column_of(thread, 0)
     upper = [schedule.row_stop(i, band, PICK) - start for i in rows]
     lower = [schedule.row_start(i, band, PICK) - start for i in rows] if config.has_lower else None
     bias = None

@@ -19,13 +19,13 @@ from tilewise.backends.hopper.config import (
     Expressions,
     Formed,
     Traced,
+    dtypes_of,
     keys_of,
     why_no_bits,
 )
 from tilewise.backends.hopper.expected import Expected
 from tilewise.backends.hopper.forward.parameters import parameters
 from tilewise.backends.hopper.forward.tiles import (
-    HEADS,
     PAGED_TILES,
     TABLE,
     TileRow,
@@ -46,8 +46,7 @@ class Config(Formed):
     Attributes:
         dtype, form: one of DTYPES, and one of FORMS.
         split: the keys of a query tile are shared out among splits, whose states a second kernel merges.
-        heads: how many query heads of a group a tile holds side by side, so that its keys serve them all; divides ROWS.
-        packed: sequences are packed; such a kernel neither splits keys nor holds heads side by side.
+        packed: sequences are packed; such a kernel splits no keys.
         paged: how many rows of a page a box of TMA brings, where keys lie in pages (and sequences are packed); 0: they do not.
         traced: the expressions of this call alone: such a kernel is compiled at the first call.
         dropout: some pairs are dropped.
@@ -59,21 +58,15 @@ class Config(Formed):
     form: str
     score: str = ""
     split: bool = False
-    heads: int = 1
     packed: bool = False
     traced: Traced = PLAIN
     dropout: bool = False
     paged: int = 0
 
     @property
-    def queries(self) -> int:
-        """Queries of one warpgroup's tile."""
-        return ROWS // self.heads
-
-    @property
     def tile_queries(self) -> int:
         """Queries of a CTA's tile."""
-        return self.queries * self.tiles.warpgroups
+        return ROWS * self.tiles.warpgroups
 
     @property
     def parameters(self) -> Parameters:
@@ -132,21 +125,18 @@ class Config(Formed):
         dims = f"d{tiles.width}" + (f"v{tiles.width_v}" if tiles.width_v != tiles.width else "")
         flags = self.words + "_split" * self.split
         flags += f"_paged{self.paged}" if self.paged else "_packed" if self.packed else ""
-        flags += f"_heads{self.heads}" if self.heads > 1 else ""
         traced = "" if self.traced == PLAIN else f"_{self.traced.digest}"
         return f"forward_{self.dtype}_{dims}_{self.form}{flags}{traced}_{tiles.name}"
 
     def describe(self) -> str:
         """The kernel in a sentence, as ``explain`` shows it."""
-        extra = f", {self.heads} heads of a group in a tile" if self.heads > 1 else ""
-        extra += ", keys split" if self.split else ""
+        extra = ", keys split" if self.split else ""
         extra += {"lists": ", pairs judged one by one", "bits": ", a bit for each pair"}.get(self.form, "")
         return self.tiles.describe() + extra
 
     def traffic(self, problem: Problem) -> int:
         """Bytes of the forward: Q, for each piece of O's columns, and O once, K and V once per query tile (an upper bound under a mask)."""
-        heads = problem.heads_k * -(-problem.group // self.heads)
-        keys = heads * -(-problem.seqlen_q // self.tile_queries) * problem.seqlen_k
+        keys = problem.heads_q * -(-problem.seqlen_q // self.tile_queries) * problem.seqlen_k
         rows = problem.batch * (problem.heads_q * problem.seqlen_q + keys)
         return problem.dtype.itemsize * rows * (problem.head_dim * self.tiles.pieces + problem.head_dim_v)
 
@@ -164,22 +154,24 @@ def shipped() -> list[Config]:
         for row in TABLE.values()
         if row.softcap
         for dtype, form in kinds
+        if dtype in dtypes_of("softcap")
     ]
     whole = plain + capped
     ends = [c for c in whole if c.of_numbers]
-    split = [replace(c, split=True) for c in ends if row_of(c.tiles).softcap and not c.score]
+    split = [replace(c, split=True) for c in ends if c.form != "band" and row_of(c.tiles).softcap and not c.score]
     packed = [replace(c, packed=True) for c in ends]
     ended = [kind for kind in kinds if kind[1] in ("upper", "band")]
     paged = [Config(t, *kind, packed=True, paged=n) for (_, n), t in PAGED_TILES.items() for kind in ended]
-    few = [other for c in ends if c.form != "band" for other in (*smaller(c), *grouped(c))]
-    both = [replace(c, split=split) for c in few if not c.score or c.heads == HEADS[0] for split in (False, True)]
+    few = [other for c in ends if c.form != "band" for other in smaller(c)]
+    both = [replace(c, split=split) for c in few for split in (False, True)]
     bits = [Config(row.bits, dtype, "bits") for row in TABLE.values() if row.bits for dtype in DTYPES.values()]
     trained = [(row, *kind) for row in TABLE.values() if row.dropout for kind in kinds]
-    dropped = [Config(row.dropout, dtype, form, dropout=True) for row, dtype, form in trained if form in DROPPED]
+    trained = [kind for kind in trained if kind[1] in dtypes_of("", dropout=True) and kind[2] in DROPPED]
+    dropped = [Config(row.dropout, dtype, form, dropout=True) for row, dtype, form in trained]
     packed += [replace(c, packed=True) for c in dropped if c.form == "upper"]
     scored = [(row, score, form) for row in TABLE.values() for score, x in SCORES.items() for form in x.forms]
     scored = [(tiles, form, score) for row, score, form in scored if (tiles := row.biased(score))]
-    biased = [Config(tiles, dtype, form, score) for tiles, form, score in scored for dtype in DTYPES.values()]
+    biased = [Config(tiles, dtype, form, score) for tiles, form, score in scored for dtype in dtypes_of(score)]
     packed += [replace(c, packed=True) for c in biased if (True, False) in SCORES[c.score].ways]
     return list(dict.fromkeys((*whole, *split, *packed, *paged, *both, *bits, *dropped, *biased)))
 
@@ -205,16 +197,6 @@ def smaller(config: Config) -> list[Config]:
     fewer = row.fewer if config.form == "full" else row.fewer_ends
     few = short(config.tiles)
     return [replace(config, tiles=tiles) for tiles in (*fewer, *([few] if few else []))]
-
-
-def grouped(config: Config) -> list[Config]:
-    """The config with several heads of a group in a tile."""
-    # Expressions and dropout know one head.
-    few = short(config.tiles)
-    if few is None or not config.of_numbers or config.packed or config.dropout or config.traced != PLAIN:
-        return []
-    most = HEADS if config.form == "full" else HEADS[:1]  # with the most heads a tile has a single query
-    return [replace(config, tiles=few, heads=heads) for heads in most]
 
 
 # -- What a call gets ----------------------------------------------------------------------------------------------
@@ -244,8 +226,7 @@ def choose(problem: Problem) -> Config:
         return estimated_clocks(other, problem, band.stop - band.start, cores)
 
     # Only kernels that ship compete: another would be compiled at a user's first call.
-    others = (*smaller(config), *(grouped(config) if problem.group > 1 else ()))
-    options = [config, *(c for c in others if c in _shipped())]
+    options = [config, *(c for c in smaller(config) if c in _shipped())]
     halves = (replace(c, split=True) for c in options if leaves_idle(c, problem) and not problem.packed)
     whole = sizes.best(options, clocks)
     # Few queries with a traced score are worth a kernel of their own; dropout is for training, whose queries are many.
@@ -297,7 +278,7 @@ def tile_count(config: Config, problem: Problem) -> int:
     Deterministic results do not depend on batch-mates: the count is then of one sequence.
     """
     batch = 1 if problem.spec.deterministic else problem.batch
-    heads = problem.heads_k * -(-problem.group // config.heads) * batch * config.tiles.pieces
+    heads = problem.heads_q * batch * config.tiles.pieces
     return heads * -(-mean_seqlen_q(problem) // config.tile_queries)
 
 

@@ -32,12 +32,11 @@ def spread(problem: Problem, config: Config, seqlen_k: int, cores: int) -> Grid:
     """The grid of a launch: one head after the other where tiles are equally long, or a head has no more than SHARING of them.
 
     Where that is not so, as many heads at once as fill a round with SHARING tiles of each: rows of tiles are then nearly equal in
-    a round, and the to-and-fro of rounds evens out the rest (docs/decisions.md#hopper-sharing). A split of a head counts as a head
-    here, and heads that share a tile count as one.
+    a round, and the to-and-fro of rounds evens out the rest (docs/decisions.md#hopper-sharing). A split of a head counts as a head here.
     """
     parts = num_splits(config, problem.seqlen_q, seqlen_k) if config.split else 1
     pieces = config.tiles.pieces
-    heads = problem.batch * problem.heads_k * -(-problem.group // config.heads) * parts * pieces
+    heads = problem.batch * problem.heads_q * parts * pieces
     rows = -(-problem.seqlen_q // config.tile_queries)
     tiles = heads * rows
     if problem.packed:  # at most, as only the device knows the lengths

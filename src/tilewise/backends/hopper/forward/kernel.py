@@ -62,12 +62,8 @@ def views_of(q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, o: cute.Tensor, con
         return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=modes))
 
     # Rows first, as Q's, K's and O's tiles lie in memory; V is cut as (column, row), the B operand of P V.
-    by_rows, by_columns, group = [1, 3, 2, 0], [3, 1, 2, 0], q.shape[2] // k.shape[2]
-    if config.heads > 1:
-        q_view, o_view = by_group(q, group, k.shape[2]), by_group(o, group, k.shape[2])
-    else:
-        q_view, o_view = view(q, by_rows), view(o, by_rows)
-    views = Views(q_view, view(k, by_rows), view(v, by_columns), o_view)
+    by_rows, by_columns = [1, 3, 2, 0], [3, 1, 2, 0]
+    views = Views(view(q, by_rows), view(k, by_rows), view(v, by_columns), view(o, by_rows))
     # Ragged views end where a sequence ends, so that TMA drops rows past it.
     if cutlass.const_expr(config.packed):
         ragged_q, ragged_o, ragged_k = packed.ragged(q), packed.ragged(o), packed.ragged(k)
@@ -97,15 +93,6 @@ def bias_map(bias: cute.Tensor, config: Config) -> cpasync.TmaInfo:
     return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), view, layout, (ROWS, tiles.tile_n))
 
 
-def by_group(t: cute.Tensor, group, groups) -> cute.Tensor:
-    """A tensor (batch, row, head, column) as ((head of a group, row), column, group, batch)."""
-    (batch, rows, _, columns), (by_batch, by_row, by_head, by_column) = t.shape, t.stride
-    shape = (group, rows), columns, groups, batch
-    return cute.make_tensor(
-        t.iterator, cute.make_layout(shape, stride=((by_head, by_row), by_column, by_head * group, by_batch))
-    )
-
-
 @cute.jit
 def launch(
     q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, o: cute.Tensor, lse: cute.Tensor, sink: cute.Tensor, others: tuple,
@@ -115,8 +102,6 @@ def launch(
     batch element; without sinks, their tensor is not read."""
     given, tiles, element = by_name(config.parameters[-1], others), config.tiles, ELEMENT[config.dtype]
     group = q.shape[2] // k.shape[2]
-    # With grouped heads a box of Q holds some heads of each of `queries` rows.
-    rows = ROWS if config.heads == 1 else (config.heads, config.queries)
     views = views_of(q, k, v, o, config)
     row, column = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
     q_size, stage = tiles.q_elements, tiles.stage_elements
@@ -141,9 +126,9 @@ def launch(
     )  # fmt: skip
     kernel.set_name_prefix(config.name, remove_cutlass_symbol=True, keep_mangled_name=False)
     kernel(
-        tma(bring, views.q, layout_q, (rows, tiles.width)),
+        tma(bring, views.q, layout_q, (ROWS, tiles.width)),
         *key_maps(views, layout_k, layout_v, config),
-        tma(send, views.o, layout_o, (rows, tiles.width_o)),
+        tma(send, views.o, layout_o, (ROWS, tiles.width_o)),
         bias_map(optional.bias, config) if config.score == "bias" else None,
         lse, sink, qk, pv, params, config,
     ).launch(grid=[given["ctas"], 1, 1], block=[tiles.threads, 1, 1], min_blocks_per_mp=1, stream=stream)  # fmt: skip

@@ -104,7 +104,7 @@ def load_tile(
     v_bytes = tiles.element_bytes * tiles.tile_n * tiles.width_v
     head_k = query_tile.head // params.group
     # (box, tile) in global memory and (box, stage) in shared memory.
-    gQ, sQ = query_rows(maps.q, tiles.width, query_tile, params, config, smem.q)
+    gQ, sQ = query_rows(maps.q, tiles.width, query_tile, smem.q)
     gK, sK = tma_tiles(maps.k, (tiles.tile_n, tiles.width), (None, 0), head_k, query_tile.keys, smem.k)
     gV, sV = tma_tiles(maps.v, (tiles.width_v, tiles.tile_n), (0, None), head_k, query_tile.keys, smem.v)
 
@@ -130,7 +130,7 @@ def load_paged_tile(
     params: ForwardParams, config: cutlass.Constexpr,
 ):  # fmt: skip
     """:func:`load_tile` where keys lie in pages: the boxes of a block are found once, for its K and for its V."""
-    gQ, sQ = query_rows(maps.q, config.tiles.width, query_tile, params, config, smem.q)
+    gQ, sQ = query_rows(maps.q, config.tiles.width, query_tile, smem.q)
     blocks = key_blocks(maps, smem, query_tile, params, config)
 
     boxes = boxes_of(block_at(query_tile, 0, params, config), query_tile, params, config)
@@ -152,7 +152,7 @@ def load_staged_tile(
 ):  # fmt: skip
     """:func:`load_tile` where a block takes several stages: of K so many columns each, of the tile's columns of V so many keys."""
     tiles, head_k = config.tiles, query_tile.head // params.group
-    gQ, sQ = query_rows(maps.q, tiles.width, query_tile, params, config, smem.q)
+    gQ, sQ = query_rows(maps.q, tiles.width, query_tile, smem.q)
     # (box, key block, part), and for V, whose parts are neighbours as blocks are, (box, part of any block).
     gK, sK = tma_tiles(maps.k, tiles.k_box, (None, None), head_k, query_tile.keys, smem.k)
     gV, sV = tma_tiles(maps.v, tiles.v_box, (query_tile.piece, None), head_k, query_tile.keys, smem.v)
@@ -200,7 +200,7 @@ def fetch_queries(
     tiles, size = config.tiles, config.tiles.element_bytes * ROWS * config.tiles.width
     for w in range(tiles.warpgroups):
         n_q = w * tiles.q_stages + q_state.index
-        g, s = gQ[None, query_tile.row // config.queries + w], sQ[None, n_q]
+        g, s = gQ[None, query_tile.row // ROWS + w], sQ[None, n_q]
         fetch(maps.q, g, s, size, smem.q_full + n_q, smem.q_empty + n_q, q_state.phase)
 
 
@@ -258,10 +258,10 @@ def store_tile(
     config: Config,
 ) -> None:  # fmt: skip
     """Copies a tile of O, (64, width_o), to global memory, and gives its place back for the next Q."""
-    gO, sO = query_rows(maps.o, config.tiles.width_o, query_tile, params, config, smem.o)
+    gO, sO = query_rows(maps.o, config.tiles.width_o, query_tile, smem.o)
     n = w * config.tiles.q_stages + state.index
     cute.arch.mbarrier_wait(smem.o_full + n, state.phase)  # the 128 threads that wrote O
-    cute.copy(maps.o.atom, sO[None, n], gO[None, query_tile.row // config.queries + w])
+    cute.copy(maps.o.atom, sO[None, n], gO[None, query_tile.row // ROWS + w])
     cute.arch.cp_async_bulk_commit_group()
     cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory has been read; the writing may still be under way
     with cute.arch.elect_one():

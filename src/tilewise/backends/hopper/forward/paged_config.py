@@ -23,7 +23,7 @@ def reasons(problem: Problem, decoding: bool = False) -> list[str]:
     # The kernel reads the table at one place at least.
     if not problem.capacity or not problem.k.shape[0]:
         found.append("a cache without room for a key")
-    if problem.spec.score is not None:
+    if problem.spec.score is not None and not decoding:
         found.append("pages with a score")
     return found + _mask_reasons(problem) + pool_reasons(problem)
 

@@ -53,16 +53,7 @@ def tile_order(params: ForwardParams, config: Config) -> schedule.Order:
 
 def tiles_per_row(params: ForwardParams, config: Config):
     """How many tiles hold all heads, and all their columns, of a batch element."""
-    if config.tiles.pieces > 1:
-        return params.heads_q * config.tiles.pieces
-    if config.heads == 1:
-        return params.heads_q
-    return params.heads_q // params.group * tiles_per_group(params, config)
-
-
-def tiles_per_group(params: ForwardParams, config: Config):
-    """How many tiles hold the heads of a group, with grouped heads."""
-    return (params.group + config.heads - 1) // config.heads
+    return params.heads_q * config.tiles.pieces if config.tiles.pieces > 1 else params.heads_q
 
 
 def splits_of(params: ForwardParams, config: Config):
@@ -87,10 +78,6 @@ def tile_of(round_, params: ForwardParams, config: Config) -> QueryTile:
         pair, split = pair // splits, pair % splits
     head, batch = pair % heads, pair // heads
     head, piece = head_and_piece(head, config)
-    if config.heads > 1:
-        blocks = tiles_per_group(params, config)
-        # The first query head of the tile; the last tile of a group may have fewer heads.
-        head = head // blocks * params.group + head % blocks * config.heads
     if config.form == "lists":
         # A tile visits at least one block; where none is listed, the predicate hides all of it.
         partial, count = (params.extra.counts[batch, head, m_block, n] for n in range(2))
@@ -219,7 +206,7 @@ def whole_steps(query_tile: QueryTile, row, band: schedule.Band, params: Forward
     """
     if config.listed:
         return I32(0), query_tile.partial, query_tile.stop
-    rows = row, config.queries, config.tiles.tile_n, band
+    rows = row, ROWS, config.tiles.tile_n, band
     start, stop = query_tile.start, query_tile.stop
     # Blocks are visited from the last to the first: the steps [stop - last, stop - first) are the whole ones.
     hidden = PICK.smaller(schedule.hidden_blocks(*rows, (start, stop), PICK), 1) if config.skips else I32(0)
@@ -237,31 +224,15 @@ def whole_steps(query_tile: QueryTile, row, band: schedule.Band, params: Forward
 
 
 def row_at(query_tile: QueryTile, w, r, params: ForwardParams, config: Config):
-    """Batch, head and row of lse for a thread's row r in warpgroup w, and whether the tensor has such a row.
-
-    A tile holds queries one after the other, or, with grouped heads, several heads of a group for each query in turn.
-    """
-    row = row_of(cute.arch.thread_idx()[0] % 128, r)
-    i = query_tile.row + w * config.queries + row // config.heads
+    """Batch, head and row of lse for a thread's row r in warpgroup w, and whether the tensor has such a row."""
+    i = query_tile.row + w * ROWS + row_of(cute.arch.thread_idx()[0] % 128, r)
     if config.packed:
         seqlen = query_tile.seqlen
         return (0, query_tile.head, seqlen.q.start + i), i < seqlen.q.size
     # Rows past the last exist in the tile and are not written.
-    if config.heads == 1:
-        return (query_tile.batch, query_tile.head, i), i < params.seqlen_q
-    head, last = (
-        query_tile.head + row % config.heads,
-        query_tile.head // params.group * params.group + params.group - 1,
-    )
-    place = query_tile.batch, PICK.smaller(head, last), i
-    return place, PICK.smaller(params.seqlen_q - i, last + 1 - head) > 0
+    return (query_tile.batch, query_tile.head, i), i < params.seqlen_q
 
 
-def query_rows(
-    info: cpasync.TmaInfo, width: int, query_tile: QueryTile, params: ForwardParams, config: Config, smem: cute.Tensor
-):
-    """The rows of Q or O in tiles of one warpgroup, as :func:`tma_tiles` has them; warpgroup w's tile is row // queries + w."""
-    if config.heads == 1:
-        return tma_tiles(info, (ROWS, width), (None, 0), query_tile.head, query_tile.rows, smem)
-    shape, block = ((config.heads, config.queries), width), query_tile.head % params.group // config.heads
-    return tma_tiles(info, shape, ((block, None), 0), query_tile.head // params.group, query_tile.batch, smem)
+def query_rows(info: cpasync.TmaInfo, width: int, query_tile: QueryTile, smem: cute.Tensor):
+    """The rows of Q or O in tiles of one warpgroup, as :func:`tma_tiles` has them; warpgroup w's tile is row // ROWS + w."""
+    return tma_tiles(info, (ROWS, width), (None, 0), query_tile.head, query_tile.rows, smem)

@@ -170,7 +170,7 @@ class TileRow:
         listed: where a pair reads more than one tensor element, and for lists of key blocks. The blocks of a pattern, of 64 or
             128 keys, are then whole ones; wider blocks would cover two and be visited for either
             (docs/decisions.md#hopper-list-tiles).
-        short: one warpgroup for few queries, alone or with heads side by side; None: the tiles of the next row that has some, if any.
+        short: one warpgroup for few queries; None: the tiles of the next row that has some, if any.
         fewer: tiles beside ``full`` that short sequences may get.
         fewer_ends: tiles beside ``ends`` that short sequences may get.
         bits: for lists and bits of tiles of 128 x 128; None: the tiles of the next row that has some.
@@ -316,8 +316,6 @@ MAX_HEAD_DIM = max(max(dims) for dims in TABLE)
 PAGED_TILES = {(t.width, 64): t for t in (_D64_128, _D128)}
 PAGED_TILES |= {(d, 16): replace(t, registers=232, registers_load=40) for (d, _), t in PAGED_TILES.items()}
 PAGE_ROWS = (64, 16)  # of a page that one box brings; a call gets the first that divides the size of its pages
-# How many heads of a group a tile may hold where queries are few (docs/decisions.md#hopper-shared-tiles).
-HEADS = (8, 64)
 
 
 def rows_for(head_dim: int, head_dim_v: int) -> Iterator[TileRow]:

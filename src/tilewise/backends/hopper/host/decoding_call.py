@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.base import Inputs
-from tilewise.backends.hopper.decoding.choice import ends, reads_ends, shares_of
+from tilewise.backends.hopper.decoding.choice import ends, reads_ends, segment_of, shares_of
 from tilewise.backends.hopper.forward.paged_config import page_rows
 from tilewise.backends.hopper.host import masks
 from tilewise.backends.hopper.host.direct import DirectPlan
 from tilewise.backends.hopper.host.draft import Draft, View
 from tilewise.backends.hopper.host.paged_call import PagedPlan
-from tilewise.backends.hopper.host.plan import LOG2_E
 from tilewise.caching import cached_property
 
 FIRST, KEYS = "first_rows", "own_keys"  # of :func:`masks.own_keys`
@@ -33,15 +32,19 @@ class DecodingPlan(PagedPlan):
     DECIDED = (*DirectPlan.DECIDED, "of_ends")
 
     @cached_property
+    def segment(self) -> int:
+        return segment_of(self.problem, self.config.tiles.tile_n)
+
+    @cached_property
     def shares(self) -> int:
-        return shares_of(self.problem)
+        return shares_of(self.problem, self.segment, self.config.tiles.tile_n)
 
     @cached_property
     def numbers(self) -> dict[str, int | float]:
         problem, (lo, hi) = self.problem, ends(self.problem)
         cached = int(problem.paged or reads_ends(problem))
-        found = {"shares": self.shares, "cached": cached, "lo": lo, "hi": hi}
-        return found | {"scale2": LOG2_E * problem.softmax_scale} | self.numbers_beside
+        found = {"shares": self.shares, "segment": self.segment, "cached": cached, "lo": lo, "hi": hi}
+        return found | dict(zip(("scale2", "cap2"), self.scales, strict=True)) | self.numbers_beside
 
     def by_rows(self, x: View) -> View:
         return x.permute(1, 0, 2, 3)  # (query, sequence, head, column): the kernel takes any strides
@@ -52,7 +55,8 @@ class DecodingPlan(PagedPlan):
     @property
     def sizes(self) -> dict[str, int]:
         problem = self.problem
-        return {"states": 2 * self.shares * problem.heads_k, "counts": problem.batch * problem.heads_k}
+        states = self.shares * problem.heads_k * (2 if self.segment == 1 else 1)
+        return {"states": states, "counts": problem.batch * problem.heads_k}
 
     def beside(self, draft: Draft) -> dict[str, Any]:
         found = super().beside(draft) | {"counts": draft.counts("counts", self.sizes["counts"])}

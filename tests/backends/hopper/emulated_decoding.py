@@ -51,7 +51,8 @@ def _stand_in(decoding, base, softmax) -> None:
 
     def take_word(q, place, column, inside) -> np.ndarray:
         query, sequence, head = place
-        return np.stack([np.where(inside, q.values[query, sequence, head, column + n], 0) for n in range(2)])
+        at = np.minimum(column, q.shape[-1] - 2)  # where nothing is inside, nothing is read
+        return np.stack([np.where(inside, q.values[query, sequence, head, at + n], 0) for n in range(2)])
 
     def put_numbers(states, place, values) -> None:
         mine = slice(0, states.shape[-2])  # the threads that have rows
@@ -141,6 +142,9 @@ def run(
         sink,
         optional,
     )
+    k, v = (
+        np.pad(x, [(0, 0)] * 3 + [(0, config.tiles.width - x.shape[-1])]) for x in (k, v)
+    )  # as the copy engine fills
     info = (SimpleNamespace(values=x, atom=None, page_rows=apart or page_rows) for x in (k, v))
     maps = decoding.params.PoolMaps(*info)
     for cta in range(shares * heads_k) if order is None else order:

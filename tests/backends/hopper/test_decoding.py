@@ -97,6 +97,9 @@ CASES = {
     "window": (Case(64, (300, 64, 40, 0, 1000), **KIND | window(63)), 3),
     "window-of-queries": (Case(64, (300, 64, 3, 66, 1000), rows=4, **KIND | window(100)), 7),
     "window-to-the-right": (Case(16, (300, 15, 66), rows=4, **KIND | window(15, 1)), 3),
+    "d80": (Case(64, (300, 70, 0), **KIND | {"dims": (80, 80)} | SINK), 3),
+    "d192-queries": (Case(16, (200, 65), rows=5, **KIND | {"heads": (4, 1), "dims": (192, 192)} | window(63)), 5),
+    "d8": (Case(64, (300, 70), **KIND | {"dims": (8, 8), "heads": (16, 1)}), 3),
     "softcap": (Case(64, (300, 0, 64), **KIND, options=lambda: {"score": tw.softcap(2.0)}), 3),
     "softcap-d256": (
         Case(16, (300, 70), **KIND | {"dims": (256, 256)}, options=lambda: {"score": tw.softcap(0.5), "causal": True}),
@@ -242,7 +245,7 @@ NONE = {
     "no-queries": lambda: problem(rows=0),
     "packed": lambda: problem(rows=(1, 1)),
     "sixty-five-heads": lambda: problem(heads=(65, 1)),
-    "d96": lambda: problem(dims=(96, 96)),
+    "d264": lambda: problem(dims=(264, 264)),
     "values-of-another-width": lambda: problem(dims=(128, 64)),
     "fp32": lambda: problem(dtype=torch.float32),
     "window-shorter-than-a-box": lambda: problem({"mask": tw.window(62, 0)}),

@@ -29,7 +29,7 @@ def _others_are_faster(problem: Problem, config: DecodingConfig) -> bool:
     if problem.spec.deterministic or config.score:
         return False
     whole = problem.batch == 1 and config.paged == BOX_ROWS[0] and band_of(problem).lo is None
-    return whole and problem.head_dim < 256
+    return whole and config.tiles.width < 256
 
 
 def fitting(problem: Problem) -> DecodingConfig | None:
@@ -41,7 +41,8 @@ def fitting(problem: Problem) -> DecodingConfig | None:
         return None
     score = "" if cap is None else "softcap"
     rows = next((n for n in rows_of(score) if problem.seqlen_q * problem.group <= n), 0)
-    tiles, part, found = TILES.get((problem.head_dim, rows)), part_rows(problem), ends(problem)
+    width = next((width for width, _ in TILES if problem.head_dim <= width), 0)
+    tiles, part, found = TILES.get((width, rows)), part_rows(problem), ends(problem)
     if tiles is None or part is None or found is None or str(problem.dtype) not in DTYPES or not problem.seqlen_q:
         return None
     # A part of a block whose first rows no query sees must have keys to its end (pages.box_of).

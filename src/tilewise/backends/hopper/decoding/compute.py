@@ -25,6 +25,7 @@ from tilewise.backends.hopper.decoding.shares import (
     next_place,
     row_at,
     share_of,
+    within,
 )
 from tilewise.backends.hopper.decoding.storage import DecodingStorage
 from tilewise.backends.hopper.kit import softmax
@@ -164,7 +165,8 @@ def load_query(operands: DecodingOperands, sequence, params: DecodingParams, con
             word = I32(0)  # of the rows from the ninth on
             if 8 * r < config.tiles.rows:
                 place = row.query, sequence, row.head
-                word = take_word(params.q, place, 8 * piece + thread % 4 * 2, row.inside)
+                there = within(row.inside, 8 * piece, params)  # the head dim is a multiple of 8
+                word = take_word(params.q, place, 8 * piece + thread % 4 * 2, there)
             words[2 * piece + r] = word
 
 

@@ -20,7 +20,7 @@ SEGMENT_KEYS = 512  # of a share where results may not depend on batch-mates
 
 @dataclass(frozen=True)
 class DecodingTiles:
-    """The sizes of a kernel. ``width``: of keys and values; ``tile_n``: keys of a block; ``rows``: how many there may be."""
+    """The sizes of a kernel. ``width``: of keys and values, at most; ``tile_n``: keys of a block; ``rows``: how many there may be."""
 
     width: int
     tile_n: int
@@ -69,7 +69,7 @@ class DecodingTiles:
         return barriers + 2 * ELEMENT_BYTES * self.block * self.stages
 
 
-# Head dim and rows -> tiles: blocks of 16 KiB, at head dim 256 of 32.
+# Width and rows -> tiles, of which a head dim takes the first that holds it: blocks of 16 KiB, at head dim 256 of 32.
 TILES = {(d, rows): DecodingTiles(d, n, rows) for d, n in ((64, 128), (128, 64), (256, 64)) for rows in ROWS}
 
 

@@ -14,7 +14,7 @@ import cutlass.cute as cute
 
 from tilewise.backends.hopper.decoding.config import DecodingConfig
 from tilewise.backends.hopper.decoding.params import DecodingParams
-from tilewise.backends.hopper.decoding.shares import Place, Share, blocks_of, head_of, row_at
+from tilewise.backends.hopper.decoding.shares import Place, Share, blocks_of, head_of, row_at, within
 from tilewise.backends.hopper.forward.epilogue import put_lse
 from tilewise.backends.hopper.kit import softmax
 from tilewise.backends.hopper.kit.dtypes import F32, I32
@@ -203,7 +203,8 @@ def put(
     for (query, head, inside), own, factor, statistic in zip(found, columns, factors, statistics, strict=False):
         for c in range(0, len(own), 2):
             word = pack(own[c] * factor, own[c + 1] * factor, config.dtype)
-            put_word(params.o, (query, place.sequence, head), start + constant_column(c), word, inside)
+            column = start + constant_column(c)
+            put_word(params.o, (query, place.sequence, head), column, word, within(inside, column, params))
         first = cutlass.select_(inside, I32(1) - part, I32(0)) > 0
         put_lse(params.lse, (query, head, place.sequence), statistic, first)
 

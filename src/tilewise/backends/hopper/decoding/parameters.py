@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 def parameters(config: DecodingConfig) -> Parameters:
     """The parameters of :func:`tilewise.backends.hopper.decoding.kernel.launch`."""
     tiles, lanes = config.tiles, 32 * config.tiles.row_warps
-    rows, pool = ("queries", "batch", "heads_q", tiles.width), ("pages", "seqlen_k", "heads_k", tiles.width)
+    rows, pool = ("queries", "batch", "heads_q", "dim"), ("pages", "seqlen_k", "heads_k", "dim")
     return (
         tiled("q", *rows), tiled("k", *pool), tiled("v", *pool), tiled("o", *rows),
         Parameter("lse", FP32, ("queries", "heads_q", "batch"), 0), Parameter("sink", FP32, ("heads_q",)),

@@ -105,6 +105,11 @@ def row_at(row, params: DecodingParams) -> GroupRow:
     return GroupRow(query, I32(head_of(params) * params.group + row - query * params.group), inside)
 
 
+def within(inside, column, params: DecodingParams):
+    """Whether a row that is ``inside`` has a column: those of a kernel's width from the head dim on do not exist."""
+    return PICK.smaller(cutlass.select_(inside, I32(1), I32(0)), params.q.shape[3] - column) > 0
+
+
 @cute.jit
 def share_of(params: DecodingParams, config: cutlass.Constexpr):
     """This CTA's :class:`Share`, and the :class:`Place` of its first block's sequence. A warp counts 32 sequences at a time."""

@@ -108,7 +108,7 @@ def _chunks(grid: Grid, selection: Expr, step: int, whole: int) -> Iterator[tupl
         entry = (
             expr.rows(leaf, expr.evaluate(expr.indices(selection), env, grid.leaves, torch.float32)).squeeze(-2).long()
         )
-        new = (entry >= 0) & (pad(entry, (1, 0), value=-1)[..., :-1] != entry)
+        new = (entry < expr.WRONG_ENTRY) & (pad(entry, (1, 0), value=-1)[..., :-1] != entry)
         low = entry * block - start
         yield lines, low, new.expand(low.shape)
 
@@ -157,14 +157,18 @@ def value_reasons(p: Problem, extras: Sequence[Tensor]) -> list[str]:
         )
         apart = rows.ndim == 4 and rows.shape[0] == len(blocks)  # a batch element's rows are those of its own sequence
         needed, blocks = (x.view(-1, 1, 1) if apart and len(x) > 1 else x.max() for x in (needed, blocks))
-        least, most = rows[..., 0], rows[..., -1]  # of sorted ones
-        wrong = ((least < -1) | (most >= blocks)) & (torch.arange(rows.shape[-2], device=rows.device) < needed)
+        # Of sorted rows, the first entry from which on there are no keys.
+        limit = blocks.expand(rows.shape[:-1]).to(rows.dtype).unsqueeze(-1).contiguous()
+        place = torch.searchsorted(rows.contiguous(), limit).clamp(max=rows.shape[-1] - 1)
+        beyond = rows.gather(-1, place).squeeze(-1)
+        used = torch.arange(rows.shape[-2], device=rows.device) < needed
+        wrong = (beyond >= blocks) & (beyond < expr.NO_ENTRY) & used
         if wrong.any():
             at = tuple(wrong.nonzero()[0].tolist())
-            entry = least[at] if least[at] < -1 else most[at]
+            entry = beyond[at]
             found.append(
-                f"selected has an entry {'below -1' if entry < -1 else int(entry)} in row {list(at)}: one is -1, for none, or the number "
-                f"of a block of {block} keys, of which there are {int(blocks.expand_as(wrong)[at])}"
+                f"selected has an entry {'below -1' if entry == expr.WRONG_ENTRY else int(entry)} in row {list(at)}: one is -1, "
+                f"for none, or the number of a block of {block} keys, of which there are {int(blocks.expand_as(wrong)[at])}"
             )
         if rows.shape[-2] < needed.max():
             found.append(

@@ -20,9 +20,11 @@ from tilewise.expr.bounds import LARGEST_NUMBER, beyond_32_bits
 from tilewise.expr.meaning import broadcast_shape, clamp_index, constant, derivative, evaluate, rows, tangent
 from tilewise.expr.narrow import wrapping
 from tilewise.expr.operations import (
+    NO_ENTRY,
     ONE,
     OPERATIONS,
     READS,
+    WRONG_ENTRY,
     ZERO,
     Expr,
     Operation,
@@ -57,9 +59,11 @@ from tilewise.expr.walk import (
 
 __all__ = [
     "LARGEST_NUMBER",
+    "NO_ENTRY",
     "ONE",
     "OPERATIONS",
     "READS",
+    "WRONG_ENTRY",
     "ZERO",
     "Expr",
     "Expressions",

@@ -176,6 +176,8 @@ def symbol(name: str) -> Expr:
 
 
 ZERO, ONE = number(0), number(1)
+NO_ENTRY, WRONG_ENTRY = (1 << 31) - 1, (1 << 31) - 2
+"""In the sorted rows of a selection, what is no key: an entry that the caller left out, and one that is refused where it is checked."""
 READS = ("lookup", "selected")
 """The nodes that read a leaf, which is their first argument."""
 

@@ -394,10 +394,13 @@ def selected(indices: torch.Tensor, block: int = 1, block_q: int = 1) -> Mask:
 
 
 def _sorted_rows(indices: torch.Tensor) -> tuple[torch.Tensor]:
-    """Return the entries as int32 rows that never decrease, at least one a row; what is below -1 is -2."""
+    """Return the entries as int32 rows that never decrease, at least one a row. -1 becomes NO_ENTRY, and what is below it WRONG_ENTRY."""
     if indices.shape[-1] == 0:
         indices = indices.new_full((*indices.shape[:-1], 1), -1)
-    return (indices.clamp(-2, torch.iinfo(torch.int32).max).int().sort(-1).values,)
+    entries = (
+        indices.clamp(-2, expr.WRONG_ENTRY - 1).int() & expr.NO_ENTRY
+    )  # without their sign, -1 and -2 are the largest numbers
+    return (entries.sort(-1).values,)
 
 
 def as_mask(mask: Mask | torch.Tensor | MaskFunction | None, causal_too: bool = False) -> Mask:

@@ -23,7 +23,7 @@ from tilewise.backends.base import (
     piece_reasons,
     unknown_operations,
 )
-from tilewise.backends.cpu import library, program
+from tilewise.backends.cpu import gathered, library, program
 from tilewise.backends.cpu.call import Bound, Decided, LeafSums, Prepared
 from tilewise.backends.cpu.config import Config, choose
 from tilewise.problem import Problem
@@ -74,6 +74,8 @@ class Cpu(Backend):
         return self.config(p).tile_m, self.config(p).tile_n
 
     def forward(self, p: Problem, t: Inputs) -> Output:
+        if self.override is None and gathered.serves(p):
+            return gathered.forward(p, t, self.forward)
         out = empty_output(p, t.q, t.v)
         if p.packed:  # rows past the last sequence
             out.o.zero_()

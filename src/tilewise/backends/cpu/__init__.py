@@ -68,13 +68,15 @@ class Cpu(Backend):
         return reasons
 
     def config(self, p: Problem) -> Config:
-        return self.override or choose(p, self.isa or library.chosen_isa())
+        if self.override is not None:
+            return self.override
+        return replace(choose(p, self.isa or library.chosen_isa()), gathered=gathered.serves(p))
 
     def tile(self, p: Problem) -> tuple[int, int]:
         return self.config(p).tile_m, self.config(p).tile_n
 
     def forward(self, p: Problem, t: Inputs) -> Output:
-        if self.override is None and gathered.serves(p):
+        if self._prepared.of(p).config.gathered:
             return gathered.forward(p, t, self.forward)
         out = empty_output(p, t.q, t.v)
         if p.packed:  # rows past the last sequence

@@ -26,19 +26,16 @@ _tables = PerTensors()
 def serves(p: Problem) -> bool:
     """Whether a call selects few keys, query by query, and nothing else depends on where a key is but an end after the last."""
     region, score = p.spec.region, p.spec.score
-    if (
-        p.packed
-        or p.paged
-        or p.spec.piece
-        or p.spec.mapped
-        or region.predicate is None
-        or region.predicate.op != "selected"
-    ):
+    if region.predicate is None or region.predicate.op != "selected":
+        return False
+    if p.packed or p.paged or p.spec.piece or p.spec.mapped:
         return False
     block, _ = keys_of_entry(region.predicate)
     leaf = p.extras[region.predicate.args[0][1]]
     plain = p.spec.dropout_p == 0 and (score is None or (expr.depends_on(score) <= {"s"} and not expr.lookups(score)))
-    ends = region.lo is None and (region.hi is None or "h" not in expr.depends_on(region.hi))
+    ends = (region.lo is None or expr.is_number(region.lo, 0)) and (
+        region.hi is None or "h" not in expr.depends_on(region.hi)
+    )
     by_query = expr.same(region.predicate.args[3], expr.symbol("i"))
     return plain and ends and by_query and p.seqlen_k % block == 0 and leaf.shape[-1] * block * WORTH <= p.seqlen_k
 
@@ -48,7 +45,7 @@ def forward(p: Problem, t: Inputs, run: Callable[[Problem, Inputs], Output]) -> 
     selection = p.spec.region.predicate
     block, leaf = keys_of_entry(selection)[0], t.leaves[selection.args[0][1]]
     table, lengths = _tables.of((p.spec.source, p.sizes), t.leaves, lambda: _table(p, t, leaf, block))
-    pages = [x.unflatten(1, (-1, block)).flatten(0, 1) for x in (t.k, t.v)]
+    pages = [x.unflatten(1, (p.seqlen_k // block, block)).flatten(0, 1) for x in (t.k, t.v)]
     if leaf.shape[1] == 1:
         return _in_layout_of(p, t, [run(*_paged(p, t, t.q, pages, (table[:, 0], lengths[:, 0]), slice(None)))])
     found = []
@@ -61,20 +58,16 @@ def forward(p: Problem, t: Inputs, run: Callable[[Problem, Inputs], Output]) -> 
 
 def _table(p: Problem, t: Inputs, leaf: Tensor, block: int) -> tuple[Tensor, Tensor]:
     """Return the pages of each query, int32 ``(batch, heads_k|1, seqlen_q, entries)``, and its keys: int32, without the last dimension."""
+    leaf = leaf.data  # a view would keep the caller's tensor, and with it what is kept for it
     same = (leaf[..., 1:] == leaf[..., :-1]) & (leaf[..., 1:] < expr.WRONG_ENTRY)
     if same.any():
         leaf = leaf.clone()
         leaf[..., 1:][same] = expr.NO_ENTRY
         leaf = leaf.sort(-1).values
     grid = Grid(p.spec.region, t.leaves, p.seqlen_q, p.seqlen_k, torch.arange(p.batch), torch.arange(1), p.seqlen_k)
-    end = (
-        grid.key_interval(torch.arange(p.seqlen_q))[1].expand(len(leaf), -1, -1)
-        if p.spec.region.hi is not None
-        else None
-    )
     shape = (p.batch, *leaf.shape[1:])
     leaf = leaf.expand(shape).contiguous()
-    end = leaf.new_full(shape[:-1], p.seqlen_k) if end is None else end.expand(shape[:-1]).int()
+    end = grid.key_interval(torch.arange(p.seqlen_q))[1].expand(shape[:-1]).int()
     pages = torch.searchsorted(leaf, -(-end // block).unsqueeze(-1).contiguous(), out_int32=True).squeeze(-1)
     last = leaf.gather(-1, (pages.long() - 1).clamp(min=0).unsqueeze(-1)).squeeze(-1)  # which may go on behind the end
     lengths = torch.where(pages > 0, pages * block - (last * block + block - end).clamp(min=0), 0)

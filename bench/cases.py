@@ -416,12 +416,22 @@ def _contract() -> Iterable[Case]:
     for size in ("no-queries", "no-keys"):  # lists of tiles and the tensors of masks and scores have no memory then
         yield row(f"{size}-keep-odd-bias-sink", sizes[size], mask="keep-odd", score="bias", sink=True)
         yield row(f"{size}-documents", sizes[size], mask="documents")
+        yield row(f"{size}-selected-sink", sizes[size], mask="selected", sink=True)
     plain, masked, cross = (2, 67, 67, 4, 2, 16, 16), (2, 67, 67, 2, 2, 16, 16), (1, 50, 83, 4, 2, 16, 16)
     for mask in MASKS:
         if mask not in ("causal", "window-512", "window-1024", "sparse-90"):
             yield row(mask, masked, mask=mask)
     for mask in ("window-8", "window-both", "window-right", "prefix", "key-range", "keep-odd", "window-or-first"):
         yield row(f"{mask}-cross", cross, mask=mask)
+    for mask in ("selected-causal", "selected-16"):
+        yield row(f"{mask}-cross", cross, mask=mask)
+    yield row("selected-more-queries-sink", sizes["more-queries"], mask="selected-causal", sink=True)
+    yield row("selected-mqa-softcap", sizes["mqa"], mask="selected-causal", score="softcap-2")
+    yield row("selected-mqa-bfloat16-sink", sizes["mqa"], mask="selected-causal", sink=True, dtype="bfloat16")
+    yield row("selected-16-gqa-alibi", sizes["gqa"], mask="selected-16", score="alibi")
+    yield row("selected-dropout-alibi-sink", cross, mask="selected", score="alibi", sink=True, dropout_p=0.3)
+    yield row("selected-decode", sizes["decode"], mask="selected")
+    yield row("selected-float64", cross, mask="selected-causal", dtype="float64")
     for score in SCORES:
         if score == "bias-16":  # of fp32 inputs it is "bias"
             continue
@@ -455,6 +465,8 @@ def _contract_packed() -> Iterable[Case]:
     yield row("window-softcap", same, mask="window-8", score="softcap-2")
     yield row("alibi-sink", cross, score="alibi", sink=True)
     yield row("dropout", same, dropout_p=0.3)
+    yield row("selected", same, mask="selected")
+    yield row("selected-causal-cross", cross, mask="selected-causal", sink=True)
     yield row("bfloat16-causal", same, mask="causal", dtype="bfloat16")
     for size, lengths in (("no-queries", ((0, 5), (0, 9))), ("no-keys", ((5, 0), (9, 0)))):
         yield row(f"{size}-causal-sink", lengths, mask="causal", sink=True, dtype="bfloat16")

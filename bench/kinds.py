@@ -78,6 +78,32 @@ def _sparse(block: int, keep_share: float) -> MaskKind:
     )
 
 
+def _selected(block: int, block_q: int, count: int, causal: bool = False) -> MaskKind:
+    """``count`` random blocks for each key head and row, some of them twice and some none."""
+
+    def leaves(case: Case, normal: Normal) -> dict[str, Tensor]:
+        generator, rows = torch.Generator().manual_seed(0), -(-case.seqlen_q // block_q)
+        keys = [nk for _, nk in case.lengths] or [case.seqlen_k] * case.batch
+        shape = (case.heads_k, rows, count)
+        given = [torch.randint(-1, -(-nk // block), shape, generator=generator) for nk in keys]
+        return {"entries": torch.stack(given) if given else torch.zeros(0, *shape, dtype=torch.int64)}
+
+    def build(x: Inputs) -> Any:
+        mask = _tw().selected(x.leaves["entries"], block, block_q)
+        return mask & _tw().causal() if causal else mask
+
+    def keep(x: Inputs) -> Predicate:
+        group = x.case.heads_q // x.case.heads_k
+
+        def kept(b: Any, h: Any, i: Any, j: Any) -> Any:
+            given = (x.leaves["entries"][b, h // group, i // block_q] == (j // block)[..., None]).any(-1)
+            return given & (j <= i + x.off) if causal else given
+
+        return kept
+
+    return MaskKind(build, keep, leaves)
+
+
 def _document_ids(case: Case, normal: Normal) -> dict[str, Tensor]:
     """Document number of each position: lengths drawn uniformly around an eighth of the sequence, never decreasing."""
     generator = torch.Generator().manual_seed(0)
@@ -176,6 +202,9 @@ MASKS: dict[str | None, MaskKind] = {
     ),
     "sparse-16": _sparse(block=16, keep_share=0.4),
     "sparse-90": _sparse(block=128, keep_share=0.1),
+    "selected": _selected(block=1, block_q=1, count=9),
+    "selected-causal": _selected(block=1, block_q=1, count=20, causal=True),
+    "selected-16": _selected(block=16, block_q=8, count=2),
     "nothing": MaskKind(
         build=lambda x: _tw().key_range(0, 0),
         keep=lambda x: lambda b, h, i, j: (j < 0) & (i < 0),

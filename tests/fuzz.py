@@ -242,11 +242,33 @@ def pair_mask(r: Draw, s: Sizes) -> tw.Mask:
     return r.choice(kinds)()
 
 
+def selected_keys(r: Draw, s: Sizes) -> tw.Mask:
+    block, block_q = r.choice((1, 1, 3, 16, 64)), r.choice((1, 1, 2, 16, 64))
+    lengths = s.lengths or [(s.nq, s.nk)] * s.batch
+    heads, rows, count = (
+        r.choice((1, s.hk)),
+        -(-max([n for n, _ in lengths], default=s.nq) // block_q),
+        r.choice((0, 1, 4, 30)),
+    )
+    generator = torch.Generator().manual_seed(r.getrandbits(40))
+    entries = [
+        torch.randint(-1, -(-nk // block), (heads, rows, count), generator=generator, device="cpu") for _, nk in lengths
+    ]
+    shared = len({nk for _, nk in lengths}) == 1 and r.likely(0.3)
+    indices = (
+        torch.stack(entries[:1] if shared else entries)
+        if entries
+        else torch.zeros(0, heads, rows, count, dtype=torch.int64)
+    )
+    dtype = r.choice((torch.int32, torch.int64))
+    return tw.selected(r.strided(indices.to(torch.get_default_device(), dtype)), block, block_q)
+
+
 def draw_mask(r: Draw, s: Sizes) -> tw.Mask | None:
     kind = r.random()
     if kind < 0.3:
         return None
-    mask = interval_mask(r, s) if kind < 0.65 else pair_mask(r, s)
+    mask = interval_mask(r, s) if kind < 0.6 else pair_mask(r, s) if kind < 0.85 else selected_keys(r, s)
     if r.likely(0.5):
         other = interval_mask(r, s) if r.likely(0.6) else pair_mask(r, s)
         mask = mask & other if r.likely(0.6) else mask | other

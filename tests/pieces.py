@@ -29,6 +29,13 @@ MASKS = {
     "keep": lambda: tw.keep(lambda b, h, i, j: (i * 3 + j + h) % 5 != 1),
     "blocks": lambda: tw.block_sparse(normal(2, 4, 5, 7) > 0, 8, 8),
     "dense": lambda: tw.dense(normal(TOTAL_Q, TOTAL_K) > -0.5),
+    "selected": lambda: (
+        tw.causal() & tw.selected(torch.randint(-1, 50, (2, 2, TOTAL_Q, 9), generator=torch.Generator().manual_seed(0)))
+    ),
+    "selected-blocks": lambda: (
+        tw.selected(torch.randint(-1, 4, (2, 1, 10, 2), generator=torch.Generator().manual_seed(0)), 16, 4)
+        | tw.window(3, 0)
+    ),
     "either": lambda: tw.window(3, 0) | tw.key_range(5, 9),
 }
 SCORES = {

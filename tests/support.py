@@ -56,6 +56,7 @@ FEATURES = {
     "`causal`, `window`": ["gqa-causal", "window-8", "window-both-cross"],
     "`prefix`, `key_range`, `key_lengths`, `documents`": ["prefix", "key-range", "key-lengths", "documents"],
     "`keep`, `dense`, `block_sparse`, unions": ["keep-odd", "dense", "sparse-16", "window-or-first"],
+    "`selected`": ["selected", "selected-causal-cross", "selected-16", "selected-mqa-softcap"],
     "`softcap`, `alibi`, `bias`, any `score`, with gradients": ["softcap-2", "alibi", "bias", "relative"],
     "sinks, `lse` with gradient": ["sink", "sink-window-softcap"],
     "dropout": ["dropout", "dropout-causal-alibi-sink"],
@@ -73,6 +74,7 @@ FEATURES = {
 # The rows of README.md: each stands for some rows of FEATURES, by the words that their titles begin with.
 SUMMARY = {
     "any mask, any length, GQA, packed sequences, sinks": ("any length", "`causal`", "`prefix`", "`keep`", "GQA", "packed", "sinks"),
+    "keys selected by each query": ("`selected`",),
     "softcap, ALiBi, bias, any score function": ("`softcap`",),
     "dropout": ("dropout",),
     "head_dim above 512": ("head_dim 513",),

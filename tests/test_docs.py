@@ -19,7 +19,7 @@ from tests.test_imports import modules, violations
 
 ROOT = Path(__file__).parents[1]
 ADDING, README, SWITCHING = ROOT / "docs" / "adding.md", ROOT / "README.md", ROOT / "docs" / "switching.md"
-SERVING, SUPPORT = ROOT / "docs" / "serving.md", ROOT / "docs" / "support.md"
+SERVING, SPARSE, SUPPORT = (ROOT / "docs" / f"{name}.md" for name in ("serving", "sparse", "support"))
 LARGEST = 256  # numbers of README are cut to it: the examples run at sizes for a test
 
 
@@ -162,6 +162,12 @@ def test_the_page_on_serving_is_one_program():
     python(ROOT, "-c", "\n".join(texts))
 
 
+def test_the_page_on_selected_keys_is_one_program():
+    texts = [b.text for b in blocks(SPARSE.read_text(encoding="utf-8")) if b.language == "python"]
+    assert len(texts) == 5
+    python(ROOT, "-c", "\n".join(texts))
+
+
 def test_switching_shows_before_and_after_of_each():
     found = blocks(SWITCHING.read_text(encoding="utf-8"))  # what is left behind is `py`: it need not be installed
     assert [b.language for b in found] == ["py", "python"] * 8
@@ -173,7 +179,10 @@ def test_the_first_code_of_the_readme_is_complete():
     assert {"import torch", "import tilewise as tw"} <= set(first.text.splitlines())
 
 
-COPIED = ("README.md", *(f"docs/{name}.md" for name in ("derivatives", "huggingface", "serving", "switching")))
+COPIED = (
+    "README.md",
+    *(f"docs/{name}.md" for name in ("derivatives", "huggingface", "serving", "sparse", "switching")),
+)
 
 
 @pytest.mark.parametrize("page", COPIED)

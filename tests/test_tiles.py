@@ -53,6 +53,11 @@ def per_batch(*values: int) -> Tensor:
     return torch.tensor(values)
 
 
+def entries(rows: int, keys: int, count: int) -> Tensor:
+    """Entries for :func:`tw.selected`, some of them -1 and some twice."""
+    return torch.randint(-1, keys, (BATCH, 1, rows, count), generator=GENERATOR)
+
+
 INTERVALS = {
     "everything": lambda nq, nk: tw.window(),
     "causal": lambda nq, nk: tw.causal(),
@@ -81,6 +86,16 @@ PREDICATES = {
     "block-sparse-causal": lambda nq, nk: tw.block_sparse(tw.butterfly(16), 10, 12) & tw.causal(),
     "dense-sparse": lambda nq, nk: tw.dense(torch.rand(1, HEADS, nq, nk, generator=GENERATOR) < 0.002),
     "union": lambda nq, nk: (tw.window(3, 0) | tw.key_range(0, 2)) & tw.causal(),
+    "selected": lambda nq, nk: tw.selected(entries(nq, nk, 3)),
+    "selected-causal": lambda nq, nk: tw.selected(entries(nq, nk, 5)) & tw.causal(),
+    "selected-blocks": lambda nq, nk: tw.selected(entries(-(-nq // 8), -(-nk // 16), 2), 16, 8),
+    "selected-odd-blocks": lambda nq, nk: tw.selected(entries(-(-nq // 3), -(-nk // 10), 2), 10, 3) | tw.window(4, 0),
+    "selected-or-keep": lambda nq, nk: (
+        tw.selected(entries(nq, nk, 2)) | tw.keep(lambda b, h, i, j: (i * j + h) % 7 > 5)
+    ),
+    "selected-and-selected": lambda nq, nk: (
+        tw.selected(entries(nq, nk, 9)) & tw.selected(entries(nq, -(-nk // 20), 2), 20)
+    ),
     "union-of-ranges": lambda nq, nk: tw.key_range(0, 8) | tw.key_range(40, 60),
 }
 LENGTHS = {"square": (70, 70), "more-keys": (33, 130), "more-queries": (130, 47), "one-query": (1, 100)}

@@ -39,6 +39,7 @@ def right_masks() -> list[tw.Mask]:
         tw.dense(torch.ones(32, 32, dtype=torch.bool)),
         tw.block_sparse(tw.butterfly(4), 8, 8),
         tw.block_sparse(tw.strided(4, 4, 2) | tw.local_global(4, 4), 8, 8),
+        tw.selected(torch.zeros(1, 1, 4, 2, dtype=torch.int64), block=8, block_q=8),
     ]
 
 
@@ -146,6 +147,7 @@ def wrong_calls(q: Tensor, k: Tensor, v: Tensor) -> None:
     tw.keep(lambda s, b, h, i, j: i >= j)  # type: ignore[arg-type,misc]
     tw.dense([[True]])  # type: ignore[arg-type]
     tw.block_sparse(q, 8)  # type: ignore[call-arg]
+    tw.selected([[0]])  # type: ignore[arg-type]
     tw.butterfly("4")  # type: ignore[arg-type]
     tw.strided(4, 4)  # type: ignore[call-arg]
     tw.local_global(4)  # type: ignore[call-arg]

@@ -32,6 +32,7 @@ from tilewise.masks.catalogue import (
     key_lengths,
     key_range,
     prefix,
+    selected,
     window,
 )
 from tilewise.masks.patterns import butterfly, local_global, strided
@@ -104,6 +105,7 @@ __all__ = [
     "paged",
     "prefix",
     "score",
+    "selected",
     "show_mask",
     "softcap",
     "strided",

@@ -147,8 +147,9 @@ class Plan:
 
     @cached_property
     def reads_lengths(self) -> bool:
-        """Whether a tensor says which rows or keys there are, so that its values, or where pages lie, are looked at in each call."""
-        return bool(self.problem.spec.cu_slots or self.problem.spec.page_slots)
+        """Whether a tensor names rows, keys or pages, so that its values, or where pages lie, are looked at in each call."""
+        spec = self.problem.spec
+        return bool(spec.cu_slots or spec.page_slots or spec.region.selections)
 
     @cached_property
     def forward_mode(self) -> Plan:

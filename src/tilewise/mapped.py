@@ -33,7 +33,7 @@ class Mapped:
         new: dict[int, Expr] = {}
         for x in expr.nodes(e):
             inner = [new[id(child)] for child in expr.children(x)]
-            if x.op == "lookup" and x.args[0][1] in self.slots:
+            if x.op in expr.READS and x.args[0][1] in self.slots:
                 inner.insert(0, example)
             head = x.args[: len(x.args) - len(expr.children(x))]
             named_b = x.op == "symbol" and x.args[0] == "b"

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise import dropout, expr, pages
+from tilewise import dropout, expr, pages, selections
 from tilewise.caching import cached_property
 from tilewise.masks import Region, readers
 from tilewise.signature import Shaped, Structured, TensorFacts, tensors_with_sizes
@@ -480,7 +480,7 @@ def read_reasons(
     for e in expr.lookups(*region.parts, *([] if score is None else [score])):
         leaf = e.args[0]
         shape, fitted = shapes[leaf[1]], "fitted" in leaf
-        for axis, (x, size) in enumerate(zip(e.args[1:], shape, strict=True)):
+        for axis, (x, size) in enumerate(zip(expr.indices(e), shape, strict=False)):
             name, block = _plain_index(x)
             if name not in sizes:
                 continue
@@ -491,7 +491,7 @@ def read_reasons(
                 hint = _batch_first(shape) if fitted and axis == 0 and size == sizes.get("b") else ""
                 who = readers(*mask).get(leaf[1], "a mask or score tensor")
                 reasons.append(
-                    f"{who} {shape} is read at [{', '.join(str(x) for x in e.args[1:])}]: "
+                    f"{who} {shape} is read at [{', '.join(str(x) for x in expr.indices(e))}]: "
                     f"axis {axis} must be {'' if fitted else 'at least '}{what} = {needed}{hint}"
                 )
     return reasons
@@ -512,7 +512,7 @@ def show_reasons(
     if reasons:
         return reasons
     for e in expr.lookups(*region.parts, *([] if score is None else [score])):
-        for x, size in zip(e.args[1:], shapes[e.args[0][1]], strict=True):
+        for x, size in zip(expr.indices(e), shapes[e.args[0][1]], strict=False):
             name = {"b": "batch", "h": "head"}.get(_plain_index(x)[0])
             if name and at[name] >= size:
                 owner = "mask" if score is None else "mask or score"
@@ -572,16 +572,15 @@ def _option_reasons(q: Tensor, seed: Tensor | None, spec: Spec) -> list[str]:
 
 
 def check_values(p: Problem, extras: Sequence[Tensor]) -> None:
-    """Check the values of cu_seqlens, and of a cache's table and lengths.
+    """Check the values of cu_seqlens, of a cache's table and lengths, and of selected keys.
 
     Raises:
-        ValueError: cu_seqlens that do not start at 0, decrease, or end past the packed tensor; a length or a page out of range.
+        ValueError: cu_seqlens that do not start at 0, decrease, or end past the packed tensor; a length, a page or an entry out of range.
     """
-    cu, reasons = [extras[n] for n in p.spec.cu_slots], []
-    if cu:
-        reasons = _cu_value_reasons(cu, (p.q.shape[0], p.k.shape[0]))
+    reasons = _cu_value_reasons([extras[n] for n in p.spec.cu_slots], (p.q.shape[0], p.k.shape[0]))
     if p.paged:
         reasons += pages.value_reasons(*[extras[n] for n in p.spec.page_slots], p.k.shape[0], p.page_size)
+    reasons = reasons or selections.value_reasons(p, extras)
     if reasons:
         raise ValueError(f"{p.spec.call} was called wrongly" + "".join(f"\n  {reason}" for reason in reasons))
 

@@ -255,7 +255,7 @@ def assemble(q: Tensor, k: Tensor, v: Tensor, o: Options) -> tuple[list[Tensor],
     deterministic = torch.are_deterministic_algorithms_enabled() if o.deterministic is None else o.deterministic
     text = _text if torch.compiler.is_compiling() else _kept_text
     spec = text(
-        mask_text=kept.text,
+        mask_text=masks.grouped(kept.text, q, k),
         score_text=scored.text,
         softmax_scale=o.softmax_scale,
         dropout_p=o.dropout_p,
@@ -360,6 +360,7 @@ def brief(q: Tensor, k: Tensor, v: Tensor, words: Words) -> tuple[list[Tensor], 
         and q.ndim == k.ndim == 4 and q.size(0) == k.size(0)
     ):  # fmt: skip
         return None
+    said = (said[0], masks.grouped(said[1], q, k), *said[2:])
     grads = torch.is_grad_enabled()
     needs_grad = grads and (q.requires_grad or k.requires_grad or v.requires_grad)
     if not ((mask is not None and mask.parts) or (score is not None and score.leaves)):

@@ -128,6 +128,14 @@ HIDING = {
     "block-sparse": lambda: tw.block_sparse(
         torch.eye(5, dtype=torch.bool)[:, [0, 1, 1, 2, 4]] & torch.tensor([True, True, False, True, True]), 16, 16
     ),
+    "selected": lambda: tw.selected(torch.randint(0, 30, (2, 1, 70, 3), generator=torch.Generator().manual_seed(0)), 2),
+    "selected-causal": lambda: (
+        tw.causal() & tw.selected(torch.randint(-1, 5, (2, 1, 9, 1), generator=torch.Generator().manual_seed(1)), 16, 8)
+    ),
+    "selected-or-window": lambda: (
+        tw.selected(torch.randint(0, 40, (1, 1, 70, 1), generator=torch.Generator().manual_seed(2)))
+        | (tw.window(0, 0) & tw.key_range(50, 60))
+    ),
 }
 """Masks of the calls of :func:`qkv` that hide some keys from every query: such keys never touch a result."""
 

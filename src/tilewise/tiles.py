@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 
 import torch
 from torch import Tensor
 
-from tilewise import expr
+from tilewise import expr, selections
 from tilewise.caching import cached_property
 from tilewise.expr import Expr
-from tilewise.masks import Mask, Region, region, with_lists
+from tilewise.masks import Mask, Region, grouped, region, with_lists
 from tilewise.masks.facts import Condition, conditions, granularity, joined, monotone_terms
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
@@ -234,8 +234,9 @@ def _interval_status(grid: Grid, tile_m: int, tile_n: int, by_columns: bool) -> 
 
 
 def _status_of(grid: Grid, tile_m: int, tile_n: int) -> Tensor:
-    """Return the predicate's status: from the corners of tiles if it is monotonic along rows and columns, else from all pairs."""
-    known = monotone_terms(grid.region) is not None
+    """Return the predicate's status: from corners of tiles if it is monotonic along rows and columns, from the entries of a selection, else
+    from all pairs."""
+    known = bool(grid.region.selections) or monotone_terms(grid.region) is not None
     return known_status(grid, tile_m, tile_n) if known else _predicate_status(grid, tile_m, tile_n)[0]
 
 
@@ -277,7 +278,8 @@ def known_status(grid: Grid, tile_m: int, tile_n: int) -> Tensor:
     """Return the predicate's status as far as a few pairs of a tile tell it, else PARTIAL: uint8 ``(b|1, h|1, query tiles, key tiles)``.
 
     A monotonic condition holds somewhere in a tile if it holds at the best corner, and everywhere if it holds at the worst one. A
-    condition that is constant on blocks is evaluated once a block. A tile stays partial if only other conditions decide it, if two
+    condition that is constant on blocks is evaluated once a block, a selection by its entries. A tile stays partial if only other
+    conditions decide it, if two
     conditions only fill it together, or if they meet it in different places.
     """
 
@@ -299,6 +301,8 @@ def known_status(grid: Grid, tile_m: int, tile_n: int) -> Tensor:
         if inner:
             join = torch.logical_and if part.op == "and" else torch.logical_or
             return tuple(join(*both) for both in zip(*inner, strict=True))
+        if part.op == "selected":
+            return selections.tile_bounds(grid, part, tile_m, tile_n)
         step_m, step_n = _steps(grid, part, tile_m, tile_n)
         if step_m * step_n >= _LEAST_BLOCK and grid.seqlen_q and grid.keys:
             i, j = (
@@ -425,10 +429,22 @@ def seen_keys(grid: Grid, group: int) -> Tensor | None:
     elif (found := _by_kernel(grid, PREPARED_BLOCK, PREPARED_BLOCK, group)) is not None:
         return found[1]
     else:
-        terms = monotone_terms(grid.region)
-        pairs = terms is None
-        seen = _predicate_status(grid, PREPARED_BLOCK, PREPARED_BLOCK)[1] if pairs else _seen_by_terms(grid, terms)
+        seen = _seen_by_predicate(grid)
     return seen if seen.shape[1] == 1 else seen.unflatten(1, (-1, group)).any(2)
+
+
+def _seen_by_predicate(grid: Grid) -> Tensor:
+    """Return the keys that the predicate shows to some query of their interval: bool ``(b|1, h|1, keys)``."""
+    region = grid.region
+    if region.selections:  # a query sees a key that it selected, or one that the mask without selections shows
+        seen = selections.seen_by_entries(grid, region.selections)
+        rest = selections.assume(region.predicate, {id(e): False for e in region.selections})
+        if rest.op == "number":
+            return seen
+        return seen | _seen_by_predicate(replace(grid, region=replace(region, predicate=rest, prepared=None)))
+    terms = monotone_terms(region)
+    pairs = terms is None
+    return _predicate_status(grid, PREPARED_BLOCK, PREPARED_BLOCK)[1] if pairs else _seen_by_terms(grid, terms)
 
 
 def prepare(mask: Mask, q: Tensor, k: Tensor) -> Mask:
@@ -436,7 +452,7 @@ def prepare(mask: Mask, q: Tensor, k: Tensor) -> Mask:
 
     ``q`` and ``k`` are shapes (batch, seqlen, heads, head_dim)."""
     leaves = list(mask.leaves)
-    kept = region(mask.text, tuple(range(len(leaves))))
+    kept = region(grouped(mask.text, q, k), tuple(range(len(leaves))))
     shape = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     grid = Grid.whole(kept, leaves, shape, q.device)
     if kept.predicate is None:
@@ -447,8 +463,7 @@ def prepare(mask: Mask, q: Tensor, k: Tensor) -> Mask:
     found = _by_kernel(grid, PREPARED_BLOCK, PREPARED_BLOCK, 1)
     if found is not None:
         return with_lists(mask, PREPARED_BLOCK, shape, *found)
-    terms = monotone_terms(kept)
-    if terms is None:
+    if not kept.selections and monotone_terms(kept) is None:
         return with_lists(mask, PREPARED_BLOCK, shape, *_predicate_status(grid, PREPARED_BLOCK, PREPARED_BLOCK))
     status = known_status(grid, PREPARED_BLOCK, PREPARED_BLOCK)
-    return with_lists(mask, PREPARED_BLOCK, shape, status, _seen_by_terms(grid, terms))
+    return with_lists(mask, PREPARED_BLOCK, shape, status, _seen_by_predicate(grid))

@@ -57,7 +57,7 @@ KEYWORDS = (
     "causal", "mask", "score", "softmax_scale", "sink", "dropout_p", "dropout_seed", "deterministic", "backend", "parallel",
 )  # fmt: skip
 """The keywords of ``attention``, which a misspelt one may resemble."""
-MASKS = ("window", "prefix", "key_range", "key_lengths", "documents", "keep", "dense", "block_sparse")
+MASKS = ("window", "prefix", "key_range", "key_lengths", "documents", "keep", "dense", "block_sparse", "selected")
 SCORES = ("alibi", "bias")
 """The functions that make a mask or a score, which someone may take for keywords."""
 _FLASH_ATTN = "from tilewise.compat.flash_attn import {0}"

@@ -67,8 +67,18 @@ GENERATOR = torch.Generator().manual_seed(0)
 DENSE = torch.rand(BATCH, HEADS, 9, 9, generator=GENERATOR) < 0.5
 PATTERN = torch.rand(BATCH, HEADS, 5, 3, generator=GENERATOR) < 0.5
 
+# Keys of each query, of 9 keys: some stand twice, and -1 is none. By blocks of 2 queries and 3 keys: blocks 0 to 2.
+GIVEN = torch.randint(-1, 9, (BATCH, HEADS, 9, 4), generator=GENERATOR)
+BLOCKS = torch.randint(-1, 3, (BATCH, 1, 5, 2), generator=GENERATOR).int()
+
+
+def chosen(b: int, h: int, i: int, j: int) -> bool:
+    return j in GIVEN[b, h, i]
+
+
 # name: (the mask for nq queries and nk keys, whether (b, h, i, j, off) is kept)
 FEWER = lambda nq, nk: PATTERN[..., : -(-nq // 2), : -(-nk // 3)]  # noqa: E731
+CHOSEN = lambda nq, nk: tw.selected(GIVEN[:, :, :nq])  # noqa: E731
 CASES = {
     "causal": (lambda nq, nk: tw.causal(), lambda b, h, i, j, off: j <= i + off),
     "window": (lambda nq, nk: tw.window(2, 1), lambda b, h, i, j, off: i + off - 2 <= j <= i + off + 1),
@@ -99,6 +109,22 @@ CASES = {
     "dense-keys": (lambda nq, nk: tw.dense(DENSE[:, 0, 0, :nk].view(2, 1, 1, nk)), lambda b, h, i, j, off: DENSE[b, 0, 0, j]),
     "block-sparse": (lambda nq, nk: tw.block_sparse(FEWER(nq, nk), 2, 3), lambda b, h, i, j, off: PATTERN[b, h, i // 2, j // 3]),
     "block-sparse-2d": (lambda nq, nk: tw.block_sparse(FEWER(nq, nk)[0, 0], 2, 3), lambda b, h, i, j, off: PATTERN[0, 0, i // 2, j // 3]),
+    "selected": (CHOSEN, lambda b, h, i, j, off: chosen(b, h, i, j)),
+    "selected-blocks": (
+        lambda nq, nk: tw.selected(BLOCKS[:, :, : -(-nq // 2)], 3, block_q=2),
+        lambda b, h, i, j, off: j // 3 in BLOCKS[b, 0, i // 2],
+    ),
+    "selected-one": (lambda nq, nk: tw.selected(GIVEN[:1, :1, :nq, :1]), lambda b, h, i, j, off: j == GIVEN[0, 0, i, 0]),
+    "selected-none": (lambda nq, nk: tw.selected(GIVEN[:, :, :nq, :0]), lambda b, h, i, j, off: False),
+    "selected-causal": (lambda nq, nk: tw.causal() & CHOSEN(nq, nk), lambda b, h, i, j, off: j <= i + off and chosen(b, h, i, j)),
+    "selected-or-window": (
+        lambda nq, nk: CHOSEN(nq, nk) | tw.window(1, 0),
+        lambda b, h, i, j, off: chosen(b, h, i, j) or 0 <= i + off - j <= 1,
+    ),
+    "selected-twice": (
+        lambda nq, nk: CHOSEN(nq, nk) & tw.selected(GIVEN[:1, :, :nq, 1:]),
+        lambda b, h, i, j, off: chosen(b, h, i, j) and j in GIVEN[0, h, i, 1:],
+    ),
 }  # fmt: skip
 
 
@@ -131,7 +157,8 @@ def compositions(draw, nk: int, depth: int = 3) -> Mask:
         small = st.integers(0, nk)
         tensor = st.lists(st.integers(-2, nk + 2), min_size=BATCH, max_size=BATCH).map(torch.tensor)
         bound, aligned = st.one_of(small, tensor), st.sampled_from(["last", "first"])
-        which = draw(st.sampled_from(["causal", "window", "prefix", "key_range", "documents", "keep", "block_sparse"]))
+        names = ["causal", "window", "prefix", "key_range", "documents", "keep", "block_sparse", "selected"]
+        which = draw(st.sampled_from(names))
         if which == "causal":
             return tw.causal(align=draw(aligned))
         if which == "window":
@@ -145,6 +172,8 @@ def compositions(draw, nk: int, depth: int = 3) -> Mask:
         if which == "keep":
             m = draw(st.integers(2, 4))
             return tw.keep(lambda b, h, i, j: (i + 2 * j + b + h) % m != 0)
+        if which == "selected":
+            return tw.selected(BLOCKS[:, :, :, : draw(st.integers(0, 2))], 3, 2)
         return tw.block_sparse(DENSE[0, 0, : -(-9 // 2), : -(-nk // 2)], 2, 2)
     a, b = draw(compositions(nk, depth - 1)), draw(compositions(nk, depth - 1))
     return a & b if draw(st.booleans()) else a | b
@@ -325,6 +354,7 @@ WRITTEN = {  # a mask of a tensor, what the tensor holds, and what it holds late
     "key_range": (lambda t: tw.key_range(t, 190), torch.tensor([150, 20]), torch.tensor([70, 180])),
     "dense": (tw.dense, torch.eye(200).bool(), torch.ones(200, 200).tril().bool()),
     "block_sparse": (lambda t: tw.block_sparse(t, 50, 50), torch.eye(4).bool(), torch.ones(4, 4).tril().bool()),
+    "selected": (tw.selected, torch.arange(200).view(1, 1, 200, 1), torch.arange(200).view(1, 1, 200, 1) // 3),
     "keep": (lambda t: tw.keep(lambda b, h, i, j: t[j] > 0), torch.arange(200) % 3, torch.arange(200) % 7),
 }
 
@@ -442,6 +472,10 @@ BAD = {
     "block-sparse-list": (lambda: tw.block_sparse([[1]], 2, 2), r"got list; convert it: torch\.tensor\(pattern, dtype=torch\.bool"),
     "block-sparse-zero": (lambda: tw.block_sparse(torch.ones(2, 2).bool(), 0, 2), "block_q must be a whole number >= 1, got 0"),
     "block-sparse-fraction": (lambda: tw.block_sparse(torch.ones(2, 2).bool(), 2, 2.0), r"block_k must be .*got 2\.0"),
+    "selected-dims": (lambda: tw.selected(torch.zeros(8, 2).int()), r"int32 or int64 tensor \(batch or 1, .*got torch\.int32 \(8, 2\)"),
+    "selected-floats": (lambda: tw.selected(torch.zeros(1, 1, 8, 2)), r"int32 or int64 .*got torch\.float32"),
+    "selected-list": (lambda: tw.selected([[[[0]]]]), "got list"),
+    "selected-zero": (lambda: tw.selected(torch.zeros(1, 1, 8, 2).int(), block=0), "block must be a whole number >= 1, got 0"),
     "butterfly-negative": (lambda: tw.butterfly(-1), "butterfly: blocks must be a whole number >= 0, got -1"),
     "strided-zero": (lambda: tw.strided(4, 4, 0), "strided: stride must be a whole number >= 1, got 0"),
     "local-global-negative": (lambda: tw.local_global(4, 4, -1), "local_global: local must be a whole number >= 0"),
@@ -472,6 +506,21 @@ WRONG_SHAPES = {
     "documents-keys": (lambda: tw.documents(torch.zeros(9).int()), "axis 0 must be seqlen_k = 8"),
     "documents-of-no-keys": (lambda: tw.documents(torch.zeros(0).int()), "is empty"),
     "too-few-blocks": (lambda: tw.block_sparse(torch.ones(2, 2).bool(), 2, 2), "must be .*4"),
+    "selected-rows": (
+        lambda: tw.selected(torch.zeros(1, 1, 7, 1).int()),
+        r"the tensor of selected .*axis 2 must be seqlen_q = 8",
+    ),
+    "selected-row-blocks": (
+        lambda: tw.selected(torch.zeros(1, 1, 4, 1).int(), 1, 3),
+        r"must be ceil\(seqlen_q / 3\) = 3",
+    ),
+    "selected-heads": (lambda: tw.selected(torch.zeros(1, 3, 8, 1).int()), "axis 1 must be heads_q = 2"),
+    "selected-key": (
+        lambda: tw.selected(torch.full((1, 1, 8, 1), 8)),
+        r"an entry 8 in row \[0, 0, 0\].*a block of 1 keys, of which there are 8",
+    ),
+    "selected-block": (lambda: tw.selected(torch.full((1, 1, 8, 1), 2), 4), "an entry 2 .*of which there are 2"),
+    "selected-minus-two": (lambda: tw.selected(torch.full((1, 1, 8, 1), -(2**40))), "an entry below -1"),
 }
 
 

@@ -40,6 +40,7 @@ def test_every_mask_score_and_option_is_that_of_one_device(name, ranks, scheme):
 # What a rank that has some of the heads cannot do is named by head_axes or by reasons; the other scheme does it.
 NOT_BY_HEADS = {
     "keep": "the mask or score computes with the head's number",
+    "selected": "the mask or score computes with the head's number",  # of its key head
     "dropout": "dropout counts the heads",
     "dropout-window-alibi": "dropout counts the heads",
 }

@@ -17,11 +17,14 @@ What a node may be is in :mod:`tilewise.expr.operations`. The other modules of t
 """
 
 from tilewise.expr.bounds import LARGEST_NUMBER, beyond_32_bits
-from tilewise.expr.meaning import broadcast_shape, clamp_index, constant, derivative, evaluate, tangent
+from tilewise.expr.meaning import broadcast_shape, clamp_index, constant, derivative, evaluate, rows, tangent
 from tilewise.expr.narrow import wrapping
 from tilewise.expr.operations import (
+    NO_ENTRY,
     ONE,
     OPERATIONS,
+    READS,
+    WRONG_ENTRY,
     ZERO,
     Expr,
     Operation,
@@ -33,18 +36,34 @@ from tilewise.expr.operations import (
     kind,
     lookup,
     number,
+    selected,
     symbol,
     tensor_kind,
 )
 from tilewise.expr.reader import read
 from tilewise.expr.text import Expressions, parse, to_text
 from tilewise.expr.tracing import trace
-from tilewise.expr.walk import abstract, children, depends_on, fold, lookups, nodes, same, substitute
+from tilewise.expr.walk import (
+    abstract,
+    children,
+    depends_on,
+    fold,
+    indices,
+    lookups,
+    nodes,
+    operations,
+    same,
+    selections,
+    substitute,
+)
 
 __all__ = [
     "LARGEST_NUMBER",
+    "NO_ENTRY",
     "ONE",
     "OPERATIONS",
+    "READS",
+    "WRONG_ENTRY",
     "ZERO",
     "Expr",
     "Expressions",
@@ -62,6 +81,7 @@ __all__ = [
     "evaluate",
     "fitted_lookup",
     "fold",
+    "indices",
     "is_number",
     "is_numpys",
     "kind",
@@ -69,9 +89,13 @@ __all__ = [
     "lookups",
     "nodes",
     "number",
+    "operations",
     "parse",
     "read",
+    "rows",
     "same",
+    "selected",
+    "selections",
     "substitute",
     "symbol",
     "tangent",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from tilewise.expr.operations import ONE, OPERATIONS, ZERO, Expr, apply, is_number, number, symbol
+from tilewise.expr.operations import ONE, OPERATIONS, READS, ZERO, Expr, apply, is_number, number, symbol
 from tilewise.expr.walk import children, nodes
 
 
@@ -44,6 +44,9 @@ def evaluate(
                 index = evaluate(e.args[1:], env, leaves, torch.float32, numbers)  # the same element in every dtype
             value = read(leaves[e.args[0][1]], index)
             values[id(e)] = value.to(dtype) if value.is_floating_point() else _whole(value)
+        elif e.op == "selected":
+            *index, key = [values[id(a)] for a in e.args[1:]]
+            values[id(e)] = among(rows(leaves[e.args[0][1]], index), key)
         else:
             operation = OPERATIONS[e.op]
             args = [values[id(a)] for a in e.args]
@@ -92,6 +95,28 @@ def read(leaf: torch.Tensor, index: Sequence[torch.Tensor]) -> torch.Tensor:
     return leaf[tuple(clamp_index(leaf, index))] if index else leaf
 
 
+def rows(leaf: torch.Tensor, index: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The rows of ``leaf`` at indices of all its dimensions but the last: ``(*indices, row)``."""
+    return leaf[tuple(clamp_index(leaf[..., 0], index))]
+
+
+def among(row: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Whether each ``key`` is an element of its row: bool, in the shape to which keys and rows broadcast.
+
+    Args:
+        row: int, ``(..., 1|keys, elements)``; the elements of a row never decrease.
+        key: int, ``(..., keys)``.
+    """
+    shape = broadcast_shape(row.shape[:-1], key.shape)
+    one_row = row.shape[-2:-1] in ((), (1,))  # for all keys of the last dimension
+    row = row.squeeze(-2) if one_row and row.ndim > 1 else row
+    key = key.to(row.dtype).expand(shape)
+    key = key if one_row else key.unsqueeze(-1)
+    row = row.expand(*key.shape[:-1], row.shape[-1]).contiguous()
+    place = torch.searchsorted(row, key.contiguous()).clamp(max=row.shape[-1] - 1)
+    return (row.gather(-1, place) == key).view(shape)
+
+
 def derivative(root: Expr, wrt: Expr) -> Expr | None:
     """``d root / d wrt`` for a symbol or one lookup node; ``None`` where it is zero everywhere. Ties as in torch."""
     same = (lambda e: e.op == "symbol" and e.args == wrt.args) if wrt.op == "symbol" else (lambda e: e is wrt)
@@ -121,7 +146,7 @@ def _directional(root: Expr, of_terminal: Callable[[Expr], Expr | None]) -> Expr
     """The derivative of ``root`` along a direction: what each symbol and each lookup changes by, ``None`` for nothing."""
     slopes: dict[int, Expr | None] = {}
     for e in nodes(root):
-        if e.op in ("number", "symbol", "param", "lookup"):
+        if e.op in ("number", "symbol", "param", *READS):
             slopes[id(e)] = of_terminal(e)
         else:
             slopes[id(e)] = _chain(e, [slopes[id(a)] for a in e.args])

@@ -32,11 +32,12 @@ SYMBOLS = {
 
 
 class Expr:
-    """One node: an operation of :data:`OPERATIONS` on ``args``, or one of four terminals.
+    """One node: an operation of :data:`OPERATIONS` on ``args``, a number, symbol or parameter, or a read of a leaf.
 
-    Terminals: ``number (value,)``, ``symbol (name,)``, ``param (slot, kind)`` and ``lookup (leaf, *indices)``. A leaf
-    is a tensor (or :class:`Fitted`) while a function is being traced, and ``(kind, number)`` or
-    ``(kind, number, "fitted")`` once the expression was printed and parsed.
+    Terminals: ``number (value,)``, ``symbol (name,)``, ``param (slot, kind)``. Reads: ``lookup (leaf, *indices)``, an element, and
+    ``selected (leaf, *indices, key)``, whether an integer is in a row of a leaf, of which ``indices`` name all dimensions but the last.
+    The elements of a row never decrease. A leaf is a tensor (or :class:`Fitted`) while a function is being traced, and ``(kind, number)``
+    or ``(kind, number, "fitted")`` once the expression was printed and parsed.
     """
 
     __slots__ = ("_kind", "_symbols", "args", "op")
@@ -154,6 +155,8 @@ def _kind_of(op: str, args: tuple) -> str:
         return SYMBOLS[args[0]]
     if op == "param":
         return args[1]
+    if op == "selected":
+        return "bool"
     if op == "lookup":
         leaf = args[0]
         return leaf[0] if isinstance(leaf, tuple) else tensor_kind(leaf.tensor if isinstance(leaf, Fitted) else leaf)
@@ -173,6 +176,10 @@ def symbol(name: str) -> Expr:
 
 
 ZERO, ONE = number(0), number(1)
+NO_ENTRY, WRONG_ENTRY = (1 << 31) - 1, (1 << 31) - 2
+"""In the sorted rows of a selection, what is no key: an entry that the caller left out, and one that is refused where it is checked."""
+READS = ("lookup", "selected")
+"""The nodes that read a leaf, which is their first argument."""
 
 
 def is_number(e: Expr, value: float) -> bool:
@@ -256,6 +263,11 @@ class Fitted:
 def fitted_lookup(tensor: torch.Tensor, *index: Any) -> Expr:
     """``tensor[index]`` of a tensor that is :class:`Fitted`: how the catalogue of masks and scores reads its tensors."""
     return Expr("lookup", (Fitted(tensor), *lookup(tensor, *index).args[1:]))
+
+
+def selected(row: Expr, key: Expr) -> Expr:
+    """Whether ``key`` is in a row of a leaf; ``row`` is a lookup that has an index for each dimension but the last."""
+    return Expr("selected", (*row.args, key))
 
 
 def _index_expr(x: Any, size: int) -> Expr:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tilewise.expr.operations import OPERATIONS, SYMBOLS, Expr, Fitted, apply, number, symbol, tensor_kind
+from tilewise.expr.operations import OPERATIONS, SYMBOLS, Expr, Fitted, apply, number, selected, symbol, tensor_kind
 from tilewise.expr.reader import read
 from tilewise.expr.walk import children, nodes
 
@@ -53,11 +53,17 @@ def _node_text(e: Expr, inner: list[str], leaves: list) -> str:
         text = f"{e.args[1]}_{e.args[0]}" if e.op == "param" else str(e.args[0])
         return f"({text})" if text.startswith("-") else text
     if e.op == "lookup":
-        return f"{_leaf_name(e.args[0], leaves)}[{', '.join([_strip(x) for x in inner]) or '()'}]"
+        return _element_text(e.args[0], inner, leaves)
+    if e.op == "selected":
+        return f"selected({_element_text(e.args[0], inner[:-1], leaves)}, {_strip(inner[-1])})"
     infix = OPERATIONS[e.op].infix
     if infix:
         return f"({inner[0]} {infix} {inner[1]})"
     return f"(~{inner[0]})" if e.op == "not" else f"{e.op}({', '.join([_strip(x) for x in inner])})"
+
+
+def _element_text(leaf: Any, indices: list[str], leaves: list) -> str:
+    return f"{_leaf_name(leaf, leaves)}[{', '.join([_strip(x) for x in indices]) or '()'}]"
 
 
 def _strip(text: str) -> str:
@@ -122,6 +128,8 @@ class Expressions:
         return apply(_INFIX[op], x, y)
 
     def call(self, name: str, args: list[Any]) -> Any:
+        if name == "selected":
+            return selected(*args)
         if name not in OPERATIONS:
             raise ValueError(f"not an expression's operation: {name}")
         return apply(name, *args)

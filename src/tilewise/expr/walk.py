@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tilewise.expr.operations import Expr, kind
+from tilewise.expr.operations import OPERATIONS, READS, Expr, kind
 
 
 def children(e: Expr) -> tuple[Expr, ...]:
     if e.op in ("number", "symbol", "param"):
         return ()
-    return e.args[1:] if e.op == "lookup" else e.args
+    return e.args[1:] if e.op in READS else e.args
 
 
 def nodes(*roots: Expr, into: Callable[[Expr], Sequence[Expr]] = children) -> list[Expr]:
@@ -41,7 +41,23 @@ def fold(root: Expr, value: Callable[[Expr, list], Any], into: Callable[[Expr], 
 
 
 def lookups(*roots: Expr) -> list[Expr]:
-    return [e for e in nodes(*roots) if e.op == "lookup"]
+    """The nodes that read a leaf: an element of it, or a row."""
+    return [e for e in nodes(*roots) if e.op in READS]
+
+
+def operations(*roots: Expr) -> set[str]:
+    """The names of what a kernel must know to compute the expressions, beside reading elements."""
+    return {e.op for e in nodes(*roots) if e.op in OPERATIONS or e.op == "selected"}
+
+
+def selections(*roots: Expr) -> list[Expr]:
+    """The nodes that look for a key in a row of a leaf."""
+    return [e for e in nodes(*roots) if e.op == "selected"]
+
+
+def indices(read: Expr) -> tuple[Expr, ...]:
+    """The indices of a read, one for each dimension of its leaf; none for the last one of rows."""
+    return read.args[1:-1] if read.op == "selected" else read.args[1:]
 
 
 def depends_on(*roots: Expr) -> frozenset[str]:
@@ -88,7 +104,7 @@ def rewrite(root: Expr, terminal: Callable[[Expr], Expr]) -> Expr:
         if e.op in ("number", "symbol", "param"):
             new[id(e)] = terminal(e)
         else:
-            head = (e.args[0],) if e.op == "lookup" else ()
+            head = (e.args[0],) if e.op in READS else ()
             new[id(e)] = Expr(e.op, (*head, *[new[id(a)] for a in children(e)]))
     return new[id(root)]
 

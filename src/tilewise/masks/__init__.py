@@ -5,7 +5,7 @@
 """
 
 from tilewise.masks.catalogue import Mask, MaskFunction, as_mask, broadcast_lookup, intervals, with_lists
-from tilewise.masks.regions import Region, readers, region
+from tilewise.masks.regions import Region, grouped, readers, region
 
 __all__ = [
     "Mask",
@@ -13,6 +13,7 @@ __all__ = [
     "Region",
     "as_mask",
     "broadcast_lookup",
+    "grouped",
     "intervals",
     "readers",
     "region",

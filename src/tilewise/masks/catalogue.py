@@ -348,6 +348,61 @@ def block_sparse(pattern: torch.Tensor, block_q: int, block_k: int) -> Mask:
     return _atom("keep", broadcast_lookup(pattern, (B, H, I // block_q, J // block_k), "block_sparse(pattern)"))
 
 
+def selected(indices: torch.Tensor, block: int = 1, block_q: int = 1) -> Mask:
+    """Each query sees the keys that it was given: entry ``n`` keeps keys ``n * block`` to ``n * block + block - 1``.
+
+    ``selected(torch.tensor([[[[0, 3], [1, -1], [2, 2], [-1, -1]]]]))`` of 4 queries and 5 keys::
+
+        1 . . 1 .
+        . 1 . . .
+        . . 1 . .
+        . . . . .
+
+    ``selected(torch.tensor([[[[0, -1], [2, 0]]]]), block=2, block_q=2)`` of 4 queries and 5 keys::
+
+        1 1 . . .
+        1 1 . . .
+        1 1 . . 1
+        1 1 . . 1
+
+    Args:
+        indices: int32 or int64 ``(batch or 1, heads_k or 1, ceil(seqlen_q / block_q), k)``. Row ``i // block_q`` is for query ``i`` of all
+            query heads of the key head, in any order. -1 keeps no key, an entry that stands twice counts once, and a block may end past
+            the last key. Packed sequences have as many rows as the longest needs, each counting its own queries and keys from 0.
+        block, block_q: keys of an entry, queries of a row.
+
+    Calls on the CPU refuse an entry below -1 or without keys. Calls on a GPU ignore it, unless ``TILEWISE_CHECK=1`` is set.
+    Memory and the search for tiles grow with the number of entries. ``show_mask`` counts key heads instead of query heads.
+
+    Raises:
+        ValueError: ``indices`` or a size of a block is none such.
+    """
+    if not isinstance(indices, torch.Tensor) or indices.ndim != 4 or indices.dtype not in (torch.int32, torch.int64):
+        found = (
+            f"{indices.dtype} {tuple(indices.shape)}" if isinstance(indices, torch.Tensor) else type(indices).__name__
+        )
+        raise ValueError(
+            "selected(indices) takes an int32 or int64 tensor (batch or 1, heads_k or 1, rows, k), a row for each block of "
+            f"block_q queries, got {found}"
+        )
+    at_least(1, "selected", block=block, block_q=block_q)
+    block, block_q = min(block, _ENDLESS), min(block_q, _ENDLESS)
+    # Written out as text, as in documents.
+    b, h = (name if size != 1 else "0" for name, size in zip(("b", "h // group"), indices.shape, strict=False))
+    i, j = (name if size == 1 else f"{name} // {size}" for name, size in (("i", block_q), ("j", block)))
+    return Mask(f"selected(fitted_int0[{b}, {h}, {i}], {j})", (Derived(indices, _sorted_rows),))
+
+
+def _sorted_rows(indices: torch.Tensor) -> tuple[torch.Tensor]:
+    """Return the entries as int32 rows that never decrease, at least one a row. -1 becomes NO_ENTRY, and what is below it WRONG_ENTRY."""
+    if indices.shape[-1] == 0:
+        indices = indices.new_full((*indices.shape[:-1], 1), -1)
+    entries = (
+        indices.clamp(-2, expr.WRONG_ENTRY - 1).int() & expr.NO_ENTRY
+    )  # without their sign, -1 and -2 are the largest numbers
+    return (entries.sort(-1).values,)
+
+
 def as_mask(mask: Mask | torch.Tensor | MaskFunction | None, causal_too: bool = False) -> Mask:
     """Return the Mask of an argument of ``mask=``: a Mask, a bool tensor (``dense``) or a function (``keep``)."""
     if type(mask).__name__ == "CausalBias":  # torch.nn.attention.bias; a tensor whose elements were never written

@@ -86,6 +86,11 @@ class Region:
         """The slots of the tensors that the parts read."""
         return tuple(dict.fromkeys(e.args[0][1] for e in expr.lookups(*self.parts)))
 
+    @cached_property
+    def selections(self) -> tuple[Expr, ...]:
+        """The parts that look for a key among those that a row was given."""
+        return tuple(expr.selections(*self.parts))
+
     def compared_in(self, leaves: Any) -> torch.dtype:
         """Return the dtype of the mask's arithmetic: fp64 if it reads an fp64 tensor, whose numbers may be equal in fp32, else fp32.
 
@@ -197,6 +202,11 @@ def _documents_region(row_start: Expr, row_end: Expr, column_start: Expr, column
     )
 
 
+def _selected_region(row: Expr, key: Expr) -> Region:
+    index = [x.args[0] if x.op == "floordiv" and expr.is_number(x.args[1], 1) else x for x in row.args[1:]]
+    return Region(predicate=expr.selected(Expr("lookup", (row.args[0], *index)), key))
+
+
 def _intervals_region(lo: Expr, hi: Expr, first: Expr, last: Expr) -> Region:
     return Region(lo=lo, hi=hi, first=first, last=last)
 
@@ -210,7 +220,17 @@ ATOMS: dict[str, Callable[..., Region]] = {
     "intervals": _intervals_region,
     "covering": lambda *ends: replace(_intervals_region(*ends), covers=True),
     "keep": lambda predicate: Region(predicate=predicate),
+    "selected": _selected_region,
 }
+GROUP = "group"
+"""The query heads of a key head, in a mask's text before a call has told it (:func:`grouped`). Until then it counts as 1."""
+
+
+def grouped(text: str, q: torch.Tensor, k: torch.Tensor) -> str:
+    """Return a mask's text for a call of ``q`` and ``k``, ``(..., heads, head_dim)``."""
+    if GROUP not in text or q.ndim < 2 or k.ndim < 2:
+        return text
+    return text.replace(GROUP, str(int(q.shape[-2] // max(k.shape[-2], 1))))
 
 
 @lru_cache(maxsize=4096)
@@ -227,6 +247,7 @@ _READERS = {
     "key_range": "the tensor of key_lengths or key_range",
     "prefix": "the tensor of prefix",
     "documents": "documents(ids), an id for each key (cu_seqlens are for attention_varlen): a tensor",
+    "selected": "the tensor of selected",
 }
 
 
@@ -255,7 +276,7 @@ class _Masks(expr.Expressions):
         super().__init__(self._slot)
         self.slots = slots
         self.base = self.most = 0  # the leaves before the named mask that is being read, and with it
-        self.names |= {"None": _UNBOUNDED, "first": "first"}
+        self.names |= {"None": _UNBOUNDED, "first": "first", GROUP: number(1)}
 
     def _slot(self, n: int) -> int:
         self.most = max(self.most, self.base + n + 1)

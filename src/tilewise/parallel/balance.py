@@ -203,7 +203,7 @@ def _grid(mask: Mask, seqlen: int) -> Grid:
     kept = region(mask.text, tuple(range(len(leaves))))
     sizes = {"b": 1, "h": 1}
     for read in expr.lookups(*kept.parts):
-        for index, size in zip(read.args[1:], leaves[read.args[0][1]].shape, strict=True):
+        for index, size in zip(expr.indices(read), leaves[read.args[0][1]].shape, strict=False):
             if index.op == "symbol" and index.args[0] in sizes:
                 sizes[index.args[0]] = max(sizes[index.args[0]], size)
     return Grid.whole(kept, leaves, (sizes["b"], sizes["h"], seqlen, seqlen), torch.device("cpu"))

@@ -66,7 +66,9 @@ def head_axes(spec: Spec) -> dict[int, int]:
     """
     roots = [*spec.whole_region.parts, *(() if spec.whole_score is None else (spec.whole_score,))]
     nodes = expr.nodes(*roots)
-    if any(_is_head(e) for e in roots) or any(_is_head(x) for e in nodes if e.op != "lookup" for x in expr.children(e)):
+    if any(_is_head(e) for e in roots) or any(
+        _is_head(x) for e in nodes if e.op not in expr.READS for x in expr.children(e)
+    ):
         raise ValueError("the mask or score computes with the head's number")
     found: dict[int, tuple[int, ...]] = {} if spec.sink_slot is None else {spec.sink_slot: (0,)}
     for e in expr.lookups(*roots):

@@ -28,7 +28,7 @@ MASKS: dict[str, Callable[..., Mask]] = {
     f.__name__: f
     for f in (
         masks.causal, masks.window, masks.prefix, masks.key_range, masks.key_lengths, masks.documents, masks.keep,
-        masks.dense, masks.block_sparse,
+        masks.dense, masks.block_sparse, masks.selected,
     )
 }  # fmt: skip
 SCORES: dict[str, Callable[..., Score]] = {
@@ -45,7 +45,13 @@ def _arange(stop: int) -> torch.Tensor:
 
 VALUES: dict[str, Callable[..., Any]] = {"arange": _arange, "tensor": torch.as_tensor, **PATTERNS}
 # What a list becomes that one of the catalogue's functions is given.
-ELEMENTS = {"dense": torch.bool, "block_sparse": torch.bool, "alibi": torch.float32, "bias": torch.float32}
+ELEMENTS = {
+    "dense": torch.bool,
+    "block_sparse": torch.bool,
+    "selected": torch.int64,
+    "alibi": torch.float32,
+    "bias": torch.float32,
+}
 
 _BINARY: dict[type[ast.operator], Callable] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,

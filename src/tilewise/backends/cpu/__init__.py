@@ -23,7 +23,7 @@ from tilewise.backends.base import (
     piece_reasons,
     unknown_operations,
 )
-from tilewise.backends.cpu import library, program
+from tilewise.backends.cpu import gathered, library, program
 from tilewise.backends.cpu.call import Bound, Decided, LeafSums, Prepared
 from tilewise.backends.cpu.config import Config, choose
 from tilewise.problem import Problem
@@ -68,12 +68,16 @@ class Cpu(Backend):
         return reasons
 
     def config(self, p: Problem) -> Config:
-        return self.override or choose(p, self.isa or library.chosen_isa())
+        if self.override is not None:
+            return self.override
+        return replace(choose(p, self.isa or library.chosen_isa()), gathered=gathered.serves(p))
 
     def tile(self, p: Problem) -> tuple[int, int]:
         return self.config(p).tile_m, self.config(p).tile_n
 
     def forward(self, p: Problem, t: Inputs) -> Output:
+        if self._prepared.of(p).config.gathered:
+            return gathered.forward(p, t, self.forward)
         out = empty_output(p, t.q, t.v)
         if p.packed:  # rows past the last sequence
             out.o.zero_()

@@ -415,7 +415,7 @@ class Bound:
 
     def _bind_leaves(self) -> None:
         leaves = (library.Leaf * max(len(self.t.leaves), 1))()
-        used = {x.leaf for x in self.code.steps if x.op == "lookup"}
+        used = {x.leaf for x in self.code.steps if x.op in expr.READS}
         for slot in used:
             leaf = self.t.leaves[slot]
             self.keep.append(leaf)
@@ -442,10 +442,12 @@ def _instructions(code: program.Code, numbers: dict[str, int]) -> ctypes.Array:
     for x, step in zip(out, code.steps, strict=True):
         x.op, x.type, x.out = numbers[step.op], step.type, step.out.register
         x.number, x.integer = step.number, step.integer
-        if step.op == "lookup":
-            x.b, x.dims = step.leaf, len(step.args)
-            for n, a in enumerate(step.args):
-                x.index[n], x.mode[n] = a.register, step.modes[n]
+        if step.op in expr.READS:
+            x.b, x.dims = step.leaf, len(step.modes)
+            for n, (a, mode) in enumerate(zip(step.args, step.modes, strict=False)):
+                x.index[n], x.mode[n] = a.register, mode
+            if step.op == "selected":
+                x.a = step.args[-1].register
         else:
             for name, a in zip("abc", step.args, strict=False):
                 setattr(x, name, a.register)

@@ -166,6 +166,9 @@ class _Compiler:
             values = tuple(self.value(x, inner) for x in e.args[1:])
             type_ = floats if e.args[0][0] == "float" else I64
             return self._emit("lookup", type_, type_, values, leaf=e.args[0][1], modes=_modes(e.args[1:], values))
+        if e.op == "selected":
+            values = tuple(self.value(x, "index") for x in e.args[1:])
+            return self._emit("selected", I64, I64, values, leaf=e.args[0][1], modes=_modes(e.args[1:-1], values[:-1]))
         return self._operation(e, [self.made[id(a), context] for a in e.args], floats)
 
     def _number(self, x: bool | int | float, floats: int) -> Value:

@@ -5,7 +5,7 @@
 
 extern "C" {
 
-enum { TW_VERSION = 10, TW_DIMS = 8 };
+enum { TW_VERSION = 11, TW_DIMS = 8 };
 enum TwType { TW_F32 = 0, TW_F64 = 1, TW_BF16 = 2, TW_F16 = 3, TW_I64 = 4, TW_I32 = 5, TW_I16 = 6, TW_I8 = 7, TW_U8 = 8 };
 enum TwStatus { TW_OK = 0, TW_BAD_CALL = 1, TW_NO_MEMORY = 2, TW_FAILED = 3, TW_INTERRUPTED = 4 };
 enum TwTile { TW_EMPTY = 0, TW_PARTIAL = 1, TW_FULL = 2 };
@@ -30,7 +30,8 @@ typedef struct {
 } TwLeaf;
 
 // One operation on registers, each a row of values. `type` is that of the operands, TwType's F32, F64 or I64.
-// A lookup reads leaf `b` at registers `index`; `mode` says how each index moves along a row (TwIndexMode).
+// A lookup reads leaf `b` at registers `index`; `mode` says how each index moves along a row (TwIndexMode). A selection looks for
+// register `a` in the row of leaf `b`, int32, that the registers `index` name.
 typedef struct {
   int32_t op, type, out, a, b, c, dims;
   int32_t index[TW_DIMS], mode[TW_DIMS];

@@ -4,7 +4,7 @@
 #pragma once
 
 // step: what needs the place of the pairs, or a tensor.
-#define TW_PLACE_OPERATIONS(X) X(constant) X(b) X(h) X(off) X(seqlen_q) X(seqlen_k) X(i) X(j) X(lookup)
+#define TW_PLACE_OPERATIONS(X) X(constant) X(b) X(h) X(off) X(seqlen_q) X(seqlen_k) X(i) X(j) X(lookup) X(selected)
 // common: one meaning for every type.
 #define TW_COMMON_OPERATIONS(X)                                                                                        \
   X(to_f32) X(to_f64) X(to_bool) X(lt) X(le) X(gt) X(ge) X(eq) X(ne) X(floordiv) X(mod) X(pow) X(maximum) X(minimum)   \

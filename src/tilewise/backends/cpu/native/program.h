@@ -207,6 +207,25 @@ struct Machine {
     });
   }
 
+  // Whether each pair's key, in register `a`, is in the row of leaf `b` that the registers `index` name. Rows lie along the last
+  // dimension and are sorted, and keys never decrease along a row of pairs, so one walk over both finds all.
+  void selected(const TwInstruction &x, int64_t begin, int64_t end) const {
+    const TwLeaf &leaf = program->leaves[x.b];
+    const int32_t *row = (const int32_t *)leaf.data + fixed_offset(x, leaf.size, leaf.stride, begin);
+    const int64_t count = leaf.size[x.dims], stride = leaf.stride[x.dims];
+    const int64_t *key = at<int64_t>(x.a);
+    int64_t *out = at<int64_t>(x.out), n = 0;
+    for (int64_t above = count; n < above;) {  // the first that is not below the first key
+      const int64_t middle = (n + above) / 2;
+      if (row[middle * stride] < key[begin]) n = middle + 1;
+      else above = middle;
+    }
+    for (int64_t c = begin; c < end; ++c) {
+      while (n < count && row[n * stride] < key[c]) ++n;
+      out[c] = n < count && row[n * stride] == key[c];
+    }
+  }
+
   void step(const TwInstruction &x, const Place &p, int64_t begin, int64_t end) const {
     const int64_t n = end - begin;
     int64_t *ints = at<int64_t>(x.out) + begin;
@@ -226,6 +245,7 @@ struct Machine {
         for (int64_t c = 0; c < n; ++c) ints[c] = p.j0 + (begin + c) * p.step;
         return;
       case Op::lookup_: return lookup(x, p, begin, end);
+      case Op::selected_: return selected(x, begin, end);
       TW_COMMON_OPERATIONS(TW_CASE) TW_NUMBER_OPERATIONS(TW_CASE) TW_INTEGER_OPERATIONS(TW_CASE)
       TW_FLOAT_OPERATIONS(TW_CASE) break;
     }

@@ -50,7 +50,7 @@ def can_judge(grid: Grid) -> bool:
 @lru_cache(maxsize=1024)
 def _can_be_written(region: Region, b: int, h: int, i: int, j: int) -> bool:
     """Whether kernels have every operation of a mask, and compute it in 32 bits for these sizes."""
-    known = {e.op for e in expr.nodes(*region.parts) if e.op in expr.OPERATIONS} <= OPERATIONS
+    known = expr.operations(*region.parts) <= OPERATIONS
     short = argument_bytes(region.parts) <= MOST_BYTES
     return known and short and not expr.beyond_32_bits(region.parts, {"b": b, "h": h, "i": i, "j": j})
 

@@ -1,0 +1,122 @@
+"""The forward of few selected keys, which the cpu backend reads as pages of a cache."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import Tensor
+
+import tilewise as tw
+from tilewise import testing
+from tilewise.backends.cpu import Cpu, gathered, library
+from tilewise.testing import Call, call, normal, qkv
+
+if isinstance(library.load(), str):
+    pytest.skip("no native library", allow_module_level=True)
+
+CPU = Cpu()
+NQ, NK = 30, 128
+
+
+def entries(*shape: int, blocks: int, seed: int = 0) -> Tensor:
+    """Some of them -1, some twice."""
+    return torch.randint(-1, blocks, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def selected(block: int = 1, heads: int = 1, batch: int = 1, count: int = 6) -> tw.Mask:
+    return tw.selected(entries(batch, heads, NQ, min(count, NK // block // 4), blocks=NK // block), block)
+
+
+def of(mask: tw.Mask, group: int = 16, dtype: torch.dtype = torch.float32, dv: int = 32, **options: object) -> Call:
+    return call(*qkv(2, NQ, NK, 2 * group, 2, 32, dv, dtype), mask=mask, **options).forward_only()
+
+
+CASES = {
+    "tokens": lambda: of(selected()),
+    "of-each-key-head": lambda: of(selected(heads=2, batch=2)),
+    "causal-blocks": lambda: of(selected(16, heads=2) & tw.causal(), group=3),
+    "causal-first": lambda: of(selected(4) & tw.causal(align="first"), group=1),
+    "key-lengths": lambda: of(selected(8, heads=2) & tw.key_lengths(torch.tensor([60, 101])), group=20),
+    "no-key": lambda: of(selected() & tw.key_lengths(torch.tensor([0, 128]))),
+    "softcap-sink": lambda: of(selected() & tw.causal(), score=tw.softcap(2.0), sink=normal(32), softmax_scale=0.4),
+    "largest-score": lambda: of(selected(heads=2), group=5, sink=normal(10), max_logit=True),
+    "float64": lambda: of(selected(2), dtype=torch.float64),
+    "bfloat16": lambda: of(selected(heads=2) & tw.causal(), dtype=torch.bfloat16, dv=48),
+    "float16": lambda: of(selected(16), group=40, dtype=torch.float16),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_few_keys_are_gathered_and_right(name):
+    c = CASES[name]()
+    assert CPU.config(c.p).gathered
+    assert not testing.wrong(CPU, c)
+
+
+OTHERS = {
+    "many-keys": lambda: of(selected(count=32) | tw.window(1, 0)),
+    "a-window": lambda: of(selected() & tw.window(left=20)),
+    "a-score-of-the-place": lambda: of(selected(), score=tw.alibi(normal(32))),
+    "dropout": lambda: of(selected(), dropout_p=0.5, dropout_seed=1),
+    "rows-of-queries": lambda: of(tw.selected(entries(1, 1, 2, 2, blocks=16), 8, 16)),
+    "blocks-that-overhang": lambda: of(tw.selected(entries(1, 1, NQ, 2, blocks=13), 10)),
+    "its-own-tiles": lambda: of(selected()),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_calls_go_tile_by_tile(name):
+    c = OTHERS[name]()
+    backend = Cpu(tw.backends.cpu.config.choose(c.p, library.chosen_isa())) if name == "its-own-tiles" else CPU
+    assert not backend.config(c.p).gathered
+    assert not testing.wrong(backend, c)
+
+
+def test_a_length_that_no_block_divides_is_told_apart_from_one_of_the_same_structure():
+    for nk in (128, 120, 128, 125):
+        q, k, v = qkv(1, 8, nk, 2, 1)
+        mask = tw.selected(entries(1, 1, 8, 2, blocks=nk // 8), 8)
+        torch.testing.assert_close(
+            tw.attention(q, k, v, mask=mask), tw.attention(q, k, v, mask=mask, backend="portable")
+        )
+
+
+def test_pages_are_made_again_after_the_indices_were_written():
+    indices, (q, k, v) = entries(1, 1, NQ, 6, blocks=NK), qkv(1, NQ, NK, 4, 1)
+    mask = tw.causal() & tw.selected(indices)
+    for seed in range(3):
+        indices.copy_(entries(1, 1, NQ, 6, blocks=NK, seed=seed))
+        torch.testing.assert_close(
+            tw.attention(q, k, v, mask=mask), tw.attention(q, k, v, mask=mask, backend="portable")
+        )
+
+
+def test_pages_are_forgotten_with_the_mask():
+    q, k, v = qkv(1, NQ, NK, 4, 1)
+    before = len(gathered._tables._found)
+    mask = selected()
+    tw.attention(q, k, v, mask=mask)
+    assert len(gathered._tables._found) == before + 1
+    del mask
+    gc.collect()
+    assert len(gathered._tables._found) == before
+
+
+def test_keys_of_any_strides_are_gathered():
+    q, k, v = qkv(2, NQ, NK, 4, 2)
+    forms = [
+        lambda x: x,
+        lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+        lambda x: torch.cat([x, x], -1)[..., :16],
+    ]
+    found = [CPU.forward(c.p, c.t).o for c in (call(*map(form, (q, k, v)), mask=selected(4)) for form in forms)]
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+def test_it_is_explained():
+    c = of(selected())
+    assert "forward of each query's selected keys" in CPU.config(c.p).describe()
+    assert gathered.serves(c.p)

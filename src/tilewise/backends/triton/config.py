@@ -41,7 +41,6 @@ class Config:
         dv: tiles of a pass for dV alone; ``dkdv`` is then dK's alone.
         split: keys of a split, or None.
         splits: splits of a row's keys in a paged cache; ``split`` is then the least size of one (``paging.paged_splits``).
-        shares: even shares of all key tiles of a paged cache, per key head (``kernels.shares``); 0 means splits.
         group_parts: programs of the backward that share the query heads of a key tile (:mod:`group_parts`).
         beside: batch elements and heads whose programs for one tile run side by side.
         overlapping: whether a kernel may begin before the previous one in the stream ends (``host.plan.Role``).
@@ -54,7 +53,6 @@ class Config:
     dv: Tiles | None = None
     split: int | None = None
     splits: int = 1
-    shares: int = 0
     group_parts: int = 1
     beside: tuple[int, int] = (1, 1)
     overlapping: bool = False

@@ -42,8 +42,6 @@ PROGRAMS = 2  # for each multiprocessor, as many as run there at a time
 LEAST_SPLITS = 16  # of a batch of decoding steps: one sequence may be much longer than the others
 MOST_SPLITS = 128
 MOST_SPLITS_ALONE = 32  # if the choice may not look at the batch: the partial states of a large one should still fit
-# If warps share a tile's keys: 16 tiles of head_dim 256 take 26.4 µs in even shares, 24.4 in splits (H200).
-MOST_SHARES = 5
 PARTS_REGISTERS = 168  # of a thread, if warps take parts of a tile's keys: three programs for each multiprocessor
 SHORTEST_SPLIT = 128  # keys, if programs are few
 SPLIT_OF_MANY = 1024  # keys, if all multiprocessors have programs without splits, and a split saves no time
@@ -107,7 +105,6 @@ class PagedConfig(Config):
 
     def describe(self) -> str:
         split = f"; keys in up to {self.splits} splits of {self.split} or more" if self.splits > 1 else ""
-        split += f"; {self.shares} even shares of all keys" if self.shares else ""
         return self.forward.describe() + split
 
     def traffic(self, problem: Problem) -> int:
@@ -156,11 +153,7 @@ def paged_config(problem: Problem, machine: Machine, products: str, measured: Ti
     if few is not None and takes_parts(problem, tiles):
         tiles = replace(tiles, parts=tiles.num_warps, registers=PARTS_REGISTERS)
     splits, keys = paged_splits(problem, tiles.tile_m, machine.cores)
-    shared, programs = shared_tiles(problem, tiles, machine)
-    shares = even_shares(problem, tiles, machine.cores * programs) if splits > 1 else 0  # else nothing would be merged
-    if shares:
-        tiles, splits, keys = shared, 1, SHORTEST_SPLIT
-    chosen = {"shares": shares, "splits": splits, "split": keys}
+    chosen = {"splits": splits, "split": keys}
     return PagedConfig(tiles, tiles, tiles, overlapping=arch in OVERLAPPING, products=products, **chosen)
 
 
@@ -210,38 +203,6 @@ def paged_memory(problem: Problem, arch: str, tiles: Tiles) -> int:
     # With e4m3 stages, a predicate's pairs need no extra shared memory.
     streams = Streams(plain=problem.spec.region.predicate is None or problem.quantised)
     return shared_memory("latent" if problem.latent else "paged", tiles, widths, problem.dtype.itemsize, streams, arch)
-
-
-def shared_tiles(problem: Problem, tiles: Tiles, machine: Machine) -> tuple[Tiles, int]:
-    """Return the tiles of programs with even shares of all keys, and the number of these programs per multiprocessor.
-
-    If the batch has no more tiles than multiprocessors, that is one program, with all registers and a stage more. Otherwise, and if
-    warps share a tile's keys, it is two, at a time or one after the other.
-    """
-    tiles = replace(tiles, registers=0)
-    if tiles.parts == 1 or problem.batch * problem.heads_k > machine.cores:
-        return tiles, PROGRAMS
-    deeper = replace(tiles, num_stages=tiles.num_stages + 1)
-    fits = paged_memory(problem, machine.arch, deeper) <= machine.shared
-    return deeper if fits else tiles, 1
-
-
-def even_shares(problem: Problem, tiles: Tiles, programs: int) -> int:
-    """Return the number of even shares of all key tiles (``kernels.shares``) for so many programs, or 0 if sequences have splits.
-
-    Shares depend on all sequences of a batch, so a deterministic call has none. They need several sequences of one row tile each. If
-    warps share a tile's keys, pages must hold whole tiles of 16 bits, and there must be more than a few tiles.
-    """
-    if problem.packed or problem.spec.deterministic or rows_of_sequence(problem) > tiles.tile_m or problem.batch == 1:
-        return 0
-    if tiles.parts == 1:
-        plain = not (problem.quantised or problem.latent) and addressing(problem, tiles.tile_n) != "several"
-        if not plain or MOST_SHARES * problem.batch * problem.heads_k < programs:
-            return 0
-    most = programs // problem.heads_k
-    # Shares begin where equally long sequences begin, unless that leaves more than an eighth of the machine idle.
-    each = [n for n in range(1, most + 1) if problem.batch % n == 0 or n % problem.batch == 0]
-    return each[-1] if each and 8 * each[-1] >= 7 * most else most
 
 
 def paged_splits(problem: Problem, tile_m: int, cores: int) -> tuple[int, int]:

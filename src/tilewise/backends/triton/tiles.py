@@ -107,7 +107,7 @@ def shared_memory(
     """Return the bytes that a kernel may need: its resident tiles, and ``num_stages`` of the tiles that its loop streams.
 
     Args:
-        kernel: "forward", "merge", "paged", "latent", "merge_rows", "merge_shares", "dkdv", "dk", "dv", "dq",
+        kernel: "forward", "merge", "paged", "latent", "merge_rows", "dkdv", "dk", "dv", "dq",
             "group_parts", "delta", "tile", "strip", "sheet" or "sheet_strip".
         widths: :func:`columns` of q, k and of v.
     """
@@ -129,7 +129,6 @@ def shared_memory(
         "delta": 0,
         "merge": 0,
         "merge_rows": 8 * wv,
-        "merge_shares": 8 * wv,
         "group_parts": 0,
         "terms": 0,
         "tile": stages * (m + n) * (w + wv),

@@ -21,13 +21,6 @@ def partial_states(out: Output, num_splits: int) -> Output:
     return Output(*[torch.empty((num_splits, *x.shape), dtype=torch.float32, device=x.device) for x in out.tensors])
 
 
-def shared_states(plan: Plan, out: Output) -> Tensor:
-    """Memory for the states of ``kernels.shares``."""
-    problem, config = plan.problem, plan.config
-    state = config.forward.tile_m * (problem.head_dim_v + 4)
-    return out.o.new_empty(2 * problem.heads_k * config.shares * state, dtype=torch.float32)
-
-
 def seqlen_q_rounded(problem: Problem) -> int:
     """Rows from one head to the next in the statistics: each head begins at a multiple of 16 bytes, as descriptors ask."""
     return problem.seqlen_q if problem.packed else -(-problem.seqlen_q // 4) * 4

@@ -154,7 +154,7 @@ def shared_memory(item: Launch, name: str, tiles: Tiles) -> int:
         return tile_map.SHARED_MEMORY
     if name in tangent.PASSES:
         return tangent.tangent_memory((item.head_dim, item.head_dim_v), item.dtype.itemsize, name, tiles)
-    if name in ("paged", "shares"):
+    if name == "paged":
         return paged_memory(problem_of(item), item.arch, tiles)
     plain = item.feature not in ("rich", "sparse", "dense", "verify")
     streams = Streams(pair_bytes(item), plain, item.feature in ("relative", "distances"))

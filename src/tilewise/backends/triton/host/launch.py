@@ -18,12 +18,12 @@ from tilewise.backends.base import (
     output_of_no_pair,
 )
 from tilewise.backends.triton.config import pair_sum_tiles
-from tilewise.backends.triton.host.buffers import BackwardBuffers, new_sheet, partial_states, shared_states
+from tilewise.backends.triton.host.buffers import BackwardBuffers, new_sheet, partial_states
 from tilewise.backends.triton.host.call import Call, is_aligned, list_pointers, tile_slots
 from tilewise.backends.triton.host.descriptors import operand_views, pair_view, sheet_view, statistics_view
 from tilewise.backends.triton.host.launched import Launched, View
 from tilewise.backends.triton.host.leaf_sums import LeafSums, Strips
-from tilewise.backends.triton.host.paged import attend_pages, attend_shares, merge_rows, merge_shares
+from tilewise.backends.triton.host.paged import attend_pages, merge_rows
 from tilewise.backends.triton.host.plan import Plan, Role
 from tilewise.backends.triton.host.relaunch import BackwardRelaunch, ForwardRelaunch
 from tilewise.backends.triton.host.runtime import kernels
@@ -67,9 +67,6 @@ def forward(plan: Plan, inputs: Inputs) -> Output:
 
 def _forward_over_pages(call: Call, out: Output) -> ForwardRelaunch | None:
     splits = call.plan.config.splits
-    if call.plan.config.shares:
-        states = shared_states(call.plan, out)
-        return ForwardRelaunch.of(call, attend_shares(call, out, states), merge_shares(call, out, states))
     if splits == 1:
         return ForwardRelaunch.of(call, attend_pages(call, out))
     states = partial_states(out, splits)

@@ -372,7 +372,6 @@ def all_facts(decisions: Decisions, tiles: Tiles, align: int, chosen: dict[str, 
     }
     defaults = {
         "split": False,
-        "shares": 0,
         "dk": True,
         "dv": True,
         "in_parts": False,

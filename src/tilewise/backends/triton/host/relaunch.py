@@ -13,7 +13,7 @@ from functools import reduce
 from torch import Tensor
 
 from tilewise.backends.base import Inputs, Output
-from tilewise.backends.triton.host.buffers import BackwardBuffers, new_sheet, partial_states, shared_states
+from tilewise.backends.triton.host.buffers import BackwardBuffers, new_sheet, partial_states
 from tilewise.backends.triton.host.call import Call
 from tilewise.backends.triton.host.driver import address
 from tilewise.backends.triton.host.launched import Launched
@@ -84,14 +84,13 @@ class ForwardRelaunch:
 
     def __call__(self, inputs: Inputs, out: Output) -> bool:
         """Launches; False, and nothing is launched, where a tensor is not aligned as those of the first call were."""
-        shared = shared_states(self.plan, out) if self.plan.config.shares else None
-        to = out if self.merge is None or shared is not None else partial_states(out, self.num_splits)
+        to = out if self.merge is None else partial_states(out, self.num_splits)
         addresses = shared_addresses(self.plan, inputs)
         q, k, v = inputs.q.data_ptr(), inputs.k.data_ptr(), inputs.v.data_ptr()
         o, lse = to.o.data_ptr(), to.lse.data_ptr()
         if addresses is None or (q | k | v | o | lse) % 16:
             return False
-        addresses |= {"q": q, "k": k, "v": v, "o": o, "lse": lse, "states": address(shared)}
+        addresses |= {"q": q, "k": k, "v": v, "o": o, "lse": lse}
         if to.max_logit is not None:
             addresses["max_logit"] = to.max_logit.data_ptr()
         if self.terms is not None:

@@ -12,7 +12,7 @@ From the bottom up:
   ``tile_bits``: a bit for each pair of the partial ones.
 - ``forward``, ``backward``, ``pair_bias``, ``diagonals``, ``tangent``: the kernels; ``tangent_tiles``: what the last one loads;
   ``paged``: the forward over keys in pages, ``paged_loads``: what it loads, ``parts``: of few rows, ``paged_epilogue``: its end,
-  ``merge_rows``: of its split keys, ``shares``: by even shares of all keys; ``append``: what writes them;
+  ``merge_rows``: of its split keys; ``append``: what writes them;
   ``group_parts``: the sums of dK and dV where a key tile has several programs.
 
 ``emit`` turns a problem's mask and score into functions that the kernels call: ``writer`` writes an expression, ``factors`` collects its

@@ -387,24 +387,6 @@ def begin_overlap(FACTS: tl.constexpr):
 
 
 @triton.jit
-def wait_alone(FACTS: tl.constexpr):
-    """The wait of :func:`begin_overlap` in one of two branches. In other words, or LLVM would wait before the branch, and ptxas then before
-    all that the branch depends on."""
-    if FACTS.overlap == "reads":
-        tl.inline_asm_elementwise(
-            "griddepcontrol.wait; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-        )
-
-
-@triton.jit
-def fetch(pointers, wanted):
-    """Has the lines that ``pointers`` point into brought to L2 where ``wanted``; nothing waits for them."""
-    FETCH: tl.constexpr = "{.reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0;}"
-    arguments = [pointers.to(tl.int64), wanted.to(tl.int32)]
-    tl.inline_asm_elementwise(FETCH, "=r,l,r", arguments, dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
 def end_overlap(FACTS: tl.constexpr):
     """The last statement of a kernel that may overlap with others."""
     if FACTS.overlap == "joins":

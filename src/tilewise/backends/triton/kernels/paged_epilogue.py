@@ -1,4 +1,4 @@
-"""How the kernels over pages (:mod:`paged`, :mod:`shares`) end: from the state of a tile's rows to o and lse."""
+"""How the kernel over pages (:mod:`paged`) ends: from the state of a tile's rows to o and lse."""
 
 import triton
 import triton.language as tl

@@ -90,7 +90,7 @@ def table_of(block_table, b, sizes, cache):
 @triton.constexpr_function
 def reads_first_page(FACTS):
     """Whether a program knows its first block before it has its rows, and reads that block's page beside them, not after them."""
-    return (FACTS.split or FACTS.shares) and FACTS.parts > 1 and FACTS.lo is None and FACTS.pages != "several"
+    return FACTS.split and FACTS.parts > 1 and FACTS.lo is None and FACTS.pages != "several"
 
 
 @triton.jit

@@ -469,7 +469,7 @@ TERMS = OTHER_TILES["terms"]
 def terms_of(problem, operands: list[torch.Tensor]) -> list[torch.Tensor]:
     """The bf16 terms of q, k, v and do."""
     named = dict(zip(("q", "k", "v", "do"), operands, strict=True))
-    return list(split_into_terms(Plan(problem, TERMS), named, steady=False)[0].values())
+    return list(split_into_terms(Plan(problem, TERMS), named).values())
 
 
 def test_three_terms_hold_all_of_fp32():

@@ -6,11 +6,10 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from tilewise.backends.base import Output
 from tilewise.backends.triton.host import runtime
 from tilewise.backends.triton.host.call import Call, tile_slots
 from tilewise.backends.triton.host.descriptors import operand_views
-from tilewise.backends.triton.host.launched import Launched, View
+from tilewise.backends.triton.host.launches import KernelLaunch, View
 from tilewise.backends.triton.paging import E4M3_PAIR, addressing
 from tilewise.backends.triton.tiles import Tiles, pieces, shared_pieces
 from tilewise.problem import Problem
@@ -18,17 +17,17 @@ from tilewise.problem import Problem
 MERGED_AT_ONCE = 32  # states of a row that are read at once
 
 
-def attend_pages(call: Call, to: Output) -> Launched:
-    """Runs the kernel over pages: o and lse, or their partial states of each split of the keys."""
+def attend_pages(call: Call) -> KernelLaunch:
+    """The kernel over pages: o and lse, or their partial states of each split of the keys."""
     plan, problem, inputs = call.plan, call.plan.problem, call.inputs
     tiles, splits = plan.config.forward, plan.config.splits
     pages, cuts = addressing(problem, tiles.tile_n), stored_pieces(problem, tiles)
     names = ("k",) if problem.latent else ("k", "v")
     # A descriptor brings a tile of one page.
     views = operand_views(call, tiles if pages != "several" else replace(tiles, tma=False), *names, cuts=cuts)
-    views += (View("v", None),) * (4 - len(views))
+    views += (None,) * (4 - len(views))
     chosen = {
-        "tma": views[0].value is not None,
+        "tma": views[0] is not None,
         "pages": pages,
         "page_size": problem.page_size if pages != "whole" else 0,
         "group": problem.group,
@@ -41,15 +40,17 @@ def attend_pages(call: Call, to: Output) -> Launched:
     }
     if splits > 1:
         chosen |= {"split": True, "sink": False, **plan.overlap("leads")}
-    if to.max_logit is not None:  # bounded scores are summed up without their maximum
+    if problem.spec.max_logit:  # bounded scores are summed up without their maximum
         chosen |= {"max_logit": True, "bounded": False}
     if problem.quantised:
         chosen |= {"k_scale": _which(inputs.k_scale), "v_scale": _which(inputs.v_scale)}
     slots = tile_slots(problem, problem.seqlen_q * problem.group, tiles.tile_m)
     grid = (slots * problem.heads_k * problem.batch_dim, splits)
-    between = View("block_table", inputs.block_table), View("seqlens_k", inputs.seqlens_k), cache_sizes(call), *views
-    tensors, facts = call.tensors(**to.named), plan.facts(tiles, call.align, **chosen)
-    return call.launch(runtime.kernels().paged, grid, tiles, tensors, call.sizes(slots), facts, *between)
+    between, facts = (
+        (View("block_table"), View("seqlens_k"), cache_sizes(call)),
+        plan.facts(tiles, call.align, **chosen),
+    )
+    return call.launch(runtime.kernels().paged, grid, tiles, call.sizes(slots), facts, *between, *views)
 
 
 def cache_sizes(call: Call) -> tuple:
@@ -81,14 +82,12 @@ def scale_strides(scale: Tensor) -> tuple[int, int, int, int]:
     return forms[scale.ndim]
 
 
-def merge_rows(call: Call, out: Output, states: Output) -> Launched:
-    """Runs the kernel that merges the partial states of split keys, a program for each row."""
+def merge_rows(call: Call, splits: int) -> KernelLaunch:
+    """The kernel that merges the partial states of split keys, a program for each row."""
     plan, problem = call.plan, call.plan.problem
-    splits = len(states.o)
     tiles = Tiles(min(splits, MERGED_AT_ONCE), 16, 4, 1, padded=True)
-    chosen = {"natural": True, "pages": "several", "splits": splits, "max_logit": out.max_logit is not None}
+    chosen = {"natural": True, "pages": "several", "splits": splits, "max_logit": problem.spec.max_logit}
     facts = plan.facts(tiles, call.align, **chosen, **plan.overlap("reads"))
     rows = problem.seqlen_q * problem.heads_q * problem.batch_dim
-    views = [View(f"partial_{name}", getattr(states, name)) for name in ("o", "lse", "max_logit")]
-    tensors = call.tensors(**out.named)
-    return call.launch(runtime.kernels().merge_rows, (rows, 1), tiles, tensors, call.sizes(1), facts, *views)
+    views = [View(f"partial_{name}") for name in ("o", "lse", "max_logit")]
+    return call.launch(runtime.kernels().merge_rows, (rows, 1), tiles, call.sizes(1), facts, *views)

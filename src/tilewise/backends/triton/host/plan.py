@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -15,12 +15,13 @@ from tilewise.backends.base import Inputs, PerTensors
 from tilewise.backends.triton.config import TERM_PRODUCTS, TERMS, Config, decoding
 from tilewise.backends.triton.host import runtime
 from tilewise.backends.triton.host.facts import Facts
+from tilewise.backends.triton.host.launches import KernelLaunch
 from tilewise.backends.triton.kernels.emit import Emitted, emit
 from tilewise.backends.triton.kernels.leaf_reads import PairReads, described_lookup, is_wide
 from tilewise.backends.triton.sheet import SheetPart, sheet_parts
 from tilewise.backends.triton.tiles import Tiles, pieces
 from tilewise.caching import cached_property
-from tilewise.device import is_captured, lasting
+from tilewise.device import lasting
 from tilewise.leaf_gradients import DIAGONALS, ROWS, TILES
 from tilewise.masks.facts import every_key_seen, every_pair_kept
 from tilewise.problem import Problem, regrouped_problem
@@ -43,44 +44,6 @@ class Memo(dict[Key, Value]):
         if key not in self:
             self[key] = make()
         return self[key]
-
-
-class SizesMemo:
-    """The Sizes of launches whose pointers are all aligned: one object for each content, so that its identity stands for it."""
-
-    def __init__(self):
-        self._made: Memo[tuple, Any] = Memo()
-        self._ids: set[int] = set()
-
-    def of(self, key: tuple, make: Callable[[], Any]) -> Any:
-        sizes = self._made.of(key, make)
-        self._ids.add(id(sizes))
-        return sizes
-
-    def __contains__(self, sizes: object) -> bool:
-        return id(sizes) in self._ids
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The strides of a call's operands, ``(batch, row, head)`` each, in elements.
-
-    Attributes:
-        unit: elements of 16 bytes, of the narrowest operand.
-        in_units: the strides in units of 16 bytes; None where one of them is no multiple.
-    """
-
-    strides: dict[str, tuple[int, int, int]]
-    unit: int
-    in_units: dict[str, tuple[int, int, int]] | None
-
-    @classmethod
-    def of(cls, problem: Problem, operands: dict[str, Tensor]) -> Layout:
-        strides = {name: operand_strides(x) for name, x in operands.items()}
-        unit = 16 // min(x.element_size() for x in operands.values())
-        whole = all(n % unit == 0 for each in strides.values() for n in each)
-        in_units = {name: tuple(n // unit for n in each) for name, each in strides.items()}
-        return cls(strides, unit, in_units if whole else None)
 
 
 def operand_strides(x: Tensor) -> tuple[int, int, int]:
@@ -196,24 +159,15 @@ class Plan(Decisions):
 
     Attributes:
         record: takes every launch in its place, where launches are to be listed and not run.
-        facts_made, layouts, sizes, descriptors, compiled: caches; ``compiled`` holds kernels by the identity of their
-            function, sizes and facts.
-        tile_lists: lists of a predicate's tiles. lines: ``Emitted.lines`` by device.
-        indices: at which elements of a leaf the distances of a read by distance are read.
-        relaunches: what launches a forward once more, and, by dO's strides, a backward; where kernels walk over lists, ``tile_lists``
-            has them, while the mask's tensors are the same.
+        launches: what :meth:`call.Call.run` made. tile_lists: lists of a predicate's tiles.
+        lines: ``Emitted.lines`` by device. indices: at which elements of a leaf the distances of a read by distance are read.
     """
 
     record: Callable[..., None] | None = None
-    facts_made: Memo[tuple, Facts] = field(default_factory=Memo)
-    layouts: Memo[tuple[int, ...] | None, Layout] = field(default_factory=Memo)
-    sizes: SizesMemo = field(default_factory=SizesMemo)
-    descriptors: Memo[tuple, Any] = field(default_factory=Memo)
-    compiled: dict[tuple, Any] = field(default_factory=dict)
+    launches: Memo[tuple, Sequence[KernelLaunch]] = field(default_factory=Memo)
     tile_lists: PerTensors = field(default_factory=PerTensors)
     lines: Memo[torch.device, tuple[Tensor, ...]] = field(default_factory=Memo)
     indices: Memo[tuple, list[Tensor]] = field(default_factory=Memo)
-    relaunches: dict[tuple[int, ...] | None, Any] = field(default_factory=dict)
     DECIDED: ClassVar[tuple[str, ...]] = ("wide", "emitted", "extents", "whole", "pair_leaf")
 
     def decided(self) -> tuple[Callable[[Problem, dict[str, Any]], Plan], dict[str, Any]]:
@@ -231,52 +185,16 @@ class Plan(Decisions):
         """The tensors that the mask reads."""
         return [inputs.leaves[n] for n in self.problem.spec.mask_slots]
 
-    def keep(self, inputs: Inputs, relaunch: Any, do_strides: tuple[int, ...] | None = None) -> None:
-        """Keeps what launches a call once more; ``do_strides``: of a backward."""
-        if self.lists:
-            # The method, since what is made of tensors is searched for those that it holds.
-            made = relaunch.lists, relaunch.__call__
-            self.tile_lists.of(("relaunch", do_strides), self.mask_leaves(inputs), lambda: made)
+    def start(self, launch: KernelLaunch, named: dict[str, Any], aligned: bool) -> None:
+        """Runs a launch with these tensors, or records it."""
+        if self.record is None:
+            launch(named, aligned)
         else:
-            self.relaunches[do_strides] = relaunch
-
-    def relaunch(self, inputs: Inputs, do_strides: tuple[int, ...] | None = None) -> Any:
-        """The launches that were kept, if a call may repeat them; a capture makes anew what they read of the mask's tensors."""
-        if not self.lists:
-            return self.relaunches.get(do_strides)
-        if is_captured():
-            return None
-        return self.tile_lists.kept(("relaunch", do_strides), self.mask_leaves(inputs), (None, None))[1]
-
-    def start(self, kernel, grid: tuple[int, ...], tiles: Tiles, *arguments: object) -> object:
-        """Launches a kernel; with sizes and facts of an earlier launch, straight through the compiled one.
-
-        Triton's own way there looks at each of some hundred numbers, which takes 60 us of host time. What it looks for cannot change:
-        sizes and facts are the same objects, and sizes are kept only where every pointer is aligned.
-
-        Returns:
-            The compiled kernel; None where a later launch has to go Triton's way again.
-        """
-        if self.record is not None:
-            self.record(kernel, grid, tiles, *arguments)
-            return None
-        sizes, facts = arguments[1], arguments[-1]
-        if sizes not in self.sizes:
-            runtime.run(kernel, grid, tiles, *arguments)
-            return None
-        key = kernel, id(sizes), id(facts)
-        compiled = self.compiled.get(key)
-        if compiled is not None:
-            runtime.run_compiled(compiled, (*grid, 1, 1)[:3], *arguments)
-        else:
-            compiled = runtime.run(kernel, grid, tiles, *arguments)
-            if compiled is not None:
-                self.compiled[key] = compiled
-        return compiled
+            self.record(launch.kernel, launch.grid, launch.tiles, *launch.arguments(named))
 
     def facts(self, tiles: Tiles, align: int, **chosen: object) -> Facts:
         """The compile-time part of a launch: :func:`all_facts` with ``chosen`` in place of its defaults."""
-        return self.facts_made.of((tiles, align, *chosen.items()), lambda: all_facts(self, tiles, align, chosen))
+        return all_facts(self, tiles, align, chosen)
 
     def leaves(self, inputs: Inputs) -> list[Tensor]:
         """The tensors that kernels read as ``work.leaves``: those of the mask and the score, then lines."""

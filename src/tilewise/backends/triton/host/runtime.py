@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from threading import RLock
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -156,8 +157,52 @@ def listening() -> bool:
     return bool(hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls)
 
 
-def run_compiled(compiled, grid: tuple[int, int, int], *arguments: object) -> None:
+_COMPILED: dict[tuple, Any] = {}
+"""Kernels by all that Triton would compile another one for, beside alignments: see :func:`kind_of`."""
+
+
+def start(kernel, grid: tuple[int, ...], tiles: Tiles, *arguments: object) -> object:
+    """Launches a kernel with :func:`aligned` tensors, straight where a like launch has compiled it.
+
+    Triton's own way there looks at each of some hundred numbers (docs/decisions.md#triton-relaunch).
+
+    Returns:
+        The compiled kernel, for :func:`run_compiled` with arguments of the same kinds; None where there is none.
+    """
+    key = kernel, tiles, kind_of(arguments)
+    compiled = _COMPILED.get(key)
+    if compiled is not None:
+        run_compiled(compiled, grid, *arguments)
+        return compiled
+    compiled = run(kernel, grid, tiles, *arguments)
+    if compiled is not None:
+        _COMPILED[key] = compiled
+    return compiled
+
+
+def kind_of(x: object, bundled: bool = False) -> object:
+    """What of an argument is known when a kernel is compiled: tensors' and numbers' types, and constants, which lie in no bundle."""
+    if isinstance(x, torch.Tensor):
+        return x.dtype, x.device
+    if isinstance(x, tuple):
+        return tuple(kind_of(y, bundled=True) for y in x)
+    if bundled and isinstance(x, (int, float)):
+        return float if isinstance(x, float) else -(1 << 31) <= x < 1 << 31
+    if hasattr(x, "block_shape"):
+        return kind_of(x.base), tuple(x.block_shape)
+    return x
+
+
+def aligned(tensors: Iterable[object]) -> bool:
+    """Whether all of these tensors, those in tuples too, begin at multiples of 16 bytes; others may be None."""
+    return not any((not aligned(x)) if isinstance(x, tuple) else x is not None and x.data_ptr() % 16 for x in tensors)
+
+
+def run_compiled(compiled, grid: tuple[int, ...], *arguments: object) -> None:
     """Launches a compiled kernel. ``compiled[grid](*arguments)`` would go through two chains of hooks though nobody listens."""
+    if not all(grid):
+        return
+    grid = (*grid, 1, 1)[:3]
     if listening():
         compiled[grid](*arguments)
         return

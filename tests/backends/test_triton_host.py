@@ -417,18 +417,3 @@ def test_descriptors_read_every_tile_where_every_key_is_seen(mask, lengths, whol
     q, k = (torch.randn(1, n, 1, 32) for n in lengths)
     c = call(q, k, k.clone(), mask=mask)
     assert Plan(c.p, TMA).whole == whole
-
-
-def test_heads_of_one_query_share_a_tile_unless_they_differ_in_more_than_their_queries():
-    q, k, v = qkv(nq=1, nk=50, hq=4, hk=2)
-    plans = {
-        "plain": {},
-        "causal": {"causal": True},
-        "window": {"mask": tw.window(20, 0)},
-        "score": {"score": tw.alibi(normal(4))},
-        "sink": {"sink": normal(4)},
-        "dropout": {"dropout_p": 0.5, "dropout_seed": 1},
-    }
-    found = {name: Plan(call(q, k, v, **options).p, TMA).regrouped for name, options in plans.items()}
-    assert [name for name, plan in found.items() if plan is not None] == ["plain", "causal"]
-    assert Plan(call(*qkv(nq=2, nk=50, hq=4, hk=2)).p, TMA).regrouped is None

@@ -29,8 +29,8 @@ from tilewise.backends.triton.config import (
 from tilewise.backends.triton.tiles import Streams, Tiles, columns, fit, program_limit, shared_memory, width
 from tilewise.problem import Problem
 
-Addressing = Literal["whole", "one", "several"]
-"""The place of a tile's keys: in a sequence's only page, in one page of several, or each key in its own page."""
+Addressing = Literal["dense", "whole", "one", "several"]
+"""The place of a tile's keys: in no pages, in a sequence's only page, in one page of several, or each key in its own page."""
 
 LARGE_TILE = 128  # queries (docs/decisions.md#triton-pages)
 FEWEST_ROWS = 16  # of a tile: a step of decoding has a row for each head of a group (docs/decisions.md#triton-pages)
@@ -49,6 +49,8 @@ SPLIT_OF_MANY = 1024  # keys, if all multiprocessors have programs without split
 
 def addressing(problem: Problem, tile_n: int) -> Addressing:
     """Return how tiles of so many keys lie in a problem's pages."""
+    if not problem.paged:
+        return "dense"
     if problem.capacity == problem.page_size:
         return "whole"
     return "several" if problem.page_size % tile_n else "one"
@@ -101,7 +103,14 @@ class Machine:
 
 @dataclass(frozen=True)
 class PagedConfig(Config):
-    """The tiles of a forward over pages, which has no backward. ``split`` is the least keys of a split."""
+    """The tiles of a forward over pages, or of few queries, which has no backward.
+
+    Attributes:
+        splits: of a row's keys (:func:`paged_splits`). split: the least keys of one.
+    """
+
+    splits: int = 1
+    split: int = 0
 
     def describe(self) -> str:
         split = f"; keys in up to {self.splits} splits of {self.split} or more" if self.splits > 1 else ""
@@ -114,6 +123,48 @@ class PagedConfig(Config):
         rows = problem.dtype.itemsize * queries * problem.heads_q
         rows += problem.k.dtype.itemsize * tiles * problem.heads_k * problem.capacity
         return rows * (problem.head_dim + problem.head_dim_v)
+
+
+LARGEST_SHARED = 64  # rows of a sequence that are worth a tile of several heads
+SPLIT_KEYS = 1024  # dense keys of a split, which may depend on nothing but seqlen_k: docs/decisions.md#triton-split
+# The cost of the second launch and the merge for a query tile, counted in keys: predicted, not measured.
+MERGE_KEYS = 512
+
+
+def few_config(problem: Problem, machine: Machine, products: str) -> PagedConfig | None:
+    """Return the configuration of a forward over dense keys of which heads share tiles, or splits take a part each; None if neither pays.
+
+    Args:
+        products: as in :class:`config.Config`, of the other passes.
+    """
+    if not takes_dense(problem):
+        return None
+    few = rows_of_sequence(problem) <= LARGEST_SHARED
+    if products == "bf16x6" and not few:  # the kernel has no products of terms
+        return None
+    chosen = paged_config(problem, machine, "tf32" if products == "tf32" else "ieee")
+    splits = dense_splits(problem, chosen.forward.tile_m, machine.cores)
+    return replace(chosen, splits=splits) if splits > 1 or (few and problem.group > 1) else None
+
+
+def takes_dense(problem: Problem) -> bool:
+    """Return whether the kernel over pages computes a problem over dense keys."""
+    spec = problem.spec
+    return not (problem.packed or problem.paged or spec.dropout_p or spec.region.predicate is not None)
+
+
+def dense_splits(problem: Problem, tile_m: int, cores: int) -> int:
+    """Return the splits of dense keys, a power of two; 1 unless they save a third of the time.
+
+    Time is counted in keys that the busiest multiprocessor visits.
+    """
+    # A deterministic result does not depend on the rest of the batch, so its choice looks at one sequence.
+    batch = 1 if problem.spec.deterministic else problem.batch
+    programs = batch * problem.heads_k * -(-rows_of_sequence(problem) // tile_m)
+    most = -(-problem.seqlen_k // SPLIT_KEYS)
+    whole = -(-programs // cores) * problem.seqlen_k
+    split = -(-programs * most // cores) * SPLIT_KEYS + MERGE_KEYS
+    return min(1 << (most - 1).bit_length(), MOST_SPLITS) if most and 3 * split <= 2 * whole else 1
 
 
 def choose_paged(problem: Problem, measured: dict[str, Tiles]) -> PagedConfig:
@@ -222,5 +273,5 @@ def paged_splits(problem: Problem, tile_m: int, cores: int) -> tuple[int, int]:
     )  # which leaves no room for a second
     if tiles == 1:
         wanted = max(wanted, LEAST_SPLITS)
-    most = min(-(-problem.capacity // keys), MOST_SPLITS_ALONE if deterministic else MOST_SPLITS)
+    most = min(-(-problem.seqlen_k // keys), MOST_SPLITS_ALONE if deterministic else MOST_SPLITS)
     return 1 << (max(1, min(wanted, most)).bit_length() - 1), keys

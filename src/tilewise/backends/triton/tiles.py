@@ -107,7 +107,7 @@ def shared_memory(
     """Return the bytes that a kernel may need: its resident tiles, and ``num_stages`` of the tiles that its loop streams.
 
     Args:
-        kernel: "forward", "merge", "paged", "latent", "merge_rows", "dkdv", "dk", "dv", "dq",
+        kernel: "forward", "paged", "latent", "merge_rows", "dkdv", "dk", "dv", "dq",
             "group_parts", "delta", "tile", "strip", "sheet" or "sheet_strip".
         widths: :func:`columns` of q, k and of v.
     """
@@ -127,7 +127,6 @@ def shared_memory(
         "dv": n * w + over_keys,
         "dq": m * (w + wv) + stages * n * (w + wv),
         "delta": 0,
-        "merge": 0,
         "merge_rows": 8 * wv,
         "group_parts": 0,
         "terms": 0,
@@ -137,7 +136,7 @@ def shared_memory(
         "sheet_strip": m * n,
     }
     statistics = 4 * 2 * m * stages if kernel in OVER_KEYS else 0
-    bytes_ = streams.pair_bytes if kernel not in ("delta", "merge", "terms", "sheet") else 0
+    bytes_ = streams.pair_bytes if kernel not in ("delta", "terms", "sheet") else 0
     scratch = {"sm90": 1024 if streams.plain else 2048, "sm100": 18 << 10}.get(arch, 2048)  # for changes of layout
     pairs = max(stages - 1, 1) * m * n * bytes_ + (0 if arch == "sm90" else 4096) if bytes_ else 0
     pairs += (

@@ -256,9 +256,12 @@ def configured(item: Launch, problem: Problem) -> config.Config:
         passes[name] = fit(
             name, tiles, partial(shared_memory, item, name), program_limit(tiles, limit, item.arch, size)
         )
-    chosen = config.Config.of(passes, 1024 if item.feature == "split" else None)
+    chosen = config.Config.of(passes)
     chosen = replace(chosen, group_parts=8 if item.feature == "parted" else 1)
-    return replace(chosen, overlapping=item.arch in config.OVERLAPPING, products=item.products)
+    chosen = replace(chosen, overlapping=item.arch in config.OVERLAPPING, products=item.products)
+    if item.feature != "split":
+        return chosen
+    return replace(chosen, few=replace(paged_config(problem, Machine(item.arch, limit, 132), item.products), splits=4))
 
 
 def signature(x: object, path: tuple, constants: dict, aligned: dict) -> object:

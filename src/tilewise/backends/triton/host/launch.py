@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -27,13 +26,12 @@ from tilewise.backends.triton.host.paged import attend_pages, merge_rows
 from tilewise.backends.triton.host.plan import Plan, Role
 from tilewise.backends.triton.host.runtime import kernels
 from tilewise.backends.triton.host.terms import TERM_ROWS
+from tilewise.backends.triton.paging import PagedConfig
 from tilewise.backends.triton.sheet import SHEET_STRIP, SheetPart, sheet_tiles, summed_beside
 from tilewise.backends.triton.tiles import OVER_KEYS, Tiles
 from tilewise.leaf_gradients import DIAGONALS, TILES, Read
 from tilewise.masks.facts import as_band
-from tilewise.problem import Problem, regrouped_queries
 
-MERGING = Tiles(16, 16, 4, 1, padded=True)
 SUMMING = Tiles(16, 64, 4, 1, padded=True)
 
 
@@ -41,43 +39,25 @@ SUMMING = Tiles(16, 64, 4, 1, padded=True)
 
 
 def forward(plan: Plan, inputs: Inputs) -> Output:
-    if plan.regrouped is not None:
-        problem = plan.problem
-        return _ungrouped(problem, forward(plan.regrouped, replace(inputs, q=regrouped_queries(problem, inputs.q))))
+    plan = plan.few or plan
     out = empty_output(plan.problem, inputs.q, inputs.v)
     if has_no_pair(plan.problem):
         return output_of_no_pair(plan.problem, inputs)
-    call, splits, paged = Call.of(plan, inputs), Splits.of(plan), plan.problem.paged
-    number = plan.config.splits if paged else splits.number if splits else 1
-    if number == 1:
-        call.run("forward", lambda call: [attend_pages(call) if paged else _attend(call)], **out.named)
-        return out
-    states = partial_states(out, number)
-    partial = {f"partial_{name}": x for name, x in states.named.items()}
-    call.run("split", lambda call: [attend_pages(call) if paged else _attend(call, splits)], **states.named)
-    call.run("merge", lambda call: [(merge_rows if paged else _merge)(call, number)], **out.named, **partial)
+    call, config = Call.of(plan, inputs), plan.config
+    if not isinstance(config, PagedConfig):
+        call.run("forward", lambda call: [_attend(call)], **out.named)
+    elif config.splits == 1:
+        call.run("forward", lambda call: [attend_pages(call)], **out.named)
+    else:
+        states = partial_states(out, config.splits)
+        call.run("splits", lambda call: [attend_pages(call)], **states.named)
+        partial = {f"partial_{name}": x for name, x in states.named.items()}
+        call.run("merge", lambda call: [merge_rows(call)], **out.named, **partial)
     return out
 
 
-@dataclass(frozen=True)
-class Splits:
-    """The keys in ``number`` splits of ``tiles`` key tiles each."""
-
-    tiles: int
-    number: int
-
-    @classmethod
-    def of(cls, plan: Plan) -> Splits | None:
-        """The splits of a problem's keys; None where each row sees its keys in one program."""
-        problem, keys, tile_n = plan.problem, plan.config.split, plan.config.forward.tile_n
-        if not keys or problem.packed or problem.paged or plan.lists or problem.seqlen_k <= keys:
-            return None
-        tiles = -(-keys // tile_n)
-        return cls(tiles, -(-problem.seqlen_k // (tiles * tile_n)))
-
-
-def _attend(call: Call, splits: Splits | None = None) -> KernelLaunch:
-    """The forward kernel: o and lse, or their partial states of each split of the keys."""
+def _attend(call: Call) -> KernelLaunch:
+    """The forward kernel."""
     plan, problem, tiles = call.plan, call.plan.problem, call.plan.config.forward
     slots = tile_slots(problem, problem.seqlen_q, tiles.tile_m)
     views = operand_views(call, tiles, "k", "v")
@@ -85,30 +65,11 @@ def _attend(call: Call, splits: Splits | None = None) -> KernelLaunch:
     tma, chosen = views[0] is not None, {}
     if pair is not None:
         chosen["pair"] = plan.pair_leaf[1]
-    if splits is not None:
-        chosen |= {"split": True, "sink": False}
     if problem.spec.max_logit:  # bounded scores are summed up without their maximum
         chosen |= {"max_logit": True, "bounded": False}
     facts = plan.facts(tiles, call.align, tma=tma, whole=tma and plan.whole, **chosen)
-    sizes = call.sizes(slots, portion=splits.tiles if splits else 0)
-    grid = (slots * problem.heads_q * problem.batch_dim, splits.number if splits else 1)
-    return call.launch(kernels().forward, grid, tiles, sizes, facts, *views, pair, lists=False)
-
-
-def _merge(call: Call, number: int) -> KernelLaunch:
-    """The kernel that merges the partial states of so many splits of the keys."""
-    plan, problem = call.plan, call.plan.problem
-    slots = tile_slots(problem, problem.seqlen_q, MERGING.tile_m)
-    facts = plan.facts(MERGING, call.align, natural=True, dropout=False, max_logit=problem.spec.max_logit)
-    grid = (slots * problem.heads_q * problem.batch, 1)
-    views = [View(f"partial_{name}") for name in ("o", "lse", "max_logit")]
-    return call.launch(kernels().merge, grid, MERGING, call.sizes(slots, portion=number), facts, *views)
-
-
-def _ungrouped(problem: Problem, out: Output) -> Output:
-    """The outputs of a decoding step, from those of its :func:`regrouped_problem`."""
-    o = out.o.transpose(1, 2).reshape(problem.batch, 1, problem.heads_q, problem.head_dim_v)
-    return Output(o, *[x.view(problem.batch, problem.heads_q, 1) for x in out.tensors[1:]])
+    grid = (slots * problem.heads_q * problem.batch_dim,)
+    return call.launch(kernels().forward, grid, tiles, call.sizes(slots), facts, *views, pair, lists=False)
 
 
 # -- Backward ------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Forwards over a cache in pages: the launch over it, and the merge of its split keys."""
+"""Forwards over a cache in pages, and of few queries: the launch over it, and the merge of its split keys."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def attend_pages(call: Call) -> KernelLaunch:
     chosen = {
         "tma": views[0] is not None,
         "pages": pages,
-        "page_size": problem.page_size if pages != "whole" else 0,
+        "page_size": 0 if pages in ("whole", "dense") else problem.page_size,
         "group": problem.group,
         # The fewest key tiles of a split.
         "split_tiles": max((plan.config.split or 0) // tiles.tile_n, 1),
@@ -57,8 +57,8 @@ def cache_sizes(call: Call) -> tuple:
     """The whole numbers of the cache, as kernels take them."""
     problem, inputs = call.plan.problem, call.inputs
     scales = (scale_strides(inputs.k_scale), scale_strides(inputs.v_scale)) if problem.quantised else ()
-    strides = *inputs.block_table.stride(), *inputs.seqlens_k.stride()
-    return runtime.opaque(runtime.kernels().CacheSizes(inputs.k.shape[0], problem.capacity, *strides, scales))
+    strides = (*inputs.block_table.stride(), *inputs.seqlens_k.stride()) if problem.paged else (0, 0, 0)
+    return runtime.opaque(runtime.kernels().CacheSizes(inputs.k.shape[0], problem.seqlen_k, *strides, scales))
 
 
 def stored_pieces(problem: Problem, tiles: Tiles) -> dict[str, tuple[tuple[int, int, int], ...]]:
@@ -82,9 +82,9 @@ def scale_strides(scale: Tensor) -> tuple[int, int, int, int]:
     return forms[scale.ndim]
 
 
-def merge_rows(call: Call, splits: int) -> KernelLaunch:
+def merge_rows(call: Call) -> KernelLaunch:
     """The kernel that merges the partial states of split keys, a program for each row."""
-    plan, problem = call.plan, call.plan.problem
+    plan, problem, splits = call.plan, call.plan.problem, call.plan.config.splits
     tiles = Tiles(min(splits, MERGED_AT_ONCE), 16, 4, 1, padded=True)
     chosen = {"natural": True, "pages": "several", "splits": splits, "max_logit": problem.spec.max_logit}
     facts = plan.facts(tiles, call.align, **chosen, **plan.overlap("reads"))

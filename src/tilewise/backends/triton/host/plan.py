@@ -12,19 +12,20 @@ from torch import Tensor
 
 from tilewise import dropout, expr
 from tilewise.backends.base import Inputs, PerTensors
-from tilewise.backends.triton.config import TERM_PRODUCTS, TERMS, Config, decoding
+from tilewise.backends.triton.config import TERM_PRODUCTS, TERMS, Config
 from tilewise.backends.triton.host import runtime
 from tilewise.backends.triton.host.facts import Facts
 from tilewise.backends.triton.host.launches import KernelLaunch
 from tilewise.backends.triton.kernels.emit import Emitted, emit
 from tilewise.backends.triton.kernels.leaf_reads import PairReads, described_lookup, is_wide
+from tilewise.backends.triton.paging import PagedConfig
 from tilewise.backends.triton.sheet import SheetPart, sheet_parts
 from tilewise.backends.triton.tiles import Tiles, pieces
 from tilewise.caching import cached_property
 from tilewise.device import lasting
 from tilewise.leaf_gradients import DIAGONALS, ROWS, TILES
-from tilewise.masks.facts import every_key_seen, every_pair_kept
-from tilewise.problem import Problem, regrouped_problem
+from tilewise.masks.facts import every_key_seen
+from tilewise.problem import Problem
 
 Role = Literal["leads", "reads", "joins"]
 """The part of a kernel that may run while its neighbour in the stream does: programmatic dependent launch.
@@ -86,22 +87,12 @@ class Decisions:
         return self._emitted(self.pair_leaf[0])
 
     def _emitted(self, described: int | None) -> Emitted:
-        return emit(self.problem, self.wide, described)
+        return emit(self.problem, self.wide, described, mixed_rows=isinstance(self.config, PagedConfig))
 
     @cached_property
     def wide(self) -> frozenset[int]:
         """The slots of tensors whose elements need 64-bit offsets."""
         return frozenset(n for n, leaf in enumerate(self.problem.extras) if is_wide(leaf))
-
-    @cached_property
-    def leaf_names(self) -> tuple[str, ...]:
-        """Names of the addresses of the leaves that kernels read."""
-        return tuple(f"leaves[{n}]" for n in range(len(self.emitted.slots) + len(self.emitted.lines)))
-
-    @cached_property
-    def grad_names(self) -> tuple[str, ...]:
-        """Names of the addresses of the buffers for the leaves' gradients."""
-        return tuple(f"grads[{n}]" for n in range(len(self.emitted.reads)))
 
     @cached_property
     def extents(self) -> tuple[tuple[int, ...], ...]:
@@ -172,13 +163,18 @@ class Plan(Decisions):
 
     def decided(self) -> tuple[Callable[[Problem, dict[str, Any]], Plan], dict[str, Any]]:
         """``(make, values)`` of :class:`tilewise.backends.base.PerProblem`."""
-        return Plan.with_values, {"config": self.config, **{name: getattr(self, name) for name in self.DECIDED}}
+        few = None if self.few is None else self.few.decided()[1]
+        return Plan.with_values, {
+            "config": self.config,
+            "few": few,
+            **{name: getattr(self, name) for name in self.DECIDED},
+        }
 
     @classmethod
     def with_values(cls, problem: Problem, values: dict[str, Any]) -> Plan:
         """The plan of a problem that has these properties."""
-        plan = cls(problem, values["config"])
-        plan.__dict__.update(values)
+        plan, few = cls(problem, values["config"]), values["few"]
+        plan.__dict__.update(values, few=None if few is None else cls.with_values(problem, few))
         return plan
 
     def mask_leaves(self, inputs: Inputs) -> list[Tensor]:
@@ -203,20 +199,11 @@ class Plan(Decisions):
         return [*[inputs.leaves[slot] for slot in self.emitted.slots], *lines]
 
     @cached_property
-    def regrouped(self) -> Plan | None:
-        """The plan of a decoding step with the query heads of each key head as the rows of one tile.
-
-        None if heads are not interchangeable (scores, dropout, sinks, masks that hide a key).
-        """
-        problem, spec = self.problem, self.problem.spec
-        if problem.seqlen_q != 1 or problem.group == 1 or problem.packed or problem.paged:
+    def few(self) -> Plan | None:
+        """The plan of a forward whose query heads share tiles, or whose keys are split (``Config.few``); None: it is as any other."""
+        if self.config.few is None:
             return None
-        if spec.score is not None or spec.dropout_p or spec.sink_slot is not None:
-            return None
-        if not every_pair_kept(spec.region, 1, problem.seqlen_k):
-            return None
-        regrouped = regrouped_problem(problem)
-        return Plan(regrouped, decoding(regrouped, self.config), self.record)
+        return Plan(self.problem, self.config.few, self.record)
 
 
 def extents_of(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:

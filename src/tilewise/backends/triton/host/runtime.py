@@ -48,7 +48,6 @@ def kernels() -> SimpleNamespace:
     return SimpleNamespace(
         triton=triton,
         forward=forward.forward_kernel,
-        merge=forward.merge_kernel,
         paged=paged.paged_kernel,
         merge_rows=merge_rows.merge_rows_kernel,
         delta=backward.delta_kernel,

@@ -70,8 +70,7 @@ class Sizes(NamedTuple):
         slots: programs of a head: its tiles; packed, at least as many (:func:`work_tile`).
         q, k, v, do: ``(batch, row, head)`` strides in units of ``FACTS.align`` elements.
         seqlen_q_rounded: rows from one head to the next in lse2 and delta.
-        portion: what says which portion of a whole the programs have. With split keys: in the forward the key tiles of each split, in
-            the merge the number of splits. Where a part of dS is kept: its first key. Of sums by distance: the query tiles of a part.
+        portion: where a part of dS is kept, its first key; of sums by distance, the query tiles of a part.
         threshold: dropout keeps a pair whose 16-bit value is below it.
         beside: batch elements and heads whose programs of one tile run side by side (:func:`scheduled`).
         heads: the first and the number of the key heads that the launch is for.

@@ -1,11 +1,11 @@
-"""Forward over a cache of keys and values that lies in pages (PagedAttention, Kwon et al. 2023), for prefill and decoding alike.
+"""Forward of few queries, and over a cache of keys and values that lies in pages (PagedAttention, Kwon et al. 2023).
 
     K of sequence b at position j  =  k[block_table[b, j // page_size], j % page_size]
 
 Tensors: q (batch, seqlen_q, heads_q, head_dim), or packed without batch; k, v (num_pages, page_size, heads_k, head_dim);
 block_table int32 (batch, max_pages); seqlens_k int32 (batch,). Lengths and page numbers are read on the device, and the grid
 depends on shapes alone, so a CUDA graph replays with others. A page number is read only where some row of the tile sees a key
-of that page, and is clamped into the pool.
+of that page, and is clamped into the pool. Dense keys (``FACTS.pages`` "dense") are one page a sequence, without table and lengths.
 
 The heads that share a key head are rows of one tile, as they read the same keys: row r of a sequence's tiles is query ``r // group``
 and head ``r % group`` of the group. With one query and a group of 4, a tile of 64 has 4 rows that count.
@@ -77,7 +77,8 @@ class PagedTile(NamedTuple):
         rows: the query of each row of the state, int32 (parts · tile_m,). head: its head, int32 (parts · tile_m, 1).
         q: a tile of (tile_m, head_dim), or (parts, tile_m, head_dim). lo, hi: the key interval of each row, int32 (parts · tile_m,).
         start, stop: no row sees a key before or after these.
-        table: pointer to the sequence's page numbers. page: that of the first full block (:func:`paged_loads.reads_first_page`).
+        table: pointer to the sequence's page numbers; of dense keys its only page.
+        page: that of the first full block (:func:`paged_loads.reads_first_page`).
         cache: :class:`arguments.CacheSizes`.
         k, v: :class:`paged_loads.Pool` of the key head.
         k_scale, v_scale: fp32 scalars where the scale is "one", :class:`paged_loads.ScalePool` where it is "each"; of no use without.
@@ -197,6 +198,15 @@ def paged_work_tile(slot, b, tensors, sizes, scales, seqlens_k, cache, FACTS: tl
 @triton.jit
 def keys_of(b, seqlens_k, sizes, cache):
     """The keys of sequences ``b`` as they are now, int32. Rows past the last sequence are sequence ``batch``, which has none."""
+    if seqlens_k is None:  # dense keys
+        return sizes.seqlen_k
+    else:
+        return paged_keys(b, seqlens_k, sizes, cache)
+
+
+@triton.jit
+def paged_keys(b, seqlens_k, sizes, cache):
+    """The keys of sequences ``b`` of a paged cache."""
     found = tl.load(seqlens_k + b * plain(cache.by_length), mask=b < sizes.batch, other=0).to(tl.int32)
     return tl.minimum(tl.maximum(found, 0), plain(cache.capacity))
 

@@ -71,6 +71,15 @@ def page_numbers(n0, tile, FACTS: tl.constexpr):
 
     Numbers of pages in which no row sees a key are not read; one outside the pool becomes one inside.
     """
+    if FACTS.pages == "dense":
+        return tile.table
+    else:
+        return _read_page_numbers(n0, tile, FACTS)
+
+
+@triton.jit
+def _read_page_numbers(n0, tile, FACTS: tl.constexpr):
+    """:func:`page_numbers` of pages that a table names."""
     if FACTS.pages == "several":
         j = n0 + tl.arange(0, FACTS.tile_n)
         index, seen = j // FACTS.page_size, (j >= tile.start) & (j < tile.stop)
@@ -83,8 +92,11 @@ def page_numbers(n0, tile, FACTS: tl.constexpr):
 
 @triton.jit
 def table_of(block_table, b, sizes, cache):
-    """The pointer to the page numbers of sequence ``b``."""
-    return block_table + tl.cast(tl.minimum(b, sizes.batch - 1), tl.int64) * plain(cache.by_sequence)
+    """The pointer to the page numbers of sequence ``b``; of dense keys its only page, ``b``."""
+    if block_table is None:
+        return b
+    else:
+        return block_table + tl.cast(tl.minimum(b, sizes.batch - 1), tl.int64) * plain(cache.by_sequence)
 
 
 @triton.constexpr_function
@@ -99,7 +111,9 @@ def first_page(first, b, block_table, sizes, cache, FACTS: tl.constexpr):
 
     0, of no use, where no program knows its first block so early (:func:`reads_first_page`).
     """
-    if reads_first_page(FACTS):
+    if FACTS.pages == "dense":
+        return b
+    elif reads_first_page(FACTS):
         index = 0
         if FACTS.pages == "one":
             most = plain(cache.capacity) // FACTS.page_size - 1

@@ -11,13 +11,13 @@ import tilewise as tw
 from tests.backends.paged import CASES, Case, PagedContract, run, tree
 from tilewise import cache as caches
 from tilewise.backends.triton import Triton, interpreting
-from tilewise.backends.triton.config import Config
 from tilewise.backends.triton.host import launch
 from tilewise.backends.triton.host.buffers import partial_states
 from tilewise.backends.triton.paging import (
     LEAST_SPLITS,
     PROGRAMS,
     Machine,
+    PagedConfig,
     addressing,
     paged_config,
     paged_splits,
@@ -68,9 +68,9 @@ class TestTritonOverPages(PagedContract):
 
 
 POOLS = ("k_pages", "v_pages", "k_scale", "v_scale")
-SPLIT = Config(*[Tiles(16, 16, 4, 1)] * 3, splits=4)
-DESCRIBED = Config(*[Tiles(32, 32, 4, 3, tma=True)] * 3, splits=2)
-PARTS = Config(*[Tiles(16, 64, 4, 3, tma=True, parts=4)] * 3)
+SPLIT = PagedConfig(*[Tiles(16, 16, 4, 1)] * 3, splits=4)
+DESCRIBED = PagedConfig(*[Tiles(32, 32, 4, 3, tma=True)] * 3, splits=2)
+PARTS = PagedConfig(*[Tiles(16, 64, 4, 3, tma=True, parts=4)] * 3)
 PAGE_64 = Case(64, (130, 64, 7), rows=2, options=lambda: {"causal": True}, dtype=torch.bfloat16, dims=(64, 32))
 
 

@@ -124,15 +124,18 @@ class Call:
         return runtime.opaque(sizes)
 
     def launch(
-        self, kernel, grid: tuple[int, ...], tiles: Tiles, sizes, facts, *between, lists: bool | None = None
+        self, kernel, grid, tiles: Tiles, sizes, facts, *between, lists: bool | None = None, reads: tuple[str, ...] = ()
     ) -> KernelLaunch:
         """A launch of a kernel; the arguments are those of :class:`KernelLaunch`.
 
         Args:
             lists: whether the lists of a predicate's tiles are by columns; None: the kernel walks over none.
+            reads: of a kernel that knows nothing of mask and score, which compile none anew then.
         """
-        listed = None if lists is None or not self.plan.lists else (tiles, lists)
-        return KernelLaunch(kernel, grid, tiles, sizes, self.plan.scales, between, facts, listed)
+        scales, listed = self.plan.scales, None if lists is None or not self.plan.lists else (tiles, lists)
+        if reads:
+            sizes, scales = sizes._replace(extents=(), grad_extents=()), scales._replace(numbers=())
+        return KernelLaunch(kernel, grid, tiles, sizes, scales, between, facts, listed, reads)
 
     def tile_lists(self, tiles: Tiles, by_columns: bool) -> dict[str, tuple]:
         """The lists of a predicate's tiles, and their strides; the same again while the mask's tensors are the same, unchanged."""

@@ -117,9 +117,11 @@ def run_statistics(call: Call, out: Output, dlse: Tensor, buffers: BackwardBuffe
     slots = -(-problem.seqlen_q // tiles.tile_m)
 
     def new(call: Call) -> list[KernelLaunch]:
-        facts = plan.facts(tiles, call.align, **plan.overlap("leads"), **chosen)
+        only = ("tile_m", "head_dim_v", "pieces_v", "align", "natural", "terms", "overlap")
+        facts = plan.facts(tiles, call.align, only=only, **plan.overlap("leads"), **chosen)
         grid = (slots * problem.heads_q * problem.batch_dim,)
-        return [call.launch(kernels().delta, grid, tiles, call.sizes(slots), facts)]
+        reads = ("o", "lse", "do", "dlse", "lse2", "delta")
+        return [call.launch(kernels().delta, grid, tiles, call.sizes(slots), facts, reads=reads)]
 
     lse2, delta = buffers.statistics.unbind()
     call.run(("statistics", *chosen.items()), new, o=out.o, lse=out.lse, dlse=dlse, lse2=lse2, delta=delta)
@@ -154,9 +156,10 @@ def _sum_group_parts(call: Call) -> KernelLaunch:
     problem, block = call.plan.problem, SUMMING.tile_m * SUMMING.tile_n
     rows = problem.seqlen_k * problem.heads_k * problem.batch_dim
     grid = (-(-rows * max(problem.head_dim, problem.head_dim_v) // block),)
-    facts = call.plan.facts(SUMMING, call.align, **call.plan.overlap("reads"))
+    only = ("tile_m", "tile_n", "head_dim", "head_dim_v", "packed", "overlap")
+    facts = call.plan.facts(SUMMING, 1, only=only, **call.plan.overlap("reads"))
     views = View("dk_sums"), View("dv_sums")
-    return call.launch(kernels().group_parts, grid, SUMMING, call.sizes(1), facts, *views)
+    return call.launch(kernels().group_parts, grid, SUMMING, call.sizes(1), facts, *views, reads=("dk", "dv"))
 
 
 def _views_over_keys(

@@ -41,6 +41,7 @@ class KernelLaunch:
         sizes, scales: as kernels take them (:func:`runtime.opaque`).
         between: what the kernel takes between its scales and its facts: views and constants.
         lists: the tiles whose lists it walks over, and whether these are by columns; None where there are none.
+        reads: the tensors that the kernel takes; empty: all that there are.
         compiled: the kernel, once it is known.
     """
 
@@ -52,12 +53,16 @@ class KernelLaunch:
     between: tuple[object, ...]
     facts: Facts
     lists: tuple[Tiles, bool] | None = None
+    reads: tuple[str, ...] = ()
     compiled: Any = None
 
     def arguments(self, named: Mapping[str, Any]) -> tuple[object, ...]:
         """What the kernel takes in a call with these tensors; they may be more than it reads."""
         bundle = runtime.kernels().Tensors
-        tensors = bundle._make(map(named.get, bundle._fields))
+        if self.reads:
+            tensors = bundle(**{name: named[name] for name in self.reads})
+        else:
+            tensors = bundle._make(map(named.get, bundle._fields))
         between = (x.of(named) if isinstance(x, View) else x for x in self.between)
         # The mask's tensors decide how lists are laid out.
         sizes = self.sizes if self.lists is None else self.sizes._replace(list_strides=named["list_strides"])

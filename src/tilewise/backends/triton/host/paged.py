@@ -86,8 +86,11 @@ def merge_rows(call: Call) -> KernelLaunch:
     """The kernel that merges the partial states of split keys, a program for each row."""
     plan, problem, splits = call.plan, call.plan.problem, call.plan.config.splits
     tiles = Tiles(min(splits, MERGED_AT_ONCE), 16, 4, 1, padded=True)
-    chosen = {"natural": True, "pages": "several", "splits": splits, "max_logit": problem.spec.max_logit}
-    facts = plan.facts(tiles, call.align, **chosen, **plan.overlap("reads"))
+    only = ("tile_m", "head_dim_v", "pieces_v", "packed", "sink", "splits", "max_logit", "overlap")
+    chosen = {"splits": splits, "max_logit": problem.spec.max_logit, **plan.overlap("reads")}
+    facts = plan.facts(tiles, 1, only=only, **chosen)
     rows = problem.seqlen_q * problem.heads_q * problem.batch_dim
     views = [View(f"partial_{name}") for name in ("o", "lse", "max_logit")]
-    return call.launch(runtime.kernels().merge_rows, (rows, 1), tiles, call.sizes(1), facts, *views)
+    reads = ("o", "lse", *["max_logit"] * problem.spec.max_logit)
+    reads += ("sink",) * (problem.spec.sink_slot is not None) + ("cu_seqlens_q",) * problem.packed
+    return call.launch(runtime.kernels().merge_rows, (rows, 1), tiles, call.sizes(1), facts, *views, reads=reads)

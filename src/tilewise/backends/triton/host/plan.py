@@ -188,9 +188,14 @@ class Plan(Decisions):
         else:
             self.record(launch.kernel, launch.grid, launch.tiles, *launch.arguments(named))
 
-    def facts(self, tiles: Tiles, align: int, **chosen: object) -> Facts:
-        """The compile-time part of a launch: :func:`all_facts` with ``chosen`` in place of its defaults."""
-        return all_facts(self, tiles, align, chosen)
+    def facts(self, tiles: Tiles, align: int, *, only: Sequence[str] = (), **chosen: object) -> Facts:
+        """The compile-time part of a launch: :func:`all_facts` with ``chosen`` in place of its defaults.
+
+        Args:
+            only: the facts that the kernel reads, where mask and score are none of its business: so it is one kernel for all of these.
+        """
+        facts = all_facts(self, tiles, align, chosen)
+        return Facts(**({name: facts[name] for name in only} if only else facts))
 
     def leaves(self, inputs: Inputs) -> list[Tensor]:
         """The tensors that kernels read as ``work.leaves``: those of the mask and the score, then lines."""
@@ -252,7 +257,7 @@ _EMITTED = (
 )
 
 
-def all_facts(decisions: Decisions, tiles: Tiles, align: int, chosen: dict[str, object]) -> Facts:
+def all_facts(decisions: Decisions, tiles: Tiles, align: int, chosen: dict[str, object]) -> dict[str, object]:
     """Everything that a kernel is compiled for.
 
     Args:
@@ -292,7 +297,7 @@ def all_facts(decisions: Decisions, tiles: Tiles, align: int, chosen: dict[str, 
         "v_scale": None,
         "latent": False,
     }
-    return Facts(**(functions | of_tiles | _problem_facts(decisions, emitted) | defaults | chosen))
+    return functions | of_tiles | _problem_facts(decisions, emitted) | defaults | chosen
 
 
 def _problem_facts(decisions: Decisions, emitted: Emitted) -> dict[str, object]:

@@ -70,21 +70,18 @@ class TestTritonOverPages(PagedContract):
 POOLS = ("k_pages", "v_pages", "k_scale", "v_scale")
 SPLIT = PagedConfig(*[Tiles(16, 16, 4, 1)] * 3, splits=4)
 DESCRIBED = PagedConfig(*[Tiles(32, 32, 4, 3, tma=True)] * 3, splits=2)
-PARTS = PagedConfig(*[Tiles(16, 64, 4, 3, tma=True, parts=4)] * 3)
 PAGE_64 = Case(64, (130, 64, 7), rows=2, options=lambda: {"causal": True}, dtype=torch.bfloat16, dims=(64, 32))
 
 
-# Splits of which some have no key, rows that see none, and sinks; tiles by descriptor from pages and from a dense cache; warps with
-# keys of their own.
+# Splits of which some have no key, rows that see none, and sinks; tiles by descriptor from pages and from a dense cache.
 @interpreted
 @pytest.mark.parametrize(
     ("config", "case"),
     [
         (SPLIT, CASES["window-sink"]),
         (SPLIT, replace(CASES["packed"], rows=(1, 0, 1, 1))),
-        (PARTS, replace(CASES["tree"], dtype=torch.bfloat16)),
-        (PARTS, replace(PAGE_64, lengths=(200, 0), rows=1, dims=(96, 32))),
-        (replace(PARTS, splits=4, split=64), replace(PAGE_64, lengths=(400, 64, 7, 0, 200), rows=2)),
+        (SPLIT, replace(CASES["tree"], dtype=torch.bfloat16)),
+        (replace(DESCRIBED, splits=4, split=64), replace(PAGE_64, lengths=(400, 64, 7, 0, 200), rows=2)),
         (SPLIT, CASES["softcap-alibi"]),
         (SPLIT, replace(CASES["fp8-sequences"], options=dict)),
         (DESCRIBED, PAGE_64),
@@ -95,9 +92,8 @@ PAGE_64 = Case(64, (130, 64, 7), rows=2, options=lambda: {"causal": True}, dtype
     ids=[
         "split-window-sink",
         "split-packed",
-        "parts-tree",
-        "parts-96",
-        "parts-splits",
+        "split-tree",
+        "described-splits",
         "split-softcap-alibi",
         "split-fp8",
         "described",
@@ -239,19 +235,6 @@ def test_deterministic_splits_depend_on_one_sequence_alone():
     found = {paged_splits(problem(n, 1, 64, 512, deterministic=True), 64, H200.cores) for n in (1, 8, 256)}
     assert len(found) == 1
     assert paged_splits(problem(8, 8, 64, 512, packed=True, deterministic=True), 64, H200.cores)[0] == 1
-
-
-def test_warps_have_keys_of_their_own_where_rows_are_few_and_a_tile_lies_in_one_page():
-    parts = {
-        "decode": problem(8, 1, 64, 512),
-        "packed": problem(8, 8, 64, 512, packed=True),
-        "deterministic": problem(8, 1, 64, 512, deterministic=True),
-        "rows": problem(8, 8, 64, 512),
-        "pages of 16": problem(8, 1, 16, 512),
-    }
-    assert {name: paged_config(p, H200, "ieee").forward.parts for name, p in parts.items()} == {
-        "decode": 4, "packed": 4, "deterministic": 4, "rows": 1, "pages of 16": 1,
-    }  # fmt: skip
 
 
 def test_splits_fill_the_machine_and_stop_where_it_is_full():

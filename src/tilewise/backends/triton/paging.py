@@ -42,7 +42,6 @@ PROGRAMS = 2  # for each multiprocessor, as many as run there at a time
 LEAST_SPLITS = 16  # of a batch of decoding steps: one sequence may be much longer than the others
 MOST_SPLITS = 128
 MOST_SPLITS_ALONE = 32  # if the choice may not look at the batch: the partial states of a large one should still fit
-PARTS_REGISTERS = 168  # of a thread, if warps take parts of a tile's keys: three programs for each multiprocessor
 SHORTEST_SPLIT = 128  # keys, if programs are few
 SPLIT_OF_MANY = 1024  # keys, if all multiprocessors have programs without splits, and a split saves no time
 
@@ -201,8 +200,6 @@ def paged_config(problem: Problem, machine: Machine, products: str, measured: Ti
             tiles, tma=False
         )  # beside descriptors, loads of scales wait longer (docs/decisions.md#triton-pages)
     tiles = paged_tiles(problem, tiles, machine)
-    if few is not None and takes_parts(problem, tiles):
-        tiles = replace(tiles, parts=tiles.num_warps, registers=PARTS_REGISTERS)
     splits, keys = paged_splits(problem, tiles.tile_m, machine.cores)
     chosen = {"splits": splits, "split": keys}
     return PagedConfig(tiles, tiles, tiles, overlapping=arch in OVERLAPPING, products=products, **chosen)
@@ -230,16 +227,6 @@ def paged_tiles(problem: Problem, tiles: Tiles, machine: Machine) -> Tiles:
         tiles = replace(tiles, tile_n=tiles.tile_n // 2, num_stages=tiles.num_stages + 1)
     limit = program_limit(tiles, machine.shared, machine.arch, problem.dtype.itemsize)
     return fit("paged", tiles, partial(paged_memory, problem, machine.arch), limit)
-
-
-def takes_parts(problem: Problem, tiles: Tiles) -> bool:
-    """Return whether each warp takes a part of a tile's keys (``kernels.warp_keys``): at least 16, as products require.
-
-    Loads row by row would not be pipelined then, and Triton does not compile this for numbers of 8 bits.
-    """
-    if problem.latent or problem.quantised or addressing(problem, tiles.tile_n) == "several":
-        return False
-    return tiles.tma and tiles.tile_m <= FEWEST_ROWS and tiles.tile_n >= 16 * tiles.num_warps
 
 
 def paged_memory(problem: Problem, arch: str, tiles: Tiles) -> int:

@@ -20,7 +20,6 @@ class Tiles:
         tma: whole tiles are loaded through tensor descriptors (Hopper and newer) if the strides allow it.
         padded: a head dim that is no power of two is padded to one instead of being cut in two pieces (:func:`pieces`).
         registers: the most that a thread may have, so that one more program fits; 0 leaves the choice to the compiler.
-        parts: parts of a tile's keys. Each goes to an equal number of warps, which compute all rows; over pages alone (``kernels.paged``).
     """
 
     tile_m: int
@@ -30,7 +29,6 @@ class Tiles:
     tma: bool = False
     padded: bool = False
     registers: int = 0
-    parts: int = 1
 
     @property
     def options(self) -> dict[str, int]:
@@ -48,7 +46,6 @@ class Tiles:
         how = ", tma" if self.tma else ""
         how += ", padded" if self.padded else ""
         how += f", {self.registers} registers" if self.registers else ""
-        how += f", keys in {self.parts} parts" if self.parts > 1 else ""
         return f"{self.tile_m} x {self.tile_n}, {self.num_warps} warps, {self.num_stages} stages{how}"
 
 

@@ -71,7 +71,6 @@ MEANINGS = {
     "group": "query heads of a key head, which share a tile",
     "split_tiles": "key tiles of a split at least",
     "splits": "states that are merged",
-    "parts": "parts of a tile's keys, each for as many of the warps (kernels.warp_keys)",
     "latent": "V is the first columns of K, in its memory",
     "k_scale": "the scale of 8-bit keys is 'one' for all or for 'each'; None: there is none",
     "v_scale": "the same of values",

@@ -36,7 +36,6 @@ def attend_pages(call: Call) -> KernelLaunch:
         "pieces": cuts["k"],
         "pieces_v": cuts["v"],
         "latent": problem.latent,
-        "parts": tiles.parts,
     }
     if splits > 1:
         chosen |= {"split": True, "sink": False, **plan.overlap("leads")}

@@ -11,7 +11,7 @@ From the bottom up:
 - ``tile_map``: which tiles of a mask are empty, partial or full, before any kernel visits them; ``tile_lists``: their lists;
   ``tile_bits``: a bit for each pair of the partial ones.
 - ``forward``, ``backward``, ``pair_bias``, ``diagonals``, ``tangent``: the kernels; ``tangent_tiles``: what the last one loads;
-  ``paged``: the forward over keys in pages, ``paged_loads``: what it loads, ``parts``: of few rows, ``paged_epilogue``: its end,
+  ``paged``: the forward over keys in pages, ``paged_loads``: what it loads, ``paged_epilogue``: its end,
   ``merge_rows``: of its split keys; ``append``: what writes them;
   ``group_parts``: the sums of dK and dV where a key tile has several programs.
 

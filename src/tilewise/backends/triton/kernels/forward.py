@@ -277,20 +277,11 @@ def query_rows(query, FACTS: tl.constexpr):
 
 
 @triton.jit
-def across(j):
-    """The keys of a tile as a row, (1, tile_n); as they are where each row has its own."""
-    if len(j.shape) == 2:
-        return j
-    else:
-        return j[None, :]
-
-
-@triton.jit
 def apply_score(s, query, j, scales, work, FACTS: tl.constexpr):
     """The scores of a tile of products, fp32 (tile_m, tile_n); in units of log2 if ``FACTS.binary``."""
     if FACTS.score is not None:
         i = query_rows(query, FACTS)
-        z = FACTS.score(s, work.b, query.head, i[:, None], across(j), work).to(tl.float32)
+        z = FACTS.score(s, work.b, query.head, i[:, None], j[None, :], work).to(tl.float32)
         s = tl.broadcast_to(z, s.shape)
     else:
         s = s * scales.softmax
@@ -302,7 +293,7 @@ def bounded_exponentials(s, query, j, scales, work, FACTS: tl.constexpr):
     """2 to the power of the scores of a tile of products, for scores that are bounded."""
     if FACTS.weights is not None:
         i = query_rows(query, FACTS)
-        p = FACTS.weights(s, work.b, query.head, i[:, None], across(j), work)
+        p = FACTS.weights(s, work.b, query.head, i[:, None], j[None, :], work)
     else:
         p = tl.exp2(apply_score(s, query, j, scales, work, FACTS))
     return p

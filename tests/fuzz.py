@@ -367,12 +367,17 @@ def cpu_config(r: Draw, isa: str, p: Problem) -> Config:
 
 
 def triton_config(r: Draw, own, p: Problem):
-    """Triton's own configuration with random parts of a group; in the interpreter, which has room for all, with random tiles."""
+    """Triton's own configuration with random parts of a group; in the interpreter, which has room for all, with random tiles and splits."""
+    from tilewise.backends.triton.paging import PagedConfig, takes_dense
+
     parts = r.choice([n for n in range(1, p.group + 1) if p.group % n == 0])
     if sides := r.ranges.tiles:
         tma = r.likely(0.5)
         drawn = {n: replace(x, tile_m=r.choice(sides), tile_n=r.choice(sides), tma=tma) for n, x in own.passes.items()}
         own = type(own).of(drawn)
+        if takes_dense(p) and r.likely(0.4):
+            few = [replace(own.forward, tile_m=r.choice(sides), tile_n=r.choice(sides))] * 3
+            own = replace(own, few=PagedConfig(*few, splits=r.choice((1, 2, 4)), split=r.choice((0, 16, 64))))
     return replace(own, group_parts=parts)
 
 

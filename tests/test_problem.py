@@ -825,14 +825,3 @@ def test_no_gradient_is_asked_for_without_autograd():
     assert parse_spec(assemble(**x, o=Options())[2]).needs_grad
     with torch.no_grad():
         assert not parse_spec(assemble(**x, o=Options())[2]).needs_grad
-
-
-@pytest.mark.parametrize("heads_k", [1, 2, 4])
-def test_a_regrouped_problem_is_that_of_the_regrouped_queries(heads_k):
-    q = torch.randn(2, 3, 4, 8)[:, 1:2].expand(2, 1, 4, 8)
-    k, v = torch.randn(2, 9, heads_k, 8), torch.randn(2, 9, heads_k, 5)
-    decoding = problem_of(q, k, v, causal=True, softmax_scale=0.3, deterministic=True)
-    regrouped = problem.regrouped_queries(decoding, q)
-    assert problem.regrouped_problem(decoding) == problem_of(regrouped, k, v, softmax_scale=0.3, deterministic=True)
-    for head in range(4):
-        assert torch.equal(regrouped[:, head % decoding.group, head // decoding.group], q[:, 0, head])

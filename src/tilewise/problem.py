@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -229,25 +229,6 @@ def _readable(text: str, p: Problem, slots: Sequence[int]) -> str:
 
 def _shapes(extras: Sequence[TensorFacts], slots: Sequence[int]) -> str:
     return ", ".join(str(extras[n].shape) for n in slots)
-
-
-def regrouped_problem(problem: Problem) -> Problem:
-    """Return the attention of one query per head, with the query heads of a key head as queries: (batch, group, heads_k, head_dim).
-
-    Both are the same attention if the heads of a group differ in their queries alone: without score, sink and dropout, and if the mask
-    hides no key. :func:`regrouped_queries` makes its queries.
-    """
-    (batch, _, _, head_dim), (by_batch, _, by_head, by_column) = problem.q.shape, problem.q.stride
-    shape = (batch, problem.group, problem.heads_k, head_dim)
-    q = TensorFacts(shape, (by_batch, by_head, problem.group * by_head, by_column), problem.dtype)
-    asked = problem.spec
-    spec = Spec(softmax_scale=asked.softmax_scale, deterministic=asked.deterministic, max_logit=asked.max_logit)
-    return replace(problem, q=q, extras=(), spec=spec)
-
-
-def regrouped_queries(problem: Problem, q: Tensor) -> Tensor:
-    """Return q (batch, 1, heads_q, head_dim) as (batch, group, heads_k, head_dim), a view (:func:`regrouped_problem`)."""
-    return q[:, 0].unflatten(1, (problem.heads_k, problem.group)).transpose(1, 2)
 
 
 # -- The checks ----------------------------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ from tilewise.backends.triton.kernels import emit as emitting
 from tilewise.backends.triton.kernels.emit import emit
 from tilewise.backends.triton.kernels.leaf_reads import PairReads, leaf_layouts, predicate_blocks
 from tilewise.backends.triton.kernels.writer import OPERATIONS
+from tilewise.backends.triton.paging import Machine, PagedConfig, few_config
 from tilewise.backends.triton.tiles import (
     Streams,
     Tiles,
@@ -182,12 +183,17 @@ def test_tiles_do_not_change_the_result(tiles, name):
     agree(Triton(OTHER_TILES[tiles]), of_case(cases.named(f"contract-{name}")))
 
 
+SPLIT = PagedConfig(*[Tiles(32, 32, 4, 1)] * 3, splits=4)
+
+
 @pytest.mark.parametrize("sink", [False, True], ids=["no-sink", "sink"])
 def test_split_keys_are_merged(sink):
     """And so are their largest scores."""
     q, k, v = qkv(batch=1, nq=5, nk=150, hq=4, hk=2)
-    config = Config(INTERPRETED.forward, INTERPRETED.dkdv, INTERPRETED.dq, split=64)
-    agree(Triton(config), call(q, k, v, causal=True, sink=normal(4) if sink else None, max_logit=sink))
+    agree(
+        Triton(replace(INTERPRETED, few=SPLIT)),
+        call(q, k, v, causal=True, sink=normal(4) if sink else None, max_logit=sink),
+    )
 
 
 # Each with a case that programs which share a key tile's heads could break.
@@ -368,10 +374,10 @@ def test_a_bias_by_descriptor_beside_loops_of_two_kinds(mask):
     agree(Triton(OTHER_TILES["tma"]), call(q, k, v, mask=mask, score=tw.bias(normal(4, 66, 72).requires_grad_())))
 
 
-def test_a_bias_by_descriptor_with_split_keys():
+def test_a_bias_with_split_keys():
     t = normal(4, 9, 152).requires_grad_()
     c = call(*qkv(batch=1, nq=9, nk=152), causal=True, score=tw.bias(t), sink=normal(4))
-    agree(Triton(replace(OTHER_TILES["tma"], split=64)), c)
+    agree(Triton(replace(OTHER_TILES["tma"], few=PagedConfig(*[OTHER_TILES["tma"].forward] * 3, splits=4))), c)
 
 
 def test_a_bias_by_descriptor_of_packed_sequences():
@@ -469,7 +475,7 @@ TERMS = OTHER_TILES["terms"]
 def terms_of(problem, operands: list[torch.Tensor]) -> list[torch.Tensor]:
     """The bf16 terms of q, k, v and do."""
     named = dict(zip(("q", "k", "v", "do"), operands, strict=True))
-    return list(split_into_terms(Plan(problem, TERMS), named, steady=False)[0].values())
+    return list(split_into_terms(Plan(problem, TERMS), named).values())
 
 
 def test_three_terms_hold_all_of_fp32():
@@ -703,7 +709,7 @@ def test_pieces_of_a_head_dim_add_up(passes, dv, tma):
 
 
 def test_pieces_are_split_merged_and_biased():
-    tiles = Config(*[SMALL] * 3, split=64)
+    tiles = Config(*[SMALL] * 3, few=PagedConfig(*[SMALL] * 3, splits=4))
     bias = normal(1, 40, 150).requires_grad_()  # of all heads: its gradient is a pass of its own
     agree(Triton(tiles), call(*qkv(batch=1, nq=40, nk=150, hq=2, hk=1, d=40, dv=24), score=tw.bias(bias)))
 
@@ -727,17 +733,58 @@ def shaped(batch: int, nq: int, nk: int, hq: int, hk: int, **options: object) ->
 
 
 @pytest.mark.parametrize(
-    ("shape", "splits"),
+    ("shape", "options", "splits"),
     [
-        ((1, 4096, 4096, 1, 1), True),  # 32 query tiles for 132 multiprocessors
-        ((1, 4096, 4096, 4, 4), False),  # 128: they are busy
-        ((1, 1000, 1000, 1, 1), False),  # one split
-        ((8, 8, 32768, 4, 4), True),  # decoding: 32 programs of 32 splits
-        ((64, 1, 4096, 4, 4), False),  # 256 programs
+        ((1, 4096, 4096, 1, 1), {}, 4),  # 64 query tiles for 132 multiprocessors
+        ((1, 4096, 4096, 4, 4), {}, None),  # 256: they are busy
+        ((1, 1000, 1000, 1, 1), {}, None),  # one split
+        ((8, 8, 32768, 4, 4), {}, 32),  # decoding: 32 programs
+        ((64, 1, 4096, 4, 4), {}, None),  # 256 programs
+        ((64, 1, 4096, 16, 4), {}, 1),  # whose heads share tiles
+        ((1, 1, 9000, 16, 4), {"causal": True, "deterministic": True}, 16),
+        ((64, 1, 9000, 16, 4), {"causal": True, "deterministic": True}, 16),
+        ((1, 1, 9000, 16, 4), {"dropout_p": 0.5, "dropout_seed": 1}, None),
+        ((1, 1, 9000, 16, 4), {"mask": tw.keep(lambda b, h, i, j: j % 3 > 0)}, None),
     ],
+    ids=str,
 )
-def test_keys_are_split_where_whole_rows_leave_the_machine_idle(shape, splits):
-    assert (config.split_keys(shaped(*shape), 128, 132) is not None) == splits
+def test_keys_are_split_where_whole_rows_leave_the_machine_idle(shape, options, splits):
+    """The size of a split depends on the keys alone, and with ``deterministic`` so does the choice."""
+    found = few_config(shaped(*shape, **options), Machine("sm90", config.SHARED_MEMORY["sm90"], 132), "ieee")
+    assert (found and found.splits) == splits
+
+
+def test_splits_need_products_that_the_kernel_over_pages_has():
+    q, k = (torch.empty(1, n, 1, 128, device="meta") for n in (1024, 4096))
+    p = check(q, k, k, (), None, parse_spec(assemble(q, k, k, Options())[2]))
+    machine = Machine("sm90", config.SHARED_MEMORY["sm90"], 132)
+    assert few_config(p, machine, "bf16x6") is None
+    assert few_config(p, machine, "ieee").splits == few_config(p, machine, "tf32").splits == 4
+
+
+@pytest.mark.parametrize(
+    ("nq", "options"),
+    [
+        (1, dict),
+        (3, lambda: {"causal": True, "sink": normal(4)}),
+        (2, lambda: {"mask": tw.window(20, 0), "score": tw.softcap(3.0) >> tw.alibi(normal(4))}),
+        (1, lambda: {"mask": tw.key_lengths(torch.tensor([33, 0]))}),
+    ],
+    ids=["plain", "causal-sink", "window-scores", "key-lengths"],
+)
+@pytest.mark.parametrize("splits", [1, 4])
+def test_heads_that_share_a_tile_agree_with_the_oracle(nq, options, splits):
+    few = PagedConfig(*[Tiles(16, 16, 4, 1)] * 3, splits=splits, split=16)
+    agree(Triton(replace(INTERPRETED, few=few)), call(*qkv(nq=nq, nk=70, d=40, dv=24), **options()))
+
+
+def test_hidden_keys_that_hold_nan_leave_no_trace_with_split_keys():
+    q, k, v = qkv(nq=2, nk=70)
+    c = call(q, k.clone(), v.clone(), mask=tw.key_range(0, 60))
+    c.t.k[:, 60:], c.t.v[:, 60:] = torch.nan, torch.nan
+    out = Triton(replace(INTERPRETED, few=SPLIT)).forward(c.p, c.t)
+    whole = call(q, k[:, :60].contiguous(), v[:, :60].contiguous())
+    torch.testing.assert_close(out.o, Triton().forward(whole.p, whole.t).o)
 
 
 # Two programs of four warps on each of 132 multiprocessors, and 64 keys a tile.

@@ -11,14 +11,13 @@ import tilewise as tw
 from tests.backends.paged import CASES, Case, PagedContract, run, tree
 from tilewise import cache as caches
 from tilewise.backends.triton import Triton, interpreting
-from tilewise.backends.triton.config import Config
 from tilewise.backends.triton.host import launch
 from tilewise.backends.triton.host.buffers import partial_states
 from tilewise.backends.triton.paging import (
     LEAST_SPLITS,
-    PARTS_REGISTERS,
     PROGRAMS,
     Machine,
+    PagedConfig,
     addressing,
     paged_config,
     paged_splits,
@@ -69,28 +68,22 @@ class TestTritonOverPages(PagedContract):
 
 
 POOLS = ("k_pages", "v_pages", "k_scale", "v_scale")
-SPLIT = Config(*[Tiles(16, 16, 4, 1)] * 3, splits=4)
-DESCRIBED = Config(*[Tiles(32, 32, 4, 3, tma=True)] * 3, splits=2)
-PARTS = Config(*[Tiles(16, 64, 4, 3, tma=True, parts=4)] * 3)
-SHARED = Config(*[Tiles(16, 16, 4, 1)] * 3, shares=5, split=16)
+SPLIT = PagedConfig(*[Tiles(16, 16, 4, 1)] * 3, splits=4)
+DESCRIBED = PagedConfig(*[Tiles(32, 32, 4, 3, tma=True)] * 3, splits=2)
 PAGE_64 = Case(64, (130, 64, 7), rows=2, options=lambda: {"causal": True}, dtype=torch.bfloat16, dims=(64, 32))
 
 
-# Splits of which some have no key, rows that see none, and sinks; tiles by descriptor from pages and from a dense cache; warps with
-# keys of their own; shares that hold several sequences, that begin or end within one, or that are left empty.
+# Splits of which some have no key, rows that see none, and sinks; tiles by descriptor from pages and from a dense cache.
 @interpreted
 @pytest.mark.parametrize(
     ("config", "case"),
     [
         (SPLIT, CASES["window-sink"]),
         (SPLIT, replace(CASES["packed"], rows=(1, 0, 1, 1))),
-        (PARTS, replace(CASES["tree"], dtype=torch.bfloat16)),
-        (PARTS, replace(PAGE_64, lengths=(200, 0), rows=1, dims=(96, 32))),
-        (replace(PARTS, splits=4, split=64), replace(PAGE_64, lengths=(400, 64, 7, 0, 200), rows=2)),
-        (replace(PARTS, shares=5), replace(PAGE_64, lengths=(130, 64, 7, 0, 200))),
-        (SHARED, CASES["window-sink"]),
-        (replace(SHARED, shares=7, split=32), CASES["softcap-alibi"]),
-        (replace(SHARED, shares=40), replace(CASES["fp8-sequences"], options=dict)),
+        (SPLIT, replace(CASES["tree"], dtype=torch.bfloat16)),
+        (replace(DESCRIBED, splits=4, split=64), replace(PAGE_64, lengths=(400, 64, 7, 0, 200), rows=2)),
+        (SPLIT, CASES["softcap-alibi"]),
+        (SPLIT, replace(CASES["fp8-sequences"], options=dict)),
         (DESCRIBED, PAGE_64),
         (DESCRIBED, replace(PAGE_64, lengths=(70,), rows=1, page_size=128)),
         (DESCRIBED, replace(PAGE_64, lengths=(130, 7), rows=1, scales="tokens", options=dict)),
@@ -99,13 +92,10 @@ PAGE_64 = Case(64, (130, 64, 7), rows=2, options=lambda: {"causal": True}, dtype
     ids=[
         "split-window-sink",
         "split-packed",
-        "parts-tree",
-        "parts-96",
-        "parts-splits",
-        "parts-shares",
-        "shares-window-sink",
-        "shares-softcap-alibi",
-        "shares-fp8",
+        "split-tree",
+        "described-splits",
+        "split-softcap-alibi",
+        "split-fp8",
         "described",
         "described-dense",
         "described-fp8",
@@ -245,51 +235,6 @@ def test_deterministic_splits_depend_on_one_sequence_alone():
     found = {paged_splits(problem(n, 1, 64, 512, deterministic=True), 64, H200.cores) for n in (1, 8, 256)}
     assert len(found) == 1
     assert paged_splits(problem(8, 8, 64, 512, packed=True, deterministic=True), 64, H200.cores)[0] == 1
-
-
-def test_warps_have_keys_of_their_own_where_rows_are_few_and_a_tile_lies_in_one_page():
-    parts = {
-        "decode": problem(8, 1, 64, 512),
-        "packed": problem(8, 8, 64, 512, packed=True),
-        "deterministic": problem(8, 1, 64, 512, deterministic=True),
-        "rows": problem(8, 8, 64, 512),
-        "pages of 16": problem(8, 1, 16, 512),
-    }
-    assert {name: paged_config(p, H200, "ieee").forward.parts for name, p in parts.items()} == {
-        "decode": 4, "packed": 4, "deterministic": 4, "rows": 1, "pages of 16": 1,
-    }  # fmt: skip
-
-
-def test_a_machine_has_even_shares_of_all_keys_where_a_batch_would_not_fill_it_and_a_result_may_depend_on_it():
-    shares = {
-        "decode": problem(8, 1, 64, 512),
-        "alone": problem(1, 1, 64, 512),
-        "many": problem(64, 1, 64, 64),
-        "rows": problem(8, 64, 64, 512),
-        "packed": problem(8, 8, 64, 512, packed=True),
-        "deterministic": problem(8, 1, 64, 512, deterministic=True),
-    }
-    found = {name: paged_config(p, H200, "ieee").shares for name, p in shares.items()}
-    assert found == dict.fromkeys(shares, 0) | {"decode": H200.cores // 8, "many": 32}
-    # Cuts fall between sequences of one length where that leaves no more than an eighth of the machine idle.
-    by_batch = {n: paged_config(problem(n, 1, 64, 512), H200, "ieee").shares for n in (2, 3, 5, 6, 7, 8, 11, 16)}
-    assert by_batch == {2: 16, 3: 15, 5: 15, 6: 16, 7: 14, 8: 16, 11: 16, 16: 16}
-
-
-def test_more_tiles_than_multiprocessors_have_even_shares_by_two_programs_each_and_fewer_a_stage_more():
-    few, some, many, short = (
-        paged_config(problem(n, 1, 64, m), H200, "ieee") for n, m in ((16, 512), (17, 512), (34, 512), (32, 16))
-    )
-    assert (some.shares, many.shares, short.shares) == (2 * H200.cores // 8, 2 * H200.cores // 8, 0)
-    assert paged_config(problem(32, 1, 64, 512), H200, "ieee").shares == 32
-    assert few.forward.num_stages == some.forward.num_stages + 1
-    assert (few.forward.registers, some.forward.registers, short.forward.registers) == (0, 0, PARTS_REGISTERS)
-
-
-def test_warps_that_share_a_tile_s_keys_have_even_shares_where_tiles_are_not_a_few():
-    shares = {n: paged_config(problem(n, 1, 64, 64, head_dim=256), H200, "ieee").shares for n in (2, 8, 20, 64)}
-    assert shares == {2: 0, 8: 32, 20: 33, 64: 32}
-    assert paged_config(problem(8, 1, 16, 256, head_dim=256), H200, "ieee").shares == 0
 
 
 def test_splits_fill_the_machine_and_stop_where_it_is_full():

@@ -30,9 +30,9 @@ def launched(monkeypatch, tmp_path):
     monkeypatch.setattr(config, "CANDIDATES", {"interpreted": (config.Choices(64, **rows),)})
     start, tiles_of = Plan.start, []
 
-    def record(plan, kernel, grid, tiles, *args):
-        tiles_of.append(tiles)
-        return None if tiles == WRONG else start(plan, kernel, grid, tiles, *args)
+    def record(plan, launch, *args):
+        tiles_of.append(launch.tiles)
+        return None if launch.tiles == WRONG else start(plan, launch, *args)
 
     def seconds(run, calls, device):
         tiles_of.clear()

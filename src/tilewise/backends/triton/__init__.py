@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -41,7 +42,7 @@ from tilewise.backends.triton.host.plan import Memo, Plan
 from tilewise.backends.triton.kernels.distant import distances_read, parts_of
 from tilewise.backends.triton.kernels.leaf_reads import PairReads, described_lookup, predicate_blocks
 from tilewise.backends.triton.kernels.writer import OPERATIONS
-from tilewise.backends.triton.paging import choose_paged, few_queries
+from tilewise.backends.triton.paging import Machine, choose_paged, few_config, few_queries
 from tilewise.backends.triton.tiles import fills_tiles
 from tilewise.bit_tiles import BitTiles, Sections
 from tilewise.device import MOST_BLOCKS, beyond_grid
@@ -163,7 +164,13 @@ class Triton(Backend):
         pairs = PairReads.of(problem)
         blocks = predicate_blocks(problem)
         measured = tuned.passes(problem)
-        return self.override or choose(problem, pairs.bytes, measured, pairs.shared, blocks, distances_read(problem))
+        if self.override is not None:
+            return self.override
+        chosen = choose(problem, pairs.bytes, measured, pairs.shared, blocks, distances_read(problem))
+        on_gpu = problem.device.type != "cpu"
+        return (
+            replace(chosen, few=few_config(problem, Machine.of(problem.device), chosen.products)) if on_gpu else chosen
+        )
 
     def tile(self, problem: Problem) -> tuple[int, int]:
         tiles = self.config(problem).forward
@@ -276,8 +283,6 @@ def launches(problem: Problem, config: Config) -> dict[str, tuple[int, ...]]:
     2**31 blocks along x would exceed any memory.
     """
     found: dict[str, tuple[int, ...]] = {}
-    if config.split and not (problem.packed or problem.paged):
-        found["the splits of keys"] = (1, -(-problem.seqlen_k // config.split))
     for read in [part for x in classify(problem) for part in parts_of(problem, x)]:
         name = f"the gradient of a tensor read at [{', '.join(map(str, read.expr.args[1:]))}]"
         if read.how == TILES:

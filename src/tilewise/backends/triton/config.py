@@ -23,8 +23,6 @@ from tilewise.backends.triton.tiles import (
 from tilewise.distances import reads_by_distance
 from tilewise.problem import Problem
 
-OVERLAPPING = ("sm90", "sm100")  # the devices with programmatic dependent launch
-
 # Matrix units multiply no fp32. A sum of three bf16 terms holds an fp32 exactly. Of the nine products of two factors' terms, six give
 # the fp32 product; the other three are below 2^-24 of it (Henry, Tang, Heinecke: Leveraging the bfloat16 Artificial
 # Intelligence Datatype For Higher-Precision Computations, 2019). The smallest products come first, as (term of the left factor, of the
@@ -39,12 +37,9 @@ class Config:
 
     Attributes:
         dv: tiles of a pass for dV alone; ``dkdv`` is then dK's alone.
-        split: keys of a split, or None.
-        splits: splits of a row's keys in a paged cache; ``split`` is then the least size of one (``paging.paged_splits``).
-        shares: even shares of all key tiles of a paged cache, per key head (``kernels.shares``); 0 means splits.
+        few: of a forward whose query heads share tiles, or whose keys are split (``paging.few_config``); None: it is as any other.
         group_parts: programs of the backward that share the query heads of a key tile (:mod:`group_parts`).
         beside: batch elements and heads whose programs for one tile run side by side.
-        overlapping: whether a kernel may begin before the previous one in the stream ends (``host.plan.Role``).
         products: of fp32: "ieee" (arithmetic units), "tf32", or "bf16x6" (TERMS bf16 terms).
     """
 
@@ -52,12 +47,9 @@ class Config:
     dkdv: Tiles
     dq: Tiles
     dv: Tiles | None = None
-    split: int | None = None
-    splits: int = 1
-    shares: int = 0
+    few: Config | None = None
     group_parts: int = 1
     beside: tuple[int, int] = (1, 1)
-    overlapping: bool = False
     products: str = "ieee"
 
     @property
@@ -68,13 +60,13 @@ class Config:
         return {"forward": self.forward, "dk": self.dkdv, "dv": self.dv, "dq": self.dq}
 
     @classmethod
-    def of(cls, passes: dict[str, Tiles], split: int | None = None) -> Config:
+    def of(cls, passes: dict[str, Tiles]) -> Config:
         """Return the configuration with tiles named as in :attr:`passes`."""
-        return cls(passes["forward"], passes.get("dkdv") or passes["dk"], passes["dq"], passes.get("dv"), split)
+        return cls(passes["forward"], passes.get("dkdv") or passes["dk"], passes["dq"], passes.get("dv"))
 
     def describe(self) -> str:
         titles = {"forward": "forward", "dkdv": "dK dV", "dk": "dK", "dv": "dV", "dq": "dQ"}
-        split = f"; keys split by {self.split}" if self.split else ""
+        split = f"; of few queries {self.few.describe()}" if self.few else ""
         split += f"; query heads of a key tile in {self.group_parts} parts" if self.group_parts > 1 else ""
         split += "" if self.products == "ieee" else f"; fp32 products {self.products}"
         return "; ".join(f"{titles[name]} {tiles.describe()}" for name, tiles in self.passes.items()) + split
@@ -424,7 +416,7 @@ def choose(
     blocks: tuple[int, int] = (0, 0),
     distances: Distances = "none",
 ) -> Config:
-    """Choose the configuration of a problem by head dim and dtype. Keys are split if query tiles would leave most of the machine idle.
+    """Choose the configuration of a problem by head dim and dtype.
 
     Args:
         pair_bytes: as in :class:`Streams`.
@@ -445,9 +437,9 @@ def choose(
     passes = {name: within_blocks(name, x, blocks) for name, x in preceded(passes, measured or {}).items()}
     fitted = fit_all(problem, passes, pair_bytes)
     cores = devices.of(problem.device).cores
-    chosen = Config.of(fitted, split_keys(problem, fitted["forward"].tile_m, cores))
+    chosen = Config.of(fitted)
     parts = group_parts(problem, chosen.dkdv, cores)
-    return replace(chosen, group_parts=parts, beside=together, overlapping=arch in OVERLAPPING, products=fp32)
+    return replace(chosen, group_parts=parts, beside=together, products=fp32)
 
 
 # Return the least rows of a tile that a program owns, and of one that it streams. Smaller ones take other instructions.
@@ -555,36 +547,3 @@ def fit_all(problem: Problem, passes: dict[str, Tiles], pair_bytes: int = 0) -> 
         need = partial(needed, problem, name, arch=arch, pair_bytes=pair_bytes)
         found[name] = fit(name, tiles, need, program_limit(tiles, limit, arch, size))
     return found
-
-
-SPLIT_KEYS = 1024  # the size of a split may depend on nothing but seqlen_k: docs/decisions.md#triton-split
-# The cost of the second launch and the merge for a query tile, counted in keys: predicted, not measured.
-MERGE_KEYS = 512
-
-
-def decoding(problem: Problem, config: Config) -> Config:
-    """Return the configuration of a decoding step with a group's heads as rows (`regrouped_problem`), from that of the step."""
-    if problem.device.type == "cpu":
-        return config
-    rows = DECODING.get(architecture(problem.device), ()) if problem.dtype.itemsize == 2 else ()
-    row, forward = row_for(rows, problem), config.forward
-    if row is not None:
-        forward = fit_all(problem, {"forward": row.forward[0]})["forward"]
-    split = split_keys(problem, forward.tile_m, devices.of(problem.device).cores)
-    return replace(config, forward=forward, split=split)
-
-
-def split_keys(problem: Problem, tile_m: int, cores: int) -> int | None:
-    """Return the keys of a split, or None if whole rows keep the machine as busy.
-
-    Time is counted in keys that the busiest multiprocessor visits. Splitting must save a third of it.
-    """
-    if problem.packed or problem.spec.region.predicate is not None:
-        return None
-    # A deterministic result does not depend on the rest of the batch, so its choice looks at one sequence.
-    batch = 1 if problem.spec.deterministic else problem.batch
-    programs = batch * problem.heads_q * -(-problem.seqlen_q // tile_m)
-    num_splits = -(-problem.seqlen_k // SPLIT_KEYS)
-    whole = -(-programs // cores) * problem.seqlen_k
-    split = -(-programs * num_splits // cores) * SPLIT_KEYS + MERGE_KEYS
-    return SPLIT_KEYS if 3 * split <= 2 * whole else None

@@ -17,7 +17,6 @@ from tilewise.backends.triton.config import (
     E4M3,
     INTERPRETED,
     LATENT,
-    OVERLAPPING,
     UNLIMITED,
     Config,
     architecture,
@@ -29,8 +28,8 @@ from tilewise.backends.triton.config import (
 from tilewise.backends.triton.tiles import Streams, Tiles, columns, fit, program_limit, shared_memory, width
 from tilewise.problem import Problem
 
-Addressing = Literal["whole", "one", "several"]
-"""The place of a tile's keys: in a sequence's only page, in one page of several, or each key in its own page."""
+Addressing = Literal["dense", "whole", "one", "several"]
+"""The place of a tile's keys: in no pages, in a sequence's only page, in one page of several, or each key in its own page."""
 
 LARGE_TILE = 128  # queries (docs/decisions.md#triton-pages)
 FEWEST_ROWS = 16  # of a tile: a step of decoding has a row for each head of a group (docs/decisions.md#triton-pages)
@@ -42,15 +41,14 @@ PROGRAMS = 2  # for each multiprocessor, as many as run there at a time
 LEAST_SPLITS = 16  # of a batch of decoding steps: one sequence may be much longer than the others
 MOST_SPLITS = 128
 MOST_SPLITS_ALONE = 32  # if the choice may not look at the batch: the partial states of a large one should still fit
-# If warps share a tile's keys: 16 tiles of head_dim 256 take 26.4 µs in even shares, 24.4 in splits (H200).
-MOST_SHARES = 5
-PARTS_REGISTERS = 168  # of a thread, if warps take parts of a tile's keys: three programs for each multiprocessor
 SHORTEST_SPLIT = 128  # keys, if programs are few
 SPLIT_OF_MANY = 1024  # keys, if all multiprocessors have programs without splits, and a split saves no time
 
 
 def addressing(problem: Problem, tile_n: int) -> Addressing:
     """Return how tiles of so many keys lie in a problem's pages."""
+    if not problem.paged:
+        return "dense"
     if problem.capacity == problem.page_size:
         return "whole"
     return "several" if problem.page_size % tile_n else "one"
@@ -103,11 +101,17 @@ class Machine:
 
 @dataclass(frozen=True)
 class PagedConfig(Config):
-    """The tiles of a forward over pages, which has no backward. ``split`` is the least keys of a split."""
+    """The tiles of a forward over pages, or of few queries, which has no backward.
+
+    Attributes:
+        splits: of a row's keys (:func:`paged_splits`). split: the least keys of one.
+    """
+
+    splits: int = 1
+    split: int = 0
 
     def describe(self) -> str:
         split = f"; keys in up to {self.splits} splits of {self.split} or more" if self.splits > 1 else ""
-        split += f"; {self.shares} even shares of all keys" if self.shares else ""
         return self.forward.describe() + split
 
     def traffic(self, problem: Problem) -> int:
@@ -117,6 +121,48 @@ class PagedConfig(Config):
         rows = problem.dtype.itemsize * queries * problem.heads_q
         rows += problem.k.dtype.itemsize * tiles * problem.heads_k * problem.capacity
         return rows * (problem.head_dim + problem.head_dim_v)
+
+
+LARGEST_SHARED = 64  # rows of a sequence that are worth a tile of several heads
+SPLIT_KEYS = 1024  # dense keys of a split, which may depend on nothing but seqlen_k: docs/decisions.md#triton-split
+# The cost of the second launch and the merge for a query tile, counted in keys: predicted, not measured.
+MERGE_KEYS = 512
+
+
+def few_config(problem: Problem, machine: Machine, products: str) -> PagedConfig | None:
+    """Return the configuration of a forward over dense keys of which heads share tiles, or splits take a part each; None if neither pays.
+
+    Args:
+        products: as in :class:`config.Config`, of the other passes.
+    """
+    if not takes_dense(problem):
+        return None
+    few = rows_of_sequence(problem) <= LARGEST_SHARED
+    if products == "bf16x6" and not few:  # the kernel has no products of terms
+        return None
+    chosen = paged_config(problem, machine, "tf32" if products == "tf32" else "ieee")
+    splits = dense_splits(problem, chosen.forward.tile_m, machine.cores)
+    return replace(chosen, splits=splits) if splits > 1 or (few and problem.group > 1) else None
+
+
+def takes_dense(problem: Problem) -> bool:
+    """Return whether the kernel over pages computes a problem over dense keys."""
+    spec = problem.spec
+    return not (problem.packed or problem.paged or spec.dropout_p or spec.region.predicate is not None)
+
+
+def dense_splits(problem: Problem, tile_m: int, cores: int) -> int:
+    """Return the splits of dense keys, a power of two; 1 unless they save a third of the time.
+
+    Time is counted in keys that the busiest multiprocessor visits.
+    """
+    # A deterministic result does not depend on the rest of the batch, so its choice looks at one sequence.
+    batch = 1 if problem.spec.deterministic else problem.batch
+    programs = batch * problem.heads_k * -(-rows_of_sequence(problem) // tile_m)
+    most = -(-problem.seqlen_k // SPLIT_KEYS)
+    whole = -(-programs // cores) * problem.seqlen_k
+    split = -(-programs * most // cores) * SPLIT_KEYS + MERGE_KEYS
+    return min(1 << (most - 1).bit_length(), MOST_SPLITS) if most and 3 * split <= 2 * whole else 1
 
 
 def choose_paged(problem: Problem, measured: dict[str, Tiles]) -> PagedConfig:
@@ -153,15 +199,9 @@ def paged_config(problem: Problem, machine: Machine, products: str, measured: Ti
             tiles, tma=False
         )  # beside descriptors, loads of scales wait longer (docs/decisions.md#triton-pages)
     tiles = paged_tiles(problem, tiles, machine)
-    if few is not None and takes_parts(problem, tiles):
-        tiles = replace(tiles, parts=tiles.num_warps, registers=PARTS_REGISTERS)
     splits, keys = paged_splits(problem, tiles.tile_m, machine.cores)
-    shared, programs = shared_tiles(problem, tiles, machine)
-    shares = even_shares(problem, tiles, machine.cores * programs) if splits > 1 else 0  # else nothing would be merged
-    if shares:
-        tiles, splits, keys = shared, 1, SHORTEST_SPLIT
-    chosen = {"shares": shares, "splits": splits, "split": keys}
-    return PagedConfig(tiles, tiles, tiles, overlapping=arch in OVERLAPPING, products=products, **chosen)
+    chosen = {"splits": splits, "split": keys}
+    return PagedConfig(tiles, tiles, tiles, products=products, **chosen)
 
 
 def chunk_tiles(arch: str, problem: Problem, rows: int) -> Tiles | None:
@@ -188,16 +228,6 @@ def paged_tiles(problem: Problem, tiles: Tiles, machine: Machine) -> Tiles:
     return fit("paged", tiles, partial(paged_memory, problem, machine.arch), limit)
 
 
-def takes_parts(problem: Problem, tiles: Tiles) -> bool:
-    """Return whether each warp takes a part of a tile's keys (``kernels.warp_keys``): at least 16, as products require.
-
-    Loads row by row would not be pipelined then, and Triton does not compile this for numbers of 8 bits.
-    """
-    if problem.latent or problem.quantised or addressing(problem, tiles.tile_n) == "several":
-        return False
-    return tiles.tma and tiles.tile_m <= FEWEST_ROWS and tiles.tile_n >= 16 * tiles.num_warps
-
-
 def paged_memory(problem: Problem, arch: str, tiles: Tiles) -> int:
     """Return :func:`tiles.shared_memory` of a problem's kernel."""
     if (
@@ -210,38 +240,6 @@ def paged_memory(problem: Problem, arch: str, tiles: Tiles) -> int:
     # With e4m3 stages, a predicate's pairs need no extra shared memory.
     streams = Streams(plain=problem.spec.region.predicate is None or problem.quantised)
     return shared_memory("latent" if problem.latent else "paged", tiles, widths, problem.dtype.itemsize, streams, arch)
-
-
-def shared_tiles(problem: Problem, tiles: Tiles, machine: Machine) -> tuple[Tiles, int]:
-    """Return the tiles of programs with even shares of all keys, and the number of these programs per multiprocessor.
-
-    If the batch has no more tiles than multiprocessors, that is one program, with all registers and a stage more. Otherwise, and if
-    warps share a tile's keys, it is two, at a time or one after the other.
-    """
-    tiles = replace(tiles, registers=0)
-    if tiles.parts == 1 or problem.batch * problem.heads_k > machine.cores:
-        return tiles, PROGRAMS
-    deeper = replace(tiles, num_stages=tiles.num_stages + 1)
-    fits = paged_memory(problem, machine.arch, deeper) <= machine.shared
-    return deeper if fits else tiles, 1
-
-
-def even_shares(problem: Problem, tiles: Tiles, programs: int) -> int:
-    """Return the number of even shares of all key tiles (``kernels.shares``) for so many programs, or 0 if sequences have splits.
-
-    Shares depend on all sequences of a batch, so a deterministic call has none. They need several sequences of one row tile each. If
-    warps share a tile's keys, pages must hold whole tiles of 16 bits, and there must be more than a few tiles.
-    """
-    if problem.packed or problem.spec.deterministic or rows_of_sequence(problem) > tiles.tile_m or problem.batch == 1:
-        return 0
-    if tiles.parts == 1:
-        plain = not (problem.quantised or problem.latent) and addressing(problem, tiles.tile_n) != "several"
-        if not plain or MOST_SHARES * problem.batch * problem.heads_k < programs:
-            return 0
-    most = programs // problem.heads_k
-    # Shares begin where equally long sequences begin, unless that leaves more than an eighth of the machine idle.
-    each = [n for n in range(1, most + 1) if problem.batch % n == 0 or n % problem.batch == 0]
-    return each[-1] if each and 8 * each[-1] >= 7 * most else most
 
 
 def paged_splits(problem: Problem, tile_m: int, cores: int) -> tuple[int, int]:
@@ -261,5 +259,5 @@ def paged_splits(problem: Problem, tile_m: int, cores: int) -> tuple[int, int]:
     )  # which leaves no room for a second
     if tiles == 1:
         wanted = max(wanted, LEAST_SPLITS)
-    most = min(-(-problem.capacity // keys), MOST_SPLITS_ALONE if deterministic else MOST_SPLITS)
+    most = min(-(-problem.seqlen_k // keys), MOST_SPLITS_ALONE if deterministic else MOST_SPLITS)
     return 1 << (max(1, min(wanted, most)).bit_length() - 1), keys

@@ -20,7 +20,6 @@ class Tiles:
         tma: whole tiles are loaded through tensor descriptors (Hopper and newer) if the strides allow it.
         padded: a head dim that is no power of two is padded to one instead of being cut in two pieces (:func:`pieces`).
         registers: the most that a thread may have, so that one more program fits; 0 leaves the choice to the compiler.
-        parts: parts of a tile's keys. Each goes to an equal number of warps, which compute all rows; over pages alone (``kernels.paged``).
     """
 
     tile_m: int
@@ -30,7 +29,6 @@ class Tiles:
     tma: bool = False
     padded: bool = False
     registers: int = 0
-    parts: int = 1
 
     @property
     def options(self) -> dict[str, int]:
@@ -48,7 +46,6 @@ class Tiles:
         how = ", tma" if self.tma else ""
         how += ", padded" if self.padded else ""
         how += f", {self.registers} registers" if self.registers else ""
-        how += f", keys in {self.parts} parts" if self.parts > 1 else ""
         return f"{self.tile_m} x {self.tile_n}, {self.num_warps} warps, {self.num_stages} stages{how}"
 
 
@@ -107,7 +104,7 @@ def shared_memory(
     """Return the bytes that a kernel may need: its resident tiles, and ``num_stages`` of the tiles that its loop streams.
 
     Args:
-        kernel: "forward", "merge", "paged", "latent", "merge_rows", "merge_shares", "dkdv", "dk", "dv", "dq",
+        kernel: "forward", "paged", "latent", "merge_rows", "dkdv", "dk", "dv", "dq",
             "group_parts", "delta", "tile", "strip", "sheet" or "sheet_strip".
         widths: :func:`columns` of q, k and of v.
     """
@@ -127,9 +124,7 @@ def shared_memory(
         "dv": n * w + over_keys,
         "dq": m * (w + wv) + stages * n * (w + wv),
         "delta": 0,
-        "merge": 0,
         "merge_rows": 8 * wv,
-        "merge_shares": 8 * wv,
         "group_parts": 0,
         "terms": 0,
         "tile": stages * (m + n) * (w + wv),
@@ -138,7 +133,7 @@ def shared_memory(
         "sheet_strip": m * n,
     }
     statistics = 4 * 2 * m * stages if kernel in OVER_KEYS else 0
-    bytes_ = streams.pair_bytes if kernel not in ("delta", "merge", "terms", "sheet") else 0
+    bytes_ = streams.pair_bytes if kernel not in ("delta", "terms", "sheet") else 0
     scratch = {"sm90": 1024 if streams.plain else 2048, "sm100": 18 << 10}.get(arch, 2048)  # for changes of layout
     pairs = max(stages - 1, 1) * m * n * bytes_ + (0 if arch == "sm90" else 4096) if bytes_ else 0
     pairs += (

@@ -21,16 +21,15 @@ def partial_states(out: Output, num_splits: int) -> Output:
     return Output(*[torch.empty((num_splits, *x.shape), dtype=torch.float32, device=x.device) for x in out.tensors])
 
 
-def shared_states(plan: Plan, out: Output) -> Tensor:
-    """Memory for the states of ``kernels.shares``."""
-    problem, config = plan.problem, plan.config
-    state = config.forward.tile_m * (problem.head_dim_v + 4)
-    return out.o.new_empty(2 * problem.heads_k * config.shares * state, dtype=torch.float32)
-
-
 def seqlen_q_rounded(problem: Problem) -> int:
     """Rows from one head to the next in the statistics: each head begins at a multiple of 16 bytes, as descriptors ask."""
     return problem.seqlen_q if problem.packed else -(-problem.seqlen_q // 4) * 4
+
+
+def statistics_rows(problem: Problem) -> int:
+    """Numbers of each of the statistics of all rows: delta starts at a multiple of 16 bytes, behind lse."""
+    rows = seqlen_q_rounded(problem) * problem.heads_q * problem.batch_dim
+    return -(-(rows + PADDING) // 4) * 4
 
 
 @dataclass
@@ -51,10 +50,8 @@ class BackwardBuffers:
 
     @classmethod
     def empty(cls, problem: Problem, inputs: Inputs, group_parts: int = 1) -> BackwardBuffers:
-        rows = seqlen_q_rounded(problem) * problem.heads_q * problem.batch_dim
-        padded = -(-(rows + PADDING) // 4) * 4  # delta starts at a multiple of 16 bytes too
         gradients = (x.new_empty(x.shape) for x in (inputs.q, inputs.k, inputs.v))
-        buffers = cls(*gradients, inputs.q.new_empty((2, padded), dtype=torch.float32))
+        buffers = cls(*gradients, inputs.q.new_empty((2, statistics_rows(problem)), dtype=torch.float32))
         if group_parts > 1:
             of_parts = (x.new_empty((group_parts, *x.shape), dtype=torch.float32) for x in (inputs.k, inputs.v))
             buffers.parts = tuple(of_parts)
@@ -72,13 +69,16 @@ class BackwardBuffers:
         return self.statistics[1, : math.prod(shape)].view(shape)[..., : problem.seqlen_q]
 
 
-def new_sheet(plan: Plan, q: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Memory for a part of dS, (batch, heads, strips, keys, queries of a strip), and in fp32 for the sum of dQ that earlier parts of
-    the keys make, laid out as dQ; None where there is none."""
-    if not plan.sheet:
-        return None, None
+def sheet_shape(plan: Plan) -> tuple[int, ...]:
+    """The shape of a part of dS: (batch, heads, strips, keys, queries of a strip)."""
     problem, part = plan.problem, plan.sheet[0]  # no later part is larger
     strips = -(-problem.seqlen_q // SHEET_UNIT) * SHEET_UNIT // SHEET_STRIP
-    shape = (problem.batch, part.heads * problem.group, strips, part.keys, SHEET_STRIP)
-    some_keys = plan.sheet[-1].first_key > 0
-    return q.new_empty(shape, dtype=problem.dtype), q.new_empty(q.shape, dtype=torch.float32) if some_keys else None
+    return problem.batch, part.heads * problem.group, strips, part.keys, SHEET_STRIP
+
+
+def new_sheet(plan: Plan, q: Tensor) -> dict[str, Tensor | None]:
+    """Memory for a part of dS, and in fp32 for the sum of dQ that earlier parts of the keys make, laid out as dQ."""
+    if not plan.sheet:
+        return {}
+    sums = q.new_empty(q.shape, dtype=torch.float32) if plan.sheet[-1].first_key > 0 else None
+    return {"sheet": q.new_empty(sheet_shape(plan), dtype=plan.problem.dtype), "dq_sums": sums}

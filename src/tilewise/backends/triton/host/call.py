@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,11 +13,11 @@ from tilewise import dropout
 from tilewise.backends.base import Inputs, unit_last
 from tilewise.backends.triton.host import runtime
 from tilewise.backends.triton.host.buffers import seqlen_q_rounded
-from tilewise.backends.triton.host.facts import Facts
-from tilewise.backends.triton.host.launched import Launched, View
-from tilewise.backends.triton.host.plan import Layout, Plan
-from tilewise.backends.triton.host.terms import TermsLaunch, split_into_terms
+from tilewise.backends.triton.host.launches import KernelLaunch
+from tilewise.backends.triton.host.plan import Plan, operand_strides
+from tilewise.backends.triton.host.terms import split_into_terms
 from tilewise.backends.triton.tiles import Tiles
+from tilewise.caching import cached_property
 from tilewise.problem import Problem
 from tilewise.tiles import PARTIAL, Grid, TileLists, TileMap
 
@@ -27,71 +29,80 @@ class Call:
     Attributes:
         operands: q, k, v and, in a backward, do, with a last stride of 1; their bf16 terms where kernels read these; of a quantised
             cache k and v :func:`by_twos`.
-        strides: of the operands, in units of ``align`` elements.
-        align: the elements of 16 bytes, of the narrowest operand, where every stride is a multiple of them and every operand is
-            aligned; else 1.
-        steady: every pointer is aligned.
-        copied: some operand's last stride was not 1.
-        terms: what made the operands' terms; None where there are none.
+        aligned: whether the operands, and the leaf that a descriptor may bring, begin at multiples of 16 bytes.
+        named: the tensors that every launch of the call may read, by name.
     """
 
     plan: Plan
     inputs: Inputs
     operands: dict[str, Tensor]
-    strides: dict[str, tuple[int, int, int]]
-    align: int
-    steady: bool
-    copied: bool
-    terms: TermsLaunch | None
+    aligned: bool
+    named: dict[str, Any]
 
     @classmethod
     def of(cls, plan: Plan, inputs: Inputs, do: Tensor | None = None) -> Call:
         given = {"q": inputs.q, "k": inputs.k, "v": inputs.v} | ({} if do is None else {"do": do})
         operands = {name: unit_last(x) for name, x in given.items()}
-        copied = any(operands[name] is not x for name, x in given.items())
         if plan.problem.quantised:
             operands |= {name: by_twos(operands[name]) for name in ("k", "v")}
-        terms = None
         if plan.terms > 1:
-            operands, terms = split_into_terms(plan, operands, is_aligned(*operands.values()))
-        # The strides of q, k and v are the problem's.
-        key = None if do is None else operands["do"].stride()
-        layout = plan.layouts.of(key, lambda: Layout.of(plan.problem, operands))
-        in_units = layout.in_units is not None and is_aligned(*operands.values())
-        align, strides = (layout.unit, layout.in_units) if in_units else (1, layout.strides)
-        others = inputs.leaves if inputs.seed is None else (*inputs.leaves, inputs.seed)
-        return cls(plan, inputs, operands, strides, align, align > 1 and is_aligned(*others), copied, terms)
+            operands = split_into_terms(plan, operands)
+        pair = None if plan.pair_leaf is None else inputs.leaves[plan.pair_leaf[0]]
+        named = operands | {
+            "cu_seqlens_q": inputs.cu_seqlens_q,
+            "cu_seqlens_k": inputs.cu_seqlens_k,
+            "sink": inputs.sink,
+            "seed": inputs.seed,
+            "k_scale": inputs.k_scale,
+            "v_scale": inputs.v_scale,
+            "block_table": inputs.block_table,
+            "seqlens_k": inputs.seqlens_k,
+            "piece": plan.piece_start,
+            "leaves": tuple(plan.leaves(inputs)),
+            "grads": (),
+            "pair": pair,
+        }
+        return cls(plan, inputs, operands, runtime.aligned(operands.values()) and runtime.aligned((pair,)), named)
 
-    def tensors(self, **named: object):
-        """The pointers of a launch: the call's, and those given by name."""
-        inputs = self.inputs
-        return runtime.kernels().Tensors(
-            **self.operands,
-            cu_seqlens_q=inputs.cu_seqlens_q,
-            cu_seqlens_k=inputs.cu_seqlens_k,
-            sink=inputs.sink,
-            seed=inputs.seed,
-            k_scale=inputs.k_scale,
-            v_scale=inputs.v_scale,
-            piece=self.plan.piece_start,
-            leaves=tuple(self.plan.leaves(inputs)),
-            **named,
-        )
+    @cached_property
+    def layout(self) -> tuple[int, dict[str, tuple[int, int, int]]]:
+        """``(align, strides)``: the ``(batch, row, head)`` strides of the operands, in units of ``align`` elements.
 
-    def sizes(self, slots: int, *, portion: int = 0, lists: TileLists | None = None, **chosen: tuple[int, ...]):
-        """The whole numbers of a launch; the same object again where they are the same and all pointers are aligned.
+        These are 16 bytes of the narrowest operand, where every stride is a multiple of them and every operand is aligned; else 1.
+        """
+        unit = 16 // min(x.element_size() for x in self.operands.values()) if self.aligned else 1
+        strides = {name: operand_strides(x) for name, x in self.operands.items()}
+        if any(n % unit for each in strides.values() for n in each):
+            unit = 1
+        return unit, {name: tuple(n // unit for n in each) for name, each in strides.items()}
+
+    @property
+    def align(self) -> int:
+        return self.layout[0]
+
+    def run(self, key: object, new: Callable[[Call], Sequence[KernelLaunch]], **named: object) -> None:
+        """Runs launches that the plan keeps, or makes by ``new``.
+
+        Args:
+            key: tells them from the plan's others, beside the strides of dO and alignments, which may differ from call to call.
+            named: tensors beside those of every launch.
+        """
+        do = self.operands.get("do")
+        key = key, self.aligned, None if do is None else do.stride()
+        tensors = self.named | named
+        aligned = runtime.aligned(tensors.values())
+        for launch in self.plan.launches.of(key, lambda: new(self)):
+            lists = {} if launch.lists is None else self.tile_lists(*launch.lists)
+            self.plan.start(launch, tensors | lists if lists else tensors, aligned)
+
+    def sizes(self, slots: int, *, portion: int = 0, **chosen: tuple[int, ...]):
+        """The whole numbers of a launch.
 
         Args:
             slots: programs of a head (:func:`tile_slots`).
             portion: as in :class:`kernels.arguments.Sizes`.
             chosen: fields of Sizes in place of the defaults.
         """
-        if not self.steady:
-            return self._sizes(slots, portion, lists, chosen)
-        key = (slots, portion, self.strides.get("do"), list_strides(lists), *chosen.items())
-        return self.plan.sizes.of(key, lambda: self._sizes(slots, portion, lists, chosen))
-
-    def _sizes(self, slots: int, portion: int, lists: TileLists | None, chosen: dict[str, tuple[int, ...]]):
         plan, problem = self.plan, self.plan.problem
         config = plan.config
         chosen = {"beside": config.beside, "heads": (0, problem.heads_k), "group_parts": config.group_parts} | chosen
@@ -102,42 +113,33 @@ class Call:
             seqlen_q=problem.seqlen_q,
             seqlen_k=problem.seqlen_k,
             slots=slots,
-            **self.strides,
+            **self.layout[1],
             seqlen_q_rounded=seqlen_q_rounded(problem),
             portion=portion,
             threshold=dropout.threshold(problem.spec.dropout_p) if problem.spec.dropout_p else 0,
             **chosen,
-            list_strides=list_strides(lists),
             extents=plan.extents,
             grad_extents=plan.grad_extents,
         )
         return runtime.opaque(sizes)
 
     def launch(
-        self,
-        kernel,
-        grid: tuple[int, ...],
-        tiles: Tiles,
-        tensors: object,
-        sizes: object,
-        facts: Facts,
-        *between: object,
-    ) -> Launched:
-        """Launches a kernel.
+        self, kernel, grid, tiles: Tiles, sizes, facts, *between, lists: bool | None = None, reads: tuple[str, ...] = ()
+    ) -> KernelLaunch:
+        """A launch of a kernel; the arguments are those of :class:`KernelLaunch`.
 
         Args:
-            between: what the kernel takes between its scales and its facts: views and constants.
+            lists: whether the lists of a predicate's tiles are by columns; None: the kernel walks over none.
+            reads: of a kernel that knows nothing of mask and score, which compile none anew then.
         """
-        bundles = (tensors, sizes, self.plan.scales)
-        values = [x.value if isinstance(x, View) else x for x in between]
-        compiled = self.plan.start(kernel, grid, tiles, *bundles, *values, facts)
-        return Launched.of(compiled, grid, bundles, between, facts)
+        scales, listed = self.plan.scales, None if lists is None or not self.plan.lists else (tiles, lists)
+        if reads:
+            sizes, scales = sizes._replace(extents=(), grad_extents=()), scales._replace(numbers=())
+        return KernelLaunch(kernel, grid, tiles, sizes, scales, between, facts, listed, reads)
 
-    def tile_lists(self, tiles: Tiles, by_columns: bool) -> TileLists | None:
-        """The lists of a predicate's tiles; the same again while the mask's tensors are the same, unchanged."""
+    def tile_lists(self, tiles: Tiles, by_columns: bool) -> dict[str, tuple]:
+        """The lists of a predicate's tiles, and their strides; the same again while the mask's tensors are the same, unchanged."""
         plan = self.plan
-        if not plan.lists:
-            return None
         key, leaves = (tiles.tile_m, tiles.tile_n, by_columns), plan.mask_leaves(self.inputs)
         return plan.tile_lists.of(key, leaves, lambda: new_tile_lists(plan.problem, self.inputs, tiles, by_columns))
 
@@ -147,18 +149,14 @@ def by_twos(x: Tensor) -> Tensor:
     return x.view(torch.int16)
 
 
-def is_aligned(*tensors: Tensor) -> bool:
-    """Whether all start at a multiple of 16 bytes."""
-    return not sum(x.data_ptr() % 16 for x in tensors)
-
-
 def tile_slots(problem: Problem, length: int, tile: int) -> int:
     """The tiles of a head; packed, enough for every sequence and the rows past the last (``kernels.arguments.work_tile``)."""
     return length // tile + problem.batch + 1 if problem.packed else -(-length // tile)
 
 
-def new_tile_lists(problem: Problem, inputs: Inputs, tiles: Tiles, by_columns: bool) -> TileLists:
-    """The partial and the full tiles of a predicate, listed by query tiles or by key tiles."""
+def new_tile_lists(problem: Problem, inputs: Inputs, tiles: Tiles, by_columns: bool) -> dict[str, tuple]:
+    """``lists``: the partial and the full tiles of a predicate, listed by query tiles or by key tiles, with the counts of each; kernels
+    take both lists, and both counts, to have the same strides. ``list_strides``: these, as kernels take them."""
     shape = (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
     grid = Grid.whole(problem.spec.region, inputs.leaves, shape, inputs.q.device)
     tile_map = TileMap.build(grid, tiles.tile_m, tiles.tile_n, by_columns)
@@ -167,13 +165,13 @@ def new_tile_lists(problem: Problem, inputs: Inputs, tiles: Tiles, by_columns: b
         tile_map.status[..., -1:].clamp_(max=PARTIAL)
     if problem.seqlen_q % tiles.tile_m:
         tile_map.status[..., -1:, :].clamp_(max=PARTIAL)
-    return tile_map.lists(by_columns)
+    lists = tile_map.lists(by_columns)
+    pointers = lists.partial, lists.partial_count, lists.full, lists.full_count
+    return {"lists": pointers, "list_strides": runtime.opaque(list_strides(lists))}
 
 
-def list_strides(lists: TileLists | None) -> tuple[int, ...]:
+def list_strides(lists: TileLists) -> tuple[int, ...]:
     """``(batch, head, line)`` strides of a list and ``(batch, head)`` strides of its counts, 0 where they are shared."""
-    if lists is None:
-        return (0, 0, 0, 0, 0)
     by_batch, by_head = _shared_strides(lists.partial)
     return (by_batch, by_head, lists.partial.stride(2), *_shared_strides(lists.partial_count))
 
@@ -181,8 +179,3 @@ def list_strides(lists: TileLists | None) -> tuple[int, ...]:
 def _shared_strides(x: Tensor) -> list[int]:
     """``(batch, head)`` strides, 0 where there is one for all."""
     return [stride if size > 1 else 0 for size, stride in zip(x.shape[:2], x.stride()[:2], strict=True)]
-
-
-def list_pointers(lists: TileLists | None) -> tuple[Tensor, ...] | None:
-    """The four tensors of the lists; kernels take both lists, and both counts, to have the same strides."""
-    return None if lists is None else (lists.partial, lists.partial_count, lists.full, lists.full_count)

@@ -154,7 +154,7 @@ def shared_memory(item: Launch, name: str, tiles: Tiles) -> int:
         return tile_map.SHARED_MEMORY
     if name in tangent.PASSES:
         return tangent.tangent_memory((item.head_dim, item.head_dim_v), item.dtype.itemsize, name, tiles)
-    if name in ("paged", "shares"):
+    if name == "paged":
         return paged_memory(problem_of(item), item.arch, tiles)
     plain = item.feature not in ("rich", "sparse", "dense", "verify")
     streams = Streams(pair_bytes(item), plain, item.feature in ("relative", "distances"))
@@ -256,9 +256,12 @@ def configured(item: Launch, problem: Problem) -> config.Config:
         passes[name] = fit(
             name, tiles, partial(shared_memory, item, name), program_limit(tiles, limit, item.arch, size)
         )
-    chosen = config.Config.of(passes, 1024 if item.feature == "split" else None)
+    chosen = config.Config.of(passes)
     chosen = replace(chosen, group_parts=8 if item.feature == "parted" else 1)
-    return replace(chosen, overlapping=item.arch in config.OVERLAPPING, products=item.products)
+    chosen = replace(chosen, products=item.products)
+    if item.feature != "split":
+        return chosen
+    return replace(chosen, few=replace(paged_config(problem, Machine(item.arch, limit, 132), item.products), splits=4))
 
 
 def signature(x: object, path: tuple, constants: dict, aligned: dict) -> object:

@@ -1,4 +1,4 @@
-"""Forwards over a cache in pages: the launch over it, and the merge of its split keys."""
+"""Forwards over a cache in pages, and of few queries: the launch over it, and the merge of its split keys."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from tilewise.backends.base import Output
 from tilewise.backends.triton.host import runtime
 from tilewise.backends.triton.host.call import Call, tile_slots
 from tilewise.backends.triton.host.descriptors import operand_views
-from tilewise.backends.triton.host.launched import Launched, View
-from tilewise.backends.triton.host.plan import Plan
+from tilewise.backends.triton.host.launches import KernelLaunch, View
 from tilewise.backends.triton.paging import E4M3_PAIR, addressing
 from tilewise.backends.triton.tiles import Tiles, pieces, shared_pieces
 from tilewise.problem import Problem
@@ -19,80 +17,47 @@ from tilewise.problem import Problem
 MERGED_AT_ONCE = 32  # states of a row that are read at once
 
 
-def attend_pages(call: Call, to: Output) -> Launched:
-    """Runs the kernel over pages: o and lse, or their partial states of each split of the keys."""
-    plan, problem = call.plan, call.plan.problem
+def attend_pages(call: Call) -> KernelLaunch:
+    """The kernel over pages: o and lse, or their partial states of each split of the keys."""
+    plan, problem, inputs = call.plan, call.plan.problem, call.inputs
     tiles, splits = plan.config.forward, plan.config.splits
-    chosen = {"split": True, "sink": False, **plan.overlap("leads")} if splits > 1 else {}
+    pages, cuts = addressing(problem, tiles.tile_n), stored_pieces(problem, tiles)
+    names = ("k",) if problem.latent else ("k", "v")
+    # A descriptor brings a tile of one page.
+    views = operand_views(call, tiles if pages != "several" else replace(tiles, tma=False), *names, cuts=cuts)
+    views += (None,) * (4 - len(views))
+    chosen = {
+        "tma": views[0] is not None,
+        "pages": pages,
+        "page_size": 0 if pages in ("whole", "dense") else problem.page_size,
+        "group": problem.group,
+        # The fewest key tiles of a split.
+        "split_tiles": max((plan.config.split or 0) // tiles.tile_n, 1),
+        "pieces": cuts["k"],
+        "pieces_v": cuts["v"],
+        "latent": problem.latent,
+    }
+    if splits > 1:
+        chosen |= {"split": True, "sink": False}
+    if problem.spec.max_logit:  # bounded scores are summed up without their maximum
+        chosen |= {"max_logit": True, "bounded": False}
+    if problem.quantised:
+        chosen |= {"k_scale": _which(inputs.k_scale), "v_scale": _which(inputs.v_scale)}
     slots = tile_slots(problem, problem.seqlen_q * problem.group, tiles.tile_m)
     grid = (slots * problem.heads_k * problem.batch_dim, splits)
-    return _launch(call, to, runtime.kernels().paged, grid, call.sizes(slots), chosen)
-
-
-def attend_shares(call: Call, out: Output, states: Tensor) -> Launched:
-    """Runs the kernel over pages by even shares: o and lse of some sequences and heads, states of the others."""
-    programs = call.plan.config.shares * call.plan.problem.heads_k
-    chosen = share_facts(call.plan) | call.plan.overlap("leads")
-    return _launch(
-        call, out, runtime.kernels().shares.shares_kernel, (programs, 1), call.sizes(1), chosen, View("states", states)
+    between, facts = (
+        (View("block_table"), View("seqlens_k"), cache_sizes(call)),
+        plan.facts(tiles, call.align, **chosen),
     )
-
-
-def share_facts(plan: Plan) -> dict[str, int]:
-    """The facts that the kernels of shares have beside the others; the batch is rounded up to a power of two."""
-    batch, tiles = 1 << (plan.problem.batch - 1).bit_length(), plan.config.forward
-    return {
-        "shares": plan.config.shares,
-        "batch": max(batch, 16),
-        "state_rows": tiles.tile_m,
-        "share_keys": tiles.tile_n,
-        "split_tiles": split_tiles(plan),
-    }
-
-
-def split_tiles(plan: Plan) -> int:
-    """The fewest key tiles of a split or a share."""
-    return max((plan.config.split or 0) // plan.config.forward.tile_n, 1)
+    return call.launch(runtime.kernels().paged, grid, tiles, call.sizes(slots), facts, *between, *views)
 
 
 def cache_sizes(call: Call) -> tuple:
     """The whole numbers of the cache, as kernels take them."""
     problem, inputs = call.plan.problem, call.inputs
     scales = (scale_strides(inputs.k_scale), scale_strides(inputs.v_scale)) if problem.quantised else ()
-    strides = *inputs.block_table.stride(), *inputs.seqlens_k.stride()
-    return runtime.opaque(runtime.kernels().CacheSizes(inputs.k.shape[0], problem.capacity, *strides, scales))
-
-
-def _launch(
-    call: Call, to: Output, kernel, grid: tuple[int, int], sizes: object, chosen: dict[str, object], *states: View
-) -> Launched:
-    """Launches a kernel over pages, of which ``chosen`` are facts."""
-    plan, problem, inputs, tiles = call.plan, call.plan.problem, call.inputs, call.plan.config.forward
-    pages = addressing(problem, tiles.tile_n)
-    cuts = stored_pieces(problem, tiles)
-    names = ("k",) if problem.latent else ("k", "v")
-    # A descriptor brings a tile of one page.
-    views = operand_views(call, tiles if pages != "several" else replace(tiles, tma=False), *names, cuts=cuts)
-    views += (View("v", None),) * (4 - len(views))
-    chosen = chosen | {
-        "tma": views[0].value is not None,
-        "pages": pages,
-        "page_size": problem.page_size if pages != "whole" else 0,
-        "group": problem.group,
-        "split_tiles": split_tiles(plan),
-        "pieces": cuts["k"],
-        "pieces_v": cuts["v"],
-        "latent": problem.latent,
-        "parts": tiles.parts,
-    }
-    if to.max_logit is not None:  # bounded scores are summed up without their maximum
-        chosen |= {"max_logit": True, "bounded": False}
-    if problem.quantised:
-        chosen |= {"k_scale": _which(inputs.k_scale), "v_scale": _which(inputs.v_scale)}
-    tables = View("block_table", inputs.block_table), View("seqlens_k", inputs.seqlens_k)
-    between = *tables, cache_sizes(call), *states, *views
-    tensors, facts = call.tensors(**to.named), plan.facts(tiles, call.align, **chosen)
-    return call.launch(kernel, grid, tiles, tensors, sizes, facts, *between)
+    strides = (*inputs.block_table.stride(), *inputs.seqlens_k.stride()) if problem.paged else (0, 0, 0)
+    return runtime.opaque(runtime.kernels().CacheSizes(inputs.k.shape[0], problem.seqlen_k, *strides, scales))
 
 
 def stored_pieces(problem: Problem, tiles: Tiles) -> dict[str, tuple[tuple[int, int, int], ...]]:
@@ -116,26 +81,15 @@ def scale_strides(scale: Tensor) -> tuple[int, int, int, int]:
     return forms[scale.ndim]
 
 
-def merge_rows(call: Call, out: Output, states: Output) -> Launched:
-    """Runs the kernel that merges the partial states of split keys, a program for each row."""
-    plan, problem = call.plan, call.plan.problem
-    splits = len(states.o)
+def merge_rows(call: Call) -> KernelLaunch:
+    """The kernel that merges the partial states of split keys, a program for each row."""
+    plan, problem, splits = call.plan, call.plan.problem, call.plan.config.splits
     tiles = Tiles(min(splits, MERGED_AT_ONCE), 16, 4, 1, padded=True)
-    chosen = {"natural": True, "pages": "several", "splits": splits, "max_logit": out.max_logit is not None}
-    facts = plan.facts(tiles, call.align, **chosen, **plan.overlap("reads"))
+    only = ("tile_m", "head_dim_v", "pieces_v", "packed", "sink", "splits", "max_logit")
+    chosen = {"splits": splits, "max_logit": problem.spec.max_logit}
+    facts = plan.facts(tiles, 1, only=only, **chosen)
     rows = problem.seqlen_q * problem.heads_q * problem.batch_dim
-    views = [View(f"partial_{name}", getattr(states, name)) for name in ("o", "lse", "max_logit")]
-    tensors = call.tensors(**out.named)
-    return call.launch(runtime.kernels().merge_rows, (rows, 1), tiles, tensors, call.sizes(1), facts, *views)
-
-
-def merge_shares(call: Call, out: Output, states: Tensor) -> Launched:
-    """Runs the kernel that merges the states of shares, a program for each row."""
-    plan, problem = call.plan, call.plan.problem
-    tiles = Tiles(16, 16, 4, 1, padded=True)
-    chosen = {"natural": True, "pages": "several", "group": problem.group, "max_logit": out.max_logit is not None}
-    facts = plan.facts(tiles, call.align, **chosen, **share_facts(plan), **plan.overlap("reads"))
-    grid = (problem.batch * problem.seqlen_q * problem.heads_q, 1)
-    kernel, tensors = runtime.kernels().shares.merge_shares_kernel, call.tensors(**out.named)
-    between = View("seqlens_k", call.inputs.seqlens_k), cache_sizes(call), View("states", states)
-    return call.launch(kernel, grid, tiles, tensors, call.sizes(1), facts, *between)
+    views = [View(f"partial_{name}") for name in ("o", "lse", "max_logit")]
+    reads = ("o", "lse", *["max_logit"] * problem.spec.max_logit)
+    reads += ("sink",) * (problem.spec.sink_slot is not None) + ("cu_seqlens_q",) * problem.packed
+    return call.launch(runtime.kernels().merge_rows, (rows, 1), tiles, call.sizes(1), facts, *views, reads=reads)

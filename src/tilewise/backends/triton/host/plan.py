@@ -3,35 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
 from tilewise import dropout, expr
 from tilewise.backends.base import Inputs, PerTensors
-from tilewise.backends.triton.config import TERM_PRODUCTS, TERMS, Config, decoding
+from tilewise.backends.triton.config import TERM_PRODUCTS, TERMS, Config
 from tilewise.backends.triton.host import runtime
 from tilewise.backends.triton.host.facts import Facts
+from tilewise.backends.triton.host.launches import KernelLaunch
 from tilewise.backends.triton.kernels.emit import Emitted, emit
 from tilewise.backends.triton.kernels.leaf_reads import PairReads, described_lookup, is_wide
+from tilewise.backends.triton.paging import PagedConfig
 from tilewise.backends.triton.sheet import SheetPart, sheet_parts
 from tilewise.backends.triton.tiles import Tiles, pieces
 from tilewise.caching import cached_property
-from tilewise.device import is_captured, lasting
+from tilewise.device import lasting
 from tilewise.leaf_gradients import DIAGONALS, ROWS, TILES
-from tilewise.masks.facts import every_key_seen, every_pair_kept
-from tilewise.problem import Problem, regrouped_problem
-
-Role = Literal["leads", "reads", "joins"]
-"""The part of a kernel that may run while its neighbour in the stream does: programmatic dependent launch.
-
-- ``leads``: it is launched as any kernel, and lets the next one begin early.
-- ``reads``: it reads what the kernel before it wrote, so its first statement waits for the end of that one.
-- ``joins``: it reads only what was complete when the kernel before it began, so it waits for that one's end last of all.
-"""
+from tilewise.masks.facts import every_key_seen
+from tilewise.problem import Problem
 
 Key, Value = TypeVar("Key", bound=Hashable), TypeVar("Value")
 
@@ -45,44 +39,6 @@ class Memo(dict[Key, Value]):
         return self[key]
 
 
-class SizesMemo:
-    """The Sizes of launches whose pointers are all aligned: one object for each content, so that its identity stands for it."""
-
-    def __init__(self):
-        self._made: Memo[tuple, Any] = Memo()
-        self._ids: set[int] = set()
-
-    def of(self, key: tuple, make: Callable[[], Any]) -> Any:
-        sizes = self._made.of(key, make)
-        self._ids.add(id(sizes))
-        return sizes
-
-    def __contains__(self, sizes: object) -> bool:
-        return id(sizes) in self._ids
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The strides of a call's operands, ``(batch, row, head)`` each, in elements.
-
-    Attributes:
-        unit: elements of 16 bytes, of the narrowest operand.
-        in_units: the strides in units of 16 bytes; None where one of them is no multiple.
-    """
-
-    strides: dict[str, tuple[int, int, int]]
-    unit: int
-    in_units: dict[str, tuple[int, int, int]] | None
-
-    @classmethod
-    def of(cls, problem: Problem, operands: dict[str, Tensor]) -> Layout:
-        strides = {name: operand_strides(x) for name, x in operands.items()}
-        unit = 16 // min(x.element_size() for x in operands.values())
-        whole = all(n % unit == 0 for each in strides.values() for n in each)
-        in_units = {name: tuple(n // unit for n in each) for name, each in strides.items()}
-        return cls(strides, unit, in_units if whole else None)
-
-
 def operand_strides(x: Tensor) -> tuple[int, int, int]:
     """``(batch, row, head)`` strides of a tensor laid out as q, in elements; packed, the first is 0, of pages that of a page."""
     return (0, x.stride(0), x.stride(1)) if x.ndim == 3 else (x.stride(0), x.stride(1), x.stride(2))
@@ -94,14 +50,6 @@ class Decisions:
 
     problem: Problem
     config: Config
-
-    def overlap(self, role: Role) -> dict[str, str]:
-        """The role as an argument of ``facts``; empty where kernels do not overlap.
-
-        They do not where one of them may have no programs, nor with lists of tiles, which another kernel may have made just before.
-        """
-        sizes = (self.problem.batch, self.problem.seqlen_q, self.problem.seqlen_k)
-        return {"overlap": role} if self.config.overlapping and all(sizes) and not self.lists else {}
 
     @property
     def lists(self) -> bool:
@@ -123,22 +71,12 @@ class Decisions:
         return self._emitted(self.pair_leaf[0])
 
     def _emitted(self, described: int | None) -> Emitted:
-        return emit(self.problem, self.wide, described)
+        return emit(self.problem, self.wide, described, mixed_rows=isinstance(self.config, PagedConfig))
 
     @cached_property
     def wide(self) -> frozenset[int]:
         """The slots of tensors whose elements need 64-bit offsets."""
         return frozenset(n for n, leaf in enumerate(self.problem.extras) if is_wide(leaf))
-
-    @cached_property
-    def leaf_names(self) -> tuple[str, ...]:
-        """Names of the addresses of the leaves that kernels read."""
-        return tuple(f"leaves[{n}]" for n in range(len(self.emitted.slots) + len(self.emitted.lines)))
-
-    @cached_property
-    def grad_names(self) -> tuple[str, ...]:
-        """Names of the addresses of the buffers for the leaves' gradients."""
-        return tuple(f"grads[{n}]" for n in range(len(self.emitted.reads)))
 
     @cached_property
     def extents(self) -> tuple[tuple[int, ...], ...]:
@@ -196,87 +134,52 @@ class Plan(Decisions):
 
     Attributes:
         record: takes every launch in its place, where launches are to be listed and not run.
-        facts_made, layouts, sizes, descriptors, compiled: caches; ``compiled`` holds kernels by the identity of their
-            function, sizes and facts.
-        tile_lists: lists of a predicate's tiles. lines: ``Emitted.lines`` by device.
-        indices: at which elements of a leaf the distances of a read by distance are read.
-        relaunches: what launches a forward once more, and, by dO's strides, a backward; where kernels walk over lists, ``tile_lists``
-            has them, while the mask's tensors are the same.
+        launches: what :meth:`call.Call.run` made. tile_lists: lists of a predicate's tiles.
+        lines: ``Emitted.lines`` by device. indices: at which elements of a leaf the distances of a read by distance are read.
     """
 
     record: Callable[..., None] | None = None
-    facts_made: Memo[tuple, Facts] = field(default_factory=Memo)
-    layouts: Memo[tuple[int, ...] | None, Layout] = field(default_factory=Memo)
-    sizes: SizesMemo = field(default_factory=SizesMemo)
-    descriptors: Memo[tuple, Any] = field(default_factory=Memo)
-    compiled: dict[tuple, Any] = field(default_factory=dict)
+    launches: Memo[tuple, Sequence[KernelLaunch]] = field(default_factory=Memo)
     tile_lists: PerTensors = field(default_factory=PerTensors)
     lines: Memo[torch.device, tuple[Tensor, ...]] = field(default_factory=Memo)
     indices: Memo[tuple, list[Tensor]] = field(default_factory=Memo)
-    relaunches: dict[tuple[int, ...] | None, Any] = field(default_factory=dict)
     DECIDED: ClassVar[tuple[str, ...]] = ("wide", "emitted", "extents", "whole", "pair_leaf")
 
     def decided(self) -> tuple[Callable[[Problem, dict[str, Any]], Plan], dict[str, Any]]:
         """``(make, values)`` of :class:`tilewise.backends.base.PerProblem`."""
-        return Plan.with_values, {"config": self.config, **{name: getattr(self, name) for name in self.DECIDED}}
+        few = None if self.few is None else self.few.decided()[1]
+        return Plan.with_values, {
+            "config": self.config,
+            "few": few,
+            **{name: getattr(self, name) for name in self.DECIDED},
+        }
 
     @classmethod
     def with_values(cls, problem: Problem, values: dict[str, Any]) -> Plan:
         """The plan of a problem that has these properties."""
-        plan = cls(problem, values["config"])
-        plan.__dict__.update(values)
+        plan, few = cls(problem, values["config"]), values["few"]
+        plan.__dict__.update(values, few=None if few is None else cls.with_values(problem, few))
         return plan
 
     def mask_leaves(self, inputs: Inputs) -> list[Tensor]:
         """The tensors that the mask reads."""
         return [inputs.leaves[n] for n in self.problem.spec.mask_slots]
 
-    def keep(self, inputs: Inputs, relaunch: Any, do_strides: tuple[int, ...] | None = None) -> None:
-        """Keeps what launches a call once more; ``do_strides``: of a backward."""
-        if self.lists:
-            # The method, since what is made of tensors is searched for those that it holds.
-            made = relaunch.lists, relaunch.__call__
-            self.tile_lists.of(("relaunch", do_strides), self.mask_leaves(inputs), lambda: made)
+    def start(self, launch: KernelLaunch, named: dict[str, Any], aligned: bool) -> None:
+        """Runs a launch with these tensors, or records it."""
+        if self.record is None:
+            launch(named, aligned)
         else:
-            self.relaunches[do_strides] = relaunch
+            self.record(launch.kernel, launch.grid, launch.tiles, *launch.arguments(named))
 
-    def relaunch(self, inputs: Inputs, do_strides: tuple[int, ...] | None = None) -> Any:
-        """The launches that were kept, if a call may repeat them; a capture makes anew what they read of the mask's tensors."""
-        if not self.lists:
-            return self.relaunches.get(do_strides)
-        if is_captured():
-            return None
-        return self.tile_lists.kept(("relaunch", do_strides), self.mask_leaves(inputs), (None, None))[1]
+    def facts(self, tiles: Tiles, align: int, *, only: Sequence[str] = (), **chosen: object) -> Facts:
+        """The compile-time part of a launch: :func:`all_facts` with ``chosen`` in place of its defaults.
 
-    def start(self, kernel, grid: tuple[int, ...], tiles: Tiles, *arguments: object) -> object:
-        """Launches a kernel; with sizes and facts of an earlier launch, straight through the compiled one.
-
-        Triton's own way there looks at each of some hundred numbers, which takes 60 us of host time. What it looks for cannot change:
-        sizes and facts are the same objects, and sizes are kept only where every pointer is aligned.
-
-        Returns:
-            The compiled kernel; None where a later launch has to go Triton's way again.
+        Args:
+            only: the facts that the kernel reads, where mask and score are none of its business: so it is one kernel for all of these.
         """
-        if self.record is not None:
-            self.record(kernel, grid, tiles, *arguments)
-            return None
-        sizes, facts = arguments[1], arguments[-1]
-        if sizes not in self.sizes:
-            runtime.run(kernel, grid, tiles, *arguments)
-            return None
-        key = kernel, id(sizes), id(facts)
-        compiled = self.compiled.get(key)
-        if compiled is not None:
-            runtime.run_compiled(compiled, (*grid, 1, 1)[:3], *arguments)
-        else:
-            compiled = runtime.run(kernel, grid, tiles, *arguments)
-            if compiled is not None:
-                self.compiled[key] = compiled
-        return compiled
-
-    def facts(self, tiles: Tiles, align: int, **chosen: object) -> Facts:
-        """The compile-time part of a launch: :func:`all_facts` with ``chosen`` in place of its defaults."""
-        return self.facts_made.of((tiles, align, *chosen.items()), lambda: all_facts(self, tiles, align, chosen))
+        facts = all_facts(self, tiles, align, chosen)
+        return Facts(**({name: facts[name] for name in only} if only else facts))
 
     def leaves(self, inputs: Inputs) -> list[Tensor]:
         """The tensors that kernels read as ``work.leaves``: those of the mask and the score, then lines."""
@@ -285,20 +188,11 @@ class Plan(Decisions):
         return [*[inputs.leaves[slot] for slot in self.emitted.slots], *lines]
 
     @cached_property
-    def regrouped(self) -> Plan | None:
-        """The plan of a decoding step with the query heads of each key head as the rows of one tile.
-
-        None if heads are not interchangeable (scores, dropout, sinks, masks that hide a key).
-        """
-        problem, spec = self.problem, self.problem.spec
-        if problem.seqlen_q != 1 or problem.group == 1 or problem.packed or problem.paged:
+    def few(self) -> Plan | None:
+        """The plan of a forward whose query heads share tiles, or whose keys are split (``Config.few``); None: it is as any other."""
+        if self.config.few is None:
             return None
-        if spec.score is not None or spec.dropout_p or spec.sink_slot is not None:
-            return None
-        if not every_pair_kept(spec.region, 1, problem.seqlen_k):
-            return None
-        regrouped = regrouped_problem(problem)
-        return Plan(regrouped, decoding(regrouped, self.config), self.record)
+        return Plan(self.problem, self.config.few, self.record)
 
 
 def extents_of(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
@@ -347,7 +241,7 @@ _EMITTED = (
 )
 
 
-def all_facts(decisions: Decisions, tiles: Tiles, align: int, chosen: dict[str, object]) -> Facts:
+def all_facts(decisions: Decisions, tiles: Tiles, align: int, chosen: dict[str, object]) -> dict[str, object]:
     """Everything that a kernel is compiled for.
 
     Args:
@@ -372,7 +266,6 @@ def all_facts(decisions: Decisions, tiles: Tiles, align: int, chosen: dict[str, 
     }
     defaults = {
         "split": False,
-        "shares": 0,
         "dk": True,
         "dv": True,
         "in_parts": False,
@@ -382,13 +275,12 @@ def all_facts(decisions: Decisions, tiles: Tiles, align: int, chosen: dict[str, 
         "pages": None,
         "sheet": 0,
         "strips": 0,
-        "overlap": None,
         "max_logit": False,
         "k_scale": None,
         "v_scale": None,
         "latent": False,
     }
-    return Facts(**(functions | of_tiles | _problem_facts(decisions, emitted) | defaults | chosen))
+    return functions | of_tiles | _problem_facts(decisions, emitted) | defaults | chosen
 
 
 def _problem_facts(decisions: Decisions, emitted: Emitted) -> dict[str, object]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from threading import RLock
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -35,7 +36,6 @@ def kernels() -> SimpleNamespace:
         merge_rows,
         paged,
         pair_bias,
-        shares,
         tangent,
         tangent_tiles,
         terms,
@@ -48,10 +48,8 @@ def kernels() -> SimpleNamespace:
     return SimpleNamespace(
         triton=triton,
         forward=forward.forward_kernel,
-        merge=forward.merge_kernel,
         paged=paged.paged_kernel,
         merge_rows=merge_rows.merge_rows_kernel,
-        shares=shares,
         delta=backward.delta_kernel,
         dkdv=backward.dkdv_kernel,
         dq=backward.dq_kernel,
@@ -101,11 +99,10 @@ def run(kernel, grid: tuple[int, ...], tiles: Tiles, *arguments: object) -> obje
     too_many = devices.beyond_grid({kernel.fn.__name__: grid})
     if too_many:
         raise NotImplementedError("; ".join(too_many))
-    early = {"launch_pdl": True} if arguments[-1].overlap in ("reads", "joins") else {}
     if not on_hopper():
-        return kernel[grid](*arguments, **tiles.options, **early)
+        return kernel[grid](*arguments, **tiles.options)
     with assembled_by(newer_ptxas()):
-        return kernel[grid](*arguments, **tiles.options, **early)
+        return kernel[grid](*arguments, **tiles.options)
 
 
 def on_hopper(device: torch.device | None = None) -> bool:
@@ -158,8 +155,52 @@ def listening() -> bool:
     return bool(hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls)
 
 
-def run_compiled(compiled, grid: tuple[int, int, int], *arguments: object) -> None:
+_COMPILED: dict[tuple, Any] = {}
+"""Kernels by all that Triton would compile another one for, beside alignments: see :func:`kind_of`."""
+
+
+def start(kernel, grid: tuple[int, ...], tiles: Tiles, *arguments: object) -> object:
+    """Launches a kernel with :func:`aligned` tensors, straight where a like launch has compiled it.
+
+    Triton's own way there looks at each of some hundred numbers (docs/decisions.md#triton-relaunch).
+
+    Returns:
+        The compiled kernel, for :func:`run_compiled` with arguments of the same kinds; None where there is none.
+    """
+    key = kernel, tiles, kind_of(arguments)
+    compiled = _COMPILED.get(key)
+    if compiled is not None:
+        run_compiled(compiled, grid, *arguments)
+        return compiled
+    compiled = run(kernel, grid, tiles, *arguments)
+    if compiled is not None:
+        _COMPILED[key] = compiled
+    return compiled
+
+
+def kind_of(x: object, bundled: bool = False) -> object:
+    """What of an argument is known when a kernel is compiled: tensors' and numbers' types, and constants, which lie in no bundle."""
+    if isinstance(x, torch.Tensor):
+        return x.dtype, x.device
+    if isinstance(x, tuple):
+        return tuple(kind_of(y, bundled=True) for y in x)
+    if bundled and isinstance(x, (int, float)):
+        return float if isinstance(x, float) else -(1 << 31) <= x < 1 << 31
+    if hasattr(x, "block_shape"):
+        return kind_of(x.base), tuple(x.block_shape)
+    return x
+
+
+def aligned(tensors: Iterable[object]) -> bool:
+    """Whether all of these tensors, those in tuples too, begin at multiples of 16 bytes; others may be None."""
+    return not any((not aligned(x)) if isinstance(x, tuple) else x is not None and x.data_ptr() % 16 for x in tensors)
+
+
+def run_compiled(compiled, grid: tuple[int, ...], *arguments: object) -> None:
     """Launches a compiled kernel. ``compiled[grid](*arguments)`` would go through two chains of hooks though nobody listens."""
+    if not all(grid):
+        return
+    grid = (*grid, 1, 1)[:3]
     if listening():
         compiled[grid](*arguments)
         return

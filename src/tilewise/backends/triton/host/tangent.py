@@ -20,13 +20,14 @@ from tilewise.backends.base import (
 )
 from tilewise.backends.triton.config import INTERPRETED, SHARED_MEMORY, architecture, memory_limit
 from tilewise.backends.triton.host.buffers import BackwardBuffers
-from tilewise.backends.triton.host.call import Call, is_aligned, list_pointers, tile_slots
+from tilewise.backends.triton.host.call import Call, tile_slots
 from tilewise.backends.triton.host.descriptors import operand_views, statistics_view
-from tilewise.backends.triton.host.launch import launch_statistics
-from tilewise.backends.triton.host.launched import View, rebased
+from tilewise.backends.triton.host.facts import Facts
+from tilewise.backends.triton.host.launch import run_statistics
+from tilewise.backends.triton.host.launches import KernelLaunch, View
 from tilewise.backends.triton.host.leaf_sums import LeafSums
-from tilewise.backends.triton.host.plan import Layout, Plan, extents_of
-from tilewise.backends.triton.host.runtime import kernels
+from tilewise.backends.triton.host.plan import Plan, extents_of
+from tilewise.backends.triton.host.runtime import aligned, kernels
 from tilewise.backends.triton.kernels.emit import Emitted, emit
 from tilewise.backends.triton.tiles import Tiles, columns
 from tilewise.caching import cached_property
@@ -137,21 +138,20 @@ def jvp(plan: TangentPlan, inputs: Inputs, out: Output, along: Directions) -> Ou
     call = _moving_call(plan, inputs, along, None)
     moved = Output(torch.empty_like(out.o), torch.empty_like(out.lse))
     directions = _directions(along, None)
-    tiles = plan.tiles["tangent"]
-    lists = call.tile_lists(tiles, False)
-    slots = tile_slots(problem, problem.seqlen_q, tiles.tile_m)
-    tensors = call.tensors(o=aligned(out.o), lse=out.lse, lists=list_pointers(lists))
     given = kernels().Moved(**directions, o=moved.o, lse=moved.lse, sink=along.sink)
-    views = _views(call, tiles, directions, "k", "v")
-    facts = plan.facts(
-        tiles,
-        call.align,
-        again=True,
-        **_streamed(plan, views),
-        **plan.moved_facts(directions, moved_sink=along.sink is not None),
-    )
-    grid = (slots * problem.heads_q * problem.batch_dim,)
-    call.launch(kernels().tangent, grid, tiles, tensors, call.sizes(slots, lists=lists), facts, given, *views)
+
+    def new(call: Call) -> list[KernelLaunch]:
+        tiles = plan.tiles["tangent"]
+        slots = tile_slots(problem, problem.seqlen_q, tiles.tile_m)
+        views = _views(call, tiles, directions, "k", "v")
+        facts = _facts(call, tiles, views, directions, moved_sink=along.sink is not None)
+        grid = (slots * problem.heads_q * problem.batch_dim,)
+        return [
+            call.launch(kernels().tangent, grid, tiles, call.sizes(slots), facts, View("moved"), *views, lists=False)
+        ]
+
+    tensors = {"moved": given, **_named(directions), "o": contiguous(out.o), "lse": out.lse}
+    call.run(("tangent", along.sink is not None, *_forms(directions)), new, **tensors)
     return moved
 
 
@@ -167,34 +167,20 @@ def backward_jvp(
     # By what they are of, and by lse and delta: fp32 (2, 2, rows). Each lies at the same distance from its tangent.
     statistics = buffers.statistics.new_empty((2, *buffers.statistics.shape))
     buffers.statistics, changes = statistics[0], replace(buffers, statistics=statistics[1])
-    out = Output(aligned(out.o), out.lse)
-    launch_statistics(call, out, grad.dlse, buffers)
+    out = Output(contiguous(out.o), out.lse)
+    run_statistics(call, out, grad.dlse, buffers)
     _moved_statistics(call, out, grad, moved, changes)
     (lse2, delta), (moved_lse, moved_delta) = (x.unbind() for x in statistics)
     sums = LeafSums(plan, call.inputs)
-    tensors = call.tensors(lse2=lse2, delta=delta, dq=buffers.dq, dk=buffers.dk, dv=buffers.dv, grads=sums.buffers)
     directions = _directions(along, grad.do_tangent)
+
+    def new(call: Call) -> list[KernelLaunch]:
+        return [_pass(call, name, directions) for name in ("dq_tangent", "dkdv_tangent")]
+
     given = kernels().Moved(**directions, lse=moved_lse, delta=moved_delta)
-    for name, by_columns in (("dq_tangent", False), ("dkdv_tangent", True)):
-        tiles = plan.tiles[name]
-        lists = call.tile_lists(tiles, by_columns)
-        length, tile = (problem.seqlen_k, tiles.tile_n) if by_columns else (problem.seqlen_q, tiles.tile_m)
-        slots = tile_slots(problem, length, tile)
-        heads = problem.heads_k if by_columns else problem.heads_q
-        grid = (slots * heads * problem.batch_dim,)
-        bundle = tensors if lists is None else tensors._replace(lists=list_pointers(lists))
-        views = _views(call, tiles, directions, *(("q", "do") if by_columns else ("k", "v")))
-        streamed = _streamed(plan, views)
-        if by_columns:
-            views += tuple(
-                statistics_view(call, tiles, x, 2, apart=2)
-                if streamed["tma"] and not problem.packed
-                else View("", None)
-                for x in (lse2, delta)
-            )
-        facts = plan.facts(tiles, call.align, again=True, **streamed, **plan.moved_facts(directions, moved_sink=False))
-        sizes = call.sizes(slots, lists=lists)
-        call.launch(getattr(kernels(), name), grid, tiles, bundle, sizes, facts, given, *views)
+    tensors = {"moved": given, **_named(directions), "lse2": lse2, "delta": delta, "grads": sums.buffers}
+    tensors |= {"dq": buffers.dq, "dk": buffers.dk, "dv": buffers.dv}
+    call.run(("backward", *_forms(directions)), new, **tensors)
     dsink = None
     if inputs.sink is not None:
         sink = inputs.sink.float().view(-1, 1)
@@ -204,64 +190,77 @@ def backward_jvp(
     return Grads(buffers.dq, buffers.dk, buffers.dv, dsink, sums.totals())
 
 
+def _pass(call: Call, name: str, directions: dict[str, Tensor | None]) -> KernelLaunch:
+    """One of the passes of the backward's tangent."""
+    plan, problem, by_columns = call.plan, call.plan.problem, name == "dkdv_tangent"
+    tiles = plan.tiles[name]
+    length, tile = (problem.seqlen_k, tiles.tile_n) if by_columns else (problem.seqlen_q, tiles.tile_m)
+    slots = tile_slots(problem, length, tile)
+    grid = (slots * (problem.heads_k if by_columns else problem.heads_q) * problem.batch_dim,)
+    views = _views(call, tiles, directions, *(("q", "do") if by_columns else ("k", "v")))
+    facts = _facts(call, tiles, views, directions, moved_sink=False)
+    if by_columns:
+        described = facts.tma and not problem.packed
+        views += tuple(statistics_view(call, tiles, x, 2, apart=2) if described else None for x in ("lse2", "delta"))
+    sizes = call.sizes(slots)
+    return call.launch(getattr(kernels(), name), grid, tiles, sizes, facts, View("moved"), *views, lists=by_columns)
+
+
+def _facts(call: Call, tiles: Tiles, views: tuple[View | None, ...], directions: dict, *, moved_sink: bool) -> Facts:
+    """The facts of a pass with these views: by descriptor come all tiles that may, or none."""
+    plan, tma = call.plan, views[0] is not None
+    moved = plan.moved_facts(directions, moved_sink)
+    return plan.facts(tiles, call.align, again=True, tma=tma, whole=tma and plan.whole, **moved)
+
+
 def _moved_statistics(call: Call, out: Output, grad: OutputGrads, moved: Output, changes: BackwardBuffers) -> None:
     """Computes the tangents of lse and of delta, (32), as the statistics of ``changes``."""
     no_dlse = torch.zeros_like(out.lse) if grad.dlse_tangent is None else grad.dlse_tangent
     # In fp32's units the kernel passes on an lse as it is.
-    launch_statistics(call, Output(aligned(moved.o), moved.lse), no_dlse, changes, natural=True)
+    run_statistics(call, Output(contiguous(moved.o), moved.lse), no_dlse, changes, natural=True)
     if grad.do_tangent is not None:
         products = (grad.do_tangent.float() * out.o.float()).sum(-1)
         changes.delta(call.plan.problem).add_(products.transpose(-1, -2))
 
 
-def aligned(x: Tensor) -> Tensor:
-    """A contiguous ``x``, or a copy that starts at a multiple of 16 bytes."""
-    return x if is_aligned(x) else x.clone()
+def contiguous(x: Tensor) -> Tensor:
+    """``x``, which is contiguous, or a copy where it does not begin at a multiple of 16 bytes."""
+    return x if aligned((x,)) else x.clone()
 
 
 def _directions(along: Directions, do_tangent: Tensor | None) -> dict[str, Tensor | None]:
     """The tangents of q, k, v and dO by name, None where one is zero."""
     named = {"q": along.q, "k": along.k, "v": along.v, "do": do_tangent}
-    return {name: None if x is None else aligned(x) for name, x in named.items()}
+    return {name: None if x is None else contiguous(x) for name, x in named.items()}
 
 
-def _views(call: Call, tiles: Tiles, directions: dict[str, Tensor | None], *names: str) -> tuple[View, ...]:
+def _named(directions: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+    """The tangents of operands as views name them."""
+    return {f"moved_{name}": x for name, x in directions.items()}
+
+
+def _forms(directions: dict[str, Tensor | None]) -> tuple:
+    """What of tangents a launch is made for: their strides, None of a zero."""
+    return tuple(None if x is None else x.stride() for x in directions.values())
+
+
+def _views(call: Call, tiles: Tiles, directions: dict[str, Tensor | None], *names: str) -> tuple[View | None, ...]:
     """A descriptor of each operand, then one of each operand's tangent; None where it is zero, and everywhere where one is impossible."""
-    tensors: list[Tensor | None] = [*(call.operands[name] for name in names), *(directions[name] for name in names)]
-    strides = tuple(call.strides[name] for name in names)
-    key = ("tangents", names, tiles.tile_m, tiles.tile_n, call.align, strides, tuple(x is None for x in tensors))
-    made = call.plan.descriptors.of(key, lambda: _new_views(call, tiles, directions, names))
-    return tuple(
-        view if x is None or view.value is None else View(view.name, rebased(view.value, x))
-        for view, x in zip(made, tensors, strict=True)
-    )
-
-
-def _new_views(call: Call, tiles: Tiles, directions: dict[str, Tensor | None], names: tuple[str, ...]) -> list[View]:
-    """The descriptors of :func:`_views`, without the tensors' memory."""
-    none = [View(name, None) for name in names]
+    none = (None,) * (2 * len(names))
     plain = operand_views(call, tiles, *names)
-    if plain[0].value is None or any(view.value is not None for view in plain[1::2]):  # a head dim of two pieces
-        return none + none
+    if plain[0] is None or any(plain[1::2]):  # a head dim of two pieces
+        return none
     given = {name: x for name in names if (x := directions[name]) is not None}
-    in_units = Layout.of(call.plan.problem, {"q": call.operands["q"], **given}).in_units
-    if in_units is None:
-        return none + none
-    moved = operand_views(replace(call, operands=given, strides=in_units), tiles, *given)[::2]
-    if any(view.value is None for view in moved):
-        return none + none
-    by_name = dict(zip(given, moved, strict=True))
-    return [view.without_memory() for view in (*plain[::2], *(by_name.get(view.name, view) for view in none))]
-
-
-def _streamed(plan: TangentPlan, views: tuple[View, ...]) -> dict[str, bool]:
-    """The facts that say whether tiles come by descriptor."""
-    tma = views[0].value is not None
-    return {"tma": tma, "whole": tma and plan.whole}
+    moved = replace(call, operands=call.operands | given)
+    views = operand_views(moved, tiles, *given)[::2]
+    if None in views:
+        return none
+    by_name = {view.name: view._replace(name=f"moved_{view.name}") for view in views}
+    return (*plain[::2], *(by_name.get(name) for name in names))
 
 
 def _moving_call(plan: TangentPlan, inputs: Inputs, along: Directions, do: Tensor | None) -> Call:
     """The call with the leaves' tangents behind the leaves."""
-    moved = [None if x is None else aligned(x) for x in along.leaves]
+    moved = [None if x is None else contiguous(x) for x in along.leaves]
     leaves = replace(along, leaves=moved).with_leaves(inputs.leaves)
-    return Call.of(plan, replace(inputs, leaves=leaves), None if do is None else aligned(do))
+    return Call.of(plan, replace(inputs, leaves=leaves), None if do is None else contiguous(do))

@@ -17,7 +17,7 @@ from tilewise import expr
 from tilewise.backends.base import MOST_BYTES, argument_bytes
 from tilewise.backends.triton.host import runtime
 from tilewise.backends.triton.host.facts import Facts
-from tilewise.backends.triton.host.plan import Memo, extents_of
+from tilewise.backends.triton.host.plan import extents_of
 from tilewise.backends.triton.kernels.emit import Emitted, emit_mask
 from tilewise.backends.triton.kernels.writer import OPERATIONS
 from tilewise.backends.triton.tiles import Tiles
@@ -38,7 +38,6 @@ PROGRAMS = 8192
 SHARED_MEMORY = 1024  # bytes; a block's columns are summed up across warps
 PROGRAM = Tiles(MOST_ROWS, 128, 4, 1)
 _LINES = 128  # of a program that writes ends
-_compiled: Memo[tuple, Any] = Memo()  # a kernel, its sizes and its numbers as it takes them
 
 
 def can_judge(grid: Grid) -> bool:
@@ -143,7 +142,7 @@ def list_arguments_of(
 
 @lru_cache(maxsize=2)
 def _list_facts(by_columns: bool) -> Facts:
-    return Facts(by_columns=by_columns, overlap=None)
+    return Facts(by_columns=by_columns)
 
 
 def bit_arguments_of(
@@ -175,7 +174,7 @@ def _bit_functions(
     """The functions of a mask's pairs, and the facts of the launch."""
     emitted = emit_mask(Region(lo=region.lo, hi=region.hi, predicate=region.predicate), leaves, lengths)
     functions = {name: emitted.functions.get(name) for name in ("lo", "hi", "keep")}
-    return emitted, Facts(**functions, crossing=crossing, by_columns=by_columns, digest=emitted.digest, overlap=None)
+    return emitted, Facts(**functions, crossing=crossing, by_columns=by_columns, digest=emitted.digest)
 
 
 def ends(grid: Grid, lines: Tensor, by_columns: bool) -> tuple[Tensor, Tensor]:
@@ -210,7 +209,7 @@ def _end_functions(
     names = ("first", "last") if by_columns else ("lo", "hi")
     emitted = emit_mask(Region(**dict(zip(names, _ends_of(region, by_columns), strict=True))), leaves, lengths)
     functions = {name: emitted.functions.get(name) for name in ("lo", "hi", "first", "last")}
-    return emitted, Facts(**functions, by_columns=by_columns, digest=emitted.digest, overlap=None)
+    return emitted, Facts(**functions, by_columns=by_columns, digest=emitted.digest)
 
 
 @lru_cache(maxsize=1024)
@@ -223,20 +222,10 @@ def _functions(
     step = math.gcd(tile_m, same or tile_m)
     rows = min(MOST_ROWS, 1 << (tile_m // step - 1).bit_length())
     functions = {name: emitted.functions.get(name) for name in ("first", "last", "keep", "some", "every")}
-    return emitted, Facts(**functions, block_m=rows, digest=emitted.digest, overlap=None), step
+    return emitted, Facts(**functions, block_m=rows, digest=emitted.digest), step
 
 
 def _launch(kernel, programs: tuple[int, ...], tensors, sizes, numbers: tuple[float, ...], facts: Facts) -> None:
-    """Launches a kernel: once compiled, straight, without Triton's look at each argument (``Plan.start``)."""
-    given = [x for x in (*tensors[:-1], *tensors.leaves) if x is not None]
-    aligned = not any(x.data_ptr() % 16 for x in given)
-    key = kernel, facts, sizes, numbers, tuple(x.dtype for x in given), tensors.b.device
-    known = _compiled.get(key) if aligned else None
-    if known is not None:
-        compiled, *plain = known
-        runtime.run_compiled(compiled, (*programs, 1, 1)[:3], tensors, *plain, facts)
-        return
-    plain = runtime.opaque(sizes), runtime.opaque(numbers)
-    compiled = runtime.run(kernel, programs, PROGRAM, tensors, *plain, facts)
-    if compiled is not None and aligned:
-        _compiled[key] = (compiled, *plain)
+    """Launches a kernel with these plain numbers."""
+    arguments = tensors, runtime.opaque(sizes), runtime.opaque(numbers), facts
+    (runtime.start if runtime.aligned(tensors) else runtime.run)(kernel, programs, PROGRAM, *arguments)

@@ -3,7 +3,7 @@
 From the bottom up:
 
 - ``maths``: the arithmetic of scores, where torch's differs from Triton's.
-- ``arguments``: the bundles of arguments of all kernels, the tile scheduler, and launches that overlap.
+- ``arguments``: the bundles of arguments of all kernels, and the tile scheduler.
 - ``terms``: fp32 operands as sums of three bf16 terms.
 - ``e4m3``: numbers of 8 bits, read two at a time and written.
 - ``tile``: tiles of rows, how they are loaded, multiplied and stored.
@@ -11,8 +11,8 @@ From the bottom up:
 - ``tile_map``: which tiles of a mask are empty, partial or full, before any kernel visits them; ``tile_lists``: their lists;
   ``tile_bits``: a bit for each pair of the partial ones.
 - ``forward``, ``backward``, ``pair_bias``, ``diagonals``, ``tangent``: the kernels; ``tangent_tiles``: what the last one loads;
-  ``paged``: the forward over keys in pages, ``paged_loads``: what it loads, ``parts``: of few rows, ``paged_epilogue``: its end,
-  ``merge_rows``: of its split keys, ``shares``: by even shares of all keys; ``append``: what writes them;
+  ``paged``: the forward over keys in pages, ``paged_loads``: what it loads, ``paged_epilogue``: its end,
+  ``merge_rows``: of its split keys; ``append``: what writes them;
   ``group_parts``: the sums of dK and dV where a key tile has several programs.
 
 ``emit`` turns a problem's mask and score into functions that the kernels call: ``writer`` writes an expression, ``factors`` collects its

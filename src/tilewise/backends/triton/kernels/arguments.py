@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 from tilewise.backends.triton.kernels.maths import plain
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 class Tensors(NamedTuple):
@@ -70,8 +69,7 @@ class Sizes(NamedTuple):
         slots: programs of a head: its tiles; packed, at least as many (:func:`work_tile`).
         q, k, v, do: ``(batch, row, head)`` strides in units of ``FACTS.align`` elements.
         seqlen_q_rounded: rows from one head to the next in lse2 and delta.
-        portion: what says which portion of a whole the programs have. With split keys: in the forward the key tiles of each split, in
-            the merge the number of splits. Where a part of dS is kept: its first key. Of sums by distance: the query tiles of a part.
+        portion: where a part of dS is kept, its first key; of sums by distance, the query tiles of a part.
         threshold: dropout keeps a pair whose 16-bit value is below it.
         beside: batch elements and heads whose programs of one tile run side by side (:func:`scheduled`).
         heads: the first and the number of the key heads that the launch is for.
@@ -367,46 +365,3 @@ def _leading_index(b, head, AXIS: tl.constexpr, FACTS: tl.constexpr):
         return head
     else:
         return head * 0 + INDICES[AXIS]
-
-
-# -- Kernels that overlap ------------------------------------------------------------------------------------------
-#
-# Programmatic dependent launch: a kernel may begin while its predecessor in the stream still runs. `FACTS.overlap` says how a kernel
-# takes part ("leads", "reads", "joins" or None; `Role` on the host's side).
-
-
-@triton.jit
-def begin_overlap(FACTS: tl.constexpr):
-    """The first statement of a kernel that may overlap with others."""
-    if FACTS.overlap == "reads":
-        # Partner: all programs of the kernel before. Until they end, what they write may not be read.
-        gdc_wait()
-    if FACTS.overlap is not None:
-        # Partner: the kernel after this one, which may begin once every program of this one has come here.
-        gdc_launch_dependents()
-
-
-@triton.jit
-def wait_alone(FACTS: tl.constexpr):
-    """The wait of :func:`begin_overlap` in one of two branches. In other words, or LLVM would wait before the branch, and ptxas then before
-    all that the branch depends on."""
-    if FACTS.overlap == "reads":
-        tl.inline_asm_elementwise(
-            "griddepcontrol.wait; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-        )
-
-
-@triton.jit
-def fetch(pointers, wanted):
-    """Has the lines that ``pointers`` point into brought to L2 where ``wanted``; nothing waits for them."""
-    FETCH: tl.constexpr = "{.reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0;}"
-    arguments = [pointers.to(tl.int64), wanted.to(tl.int32)]
-    tl.inline_asm_elementwise(FETCH, "=r,l,r", arguments, dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
-def end_overlap(FACTS: tl.constexpr):
-    """The last statement of a kernel that may overlap with others."""
-    if FACTS.overlap == "joins":
-        # Partner: the kernel before, with which this one ran side by side; whoever waits for this one then waits for both.
-        gdc_wait()

@@ -22,8 +22,7 @@ def near_of_all(problem: Problem) -> tuple[int, int] | None:
     None where there are no such reads, or no distances beyond."""
     reads = [] if problem.spec.score is None else expr.lookups(problem.spec.score)
     found = [near(problem, x) for x in reads if by_distance(*x.args[1:])]
-    # Over pages queries may be heads of one row (`query.rows`), so that a tile's distances are not those of its corners.
-    if problem.paged or not found or any(x.everywhere for x in found):
+    if not found or any(x.everywhere for x in found):
         return None
     return min(x.start for x in found), max(x.stop for x in found)
 

@@ -80,7 +80,11 @@ class Emitted:
 
 
 def emit(
-    problem: Problem, wide: frozenset[int], described: int | None = None, tangents: Mapping[int, int] | None = None
+    problem: Problem,
+    wide: frozenset[int],
+    described: int | None = None,
+    tangents: Mapping[int, int] | None = None,
+    mixed_rows: bool = False,
 ) -> Emitted:
     """The functions of a problem's mask and score.
 
@@ -89,26 +93,24 @@ def emit(
         described: the slot whose tile the score finds in ``work.pair`` (:func:`leaf_reads.described_lookup`).
         tangents: the slots of leaves' tangents by those of the leaves; given, there are functions of tangents too, and the gradients of
             leaves are the tangents of these.
+        mixed_rows: whether the rows of a tile are several heads' (:mod:`paged`).
     """
     spec, region, numbers = problem.spec, problem.spec.region, []
-    slots = tuple(dict.fromkeys((*spec.mask_slots, *spec.score_slots)))
     # A prepared mask's two tensors say which tiles to visit; no emitted function reads them.
     prepared = () if region.prepared is None else (region.prepared.status_slot, region.prepared.seen_slot)
-    slots = tuple(slot for slot in slots if slot not in prepared)
+    slots = tuple(n for n in dict.fromkeys((*spec.mask_slots, *spec.score_slots)) if n not in prepared)
     lookups = expr.lookups(*(x for x in (region.predicate, spec.score) if x is not None))
     small = max(problem.totals) < SMALL
     layouts = leaf_layouts({n: problem.extras[n] for n in slots}, (problem.seqlen_q, problem.seqlen_k), lookups)
     slots += tuple(moved for slot, moved in (tangents or {}).items() if slot in slots)
-    # The tensors of lines lie behind the leaves.
-    distances = near_of_all(problem) if tangents is None else None
+    # Kernels of tangents, and those whose rows may be several heads', do not know these parts of a WorkTile.
+    simple = tangents is None and not mixed_rows
+    distances = near_of_all(problem) if simple else None
     score, lines = (spec.score, ()) if distances is None else with_lines(problem, distances)
-    by_distance = tangents is None and not problem.paged and reads_by_distance(problem)
-    distant = [] if by_distance else None
-    # Kernels of tangents, and those over pages, whose rows may be several heads, do not know these parts of a WorkTile.
-    heads = [] if tangents is None and not problem.paged else None
-    position = {
-        slot: n for n, slot in enumerate((*slots, *range(len(problem.extras), len(problem.extras) + len(lines))))
-    }
+    distant, heads = [] if simple and reads_by_distance(problem) else None, [] if simple else None
+    # The tensors of lines lie behind the leaves.
+    of_lines = range(len(problem.extras), len(problem.extras) + len(lines))
+    position = {slot: n for n, slot in enumerate((*slots, *of_lines))}
     writer = partial(Writer, position, layouts, wide, small)
     source = _mask_functions(region, partial(Writer, position, {}, wide, small), writer, numbers)
     if distances is not None:

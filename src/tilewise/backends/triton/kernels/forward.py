@@ -21,7 +21,7 @@ first: with the partial loop first, ptxas makes every matrix product of the full
 (docs/decisions.md#triton-one-loop). One loop for each end would cost registers. A predicate's tiles come as two lists, the full
 ones first too.
 
-With split keys, program_id(1) is the split; o and lse are then fp32 partial states, which `merge_kernel` merges.
+Keys are split, and heads share a tile, in :mod:`paged` alone.
 """
 
 # ruff: noqa: RET505, RUF005 - a compile-time `if` keeps its `else`: without it both returns would be compiled; and Triton's
@@ -55,7 +55,6 @@ from tilewise.backends.triton.kernels.tile import (
     accumulate,
     dot_transposed,
     exponential,
-    load_piece,
     load_rows,
     load_streamed,
     rescaled,
@@ -87,9 +86,9 @@ class QueryTile(NamedTuple):
 
 @triton.jit
 def forward_kernel(tensors, sizes, scales, k_view, k_rest, v_view, v_rest, pairs, FACTS: tl.constexpr):
-    """The attention of one query tile; with split keys, its state over one split.
+    """The attention of one query tile.
 
-    Grid: (slots · heads_q · batch, splits). The last tiles come first: under a causal mask they are the longest.
+    Grid: (slots · heads_q · batch,). The last tiles come first: under a causal mask they are the longest.
 
     Args:
         k_view, k_rest, v_view, v_rest: descriptors for the first and the second piece of the head dim, None where there is none.
@@ -117,14 +116,6 @@ def forward_kernel(tensors, sizes, scales, k_view, k_rest, v_view, v_rest, pairs
             m, l, acc = key_block(n0, m, l, acc, query, tensors, sizes, scales, work, partial=True, FACTS=FACTS)
     else:
         first, full, full_end, last = n_block_ranges(query.m0, head, work, FACTS)
-        if FACTS.split:  # this program visits the part of each range that lies in its split
-            split_tiles = sizes.portion
-            split_first = tl.program_id(1) * split_tiles
-            split_last = split_first + split_tiles
-            last = tl.minimum(last, split_last)
-            first = tl.minimum(tl.maximum(first, split_first), last)
-            full = tl.minimum(tl.maximum(full, first), last)
-            full_end = tl.minimum(tl.maximum(full_end, full), last)
         if FACTS.whole:
             for n in range(first, last):
                 partial = (n < full) | (n >= full_end)
@@ -286,20 +277,11 @@ def query_rows(query, FACTS: tl.constexpr):
 
 
 @triton.jit
-def across(j):
-    """The keys of a tile as a row, (1, tile_n); as they are where each row has its own."""
-    if len(j.shape) == 2:
-        return j
-    else:
-        return j[None, :]
-
-
-@triton.jit
 def apply_score(s, query, j, scales, work, FACTS: tl.constexpr):
     """The scores of a tile of products, fp32 (tile_m, tile_n); in units of log2 if ``FACTS.binary``."""
     if FACTS.score is not None:
         i = query_rows(query, FACTS)
-        z = FACTS.score(s, work.b, query.head, i[:, None], across(j), work).to(tl.float32)
+        z = FACTS.score(s, work.b, query.head, i[:, None], j[None, :], work).to(tl.float32)
         s = tl.broadcast_to(z, s.shape)
     else:
         s = s * scales.softmax
@@ -311,7 +293,7 @@ def bounded_exponentials(s, query, j, scales, work, FACTS: tl.constexpr):
     """2 to the power of the scores of a tile of products, for scores that are bounded."""
     if FACTS.weights is not None:
         i = query_rows(query, FACTS)
-        p = FACTS.weights(s, work.b, query.head, i[:, None], across(j), work)
+        p = FACTS.weights(s, work.b, query.head, i[:, None], j[None, :], work)
     else:
         p = tl.exp2(apply_score(s, query, j, scales, work, FACTS))
     return p
@@ -342,10 +324,6 @@ def epilogue(m, l, acc, largest, m0, head, tensors, sizes, scales, work, FACTS: 
     if not FACTS.packed:
         token += tl.cast(work.b, tl.int64) * sizes.seqlen_q
         line += tl.cast(work.b, tl.int64) * sizes.heads_q * sizes.seqlen_q
-    if FACTS.split:  # partial states: the splits are the outermost axis
-        tokens = tl.cast(sizes.batch, tl.int64) * sizes.seqlen_q
-        token += tl.program_id(1) * tokens
-        line += tl.program_id(1) * tokens * sizes.heads_q
     row = sizes.heads_q * FACTS.head_dim_v
     o = tensors.o + (token * row + head * FACTS.head_dim_v)
     # O: (tile_m, head_dim_v) in o's dtype; lse: fp32 (tile_m,).
@@ -368,53 +346,3 @@ def with_sink(weight, lse, l, sink):
     total = top + log(exp(lse - top) + exp(sink - top))
     total = tl.where(l == 0, sink, tl.where(sink == float("-inf"), lse, total))
     return tl.where(l == 0, 0.0, weight * exp(lse - total)), total
-
-
-# -- The merge of split keys ---------------------------------------------------------------------------------------
-
-
-@triton.jit
-def merge_kernel(tensors, sizes, scales, states, states_lse, states_max, FACTS: tl.constexpr):
-    """The merge (8) of the partial states of split keys, and the sink; numbers are natural.
-
-    A state is one key with score lse and value o, so this is (6) again. Grid: (slots · heads_q · batch).
-
-    Args:
-        states: fp32 (num_splits, batch, seqlen_q, heads_q, head_dim_v).
-        states_lse: fp32 (num_splits, batch, heads_q, seqlen_q). states_max: the same of the largest scores, or None.
-    """
-    sizes = plain_sizes(sizes)
-    pid = tl.program_id(0)
-    head = (pid // sizes.slots) % sizes.heads_q
-    work = work_tile(
-        pid % sizes.slots, pid // sizes.slots // sizes.heads_q, tensors, sizes, scales, OVER_KEYS=False, FACTS=FACTS
-    )
-    m0 = work.block * FACTS.tile_m
-    i = m0 + tl.arange(0, FACTS.tile_m)
-    m = tl.full([FACTS.tile_m], float("-inf"), tl.float32)
-    l = tl.full([FACTS.tile_m], 0.0, tl.float32)
-    largest = tl.full([FACTS.tile_m], float("-inf"), tl.float32)
-    acc = tl.full([FACTS.tile_m, FACTS.pieces_v[0][2]], 0.0, tl.float32)
-    tokens = tl.cast(sizes.batch, tl.int64) * sizes.seqlen_q
-    row = sizes.heads_q * FACTS.head_dim_v
-    num_splits = sizes.portion
-    for split in tl.range(num_splits, loop_unroll_factor=4):  # so that the loads of four splits are under way at once
-        line = (split * sizes.batch + work.b) * tl.cast(
-            sizes.heads_q, tl.int64
-        ) * sizes.seqlen_q + head * sizes.seqlen_q
-        # One state: lse (tile_m,), o (tile_m, head_dim_v), both fp32; -inf past the last row, as if it had seen no key.
-        lse = tl.load(states_lse + line + i, mask=i < sizes.seqlen_q, other=float("-inf"))
-        if FACTS.max_logit:
-            kept = tl.load(states_max + line + i, mask=i < sizes.seqlen_q, other=float("-inf"))
-            largest = tl.maximum(largest, kept)
-        base = states + ((split * tokens + work.b * sizes.seqlen_q) * row + head * FACTS.head_dim_v)
-        o = load_piece(
-            base, row, m0, work.seqlen_q - m0, None, FACTS.tile_m, OF_V=True, PIECE=0, MASKED=True, FACTS=FACTS
-        )
-        m_new = tl.maximum(m, lse)
-        shift = tl.where(m_new == float("-inf"), 0.0, m_new)
-        rescale, weight = exp(m - shift), exp(lse - shift)
-        l = l * rescale + weight
-        acc = acc * rescale[:, None] + o * weight[:, None]
-        m = m_new
-    epilogue(m, l, (acc,), largest, m0, head, tensors, sizes, scales, work, FACTS)

@@ -1,11 +1,11 @@
-"""Forward over a cache of keys and values that lies in pages (PagedAttention, Kwon et al. 2023), for prefill and decoding alike.
+"""Forward of few queries, and over a cache of keys and values that lies in pages (PagedAttention, Kwon et al. 2023).
 
     K of sequence b at position j  =  k[block_table[b, j // page_size], j % page_size]
 
 Tensors: q (batch, seqlen_q, heads_q, head_dim), or packed without batch; k, v (num_pages, page_size, heads_k, head_dim);
 block_table int32 (batch, max_pages); seqlens_k int32 (batch,). Lengths and page numbers are read on the device, and the grid
 depends on shapes alone, so a CUDA graph replays with others. A page number is read only where some row of the tile sees a key
-of that page, and is clamped into the pool.
+of that page, and is clamped into the pool. Dense keys (``FACTS.pages`` "dense") are one page a sequence, without table and lengths.
 
 The heads that share a key head are rows of one tile, as they read the same keys: row r of a sequence's tiles is query ``r // group``
 and head ``r % group`` of the group. With one query and a group of 4, a tile of 64 has 4 rows that count.
@@ -21,8 +21,6 @@ do not depend on the key, "each" for the others, None without.
 
 Where v lies in k's memory (``FACTS.latent``; DeepSeek-V2, section 2.1), its tiles are the first pieces of k's: memory is read once.
 
-Of few rows each warp takes its own part of a tile's keys (``FACTS.parts``, :mod:`warp_keys`).
-
 The mathematics is :mod:`forward`'s, with the same names.
 """
 
@@ -33,19 +31,17 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 from tilewise.backends.triton.kernels.arguments import (
-    begin_overlap,
     packed_rows,
     plain_sizes,
     scheduled,
     work_tile_of,
 )
 from tilewise.backends.triton.kernels.e4m3 import unpacked_tiles
-from tilewise.backends.triton.kernels.forward import across, apply_score, bounded_exponentials, online_softmax
-from tilewise.backends.triton.kernels.mask import key_interval
+from tilewise.backends.triton.kernels.forward import apply_score, bounded_exponentials, online_softmax
+from tilewise.backends.triton.kernels.mask import key_interval, partial_block
 from tilewise.backends.triton.kernels.maths import plain
 from tilewise.backends.triton.kernels.paged_epilogue import LIFTED, paged_epilogue, rows_of_tile
 from tilewise.backends.triton.kernels.paged_loads import (
-    first_page,
     first_pieces,
     load_every_other,
     load_gathered,
@@ -54,30 +50,20 @@ from tilewise.backends.triton.kernels.paged_loads import (
     page_numbers,
     plain_strides,
     pool_of,
-    reads_first_page,
     scale_of,
     table_of,
 )
 from tilewise.backends.triton.kernels.tile import accumulate, dot, dot_transposed, rescaled, zeros
-from tilewise.backends.triton.kernels.warp_keys import (
-    accumulate_parts,
-    dot_parts,
-    in_each_part,
-    key_positions,
-    merged_parts,
-    seen_keys,
-    tiles_in_each_part,
-)
 
 
 class PagedTile(NamedTuple):
     """The rows of a program and the pages that they read.
 
     Attributes:
-        rows: the query of each row of the state, int32 (parts · tile_m,). head: its head, int32 (parts · tile_m, 1).
-        q: a tile of (tile_m, head_dim), or (parts, tile_m, head_dim). lo, hi: the key interval of each row, int32 (parts · tile_m,).
+        rows: the query of each row, int32 (tile_m,). head: its head, int32 (tile_m, 1).
+        q: a tile of (tile_m, head_dim). lo, hi: the key interval of each row, int32 (tile_m,).
         start, stop: no row sees a key before or after these.
-        table: pointer to the sequence's page numbers. page: that of the first full block (:func:`paged_loads.reads_first_page`).
+        table: pointer to the sequence's page numbers; of dense keys its only page.
         cache: :class:`arguments.CacheSizes`.
         k, v: :class:`paged_loads.Pool` of the key head.
         k_scale, v_scale: fp32 scalars where the scale is "one", :class:`paged_loads.ScalePool` where it is "each"; of no use without.
@@ -91,7 +77,6 @@ class PagedTile(NamedTuple):
     start: Any
     stop: Any
     table: Any
-    page: Any
     cache: Any
     k: Any
     v: Any
@@ -111,57 +96,38 @@ def paged_kernel(
         cache: :class:`arguments.CacheSizes`.
         k_view, k_rest, v_view, v_rest: as in :func:`forward.forward_kernel`, of pages.
     """
-    begin_overlap(FACTS)
     sizes = plain_sizes(sizes)
     slot, head_k, b = scheduled(1, sizes)
     work = paged_work_tile(sizes.slots - 1 - slot, b, tensors, sizes, scales, seqlens_k, cache, FACTS)
     views = (k_view, k_rest, v_view, v_rest)
-    # Splits take the blocks in turns, from the first one on.
-    page = first_page(tl.program_id(1), work.b, block_table, sizes, cache, FACTS)
-    q = load_queries(tensors, sizes, work, head_k, FACTS)
-    tile = load_paged_tile(tensors, sizes, work, head_k, q, page, block_table, cache, views, FACTS)
+    tile = load_paged_tile(tensors, sizes, work, head_k, block_table, cache, views, FACTS)
     first, full, full_end, last = paged_block_ranges(tile, work, FACTS)
-    offset, step = turns_of_split(first, last, FACTS)
-    m, l, acc = state_of_blocks(first, full, full_end, last, offset, step, tile, scales, work, FACTS)
+    m, l, acc = state_of_blocks(first, full, full_end, last, tile, scales, work, FACTS)
     paged_epilogue(m, l, acc, tile, tensors, sizes, work, FACTS)
 
 
 @triton.jit
-def state_of_blocks(first, full, full_end, last, offset, step, tile, scales, work, FACTS: tl.constexpr):
-    """The state (m, l, acc) of the rows after the key tiles ``first .. last``, of which ``full .. full_end`` hide no pair.
-
-    Args:
-        offset, step: of these tiles, the full ones first, only those are visited whose number is ``offset`` modulo ``step``.
-    """
-    # The state: m, l fp32 (parts · tile_m,); acc fp32 (parts · tile_m, width) for each piece of head_dim_v.
-    ROWS: tl.constexpr = FACTS.parts * FACTS.tile_m
-    m = tl.full([ROWS], 0.0 if FACTS.bounded else float("-inf"), tl.float32)
-    l = tl.full([ROWS], 0.0, tl.float32)
-    acc = zeros(ROWS, OF_V=True, FACTS=FACTS)
+def state_of_blocks(first, full, full_end, last, tile, scales, work, FACTS: tl.constexpr):
+    """The state (m, l, acc) of the rows after the key tiles ``first .. last``, of which ``full .. full_end`` hide no pair."""
+    # The state: m, l fp32 (tile_m,); acc fp32 (tile_m, width) for each piece of head_dim_v.
+    m = tl.full([FACTS.tile_m], 0.0 if FACTS.bounded else float("-inf"), tl.float32)
+    l = tl.full([FACTS.tile_m], 0.0, tl.float32)
+    acc = zeros(FACTS.tile_m, OF_V=True, FACTS=FACTS)
     if FACTS.v_scale is not None:
-        acc = acc + zeros(ROWS, OF_V=True, FACTS=FACTS)
+        acc = acc + zeros(FACTS.tile_m, OF_V=True, FACTS=FACTS)
     if FACTS.keep is None:
-        if reads_first_page(FACTS):
-            page = tile.page
-        else:
-            page = page_numbers((full + offset) * FACTS.tile_n, tile, FACTS)
-        for n in range(full + offset, tl.where(offset < step, full_end, full), step):
+        page = page_numbers(full * FACTS.tile_n, tile, FACTS)
+        for n in range(full, full_end):
             # Page numbers are read a tile ahead: read in the iteration whose loads wait for them, they would take a stage.
-            following = page_numbers((n + step) * FACTS.tile_n, tile, FACTS)
+            following = page_numbers((n + 1) * FACTS.tile_n, tile, FACTS)
             m, l, acc = paged_key_block(
                 n * FACTS.tile_n, page, m, l, acc, tile, scales, work, partial=False, FACTS=FACTS
             )
             page = following
-    start, count = 0, (full - first) + (last - full_end)
-    if FACTS.split and FACTS.parts > 1:
-        start, count = (offset + step - (full_end - full) % step) % step, tl.where(offset < step, count, 0)
-    if FACTS.parts == 1 or start < count:  # a loop without turns would still set up what it waits for
-        for t in range(start, count, step):
-            n0 = tl.where(t < full - first, first + t, full_end + t - (full - first)) * FACTS.tile_n
-            page = page_numbers(n0, tile, FACTS)
-            m, l, acc = paged_key_block(n0, page, m, l, acc, tile, scales, work, partial=True, FACTS=FACTS)
-    if FACTS.parts > 1:
-        m, l, acc = merged_parts(m, l, acc, FACTS)
+    for t in range((full - first) + (last - full_end)):
+        n0 = partial_block(t, first, full, full_end) * FACTS.tile_n
+        page = page_numbers(n0, tile, FACTS)
+        m, l, acc = paged_key_block(n0, page, m, l, acc, tile, scales, work, partial=True, FACTS=FACTS)
     return m, l, acc
 
 
@@ -197,6 +163,15 @@ def paged_work_tile(slot, b, tensors, sizes, scales, seqlens_k, cache, FACTS: tl
 @triton.jit
 def keys_of(b, seqlens_k, sizes, cache):
     """The keys of sequences ``b`` as they are now, int32. Rows past the last sequence are sequence ``batch``, which has none."""
+    if seqlens_k is None:  # dense keys
+        return sizes.seqlen_k
+    else:
+        return paged_keys(b, seqlens_k, sizes, cache)
+
+
+@triton.jit
+def paged_keys(b, seqlens_k, sizes, cache):
+    """The keys of sequences ``b`` of a paged cache."""
     found = tl.load(seqlens_k + b * plain(cache.by_length), mask=b < sizes.batch, other=0).to(tl.int32)
     return tl.minimum(tl.maximum(found, 0), plain(cache.capacity))
 
@@ -205,21 +180,9 @@ def keys_of(b, seqlens_k, sizes, cache):
 def paged_block_ranges(tile, work, FACTS: tl.constexpr):
     """The blocks of keys of this program: ``(first, full, full_end, last)`` as of :func:`mask.block_ranges`, within its split."""
     first, full, full_end, last = visible_blocks(tile, work, FACTS)
-    if FACTS.split and FACTS.parts == 1:
+    if FACTS.split:
         first, last = split_range(first, last, FACTS)
     return within(first, full, full_end, last)
-
-
-@triton.jit
-def turns_of_split(first, last, FACTS: tl.constexpr):
-    """``(offset, step)``: with parts, splits take the blocks ``first .. last`` in turns, so that the first of a split is known before the
-    sequence's length is, and its page number comes with it. There are as many splits as have ``split_tiles`` blocks or more."""
-    if FACTS.split and FACTS.parts > 1:
-        step = tl.minimum(tl.cdiv(last - first, FACTS.split_tiles), tl.num_programs(1))
-        step = tl.maximum(step, 1)
-        return tl.program_id(1), step
-    else:
-        return 0, 1
 
 
 @triton.jit
@@ -271,11 +234,10 @@ def load_queries(tensors, sizes, work, head_k, FACTS: tl.constexpr):
 
 
 @triton.jit
-def load_paged_tile(tensors, sizes, work, head_k, q, page, block_table, cache, views, FACTS: tl.constexpr):
-    """The :class:`PagedTile` of a key head, with the ``q`` of :func:`load_queries` and the ``page`` of :func:`paged_loads.first_page`."""
+def load_paged_tile(tensors, sizes, work, head_k, block_table, cache, views, FACTS: tl.constexpr):
+    """The :class:`PagedTile` of a key head."""
     i, head = rows_of_tile(head_k, work, FACTS)
-    if FACTS.parts > 1:
-        i, head, q = in_each_part(i, FACTS), in_each_part(head, FACTS), tiles_in_each_part(q, FACTS)
+    q = load_queries(tensors, sizes, work, head_k, FACTS)
     lo, hi = key_interval(i, head, work, FACTS)
     start, stop = work.seqlen_k * 0, work.seqlen_k
     if FACTS.lo is not None or FACTS.hi is not None:
@@ -294,7 +256,7 @@ def load_paged_tile(tensors, sizes, work, head_k, q, page, block_table, cache, v
         v_scale = scale_of(
             tensors.v_scale, plain_strides(cache.scales[1]), work, sizes, head_k, FACTS.v_scale == "each"
         )
-    return PagedTile(i, head[:, None], q, lo, hi, start, stop, table, page, cache, k, v, k_scale, v_scale)
+    return PagedTile(i, head[:, None], q, lo, hi, start, stop, table, cache, k, v, k_scale, v_scale)
 
 
 # -- One key block -------------------------------------------------------------------------------------------------
@@ -308,14 +270,14 @@ def paged_key_block(n0, page, m, l, acc, tile, scales, work, partial: tl.constex
         page: :func:`page_numbers` of the tile.
         partial: whether some row may not see some key of the tile.
     """
-    j = key_positions(n0, FACTS)
+    j = n0 + tl.arange(0, FACTS.tile_n)
     kept, alive = None, None
     if partial:
-        kept = (across(j) >= tile.lo[:, None]) & (across(j) < tile.hi[:, None])
+        kept = (j[None, :] >= tile.lo[:, None]) & (j[None, :] < tile.hi[:, None])
         kept = kept & (tile.rows < work.seqlen_q)[:, None]
         if FACTS.keep is not None:
-            kept = kept & FACTS.keep(work.b, tile.head, tile.rows[:, None], across(j), work)
-        alive = seen_keys(kept, FACTS)  # a key that no row sees takes no part: it may hold NaN
+            kept = kept & FACTS.keep(work.b, tile.head, tile.rows[:, None], j[None, :], work)
+        alive = tl.max(kept.to(tl.int8), 0) > 0  # a key that no row sees takes no part: it may hold NaN
     # K: (tile_n, head_dim), V: (tile_n, head_dim_v), in the inputs' dtype.
     k, v = load_paged(tile.k, page, n0, alive, OF_V=False, partial=partial, FACTS=FACTS), ()
     if (partial or FACTS.together) and not FACTS.latent:
@@ -341,11 +303,7 @@ def paged_key_block(n0, page, m, l, acc, tile, scales, work, partial: tl.constex
             )
             p = found.to(v[0].dtype)  # here, so that P changes its layout in 16 bits
     else:
-        if FACTS.parts > 1:
-            # Each warp multiplies by its own keys, so that maxima and sums of rows stay within it.
-            s = dot_parts(tile.q, k, FACTS)  # S = Q Kᵀ of each part, (parts · tile_m, tile_n / parts) fp32
-        else:
-            s = dot_transposed(tile.q, k, FACTS)  # S = Q Kᵀ, (tile_m, tile_n) fp32
+        s = dot_transposed(tile.q, k, FACTS)  # S = Q Kᵀ, (tile_m, tile_n) fp32
         m_new, l_new, p, rescale = probabilities(s, page, n0, m, l, kept, alive, tile, scales, work, partial, FACTS)
     if not FACTS.bounded:
         acc = rescaled(acc, rescale)
@@ -355,8 +313,7 @@ def paged_key_block(n0, page, m, l, acc, tile, scales, work, partial: tl.constex
         # fp16 holds P too, which is at most 1 without a scale of its own, and takes a third of the instructions that bf16 takes.
         HALF: tl.constexpr = FACTS.v_scale == "one" and not FACTS.bounded and tile.q[0].dtype == tl.bfloat16
         v = unpacked_tiles(v, tl.float16 if HALF else tile.q[0].dtype)
-    # acc += P V, (parts · tile_m, head_dim_v) fp32; P is rounded to V's dtype
-    acc = accumulate_parts(p, v, acc, FACTS) if FACTS.parts > 1 else accumulate(p, v, acc, FACTS)
+    acc = accumulate(p, v, acc, FACTS)  # acc += P V, (tile_m, head_dim_v) fp32; P is rounded to V's dtype
     return m_new, l_new, acc
 
 
@@ -365,9 +322,9 @@ def probabilities(s, page, n0, m, l, kept, alive, tile, scales, work, partial: t
     """``(m', l', P, α)`` of (6) from the products ``s`` of the key tile at ``n0``; where scores are bounded, α is of no use.
 
     Args:
-        s, kept: fp32 and bool (parts · tile_m, tile_n / parts), alive: bool (tile_n,); None where every row sees every key.
+        s, kept: fp32 and bool (tile_m, tile_n), alive: bool (tile_n,); None where every row sees every key.
     """
-    j = key_positions(n0, FACTS)
+    j = n0 + tl.arange(0, FACTS.tile_n)
     # The scale of K comes after the product, in fp32: e4m3 times a scale would be rounded to 16 bits.
     if FACTS.k_scale == "one":
         s = s * tile.k_scale

@@ -1,4 +1,4 @@
-"""How the kernels over pages (:mod:`paged`, :mod:`shares`) end: from the state of a tile's rows to o and lse."""
+"""How the kernel over pages (:mod:`paged`) ends: from the state of a tile's rows to o and lse."""
 
 import triton
 import triton.language as tl
@@ -24,9 +24,7 @@ def paged_epilogue(m, l, acc, tile, tensors, sizes, work, FACTS: tl.constexpr):
 
     The largest score of a row is m, which no sink touches.
     """
-    i, head = tile.rows, tl.reshape(tile.head, [FACTS.parts * FACTS.tile_m])
-    if FACTS.parts > 1:  # there each row stands once for each part
-        i, head = rows_of_tile(tile.k.head, work, FACTS)
+    i, head = rows_of_tile(tile.k.head, work, FACTS)
     valid = i < work.seqlen_q
     weight, lse = normaliser(m, l, FACTS)
     if FACTS.sink:

@@ -71,6 +71,15 @@ def page_numbers(n0, tile, FACTS: tl.constexpr):
 
     Numbers of pages in which no row sees a key are not read; one outside the pool becomes one inside.
     """
+    if FACTS.pages == "dense":
+        return tile.table
+    else:
+        return _read_page_numbers(n0, tile, FACTS)
+
+
+@triton.jit
+def _read_page_numbers(n0, tile, FACTS: tl.constexpr):
+    """:func:`page_numbers` of pages that a table names."""
     if FACTS.pages == "several":
         j = n0 + tl.arange(0, FACTS.tile_n)
         index, seen = j // FACTS.page_size, (j >= tile.start) & (j < tile.stop)
@@ -83,32 +92,11 @@ def page_numbers(n0, tile, FACTS: tl.constexpr):
 
 @triton.jit
 def table_of(block_table, b, sizes, cache):
-    """The pointer to the page numbers of sequence ``b``."""
-    return block_table + tl.cast(tl.minimum(b, sizes.batch - 1), tl.int64) * plain(cache.by_sequence)
-
-
-@triton.constexpr_function
-def reads_first_page(FACTS):
-    """Whether a program knows its first block before it has its rows, and reads that block's page beside them, not after them."""
-    return (FACTS.split or FACTS.shares) and FACTS.parts > 1 and FACTS.lo is None and FACTS.pages != "several"
-
-
-@triton.jit
-def first_page(first, b, block_table, sizes, cache, FACTS: tl.constexpr):
-    """The page of block ``first`` of sequence ``b``, whether or not that is so long: a split reads it beside the length, not after it.
-
-    0, of no use, where no program knows its first block so early (:func:`reads_first_page`).
-    """
-    if reads_first_page(FACTS):
-        index = 0
-        if FACTS.pages == "one":
-            most = plain(cache.capacity) // FACTS.page_size - 1
-            index = tl.minimum(first * FACTS.tile_n // FACTS.page_size, most)
-        # Past the sequence's end a table may hold anything, hence the clamp; the page is read then, and not used.
-        page = tl.load(table_of(block_table, b, sizes, cache) + index * plain(cache.by_page))
-        return tl.minimum(tl.maximum(page.to(tl.int32), 0), plain(cache.num_pages) - 1)
+    """The pointer to the page numbers of sequence ``b``; of dense keys its only page, ``b``."""
+    if block_table is None:
+        return b
     else:
-        return 0
+        return block_table + tl.cast(tl.minimum(b, sizes.batch - 1), tl.int64) * plain(cache.by_sequence)
 
 
 @triton.jit
@@ -121,15 +109,13 @@ def load_paged(pool, page, n0, alive, OF_V: tl.constexpr, partial, FACTS: tl.con
     first = n0  # the tile's first row in its page
     if FACTS.pages == "one":
         first = n0 % FACTS.page_size
-    if FACTS.tma and (FACTS.parts > 1 or not partial):
+    if FACTS.tma and not partial:
         PIECES: tl.constexpr = FACTS.pieces_v if OF_V else FACTS.pieces
         tiles = ()
         for n in tl.static_range(len(PIECES)):
             # (1, 1, tile_n, width) by TMA from global to shared memory. Partner: the barrier of this stage of the loop, on which
             # Triton's pipeliner lets the product wait that reads the tile.
             block = pool.descriptors[n].load([page, pool.head, first, PIECES[n][0]]).reshape(FACTS.tile_n, PIECES[n][2])
-            if partial and OF_V:  # P is 0 there, and 0 · NaN is NaN
-                block = tl.where(alive[:, None], block, 0.0)
             tiles = tiles + (block,)
         return tiles
     else:

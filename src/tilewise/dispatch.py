@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from torch import Tensor
 
 from tilewise import device as devices
-from tilewise import pages, settings
+from tilewise import pages, settings, words
 from tilewise.amounts import in_bytes, in_flop
 from tilewise.backends.base import Backend, DirectCall, ForwardCall, Inputs, Pages, contiguous
 from tilewise.caching import cached_property
@@ -56,8 +56,10 @@ def backend(name: str) -> Backend:
     """
     row = next((row for row in every() if row.name == name), None)
     if row is None:
-        known = ", ".join(row.name for row in every())
-        raise ValueError(f"backend={name!r} does not exist; there are {known}")
+        known = [row.name for row in every()]
+        raise ValueError(
+            f"backend={name!r} does not exist; there are {', '.join(known)}{words.resembles(name.lower(), known)}"
+        )
     module, _, attribute = row.path.partition(":")
     return getattr(importlib.import_module(module), attribute)()
 
@@ -289,6 +291,7 @@ class Explanation:
             lines += ["backend   none"]
         lines += [f"forward   {': '.join(self.forward)}"] if self.forward else []
         lines += [f"prefix    {self.prefix}"] if self.prefix else []
+        lines += [f"layout    {_HEADS_FIRST}"] if _heads_first(p) else []
         lines += [f"not       {name}: {'; '.join(reasons)}" for name, reasons in self.refused.items()]
         others = (("tangents", self.tangents, self.tangents_refused), ("second", self.second, self.second_refused))
         for what, found, refused in others:
@@ -326,6 +329,18 @@ class Explanation:
         from tilewise.pictures import explained  # which nothing that computes needs
 
         return explained.plot(self.problem, self.extras, self.tile, str(self), (batch, head))
+
+
+_HEADS_FIRST = "more heads than rows: if your tensors are (batch, heads, seqlen, head_dim), pass x.transpose(1, 2)"
+
+
+def _heads_first(p: Problem) -> bool:
+    """Whether rows and heads look exchanged: as many heads of k as of q, and more of them than rows, which are as query and key heads."""
+    rows_q, rows_k, heads = p.seqlen_q, p.seqlen_k, p.heads_k
+    grouped = rows_k > 0 and rows_q % rows_k == 0
+    return (
+        not (p.packed or p.paged) and p.heads_q == heads and heads >= 64 and heads > rows_q and rows_q > 1 and grouped
+    )
 
 
 def _why_not(row: Row, p: Problem, chosen: str | None) -> list[str]:

@@ -20,6 +20,7 @@ from tilewise.masks import catalogue as masks
 from tilewise.masks.patterns import butterfly, local_global, strided
 from tilewise.scores import Score
 from tilewise.scores import catalogue as scores
+from tilewise.words import resembles
 
 MOST_ELEMENTS = 1 << 22  # of a list or of a tensor that the text makes
 LONGEST_TEXT = 10_000
@@ -114,7 +115,8 @@ def _value(node: ast.AST, functions: Mapping[str, Callable], arguments: Mapping[
             )
         case ast.Lambda(args=ast.arguments(args=names), body=body) if not arguments:
             return partial(_traced, [x.arg for x in names], body, functions)
-    raise ValueError(f"`{ast.unparse(node)}` is not among what it may hold")
+    hint = "; write & and | instead of `and` and `or`" if isinstance(node, ast.BoolOp) else ""
+    raise ValueError(f"`{ast.unparse(node)}` is not among what it may hold{hint}")
 
 
 def _traced(names: list[str], body: ast.expr, functions: Mapping[str, Callable], *symbols: expr.Expr) -> Any:
@@ -140,7 +142,7 @@ def _called(name: str, args: list, keywords: dict[str | None, Any], functions: M
         return functions[name](*[_tensor(x, kind) for x in args], **{k: _tensor(x, kind) for k, x in keywords.items()})
     if name in expr.OPERATIONS and any(isinstance(x, expr.Expr) for x in args) and not keywords:
         return expr.apply(name, *args)
-    raise ValueError(f"there is no `{name}` of this kind")
+    raise ValueError(f"there is no `{name}` of this kind{resembles(name, list(functions))}")
 
 
 def _tensor(value: Any, kind: torch.dtype | None) -> Any:

@@ -361,9 +361,7 @@ def _rank_hint(q: Tensor, spec: Spec) -> str:
 def _length_reasons(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> list[str]:
     reasons = []
     if not packed and not (q.shape[0] == k.shape[0] == v.shape[0]):
-        reasons.append(
-            f"batch differs: q {q.shape[0]}, k {k.shape[0]}, v {v.shape[0]}; k and v have that of q, or both have 1"
-        )
+        reasons.append(f"batch differs: q {q.shape[0]}, k {k.shape[0]}, v {v.shape[0]}; k and v have q's, or both 1")
     if k.shape[-3] != v.shape[-3]:
         reasons.append(f"seqlen of k ({k.shape[-3]}) and v ({v.shape[-3]}) differ; each key has one row of v")
     return reasons

@@ -119,9 +119,10 @@ def pair(values: Iterable[float | None], digits: int | None = None) -> str:
     return NONE if set(texts) == {NONE} else " / ".join(texts)
 
 
-def spread(values: Iterable[float | None]) -> str:
+def spread(values: Iterable[float | None], digits: int = 0) -> str:
     """The range of the numbers that there are, as text."""
-    known = sorted(round(value) for value in values if value is not None)
+    known = [value for value in values if value is not None]
     if not known:
         return NONE
-    return f"{known[0]}" if known[0] == known[-1] else f"{known[0]} to {known[-1]}"
+    least, most = (f"{value:.{digits}f}" for value in (min(known), max(known)))
+    return least if least == most else f"{least} to {most}"

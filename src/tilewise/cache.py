@@ -96,14 +96,14 @@ Cache = TypeVar("Cache", PagedCache, QuantizedCache)
 
 
 def cache_as_options(cache: PagedCache | QuantizedCache, o: Options) -> tuple[Tensor, Tensor]:
-    """The pages of k and v; the table, the lengths and the scales become options of the call."""
+    """Return the pages of k and v; the table, the lengths and the scales become options of the call."""
     k, v, o.block_table, o.seqlens_k, *scales = cache
     o.k_scale, o.v_scale = scales or (None, None)
     return k, v
 
 
 def not_a_cache(found: object) -> str:
-    """The reason against a call with something else than a cache."""
+    """Return the reason against a call with something else than a cache."""
     return f"cache must be what tw.paged(...) or tw.dense_cache(...) returns, got {type(found).__name__}"
 
 
@@ -224,7 +224,7 @@ def append(cache: Cache, k: Tensor, v: Tensor | None = None, cu_seqlens_q: Tenso
 def _append_reasons(
     cache: PagedCache | QuantizedCache, k: Tensor, v: Tensor | None, cu_seqlens_q: Tensor | None
 ) -> list[str]:
-    """Reasons against the shapes, dtypes and devices of an append."""
+    """Return reasons against the shapes, dtypes and devices of an append."""
     layout, ndim = ("(batch, seqlen, heads, head_dim)", 4) if cu_seqlens_q is None else ("(total, heads, head_dim)", 3)
     latent = pages.lies_in(cache.v_pages, cache.k_pages)
     if latent != (v is None):
@@ -347,7 +347,7 @@ def _stored(
 
 
 def _places(cache: PagedCache | QuantizedCache, k: Tensor, cu_seqlens_q: Tensor | None) -> tuple[Tensor, ...]:
-    """The sequence of each new row, its page, its row there, and whether there is such a place; all within the pool."""
+    """Return the sequence of each new row, its page, its row there, and whether there is such a place; all within the pool."""
     num_pages, page_size = cache.k_pages.shape[:2]
     batch, max_pages = cache.block_table.shape
     if cu_seqlens_q is None:

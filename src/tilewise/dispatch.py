@@ -49,7 +49,7 @@ def every() -> tuple[Row, ...]:
 
 @lru_cache(maxsize=16)
 def backend(name: str) -> Backend:
-    """The backend of that name.
+    """Return the backend of that name.
 
     Raises:
         ValueError: there is none.
@@ -65,7 +65,7 @@ def backend(name: str) -> Backend:
 
 
 def candidates(p: Problem) -> list[str]:
-    """The names that are tried for a problem, in order: the table's, behind those that have a reason to go first."""
+    """Return the names to try for a problem, in order: backends with a reason to go first, then the table's."""
     if p.spec.backend is not None:
         return [p.spec.backend]
     names = [row.name for row in BACKENDS if row.device_types is None or p.device.type in row.device_types]
@@ -84,7 +84,7 @@ def _reasons(name: str, p: Problem, what: What) -> list[str]:
 
 
 def select(p: Problem, what: What = "attention") -> Backend:
-    """The backend that runs a problem, or derivatives of it beyond the first backward.
+    """Return the backend that runs a problem, or derivatives of it beyond the first backward.
 
     Raises:
         ValueError: the backend asked for does not exist.
@@ -123,7 +123,7 @@ class Plan:
 
     @cached_property
     def of_forward(self) -> Plan:
-        """The plan of the forward: of another backend where that comes first for a call without gradients, and says why.
+        """Return the forward's plan: another backend's if that one is preferred for calls without gradients.
 
         All backends give o and lse by one rule of error, so that any backward goes on from them.
         """
@@ -169,12 +169,12 @@ class Plan:
 
 @lru_cache(maxsize=512)
 def _without_gradients(spec: str) -> Spec:
-    """The spec of the same call where no gradient is wanted."""
+    """Return the spec of the same call where no gradient is wanted."""
     return parse_spec(replace(parse_spec(spec), needs_grad=False, grad_slots=()).text())
 
 
 def _before(backend: Backend, p: Problem) -> Backend | None:
-    """The backend that runs a forward before this one does, as it says; None: this one does."""
+    """Return the backend that runs a forward before this one does, as it says; None: this one does."""
     first = select(p)
     return first if first is not backend and first.preferred(p) else None
 
@@ -245,7 +245,7 @@ def inputs(found: Plan, q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor
 
 
 def append(cache: Pages, k: Tensor, v: Tensor | None, cu_seqlens_q: Tensor | None) -> bool:
-    """Whether a backend of the device has written new rows into the pages of a cache."""
+    """Return whether a backend of the device has written new rows into the pages of a cache."""
     rows = [row for row in BACKENDS if row.device_types is not None and k.device.type in row.device_types]
     return any(backend(row.name).append(cache, k, v, contiguous(cu_seqlens_q)) for row in rows)
 
@@ -314,7 +314,7 @@ class Explanation:
         }
 
     def plot(self, batch: int = 0, head: int = 0) -> Figure:
-        """A matplotlib figure of the tiles that the forward visits, full, partial and skipped, of the score, and of this text.
+        """Return a matplotlib figure of the tiles that the forward visits, full, partial and skipped, of the score, and of this text.
 
         It reads the call's masks and scores back from their device. ``figure.savefig("call.png")`` saves it.
 
@@ -335,7 +335,7 @@ _HEADS_FIRST = "more heads than rows: if your tensors are (batch, heads, seqlen,
 
 
 def _heads_first(p: Problem) -> bool:
-    """Whether rows and heads look exchanged: as many heads of k as of q, and more of them than rows, which are as query and key heads."""
+    """Return whether rows and heads look exchanged: equal heads of q and k, more heads than rows, and rows like heads of a group."""
     rows_q, rows_k, heads = p.seqlen_q, p.seqlen_k, p.heads_k
     grouped = rows_k > 0 and rows_q % rows_k == 0
     return (
@@ -358,7 +358,7 @@ def _why_not(row: Row, p: Problem, chosen: str | None) -> list[str]:
 
 
 def _other(forward: Plan | None, chosen: str | None) -> tuple[str, str] | None:
-    """The forward's backend and its tiles, where it is not the one that was chosen for both passes."""
+    """Return the forward's backend and its tiles, if another one runs the backward."""
     if forward is None or forward.backend.name == chosen:
         return None
     because = forward.backend.preferred(forward.problem)
@@ -366,7 +366,7 @@ def _other(forward: Plan | None, chosen: str | None) -> tuple[str, str] | None:
 
 
 def explain(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Explanation:
-    """The explanation of a call with these keywords.
+    """Return the explanation of a call with these keywords.
 
     Raises:
         ValueError: a wrong call.

@@ -441,7 +441,7 @@ def _cu_reasons(q: Tensor, k: Tensor, cu: Sequence[Tensor]) -> list[str]:
 
 
 def _leaf_reasons(q: Tensor, k: Tensor, extras: Sequence[Tensor], spec: Spec) -> list[str]:
-    """Return the reasons against leaves whose sizes do not fit the indices that read them."""
+    """Return the reasons against leaves whose sizes do not fit their indices."""
     sizes = {"b": extras[spec.cu_slots[0]].shape[0] - 1 if spec.packed else q.shape[0], "h": q.shape[-2]}
     lengths = (q.shape[-3], k.shape[-3]) if spec.piece is None else (spec.piece.total_q, spec.piece.total_k)
     known = "" if spec.packed else "i" if spec.paged else "ij"  # the lengths that all sequences have in common

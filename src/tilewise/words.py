@@ -85,7 +85,7 @@ NAMES = {
 
 
 def refused(function: str, names: Iterable[str], more: Sequence[object] = ()) -> TypeError:
-    """The error of keywords that a public function does not have, and of arguments too many by position, with what says the same here."""
+    """Return the error of unknown keywords and of too many arguments by position, with what says the same here."""
     wrong = [f"{function}() got an unexpected keyword argument {name!r}{_instead(name)}" for name in names]
     if more:
         known = dict.fromkeys(filter(None, (_by_keyword(x, function) for x in more)))
@@ -95,7 +95,7 @@ def refused(function: str, names: Iterable[str], more: Sequence[object] = ()) ->
 
 
 def _by_keyword(value: object, function: str) -> str:
-    """What to write instead of a value given by position, if its type tells."""
+    """Say what to write instead of a value given by position, if its type tells."""
     if isinstance(value, bool):
         return f"by keyword: causal={value}"
     if isinstance(value, int) and "varlen" in function:
@@ -107,7 +107,7 @@ def _by_keyword(value: object, function: str) -> str:
 
 
 def _instead(name: str) -> str:
-    """The words after a refused keyword: what says the same here, the argument of a mask or a score, or a keyword that it resembles."""
+    """Return the words after a refused keyword: the word for it here, the argument of a mask or a score, or a similar keyword."""
     if name in HERE:
         return f"; {HERE[name]}"
     if name in KEYWORDS:
@@ -117,7 +117,7 @@ def _instead(name: str) -> str:
 
 
 def missing(name: str, known: Sequence[str]) -> AttributeError:
-    """The error of a name that ``tilewise`` does not have, with where it is or what says the same here."""
+    """Return the error of a missing name of ``tilewise``, with its place or the word for it here."""
     hint = f"; {NAMES[name].format(name)}" if name in NAMES else resembles(name, known)
     return AttributeError(f"module 'tilewise' has no attribute {name!r}{hint}")
 

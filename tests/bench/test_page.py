@@ -60,5 +60,6 @@ def test_the_plot_of_models_shows_a_bar_for_each_run_of_the_tables():
         assert widths == [sorted(values)[len(values) // 2] for values in bars.values()]
     generate, steps, cpu = found.values()
     assert {len(values) for values in generate.values()} == {len(huggingface.GENERATE)}
-    assert list(cpu) == list(huggingface.SHORT_TITLES.values()) and len(steps) == len(huggingface.CONTEXTS)
+    assert list(cpu) == list(huggingface.SHORT_TITLES.values())
+    assert len(steps) == len(huggingface.CONTEXTS)
     assert tables.spread([0.876, None, 1.001], 2) == "0.88 to 1.00"

@@ -77,6 +77,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _fail(message: str, code: int = 2) -> int:
-    """One line, whatever the message's shape: reasons on lines of their own are joined."""
+    """Return one line, whatever the message's shape: reasons on lines of their own are joined."""
     print("tilewise:", "; ".join(line.strip() for line in message.splitlines() if line.strip()), file=sys.stderr)
     return code

@@ -102,13 +102,13 @@ def _print() -> None:
 
 
 def _sizes(row: str) -> tuple[str, list[int]]:
-    """A row's place in the list: by dtype, then by head dims as numbers."""
+    """Return a row's place in the list: by dtype, then by head dims as numbers."""
     dtype, dims = row.split()
     return dtype, [int(size) for size in dims.removeprefix("d").split("v")]
 
 
 def _as_dict() -> dict[str, object]:
-    """The folders, the compiler, and the file of each kernel that ships, or None."""
+    """Return the folders, the compiler, and the file of each kernel that ships, or None."""
     from tilewise.backends.hopper.host import compiler, kernel_files, library, selection
 
     files = {config.name: library.here(config) for config in selection.in_order_of_use()}

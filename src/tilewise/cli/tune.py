@@ -78,7 +78,7 @@ def _device(wanted: str) -> str:
 
 
 def measure(case, device: str, say: Callable[[str], None] = lambda _: None) -> tuple[list[Trial], list]:
-    """The trials of a case, and a tuned.Tuning for each of its passes."""
+    """Return the trials of a case, and a tuned.Tuning for each of its passes."""
     from tilewise.backends.triton import Triton, config
     from tilewise.backends.triton.host import tuned
     from tilewise.testing import of_case
@@ -102,13 +102,13 @@ def measure(case, device: str, say: Callable[[str], None] = lambda _: None) -> t
 
 
 def _with_partner(name: str, tiles, candidates: dict) -> dict:
-    """A pass for dK alone needs one for dV, and the other way round: the first candidate."""
+    """Return the first candidate: a pass for dK alone needs one for dV, and the other way round."""
     partner = {"dk": "dv", "dv": "dk"}.get(name)
     return {name: tiles} | ({partner: candidates[partner][0]} if partner else {})
 
 
 def _kept(best: dict[str, Trial]) -> list[Trial]:
-    """The fastest of each pass; dK and dV by one pass, or by two where the better of those two measurements is faster."""
+    """Return the fastest of each pass; dK and dV by one pass, or by two where the better of those two measurements is faster."""
     whole, parts = best.get("dkdv"), [best[name] for name in ("dk", "dv") if name in best]
     two = len(parts) == 2 and (whole is None or min(t.ms for t in parts) < whole.ms)
     over_keys = parts if two else [whole] if whole else []

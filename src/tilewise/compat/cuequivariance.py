@@ -107,7 +107,7 @@ def _rows(call: dict[str, Tensor], scale: float | None, return_aux: bool) -> tup
 
 
 def mask_to_kv_lengths(mask: Tensor) -> Tensor:
-    """The ``kv_lengths``, int32 ``(B, N, 1, 1, 1)``, of a mask ``(B, N, 1, 1, K)`` that keeps the first keys of each row; a host read.
+    """Return the ``kv_lengths``, int32 ``(B, N, 1, 1, 1)``, of a mask ``(B, N, 1, 1, K)`` of each row's first keys; a host read.
 
     Raises:
         ValueError: another shape, or a row with a hole.

@@ -127,7 +127,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, both: bo
 
 
 def _mask(block_mask: object, query: Tensor, key: Tensor) -> object:
-    """The mask for ``mask=``; a BlockMask keeps what ``mask_mod`` says in listed blocks, and everything in those listed as full."""
+    """Return the mask for ``mask=``; a BlockMask keeps what ``mask_mod`` says in listed blocks, and everything in those listed as full."""
     if not isinstance(block_mask, BlockMask):
         return block_mask
     lengths = query.shape[2], key.shape[2]
@@ -170,7 +170,7 @@ class _MadeOf(NamedTuple):
         return cls((inside.text, block_mask.BLOCK_SIZE, block_mask.seq_lengths, editions), inside.sources, lists)
 
     def still(self, now: _MadeOf) -> bool:
-        """Whether nothing has changed; it may have where an inference tensor's writes are not counted."""
+        """Return whether nothing has changed; it may have where an inference tensor's writes are not counted."""
         tensors = (*self.sources, *self.lists), (*now.sources, *now.lists)
         same = len(tensors[0]) == len(tensors[1]) and all(x is y for x, y in zip(*tensors, strict=True))
         return same and self.facts == now.facts and None not in now.facts[-1]
@@ -190,7 +190,7 @@ def _of_lists(block_mask: BlockMask, inside: tw.Mask) -> tw.Mask:
 
 
 def _pattern(counts: Tensor, indices: Tensor, columns: int) -> Tensor:
-    """The blocks that are listed, bool ``(..., rows, columns)``: of ``indices (..., rows, any)`` the first ``counts (..., rows)``."""
+    """Return the listed blocks, bool ``(..., rows, columns)``: of ``indices (..., rows, any)`` the first ``counts (..., rows)``."""
     listed = torch.arange(indices.shape[-1], device=indices.device) < counts.unsqueeze(-1)
     pattern = torch.zeros(*indices.shape[:-1], columns + 1, dtype=torch.bool, device=indices.device)
     return pattern.scatter(-1, torch.where(listed, indices, columns).long(), True)[..., :columns]

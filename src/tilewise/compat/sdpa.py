@@ -103,18 +103,18 @@ class Call:
     lead: tuple[int, ...] | None
 
     def shaped(self, x: Tensor) -> Tensor:
-        """``(batch, heads, ...)`` with the caller's leading dimensions."""
+        """Return ``(batch, heads, ...)`` with the caller's leading dimensions."""
         if self.lead is None:
             return x[0, 0]
         return x.unflatten(0, self.lead) if len(self.lead) > 1 else x if self.lead else x[0]
 
     def probabilities(self) -> Tensor:
-        """The probabilities ``(..., heads, seqlen_q, seqlen_k)``, after dropout; :attr:`options` must hold its seed."""
+        """Return the probabilities ``(..., heads, seqlen_q, seqlen_k)``, after dropout; :attr:`options` must hold its seed."""
         return self.shaped(probabilities(self.q, self.k, **self.options))
 
 
 def read(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa) -> Call:
-    """The arguments of :func:`scaled_dot_product_attention`, checked and put into tilewise's layout."""
+    """Return the arguments of :func:`scaled_dot_product_attention`, checked and put into tilewise's layout."""
     variant = getattr(getattr(attn_mask, "variant", None), "name", None)  # CausalBias: importing it to ask costs 2 s
     reasons = _refusals(query, key, value, dropout_p, scale, enable_gqa)
     if reasons:
@@ -166,7 +166,7 @@ def _refusals(
 
 
 def _leading(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, ...]:
-    """The dimensions before heads, broadcast."""
+    """Return the dimensions before heads, broadcast."""
     shapes = [tuple(x.shape) for x in (query, key, value)]
     if min(len(shape) for shape in shapes) < 2:
         raise ValueError(
@@ -202,7 +202,7 @@ HEADS_DIFFER = (
 
 
 def pairs_of(attn_mask: Tensor, shape: tuple[int, ...]) -> tuple[tw.Mask | None, tw.Score | None]:
-    """A tensor that broadcasts to ``shape``, (..., heads, seqlen_q, seqlen_k), as a mask or a score; it is not expanded."""
+    """Return a tensor that broadcasts to ``shape``, (..., heads, seqlen_q, seqlen_k), as a mask or a score; it is not expanded."""
     sizes, lead = tuple(attn_mask.shape), shape[:-3]
     fits = len(sizes) <= len(shape) and all(n in (1, m) for n, m in zip(sizes[::-1], shape[::-1], strict=False))
     if not fits or not (attn_mask.dtype == torch.bool or attn_mask.is_floating_point()):

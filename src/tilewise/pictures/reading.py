@@ -61,7 +61,7 @@ _UNARY: dict[type[ast.unaryop], Callable] = {ast.USub: operator.neg, ast.Invert:
 
 
 def read_mask(text: str) -> Mask:
-    """The mask that ``text`` writes in the words of the catalogue; ``tw.`` before a name is allowed.
+    """Return the mask that ``text`` writes in the words of the catalogue; ``tw.`` before a name is allowed.
 
     Raises:
         ValueError: it is no such mask, with what is allowed.
@@ -70,7 +70,7 @@ def read_mask(text: str) -> Mask:
 
 
 def read_score(text: str) -> Score:
-    """The score that ``text`` writes, as :func:`read_mask` reads a mask.
+    """Return the score that ``text`` writes, as :func:`read_mask` reads a mask.
 
     Raises:
         ValueError: it is no such score, with what is allowed.
@@ -94,7 +94,7 @@ def _read(text: str, what: str, kind: type, functions: Mapping[str, Callable]) -
 
 
 def _value(node: ast.AST, functions: Mapping[str, Callable], arguments: Mapping[str, expr.Expr]) -> Any:
-    """The meaning of a part of the text; ``arguments`` are those of the lambda that it stands in."""
+    """Return the meaning of a part of the text; ``arguments`` are those of the lambda that it stands in."""
     value = partial(_value, functions=functions, arguments=arguments)
     match node:
         case ast.Constant(value=bool() | int() | float() | str() | None as constant):
@@ -120,14 +120,14 @@ def _value(node: ast.AST, functions: Mapping[str, Callable], arguments: Mapping[
 
 
 def _traced(names: list[str], body: ast.expr, functions: Mapping[str, Callable], *symbols: expr.Expr) -> Any:
-    """A lambda's body at the symbols of its parameters."""
+    """Return a lambda's body at the symbols of its parameters."""
     if len(names) != len(symbols):
         raise ValueError(f"its lambda takes {len(names)} arguments, {len(symbols)} are needed")
     return _value(body, functions, dict(zip(names, symbols, strict=True)))
 
 
 def _name(called: ast.Name | ast.Attribute) -> str:
-    """The name that is called, without a ``tw.`` or ``torch.`` before it."""
+    """Return the name that is called, without a ``tw.`` or ``torch.`` before it."""
     match called:
         case ast.Name(id=name) | ast.Attribute(value=ast.Name(id="tw" | "torch"), attr=name):
             return name
@@ -150,7 +150,7 @@ def _tensor(value: Any, kind: torch.dtype | None) -> Any:
 
 
 def _elements(value: Any) -> int:
-    """The numbers in lists of lists."""
+    """Return the numbers in lists of lists."""
     return sum(map(_elements, value)) if isinstance(value, list) else 1
 
 

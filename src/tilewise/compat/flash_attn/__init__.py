@@ -51,7 +51,7 @@ class NoProbabilities:
 
 
 def _whole(name: str, n: object) -> int:
-    """A whole number given as an int, a NumPy number or a tensor of one; a tensor is read on the host."""
+    """Return a whole number given as an int, a NumPy number or a tensor of one; a tensor is read on the host."""
     try:
         return n if isinstance(n, int) else operator.index(n)
     except (TypeError, ValueError):
@@ -59,7 +59,7 @@ def _whole(name: str, n: object) -> int:
 
 
 def _keywords(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic) -> dict:
-    """The original's options as keywords of :func:`tilewise.attention`: softcap first, then the slopes."""
+    """Return the original's options as keywords of :func:`tilewise.attention`: softcap first, then the slopes."""
     if isinstance(window_size, (int, float)) or len(window_size) != 2:
         raise ValueError(f"window_size must be (left, right), -1 unbounded, got {window_size!r}")
     bounds = [_whole("window_size", bound) for bound in window_size]
@@ -77,7 +77,7 @@ def _keywords(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slop
 
 
 def _unpacked(packed: Tensor, count: int, name: str) -> tuple[Tensor, ...]:
-    """The ``count`` tensors along the third axis from the end: views, whose gradients are stacked once."""
+    """Return the ``count`` tensors along the third axis from the end: views, whose gradients are stacked once."""
     if packed.ndim < 4 or packed.shape[-3] != count:
         shape = f"(batch, seqlen, {count}, heads, head_dim), packed (total, {count}, heads, head_dim)"
         raise ValueError(f"{name} must be {shape}; got {tuple(packed.shape)}")

@@ -149,7 +149,7 @@ def flash_attn_varlen_func(
 def flash_attn_combine(
     out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The attention over all keys, from its parts over disjoint keys (:func:`tilewise.merge`).
+    """Return the attention over all keys, from its parts over disjoint keys (:func:`tilewise.merge`).
 
     Args:
         out_partial: ``(parts, batch, seqlen, heads, head_dim)``. lse_partial: ``(parts, batch, seqlen, heads)``.

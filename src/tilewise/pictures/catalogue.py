@@ -63,7 +63,7 @@ MASK_ENTRIES = (
     ),
     Entry(
         "Either of two masks", "tw.window(left=6, right=6) | tw.key_range(0, 5) | tw.keep(lambda b, h, i, j: i < 5)",
-        "`|` keeps the pairs that either mask keeps: a window, and five positions that see and are seen by all (Longformer).",
+        "`|` keeps the pairs of both masks: a window, and five positions that see all and are seen by all (Longformer).",
     ),
     Entry(
         "A window with first keys", "tw.causal() & (tw.window(left=16) | tw.key_lengths(4))",

@@ -151,7 +151,7 @@ def nobody_watches(*tensors: Tensor) -> bool:
 
 
 def nobody_asks() -> bool:
-    """Return whether this thread is in no mode for which the dispatcher does more than to call the kernel of autograd: no transform, trace,
+    """Return whether the dispatcher would only call the kernel of autograd, in no mode of this thread: no transform, trace,
     profile, autocast, mode of functions or forward mode, nor below autograd already."""
     recorded = profiler._is_profiler_enabled or torch._C._get_tracing_state() is not None
     changed = torch._C._is_any_autocast_enabled() or torch._C._len_torch_function_stack()
@@ -218,12 +218,12 @@ def _refuse_transforms(name: str) -> None:
 
 
 def has_tangent(tensors: Sequence[Tensor]) -> bool:
-    """Return whether a tensor is dual: below autograd its tangent would be dropped, and the derivative be a wrong zero."""
+    """Return whether a tensor is dual. Below autograd its tangent would be dropped, and the derivative would be zero."""
     return forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
 def _differentiable(q, k, v, extras, seed, spec, run):
-    """The forward by ``run``, and a node of the graph where gradients are wanted."""
+    """Compute the forward by ``run``, and make a node of the graph if gradients are wanted."""
     if has_tangent((q, k, v, *extras)):
         return derivatives.Attention.apply(q, k, v, seed, spec, *extras)
     if torch.is_grad_enabled() and parse_spec(spec).needs_grad:
@@ -270,7 +270,7 @@ def _cast(q: Tensor, k: Tensor, v: Tensor, device_type: str, spec: str) -> list[
 
 
 def _autocast(device_type: str, key: str) -> None:
-    """q, k and v are cast to the autocast dtype, or q to that of a cache; inside, autocast is off."""
+    """Cast q, k and v to the autocast dtype, or q to that of a cache. Autocast is off inside."""
 
     def kernel(q, k, v, extras, seed, spec):
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))):

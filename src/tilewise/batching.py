@@ -86,7 +86,7 @@ class Fold:
 
 
 def _unfoldable(spec: str) -> str | None:
-    """Why a call's examples are not elements of one batch, or None."""
+    """Return why a call's examples are not elements of one batch, or None."""
     read = parse_spec(spec)
     if read.packed:
         return "packed sequences have no batch"
@@ -98,7 +98,7 @@ def _unfoldable(spec: str) -> str | None:
 
 
 def _or_one_by_one(operator: Callable[..., Any], rule: Callable[..., tuple]) -> Callable[..., tuple]:
-    """Return the rule of an operator where it folds, else the operator for one example after the other."""
+    """Return an operator's rule if it folds, else run the operator for one example after the other."""
 
     def run(info: Any, in_dims: Any, *arguments: Any) -> tuple:
         reason = _unfoldable(arguments[-1])

@@ -31,12 +31,12 @@ LATE = 50  # by which part of a pass's work, one of so many, the last section's 
 
 
 def line_of(thread: Any, r: int) -> Any:
-    """Return the line of the tile that is line ``r`` (0 or 1) of a thread: that of :func:`tilewise.backends.hopper.kit.tiles.row_of`."""
+    """Return the tile's line for line ``r`` (0 or 1) of a thread, as :func:`tilewise.backends.hopper.kit.tiles.row_of`."""
     return thread // 128 * 64 + thread % 128 // 32 * 16 + thread % 32 // 4 + 8 * r
 
 
 def crossing_of(thread: Any, c: Any) -> Any:
-    """Return the crossing line that is number ``c`` of a thread: that of :func:`tilewise.backends.hopper.kit.tiles.column_of`."""
+    """Return the crossing line for number ``c`` of a thread, as :func:`tilewise.backends.hopper.kit.tiles.column_of`."""
     return thread % 4 * 2 + c // 2 * 8 + c % 2
 
 
@@ -176,7 +176,7 @@ class BitTiles:
         return triton.bits_of_tiles(self, status.contiguous(), grid, crossing, by_columns, sections)
 
     def _list(self, tile_map: TileMap, grid: Grid, by_columns: bool, sections: Sections) -> None:
-        """Writes ``blocks``, ``work`` and ``section``, and the bits of NOTHING and EVERYTHING."""
+        """Write ``blocks``, ``work`` and ``section``, and the bits of NOTHING and EVERYTHING."""
         if self.ragged(grid, by_columns):
             tile_map.status[..., -1:].clamp_(max=PARTIAL)
         blocks, counts = tile_map.visits(by_columns)
@@ -200,7 +200,7 @@ class BitTiles:
         self.bits[NOTHING], self.bits[EVERYTHING] = 0, -1
 
     def _fill(self, grid: Grid, crossing: int, by_columns: bool) -> None:
-        """Writes the bits of every partial tile."""
+        """Write the bits of every partial tile."""
         lines, steps = self.blocks.shape[2:]
         step = torch.arange(steps, device=self.blocks.device)
         for line in range(lines):

@@ -319,7 +319,7 @@ torch.library.register_vmap("tilewise::append", untraced(_mapped_append), lib=_l
 
 
 def _write(cache: PagedCache | QuantizedCache, k: Tensor, v: Tensor | None, cu_seqlens_q: Tensor | None) -> None:
-    """Puts each row into its page. A row that has no place writes what a row with one writes, so that no host has to filter rows."""
+    """Put each row into its page. A row without a place repeats the write of a row with one, so that no host has to filter rows."""
     b, page, offset, placed = _places(cache, k, cu_seqlens_q)
     row = torch.arange(page.shape[0], device=page.device)
     source = torch.where(placed, row, placed.int().argmax())
@@ -331,7 +331,7 @@ def _write(cache: PagedCache | QuantizedCache, k: Tensor, v: Tensor | None, cu_s
 def _stored(
     cache: PagedCache | QuantizedCache, k: Tensor, v: Tensor | None, b: Tensor
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Pools ``(num_pages, page_size, heads, ...)`` and what is stored there for new rows ``(rows, heads, dim)`` of sequences ``b``."""
+    """Yield pools ``(num_pages, page_size, heads, ...)`` and what to store for new rows ``(rows, heads, dim)`` of sequences ``b``."""
     scales = (cache.k_scale, cache.v_scale) if isinstance(cache, QuantizedCache) else (None, None)
     for pool, new, scale in zip((cache.k_pages, cache.v_pages), (k, v), scales, strict=True):
         if new is None:  # it lies in the keys

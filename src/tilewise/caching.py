@@ -48,7 +48,7 @@ _few = 1024
 
 
 def keep_track(t: Tensor) -> None:
-    """Says that editions tell when this tensor changes. Those of a compiled graph's own do not: it gives their memory to others."""
+    """Say that editions tell when this tensor changes. A compiled graph's own tensors are excluded: their memory is reused."""
     global _few
     try:
         storage = t.untyped_storage()

@@ -120,7 +120,7 @@ class _Counts:
         self.used = 0
 
     def take(self, count: int) -> torch.Tensor | None:
-        """Some that nobody has; None: there are not so many left."""
+        """Return some that nobody has, or None if too few are left."""
         with _counts_lock:
             start, self.used = self.used, min(self.used + count, self.SIZE)
         return self.zeros[start : start + count] if start + count <= self.SIZE else None
@@ -192,7 +192,7 @@ class Ready:
             self._streams = {stream_of(self._device.index)}  # that may read them
 
     def await_here(self) -> None:
-        """Has the current stream wait for the tensors, and their memory outlive what it reads of them; the first time that it asks."""
+        """Make the current stream wait for the tensors, and keep their memory alive for its reads; done when a stream first asks."""
         if not self._tensors or stream_of(self._device.index) in self._streams:
             return
         # A capture depends on nothing outside of it; what was launched before has ended by then, and what a graph reads is kept.
@@ -206,7 +206,7 @@ class Ready:
 
 
 def tensors_in(made: Any) -> Iterator[torch.Tensor]:
-    """The tensors of a value of tensors, containers and dataclasses."""
+    """Yield the tensors of a value of tensors, containers and dataclasses."""
     if isinstance(made, torch.Tensor):
         yield made
     elif isinstance(made, dict):

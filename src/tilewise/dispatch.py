@@ -76,7 +76,7 @@ What = Literal["attention", "forward mode", "second derivatives"]
 
 
 def _reasons(name: str, p: Problem, what: What) -> list[str]:
-    """Why a backend cannot run a problem, or derivatives of it beyond the first backward."""
+    """Return the reasons why a backend cannot run a problem, or derivatives of it beyond the first backward."""
     reasons = backend(name).unsupported(p)
     if what == "attention":
         return reasons
@@ -143,13 +143,13 @@ class Plan:
 
     @cached_property
     def direct(self) -> DirectCall | None:
-        """The forward, of tensors of which nothing but the memory is read; None: there is none such."""
+        """The forward by the tensors' memory alone, or None if there is no such forward."""
         plan = self.of_forward
         return plan.backend.direct(plan.problem)
 
     @cached_property
     def reads_lengths(self) -> bool:
-        """Whether a tensor says which rows or keys there are, so that its values, or where pages lie, are looked at in each call."""
+        """Whether a tensor says which rows or keys there are. Its values, or the places of pages, are then read in each call."""
         return bool(self.problem.spec.cu_slots or self.problem.spec.page_slots)
 
     @cached_property
@@ -174,7 +174,7 @@ def _without_gradients(spec: str) -> Spec:
 
 
 def _before(backend: Backend, p: Problem) -> Backend | None:
-    """Return the backend that runs a forward before this one does, as it says; None: this one does."""
+    """Return the backend that asks to run the forward before this one, or None."""
     first = select(p)
     return first if first is not backend and first.preferred(p) else None
 
@@ -186,7 +186,7 @@ PLANS_LIMIT = 512  # of calls that repeat; another one of a known structure take
 
 
 def forget() -> None:
-    """Forgets what was decided: backends are asked again."""
+    """Forget what was decided: backends are asked again."""
     for memory in (_plans, _selected, _forwards, of_calls):
         memory.clear()
 
@@ -196,7 +196,7 @@ def _signature(t: Tensor) -> tuple:
 
 
 def plan(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None, spec: str) -> Plan:
-    """Checks and selects, once per signature; the values of lengths and tables are checked at every call.
+    """Check and select, once per signature; the values of lengths and tables are checked at every call.
 
     Raises:
         ValueError: a wrong call. NotImplementedError: a right one that no backend runs.
@@ -224,7 +224,7 @@ def plan(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor
 
 
 def decide(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None, spec: str) -> Plan:
-    """:func:`plan` of a call that was not seen before, but for values of lengths and tables."""
+    """Make the :func:`plan` of a new call, without the checks of lengths' and tables' values."""
     call = Signature.of(q, k, v, extras, parse_spec(spec))
 
     def decided(sizes: Sequence[Any]) -> tuple[Backend, Any]:
@@ -344,7 +344,7 @@ def _heads_first(p: Problem) -> bool:
 
 
 def _why_not(row: Row, p: Problem, chosen: str | None) -> list[str]:
-    """Why a backend does not run a problem that another one runs, or none."""
+    """Return the reasons why a backend does not run a problem that another one runs."""
     reasons = list(backend(row.name).unsupported(p))
     if row.device_types is not None and p.device.type not in row.device_types:
         elsewhere = f"runs on {', '.join(row.device_types)}, q is on {p.device.type}"
@@ -376,7 +376,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Explanation:
 
 
 def explained(p: Problem, extras: Sequence[Tensor] = ()) -> Explanation:
-    """Who would run a problem, and why not the others; ``extras`` are its tensors, for a picture."""
+    """Explain who would run a problem, and why not the others; ``extras`` are its tensors, for a picture."""
     names = candidates(p)
     everything = get_args(What)
     reasons = {what: {name: _reasons(name, p, what) for name in names} for what in everything}

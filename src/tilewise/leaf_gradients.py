@@ -74,7 +74,7 @@ def _classify(p: Problem, e: Expr, alone: bool) -> Read:
 def read_adjoint(
     grad: torch.Tensor, e: Expr, env: Mapping[str, torch.Tensor], leaves: Sequence, g: torch.Tensor
 ) -> None:
-    """Adds to ``grad``, the gradient of the leaf that lookup ``e`` reads, what ``g`` (one value per pair) gives it.
+    """Add to ``grad``, the gradient of the leaf that lookup ``e`` reads, what ``g`` (one value per pair) gives it.
 
     Sums first over what the index does not depend on; where it is plain symbols, the rest is one slice.
     """

@@ -63,7 +63,7 @@ UsageError = typer.BadParameter.__base__
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs one command and returns the exit code; the console script `tilewise`."""
+    """Run one command and return the exit code; the console script `tilewise`."""
     try:
         return app(arguments, prog_name="tilewise", standalone_mode=False) or 0
     except UsageError as error:

@@ -196,7 +196,7 @@ def _spread(timing: dict) -> str:
 
 
 def _judge(path: Path, as_json: bool, only: set[str] | None = None) -> int:
-    """Prints every goal's verdict; 1 if one falls short. Raises ValueError (Refused) for a file that cannot be judged."""
+    """Print every goal's verdict; 1 if one falls short. Raises ValueError (Refused) for a file that cannot be judged."""
     from bench.compare import judge, load_goals, read_results
 
     goals = [g for g in load_goals() if only is None or only.issuperset(g.cases)]

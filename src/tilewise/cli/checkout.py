@@ -21,7 +21,7 @@ def root() -> Path:
 
 
 def use_bench() -> Path:
-    """Makes `import bench` find the checkout's. Returns the checkout's folder."""
+    """Make `import bench` find the checkout's. Returns the checkout's folder."""
     folder = root()
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))

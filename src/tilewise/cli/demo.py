@@ -109,7 +109,7 @@ def busy_hint(load: float, threads: int, environment: Mapping[str, str]) -> str:
 
 
 def hopper_kernels(place: Place, longest: int) -> None:
-    """Builds, on a Hopper GPU, the kernels of the demo's calls that are not on this machine, or says what keeps them from being built."""
+    """Build the demo's missing kernels on a Hopper GPU, or say what keeps them from being built."""
     import torch
 
     from tilewise import device as devices
@@ -210,7 +210,7 @@ def time_and_memory(place: Place, longest: int) -> dict:
 
 
 def counted(place: Place) -> None:
-    """Counts what the algorithms of the papers move at the demo's own shape (`tilewise io` for more)."""
+    """Count what the algorithms of the papers move at the demo's own shape (`tilewise io` for more)."""
     from bench.cases import tagged
     from tilewise.cli.io import missing, show
 

@@ -141,7 +141,7 @@ def _runs(name: str, device: Any) -> str:
 
 
 def _reasons(ask: Callable[[], list[str]]) -> list[str]:
-    """Return the reasons that a backend gives, its own failure to load among them: that is what a report is wanted for."""
+    """Return the reasons that a backend gives, its own failure to load among them."""
     try:
         return ask()
     except Exception as error:

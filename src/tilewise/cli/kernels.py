@@ -49,7 +49,7 @@ def kernels(options: KernelsOptions) -> int:
 
 
 def build(configs: "Sequence[Config | Backward]", jobs: int, told: bool = True) -> int:
-    """Builds those of these kernels that are not here, with a progress bar, and returns how many could not be built.
+    """Build the missing ones of these kernels, with a progress bar, and return how many could not be built.
 
     Raises:
         ValueError: some are not here, and there is no compiler for them.

@@ -65,7 +65,7 @@ def tune(options: TuneOptions) -> int:
 
 
 def _device(wanted: str) -> str:
-    """Raises ValueError where there is no GPU, unless the interpreter takes CPU tensors."""
+    """Raise ValueError where there is no GPU, unless the interpreter takes CPU tensors."""
     from tilewise.backends import triton
 
     device = checkout.choose_device(wanted)
@@ -116,7 +116,7 @@ def _kept(best: dict[str, Trial]) -> list[Trial]:
 
 
 def _try(trial: Trial, backend, small, full, expected) -> Trial:
-    """Checked on the small call, then timed on the full one."""
+    """Check a candidate on the small call, then time it on the full one."""
     from bench import measure as clock
     from tilewise import accuracy
 
@@ -141,7 +141,7 @@ def _try(trial: Trial, backend, small, full, expected) -> Trial:
 
 
 def _shrunk(case):
-    """The case at a size that float64 can follow: several tiles, a ragged end."""
+    """Return the case at a size that float64 can follow: several tiles, a ragged end."""
     return replace(
         case, batch=1, seqlen_q=min(case.seqlen_q, 300), seqlen_k=min(case.seqlen_k, 300), heads_q=2, heads_k=1
     )

@@ -102,7 +102,7 @@ REFUSED = {
 
 
 def _of_keys(attn_mask: Tensor | None) -> bool:
-    """Return whether a mask says which keys of each sequence are seen, and reading it makes no device wait and breaks no graph."""
+    """Return whether a mask hides whole keys of each sequence, and can be read without a wait of the device or a graph break."""
     if attn_mask is None or attn_mask.dtype != torch.bool or attn_mask.ndim != 4 or attn_mask.device.type != "cpu":
         return False
     return attn_mask.shape[1:3] == (1, 1) and not torch.compiler.is_compiling()
@@ -125,7 +125,7 @@ def never_ask(model: torch.nn.Module) -> list[str]:
 
 
 def _telling(set_attention_backend):
-    """diffusers' own method, and a warning where a part of the model stays as it is."""
+    """Wrap diffusers' own method to warn if a part of the model stays as it is."""
 
     @functools.wraps(set_attention_backend)
     def tell(self, backend: str) -> None:

@@ -59,7 +59,7 @@ def flex_attention(
     *,
     return_aux: AuxRequest | None = None,
 ) -> Any:
-    """``softmax(score_mod(scale * query keyᵀ)) value`` over the pairs of ``block_mask``; differentiable.
+    """Compute ``softmax(score_mod(scale * query keyᵀ)) value`` over the pairs of ``block_mask``; differentiable.
 
     Args:
         query: ``(batch, heads, seqlen_q, head_dim)``. key: ``(batch or 1, heads_k, seqlen_k, head_dim)``. value: and with head_dim_v.
@@ -111,7 +111,7 @@ def create_block_mask(
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, both: bool) -> None:
-    """Raises ValueError for what torch's flex_attention refuses and tilewise, whose layout is another one, would take."""
+    """Raise ValueError for what torch's flex_attention refuses and tilewise, whose layout is another one, would take."""
     reasons = []
     if not query.ndim == key.ndim == value.ndim == 4:
         shapes = ", ".join(str(tuple(x.shape)) for x in (query, key, value))

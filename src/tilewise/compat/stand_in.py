@@ -30,7 +30,7 @@ class StandIn:
         return self.distribution in Distributions.standing
 
     def announce(self) -> None:
-        """Makes ``importlib.metadata`` find the distribution."""
+        """Make ``importlib.metadata`` find the distribution."""
         Distributions.standing[self.distribution] = self
         if Distributions not in sys.meta_path:
             sys.meta_path.append(Distributions)

@@ -118,7 +118,7 @@ def tangent(root: Expr, slots: Mapping[int, int]) -> Expr:
 
 
 def _directional(root: Expr, of_terminal: Callable[[Expr], Expr | None]) -> Expr | None:
-    """Return the derivative of ``root`` along a direction: what each symbol and each lookup changes by, ``None`` for nothing."""
+    """Return the derivative of ``root`` along a direction: the change of each symbol and each lookup, or ``None``."""
     slopes: dict[int, Expr | None] = {}
     for e in nodes(root):
         if e.op in ("number", "symbol", "param", "lookup"):

@@ -64,7 +64,7 @@ def _promoted(dtypes: list[torch.dtype | None]) -> torch.dtype | None:
 
 
 def _fitting(op: str, x: Expr, dtype: torch.dtype) -> Expr:
-    """Return an argument beside narrow ones: a whole number wraps into their dtype, but for exponents and powers of two that shift."""
+    """Return an argument beside narrow ones. A whole number wraps into their dtype, except exponents and powers of two that shift."""
     if x.op != "number" or kind(x) != "int" or op == "pow":
         return x
     n = x.args[0]

@@ -108,7 +108,7 @@ class _Reading:
         return found
 
     def _after_operand(self, token: str) -> bool:
-        """Takes the operator, comma or bracket after an operand; whether what ends here is an operand again."""
+        """Take the operator, comma or bracket after an operand. Return whether an operand ends here again."""
         self._end(_BINDS.get(token, 0))
         if token in _BINDS:
             self.open.append(_Open(token, _BINDS[token]))
@@ -132,7 +132,7 @@ class _Reading:
         return True
 
     def _end(self, binds: int) -> None:
-        """Completes the operators that bind at least as tightly as what follows."""
+        """Complete the operators that bind at least as tightly as what follows."""
         while self.open and self.open[-1].binds >= max(binds, 1):
             waiting, y = self.open.pop(), self.values.pop()
             if waiting.binds == _PREFIX:

@@ -131,7 +131,7 @@ def mask_view(
 def _check(
     kept: Region, leaves: Sequence[Tensor], lengths: tuple[int, int], at: tuple[int, int], score: Expr | None = None
 ) -> None:
-    """Raises ValueError, with every reason, where a mask's or a score's tensors do not fit."""
+    """Raise ValueError, with every reason, where a mask's or a score's tensors do not fit."""
     places = dict(zip(("seqlen_q", "seqlen_k", "batch", "head"), (*lengths, *at), strict=True))
     reasons = show_reasons(kept, [tuple(leaf.shape) for leaf in leaves], places, score)
     if reasons:

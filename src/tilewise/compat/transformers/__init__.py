@@ -118,7 +118,7 @@ class Handed:
 
     @classmethod
     def of(cls, given: dict) -> Handed:
-        """Raises NotImplementedError: with every keyword that cannot be honoured, and why."""
+        """Raise NotImplementedError: with every keyword that cannot be honoured, and why."""
         wrong = {name: value for name, value in given.items() if name not in HONOURED and name not in IGNORED}
         reasons = [
             f"{name} {REFUSED.get(name, _UNKNOWN)}"
@@ -294,7 +294,7 @@ def _as_they_lie(query: Tensor, key: Tensor, value: Tensor, given_mask: HandedMa
 
 
 def _over_ranks(q: Tensor, k: Tensor, v: Tensor, given_mask, given: Handed, positions: Tensor | None) -> Tensor:
-    """Attention of a rank's rows, within a sequence that is sharded over ranks (:func:`sharded`)."""
+    """Compute attention of a rank's rows, within a sequence that is sharded over ranks (:func:`sharded`)."""
     wrong = [] if isinstance(given_mask, ShardedMask) else ["a layer that is handed no mask, or one of its own"]
     wrong += ["cu_seq_lens_q: pass position_ids, which tell documents apart"] if given.cu_seq_lens_q is not None else []
     wrong += ["position_bias, which is of this rank's rows"] if given.position_bias is not None else []

@@ -22,7 +22,7 @@ from tilewise.masks.catalogue import window
 
 
 def prepare(model: torch.nn.Module, name: str, attend: Callable) -> bool:
-    """Makes the family of ``model`` find its class under ``name``. ``attend``: the attention that the interface calls.
+    """Make the family of ``model`` find its class under ``name``. ``attend``: the attention that the interface calls.
 
     Returns:
         whether the family is known.

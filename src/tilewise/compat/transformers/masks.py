@@ -62,7 +62,7 @@ class MaskCall:
 
     @classmethod
     def of(cls, given: dict) -> MaskCall:
-        """Raises NotImplementedError: a keyword that this module does not know, and so cannot honour."""
+        """Raise NotImplementedError: a keyword that this module does not know, and so cannot honour."""
         unknown = sorted(set(given) - set(cls.__dataclass_fields__) - WITHOUT_MEANING)
         if unknown:
             raise NotImplementedError(

@@ -159,7 +159,7 @@ def _is_packing(term: object) -> bool:
 
 
 def _agree(parallel: ContextParallel, wrong: str, said: str) -> None:
-    """Raises the same ValueError on every rank where one has a reason, or where they say different things."""
+    """Raise the same ValueError on every rank where one has a reason, or where they say different things."""
     digest = int.from_bytes(hashlib.sha256(said.encode()).digest()[:7], "little")
     found = parallel.exchange.numbers([int(bool(wrong)), digest])
     if any(bad for bad, _ in found) or len({number for _, number in found}) > 1:

@@ -319,7 +319,7 @@ class BlockDiagonalPaddedKeysMask(_Blocks):
         *,
         device: torch.device | str | None = None,
     ) -> BlockDiagonalPaddedKeysMask:
-        """``causal_diagonal`` means nothing, as in the original."""
+        """Make the mask of blocks with these lengths. ``causal_diagonal`` has no effect, as in the original."""
         starts = range(0, (len(kv_seqlen) + 1) * kv_padding, kv_padding)
         return cls(_SeqLenInfo.from_seqlens(q_seqlen, device=device), _SlotInfo.of(starts, kv_seqlen, device))
 
@@ -327,7 +327,7 @@ class BlockDiagonalPaddedKeysMask(_Blocks):
     def from_seqlens_local(
         cls, q_seqlen: Sequence[int], kv_padding: int, kv_seqlen: Sequence[int], *sizes: int, **named: int
     ) -> BlockDiagonalPaddedKeysMask:
-        """Return ``sizes``: the window of the classes that have one."""
+        """Make the mask with a window. ``sizes``: the window, for the classes that have one."""
         free = BlockDiagonalPaddedKeysMask.from_seqlens(q_seqlen, kv_padding, kv_seqlen)
         return cls(free.q_seqinfo, free.k_seqinfo, *sizes, **named)
 

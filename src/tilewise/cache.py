@@ -229,7 +229,9 @@ def _append_reasons(
     latent = pages.lies_in(cache.v_pages, cache.k_pages)
     if latent != (v is None):
         told = (
-            "the values of this cache lie in the memory of its keys" if latent else "this cache has memory for values"
+            "the values of this cache lie in the memory of its keys; leave v out"
+            if latent
+            else "this cache has memory for values; give v"
         )
         return [f"v is {'given' if latent else 'None'}, but {told}"]
     named = (("k", k, cache.k_pages), *([] if v is None else [("v", v, cache.v_pages)]))

@@ -20,7 +20,7 @@ from bench.tables import NONE, geometric_mean, load, machine, number, pair, sect
 
 PAGE = ROOT / "docs" / "performance.md"
 MASKED = ("3fa2ac8f2096", "414b1e11fcdd", "0ba04c12f0ce", "7fba6e754366", "7b0bacc6b5f6", "h200-masks")
-FP32, WIDE, STEPS, AMX = "h200-triton-fp32", "h200-wide-heads", "b12178aa0a97", "xeon-amx-2"
+FP32, WIDE, STEPS, AMX = "h200-triton-fp32", "h200-wide-heads", huggingface.STEPS, "xeon-amx-2"
 KEPT = "h200-kept-ds"
 UNEVEN = "tilewise", "cudnn"
 """The runs that the page shows, newer ones first: a contestant's figures are of the first run that timed it."""
@@ -34,7 +34,7 @@ CLOSE = ("cudnn", "fa4")
 MASKS = ("full", "causal")
 MASK_PEERS = ("tilewise", "triton", "cudnn-flex", "flex")
 LEVEL = 0.995  # of a peer's speed: below it a contestant counts as behind
-INTRO = "This page shows how fast tilewise is beside other libraries, from the files in `bench/results`. To measure a case on your machine:"
+INTRO = "This page shows how fast tilewise is beside other libraries, from `bench/results`. These commands measure a case on your machine:"
 COMMAND = ["```", "tilewise bench --list          # the cases", "tilewise bench --case NAME", "```"]
 TERMS = [
     "- N is the sequence length, D the head dim. *16/4* means 16 query heads on 4 key heads.",
@@ -331,8 +331,8 @@ def new_lengths() -> list[str]:
         rows.append([name.replace("-", " ").replace("_", " "), *[number(us, 0) for us in times]])
     text = (
         "The same where every call has other lengths, or a new mask: medians in microseconds, with an idle GPU. *Before* is the "
-        "commit before known calls were found by their words and sizes. Between runs, a time differs by up to a fifth, of training and of "
-        f"*before* by up to two. {found.source(now)}"
+        "commit before known calls were found by their words and sizes. A time differs between runs by up to a fifth, and by up to "
+        f"a factor of two for training and *before*. {found.source(now)}"
     )
     header = [
         "",

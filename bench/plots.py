@@ -5,6 +5,7 @@ cpu bench/results/cpu-goals.jsonl docs/img/cpu-goals.png                     # w
 ranks bench/results/h200-peers.jsonl docs/img/ranks.png                      # the share of one GPU's pace over ranks
 decoding FILE.jsonl PICTURE                                                  # what `bench.serving --parts rates` wrote
 derivatives FILE.jsonl PICTURE                                               # what `bench.derivatives` wrote
+models bench/results/hopper-calls.jsonl docs/img/models.png                  # whole models, whose runs bench.huggingface names
 """
 
 import argparse
@@ -15,7 +16,7 @@ import torch
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from bench import cases, records
+from bench import cases, huggingface, records
 from bench.compare import Verdict, judge, load_goals
 from bench.ranks import HEAD_DIM, kept_pairs
 from tilewise.parallel import cost
@@ -260,7 +261,37 @@ def derivatives(rows: list[dict]) -> Figure:
     )
 
 
-PLOTS = {"squares": squares, "cpu": cpu, "ranks": ranks, "decoding": decoding, "derivatives": derivatives}
+# ---- whole models ----------------------------------------------------------------------------------------------------
+
+
+def models(_: list[dict]) -> Figure:
+    """A panel for each machine: how many times as fast as with SDPA a model is, and the range of its runs."""
+    panels = huggingface.beside_sdpa()
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    grid = figure.subplots(len(panels), 1, sharex=True, height_ratios=[len(bars) + 0.7 for bars in panels.values()])
+    for axes, (title, bars) in zip(grid, panels.items(), strict=True):
+        for y, values in enumerate(bars.values()):
+            middle = sorted(values)[len(values) // 2]
+            axes.barh(y, middle, 0.62, color=BLUE if middle >= 1 else "#8fbccb")
+            axes.plot([min(values), max(values)], [y, y], color="black", linewidth=1.2)
+            axes.annotate(f"{middle:.2f}", (max(1, *values), y), xytext=(4, 0), textcoords="offset points", va="center")
+        axes.axvline(1, color="#9a9a9a", linewidth=1.6, linestyle="--")
+        axes.set_yticks(range(len(bars)), bars)
+        axes.set_ylim(len(bars) - 0.5, -0.5)
+        axes.set_title(title, fontsize=11, loc="left")
+        axes.spines[["top", "right"]].set_visible(False)
+    grid[-1].set(xlim=(0, 2), xlabel="times as fast with tilewise as with SDPA (dashed: the same)")
+    return figure
+
+
+PLOTS = {
+    "squares": squares,
+    "cpu": cpu,
+    "ranks": ranks,
+    "decoding": decoding,
+    "derivatives": derivatives,
+    "models": models,
+}
 
 
 def main(words: list[str] | None = None) -> None:

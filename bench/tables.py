@@ -1,6 +1,7 @@
 """Results as tables of markdown: what the scripts that write pages share."""
 
 import math
+import re
 import textwrap
 from collections.abc import Iterable
 from functools import cache
@@ -56,10 +57,30 @@ class Results:
         commits = sorted({str(self.runs[run]["commit"]).rstrip("+") for run in runs} - {"None"})
         commit = f", commit {commits[-1]}" if len(commits) == 1 else ""
         if "again" in first:
-            command = f"{first['command']}; `{first['again']}` measures such rows again"
+            command = f"{first['command']}; `{today(first['again'])}` measures such rows again"
         else:
-            command = first["command"] if "`" in first["command"] else f"`{first['command']}`"
+            command = today(first["command"]) if "`" in first["command"] else f"`{today(first['command'])}`"
+            command += "" if runs_today(command) else " of that commit"
         return f"{machine(first)}, {' and '.join(dates)}, torch {first['versions']['torch']}{commit}; measured by {command}."
+
+
+MOVED = {
+    "bench.gpu_training": "examples.gpt.gpu_training",
+    "bench.gpt_speed": "tilewise_papers.gpt_speed",
+    "bench.traffic": "tilewise_papers.traffic",
+}
+"""Modules that measured under another name."""
+
+
+def today(command: str) -> str:
+    """Return a recorded command with the names that its modules have now."""
+    return re.sub(r"(?<=python -m )[\w.]+", lambda name: MOVED.get(name[0], name[0]), command)
+
+
+def runs_today(command: str) -> bool:
+    """Return whether the modules that a command runs are still there."""
+    paths = [name.replace(".", "/") + ".py" for name in re.findall(r"python -m ([\w.]+)", command)]
+    return all((ROOT / path).exists() or (ROOT / "src" / path).exists() for path in paths)
 
 
 def _key(record: dict) -> tuple:
@@ -119,9 +140,10 @@ def pair(values: Iterable[float | None], digits: int | None = None) -> str:
     return NONE if set(texts) == {NONE} else " / ".join(texts)
 
 
-def spread(values: Iterable[float | None]) -> str:
+def spread(values: Iterable[float | None], digits: int = 0) -> str:
     """The range of the numbers that there are, as text."""
-    known = sorted(round(value) for value in values if value is not None)
+    known = [value for value in values if value is not None]
     if not known:
         return NONE
-    return f"{known[0]}" if known[0] == known[-1] else f"{known[0]} to {known[-1]}"
+    least, most = (f"{value:.{digits}f}" for value in (min(known), max(known)))
+    return least if least == most else f"{least} to {most}"

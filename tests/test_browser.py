@@ -109,6 +109,15 @@ def test_no_box_scrolls_sideways(browser, site, page, width):
     assert browser.value(WIDE) == []
 
 
+def test_no_box_of_any_page_scrolls_sideways_on_a_screen(browser, site):
+    wide = {}
+    for page in sorted(site.rglob("*.html")):
+        browser.show(page, max(WIDTHS))
+        wide[page.relative_to(site).as_posix()] = browser.value(WIDE)
+    assert len(wide) > 20
+    assert {page: boxes for page, boxes in wide.items() if boxes} == {}
+
+
 def test_a_box_that_scrolls_sideways_is_found(browser, tmp_path):
     page = tmp_path / "page.html"
     page.write_text("<!doctype html><article><pre style='overflow: auto; width: 80px'>longer than the box</article>")

@@ -321,9 +321,11 @@ def test_values_in_the_memory_of_their_keys_are_appended_with_them(quantised):
     for b in range(4):
         for got, new in zip(keys_of(stored, b), (k[b], k[b, ..., :8]), strict=True):
             torch.testing.assert_close(got[0, -5:], new, rtol=0.07 * quantised, atol=0.02 * quantised)
-    with pytest.raises(ValueError, match="v is given, but the values of this cache lie in the memory of its keys"):
+    with pytest.raises(
+        ValueError, match="v is given, but the values of this cache lie in the memory of its keys; leave v out"
+    ):
         tw.append(cache, k, k[..., :8])
-    with pytest.raises(ValueError, match="v is None, but this cache has memory for values"):
+    with pytest.raises(ValueError, match="v is None, but this cache has memory for values; give v"):
         tw.append(empty_cache(), k)
     if quantised:
         with pytest.raises(ValueError, match="v_scale is another tensor than k_scale"):

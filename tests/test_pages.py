@@ -33,6 +33,60 @@ def test_every_link_leads_somewhere(page):
     assert not broken
 
 
+SOURCES = [
+    path
+    for folder in ("src", "bench", "tests", "examples", "shipping", "docs")
+    for path in (ROOT / folder).rglob("*")
+    if path.suffix in (".py", ".h", ".cpp", ".cu", ".md", ".toml", ".css") and "__pycache__" not in path.parts
+]
+NAMED = re.compile(r"`([\w./-]+\.(?:py|h|cpp|toml|css))(?::([\w.]+))?`")
+
+
+def unknown(page: Path) -> list[str]:
+    """Return the files that a page names in backquotes and that nothing ends in, and the names that their text lacks."""
+    wrong = []
+    for path, name in NAMED.findall(re.sub(r"(?ms)^```.*?^```", "", page.read_text(encoding="utf-8"))):
+        found = [
+            source for source in (*SOURCES, *ROOT.glob("*.toml")) if f"/{source.relative_to(ROOT)}".endswith(f"/{path}")
+        ]
+        last = name.rpartition(".")[2]
+        if not any(re.search(rf"\b{last}\b", source.read_text(encoding="utf-8")) for source in found):
+            wrong.append(f"{path}:{name}")
+    return wrong
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_file_that_a_page_names_exists_and_has_what_it_names_there(page):
+    assert unknown(page) == []
+
+
+def test_a_file_or_a_name_that_does_not_exist_is_found(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("`tiles.py`, `tiles.py:TileMap`, `tiles.py:nothing_of_this_name`, `never/written.py`\n")
+    assert unknown(page) == ["tiles.py:nothing_of_this_name", "never/written.py:"]
+
+
+def gone(text: str) -> list[str]:
+    """Return the modules of ours that a text runs, that do not exist and that it does not date by a commit."""
+    ours = re.findall(
+        r"python -m ((?:bench|examples|shipping|tests|tilewise\w*)\b[\w.]*)([^`]*`?(?: of that commit)?)", text
+    )
+    undated = [module.replace(".", "/") for module, rest in ours if not rest.endswith("of that commit")]
+    places = (ROOT, ROOT / "src")
+    ends = (".py", "/__main__.py")
+    return [m for m in undated if not any((place / f"{m}{end}").exists() for place in places for end in ends)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_module_that_a_page_runs_exists_or_is_of_a_commit(page):
+    assert gone(" ".join(page.read_text(encoding="utf-8").split())) == []
+
+
+def test_a_module_that_does_not_exist_is_found():
+    text = "`python -m bench.run`, `python -m bench.never --out FILE` and `python -m bench.old` of that commit"
+    assert gone(text) == ["bench/never"]
+
+
 def test_what_was_tried_is_one_table_by_backend():
     rows = [line for line in (ROOT / "docs" / "tried.md").read_text(encoding="utf-8").splitlines() if line[:1] == "|"]
     assert rows[0] == "| tried | backend | predicted | seen | verdict |"

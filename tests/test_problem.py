@@ -325,10 +325,10 @@ def test_all_reasons_come_at_once():
         "attention was called wrongly",
         "    q (2, 8, 4, 16) float32 cpu    k (1, 8, 2, 3) float32 cpu    v (2, 5, 1, 16) float64 cpu",
         "  q, k and v have different dtypes; convert them to one: k.to(q.dtype)",
-        "  batch differs: q 2, k 1, v 2",
-        "  seqlen of k (8) and v (5) differ",
+        "  batch differs: q 2, k 1, v 2; k and v have q's, or both 1",
+        "  seqlen of k (8) and v (5) differ; each key has one row of v",
         "  heads of k (2) and v (1) differ",
-        "  head_dim of q (16) and k (3) differ",
+        "  head_dim of q (16) and k (3) differ; v alone may have another one",
     ]
 
 

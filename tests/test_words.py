@@ -92,6 +92,13 @@ def test_what_is_to_be_written_instead_exists(word):
     assert set(written) <= set(tw.attention.__kwdefaults__)
 
 
+def test_explain_asks_about_the_layout_if_heads_and_rows_look_exchanged():
+    q, k = torch.empty(2, 8, 256, 64), torch.empty(2, 2, 256, 64)
+    assert "pass x.transpose(1, 2)" in str(tw.explain(q, k, k))
+    assert "transpose" not in str(tw.explain(*(x.transpose(1, 2) for x in (q, k, k))))
+    assert "transpose" not in str(tw.explain(q[:, :1], k, k))  # a step of decoding
+
+
 WRONG = {
     "mask-is-a-score": (lambda: tw.attention(*qkv(), mask=tw.softcap(3.0)), "got Score; it goes to score="),
     "score-is-a-mask": (lambda: tw.attention(*qkv(), score=tw.causal()), "got Mask; it goes to mask="),
@@ -110,7 +117,17 @@ WRONG = {
         lambda: flash_attn_func(*qkv(), window_size=128),
         "window_size must be (left, right), -1 unbounded, got 128",
     ),
-    "documents-of-floats": (lambda: tw.documents(torch.zeros(4)), "got torch.float32 (4,)"),
+    "documents-of-floats": (lambda: tw.documents(torch.zeros(4)), "got torch.float32 (4,); convert it: ids.long()"),
+    "documents-in-a-list": (lambda: tw.documents([0, 1]), "got list; make it one: torch.tensor(ids)"),
+    "masks-in-a-list": (lambda: tw.attention(*qkv(), mask=[tw.causal()]), "got list; combine masks with & and |"),
+    "scores-in-a-list": (lambda: tw.attention(*qkv(), score=[tw.softcap(3.0)]), "got list; compose scores with >>"),
+    "score-by-name": (lambda: tw.attention(*qkv(), score="softcap"), "got str; a score by name is score=tw.softcap("),
+    "backend-misspelt": (lambda: tw.attention(*qkv(), backend="Trition"), "reference; did you mean 'triton'?"),
+    "masks-joined-by-and": (
+        lambda: reading.read_mask("causal() and window(3)"),
+        "write & and | instead of `and` and `or`",
+    ),
+    "mask-misspelt": (lambda: reading.read_mask("casual()"), "did you mean 'causal'?"),
 }
 
 

@@ -111,7 +111,12 @@ def gap(a: dict, b: dict) -> float:
     return max(abs(x - y) for x, y in zip(a["means"], b["means"], strict=True))
 
 
-COLOURS = {"hopper": "#0b6e8f", "hopper-deterministic": "#5fb3a1", "sdpa": "#c8553d"}
+DRAWN = {
+    "hopper": ("tilewise", "#0b6e8f"),
+    "hopper-deterministic": ("tilewise, deterministic", "#4fa3bf"),
+    "sdpa": ("SDPA", "#9a9a9a"),
+}
+"""The name and the colour of each contestant in the picture."""
 
 
 def draw(lines: list[dict], path: str) -> None:
@@ -125,12 +130,17 @@ def draw(lines: list[dict], path: str) -> None:
     found = [r for r in found if r["run"] == found[-1]["run"]]
     device = records.runs(lines)[found[0]["run"]]["device"]
     plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
-    figure, (losses, gaps) = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
+    figure, (losses, gaps) = plt.subplots(1, 2, figsize=(8, 3.4), layout="constrained")
     theirs = next(r["value"] for r in found if (r["contestant"], r["case"]) == ("sdpa", "gpt-seed0"))
     for r in found:
         name, seed = r["contestant"], r["case"].removeprefix("gpt-seed")
-        style = {"color": COLOURS[name], "linestyle": "-" if seed == "0" else ":"}
-        style["label"] = f"{name}, weights of seed {seed}"
+        label, colour = DRAWN[name]
+        style = {
+            "color": colour,
+            "linestyle": "-" if seed == "0" else ":",
+            "linewidth": 2.4 if name == "hopper" else 1.6,
+        }
+        style["label"] = f"{label}, weights of seed {seed}"
         steps = [r["every"] * (n + 1) for n in range(len(r["value"]))]
         losses.plot(steps, r["value"], **style)
         if r["value"] is not theirs:
@@ -139,7 +149,7 @@ def draw(lines: list[dict], path: str) -> None:
     gaps.set(xlabel="step", ylabel="distance from SDPA's, seed 0", ylim=(0, None))
     losses.legend(frameon=False)
     figure.suptitle(f"Means of {WINDOW} steps, bf16, {device}", fontsize=9, color="#555555")
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=200)
     plt.close(figure)
 
 

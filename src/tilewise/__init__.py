@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 else:  # a type checker would take any name for one of the package's
 
     def __getattr__(name: str) -> object:
-        """``parallel`` and ``context_parallel``, which are loaded when they are first named: a call on one device needs neither.
+        """Load ``parallel`` and ``context_parallel`` when they are first named: a call on one device needs neither.
 
         Raises:
             AttributeError: for any other name, with where it is, or what says the same here.

@@ -57,7 +57,7 @@ def error_norms(x: Tensor, oracle: Tensor) -> tuple[float, float]:
 
 
 def _norms(x: Tensor, oracle: Tensor) -> Tensor:
-    """The two numbers of :func:`error_norms` in a tensor, left on their device: a process that reads a number waits for its GPU."""
+    """Return the two numbers of :func:`error_norms` in a tensor, left on their device: a process that reads a number waits for its GPU."""
     if oracle.numel() == 0:
         return torch.zeros(2, dtype=torch.float64, device=oracle.device)
     x, oracle = x.double(), oracle.double()
@@ -88,7 +88,7 @@ class Scale:
 
 
 def judge(name: str, x: Tensor, oracle: Tensor, eager: Sequence[Tensor]) -> Error:
-    """One tensor by the rule; ``eager`` are eager's results in ``x``'s dtype (fp32 where that is float64)."""
+    """Judge one tensor by the rule; ``eager`` are eager's results in ``x``'s dtype (fp32 for float64)."""
     return judge_by(name, x, oracle, Scale.of(oracle, eager))
 
 
@@ -153,13 +153,13 @@ class Expected:
 
 
 def _in_layout_of(p: Problem, results: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The outputs of packed queries in the layout of the paged problem p."""
+    """Return the outputs of packed queries in the layout of the paged problem p."""
     statistics = {name: gather.statistic_in_layout_of(p, x) for name, x in results.items() if name != "o"}
     return {"o": results["o"].view(p.output_shapes[0]), **statistics} if "o" in results else statistics
 
 
 def check(backend: Backend, p: Problem, t: Inputs, do: Tensor | None = None, dlse: Tensor | None = None) -> list[Error]:
-    """A backend's forward and, with ``do`` and ``dlse``, its backward, judged."""
+    """Judge a backend's forward and, with ``do`` and ``dlse``, its backward."""
     out, grads = backend.forward(p, t), None
     if do is not None:
         grad = OutputGrads.of(do, dlse)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 
 def in_bytes(size: float) -> str:
-    """``size`` bytes with a binary unit: ``1536`` is ``1.5 KiB``."""
+    """Return ``size`` bytes with a binary unit: ``1536`` is ``1.5 KiB``."""
     return f"{size:.0f} bytes" if size < 1 << 10 else _scaled(size, 1 << 10, ("bytes", "KiB", "MiB", "GiB", "TiB"))
 
 
 def in_flop(count: float) -> str:
-    """``count`` operations: ``34.4e9`` are ``34.4 GFLOP``."""
+    """Return ``count`` operations as text: ``34.4e9`` are ``34.4 GFLOP``."""
     return _scaled(count, 1000, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP"))
 
 

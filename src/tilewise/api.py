@@ -53,7 +53,7 @@ class AttentionStats(NamedTuple):
 
 
 def for_each(q: Tensor, k: Tensor, v: Any) -> tuple[Tensor, Tensor]:
-    """k and v with q's batch, where both have a batch of one: views, whose gradients are summed over it."""
+    """Return k and v with q's batch if both have a batch of one: views, whose gradients are summed over it."""
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         return k, v
     if q.ndim == k.ndim == v.ndim == 4 and k.size(0) == 1 < q.size(0) and v.size(0) == 1:
@@ -109,7 +109,7 @@ def _run_packed(
 
 
 def _brief(q: Tensor, k: Tensor, v: Tensor, given: Words, options: tuple, lse: bool) -> tuple[Tensor, Tensor] | None:
-    """:func:`_run` of a call without options that need assembling, or None where there is more to look at.
+    """Run a call whose options need no assembling; return None if there is more to look at.
 
     Args:
         options: sink, dropout_p, dropout_seed and parallel. lse: whether it is read.

@@ -112,7 +112,7 @@ for _name in _FORWARDS:
 
 
 def _flat(kernel: Callable[..., tuple]) -> Callable[..., tuple]:
-    """A backward kernel for an overload: its list of dextras one by one."""
+    """Return a backward kernel for an overload: its list of dextras one by one."""
 
     def flat(*arguments):
         *found, dextras = kernel(*arguments)
@@ -135,7 +135,7 @@ _PLAIN = {Tensor, torch.nn.Parameter}
 
 
 def nobody_watches(*tensors: Tensor) -> bool:
-    """Whether the dispatcher has nothing to do below autograd, so that ``_forward`` or ``_backward`` may be called directly.
+    """Return whether the dispatcher has nothing to do below autograd, so that ``_forward`` or ``_backward`` may be called directly.
 
     It has with a tracing mode, a tensor subclass, nested tensors, and what it resolves: a view marked as the negative of its memory
     (``z.conj().imag``), and tensors without memory: zeros, or those that outlived their transform
@@ -151,7 +151,7 @@ def nobody_watches(*tensors: Tensor) -> bool:
 
 
 def nobody_asks() -> bool:
-    """Whether this thread is in no mode for which the dispatcher does more than to call the kernel of autograd: no transform, trace,
+    """Return whether the dispatcher would only call the kernel of autograd, in no mode of this thread: no transform, trace,
     profile, autocast, mode of functions or forward mode, nor below autograd already."""
     recorded = profiler._is_profiler_enabled or torch._C._get_tracing_state() is not None
     changed = torch._C._is_any_autocast_enabled() or torch._C._len_torch_function_stack()
@@ -167,7 +167,7 @@ def _below_autograd(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], s
 
 
 def _gradients_are_mapped() -> bool:
-    """Whether a backward runs inside a vmap of either kind, so that its gradients may be batched."""
+    """Return whether a backward runs inside a vmap of either kind, so that its gradients may be batched."""
     mapped = torch._C._dispatch_tls_is_dispatch_key_included(_LEGACY_VMAP)
     return mapped or torch._C._are_functorch_transforms_active()
 
@@ -218,12 +218,12 @@ def _refuse_transforms(name: str) -> None:
 
 
 def has_tangent(tensors: Sequence[Tensor]) -> bool:
-    """Whether a tensor is dual: below autograd its tangent would be dropped, and the derivative be a wrong zero."""
+    """Return whether a tensor is dual. Below autograd its tangent would be dropped, and the derivative would be zero."""
     return forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
 def _differentiable(q, k, v, extras, seed, spec, run):
-    """The forward by ``run``, and a node of the graph where gradients are wanted."""
+    """Compute the forward by ``run``, and make a node of the graph if gradients are wanted."""
     if has_tangent((q, k, v, *extras)):
         return derivatives.Attention.apply(q, k, v, seed, spec, *extras)
     if torch.is_grad_enabled() and parse_spec(spec).needs_grad:
@@ -237,7 +237,7 @@ def _forward_autograd(q, k, v, extras, seed, spec):
 
 
 def _backward_autograd(name: str) -> Callable[..., tuple]:
-    """The kernel of autograd of ``attention_backward``, or of an overload."""
+    """Return the kernel of autograd of ``attention_backward``, or of an overload."""
     overload = name.partition(".")[2] or "default"
     operator = getattr(torch.ops.tilewise.attention_backward, overload)
 
@@ -270,7 +270,7 @@ def _cast(q: Tensor, k: Tensor, v: Tensor, device_type: str, spec: str) -> list[
 
 
 def _autocast(device_type: str, key: str) -> None:
-    """q, k and v are cast to the autocast dtype, or q to that of a cache; inside, autocast is off."""
+    """Cast q, k and v to the autocast dtype, or q to that of a cache. Autocast is off inside."""
 
     def kernel(q, k, v, extras, seed, spec):
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))):
@@ -318,7 +318,7 @@ def _transformed(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed
 
 
 def gradients(*arguments, count: int) -> tuple[Tensor, ...]:
-    """``(dq, dk, dv, *dextras)`` of the arguments of the backward operator; inside torch.func by a function that it takes apart.
+    """Return ``(dq, dk, dv, *dextras)`` of the arguments of the backward operator; inside torch.func by a function that it takes apart.
 
     ``count``: how many extras want a gradient.
     """

@@ -79,14 +79,14 @@ class Fold:
         return spec.text()
 
     def differing(self, extras: Dims, tangents: Dims = ()) -> set[int]:
-        """The extras that differ from example to example, or whose tangents do."""
+        """Return the extras that differ from example to example, in values or in tangents."""
         return {n for n, dim in enumerate(extras) if dim is not None} | {
             n for n, dim in enumerate(tangents) if dim is not None
         }
 
 
 def _unfoldable(spec: str) -> str | None:
-    """Why a call's examples are not elements of one batch, or None."""
+    """Return why a call's examples are not elements of one batch, or None."""
     read = parse_spec(spec)
     if read.packed:
         return "packed sequences have no batch"
@@ -98,7 +98,7 @@ def _unfoldable(spec: str) -> str | None:
 
 
 def _or_one_by_one(operator: Callable[..., Any], rule: Callable[..., tuple]) -> Callable[..., tuple]:
-    """The rule of an operator where it folds, else the operator for one example after the other."""
+    """Return an operator's rule if it folds, else run the operator for one example after the other."""
 
     def run(info: Any, in_dims: Any, *arguments: Any) -> tuple:
         reason = _unfoldable(arguments[-1])
@@ -250,7 +250,7 @@ def _innermost(x: Tensor) -> int:
 
 
 def _legacy(rule: Callable[..., tuple]) -> Callable[..., Any]:
-    """The rule for tensors of the older vmap, which ``is_grads_batched`` and ``jacobian(vectorize=True)`` still use."""
+    """Return the rule for tensors of the older vmap, which ``is_grads_batched`` and ``jacobian(vectorize=True)`` still use."""
 
     def kernel(*arguments: Any) -> Any:
         flat, tree = tree_flatten(arguments)
@@ -266,7 +266,7 @@ def _legacy(rule: Callable[..., tuple]) -> Callable[..., Any]:
 
 
 def _flat(rule: Callable[..., tuple]) -> Callable[..., tuple]:
-    """The rule of a backward for an overload that returns dextras one by one."""
+    """Return the rule of a backward for an overload that returns dextras one by one."""
 
     def flat(*arguments: Any) -> tuple:
         (*found, dextras), (*dims, of_dextras) = rule(*arguments)

@@ -31,22 +31,22 @@ LATE = 50  # by which part of a pass's work, one of so many, the last section's 
 
 
 def line_of(thread: Any, r: int) -> Any:
-    """The line of the tile that is line ``r`` (0 or 1) of a thread: that of :func:`tilewise.backends.hopper.kit.tiles.row_of`."""
+    """Return the tile's line for line ``r`` (0 or 1) of a thread, as :func:`tilewise.backends.hopper.kit.tiles.row_of`."""
     return thread // 128 * 64 + thread % 128 // 32 * 16 + thread % 32 // 4 + 8 * r
 
 
 def crossing_of(thread: Any, c: Any) -> Any:
-    """The crossing line that is number ``c`` of a thread: that of :func:`tilewise.backends.hopper.kit.tiles.column_of`."""
+    """Return the crossing line for number ``c`` of a thread, as :func:`tilewise.backends.hopper.kit.tiles.column_of`."""
     return thread % 4 * 2 + c // 2 * 8 + c % 2
 
 
 def words_of(crossing: int) -> int:
-    """How many words of 32 bits a thread has of a tile with so many crossing lines."""
+    """Return how many words of 32 bits a thread has of a tile with so many crossing lines."""
     return crossing // 64
 
 
 def slot_bytes(crossing: int) -> int:
-    """The bytes of one tile's bits."""
+    """Return the bytes of one tile's bits."""
     return 4 * THREADS * words_of(crossing)
 
 
@@ -54,7 +54,7 @@ def slot_bytes(crossing: int) -> int:
 
 
 def most_partial(region: Region, lines: int, crossing: int, tiles: tuple[int, int], by_columns: bool = False) -> int:
-    """A bound, from the mask's expressions alone, of the partial tiles of one batch element and head.
+    """Return a bound, from the mask's expressions alone, of the partial tiles of one batch element and head.
 
     An end of an interval never decreases, and a condition that rises or falls changes once along every row and column: its boundary is
     a staircase, which passes through at most ``lines + crossing`` tiles. A pattern whose blocks are whole numbers of tiles has no
@@ -72,7 +72,7 @@ def most_partial(region: Region, lines: int, crossing: int, tiles: tuple[int, in
 
 @lru_cache(maxsize=1024)  # a new mask of a known text is planned in the time of a few launches
 def _staircases(region: Region, tile: tuple[int, int]) -> int | None:
-    """How many boundaries a mask has; None: a predicate may make any tile of ``tile`` (queries, keys) partial."""
+    """Return how many boundaries a mask has; None: a predicate may make any tile of ``tile`` (queries, keys) partial."""
     ends = sum(end is not None for end in region.ends[:2])
     if region.predicate is None or _same_on_tiles(region, tile):
         return ends
@@ -81,19 +81,19 @@ def _staircases(region: Region, tile: tuple[int, int]) -> int | None:
 
 
 def only_seen_keys(region: Region, tile: tuple[int, int]) -> bool:
-    """Whether some query sees each key of each tile of ``tile`` (queries, keys) that is not empty: a pattern of whole tiles."""
+    """Return whether some query sees each key of each tile of ``tile`` (queries, keys) that is not empty: a pattern of whole tiles."""
     bounded = any(end is not None for end in region.ends)
     return not bounded and region.predicate is not None and _same_on_tiles(region, tile)
 
 
 def _same_on_tiles(region: Region, tile: tuple[int, int]) -> bool:
-    """Whether the predicate has one value in each tile of ``tile`` (queries, keys)."""
+    """Return whether the predicate has one value in each tile of ``tile`` (queries, keys)."""
     steps = zip((granularity(region.predicate, name) for name in ("i", "j")), tile, strict=True)
     return all(step is None or step % size == 0 for step, size in steps)
 
 
 def bits_bytes(region: Region, shape: tuple[int, int, int, int], crossing: int, by_columns: bool = False) -> int:
-    """The most bytes that the bits of a mask take over an attention of ``shape`` (batch, heads_q, seqlen_q, seqlen_k).
+    """Return the most bytes that the bits of a mask take over an attention of ``shape`` (batch, heads_q, seqlen_q, seqlen_k).
 
     They are known before any tile is judged, so that nothing has to be read from the device.
     """
@@ -126,7 +126,7 @@ ALONE = Sections()  # of one head, for whom sections make no difference
 
 @dataclass(frozen=True)
 class BitTiles:
-    """The tiles that each line of tiles visits, and the order in which kernels take lines.
+    """The tiles of each line of tiles, and the order in which kernels take lines.
 
     Attributes:
         blocks: int32 ``(b|1, h|1, line of tiles, step)``, the crossing tiles that a line visits, partial ones first.
@@ -146,7 +146,7 @@ class BitTiles:
 
     @classmethod
     def build(cls, grid: Grid, crossing: int, by_columns: bool = False, sections: Sections = ALONE) -> BitTiles:
-        """The tiles of a grid, of LINES queries by ``crossing`` keys, or of LINES keys by ``crossing`` queries ``by_columns``.
+        """Return the tiles of a grid, of LINES queries by ``crossing`` keys, or of LINES keys by ``crossing`` queries ``by_columns``.
 
         Everything is made on the grid's device, and nothing is read back from there.
         """
@@ -163,12 +163,12 @@ class BitTiles:
         return found
 
     def ragged(self, grid: Grid, by_columns: bool) -> bool:
-        """Whether the last key tiles end past the last key: keys there are zeros, not hidden, and such a tile counts as partial."""
+        """Return whether the last key tiles end past the last key: keys there are zeros, not hidden, and such a tile counts as partial."""
         tile_n = LINES if by_columns else 64 * self.bits.shape[2]
         return grid.keys % tile_n > 0
 
     def _by_kernels(self, status: Tensor, grid: Grid, crossing: int, by_columns: bool, sections: Sections) -> bool:
-        """Whether kernels on the grid's GPU have written all of it."""
+        """Return whether kernels on the grid's GPU have written all of it."""
         if grid.b.device.type != "cuda" or torch.compiler.is_compiling():
             return False
         from tilewise.backends import triton
@@ -176,7 +176,7 @@ class BitTiles:
         return triton.bits_of_tiles(self, status.contiguous(), grid, crossing, by_columns, sections)
 
     def _list(self, tile_map: TileMap, grid: Grid, by_columns: bool, sections: Sections) -> None:
-        """Writes ``blocks``, ``work`` and ``section``, and the bits of NOTHING and EVERYTHING."""
+        """Write ``blocks``, ``work`` and ``section``, and the bits of NOTHING and EVERYTHING."""
         if self.ragged(grid, by_columns):
             tile_map.status[..., -1:].clamp_(max=PARTIAL)
         blocks, counts = tile_map.visits(by_columns)
@@ -200,7 +200,7 @@ class BitTiles:
         self.bits[NOTHING], self.bits[EVERYTHING] = 0, -1
 
     def _fill(self, grid: Grid, crossing: int, by_columns: bool) -> None:
-        """Writes the bits of every partial tile."""
+        """Write the bits of every partial tile."""
         lines, steps = self.blocks.shape[2:]
         step = torch.arange(steps, device=self.blocks.device)
         for line in range(lines):
@@ -211,7 +211,7 @@ class BitTiles:
             self.bits[slot.flatten()] = self._words(grid, line, blocks, crossing, by_columns)
 
     def _words(self, grid: Grid, line: int, blocks: Tensor, crossing: int, by_columns: bool) -> Tensor:
-        """The bits of all ``blocks`` (b|1, h|1, steps) of one line of tiles: int32 (b · h · steps, THREADS, words)."""
+        """Return the bits of all ``blocks`` (b|1, h|1, steps) of one line of tiles: int32 (b · h · steps, THREADS, words)."""
         device, quarter = blocks.device, crossing // 4
         thread, n = torch.arange(THREADS, device=device).view(-1, 1), torch.arange(2 * quarter, device=device)
         own = line * LINES + line_of(thread, n // quarter)
@@ -229,7 +229,7 @@ class BitTiles:
 
 
 def even_section(visits: Tensor, sections: Sections) -> Tensor:
-    """The heads of a section, such that the longest tile of the last section, which comes first in it, ends at most a LATE-th of the time
+    """Return the heads of a section. The longest tile of the last section comes first in it, and ends at most a LATE-th of the time
     after all others: int32 (1,), on the device, which alone knows the lengths of lists.
 
     Args:

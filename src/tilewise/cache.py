@@ -96,14 +96,14 @@ Cache = TypeVar("Cache", PagedCache, QuantizedCache)
 
 
 def cache_as_options(cache: PagedCache | QuantizedCache, o: Options) -> tuple[Tensor, Tensor]:
-    """The pages of k and v; the table, the lengths and the scales become options of the call."""
+    """Return the pages of k and v; the table, the lengths and the scales become options of the call."""
     k, v, o.block_table, o.seqlens_k, *scales = cache
     o.k_scale, o.v_scale = scales or (None, None)
     return k, v
 
 
 def not_a_cache(found: object) -> str:
-    """The reason against a call with something else than a cache."""
+    """Return the reason against a call with something else than a cache."""
     return f"cache must be what tw.paged(...) or tw.dense_cache(...) returns, got {type(found).__name__}"
 
 
@@ -224,12 +224,14 @@ def append(cache: Cache, k: Tensor, v: Tensor | None = None, cu_seqlens_q: Tenso
 def _append_reasons(
     cache: PagedCache | QuantizedCache, k: Tensor, v: Tensor | None, cu_seqlens_q: Tensor | None
 ) -> list[str]:
-    """Reasons against the shapes, dtypes and devices of an append."""
+    """Return reasons against the shapes, dtypes and devices of an append."""
     layout, ndim = ("(batch, seqlen, heads, head_dim)", 4) if cu_seqlens_q is None else ("(total, heads, head_dim)", 3)
     latent = pages.lies_in(cache.v_pages, cache.k_pages)
     if latent != (v is None):
         told = (
-            "the values of this cache lie in the memory of its keys" if latent else "this cache has memory for values"
+            "the values of this cache lie in the memory of its keys; leave v out"
+            if latent
+            else "this cache has memory for values; give v"
         )
         return [f"v is {'given' if latent else 'None'}, but {told}"]
     named = (("k", k, cache.k_pages), *([] if v is None else [("v", v, cache.v_pages)]))
@@ -319,7 +321,7 @@ torch.library.register_vmap("tilewise::append", untraced(_mapped_append), lib=_l
 
 
 def _write(cache: PagedCache | QuantizedCache, k: Tensor, v: Tensor | None, cu_seqlens_q: Tensor | None) -> None:
-    """Puts each row into its page. A row that has no place writes what a row with one writes, so that no host has to filter rows."""
+    """Put each row into its page. A row without a place repeats the write of a row with one, so that no host has to filter rows."""
     b, page, offset, placed = _places(cache, k, cu_seqlens_q)
     row = torch.arange(page.shape[0], device=page.device)
     source = torch.where(placed, row, placed.int().argmax())
@@ -331,7 +333,7 @@ def _write(cache: PagedCache | QuantizedCache, k: Tensor, v: Tensor | None, cu_s
 def _stored(
     cache: PagedCache | QuantizedCache, k: Tensor, v: Tensor | None, b: Tensor
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Pools ``(num_pages, page_size, heads, ...)`` and what is stored there for new rows ``(rows, heads, dim)`` of sequences ``b``."""
+    """Yield pools ``(num_pages, page_size, heads, ...)`` and what to store for new rows ``(rows, heads, dim)`` of sequences ``b``."""
     scales = (cache.k_scale, cache.v_scale) if isinstance(cache, QuantizedCache) else (None, None)
     for pool, new, scale in zip((cache.k_pages, cache.v_pages), (k, v), scales, strict=True):
         if new is None:  # it lies in the keys
@@ -347,7 +349,7 @@ def _stored(
 
 
 def _places(cache: PagedCache | QuantizedCache, k: Tensor, cu_seqlens_q: Tensor | None) -> tuple[Tensor, ...]:
-    """The sequence of each new row, its page, its row there, and whether there is such a place; all within the pool."""
+    """Return the sequence of each new row, its page, its row there, and whether there is such a place; all within the pool."""
     num_pages, page_size = cache.k_pages.shape[:2]
     batch, max_pages = cache.block_table.shape
     if cu_seqlens_q is None:

@@ -1,4 +1,4 @@
-"""Properties that an object computes once, and what tells whether a tensor is still the one that something was computed from."""
+"""Properties that an object computes once, and a test whether a tensor is unchanged since something was computed from it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ else:
 
 
 def edition(t: Tensor) -> tuple[int, int] | None:
-    """Another one after each write that PyTorch counts, and after ``t.data = x`` and ``swap_tensors``, which it does not count.
+    """Return a value that changes with each write PyTorch counts, and after ``t.data = x`` and ``swap_tensors``, which it does not count.
 
     None of a tensor whose writes are not counted: one of inference mode, or of a transform of torch.func.
     """
@@ -48,7 +48,7 @@ _few = 1024
 
 
 def keep_track(t: Tensor) -> None:
-    """Says that editions tell when this tensor changes. Those of a compiled graph's own do not: it gives their memory to others."""
+    """Say that editions tell when this tensor changes. A compiled graph's own tensors are excluded: their memory is reused."""
     global _few
     try:
         storage = t.untyped_storage()
@@ -65,7 +65,7 @@ def keep_track(t: Tensor) -> None:
 
 
 def is_tracked(t: Tensor) -> bool:
-    """Whether editions tell when a tensor changes: :func:`keep_track` was told so of one of the same memory."""
+    """Return whether editions tell when a tensor changes: :func:`keep_track` was told so of one of the same memory."""
     try:
         return t.untyped_storage()._cdata in _tracked
     except (NotImplementedError, RuntimeError):

@@ -30,7 +30,7 @@ class Device:
 
 
 def of(device: torch.device) -> Device:
-    """The facts of a torch device; of a CPU with as many cores as PyTorch may use now."""
+    """Return the facts of a torch device; of a CPU with as many cores as PyTorch may use now."""
     if device.type == "cuda":
         return _gpu(device)
     if device.type == "cpu":
@@ -40,7 +40,7 @@ def of(device: torch.device) -> Device:
 
 @lru_cache(maxsize=1)
 def cuda_version() -> int:
-    """The major version of CUDA whose machine code NVIDIA's driver loads; 0 where there is no such driver."""
+    """Return the major version of CUDA that NVIDIA's driver supports, or 0 without such a driver."""
     version = ctypes.c_int()
     try:
         failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
@@ -55,7 +55,7 @@ CUDA_ERROR_INVALID_VALUE."""
 
 
 def beyond_grid(launches: Mapping[str, Sequence[int]]) -> list[str]:
-    """The reasons against launches of so many blocks along x, y and z, by what they compute."""
+    """Return the reasons against launches of so many blocks along x, y and z, by what they compute."""
     return [
         f"{blocks:,} blocks along {axis} in the launch of {what}, where a GPU has {most:,} at most"
         for what, grid in launches.items()
@@ -65,7 +65,7 @@ def beyond_grid(launches: Mapping[str, Sequence[int]]) -> list[str]:
 
 
 def is_captured() -> bool:
-    """Whether what is launched now goes into a CUDA graph."""
+    """Return whether what is launched now goes into a CUDA graph."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
@@ -74,7 +74,7 @@ _capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
 
 
 def is_warming_up() -> bool:
-    """Whether torch.compile runs this thread on the memory of a CUDA graph that it is about to capture (``mode="reduce-overhead"``).
+    """Return whether torch.compile runs this thread on the memory of a CUDA graph that it is about to capture (``mode="reduce-overhead"``).
 
     Its graphs reuse that memory: what is kept of it would be overwritten, and PyTorch raises an error where something is.
     """
@@ -90,7 +90,7 @@ def is_warming_up() -> bool:
 
 
 def lasting(make: Callable[[], Made]) -> Made:
-    """The result of a function whose tensors are kept, on memory that no CUDA graph reuses."""
+    """Return a function's result on memory that no CUDA graph reuses, so that its tensors can be kept."""
     if not is_warming_up():
         return make()
     stream = torch.cuda.current_stream()
@@ -120,7 +120,7 @@ class _Counts:
         self.used = 0
 
     def take(self, count: int) -> torch.Tensor | None:
-        """Some that nobody has; None: there are not so many left."""
+        """Return some that nobody has, or None if too few are left."""
         with _counts_lock:
             start, self.used = self.used, min(self.used + count, self.SIZE)
         return self.zeros[start : start + count] if start + count <= self.SIZE else None
@@ -131,7 +131,7 @@ _counts_lock = threading.Lock()
 
 
 def counts(device: torch.device, count: int) -> torch.Tensor:
-    """At least ``count`` zeros, int32, for a kernel that counts on them and leaves them zero: only launches that come one after the other
+    """Return at least ``count`` zeros, int32. A kernel counts on them and leaves them zero: only launches that come one after the other
     have the same ones.
 
     Those of a stream do. In a CUDA graph every launch has its own, as its replays may run beside anything else but themselves; where none
@@ -182,7 +182,7 @@ def workspace(device: torch.device, size: int) -> torch.Tensor:
 
 
 class Ready:
-    """The moment at which tensors are there that kernels of the current CUDA stream make, for other streams that read them later."""
+    """The moment when kernels of the current CUDA stream have made some tensors, for other streams that read them later."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]):
         self._tensors = [t for t in tensors if t.is_cuda and torch.cuda.is_initialized()]  # a tensor may have no memory
@@ -192,7 +192,7 @@ class Ready:
             self._streams = {stream_of(self._device.index)}  # that may read them
 
     def await_here(self) -> None:
-        """Has the current stream wait for the tensors, and their memory outlive what it reads of them; the first time that it asks."""
+        """Make the current stream wait for the tensors, and keep their memory alive for its reads; done when a stream first asks."""
         if not self._tensors or stream_of(self._device.index) in self._streams:
             return
         # A capture depends on nothing outside of it; what was launched before has ended by then, and what a graph reads is kept.
@@ -206,7 +206,7 @@ class Ready:
 
 
 def tensors_in(made: Any) -> Iterator[torch.Tensor]:
-    """The tensors of a value of tensors, containers and dataclasses."""
+    """Yield the tensors of a value of tensors, containers and dataclasses."""
     if isinstance(made, torch.Tensor):
         yield made
     elif isinstance(made, dict):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from torch import Tensor
 
 from tilewise import device as devices
-from tilewise import pages, settings
+from tilewise import pages, settings, words
 from tilewise.amounts import in_bytes, in_flop
 from tilewise.backends.base import Backend, DirectCall, ForwardCall, Inputs, Pages, contiguous
 from tilewise.caching import cached_property
@@ -49,21 +49,23 @@ def every() -> tuple[Row, ...]:
 
 @lru_cache(maxsize=16)
 def backend(name: str) -> Backend:
-    """The backend of that name.
+    """Return the backend of that name.
 
     Raises:
         ValueError: there is none.
     """
     row = next((row for row in every() if row.name == name), None)
     if row is None:
-        known = ", ".join(row.name for row in every())
-        raise ValueError(f"backend={name!r} does not exist; there are {known}")
+        known = [row.name for row in every()]
+        raise ValueError(
+            f"backend={name!r} does not exist; there are {', '.join(known)}{words.resembles(name.lower(), known)}"
+        )
     module, _, attribute = row.path.partition(":")
     return getattr(importlib.import_module(module), attribute)()
 
 
 def candidates(p: Problem) -> list[str]:
-    """The names that are tried for a problem, in order: the table's, behind those that have a reason to go first."""
+    """Return the names to try for a problem, in order: backends with a reason to go first, then the table's."""
     if p.spec.backend is not None:
         return [p.spec.backend]
     names = [row.name for row in BACKENDS if row.device_types is None or p.device.type in row.device_types]
@@ -74,7 +76,7 @@ What = Literal["attention", "forward mode", "second derivatives"]
 
 
 def _reasons(name: str, p: Problem, what: What) -> list[str]:
-    """Why a backend cannot run a problem, or derivatives of it beyond the first backward."""
+    """Return the reasons why a backend cannot run a problem, or derivatives of it beyond the first backward."""
     reasons = backend(name).unsupported(p)
     if what == "attention":
         return reasons
@@ -82,7 +84,7 @@ def _reasons(name: str, p: Problem, what: What) -> list[str]:
 
 
 def select(p: Problem, what: What = "attention") -> Backend:
-    """The backend that runs a problem, or derivatives of it beyond the first backward.
+    """Return the backend that runs a problem, or derivatives of it beyond the first backward.
 
     Raises:
         ValueError: the backend asked for does not exist.
@@ -121,7 +123,7 @@ class Plan:
 
     @cached_property
     def of_forward(self) -> Plan:
-        """The plan of the forward: of another backend where that comes first for a call without gradients, and says why.
+        """Return the forward's plan: another backend's if that one is preferred for calls without gradients.
 
         All backends give o and lse by one rule of error, so that any backward goes on from them.
         """
@@ -141,13 +143,13 @@ class Plan:
 
     @cached_property
     def direct(self) -> DirectCall | None:
-        """The forward, of tensors of which nothing but the memory is read; None: there is none such."""
+        """The forward by the tensors' memory alone, or None if there is no such forward."""
         plan = self.of_forward
         return plan.backend.direct(plan.problem)
 
     @cached_property
     def reads_lengths(self) -> bool:
-        """Whether a tensor names rows, keys or pages, so that its values, or where pages lie, are looked at in each call."""
+        """Whether a tensor says which rows, keys or pages there are. Its values, or the places of pages, are then read in each call."""
         spec = self.problem.spec
         return bool(spec.cu_slots or spec.page_slots or spec.region.selections)
 
@@ -168,12 +170,12 @@ class Plan:
 
 @lru_cache(maxsize=512)
 def _without_gradients(spec: str) -> Spec:
-    """The spec of the same call where no gradient is wanted."""
+    """Return the spec of the same call where no gradient is wanted."""
     return parse_spec(replace(parse_spec(spec), needs_grad=False, grad_slots=()).text())
 
 
 def _before(backend: Backend, p: Problem) -> Backend | None:
-    """The backend that runs a forward before this one does, as it says; None: this one does."""
+    """Return the backend that asks to run the forward before this one, or None."""
     first = select(p)
     return first if first is not backend and first.preferred(p) else None
 
@@ -185,7 +187,7 @@ PLANS_LIMIT = 512  # of calls that repeat; another one of a known structure take
 
 
 def forget() -> None:
-    """Forgets what was decided: backends are asked again."""
+    """Forget what was decided: backends are asked again."""
     for memory in (_plans, _selected, _forwards, of_calls):
         memory.clear()
 
@@ -195,7 +197,7 @@ def _signature(t: Tensor) -> tuple:
 
 
 def plan(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None, spec: str) -> Plan:
-    """Checks and selects, once per signature; the values of lengths and tables are checked at every call.
+    """Check and select, once per signature; the values of lengths and tables are checked at every call.
 
     Raises:
         ValueError: a wrong call. NotImplementedError: a right one that no backend runs.
@@ -223,7 +225,7 @@ def plan(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor
 
 
 def decide(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None, spec: str) -> Plan:
-    """:func:`plan` of a call that was not seen before, but for values of lengths and tables."""
+    """Make the :func:`plan` of a new call, without the checks of lengths' and tables' values."""
     call = Signature.of(q, k, v, extras, parse_spec(spec))
 
     def decided(sizes: Sequence[Any]) -> tuple[Backend, Any]:
@@ -244,7 +246,7 @@ def inputs(found: Plan, q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor
 
 
 def append(cache: Pages, k: Tensor, v: Tensor | None, cu_seqlens_q: Tensor | None) -> bool:
-    """Whether a backend of the device has written new rows into the pages of a cache."""
+    """Return whether a backend of the device has written new rows into the pages of a cache."""
     rows = [row for row in BACKENDS if row.device_types is not None and k.device.type in row.device_types]
     return any(backend(row.name).append(cache, k, v, contiguous(cu_seqlens_q)) for row in rows)
 
@@ -290,6 +292,7 @@ class Explanation:
             lines += ["backend   none"]
         lines += [f"forward   {': '.join(self.forward)}"] if self.forward else []
         lines += [f"prefix    {self.prefix}"] if self.prefix else []
+        lines += [f"layout    {_HEADS_FIRST}"] if _heads_first(p) else []
         lines += [f"not       {name}: {'; '.join(reasons)}" for name, reasons in self.refused.items()]
         others = (("tangents", self.tangents, self.tangents_refused), ("second", self.second, self.second_refused))
         for what, found, refused in others:
@@ -312,7 +315,7 @@ class Explanation:
         }
 
     def plot(self, batch: int = 0, head: int = 0) -> Figure:
-        """A matplotlib figure of the tiles that the forward visits, full, partial and skipped, of the score, and of this text.
+        """Return a matplotlib figure of the tiles that the forward visits, full, partial and skipped, of the score, and of this text.
 
         It reads the call's masks and scores back from their device. ``figure.savefig("call.png")`` saves it.
 
@@ -329,8 +332,20 @@ class Explanation:
         return explained.plot(self.problem, self.extras, self.tile, str(self), (batch, head))
 
 
+_HEADS_FIRST = "more heads than rows: if your tensors are (batch, heads, seqlen, head_dim), pass x.transpose(1, 2)"
+
+
+def _heads_first(p: Problem) -> bool:
+    """Return whether rows and heads look exchanged: equal heads of q and k, more heads than rows, and rows like heads of a group."""
+    rows_q, rows_k, heads = p.seqlen_q, p.seqlen_k, p.heads_k
+    grouped = rows_k > 0 and rows_q % rows_k == 0
+    return (
+        not (p.packed or p.paged) and p.heads_q == heads and heads >= 64 and heads > rows_q and rows_q > 1 and grouped
+    )
+
+
 def _why_not(row: Row, p: Problem, chosen: str | None) -> list[str]:
-    """Why a backend does not run a problem that another one runs, or none."""
+    """Return the reasons why a backend does not run a problem that another one runs."""
     reasons = list(backend(row.name).unsupported(p))
     if row.device_types is not None and p.device.type not in row.device_types:
         elsewhere = f"runs on {', '.join(row.device_types)}, q is on {p.device.type}"
@@ -344,7 +359,7 @@ def _why_not(row: Row, p: Problem, chosen: str | None) -> list[str]:
 
 
 def _other(forward: Plan | None, chosen: str | None) -> tuple[str, str] | None:
-    """The forward's backend and its tiles, where it is not the one that was chosen for both passes."""
+    """Return the forward's backend and its tiles, if another one runs the backward."""
     if forward is None or forward.backend.name == chosen:
         return None
     because = forward.backend.preferred(forward.problem)
@@ -352,7 +367,7 @@ def _other(forward: Plan | None, chosen: str | None) -> tuple[str, str] | None:
 
 
 def explain(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Explanation:
-    """The explanation of a call with these keywords.
+    """Return the explanation of a call with these keywords.
 
     Raises:
         ValueError: a wrong call.
@@ -362,7 +377,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Explanation:
 
 
 def explained(p: Problem, extras: Sequence[Tensor] = ()) -> Explanation:
-    """Who would run a problem, and why not the others; ``extras`` are its tensors, for a picture."""
+    """Explain who would run a problem, and why not the others; ``extras`` are its tensors, for a picture."""
     names = candidates(p)
     everything = get_args(What)
     reasons = {what: {name: _reasons(name, p, what) for name in names} for what in everything}

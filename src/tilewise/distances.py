@@ -19,7 +19,7 @@ SHORT = 128  # a run of fewer distances than two tiles has leaves no tile whole:
 
 
 def by_distance(*roots: Expr) -> bool:
-    """Whether expressions depend on i and on j, and on them through i - j alone; on s they may not depend."""
+    """Return whether expressions depend on i and on j, and on them through i - j alone; on s they may not depend."""
     grows: dict[int, int | None] = {}
     for e in expr.nodes(*roots):
         grows[id(e)] = _growth(e, [grows[id(x)] for x in expr.children(e)])
@@ -28,12 +28,12 @@ def by_distance(*roots: Expr) -> bool:
 
 
 def reads_by_distance(p: Problem) -> bool:
-    """Whether a problem's score reads a tensor at the distance of a pair."""
+    """Return whether a problem's score reads a tensor at the distance of a pair."""
     return p.spec.score is not None and any(by_distance(*x.args[1:]) for x in expr.lookups(p.spec.score))
 
 
 def _growth(e: Expr, inner: list[int | None]) -> int | None:
-    """The growth of a node where i and j both grow by one; None: not always by as much."""
+    """Return the growth of a node where i and j both grow by one; None: not always by as much."""
     if e.op == "symbol":
         return int(e.args[0] in ("i", "j"))
     if not any(x is None or x for x in inner):
@@ -50,17 +50,17 @@ def _growth(e: Expr, inner: list[int | None]) -> int | None:
 
 
 def lengths_vary(p: Problem) -> bool:
-    """Whether sequences may have more keys than queries by different numbers."""
+    """Return whether sequences may have more keys than queries by different numbers."""
     return p.packed and len(set(p.spec.cu_slots)) > 1
 
 
 def varying(p: Problem) -> frozenset[str]:
-    """The symbols that are not the same for all pairs of a distance and a head, or batch element, in one sum of a kernel."""
+    """Return the symbols that are not the same for all pairs of a distance and a head, or batch element, in one sum of a kernel."""
     return frozenset(("b", "seqlen_q", "seqlen_k", *(("off",) if lengths_vary(p) else ())) if p.packed else ())
 
 
 def visible(p: Problem) -> tuple[int, int]:
-    """The least and the largest i - j of the pairs that a problem's mask may keep; the first is above the second where there are none."""
+    """Return the least and the largest i - j that a problem's mask may keep. The first is above the second if there are none."""
     low, high = 1 - p.seqlen_k, p.seqlen_q - 1
     if lengths_vary(p):
         return low, high
@@ -91,7 +91,7 @@ class Near:
 
 
 def indices(p: Problem, lookup: Expr, start: int, stop: int) -> dict[int, torch.Tensor] | None:
-    """The indices of a lookup :func:`by_distance` at the distances in ``[start, stop)``, int64, by axis; of the axes that move.
+    """Return the indices of a lookup :func:`by_distance` at the distances in ``[start, stop)``, int64, by axis; of the axes that move.
 
     None where they read a tensor, or move with b or h too: they are not known before a call.
     """
@@ -109,7 +109,7 @@ def indices(p: Problem, lookup: Expr, start: int, stop: int) -> dict[int, torch.
 
 
 def near(p: Problem, lookup: Expr) -> Near:
-    """The distances at which a lookup :func:`by_distance` may read different elements of its tensor.
+    """Return the distances at which a lookup :func:`by_distance` may read different elements of its tensor.
 
     All that are visible, where the :func:`indices` are not known.
     """

@@ -18,22 +18,22 @@ _LOW = 0xFFFFFFFF
 
 
 def threshold(p: float) -> int:
-    """The 16-bit values below it are kept: ``round((1 - p) * 65536)``."""
+    """Return ``round((1 - p) * 65536)``: 16-bit values below it are kept."""
     return round((1 - p) * 65536)
 
 
 def possible(p: float) -> bool:
-    """Whether p leaves some 16-bit values kept and some dropped."""
+    """Return whether p leaves some 16-bit values kept and some dropped."""
     return math.isfinite(p) and 0 < threshold(p) < 65536
 
 
 def keep_scale(p: float) -> float:
-    """The factor of kept values, ``65536 / threshold(p)``: the inverse of the share that is really kept."""
+    """Return the factor of kept values, ``65536 / threshold(p)``: the inverse of the share that is really kept."""
     return 65536 / threshold(p)
 
 
 def seed_tensor(seed: int, device: torch.device | str | None) -> Tensor:
-    """One int64 with the 64 bits of ``seed``, an int of -2^63 ... 2^64 - 1."""
+    """Return one int64 with the 64 bits of ``seed``, an int of -2^63 ... 2^64 - 1."""
     signed = seed - 2**64 if seed >= 2**63 else seed
     return torch.full((1,), signed, dtype=torch.int64, device=device)
 
@@ -50,7 +50,7 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: Tensor) -> tupl
 
 
 def keep(seed: Tensor, p: float, head: Tensor, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
-    """The pairs of a tile that are kept.
+    """Return the pairs of a tile that are kept.
 
     Args:
         seed: int64, one element.

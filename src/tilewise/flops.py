@@ -36,7 +36,7 @@ def _formula(by_k: int, by_v: int, read: Callable[..., tuple]) -> Callable[..., 
 
 
 def _pairs(q: Tensor, k: Tensor, extras: Sequence[Tensor], text: str) -> int:
-    """Pairs of a query and a key in all sequences; where their lengths have no values, in fake tensors, no fewer than these."""
+    """Return pairs of a query and a key in all sequences; where their lengths have no values, in fake tensors, no fewer than these."""
     spec = parse_spec(text)
     cu = [extras[slot] for slot in spec.cu_slots]
     table, seqlens_k = [extras[slot] for slot in spec.page_slots] or (None, None)
@@ -53,7 +53,7 @@ def _register(counter: Any) -> None:
 
 
 class _WhenImported:
-    """A finder that has the formulas registered once the counter is imported: with it comes Triton, which takes half a second."""
+    """A finder that registers the formulas once the counter is imported. The counter imports Triton, which takes half a second."""
 
     NAME = "torch.utils.flop_counter"
 

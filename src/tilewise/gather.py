@@ -17,7 +17,7 @@ from tilewise.spec import parse_spec
 
 
 def gathered(p: Problem, t: Inputs, dtype: torch.dtype = torch.float64) -> tuple[Problem, Inputs]:
-    """The packed problem of a paged one, with its tensors: k ``(total_k, heads_k, head_dim)``, q ``(total_q, heads_q, head_dim)``.
+    """Return the packed problem of a paged one, with its tensors: k ``(total_k, heads_k, head_dim)``, q ``(total_q, heads_q, head_dim)``.
 
     Args:
         dtype: of k and v where the cache is quantised. In float64 they are exactly the cache's numbers times their scales.
@@ -40,12 +40,12 @@ def gathered(p: Problem, t: Inputs, dtype: torch.dtype = torch.float64) -> tuple
 
 
 def in_layout_of(p: Problem, out: Output) -> Output:
-    """The output of :func:`gathered`'s problem, packed, in the layout of the paged problem p."""
+    """Return the output of :func:`gathered`'s problem, packed, in the layout of the paged problem p."""
     return Output(out.o.view(p.output_shapes[0]), *[statistic_in_layout_of(p, x) for x in out.tensors[1:]])
 
 
 def statistic_in_layout_of(p: Problem, x: Tensor) -> Tensor:
-    """A statistic of rows, as lse, ``(heads, total_q)`` of packed queries in the layout of the paged problem p."""
+    """Return a statistic of rows, as lse, ``(heads, total_q)`` of packed queries in the layout of the paged problem p."""
     if p.packed:
         return x
     batch, heads, seqlen = p.output_shapes[1]
@@ -58,7 +58,7 @@ def _packed_rows(q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _places(p: Problem, table: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The sequence of each key, its page, and the row in it: int64 ``(total_k,)``."""
+    """Return the sequence of each key, its page, and the row in it: int64 ``(total_k,)``."""
     position = torch.arange(p.capacity, device=table.device)
     page = table.long().clamp(0, max(p.k.shape[0] - 1, 0))[:, position // p.page_size]
     used = position < lengths.unsqueeze(-1)
@@ -67,7 +67,7 @@ def _places(p: Problem, table: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor,
 
 
 def _scales(scale: Tensor, places: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    """The factor of each key and head, ``(total_k|1, heads_k|1, 1)``, of any form of scale that :func:`pages.scale_reasons` allows."""
+    """Return the factor of each key and head, ``(total_k|1, heads_k|1, 1)``, of any scale that :func:`pages.scale_reasons` allows."""
     sequence, page, row = places
     by_form = {0: lambda: scale.view(1, 1), 1: lambda: scale.view(1, -1), 2: lambda: scale[sequence]}
     return by_form.get(scale.ndim, lambda: scale[page, row])().unsqueeze(-1)

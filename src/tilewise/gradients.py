@@ -70,7 +70,7 @@ def attention_backward(
 
 
 def _run(q: Tensor, k: Tensor, v: Tensor, results: dict[str, Any], options: Options) -> tuple[Tensor, ...]:
-    """The gradients; ``results``: do, o, lse and dlse."""
+    """Return the gradients; ``results``: do, o, lse and dlse."""
     reasons = _result_reasons(q, v, results, options.cu_seqlens_q is not None) + _option_reasons(options)
     if reasons:
         raise ValueError("attention_backward was called wrongly" + "".join([f"\n  {reason}" for reason in reasons]))
@@ -90,7 +90,7 @@ def _is_one_of(x: Tensor, tensors: Sequence[Tensor]) -> bool:
 
 
 def _result_reasons(q: Tensor, v: Tensor, results: dict[str, Tensor | None], packed: bool) -> list[str]:
-    """The reasons against do, o, lse and dlse. If q or v has the wrong rank itself, the operator says so."""
+    """Return the reasons against do, o, lse and dlse. If q or v has the wrong rank itself, the operator says so."""
     reasons = not_tensors(tuple(results.items()), ("do", "o", "lse"))
     if reasons or not (isinstance(q, Tensor) and isinstance(v, Tensor) and q.ndim == v.ndim == (3 if packed else 4)):
         return reasons
@@ -106,7 +106,7 @@ def _result_reasons(q: Tensor, v: Tensor, results: dict[str, Tensor | None], pac
 
 
 def _option_reasons(o: Options) -> list[str]:
-    """The reasons against a seed that is not given, and against tensors of ``wrt`` that have no gradient."""
+    """Return the reasons against a missing seed, and against tensors of ``wrt`` without a gradient."""
     if isinstance(o.wrt, Tensor):
         return ["wrt must be a sequence of tensors, got a tensor; write wrt=(x,)"]
     may = [*o.score.leaves, *([] if o.sink is None else [o.sink])]

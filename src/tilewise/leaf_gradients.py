@@ -47,12 +47,12 @@ class Read:
 
     @property
     def apart(self) -> frozenset[str]:
-        """The symbols that are an index by themselves: two pairs that differ in one of them never meet in an element."""
+        """Return the symbols that are an index by themselves. Pairs with different values of one never meet in an element."""
         return frozenset(x.args[0] for x in self.expr.args[1:] if x.op == "symbol")
 
 
 def classify(p: Problem) -> tuple[Read, ...]:
-    """How each of ``spec.lookups`` is summed."""
+    """Return how each of ``spec.lookups`` is summed."""
     slots = [e.args[0][1] for e in p.spec.lookups]
     return tuple(_classify(p, e, slots.count(e.args[0][1]) == 1) for e in p.spec.lookups)
 
@@ -74,7 +74,7 @@ def _classify(p: Problem, e: Expr, alone: bool) -> Read:
 def read_adjoint(
     grad: torch.Tensor, e: Expr, env: Mapping[str, torch.Tensor], leaves: Sequence, g: torch.Tensor
 ) -> None:
-    """Adds to ``grad``, the gradient of the leaf that lookup ``e`` reads, what ``g`` (one value per pair) gives it.
+    """Add to ``grad``, the gradient of the leaf that lookup ``e`` reads, what ``g`` (one value per pair) gives it.
 
     Sums first over what the index does not depend on; where it is plain symbols, the rest is one slice.
     """

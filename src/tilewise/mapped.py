@@ -27,7 +27,7 @@ class Mapped:
     slots: tuple[int, ...]
 
     def expression(self, e: Expr) -> Expr:
-        """An expression about one example as one about the whole batch."""
+        """Return an expression about one example as one about the whole batch."""
         size = number(self.batch)
         example, element = (B, number(0)) if self.batch == 1 else (apply("floordiv", B, size), apply("mod", B, size))
         new: dict[int, Expr] = {}
@@ -41,7 +41,7 @@ class Mapped:
         return new[id(e)]
 
     def region(self, region: Region) -> Region:
-        """A mask of one example as that of the whole batch."""
+        """Return a mask of one example as that of the whole batch."""
         names = ("lo", "hi", "first", "last", "predicate")
         ends = {name: getattr(region, name) for name in names}
         return replace(region, **{name: None if e is None else self.expression(e) for name, e in ends.items()})

@@ -48,7 +48,7 @@ def _reasons(name: str, x: Tensor) -> list[str]:
 
 
 def nested_like(q: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """A packed call's o and lse with q's ragged structure: ``(batch, j, heads, head_dim_v)`` and ``(batch, heads, j)``."""
+    """Return a packed call's o and lse with q's ragged structure: ``(batch, j, heads, head_dim_v)`` and ``(batch, heads, j)``."""
     offsets, shortest, longest = q.offsets(), q._maybe_min_seqlen, q._maybe_max_seqlen
     lengths = {"min_seqlen": shortest, "max_seqlen": longest}
     o, lse = (torch.nested.nested_tensor_from_jagged(x, offsets, **lengths) for x in (o, lse.mT))

@@ -18,7 +18,7 @@ LARGEST = 448.0  # of the e4m3 numbers (Micikevicius et al., FP8 Formats for Dee
 
 
 def size_reasons(k: Tensor, v: Tensor) -> list[str]:
-    """Reasons against the pages of the two pools, ``(num_pages, page_size, heads_k, head_dim)``."""
+    """Return reasons against the pages of the two pools, ``(num_pages, page_size, heads_k, head_dim)``."""
     reasons = []
     if k.shape[:2] != v.shape[:2]:
         reasons.append(f"k has {k.shape[0]} pages of {k.shape[1]} keys, v {v.shape[0]} of {v.shape[1]}")
@@ -28,7 +28,7 @@ def size_reasons(k: Tensor, v: Tensor) -> list[str]:
 
 
 def lies_in(v: Tensor, k: Tensor) -> bool:
-    """Whether values are the first columns of their keys' own memory, as multi-head latent attention keeps them."""
+    """Return whether values are the first columns of their keys' own memory, as multi-head latent attention keeps them."""
     if k.dtype != v.dtype or k.stride() != v.stride() or k.shape[:-1] != v.shape[:-1] or v.shape[-1:] > k.shape[-1:]:
         return False
     same = k.untyped_storage()._cdata == v.untyped_storage()._cdata  # without memory too, as tensors are traced
@@ -36,7 +36,7 @@ def lies_in(v: Tensor, k: Tensor) -> bool:
 
 
 def quantised_reasons(k: Tensor, v: Tensor, spec: Spec) -> list[str]:
-    """Reasons against the dtypes of a quantised cache's pages."""
+    """Return reasons against the dtypes of a quantised cache's pages."""
     if not (k.dtype == v.dtype == FLOAT8):
         return [f"k_scale and v_scale belong to pages of float8_e4m3fn, these are {k.dtype} and {v.dtype}"]
     return (
@@ -47,7 +47,7 @@ def quantised_reasons(k: Tensor, v: Tensor, spec: Spec) -> list[str]:
 
 
 def scale_reasons(k: Tensor, scales: Sequence[Tensor], batch: int) -> list[str]:
-    """Reasons against ``(k_scale, v_scale)`` of a quantised cache whose pages are shaped as ``k``."""
+    """Return reasons against ``(k_scale, v_scale)`` of a quantised cache whose pages are shaped as ``k``."""
     heads = k.shape[2]
     allowed = ((), (heads,), (batch, heads), tuple(k.shape[:3]))
     return [
@@ -59,19 +59,19 @@ def scale_reasons(k: Tensor, scales: Sequence[Tensor], batch: int) -> list[str]:
 
 
 def quantised(x: Tensor, scale: Tensor) -> Tensor:
-    """``x / scale`` as the nearest e4m3 numbers, in fp32; beyond the largest it is the largest, and NaN stays NaN."""
+    """Return ``x / scale`` as the nearest e4m3 numbers, in fp32; beyond the largest it is the largest, and NaN stays NaN."""
     return (x.float() / scale).clamp(-LARGEST, LARGEST).to(FLOAT8)
 
 
 def token_scales(x: Tensor) -> Tensor:
-    """The scale of each row ``(..., heads, dim)``: its largest finite number over that of e4m3, fp32; 1 where that is 0."""
+    """Return each row's scale, for rows ``(..., heads, dim)``: its largest finite number over e4m3's largest, fp32, or 1 if that is 0."""
     size = x.float().abs()
     scale = size.where(size.isfinite(), 0.0).amax(-1) * (1 / LARGEST)  # a product rounds alike on every device
     return torch.where(scale == 0, 1.0, scale)
 
 
 def table_reasons(q: Tensor, table: Tensor, seqlens: Tensor, cu_seqlens_q: Tensor | None, rows: str = "q") -> list[str]:
-    """Reasons against the shapes and dtypes of ``block_table`` (batch, max_pages) and ``seqlens_k`` (batch,), int32.
+    """Return reasons against the shapes and dtypes of ``block_table`` (batch, max_pages) and ``seqlens_k`` (batch,), int32.
 
     Args:
         rows: the name of ``q`` in messages.
@@ -94,7 +94,7 @@ def table_reasons(q: Tensor, table: Tensor, seqlens: Tensor, cu_seqlens_q: Tenso
 
 
 def option_reasons(spec: Spec) -> list[str]:
-    """The options that a call over pages does not have."""
+    """Return the options that a call over pages does not have."""
     has = {
         "a cache has no gradient, and q, k, v or a tensor of the score requires one: call it under torch.no_grad()": (
             spec.needs_grad

@@ -37,13 +37,13 @@ class Piece:
         ]
 
     def score(self, whole: Expr) -> Expr:
-        """An expression about the whole in the piece's own i and j."""
+        """Return an expression about the whole in the piece's own i and j."""
         values = {"i": I + self.q_start, "j": J + self.k_start, "off": number(self.total_k - self.total_q)}
         values |= {"seqlen_q": number(self.total_q), "seqlen_k": number(self.total_k)}
         return _folded(expr.substitute(whole, values))
 
     def region(self, whole: Region) -> Region:
-        """The whole's mask on the piece's pairs; ends count from the piece's first query or key, and are clamped where they are read."""
+        """Return the whole's mask on the piece's pairs. Ends count from the piece's first query or key, and are clamped when read."""
 
         def end(e: Expr | None, start: int) -> Expr | None:
             return None if e is None else _less(self.score(e), start)
@@ -55,7 +55,7 @@ class Piece:
 
 
 def _less(root: Expr, n: int) -> Expr:
-    """``root - n`` with the difference taken inside of maximum, minimum and where, so that the ends of bands stay as they are written."""
+    """Return ``root - n``, subtracted inside maximum, minimum and where, so that the ends of bands stay as they are written."""
 
     def less(e: Expr, parts: list[Expr]) -> Expr:
         condition = e.args[:1] if e.op == "where" else ()
@@ -65,12 +65,12 @@ def _less(root: Expr, n: int) -> Expr:
 
 
 def _branches(e: Expr) -> tuple[Expr, ...]:
-    """The arguments of which the value of an end is one; none of any other expression."""
+    """Return the arguments of which the value of an end is one; none of any other expression."""
     return e.args if e.op in ("maximum", "minimum") else e.args[1:] if e.op == "where" else ()
 
 
 def _folded(root: Expr) -> Expr:
-    """The tree with sums of whole numbers added up: ``(i + 5) + 3`` is ``i + 8``.
+    """Return the tree with sums of whole numbers added up: ``(i + 5) + 3`` is ``i + 8``.
 
     What is folded depends on the tree's form alone, never on a number's value, so all pieces of an attention share their kernels.
     """

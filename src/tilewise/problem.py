@@ -342,9 +342,9 @@ def _rank_hint(q: Tensor, spec: Spec) -> str:
 def _length_reasons(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> list[str]:
     reasons = []
     if not packed and not (q.shape[0] == k.shape[0] == v.shape[0]):
-        reasons.append(f"batch differs: q {q.shape[0]}, k {k.shape[0]}, v {v.shape[0]}")
+        reasons.append(f"batch differs: q {q.shape[0]}, k {k.shape[0]}, v {v.shape[0]}; k and v have q's, or both 1")
     if k.shape[-3] != v.shape[-3]:
-        reasons.append(f"seqlen of k ({k.shape[-3]}) and v ({v.shape[-3]}) differ")
+        reasons.append(f"seqlen of k ({k.shape[-3]}) and v ({v.shape[-3]}) differ; each key has one row of v")
     return reasons
 
 
@@ -353,10 +353,10 @@ def _width_reasons(q: Tensor, k: Tensor, v: Tensor) -> list[str]:
     if k.shape[-2] != v.shape[-2]:
         reasons.append(f"heads of k ({k.shape[-2]}) and v ({v.shape[-2]}) differ")
     elif k.shape[-2] == 0 or q.shape[-2] == 0 or q.shape[-2] % k.shape[-2]:
-        layout = "; heads come after rows, so heads first need x.transpose(1, 2)" if q.ndim == 4 else ""
+        layout = "; if your heads come before the rows, pass x.transpose(1, 2)" if q.ndim == 4 else ""
         reasons.append(f"heads of q ({q.shape[-2]}) must be a positive multiple of heads of k ({k.shape[-2]}){layout}")
     if q.shape[-1] != k.shape[-1]:
-        reasons.append(f"head_dim of q ({q.shape[-1]}) and k ({k.shape[-1]}) differ")
+        reasons.append(f"head_dim of q ({q.shape[-1]}) and k ({k.shape[-1]}) differ; v alone may have another one")
     if q.shape[-1] == 0 or v.shape[-1] == 0:
         reasons.append("head_dim is 0")
     return reasons
@@ -422,7 +422,7 @@ def _cu_reasons(q: Tensor, k: Tensor, cu: Sequence[Tensor]) -> list[str]:
 
 
 def _leaf_reasons(q: Tensor, k: Tensor, extras: Sequence[Tensor], spec: Spec) -> list[str]:
-    """Return the reasons against leaves whose sizes do not fit the indices that read them."""
+    """Return the reasons against leaves whose sizes do not fit their indices."""
     sizes = {"b": extras[spec.cu_slots[0]].shape[0] - 1 if spec.packed else q.shape[0], "h": q.shape[-2]}
     lengths = (q.shape[-3], k.shape[-3]) if spec.piece is None else (spec.piece.total_q, spec.piece.total_k)
     known = "" if spec.packed else "i" if spec.paged else "ij"  # the lengths that all sequences have in common
@@ -538,7 +538,7 @@ def _prepared_reasons(q: Tensor, k: Tensor, region: Region) -> list[str]:
 def _option_reasons(q: Tensor, seed: Tensor | None, spec: Spec) -> list[str]:
     reasons = []
     if spec.softmax_scale is not None and not math.isfinite(spec.softmax_scale):
-        reasons.append(f"softmax_scale is {spec.softmax_scale}")
+        reasons.append(f"softmax_scale is {spec.softmax_scale}, it must be finite")
     if spec.dropout_p != 0 and not dropout.possible(spec.dropout_p):
         reasons.append(f"dropout_p {spec.dropout_p} must be 0, or round to between 1/65536 and 65535/65536")
     if spec.dropout_p != 0 and seed is None:

@@ -80,7 +80,7 @@ def _shuffled(n: int, order: int, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """The dtype, and which of many equally good orders, in which the formulas are computed.
+    """The dtype of the formulas, and their order, one of many equally good ones.
 
     Attributes:
         order: 0 is the textbook's. Any other number shuffles the terms of every product's sums (by that seed), for dK and dV those
@@ -112,7 +112,7 @@ class Arithmetic:
         return a[..., shuffled] @ b[..., shuffled, :]
 
     def logsumexp(self, x: Tensor) -> Tensor:
-        """The log of the sum of exponentials over the last dimension, in fp32 at least; the textbook alone rounds it to x's dtype."""
+        """Return the log of the sum of exponentials over the last dimension, in fp32 at least; only the textbook rounds it to x's dtype."""
         if not self.order:
             return torch.logsumexp(x, -1)
         x = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -120,7 +120,7 @@ class Arithmetic:
         return torch.logaddexp(*(torch.logsumexp(x[..., part], -1) for part in parts))
 
     def softmax(self, x: Tensor, lse: Tensor) -> Tensor:
-        """The softmax over the last dimension; ``lse``: what :meth:`logsumexp` makes of x."""
+        """Return the softmax over the last dimension; ``lse``: what :meth:`logsumexp` makes of x."""
         return torch.softmax(x, -1) if not self.order else torch.exp(x.to(lse.dtype) - lse.unsqueeze(-1)).to(x.dtype)
 
     @property
@@ -221,7 +221,7 @@ class _Attention:
         return dq * p.softmax_scale, dk * p.softmax_scale, dv, delta, leaves
 
     def _over_queries(self, x: Tensor, y: Tensor) -> Tensor:
-        """``xᵀ y`` of matrices with a row for each query, added up over the query heads of a group."""
+        """Return ``xᵀ y`` of matrices with a row for each query, added up over the query heads of a group."""
         by_group = [z.unflatten(1, (self.p.heads_k, self.p.group)) for z in (x, y)]
         if self.textbook:
             x, y = by_group
@@ -237,7 +237,7 @@ def attend(p: Problem, t: Inputs, arithmetic: Arithmetic, of: Iterable[Part] | N
 
 
 def forward(p: Problem, t: Inputs, arithmetic: Arithmetic, attended: Iterable[_Attention] | None = None) -> Output:
-    """``o``, ``lse`` and, where it is asked for, ``max_logit``, returned in the dtype that they are computed in."""
+    """Return ``o``, ``lse`` and, if asked for, ``max_logit``, in the dtype of the computation."""
     if p.paged:
         return gather.in_layout_of(p, forward(*gather.gathered(p, t), arithmetic))
     attended = list(attend(p, t, arithmetic) if attended is None else attended)
@@ -271,7 +271,7 @@ def backward(
     arithmetic: Arithmetic,
     attended: Iterable[_Attention] | None = None,
 ) -> Grads:
-    """All gradients, in the dtype that they are computed in; P is recomputed by softmax, not from a rounded lse."""
+    """Return all gradients, in the dtype that they are computed in; P is recomputed by softmax, not from a rounded lse."""
     dtype = arithmetic.dtype
     dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (t.q, t.k, t.v))
     leaves: dict[int, Tensor] = {}
@@ -294,7 +294,7 @@ def backward(
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, dtype: torch.dtype = torch.float64, **options: object
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``(o, lse, probabilities)`` with the whole matrix in memory, whatever its size.
+    """Return ``(o, lse, probabilities)`` with the whole matrix in memory, whatever its size.
 
     Args:
         q, k, v: ``(batch, seqlen, heads, head_dim)``.

@@ -16,7 +16,7 @@ from tilewise.spec import Words, brief, texts_of
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, words: Words, lse: bool, heads_first: bool = False) -> tuple | None:
-    """``(o, lse)`` of a call that wants no gradient and whose score reads no tensor; None: there is more to look at.
+    """Return ``(o, lse)`` of a call without gradients and without tensors in its score; None if there is more to look at.
 
     Args:
         q, k, v: ``(batch, seqlen, heads, head_dim)``, or ``(batch, heads, seqlen, head_dim)`` with ``heads_first``.
@@ -66,7 +66,7 @@ def _heads_last(*tensors: Tensor) -> list[Tensor]:
 def _known(
     q: Tensor, k: Tensor, v: Tensor, words: Words, leaves: tuple[Tensor, ...], key: tuple
 ) -> dispatch.Plan | None:
-    """The plan of a call, which is known from here on; None: of one that :func:`attend` returns nothing of."""
+    """Return the plan of a call and remember it; None for a call that :func:`attend` leaves to others."""
     assembled = brief(q, k, v, words)
     if assembled is None or len(assembled[0]) != len(leaves):  # a tensor that stands twice is one of the extras
         return None

@@ -19,46 +19,46 @@ from pathlib import Path
 
 
 def check_values() -> bool:
-    """Whether values on an accelerator may be read back for checks."""
+    """Return whether values on an accelerator may be read back for checks."""
     return os.environ.get("TILEWISE_CHECK", "0") not in ("", "0")
 
 
 def cpu_isa() -> str:
-    """The instruction set that the cpu backend must use; empty: the best one."""
+    """Return the instruction set that the cpu backend must use; empty: the best one."""
     return os.environ.get("TILEWISE_CPU_ISA", "")
 
 
 def cpu_pool() -> str:
-    """The owner of the threads that the cpu backend uses: ``torch`` or ``own``."""
+    """Return the owner of the threads that the cpu backend uses: ``torch`` or ``own``."""
     return os.environ.get("TILEWISE_CPU_POOL", "torch")
 
 
 def cpu_library() -> str:
-    """The file of the cpu backend's library; empty: the one that was built with the package."""
+    """Return the file of the cpu backend's library; empty: the one that was built with the package."""
     return os.environ.get("TILEWISE_CPU_LIBRARY", "")
 
 
 def cache_folder() -> Path:
-    """The user's folder of what was measured or compiled on this machine."""
+    """Return the user's folder of what was measured or compiled on this machine."""
     named = os.environ.get("TILEWISE_CACHE", "")
     return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tilewise"
 
 
 def hopper_kernels() -> str:
-    """The folder of the hopper backend's compiled kernels; empty: ``kernels`` in the backend's own."""
+    """Return the folder of the hopper backend's compiled kernels; empty: ``kernels`` in the backend's own."""
     return os.environ.get("TILEWISE_HOPPER_KERNELS", "")
 
 
 def launcher_library() -> str:
-    """The file of the library that launches compiled kernels; empty: the one that was built with the package."""
+    """Return the file of the library that launches compiled kernels; empty for the package's own."""
     return os.environ.get("TILEWISE_LAUNCHER", "")
 
 
 def triton_ptxas() -> str:
-    """The assembler that Triton shall use; empty: one that it brings."""
+    """Return the assembler for Triton to use; empty for Triton's own."""
     return os.environ.get("TRITON_PTXAS_PATH", "")
 
 
 def triton_ptxas_blackwell() -> str:
-    """The newer assembler that Triton shall use; empty: the one that it brings."""
+    """Return the newer assembler for Triton to use; empty for Triton's own."""
     return os.environ.get("TRITON_PTXAS_BLACKWELL_PATH", "")

@@ -1,4 +1,4 @@
-"""A prefix that all sequences of a cache have in common, attended once for the batch where that takes less time.
+"""A prefix common to all sequences of a cache, attended once for the batch if that takes less time.
 
 The queries of all sequences over the prefix are those of one sequence; each one's own keys come apart, and the two states are merged
 (docs/algorithm.md#5-merging). That is the same attention where every query lies behind the prefix and no score depends on where it
@@ -27,7 +27,7 @@ SECONDS_MORE = 110e-6
 
 @dataclass(frozen=True)
 class Saving:
-    """The seconds that reading a prefix once saves, and those that it costs."""
+    """The seconds saved by reading a prefix once, and the seconds that this costs."""
 
     saved: float
     more: float
@@ -43,7 +43,7 @@ class Saving:
 
 
 def why_apart(q: Tensor, shared: SharedCache, o: Options) -> list[str]:
-    """Every reason why each sequence reads the prefix for itself; empty: it is attended once."""
+    """Return every reason why each sequence reads the prefix for itself; empty: it is attended once."""
     has = {
         "packed queries": o.cu_seqlens_q is not None,
         "deterministic: the queries of other sequences would decide how its keys are split": _deterministic(o),
@@ -60,7 +60,7 @@ def why_apart(q: Tensor, shared: SharedCache, o: Options) -> list[str]:
 
 
 def described(q: Tensor, shared: SharedCache, o: Options) -> str:
-    """How the prefix is read, and why."""
+    """Return how the prefix is read, and why."""
     reasons = why_apart(q, shared, o)
     return f"read by each sequence: {'; '.join(reasons)}" if reasons else f"read once: {Saving.of(q, shared)}"
 
@@ -78,7 +78,7 @@ def _reads_positions(o: Options) -> bool:
 
 
 def attend(q: Tensor, shared: SharedCache, o: Options) -> state.State:
-    """The attention of q over a shared cache.
+    """Return the attention of q over a shared cache.
 
     Raises:
         ValueError: a prefix that is no part of every row of the table, or behind which some query does not lie; the latter, and other
@@ -91,7 +91,7 @@ def attend(q: Tensor, shared: SharedCache, o: Options) -> state.State:
 
 
 def attend_once(q: Tensor, shared: SharedCache, o: Options) -> state.State:
-    """The attention of q ``(batch, rows, heads, head_dim)`` with the prefix as one sequence of ``batch * rows`` queries."""
+    """Return the attention of q ``(batch, rows, heads, head_dim)`` with the prefix as one sequence of ``batch * rows`` queries."""
     (batch, rows), cache, n = q.shape[:2], shared.cache, shared.prefix_pages
     length = torch.full((1,), shared.keys, dtype=torch.int32, device=q.device)
     prefix = cache._replace(block_table=cache.block_table[:1, :n], seqlens_k=length)
@@ -103,13 +103,13 @@ def attend_once(q: Tensor, shared: SharedCache, o: Options) -> state.State:
 
 
 def over(q: Tensor, cache: PagedCache | QuantizedCache, o: Options) -> state.State:
-    """The attention of q over a cache, by the operator."""
+    """Return the attention of q over a cache, by the operator."""
     k, v = cache_as_options(cache, o)
     return autograd.attention(q, k, v, *assemble(q, k, v, o))
 
 
 def _wrong(q: Tensor, shared: SharedCache) -> list[str]:
-    """Reasons against the prefix."""
+    """Return reasons against the prefix."""
     (_, _, table, lengths), n = shared.cache[:4], shared.prefix_pages
     if not isinstance(n, int) or table.ndim != 2 or not 0 < n < table.shape[1]:
         return [f"prefix_pages must be above 0 and below the {table.shape[-1]} pages of a row of the table, got {n!r}"]

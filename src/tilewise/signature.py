@@ -1,4 +1,4 @@
-"""Calls that differ in their lengths alone: a structure, by which decisions are kept, and sizes, with which they are computed."""
+"""Calls that differ only in their lengths. Decisions are kept by a call's structure and computed with its sizes."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Structured:
 
 
 def tensors_with_sizes(tensors: Sequence[TensorFacts], sizes: Sequence[Any]) -> list[TensorFacts]:
-    """Tensors of the same structure whose :attr:`Structured.sizes` are these."""
+    """Return tensors of the same structure whose :attr:`Structured.sizes` are these."""
     rest, found = iter(sizes), []
     for n, x in enumerate(tensors):
         kept = x.shape[-2:] if n < 3 else ()

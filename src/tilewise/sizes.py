@@ -34,7 +34,7 @@ _SIGNS = {
 
 
 class Size:
-    """A number that follows from the sizes of a call. It knows its value in the call that is recorded."""
+    """A number that follows from a call's sizes. It knows its value in the recorded call."""
 
     __slots__ = ("_at", "_record", "_value")
 
@@ -42,7 +42,7 @@ class Size:
         self._record, self._at, self._value = record, at, value
 
     def _known(self) -> Any:
-        """The number itself: from here on the record holds for it alone."""
+        """Return the number itself: from here on the record holds for it alone."""
         self._record.guard("eq", self, self._value)
         return self._value
 
@@ -132,17 +132,17 @@ for _name in ("add", "sub", "mul", "floordiv", "truediv", "mod", "rshift", "lshi
 
 
 def smaller(a: Number | Size, b: Number | Size) -> Any:
-    """The smaller of two numbers; ``min`` would record which one it is."""
+    """Return the smaller of two numbers; ``min`` would record which one it is."""
     return _either("min", a, b)
 
 
 def larger(a: Number | Size, b: Number | Size) -> Any:
-    """The larger of two numbers, as :func:`smaller`."""
+    """Return the larger of two numbers, as :func:`smaller`."""
     return _either("max", a, b)
 
 
 def best(options: Iterable[Any], cost: Callable[[Any], Number | Size]) -> Any:
-    """The first of the options that cost least, as ``min`` finds it, which would record the order of the others too."""
+    """Return the first of the cheapest options, as ``min`` does, but without recording the order of the others."""
     options = list(options)
     costs = [cost(x) for x in options]
     values = [x._value if isinstance(x, Size) else x for x in costs]
@@ -176,7 +176,7 @@ class Record:
             )
 
     def computed(self, name: str, *operands: Number | Size) -> Any:
-        """The value of an operation."""
+        """Return the value of an operation."""
         self._check()
         key = name, *[_place(x) for x in operands]
         found = self._known.get(key)
@@ -187,7 +187,7 @@ class Record:
         return found
 
     def guard(self, name: str, *operands: Number | Size) -> bool:
-        """The outcome of a comparison in the call that is recorded."""
+        """Return the outcome of a comparison in the call that is recorded."""
         self._check()
         key = name, *[_place(x) for x in operands]
         outcome = _FUNCTIONS[name](*[x._value if isinstance(x, Size) else x for x in operands])
@@ -195,7 +195,7 @@ class Record:
         return outcome
 
     def function(self, returned: Any) -> Callable[..., Any]:
-        """The recorded decision as a function of sizes: what it returns, or :data:`MISSED` where a guard fails."""
+        """Return the recorded decision as a function of sizes: what it returns, or :data:`MISSED` where a guard fails."""
         self.closed = True
         constants: dict[str, Any] = {
             "MISSED": MISSED,
@@ -208,7 +208,7 @@ class Record:
         return constants["decided"]
 
     def _used(self, returned: Any) -> set[int]:
-        """The values that guards and results need."""
+        """Return the values that guards and results need."""
         used = {size._at for size in _sizes_in(returned)}
         used |= {x.at for _, *operands in self._guards for x in operands if isinstance(x, _Place)}
         for n in reversed(range(len(self._steps))):
@@ -217,7 +217,7 @@ class Record:
         return used
 
     def _lines(self, used: set[int], constants: dict[str, Any], names: Iterator[str]) -> list[str]:
-        """The steps and guards as code, in the order in which they were recorded: a guard may protect what comes after it."""
+        """Return the steps and guards as code, in the order in which they were recorded: a guard may protect what comes after it."""
 
         def text(x: Any) -> str:
             return f"v{x.at}" if isinstance(x, _Place) else _constant(x, constants, names)
@@ -272,7 +272,7 @@ def _place(x: Any) -> Any:
 
 
 def _constant(x: Any, constants: dict[str, Any], names: Iterator[str]) -> str:
-    """The text of an operand of :func:`_place`, or of a thing without sizes."""
+    """Return the text of an operand of :func:`_place`, or of a thing without sizes."""
     kind, value = x
     if kind is int or kind is bool:
         return f"({value!r})"
@@ -282,7 +282,7 @@ def _constant(x: Any, constants: dict[str, Any], names: Iterator[str]) -> str:
 
 
 def _parts(x: Any) -> list[Any] | None:
-    """The parts of a thing that may be sizes; None: it is one thing."""
+    """Return the parts of a thing that may be sizes; None: it is one thing."""
     if isinstance(x, dict):
         return list(x.values())
     if isinstance(x, (tuple, list)):
@@ -301,7 +301,7 @@ def _sizes_in(x: Any) -> list[Size]:
 
 
 def _written(x: Any, constants: dict[str, Any], names: Iterator[str]) -> str:
-    """The text that makes a thing again, with the sizes of another call."""
+    """Return the text that makes a thing again, with the sizes of another call."""
     if isinstance(x, Size):
         return f"v{x._at}"
     if not _sizes_in(x):
@@ -345,7 +345,7 @@ class ByStructure:
         self.unrecorded.clear()
 
     def of(self, structure: Hashable, sizes: Sequence[int], decide: Callable[[Sequence[Any]], Any]) -> Any:
-        """The decision for sizes. ``decide`` is called with them, or with symbols in their place; what it returns is made of numbers,
+        """Return the decision for sizes. ``decide`` is called with them, or with symbols in their place; its result is made of numbers,
         tuples, lists, dictionaries, dataclasses, and things that know no size."""
         ways = self._ways.get(structure)
         if ways is None:

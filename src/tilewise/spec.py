@@ -149,13 +149,13 @@ def _ints(values: Sequence[int]) -> str:
 
 
 def _numbers(line: str) -> tuple[int, ...]:
-    """The numbers of :func:`_ints`."""
+    """Return the numbers of :func:`_ints`."""
     return tuple(int(x) for x in line.split(",")) if line else ()
 
 
 @lru_cache(maxsize=4096)
 def parse_spec(text: str) -> Spec:
-    """The record of :meth:`Spec.text`."""
+    """Return the record of :meth:`Spec.text`."""
     m, s, scale, p, flags, grad, sink, cu, m_slots, s_slots, piece, pages, scales, mapped, backend = text.split(";", 14)
     return Spec(
         mask_text=m,
@@ -409,7 +409,7 @@ def _called(paged: bool, packed: bool) -> str:
 
 
 def not_tensors(named: Sequence[tuple[str, object]], needed: Sequence[str]) -> list[str]:
-    """Return the reasons against arguments that are no tensors. Arguments that are not ``needed`` may be None."""
+    """Return the reasons against arguments that are no tensors. Those not ``needed`` may be None."""
     return [
         f"{name} must be a tensor{'' if name in needed else ' or None'}, got {type(x).__name__}{_as_tensor(name, x, needed)}"
         for name, x in named

@@ -16,7 +16,7 @@ State = tuple[Tensor, Tensor]
 
 
 def _share(lse: Tensor, other: Tensor) -> Tensor:
-    """``exp(lse) / (exp(lse) + exp(other))``, and 0 where ``lse`` has seen no key.
+    """Return ``exp(lse) / (exp(lse) + exp(other))``, and 0 where ``lse`` has seen no key.
 
     From the difference, not from the rounded total: two shares add up to one however large their lse are.
     """
@@ -24,7 +24,7 @@ def _share(lse: Tensor, other: Tensor) -> Tensor:
 
 
 def merge(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """The attention over the union of two disjoint sets of keys.
+    """Return the attention over the union of two disjoint sets of keys.
 
     Args:
         o_a, o_b: ``(..., head_dim_v)``, fp32 or fp64.
@@ -36,14 +36,14 @@ def merge(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> tuple[Tenso
 
 
 def merge_all(o: Tensor, lse: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """The merge of many states along ``dim`` (of ``lse``; ``o`` has one more dimension, at the end)."""
+    """Return the merge of many states along ``dim`` (of ``lse``; ``o`` has one more dimension, at the end)."""
     total = torch.logsumexp(lse, dim)
     weight = torch.where(lse == -torch.inf, 0.0, torch.softmax(lse, dim))
     return (o * weight.unsqueeze(-1)).sum(dim), total
 
 
 def add_sink(o: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
-    """The merge with ``(0, sink)``: one more logit per row that has no value.
+    """Return the merge with ``(0, sink)``: one more logit per row that has no value.
 
     Args:
         sink: broadcastable to ``lse``.
@@ -52,7 +52,7 @@ def add_sink(o: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def largest_of_heads(max_logit: Tensor) -> Tensor:
-    """``(heads_q,)``: the largest over the batch and the rows of ``max_logit`` (batch, heads_q, seqlen_q), packed (heads_q, total_q).
+    """Return the largest over batch and rows, ``(heads_q,)``, of ``max_logit`` (batch, heads_q, seqlen_q), packed (heads_q, total_q).
 
     -inf where there are no rows; NaN where a row has it.
     """
@@ -62,7 +62,7 @@ def largest_of_heads(max_logit: Tensor) -> Tensor:
 
 
 def sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """``-exp(sink - lse) * delta`` for each row: what :func:`add_sink` passes to its logit, before summing over rows.
+    """Return ``-exp(sink - lse) * delta`` for each row: what :func:`add_sink` passes to its logit, before summing over rows.
 
     Args:
         lse: of the whole, the sink included.
@@ -95,7 +95,7 @@ def merge_reasons(parts: Sequence[State]) -> list[str]:
 
 
 def merge_parts(parts: Sequence[State]) -> State:
-    """The attention over the union of disjoint sets of keys, differentiable in every o and lse: (8), for any number of states.
+    """Return the attention over the union of disjoint sets of keys, differentiable in every o and lse: (8), for any number of states.
 
     Args:
         parts: ``o`` ``(..., seqlen, heads, head_dim_v)`` and ``lse`` ``(..., heads, seqlen)``, natural log, all alike.

@@ -34,11 +34,11 @@ class Call:
     dlse: Tensor
 
     def forward_only(self) -> Call:
-        """The same call where nothing wants a gradient."""
+        """Return the same call where nothing wants a gradient."""
         return self._with_spec(needs_grad=False)
 
     def with_constant_scores(self) -> Call:
-        """The same call where the tensors that a score reads want no gradient."""
+        """Return the same call without gradients of the score's tensors."""
         spec = self.p.spec
         return self._with_spec(grad_slots=tuple(n for n in spec.grad_slots if n == spec.sink_slot))
 
@@ -46,7 +46,7 @@ class Call:
         return replace(self, p=replace(self.p, spec=replace(self.p.spec, **changes)))
 
     def expected(self) -> accuracy.Expected:
-        """The oracle's and eager's results; its gradients are left out where the call wants none."""
+        """Return the oracle's and eager's results; its gradients are left out where the call wants none."""
         given = (self.do, self.dlse) if self.p.spec.needs_grad else ()
         return accuracy.Expected.of(self.p, self.t, *given)
 
@@ -54,7 +54,7 @@ class Call:
 def call(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor | None = None, device: str | None = None, **options: object
 ) -> Call:
-    """A call that wants every gradient; its tensors, those of masks and scores too, are moved to ``device``, by default q's."""
+    """Return a call that wants every gradient; its tensors, those of masks and scores too, are moved to ``device``, by default q's."""
     device = device or q.device.type
     extras, seed, text = assemble(q.detach().requires_grad_(), k, v, Options(**options))
     q, k, v, *extras = (_moved(x, device) for x in (q, k, v, *extras))
@@ -71,7 +71,7 @@ def call(
 
 
 def paged_call(q: Tensor, cache: tw.PagedCache, device: str | None = None, **options: object) -> Call:
-    """A call over a cache; ``options`` as of :func:`tilewise.attention_paged`. It wants no gradient: its do and dlse are empty."""
+    """Return a call over a cache; ``options`` as of :func:`tilewise.attention_paged`. It wants no gradient: its do and dlse are empty."""
     device = device or q.device.type
     k, v, table, lengths, *scales = cache
     options |= dict(zip(("k_scale", "v_scale"), scales, strict=False))
@@ -86,7 +86,7 @@ def paged_call(q: Tensor, cache: tw.PagedCache, device: str | None = None, **opt
 
 
 def _moved(x: Tensor, device: str) -> Tensor:
-    """A tensor on ``device`` with the strides that it had, expanded dimensions too."""
+    """Return a tensor on ``device`` with the strides that it had, expanded dimensions too."""
     x = x.detach()
     if x.device.type == device:
         return x
@@ -103,7 +103,7 @@ class Row(Protocol):
 
 
 def of_case(case: Row, device: str = "cpu", seed: int = 0) -> Call:
-    """A case as a checked call. Its numbers are drawn on the CPU, so that they are the same on every device."""
+    """Return a case as a checked call. Its numbers are drawn on the CPU, so that they are the same on every device."""
     x = case.draw(seed=seed)
     return call(x.q, x.k, x.v, x.do, device, **x.options())
 
@@ -158,7 +158,7 @@ def poisoned() -> Iterator[None]:
 
 
 def results(backend: Backend, c: Call) -> dict[str, Tensor]:
-    """A backend's outputs, and its gradients where the call wants any, by name; what it does not write is NaN."""
+    """Return a backend's outputs, and its gradients where the call wants any, by name; what it does not write is NaN."""
     with poisoned():
         out = backend.forward(c.p, c.t)
         grad = OutputGrads.of(c.do, c.dlse)
@@ -167,21 +167,21 @@ def results(backend: Backend, c: Call) -> dict[str, Tensor]:
 
 
 def wrong(backend: Backend, c: Call) -> list[str]:
-    """The errors of a backend's results that are beyond the error rule; empty: none is."""
+    """Return the errors of a backend's results that are beyond the error rule; empty: none is."""
     return [str(e) for e in c.expected().judge(results(backend, c)) if not e.ok]
 
 
 def other_bits(first: dict[str, Tensor], second: dict[str, Tensor]) -> list[str]:
-    """The names of the tensors that differ in a bit between two runs."""
+    """Return the names of the tensors that differ in a bit between two runs."""
     return [name for name, x in first.items() if not torch.equal(_bits(x), _bits(second[name]))]
 
 
 def _bits(x: Tensor) -> Tensor:
-    """A tensor's bits as integers: NaN then equals itself."""
+    """Return a tensor's bits as integers: NaN then equals itself."""
     return x.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
 
 
 def far_off(x: Tensor, oracle: Tensor) -> str:
-    """How many elements are far off, and where the first stand: whole tiles, a warp's rows and single columns look different."""
+    """Return how many elements are far off, and where the first stand: whole tiles, a warp's rows and single columns look different."""
     bad = ((x.float() - oracle.float()).abs() > 0.05 * oracle.float().abs().max()) | x.isnan()
     return f"{bad.sum().item()} of {bad.numel()} elements far off, the first at {bad.nonzero()[:4].tolist()}"

@@ -17,7 +17,7 @@ except (ImportError, AttributeError):
 
 
 def untraced(called: Called) -> Called:
-    """Has Dynamo run a function, or the methods of an autograd.Function, and all that they call, as they are.
+    """Have Dynamo run a function, or the methods of an autograd.Function, and all that they call, as they are.
 
     PyTorch calls kernels and backwards from C++. Where that happens inside a compiled function that has broken its graph, Dynamo takes
     each for a function to compile: it reads saved tensors twice, which activation checkpoints refuse, and fails at ``id()``. What Dynamo

@@ -85,31 +85,43 @@ NAMES = {
 
 
 def refused(function: str, names: Iterable[str], more: Sequence[object] = ()) -> TypeError:
-    """The error of keywords that a public function does not have, and of arguments too many by position, with what says the same here."""
+    """Return the error of unknown keywords and of too many arguments by position, with what says the same here."""
     wrong = [f"{function}() got an unexpected keyword argument {name!r}{_instead(name)}" for name in names]
     if more:
-        flags = [f"causal={x}" for x in more if isinstance(x, bool)]
-        instead = ", ".join(flags) or f"one of {', '.join(KEYWORDS)}"
-        wrong.insert(0, f"{function}() got {len(more)} too many arguments by position; by keyword: {instead}")
+        known = dict.fromkeys(filter(None, (_by_keyword(x, function) for x in more)))
+        instead = "; ".join(known) or f"by keyword: one of {', '.join(KEYWORDS)}"
+        wrong.insert(0, f"{function}() got {len(more)} too many arguments by position; {instead}")
     return TypeError("\n  ".join(wrong))
 
 
+def _by_keyword(value: object, function: str) -> str:
+    """Say what to write instead of a value given by position, if its type tells."""
+    if isinstance(value, bool):
+        return f"by keyword: causal={value}"
+    if isinstance(value, int) and "varlen" in function:
+        return f"leave {value} out: no maximum length is needed"
+    dtype = getattr(value, "dtype", None)
+    if dtype is None:
+        return ""
+    return "write score= for a tensor that is added" if dtype.is_floating_point else "write mask= for a bool tensor"
+
+
 def _instead(name: str) -> str:
-    """The words after a refused keyword: what says the same here, the argument of a mask or a score, or a keyword that it resembles."""
+    """Return the words after a refused keyword: the word for it here, the argument of a mask or a score, or a similar keyword."""
     if name in HERE:
         return f"; {HERE[name]}"
     if name in KEYWORDS:
         return ", which other functions of tilewise have"
     argument = "mask" if name in MASKS else "score" if name in SCORES else ""
-    return f"; write {argument}=tw.{name}(...)" if argument else _resembles(name, KEYWORDS)
+    return f"; write {argument}=tw.{name}(...)" if argument else resembles(name, KEYWORDS)
 
 
 def missing(name: str, known: Sequence[str]) -> AttributeError:
-    """The error of a name that ``tilewise`` does not have, with where it is or what says the same here."""
-    hint = f"; {NAMES[name].format(name)}" if name in NAMES else _resembles(name, known)
+    """Return the error of a missing name of ``tilewise``, with its place or the word for it here."""
+    hint = f"; {NAMES[name].format(name)}" if name in NAMES else resembles(name, known)
     return AttributeError(f"module 'tilewise' has no attribute {name!r}{hint}")
 
 
-def _resembles(name: str, known: Sequence[str]) -> str:
+def resembles(name: str, known: Sequence[str]) -> str:
     near = [] if name.startswith("_") else get_close_matches(name, known, 1)
     return f"; did you mean {near[0]!r}?" if near else ""

@@ -116,7 +116,7 @@ def nested() -> Found:
     keys, _, mine = (row.forward.of_heads(setting().all_heads) for row in rows)
     gb = [[b.bytes / 1e9 for b in counts.boundaries] for counts in (keys, mine)]
     text = (
-        f"{gb[1][0]:.2f} GB of slow memory, {gb[1][1]:.2f} of shared memory, where warps that split the keys move {gb[0][0]:.2f} and "
+        f"{gb[1][0]:.2f} GB of slow memory, {gb[1][1]:.2f} of shared memory; split keys move {gb[0][0]:.2f} and "
         f"{gb[0][1]:.2f}; the CPU's kernels nest tiles for L2, L1 and registers"
     )
     return Found(text, gb[1][0] <= gb[0][0] and gb[1][1] < gb[0][1])

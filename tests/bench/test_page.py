@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from bench import page, tables
+from bench import huggingface, page, plots, tables
 
 WRITE = "python -m bench.page --write"
 
@@ -49,3 +49,25 @@ def test_a_peer_is_behind_or_ahead_by_its_own_row():
     assert page.H200.over_best(case, "forward") == pytest.approx(
         page.H200.over_cudnn("tilewise", case, "forward") / best
     )
+
+
+def test_the_plot_of_models_shows_a_bar_for_each_run_of_the_tables():
+    found = huggingface.beside_sdpa()
+    drawn = plots.models([])
+    for (title, bars), axes in zip(found.items(), drawn.axes, strict=True):
+        assert axes.get_title(loc="left") == title
+        widths = [bar.get_width() for bar in axes.patches]
+        assert widths == [sorted(values)[len(values) // 2] for values in bars.values()]
+    generate, steps, cpu = found.values()
+    assert {len(values) for values in generate.values()} == {len(huggingface.GENERATE)}
+    assert list(cpu) == list(huggingface.SHORT_TITLES.values())
+    assert len(steps) == len(huggingface.CONTEXTS)
+    assert tables.spread([0.876, None, 1.001], 2) == "0.88 to 1.00"
+
+
+def test_a_recorded_command_has_the_names_of_today_or_says_that_it_is_of_its_commit():
+    assert tables.today("python -m bench.traffic --out FILE") == "python -m tilewise_papers.traffic --out FILE"
+    assert tables.runs_today("`tilewise bench`, then `python -m bench.run`")
+    assert not tables.runs_today("python -m bench.gpu host")
+    assert all(tables.runs_today(f"python -m {module}") for module in tables.MOVED.values())
+    assert "`python -m bench.cpu_amx` of that commit" in " ".join(page.page().split())

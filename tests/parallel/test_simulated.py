@@ -461,6 +461,10 @@ def test_rows_that_are_not_those_of_the_layout_are_refused_on_every_rank():
             "scheme must be auto, gather, heads, heads.gather, got 'fast'",
         ),
         (lambda e: tw.context_parallel(), "torch.distributed is not initialized"),
+        (
+            lambda e: tw.context_parallel("cp"),
+            r"group must be a process group, .*, got 'cp'; a mesh's dimension is mesh\['cp'\]",
+        ),
     ],
 )
 def test_a_wrong_group_or_layout_says_what_is_allowed(make, said):

@@ -63,7 +63,7 @@ UsageError = typer.BadParameter.__base__
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs one command and returns the exit code; the console script `tilewise`."""
+    """Run one command and return the exit code; the console script `tilewise`."""
     try:
         return app(arguments, prog_name="tilewise", standalone_mode=False) or 0
     except UsageError as error:
@@ -77,6 +77,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _fail(message: str, code: int = 2) -> int:
-    """One line, whatever the message's shape: reasons on lines of their own are joined."""
+    """Return one line, whatever the message's shape: reasons on lines of their own are joined."""
     print("tilewise:", "; ".join(line.strip() for line in message.splitlines() if line.strip()), file=sys.stderr)
     return code

@@ -69,7 +69,7 @@ def bench(options: BenchOptions) -> int:
 
 
 def _groups(options: BenchOptions, device: str) -> list[list]:
-    """The cases that were asked for, with whoever can run some of them; or those of the goals, with whom these ask for."""
+    """Return the cases asked for with the contestants that can run some of them, or the goals' cases with theirs."""
     from bench.cases import named, tagged
     from bench.compare import asked, load_goals
     from bench.run import Lineup, pick
@@ -93,7 +93,7 @@ def _groups(options: BenchOptions, device: str) -> list[list]:
 
 
 def _meant_for(device: str, cases: list) -> list:
-    """The cases of a tag without those that are meant for another kind of device."""
+    """Return the cases of a tag without those that are meant for another kind of device."""
     kind = device.split(":")[0]
     return [case for case in cases if kind in case.tags or not case.tags & {"cpu", "cuda"}]
 
@@ -124,7 +124,7 @@ def _measure(groups: list[list], out: Path, device: str, options: BenchOptions) 
 
 
 def _how_long(groups: list[list], plan, seconds: float | None) -> str:
-    """How long the cases will take on a CPU, in words; where there is an end, their time is predicted case by case."""
+    """Return how long the cases will take on a CPU, in words; where there is an end, their time is predicted case by case."""
     from bench import run
 
     if seconds is not None:
@@ -134,7 +134,7 @@ def _how_long(groups: list[list], plan, seconds: float | None) -> str:
 
 
 def _limit(options: BenchOptions, device: str) -> float | None:
-    """The seconds within which the cases have to be done, None without an end. On a GPU it is not known how long a case takes."""
+    """Return the seconds within which the cases have to be done, None without an end. On a GPU it is not known how long a case takes."""
     if device.startswith("cuda"):
         return None
     minutes = 3.0 if options.minutes is None and options.tag else options.minutes
@@ -196,7 +196,7 @@ def _spread(timing: dict) -> str:
 
 
 def _judge(path: Path, as_json: bool, only: set[str] | None = None) -> int:
-    """Prints every goal's verdict; 1 if one falls short. Raises ValueError (Refused) for a file that cannot be judged."""
+    """Print every goal's verdict; 1 if one falls short. Raises ValueError (Refused) for a file that cannot be judged."""
     from bench.compare import judge, load_goals, read_results
 
     goals = [g for g in load_goals() if only is None or only.issuperset(g.cases)]

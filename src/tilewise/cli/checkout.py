@@ -9,7 +9,7 @@ URL_HINT = "clone the repository and run `make demo`, or run this command inside
 
 
 def root() -> Path:
-    """The folder that holds bench/ and examples/: that of an editable install, else one above the current folder.
+    """Return the folder that holds bench/ and examples/: that of an editable install, else one above the current folder.
 
     Raises ValueError, saying what to do, outside a checkout.
     """
@@ -21,7 +21,7 @@ def root() -> Path:
 
 
 def use_bench() -> Path:
-    """Makes `import bench` find the checkout's. Returns the checkout's folder."""
+    """Make `import bench` find the checkout's. Returns the checkout's folder."""
     folder = root()
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
@@ -29,7 +29,7 @@ def use_bench() -> Path:
 
 
 def load_example(*parts: str) -> ModuleType:
-    """A file below examples/ as a module, by its path: `load_example("gpt", "model.py")`."""
+    """Return a file below examples/ as a module, by its path: `load_example("gpt", "model.py")`."""
     path = root().joinpath("examples", *parts)
     if not path.is_file():
         raise ValueError(f"{path} is missing from this checkout")

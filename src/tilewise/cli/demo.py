@@ -39,7 +39,7 @@ EXACT = {
 
 @dataclass(frozen=True)
 class Place:
-    """The devices that the demo runs on and the folder that it writes to."""
+    """The devices and the output folder of the demo."""
 
     checkout: Path
     device: str
@@ -97,7 +97,7 @@ def demo(options: DemoOptions) -> int:
 
 
 def load() -> float:
-    """The mean number of running processes in the last minute; 0 where the system does not say."""
+    """Return the mean number of running processes in the last minute; 0 where the system does not say."""
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
 
 
@@ -109,7 +109,7 @@ def busy_hint(load: float, threads: int, environment: Mapping[str, str]) -> str:
 
 
 def hopper_kernels(place: Place, longest: int) -> None:
-    """Builds, on a Hopper GPU, the kernels of the demo's calls that are not on this machine, or says what keeps them from being built."""
+    """Build the demo's missing kernels on a Hopper GPU, or say what keeps them from being built."""
     import torch
 
     from tilewise import device as devices
@@ -128,7 +128,7 @@ def hopper_kernels(place: Place, longest: int) -> None:
 
 
 def problems(device: str, longest: int) -> list:
-    """The demo's calls in 16 bits, all of them causal, as problems without tensors."""
+    """Return the demo's calls in 16 bits, all of them causal, as problems without tensors."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -210,7 +210,7 @@ def time_and_memory(place: Place, longest: int) -> dict:
 
 
 def counted(place: Place) -> None:
-    """Counts what the algorithms of the papers move at the demo's own shape (`tilewise io` for more)."""
+    """Count what the algorithms of the papers move at the demo's own shape (`tilewise io` for more)."""
     from bench.cases import tagged
     from tilewise.cli.io import missing, show
 
@@ -234,7 +234,7 @@ def counted(place: Place) -> None:
 
 
 def measured_apart(place: Place, case: str) -> dict[str, dict]:
-    """One case measured by bench in a fresh process: the results by contestant. Raises ValueError if the process dies."""
+    """Measure one case with bench in a fresh process: the results by contestant. Raises ValueError if the process dies."""
     from bench import records
 
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(place.checkout), *sys.path])}
@@ -276,7 +276,7 @@ def _print_scaling(found: dict) -> None:
 
 
 def train_twice(place: Place, steps: int) -> dict:
-    """Two GPTs from the same weights on the same batches, step by step in turn; only their attention differs."""
+    """Train two GPTs from the same weights on the same batches, step by step in turn; only their attention differs."""
     gpt, loop = checkout.load_example("gpt", "model.py"), checkout.load_example("gpt", "train.py")
     config = loop.TrainConfig(steps=steps)
     text = loop.load_text(None)

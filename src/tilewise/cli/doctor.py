@@ -45,7 +45,7 @@ def doctor(options: DoctorOptions) -> int:
 
 
 def _section(look: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The findings of one look. The installation may be the very thing that is broken, so an error is part of the report."""
+    """Return the findings of one look. The installation may be the very thing that is broken, so an error is part of the report."""
     try:
         return look()
     except Exception as error:
@@ -60,7 +60,7 @@ def _right(check: dict[str, Any]) -> bool:
 
 
 def _versions() -> dict[str, Any]:
-    """The versions of tilewise, of Python and of the packages that tilewise may use."""
+    """Return the versions of tilewise, of Python and of the packages that tilewise may use."""
     import tilewise
 
     found = {"tilewise": f"{tilewise.__version__} in {Path(tilewise.__file__).parent}"}
@@ -74,7 +74,7 @@ def _versions() -> dict[str, Any]:
 
 
 def _machine() -> dict[str, Any]:
-    """The processor, the GPUs that torch sees, and their driver."""
+    """Return the processor, the GPUs that torch sees, and their driver."""
     import torch
 
     from tilewise import device as devices
@@ -96,7 +96,7 @@ def _machine() -> dict[str, Any]:
 
 
 def _driver() -> str:
-    """The version of NVIDIA's kernel driver."""
+    """Return the version of NVIDIA's kernel driver."""
     file = Path("/proc/driver/nvidia/version")
     if not file.exists():
         return "none of NVIDIA's"
@@ -112,7 +112,7 @@ def _devices() -> list[str]:
 
 
 def _backends() -> dict[str, Any]:
-    """Every backend that would be tried, by device: it runs a small bf16 attention and its backward, or every reason why not."""
+    """Return every backend that would be tried, by device: it runs a small bf16 attention and its backward, or every reason why not."""
     import torch
 
     from tilewise import dispatch
@@ -131,7 +131,7 @@ def _backends() -> dict[str, Any]:
 
 
 def _runs(name: str, device: Any) -> str:
-    """That a backend runs, and whether its kernels for such a device have ever run."""
+    """Say that a backend runs, and whether its kernels for such a device have ever run."""
     from tilewise.backends.triton.config import NEVER_RUN, architecture
 
     if name != "triton" or device.type != "cuda" or architecture(device) not in NEVER_RUN:
@@ -141,7 +141,7 @@ def _runs(name: str, device: Any) -> str:
 
 
 def _reasons(ask: Callable[[], list[str]]) -> list[str]:
-    """The reasons that a backend gives, its own failure to load among them: that is what a report is wanted for."""
+    """Return the reasons that a backend gives, its own failure to load among them."""
     try:
         return ask()
     except Exception as error:
@@ -149,7 +149,7 @@ def _reasons(ask: Callable[[], list[str]]) -> list[str]:
 
 
 def _libraries() -> dict[str, Any]:
-    """The two native libraries: loaded, or why not; and the instruction set that the CPU backend uses."""
+    """Return the two native libraries: loaded, or why not; and the instruction set that the CPU backend uses."""
     from tilewise.backends.cpu import library
     from tilewise.backends.hopper.host import driver
 
@@ -159,7 +159,7 @@ def _libraries() -> dict[str, Any]:
 
 
 def _hopper_kernels() -> dict[str, Any]:
-    """How many kernels came with the package, and how many were compiled on this machine at their first call."""
+    """Return how many kernels came with the package, and how many were compiled on this machine at their first call."""
     from tilewise.backends.hopper.host import compiler, kernel_files
 
     folder, cache = kernel_files.folder(), kernel_files.cache()
@@ -177,7 +177,7 @@ def _hopper_kernels() -> dict[str, Any]:
 
 
 def _caches() -> dict[str, Any]:
-    """The folders that hold what was measured or compiled on this machine, and how much."""
+    """Return the folders that hold what was measured or compiled on this machine, and how much."""
     from tilewise import settings
 
     triton = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
@@ -192,14 +192,14 @@ def _size(folder: Path) -> dict[str, int] | str:
 
 
 def _settings() -> dict[str, Any]:
-    """The environment variables that change what tilewise does."""
+    """Return the environment variables that change what tilewise does."""
     prefixes = ("TILEWISE_", "TRITON_", "OMP_", "GOMP_", "CUDA_VISIBLE", "PYTORCH_")
     named = {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes)}
     return named or {"environment": "nothing is set"}
 
 
 def _check() -> dict[str, Any]:
-    """A causal attention and its backward in bf16 on each device, every backend against float64."""
+    """Check a causal attention and its backward in bf16 on each device, every backend against float64."""
     import torch
 
     from tilewise import selfcheck
@@ -240,6 +240,6 @@ def _shown(value: Any) -> str:
 
 
 def _without_home(text: str) -> str:
-    """The text with the user's home as ``~``."""
+    """Return the text with the user's home as ``~``."""
     home = str(Path.home())
     return text if home == "/" else re.sub(rf"{re.escape(home)}(?![\w.-])", "~", text)

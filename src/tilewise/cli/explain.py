@@ -52,7 +52,7 @@ def explain(options: ExplainOptions) -> int:
 
 
 def _keywords(o: ExplainOptions) -> dict:
-    """The keywords of the call, tensors of its mask and score on its device."""
+    """Return the keywords of the call, tensors of its mask and score on its device."""
     import tilewise as tw
     from tilewise.pictures.reading import read_mask, read_score
 

@@ -8,7 +8,7 @@ LABELS = {"tilewise": "tilewise", "eager": "standard", "sdpa": "PyTorch SDPA"}
 
 
 def draw(record: dict, path: Path) -> None:
-    """Writes one PNG of three panels from the demo's record."""
+    """Write one PNG of three panels from the demo's record."""
     plt = _pyplot()
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 4.2), layout="constrained")
     points = record["scaling"]["points"]
@@ -25,7 +25,7 @@ def draw(record: dict, path: Path) -> None:
 
 
 def draw_loss(settings: dict, losses: list[float], path: Path) -> None:
-    """Writes a PNG of a run's loss at each step and its mean over the last few."""
+    """Write a PNG of a run's loss at each step and its mean over the last few."""
     plt = _pyplot()
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
     span = max(1, len(losses) // 20)
@@ -74,7 +74,7 @@ def _against_n(axes, points: list[dict], value: Callable[[dict], float], label: 
 
 
 def _stops(axes, last: tuple[float, float], following: dict, colour: str) -> None:
-    """Marks the last point of a line that ends early, and says what the next one would have taken."""
+    """Mark the last point of a line that ends early, and say what the next one would have taken."""
     need = following["standard_bytes"] / 2**30
     text = f"stops: the next\nneeds {need:.0f} GiB"
     axes.plot(*last, marker="x", markersize=9, markeredgewidth=2, color=colour)

@@ -13,7 +13,7 @@ from tilewise.cli.checkout import URL_HINT
 
 
 def missing() -> str:
-    """The reason why nothing can be counted here; empty: it can."""
+    """Return the reason why nothing can be counted here; empty: it can."""
     if importlib.util.find_spec("tilewise_papers"):
         return ""
     return f"the papers' algorithms are in the package tilewise_papers, which is not installed here: {URL_HINT}"

@@ -49,7 +49,7 @@ def kernels(options: KernelsOptions) -> int:
 
 
 def build(configs: "Sequence[Config | Backward]", jobs: int, told: bool = True) -> int:
-    """Builds those of these kernels that are not here, with a progress bar, and returns how many could not be built.
+    """Build the missing ones of these kernels, with a progress bar, and return how many could not be built.
 
     Raises:
         ValueError: some are not here, and there is no compiler for them.
@@ -102,13 +102,13 @@ def _print() -> None:
 
 
 def _sizes(row: str) -> tuple[str, list[int]]:
-    """A row's place in the list: by dtype, then by head dims as numbers."""
+    """Return a row's place in the list: by dtype, then by head dims as numbers."""
     dtype, dims = row.split()
     return dtype, [int(size) for size in dims.removeprefix("d").split("v")]
 
 
 def _as_dict() -> dict[str, object]:
-    """The folders, the compiler, and the file of each kernel that ships, or None."""
+    """Return the folders, the compiler, and the file of each kernel that ships, or None."""
     from tilewise.backends.hopper.host import compiler, kernel_files, library, selection
 
     files = {config.name: library.here(config) for config in selection.in_order_of_use()}

@@ -24,7 +24,7 @@ STYLES = {
 
 @lru_cache(maxsize=1)
 def console() -> "Console":
-    """Standard output; where it is no terminal, wide enough that no table is cut."""
+    """Return a console on standard output; without a terminal it is wide enough for every table."""
     from rich.console import Console
 
     found = Console()
@@ -42,7 +42,7 @@ def note(line: str) -> None:
 
 
 def table(columns: Iterable[str], left: Iterable[str] = (), wrap: Iterable[str] = ()) -> "Table":
-    """A table whose columns are numbers, to the right, unless named in `left`; those in `wrap` give way on a narrow screen."""
+    """Return a table whose columns are numbers, to the right, unless named in `left`; those in `wrap` give way on a narrow screen."""
     from rich import box
     from rich.table import Table
 
@@ -53,17 +53,17 @@ def table(columns: Iterable[str], left: Iterable[str] = (), wrap: Iterable[str] 
 
 
 def status_text(word: str) -> str:
-    """A verdict in its colour."""
+    """Return a verdict in its colour."""
     return f"[{STYLES[word]}]{word}[/]" if word in STYLES else word
 
 
 def three_digits(number: float) -> str:
-    """A positive number with three significant digits: 0.0416, 8.20, 1,230."""
+    """Return a positive number with three significant digits: 0.0416, 8.20, 1,230."""
     return f"{float(f'{number:.3g}'):,.0f}" if number >= 99.95 else f"{number:#.3g}"
 
 
 def progress(bar: bool = False) -> "Progress":
-    """A spinner, what is being done, with ``bar`` how much of it is done, and the time it has taken; on stderr, gone when finished,
+    """Return a spinner with what is being done, the time it has taken and, with ``bar``, its share; on stderr, gone when finished,
     silent in a log."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn

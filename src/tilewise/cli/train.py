@@ -179,7 +179,7 @@ def _say(row: dict) -> str:
 
 
 def peak_bytes(device: str) -> int:
-    """The most memory in use so far: of the GPU, or of this process."""
+    """Return the most memory in use so far: of the GPU, or of this process."""
     import torch
 
     if device.startswith("cuda"):

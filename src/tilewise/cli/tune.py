@@ -65,7 +65,7 @@ def tune(options: TuneOptions) -> int:
 
 
 def _device(wanted: str) -> str:
-    """Raises ValueError where there is no GPU, unless the interpreter takes CPU tensors."""
+    """Raise ValueError where there is no GPU, unless the interpreter takes CPU tensors."""
     from tilewise.backends import triton
 
     device = checkout.choose_device(wanted)
@@ -78,7 +78,7 @@ def _device(wanted: str) -> str:
 
 
 def measure(case, device: str, say: Callable[[str], None] = lambda _: None) -> tuple[list[Trial], list]:
-    """The trials of a case, and a tuned.Tuning for each of its passes."""
+    """Return the trials of a case, and a tuned.Tuning for each of its passes."""
     from tilewise.backends.triton import Triton, config
     from tilewise.backends.triton.host import tuned
     from tilewise.testing import of_case
@@ -102,13 +102,13 @@ def measure(case, device: str, say: Callable[[str], None] = lambda _: None) -> t
 
 
 def _with_partner(name: str, tiles, candidates: dict) -> dict:
-    """A pass for dK alone needs one for dV, and the other way round: the first candidate."""
+    """Return the first candidate: a pass for dK alone needs one for dV, and the other way round."""
     partner = {"dk": "dv", "dv": "dk"}.get(name)
     return {name: tiles} | ({partner: candidates[partner][0]} if partner else {})
 
 
 def _kept(best: dict[str, Trial]) -> list[Trial]:
-    """The fastest of each pass; dK and dV by one pass, or by two where the better of those two measurements is faster."""
+    """Return the fastest of each pass; dK and dV by one pass, or by two where the better of those two measurements is faster."""
     whole, parts = best.get("dkdv"), [best[name] for name in ("dk", "dv") if name in best]
     two = len(parts) == 2 and (whole is None or min(t.ms for t in parts) < whole.ms)
     over_keys = parts if two else [whole] if whole else []
@@ -116,7 +116,7 @@ def _kept(best: dict[str, Trial]) -> list[Trial]:
 
 
 def _try(trial: Trial, backend, small, full, expected) -> Trial:
-    """Checked on the small call, then timed on the full one."""
+    """Check a candidate on the small call, then time it on the full one."""
     from bench import measure as clock
     from tilewise import accuracy
 
@@ -141,7 +141,7 @@ def _try(trial: Trial, backend, small, full, expected) -> Trial:
 
 
 def _shrunk(case):
-    """The case at a size that float64 can follow: several tiles, a ragged end."""
+    """Return the case at a size that float64 can follow: several tiles, a ragged end."""
     return replace(
         case, batch=1, seqlen_q=min(case.seqlen_q, 300), seqlen_k=min(case.seqlen_k, 300), heads_q=2, heads_k=1
     )

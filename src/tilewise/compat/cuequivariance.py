@@ -37,7 +37,7 @@ def triangle_attention(
     *,
     kv_lengths: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-    """``softmax(scale * q kᵀ + bias) v`` in each row, over the keys of its mask (Jumper et al. 2021, algorithms 13 and 14); differentiable.
+    """Compute ``softmax(scale * q kᵀ + bias) v`` in each row, over the keys of its mask; differentiable (Jumper et al. 2021, 13 and 14).
 
     Args:
         q: ``(B, N, H, Q, D)``. k: ``(B, N, H, K, D)``. v: ``(B, N, H, K, Dv)``. Without B, it is 1.
@@ -107,7 +107,7 @@ def _rows(call: dict[str, Tensor], scale: float | None, return_aux: bool) -> tup
 
 
 def mask_to_kv_lengths(mask: Tensor) -> Tensor:
-    """The ``kv_lengths``, int32 ``(B, N, 1, 1, 1)``, of a mask ``(B, N, 1, 1, K)`` that keeps the first keys of each row; a host read.
+    """Return the ``kv_lengths``, int32 ``(B, N, 1, 1, 1)``, of a mask ``(B, N, 1, 1, K)`` of each row's first keys; a host read.
 
     Raises:
         ValueError: another shape, or a row with a hole.
@@ -135,7 +135,7 @@ def attention_pair_bias(
     norm_kind: str = "layer_norm",
 ) -> tuple[Tensor, Tensor | None]:
     # fmt: on
-    """Attention of tokens with a bias of their pairs (Abramson et al. 2024, algorithm 24), its projections and gate included.
+    """Compute attention of tokens with a bias of their pairs (Abramson et al. 2024, algorithm 24), its projections and gate included.
 
     Args:
         single_repr: ``(B * M, N, C)``, M copies of each batch element in a row. pair_repr: ``(B, N, N, Cz)``, or with
@@ -228,7 +228,7 @@ def triangle_multiplicative_update(
     g_out_weight: Tensor | None = None, g_out_bias: Tensor | None = None, eps: float = 1e-5, precision: TriMulPrecision | None = None,
 ) -> Tensor:
     # fmt: on
-    """Jumper et al. 2021, algorithms 11 and 12, in PyTorch's operators: no attention, here since models turn both on by one option.
+    """Compute algorithms 11 and 12 of Jumper et al. 2021 in PyTorch's operators. Models turn these on by the same option as attention.
 
     Args:
         x: ``(..., N, N, C)``. mask: ``(..., N, N)``, multiplies. direction: "outgoing" or "incoming".
@@ -275,7 +275,7 @@ _PUBLIC = _ATTENTION | {f.__name__: f for f in (mask_to_kv_lengths, triangle_mul
 
 
 def install_as_cuequivariance() -> None:
-    """Makes ``from cuequivariance_torch import triangle_attention`` and ``attention_pair_bias`` give this module's.
+    """Make ``from cuequivariance_torch import triangle_attention`` and ``attention_pair_bias`` give this module's.
 
     Where the real package is installed, these two are replaced in it and the rest stays its own. Elsewhere, ``cuequivariance_torch`` and
     its ``primitives.triangle`` have this module's functions and nothing else of the package is there. Call it before the libraries that

@@ -46,7 +46,7 @@ def register() -> None:
 
 
 def _member() -> AttentionBackendName:
-    """A new member of diffusers' enumeration of backends, which takes none by itself: all that the class statement would have stored."""
+    """Add a member to diffusers' enumeration of backends, as the class statement would have stored it."""
     member = str.__new__(AttentionBackendName, NAME)
     member._name_, member._value_ = NAME.upper(), NAME
     AttentionBackendName._member_names_.append(member._name_)
@@ -68,7 +68,7 @@ def attention(
     return_lse: bool = False,
     _parallel_config: object = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """``softmax(scale * query keyᵀ + mask) value``, by the names of diffusers' dispatcher.
+    """Return ``softmax(scale * query keyᵀ + mask) value``, by the names of diffusers' dispatcher.
 
     Args:
         query: ``(batch, seqlen_q, heads, head_dim)``. key, value: ``(batch, seqlen_k, heads_k, head_dim)``.
@@ -102,7 +102,7 @@ REFUSED = {
 
 
 def _of_keys(attn_mask: Tensor | None) -> bool:
-    """Whether a mask says which keys of each sequence are seen, and reading it makes no device wait and breaks no graph."""
+    """Return whether a mask hides whole keys of each sequence, and can be read without a wait of the device or a graph break."""
     if attn_mask is None or attn_mask.dtype != torch.bool or attn_mask.ndim != 4 or attn_mask.device.type != "cpu":
         return False
     return attn_mask.shape[1:3] == (1, 1) and not torch.compiler.is_compiling()
@@ -112,7 +112,7 @@ def _of_keys(attn_mask: Tensor | None) -> bool:
 
 
 def never_ask(model: torch.nn.Module) -> list[str]:
-    """The classes in a model, processors and modules, that call PyTorch's attention themselves, whatever backend is set."""
+    """Return the classes in a model, processors and modules, that call PyTorch's attention themselves, whatever backend is set."""
     found = set()
     for module in model.modules():
         processor = getattr(module, "processor", None)
@@ -125,7 +125,7 @@ def never_ask(model: torch.nn.Module) -> list[str]:
 
 
 def _telling(set_attention_backend):
-    """diffusers' own method, and a warning where a part of the model stays as it is."""
+    """Wrap diffusers' own method to warn if a part of the model stays as it is."""
 
     @functools.wraps(set_attention_backend)
     def tell(self, backend: str) -> None:

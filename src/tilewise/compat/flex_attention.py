@@ -59,7 +59,7 @@ def flex_attention(
     *,
     return_aux: AuxRequest | None = None,
 ) -> Any:
-    """``softmax(score_mod(scale * query keyᵀ)) value`` over the pairs of ``block_mask``; differentiable.
+    """Compute ``softmax(score_mod(scale * query keyᵀ)) value`` over the pairs of ``block_mask``; differentiable.
 
     Args:
         query: ``(batch, heads, seqlen_q, head_dim)``. key: ``(batch or 1, heads_k, seqlen_k, head_dim)``. value: and with head_dim_v.
@@ -111,7 +111,7 @@ def create_block_mask(
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, both: bool) -> None:
-    """Raises ValueError for what torch's flex_attention refuses and tilewise, whose layout is another one, would take."""
+    """Raise ValueError for what torch's flex_attention refuses and tilewise, whose layout is another one, would take."""
     reasons = []
     if not query.ndim == key.ndim == value.ndim == 4:
         shapes = ", ".join(str(tuple(x.shape)) for x in (query, key, value))
@@ -127,7 +127,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, both: bo
 
 
 def _mask(block_mask: object, query: Tensor, key: Tensor) -> object:
-    """The mask for ``mask=``; a BlockMask keeps what ``mask_mod`` says in listed blocks, and everything in those listed as full."""
+    """Return the mask for ``mask=``; a BlockMask keeps what ``mask_mod`` says in listed blocks, and everything in those listed as full."""
     if not isinstance(block_mask, BlockMask):
         return block_mask
     lengths = query.shape[2], key.shape[2]
@@ -170,7 +170,7 @@ class _MadeOf(NamedTuple):
         return cls((inside.text, block_mask.BLOCK_SIZE, block_mask.seq_lengths, editions), inside.sources, lists)
 
     def still(self, now: _MadeOf) -> bool:
-        """Whether nothing has changed; it may have where an inference tensor's writes are not counted."""
+        """Return whether nothing has changed; it may have where an inference tensor's writes are not counted."""
         tensors = (*self.sources, *self.lists), (*now.sources, *now.lists)
         same = len(tensors[0]) == len(tensors[1]) and all(x is y for x, y in zip(*tensors, strict=True))
         return same and self.facts == now.facts and None not in now.facts[-1]
@@ -190,7 +190,7 @@ def _of_lists(block_mask: BlockMask, inside: tw.Mask) -> tw.Mask:
 
 
 def _pattern(counts: Tensor, indices: Tensor, columns: int) -> Tensor:
-    """The blocks that are listed, bool ``(..., rows, columns)``: of ``indices (..., rows, any)`` the first ``counts (..., rows)``."""
+    """Return the listed blocks, bool ``(..., rows, columns)``: of ``indices (..., rows, any)`` the first ``counts (..., rows)``."""
     listed = torch.arange(indices.shape[-1], device=indices.device) < counts.unsqueeze(-1)
     pattern = torch.zeros(*indices.shape[:-1], columns + 1, dtype=torch.bool, device=indices.device)
     return pattern.scatter(-1, torch.where(listed, indices, columns).long(), True)[..., :columns]

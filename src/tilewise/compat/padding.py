@@ -10,7 +10,7 @@ from tilewise.masks.catalogue import Mask, keep, key_range
 
 
 def padding(kept: Tensor, start: int, keys: int) -> Mask | None:
-    """Keys ``j < keys`` with ``kept[b, start + j]``; None: all. One run of keys per sequence is an interval.
+    """Return keys ``j < keys`` with ``kept[b, start + j]``; None: all. One run of keys per sequence is an interval.
 
     Args:
         kept: ``(batch, n)``, bool or 0 and 1; what lies behind n is hidden.

@@ -1,4 +1,4 @@
-"""The matrix of probabilities, for callers who ask for it: attention whose values are the identity, some columns at a time.
+"""The matrix of probabilities, for callers who ask for it: attention over the identity as values, some columns at a time.
 
 ``P = softmax(S) = softmax(S) I``: with the columns of the identity for v, attention returns the columns of P. Masks, scores, sinks,
 dropout and gradients are therefore those of the attention itself, on every backend, and nothing is in memory but the matrix that

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 
 def refuse(function: str, given: Mapping[str, object], instead: Mapping[str, str]) -> None:
-    """Raises for each argument of ``instead`` that was given; its text says why, or what to do.
+    """Raise for each argument of ``instead`` that was given; its text says why, or what to do.
 
     Args:
         given: the arguments of the call, by name; None, False and 0 count as not given.

@@ -39,7 +39,7 @@ def scaled_dot_product_attention(
     scale: float | Tensor | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """``softmax(scale * query keyᵀ + mask) value``.
+    """Compute ``softmax(scale * query keyᵀ + mask) value``.
 
     Args:
         query: ``(..., heads, seqlen_q, head_dim)``, at least 2 dimensions; leading ones broadcast. All three may be nested in
@@ -66,7 +66,7 @@ def scaled_dot_product_attention(
 
 
 def _of_nested(qkv: tuple[Tensor, Tensor, Tensor], attn_mask, dropout_p, is_causal, scale, enable_gqa) -> Tensor:
-    """Attention of jagged tensors ``(batch, heads, j, head_dim)``, each sequence by itself, by a packed call."""
+    """Compute attention of jagged tensors ``(batch, heads, j, head_dim)``, each sequence by itself, by a packed call."""
     if attn_mask is not None:
         raise NotImplementedError(
             "scaled_dot_product_attention\n  attn_mask beside nested tensors; tw.attention takes a mask= of (b, h, i, j)"
@@ -103,18 +103,18 @@ class Call:
     lead: tuple[int, ...] | None
 
     def shaped(self, x: Tensor) -> Tensor:
-        """``(batch, heads, ...)`` with the caller's leading dimensions."""
+        """Return ``(batch, heads, ...)`` with the caller's leading dimensions."""
         if self.lead is None:
             return x[0, 0]
         return x.unflatten(0, self.lead) if len(self.lead) > 1 else x if self.lead else x[0]
 
     def probabilities(self) -> Tensor:
-        """The probabilities ``(..., heads, seqlen_q, seqlen_k)``, after dropout; :attr:`options` must hold its seed."""
+        """Return the probabilities ``(..., heads, seqlen_q, seqlen_k)``, after dropout; :attr:`options` must hold its seed."""
         return self.shaped(probabilities(self.q, self.k, **self.options))
 
 
 def read(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa) -> Call:
-    """The arguments of :func:`scaled_dot_product_attention`, checked and put into tilewise's layout."""
+    """Return the arguments of :func:`scaled_dot_product_attention`, checked and put into tilewise's layout."""
     variant = getattr(getattr(attn_mask, "variant", None), "name", None)  # CausalBias: importing it to ask costs 2 s
     reasons = _refusals(query, key, value, dropout_p, scale, enable_gqa)
     if reasons:
@@ -166,7 +166,7 @@ def _refusals(
 
 
 def _leading(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, ...]:
-    """The dimensions before heads, broadcast."""
+    """Return the dimensions before heads, broadcast."""
     shapes = [tuple(x.shape) for x in (query, key, value)]
     if min(len(shape) for shape in shapes) < 2:
         raise ValueError(
@@ -202,7 +202,7 @@ HEADS_DIFFER = (
 
 
 def pairs_of(attn_mask: Tensor, shape: tuple[int, ...]) -> tuple[tw.Mask | None, tw.Score | None]:
-    """A tensor that broadcasts to ``shape``, (..., heads, seqlen_q, seqlen_k), as a mask or a score; it is not expanded."""
+    """Return a tensor that broadcasts to ``shape``, (..., heads, seqlen_q, seqlen_k), as a mask or a score; it is not expanded."""
     sizes, lead = tuple(attn_mask.shape), shape[:-3]
     fits = len(sizes) <= len(shape) and all(n in (1, m) for n, m in zip(sizes[::-1], shape[::-1], strict=False))
     if not fits or not (attn_mask.dtype == torch.bool or attn_mask.is_floating_point()):
@@ -319,7 +319,7 @@ def patch(unsupported: str = "raise") -> _Patch:
 
 
 def _scriptable(like: Callable) -> Callable[[Callable], Callable]:
-    """Makes a function of ``*args`` one that TorchScript calls back, with the arguments of ``like``."""
+    """Make a function of ``*args`` one that TorchScript calls back, with the arguments of ``like``."""
 
     def made(function: Callable) -> Callable:
         function.__signature__ = inspect.signature(like, eval_str=True)
@@ -375,7 +375,7 @@ def _patched_multi_head(
 
 
 def _say(reason: str) -> None:
-    """Raises ``reason``, or warns of it, as the latest patch wants."""
+    """Raise ``reason``, or warn of it, as the latest patch wants."""
     if _active and _active[-1].unsupported == "raise":
         raise NotImplementedError(f'{reason}\n  patch(unsupported="warn") would run torch\'s own function')
     warnings.warn(f"torch's own function runs, with up to O(N²) memory: {reason}", RuntimeWarning, stacklevel=4)
@@ -393,7 +393,7 @@ def _count() -> None:
 
 
 def _ours(arguments: tuple) -> Tensor:
-    """Attention of the arguments of :func:`_patched_attention`, and the probabilities for a multi-head module that waits for them."""
+    """Compute attention of the arguments of :func:`_patched_attention`, and the probabilities for a waiting multi-head module."""
     if not getattr(_waiting, "modules", None):
         *positional, scale, enable_gqa = arguments
         return scaled_dot_product_attention(*positional, scale=scale, enable_gqa=enable_gqa)

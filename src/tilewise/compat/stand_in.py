@@ -14,7 +14,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class StandIn:
-    """The module that libraries import, and the name and version of the distribution that holds it."""
+    """The module that libraries import, and its distribution's name and version."""
 
     module: str
     distribution: str
@@ -30,13 +30,13 @@ class StandIn:
         return self.distribution in Distributions.standing
 
     def announce(self) -> None:
-        """Makes ``importlib.metadata`` find the distribution."""
+        """Make ``importlib.metadata`` find the distribution."""
         Distributions.standing[self.distribution] = self
         if Distributions not in sys.meta_path:
             sys.meta_path.append(Distributions)
 
     def refuse_the_real_one(self, called: str, instead: str) -> None:
-        """Raises ValueError where the real package can be imported, or was. ``called``: the function that installs this one."""
+        """Raise ValueError if the real package can be imported, or was. ``called``: the function that installs this one."""
         loaded = sys.modules.get(self.top)
         if getattr(loaded, "__file__", None) == __file__:
             return
@@ -47,14 +47,14 @@ class StandIn:
 
 
 def public(module: types.ModuleType) -> dict:
-    """The functions and classes of a module's ``__all__``, or else those that it defines."""
+    """Return the functions and classes of a module's ``__all__``, or else those that it defines."""
     listed = getattr(module, "__all__", None)
     names = listed or [n for n, x in vars(module).items() if getattr(x, "__module__", "") == module.__name__]
     return {n: vars(module)[n] for n in names if callable(vars(module)[n]) and not n.startswith("install_as_")}
 
 
 def put_module(name: str, contents: dict, package: bool = False) -> types.ModuleType:
-    """A module in ``sys.modules`` and in its package; its spec is what ``importlib.util.find_spec`` answers with."""
+    """Put a module into ``sys.modules`` and its package; its spec is what ``importlib.util.find_spec`` answers with."""
     module = sys.modules.get(name) or types.ModuleType(name, f"tilewise, in place of {name}")
     package = package or hasattr(module, "__path__")
     module.__spec__ = ModuleSpec(name, None, origin=__file__, is_package=package)

@@ -53,7 +53,7 @@ class _Active:
 
 
 def _kernel(function: Callable) -> Callable:
-    """A function as the dispatcher calls it: without a graph, without autocast, and unseen by Dynamo."""
+    """Wrap a function for the dispatcher: without a graph, without autocast, and unseen by Dynamo."""
 
     @wraps(function)
     def run(*arguments: Any, **keywords: Any) -> Any:
@@ -64,12 +64,12 @@ def _kernel(function: Callable) -> Callable:
 
 
 def _swapped(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """``(batch, heads, seqlen, head_dim)`` as ``(batch, seqlen, heads, head_dim)``, or the reverse."""
+    """Return ``(batch, heads, seqlen, head_dim)`` as ``(batch, seqlen, heads, head_dim)``, or the reverse."""
     return tuple([x.transpose(1, 2) for x in tensors])
 
 
 def _in_strides_of(like: Tensor, x: Tensor) -> Tensor:
-    """``x``, or a copy, in the strides of ``torch.empty_like(like)``, which has its shape."""
+    """Return ``x``, or a copy, in the strides of ``torch.empty_like(like)``, which has its shape."""
     return x if x.stride() == torch.empty_like(like, device="meta").stride() else torch.empty_like(like).copy_(x)
 
 
@@ -81,7 +81,7 @@ def _like(inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> tuple[Tensor, ..
 
 
 def _cpu_options(query: Tensor, key: Tensor, is_causal: bool, attn_mask: Tensor | None, scale: float | None) -> dict:
-    """The keywords of :func:`tilewise.attention`; here ``is_causal`` counts from the first query and key."""
+    """Return the keywords of :func:`tilewise.attention`; here ``is_causal`` counts from the first query and key."""
     mask, score = (None, None) if attn_mask is None else pairs_of(attn_mask, (*query.shape[:3], key.shape[2]))
     if is_causal:
         first = tw.causal(align="first")
@@ -105,7 +105,7 @@ def _refuse_on_cpu(query: Tensor, value: Tensor, dropout_p: float) -> None:
 def _scaled_dot_product_flash_attention_for_cpu(
     query, key, value, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None
 ) -> tuple[Tensor, Tensor]:
-    """``(o, lse)``: o in query's strides, lse ``(batch, heads, seqlen_q)`` with heads last in memory."""
+    """Return ``(o, lse)``: o in query's strides, lse ``(batch, heads, seqlen_q)`` with heads last in memory."""
     _refuse_on_cpu(query, value, dropout_p)
     options = _cpu_options(query, key, is_causal, attn_mask, scale)
     o, lse = tw.attention_with_lse(*_swapped(query, key, value), **options)
@@ -116,7 +116,7 @@ def _scaled_dot_product_flash_attention_for_cpu(
 def _scaled_dot_product_flash_attention_for_cpu_backward(
     grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, *, attn_mask=None, scale=None
 ) -> tuple[Tensor, ...]:
-    """``(grad_query, grad_key, grad_value)``, each with heads behind rows in memory."""
+    """Return ``(grad_query, grad_key, grad_value)``, each with heads behind rows in memory."""
     _refuse_on_cpu(query, value, dropout_p)
     options = _cpu_options(query, key, is_causal, attn_mask, scale)
     do, q, k, v, o = _swapped(grad_out, query, key, value, out)
@@ -133,7 +133,7 @@ _REFUSED = {
 
 
 class _Keys(NamedTuple):
-    """Where the keys lie, besides one after another."""
+    """The place of the keys, if they do not lie one after another."""
 
     cum_seq_k: Tensor | None
     max_k: int
@@ -145,7 +145,7 @@ class _Keys(NamedTuple):
         return self.seqused_k is not None or self.block_table is not None
 
     def cache(self, key: Tensor, value: Tensor) -> tw.PagedCache:
-        """The keys in use as a cache, on whose lengths no host waits."""
+        """Return the keys in use as a cache, on whose lengths no host waits."""
         if self.seqused_k is None and self.cum_seq_k is None:
             raise ValueError("a block_table needs seqused_k or cum_seq_k, how many keys of each sequence are in use")
         lengths = self.cum_seq_k.diff() if self.seqused_k is None else self.seqused_k
@@ -159,7 +159,7 @@ class _Keys(NamedTuple):
 
 
 def _options(dropout_p: float, is_causal: bool, scale: float | None, window: Sequence[int | None]) -> dict:
-    """The keywords of :func:`tilewise.attention`; here masks count from the last query and key, and -1 is unbounded."""
+    """Return the keywords of :func:`tilewise.attention`; here masks count from the last query and key, and -1 is unbounded."""
     left, right = [None if n is None or n < 0 else n for n in window]
     right = 0 if is_causal else right
     bounded = left is not None or right not in (None, 0)
@@ -184,7 +184,7 @@ def _forward(qkv: tuple[Tensor, ...], cum_seq_q: Tensor | None, keys: _Keys, opt
 
 
 def _backward(tensors: tuple[Tensor, ...], cum: tuple, options: dict, rng_state: Tensor) -> tuple[Tensor, ...]:
-    """The gradients of q, k and v; ``tensors``: do, q, k, v, o, lse."""
+    """Return the gradients of q, k and v; ``tensors``: do, q, k, v, o, lse."""
     if options["dropout_p"]:
         options["dropout_seed"] = rng_state.view(torch.int64)[:1]
     return tw.attention_backward(*tensors, cu_seqlens_q=cum[0], cu_seqlens_k=cum[1], **options)
@@ -195,7 +195,7 @@ def _flash_attention_forward(
     query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *, scale=None,
     window_size_left=None, window_size_right=None, seqused_k=None, alibi_slopes=None, block_table=None, num_splits=None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """``(o, lse, rng_state, unused, debug_mask)`` of ``(batch, seqlen, heads, head_dim)``, or of packed ``(total, heads, head_dim)``."""
+    """Return ``(o, lse, rng_state, unused, debug_mask)`` of dense or packed tensors, heads behind rows."""
     keys = _Keys(cum_seq_k, max_k, seqused_k, block_table)
     given = {"return_debug_mask": return_debug_mask, "alibi_slopes": alibi_slopes}
     refuse("_flash_attention_forward", given | {"dropout_p": dropout_p if keys.in_cache else None}, _REFUSED)
@@ -231,7 +231,7 @@ def _flash_attention_backward(
 def _scaled_dot_product_flash_attention(
     query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None
 ) -> tuple:
-    """``(o, lse, cum_seq_q, cum_seq_k, max_q, max_k, rng_state, unused, debug_mask)`` of ``(batch, heads, seqlen, head_dim)``."""
+    """Return ``(o, lse, cum_seq_q, cum_seq_k, max_q, max_k, rng_state, unused, debug_mask)`` of ``(batch, heads, seqlen, head_dim)``."""
     qkv = _swapped(query, key, value)
     lengths = query.shape[2], key.shape[2]
     o, *found = _flash_attention_forward(

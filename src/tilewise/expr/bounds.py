@@ -14,7 +14,7 @@ LARGEST_NUMBER = (1 << 30) - 2  # as an argument of a kernel it is 2 x + 3 (docs
 
 
 def beyond_32_bits(roots: tuple[Expr, ...], sizes: Mapping[str, int]) -> str:
-    """The first whole number of the expressions that may need more than 32 bits, as text; empty if none does.
+    """Return the first whole number of the expressions that may need more than 32 bits, as text; empty if none does.
 
     Numbers that depend on the values of a tensor are not judged.
 
@@ -34,7 +34,7 @@ def beyond_32_bits(roots: tuple[Expr, ...], sizes: Mapping[str, int]) -> str:
 
 
 def _bounds(e: Expr, args: list[Bounds | None], known: Mapping[str, Bounds]) -> Bounds | None:
-    """The least and the largest value of a node, from those of its arguments; None of floats, and of what is not known."""
+    """Return the least and the largest value of a node, from those of its arguments; None of floats, and of what is not known."""
     if kind(e) == "bool":
         return 0, 1
     if kind(e) == "float" or e.op in ("lookup", "param"):
@@ -50,12 +50,12 @@ def _bounds(e: Expr, args: list[Bounds | None], known: Mapping[str, Bounds]) -> 
 
 
 def _hull(*args: Bounds) -> Bounds:
-    """The bounds of what is one of the arguments."""
+    """Return the bounds of what is one of the arguments."""
     return min(x[0] for x in args), max(x[1] for x in args)
 
 
 def _corners(function, *args: Bounds) -> Bounds:
-    """The bounds of what is largest and least at ends of the arguments."""
+    """Return the bounds of what is largest and least at ends of the arguments."""
     values = [function(*at) for at in product(*args)]
     return min(values), max(values)
 
@@ -76,7 +76,7 @@ def _power(x: Bounds, y: Bounds) -> Bounds:
 
 
 def _bits(*args: Bounds) -> Bounds:
-    """The bounds of as many bits as the longest argument has."""
+    """Return the bounds of as many bits as the longest argument has."""
     size = (1 << max(max(-x[0] - 1, x[1], 0).bit_length() for x in args)) - 1
     return (-size - 1 if min(x[0] for x in args) < 0 else 0), size
 

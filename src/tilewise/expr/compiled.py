@@ -45,7 +45,7 @@ def _ask(owner: type) -> bool:
 
 
 def _answer(owner: type, method: str, order: slice) -> Callable[[Any, Any, Any], Any]:
-    """A handler of Dynamo's, None where the next shall answer; ``order`` brings the instance to the front."""
+    """Return a handler of Dynamo's, None where the next shall answer; ``order`` brings the instance to the front."""
 
     def answer(tx, *sides):
         instance, symbol = sides[order]

@@ -18,7 +18,7 @@ def evaluate(
     dtype: torch.dtype,
     numbers: Sequence[float] = (),
 ) -> list[torch.Tensor]:
-    """The values of ``roots``, broadcast from the shapes of the symbols that each depends on.
+    """Return the values of ``roots``, broadcast from the shapes of the symbols that each depends on.
 
     Args:
         env: a tensor for every symbol used, integer but for ``s``; shapes that broadcast against each other.
@@ -66,7 +66,7 @@ def _whole(value: torch.Tensor) -> torch.Tensor:
 
 
 def constant(value: float, device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A number as a tensor of no dimensions: of ``dtype``, a whole one int64, a truth value bool.
+    """Return a number as a tensor of no dimensions: of ``dtype``, a whole one int64, a truth value bool.
 
     It is filled in on the device: ``torch.tensor`` would copy it there from the host, which waits for all work before it.
     """
@@ -80,7 +80,7 @@ def clamp_index(leaf: torch.Tensor, index: Sequence[torch.Tensor]) -> list[torch
 
 
 def broadcast_shape(*shapes: Sequence[int]) -> tuple[int, ...]:
-    """The shape to which tensors of these shapes are expanded together.
+    """Return the shape to which tensors of these shapes are expanded together.
 
     ``torch.broadcast_shapes`` imports sympy when it is first called: half a second, for which the first attention would wait.
     """
@@ -118,13 +118,13 @@ def among(row: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
 
 
 def derivative(root: Expr, wrt: Expr) -> Expr | None:
-    """``d root / d wrt`` for a symbol or one lookup node; ``None`` where it is zero everywhere. Ties as in torch."""
+    """Return ``d root / d wrt`` for a symbol or one lookup node; ``None`` where it is zero everywhere. Ties as in torch."""
     same = (lambda e: e.op == "symbol" and e.args == wrt.args) if wrt.op == "symbol" else (lambda e: e is wrt)
     return _directional(root, lambda e: ONE if same(e) else None)
 
 
 def tangent(root: Expr, slots: Mapping[int, int]) -> Expr:
-    """The directional derivative of ``root``: ``d root / d s`` times the symbol ``ds``, the tangent of s, plus, for each read of a
+    """Return the directional derivative of ``root``: ``d root / d s`` times the symbol ``ds``, the tangent of s, plus, for each read of a
     leaf, ``d root / d leaf`` times the same read of the leaf's tangent.
 
     Args:
@@ -143,7 +143,7 @@ def tangent(root: Expr, slots: Mapping[int, int]) -> Expr:
 
 
 def _directional(root: Expr, of_terminal: Callable[[Expr], Expr | None]) -> Expr | None:
-    """The derivative of ``root`` along a direction: what each symbol and each lookup changes by, ``None`` for nothing."""
+    """Return the derivative of ``root`` along a direction: the change of each symbol and each lookup, or ``None``."""
     slopes: dict[int, Expr | None] = {}
     for e in nodes(root):
         if e.op in ("number", "symbol", "param", *READS):

@@ -1,4 +1,4 @@
-"""Whole numbers of 8 and 16 bits that wrap around as torch's do, for functions that were written for tensors of them."""
+"""Whole numbers of 8 and 16 bits that wrap around as torch's do, for functions written for such tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _STAYS = frozenset({"and", "or", "xor", "mod", "maximum", "minimum", "clamp_min"
 
 
 def wrapping(root: Expr) -> Expr:
-    """A traced expression in which arithmetic of narrow whole numbers wraps: each operation has the dtype that torch gives it.
+    """Return a traced expression with wrapping arithmetic of narrow whole numbers: each operation has torch's dtype.
 
     The expression must read its tensors themselves, as a traced one does, since their dtypes decide. A number of Python takes the dtype of
     what it meets, and wraps into it.
@@ -43,7 +43,7 @@ def _leaf(lookup: Expr) -> torch.Tensor:
 
 
 def _dtype(e: Expr, promoted: torch.dtype | None) -> torch.dtype | None:
-    """The dtype of a node whose arguments have a common one; None of a number, which takes that of what it meets."""
+    """Return the common dtype of a node's arguments, or None for a number, which takes the dtype of the other operand."""
     if e.op == "number":
         return None
     if e.op == "lookup":
@@ -64,7 +64,7 @@ def _promoted(dtypes: list[torch.dtype | None]) -> torch.dtype | None:
 
 
 def _fitting(op: str, x: Expr, dtype: torch.dtype) -> Expr:
-    """An argument beside narrow ones: a whole number wraps into their dtype, but for exponents and powers of two that shift."""
+    """Return an argument beside narrow ones. A whole number wraps into their dtype, except exponents and powers of two that shift."""
     if x.op != "number" or kind(x) != "int" or op == "pow":
         return x
     n = x.args[0]

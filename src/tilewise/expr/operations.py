@@ -143,12 +143,12 @@ def untraceable(what: str, instead: str) -> NotImplementedError:
 
 
 def kind(e: Expr) -> str:
-    """``"float"``, ``"int"`` or ``"bool"``."""
+    """Return ``"float"``, ``"int"`` or ``"bool"``."""
     return e._kind
 
 
 def _kind_of(op: str, args: tuple) -> str:
-    """The kind of an operation on arguments whose kinds are known, or of a terminal."""
+    """Return the kind of an operation on arguments whose kinds are known, or of a terminal."""
     if op == "number":
         return type(args[0]).__name__
     if op == "symbol":
@@ -187,7 +187,7 @@ def is_number(e: Expr, value: float) -> bool:
 
 
 def as_expr(x: Any) -> Expr:
-    """A Python number, a 0-dim tensor or an expression, as an expression."""
+    """Return a Python number, a 0-dim tensor or an expression, as an expression."""
     if isinstance(x, Expr):
         return x
     if isinstance(x, torch.Tensor):
@@ -214,14 +214,14 @@ def as_expr(x: Any) -> Expr:
 
 
 def is_numpys(x: Any) -> bool:
-    """Whether a value is one of NumPy's scalars, which are no numbers of Python's."""
+    """Return whether a value is one of NumPy's scalars, which are no numbers of Python's."""
     return (
         type(x).__module__ == "numpy" and getattr(x, "shape", None) == () and isinstance(x.item(), (bool, int, float))
     )
 
 
 def concrete(x: Any) -> int | float:
-    """A number of Python: of one that torch.compile or export holds as a symbol, the value that the graph is made for.
+    """Return a Python number. A symbol of torch.compile or export becomes the value that the graph is made for.
 
     int() and float() would keep the symbol, and so would the text of a symbol alone, hence the product.
     """
@@ -234,7 +234,7 @@ _UNREAD = (torch.uint16, torch.uint32, torch.uint64)  # torch itself computes wi
 
 
 def lookup(tensor: torch.Tensor, *index: Any) -> Expr:
-    """``tensor[index]`` as an expression; an index out of range is clamped. What traced functions write as
+    """Return ``tensor[index]`` as an expression; an index out of range is clamped. What traced functions write as
     ``tensor[h, i, j]``.
 
     Args:
@@ -254,14 +254,14 @@ def lookup(tensor: torch.Tensor, *index: Any) -> Expr:
 
 
 class Fitted:
-    """A leaf whose axes must have exactly the sizes of the indices that they are read at; other leaves may be longer."""
+    """A leaf whose axes must have exactly the sizes of its indices; other leaves may be longer."""
 
     def __init__(self, tensor: torch.Tensor):
         self.tensor = tensor
 
 
 def fitted_lookup(tensor: torch.Tensor, *index: Any) -> Expr:
-    """``tensor[index]`` of a tensor that is :class:`Fitted`: how the catalogue of masks and scores reads its tensors."""
+    """Return ``tensor[index]`` of a tensor that is :class:`Fitted`: how the catalogue of masks and scores reads its tensors."""
     return Expr("lookup", (Fitted(tensor), *lookup(tensor, *index).args[1:]))
 
 
@@ -271,7 +271,7 @@ def selected(row: Expr, key: Expr) -> Expr:
 
 
 def _index_expr(x: Any, size: int) -> Expr:
-    """An index as an expression; a literal one counts from the end where it is negative, as in torch."""
+    """Return an index as an expression; a literal one counts from the end where it is negative, as in torch."""
     e = as_expr(x)
     if kind(e) != "int":
         raise untraceable(f"a {kind(e)} as an index ({e})", "indices are integers: use // or .int()")
@@ -327,7 +327,7 @@ def _tie(chosen: str) -> tuple:
 
 @cache
 def _shares_at_bound(by_tensor: bool) -> tuple[float, float]:
-    """The gradients of x and of its bound where ``torch.clamp`` finds them equal, as the installed PyTorch has it: versions differ.
+    """Return the gradients of x and of its bound where ``torch.clamp`` finds them equal, as the installed PyTorch has it: versions differ.
 
     Args:
         by_tensor: the bound is a tensor, not a number.
@@ -347,7 +347,7 @@ def _shares_at_bound(by_tensor: bool) -> tuple[float, float]:
 
 
 def _bounded(inside: str, inside_or_at: str, outside: str, outside_or_at: str) -> tuple:
-    """Partials of x bounded by c, with the comparisons of x and c by which x passes and by which c does."""
+    """Return the partials of x bounded by c. The comparisons say when x passes and when c does."""
 
     def chosen(x: Expr, c: Expr, mine: int, alone: str, too: str) -> Expr:
         share = _shares_at_bound(c.op not in ("number", "param"))[mine]
@@ -437,7 +437,7 @@ OPERATIONS: dict[str, Operation] = {
 
 
 def apply(op: str, *args: Any) -> Expr:
-    """The node of one operation; Python numbers and 0-dim tensors among ``args`` are wrapped."""
+    """Return the node of one operation; Python numbers and 0-dim tensors among ``args`` are wrapped."""
     return Expr(op, tuple(as_expr(x) for x in args))
 
 

@@ -39,7 +39,7 @@ class Builder(Protocol):
 
 
 class _Open(NamedTuple):
-    """A part that waits for its end: an operator for its right side, a bracket for the one that closes it, a binding for its value.
+    """An unfinished part: an operator without its right side, an open bracket, a binding without its value.
 
     Attributes:
         op: the operator, the bracket or ``:=``. binds: how tightly; 0 of brackets and bindings.
@@ -53,7 +53,7 @@ class _Open(NamedTuple):
 
 
 def read(text: str, build: Builder) -> Any:
-    """The whole that ``build`` makes of a text.
+    """Return the whole that ``build`` makes of a text.
 
     Raises:
         ValueError: the text is not in this syntax.
@@ -62,7 +62,7 @@ def read(text: str, build: Builder) -> Any:
 
 
 class _Reading:
-    """A text that is read from left to right; ``values`` are the parts that are complete, ``open`` those that are not."""
+    """A text being read from left to right. ``values`` are its complete parts, ``open`` the others."""
 
     def __init__(self, text: str, build: Builder):
         self.text, self.build = text, build
@@ -101,14 +101,14 @@ class _Reading:
         return self.values[0]
 
     def _tokens(self) -> list[tuple[str, str]]:
-        """The tokens of the text, each with its kind: ``"number"``, ``"name"`` or empty."""
+        """Return the tokens of the text, each with its kind: ``"number"``, ``"name"`` or empty."""
         found = [(x.group(), x.lastgroup or "") for x in _TOKEN.finditer(self.text)]
         if "".join([token for token, _ in found]) != self.text.replace(" ", ""):
             raise self._wrong()
         return found
 
     def _after_operand(self, token: str) -> bool:
-        """Takes the operator, comma or bracket after an operand; whether what ends here is an operand again."""
+        """Take the operator, comma or bracket after an operand. Return whether an operand ends here again."""
         self._end(_BINDS.get(token, 0))
         if token in _BINDS:
             self.open.append(_Open(token, _BINDS[token]))
@@ -132,7 +132,7 @@ class _Reading:
         return True
 
     def _end(self, binds: int) -> None:
-        """Completes the operators that bind at least as tightly as what follows."""
+        """Complete the operators that bind at least as tightly as what follows."""
         while self.open and self.open[-1].binds >= max(binds, 1):
             waiting, y = self.open.pop(), self.values.pop()
             if waiting.binds == _PREFIX:

@@ -22,7 +22,7 @@ _MAX_DEPTH = 40  # a name for what is deeper keeps a line readable, and the work
 
 
 def to_text(e: Expr, leaves: list[torch.Tensor] | None = None) -> tuple[str, tuple[torch.Tensor, ...]]:
-    """``(text, leaves)``: Python syntax with leaves as ``float0[h, i]``, numbered by first appearance.
+    """Return ``(text, leaves)``: Python syntax with leaves as ``float0[h, i]``, numbered by first appearance.
 
     A leaf that is to fit its indices is ``fitted_float0[h, i]``. Kernels do not depend on that: once parsed, it is printed without.
 
@@ -67,7 +67,7 @@ def _element_text(leaf: Any, indices: list[str], leaves: list) -> str:
 
 
 def _strip(text: str) -> str:
-    """The text without its outer parentheses, where these are one pair."""
+    """Return the text without its outer parentheses, where these are one pair."""
     if not text.startswith("(") or not text.endswith(")"):
         return text
     depth = 0
@@ -91,7 +91,7 @@ def _leaf_name(leaf: Any, leaves: list) -> str:
 
 
 def parse(text: str, leaf_slot: Callable[[int], int] = lambda n: n) -> Expr:
-    """The expression that :func:`to_text` printed; leaf ``n`` becomes ``(kind, leaf_slot(n))``, with a third ``"fitted"`` if it is."""
+    """Return the expression of :func:`to_text`'s text; leaf ``n`` becomes ``(kind, leaf_slot(n))``, with a third ``"fitted"`` if it is."""
     return read(text, Expressions(leaf_slot))
 
 

@@ -48,7 +48,7 @@ _ALLOWED = "allowed are elementwise arithmetic, comparisons, & | ~, torch.where 
 
 
 def method(value: Expr, name: str) -> Callable[..., Any]:
-    """The method ``name`` of a traced value.
+    """Return the method ``name`` of a traced value.
 
     Raises:
         NotImplementedError: there is none.
@@ -61,7 +61,7 @@ def method(value: Expr, name: str) -> Callable[..., Any]:
 
 
 def torch_function(func: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-    """A torch function of which an argument is a traced value."""
+    """Trace a torch function with a traced argument."""
     if func in _GETITEM:
         return _index(*args)
     if func is torch.Tensor.where:
@@ -72,7 +72,7 @@ def torch_function(func: Callable, args: tuple, kwargs: Mapping[str, Any]) -> An
 
 
 def call(name: str, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-    """A torch function or tensor method, by its name, called on traced values."""
+    """Call a torch function or tensor method on traced values, by its name."""
     if name.endswith("_") and not name.startswith("__"):
         raise untraceable(f"`{name}`, which works in place", "use the form that returns its result")
     name = name.strip("_")
@@ -274,7 +274,7 @@ _COMPOSED = {
 
 
 def _named() -> dict[Callable, str]:
-    """The functions of torch that traced values know, with their names, since Dynamo of PyTorch 2.13 reads the names of no others than
+    """Return torch's functions that traced values know, with their names, since Dynamo of PyTorch 2.13 reads the names of no others than
     Tensor's Python methods."""
     names = {*OPERATIONS, *ALIASES, *_COMPOSED}
     spelt = [form.format(name) for name in names for form in ("{}", "{}_", "__{}__", "__r{}__")]
@@ -339,7 +339,7 @@ class _IndexMode(TorchFunctionMode):
 
 
 def trace(fn: Callable, names: Sequence[str]) -> Expr:
-    """The expression that ``fn`` computes of the symbols ``names``; ``fn`` is called once."""
+    """Return the expression that ``fn`` computes of the symbols ``names``; ``fn`` is called once."""
     arguments = [symbol(name) for name in names]
     if not callable(fn):
         raise ValueError(f"a function of ({', '.join(names)}) is needed, got {type(fn).__name__}")
@@ -368,7 +368,7 @@ def trace(fn: Callable, names: Sequence[str]) -> Expr:
 
 
 def _check_parameters(fn: Callable, names: Sequence[str]) -> None:
-    """Raises ValueError if ``fn`` does not take that many arguments: also the catalogue's own, where it was not called."""
+    """Raise ValueError if ``fn`` does not take that many arguments, or is a function of the catalogue that was not called."""
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):  # of a builtin

@@ -15,7 +15,7 @@ def children(e: Expr) -> tuple[Expr, ...]:
 
 
 def nodes(*roots: Expr, into: Callable[[Expr], Sequence[Expr]] = children) -> list[Expr]:
-    """Every node once, arguments before what uses them; of ``into``, the arguments of each node that are walked."""
+    """Return every node once, arguments before what uses them; of ``into``, the arguments of each node that are walked."""
     seen: dict[int, Expr] = {}
     stack = [(root, False) for root in reversed(roots)]
     while stack:
@@ -29,7 +29,7 @@ def nodes(*roots: Expr, into: Callable[[Expr], Sequence[Expr]] = children) -> li
 
 
 def fold(root: Expr, value: Callable[[Expr, list], Any], into: Callable[[Expr], Sequence[Expr]] = children) -> Any:
-    """``value(node, values of its arguments)`` of the root, from the last arguments up: what a recursion would return, at any depth.
+    """Return ``value(node, values of its arguments)`` of the root, from the last arguments up: what a recursion would return, at any depth.
 
     Args:
         into: the arguments of a node that are asked.
@@ -61,12 +61,12 @@ def indices(read: Expr) -> tuple[Expr, ...]:
 
 
 def depends_on(*roots: Expr) -> frozenset[str]:
-    """The names of the symbols in the expressions."""
+    """Return the names of the symbols in the expressions."""
     return frozenset().union(*[_symbols(root) for root in roots])
 
 
 def _symbols(root: Expr) -> frozenset[str]:
-    """The symbols below one node, which keeps them, as every node below it does."""
+    """Return the symbols below one node, which keeps them, as every node below it does."""
     stack = [root]
     while stack:
         e = stack[-1]
@@ -82,7 +82,7 @@ def _symbols(root: Expr) -> frozenset[str]:
 
 
 def same(x: Expr, y: Expr) -> bool:
-    """Whether two expressions are written alike."""
+    """Return whether two expressions are written alike."""
     stack, seen = [(x, y)], set()
     while stack:
         a, b = stack.pop()
@@ -98,7 +98,7 @@ def same(x: Expr, y: Expr) -> bool:
 
 
 def rewrite(root: Expr, terminal: Callable[[Expr], Expr]) -> Expr:
-    """The tree with every number and symbol replaced by ``terminal`` of it; shared nodes stay shared."""
+    """Return the tree with every number and symbol replaced by ``terminal`` of it; shared nodes stay shared."""
     new: dict[int, Expr] = {}
     for e in nodes(root):
         if e.op in ("number", "symbol", "param"):
@@ -115,7 +115,7 @@ def substitute(root: Expr, values: Mapping[str, Expr]) -> Expr:
 
 
 def abstract(root: Expr, numbers: list[float]) -> Expr:
-    """The tree with its numbers moved into ``numbers`` (appended) and parameters in their place.
+    """Return the tree with its numbers moved into ``numbers`` (appended) and parameters in their place.
 
     Trees that differ in numbers alone become the same text, so they share one kernel. Bools stay where they are.
     """

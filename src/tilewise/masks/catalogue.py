@@ -266,8 +266,13 @@ def documents(ids: torch.Tensor) -> Mask:
             another one starts a new document. A query before key 0 sees nothing.
     """
     if not isinstance(ids, torch.Tensor) or ids.ndim not in (1, 2) or ids.dtype.is_floating_point:
-        found = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, torch.Tensor) else type(ids).__name__
-        raise ValueError(f"documents(ids) takes an integer tensor (seqlen_k,) or (batch, seqlen_k), got {found}")
+        found, instead = type(ids).__name__, "; make it one: torch.tensor(ids)"
+        if isinstance(ids, torch.Tensor):
+            found = f"{ids.dtype} {tuple(ids.shape)}"
+            instead = "; convert it: ids.long()" if ids.dtype.is_floating_point else ""
+        raise ValueError(
+            f"documents(ids) takes an integer tensor (seqlen_k,) or (batch, seqlen_k), got {found}{instead}"
+        )
     # Written out as text: building it from expressions takes longer than all launches here.
     batch = "b, " if ids.ndim == 2 else ""
     ends = [f"fitted_int{slot}[{batch}{at}]" for at in ("i + off", "j") for slot in (0, 1)]
@@ -419,6 +424,7 @@ def as_mask(mask: Mask | torch.Tensor | MaskFunction | None, causal_too: bool = 
             hint = "; give its .mask_mod" if hasattr(mask, "mask_mod") else ""  # FlexAttention's BlockMask
             hint += "; a mask by name is causal=True or mask=tw.causal()" if isinstance(mask, str) else ""
             hint += "; it goes to score=" if hasattr(mask, "text") else ""
+            hint += "; combine masks with & and |" if isinstance(mask, list) else ""
             hint += "; make it a tensor: torch.from_numpy(mask)" if type(mask).__name__ == "ndarray" else ""
             hint += (
                 "; a window is mask=tw.window(left, right), with None for unbounded" if isinstance(mask, tuple) else ""

@@ -244,7 +244,7 @@ def monotone_terms(region: Region) -> tuple[tuple[Condition, ...], ...] | None:
 
 @lru_cache(maxsize=4096)
 def conditions(predicate: Expr, sorted_leaves: frozenset[int]) -> dict[int, Condition]:
-    """Return the parts of a predicate that are one condition, by the identity of their nodes, without those that are not monotonic."""
+    """Return a predicate's parts that are one condition, by the identity of their nodes. Parts that are not monotonic are left out."""
     slopes: dict[int, _Slope | None] = {}
     for e in expr.nodes(predicate):
         slopes[id(e)] = _slope_of(e, [slopes[id(x)] for x in expr.children(e)], sorted_leaves)

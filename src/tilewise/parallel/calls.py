@@ -71,7 +71,7 @@ class Plans(PerTensors):
         self._agreed[digest] = key, sizes
 
     def prepared(self, key: object, leaves: list[Tensor]) -> Call | None:
-        """Return the plan that an earlier call made for a prepared mask whose tensors are unchanged, or None."""
+        """Return an earlier call's plan for a prepared mask with unchanged tensors, or None."""
         return self.kept(key, leaves) if all(id(leaf) in self._prepared for leaf in leaves) else None
 
 

@@ -50,7 +50,8 @@ def context_parallel(
             ``False`` with DDP or FSDP over the same ranks, which sum parameters' gradients themselves.
 
     Raises:
-        ValueError: there is no process group, the mesh has more than two dimensions, or the layout or scheme is unknown.
+        ValueError: there is no process group, ``group`` is none, the mesh has more than two dimensions, or the layout or scheme is
+            unknown.
     """
     neighbours = 0
     if isinstance(group, dist.device_mesh.DeviceMesh):
@@ -67,6 +68,10 @@ def context_parallel(
     if scheme not in plan.SCHEMES:
         raise ValueError(f"scheme must be {', '.join(plan.SCHEMES)}, got {scheme!r}")
     exchange = group_of(group) if group is None or isinstance(group, dist.ProcessGroup) else group
+    if not hasattr(exchange, "received"):  # of an Exchange
+        raise ValueError(
+            f"group must be a process group, a device mesh or None for all ranks, got {group!r}; a mesh's dimension is mesh['cp']"
+        )
     if isinstance(layout, Layout) and layout.ranks != exchange.size:
         raise ValueError(f"the layout is for {layout.ranks} ranks, the group has {exchange.size}")
     return ContextParallel(exchange, layout, scheme, sum_leaf_gradients, neighbours)

@@ -100,7 +100,7 @@ def _chunks(count: int, sizes: list[int]) -> list[tuple[int, int]]:
 
 
 def _refuse(cut: dict[int, str], extras: list[Tensor], seed: Tensor | None, text: str) -> None:
-    """Refuse parts of a call that depend on a sharded index, and placements that are no shards or replicas of rows."""
+    """Refuse parts of a call that depend on a sharded index, and placements other than shards or replicas of rows."""
     reads = _reads(text)
     found = (
         ["a mask, score or sink tensor is a DTensor; pass its full_tensor()"] if any(map(_is_sharded, extras)) else []

@@ -34,7 +34,7 @@ _attention_backward = torch.ops.tilewise.attention_backward.default
 
 @dataclass(frozen=True)
 class LocalPiece:
-    """A contiguous run of the rank's queries, and the run of keys that contains all that it sees.
+    """A contiguous run of the rank's queries, and the run of keys that covers what they see.
 
     Attributes:
         rows: among the rank's queries.
@@ -74,7 +74,7 @@ class Gathered:
     tables: tuple[Tensor, ...] = ()
 
     def kept(self, q: Tensor, k: Tensor) -> bool:
-        """Whether others' keys are kept for the backward instead of being fetched again."""
+        """Return whether others' keys are kept for the backward instead of being fetched again."""
         return self.keeps and cost.kept(self.route.fetched, self.route.keys.lengths, q.shape[2], k.shape[2])
 
     @property
@@ -122,7 +122,7 @@ class Gathered:
         return self.exchange.swap(sent, counts, received)
 
     def moves(self, k: Tensor, v: Tensor) -> Moves:
-        """The places of the numbers of K's and V's rows when they are sent. A plan serves one shape of rows."""
+        """Return the places of the numbers of K's and V's rows when they are sent. A plan serves one shape of rows."""
         each = widths(k, v)
         if each not in self._moves:
             near, far = (tuple((x.keys.start, x.keys.stop - x.keys.start) for x in xs) for xs in (self.near, self.far))

@@ -34,7 +34,7 @@ def shaped(line: Tensor, like: Tensor) -> Tensor:
 
 
 def widths(k: Tensor, v: Tensor) -> Each:
-    """Numbers in a row of K, and in one of V."""
+    """Return numbers in a row of K, and in one of V."""
     return k.shape[0] * k.shape[2] * k.shape[3], v.shape[0] * v.shape[2] * v.shape[3]
 
 

@@ -243,7 +243,7 @@ def travelling(whole: Problem, queries: Layout, keys: Layout) -> cost.Keys:
 
 
 def chosen(scheme: str, costs: dict[str, cost.Cost], refused: dict[str, list[str]], memory: int = 0) -> str:
-    """Return the scheme of a call: the wanted one, or the cheapest that can, from facts that all ranks share.
+    """Return a call's scheme from facts that all ranks share: the wanted one, or the cheapest possible one.
 
     A scheme that needs more than ``cost.MOST_MEMORY`` of a rank's memory is chosen only if no other needs less.
 

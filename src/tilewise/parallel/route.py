@@ -1,4 +1,4 @@
-"""The keys that ranks send: those of other ranks that a rank's queries see.
+"""The keys that ranks exchange: a rank receives the keys of other ranks that its queries see.
 
 Everything here is a pure function of layouts and of the keys that each piece of queries sees.
 """
@@ -29,7 +29,7 @@ WORTH_A_PART = 128
 
 
 class Part(NamedTuple):
-    """The queries ``[start, stop)``, a rank's rows from ``row`` on, and a run of keys ``[low, high)`` that contains all that they see."""
+    """The queries ``[start, stop)``, a rank's rows from ``row`` on, and the keys ``[low, high)`` that cover what they see."""
 
     start: int
     stop: int
@@ -136,7 +136,7 @@ class Route:
 
     @cached_property
     def digest(self) -> int:
-        """A number that differs if routes differ. Ranks with other tensors would wait for keys that nobody sends."""
+        """Return a number that differs if routes differ. Ranks with other tensors would wait forever for keys."""
         return int.from_bytes(hashlib.sha256(repr(self.parts).encode()).digest()[:7])
 
 

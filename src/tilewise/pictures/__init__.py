@@ -1,4 +1,4 @@
-"""Pictures of masks and scores: which tiles a kernel visits, which of them are full, and the bytes that this moves.
+"""Pictures of masks and scores: the tiles that a kernel visits, full or partial, and the bytes moved.
 
 - :mod:`tilewise.pictures.reading`: a mask or a score from text, without running any of it as code.
 - :mod:`tilewise.pictures.view`: what a picture shows, taken from :mod:`tilewise.tiles`.

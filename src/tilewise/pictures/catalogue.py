@@ -67,7 +67,7 @@ MASK_ENTRIES = (
     ),
     Entry(
         "Either of two masks", "tw.window(left=6, right=6) | tw.key_range(0, 5) | tw.keep(lambda b, h, i, j: i < 5)",
-        "`|` keeps the pairs that either mask keeps: a window, and five positions that see and are seen by all (Longformer).",
+        "`|` keeps the pairs of both masks: a window, and five positions that see all and are seen by all (Longformer).",
     ),
     Entry(
         "A window with first keys", "tw.causal() & (tw.window(left=16) | tw.key_lengths(4))",
@@ -131,7 +131,7 @@ causal window of 1,024 keys within documents, and linear biases.
 
 
 def first_sentence(heading: str) -> str:
-    """The first sentence of the function of that name, without Sphinx's roles."""
+    """Return the first sentence of the function of that name, without Sphinx's roles."""
     function = {**MASKS, **SCORES, **PATTERNS}[heading]
     said = " ".join(inspect.getdoc(function).split("\n\n")[0].split())
     said = re.sub(r":\w+:`~?([^`]+)`", r"`\1`", said).replace("``", "`").removesuffix("::")
@@ -139,7 +139,7 @@ def first_sentence(heading: str) -> str:
 
 
 def section(entry: Entry) -> str:
-    """The picture, the sentence and the code of an entry."""
+    """Return the picture, the sentence and the code of an entry."""
     heading = f"`{entry.heading}`" if entry.heading in {**MASKS, **SCORES, **PATTERNS} else entry.heading
     said = entry.said or first_sentence(entry.heading)
     picture = f"![{entry.heading}]({FOLDER}/{entry.file})"
@@ -147,13 +147,13 @@ def section(entry: Entry) -> str:
 
 
 def page() -> str:
-    """The text of docs/catalogue.md."""
+    """Return the text of docs/catalogue.md."""
     masks, scores = ("\n".join(map(section, entries)) for entries in (MASK_ENTRIES, SCORE_ENTRIES))
     return PAGE.format(size=SIZE, tile=TILE, masks=masks, scores=scores)
 
 
 def pictures() -> dict[str, str]:
-    """The SVG of every entry, by its file."""
+    """Return the SVG of every entry, by its file."""
     drawn = {
         x.file: mask_svg(mask_view(read_mask(x.code), x.lengths, (TILE, TILE), title=x.code)) for x in MASK_ENTRIES
     }
@@ -162,7 +162,7 @@ def pictures() -> dict[str, str]:
 
 
 def files(docs: Path) -> dict[Path, str]:
-    """The generated files of the folder of documents: the page, its pictures and the explorer, whose text stands there."""
+    """Return the generated files of the folder of documents: the page, its pictures and the explorer, whose text stands there."""
     explorer = docs / "explorer.html"
     found = {docs / "catalogue.md": page(), explorer: with_cases(explorer.read_text(encoding="utf-8"))}
     return found | {docs / FOLDER / name: text for name, text in pictures().items()}

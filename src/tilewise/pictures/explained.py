@@ -22,7 +22,7 @@ TILE = (128, 128)  # where no backend says how large its tiles are
 def plot(
     problem: Problem, extras: Sequence[Tensor], tile: tuple[int, int] | None, said: str, at: tuple[int, int]
 ) -> Figure:
-    """The figure of a problem's batch element (a sequence, where they are packed) and query head ``at``.
+    """Return the figure of a problem's batch element (a sequence, where they are packed) and query head ``at``.
 
     Args:
         extras: the tensors of the call, by slot. tile: queries and keys of a tile. said: what stands below.
@@ -50,7 +50,7 @@ def plot(
 
 
 def _lengths(problem: Problem, extras: Sequence[Tensor], batch: int) -> tuple[int, int]:
-    """The queries and keys of a batch element; packed or in pages, the call's own tensors say how many."""
+    """Return the queries and keys of a batch element; packed or in pages, the call's own tensors say how many."""
     queries, keys = problem.seqlen_q, problem.seqlen_k
     ends = [extras[slot] for slot in problem.spec.cu_slots]
     if ends:

@@ -1,4 +1,4 @@
-"""docs/explorer.html: one file in which a mask, a score and sizes are chosen, and which shows the tiles and the bytes they move.
+"""docs/explorer.html: one file to choose a mask, a score and sizes, and to see their tiles and the bytes moved.
 
 Its script computes them by the rules of :mod:`tilewise.tiles` for any size, so that it needs no server. The cases below, worked out
 here and written into the page as JSON, hold the script to this: the page compares itself with them when it is opened, and a test does so
@@ -62,7 +62,7 @@ Chosen = tuple[str, tuple[int, ...]]  # a name of OFFERED, and the numbers that 
 
 
 def case(first: Chosen, op: str, second: Chosen, lengths: Lengths, tile: Lengths, score: tuple = ("none", ())) -> dict:
-    """A choice on the page with what it has to show: the status of each tile, in rows, and the bytes of a head."""
+    """Return a choice on the page with what it has to show: the status of each tile, in rows, and the bytes of a head."""
     masks = [OFFERED[name](lengths, *numbers) for name, numbers in (first, second)]
     mask = masks[0] & masks[1] if op == "&" else masks[0] | masks[1] if op == "|" else masks[0]
     view = mask_view(mask, lengths, tile)
@@ -91,7 +91,7 @@ NUMBERS: dict[str, tuple[int, ...]] = {
 
 
 def cases() -> list[dict]:
-    """Each mask alone and joined with another one, for more keys than queries and the other way round."""
+    """Return each mask alone and joined with another one, for more keys than queries and the other way round."""
     alone = [((name, numbers), "", ("everything", ())) for name, numbers in NUMBERS.items()]
     names = list(NUMBERS)
     pairs = [
@@ -105,6 +105,6 @@ def cases() -> list[dict]:
 
 
 def with_cases(page: str) -> str:
-    """The page with the cases written into it, a line each."""
+    """Return the page with the cases written into it, a line each."""
     lines = ",\n".join(json.dumps(x, separators=(",", ":")) for x in cases())
     return MARK.sub(lambda found: f"{found[1]}[\n{lines}\n]{found[2]}", page)

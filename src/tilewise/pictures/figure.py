@@ -20,7 +20,7 @@ MOST_PAIRS = 1 << 21  # that are drawn one by one: there are about as many point
 
 
 def draw(view: View, score: ScoreView | None = None, notes: tuple[str, ...] = ()) -> Figure:
-    """The tiles of a view, beside it the score where there is one, and ``notes`` below.
+    """Return the tiles of a view, beside it the score where there is one, and ``notes`` below.
 
     Raises:
         ImportError: matplotlib is not installed.

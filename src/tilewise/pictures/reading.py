@@ -20,6 +20,7 @@ from tilewise.masks import catalogue as masks
 from tilewise.masks.patterns import butterfly, local_global, strided
 from tilewise.scores import Score
 from tilewise.scores import catalogue as scores
+from tilewise.words import resembles
 
 MOST_ELEMENTS = 1 << 22  # of a list or of a tensor that the text makes
 LONGEST_TEXT = 10_000
@@ -66,7 +67,7 @@ _UNARY: dict[type[ast.unaryop], Callable] = {ast.USub: operator.neg, ast.Invert:
 
 
 def read_mask(text: str) -> Mask:
-    """The mask that ``text`` writes in the words of the catalogue; ``tw.`` before a name is allowed.
+    """Return the mask that ``text`` writes in the words of the catalogue; ``tw.`` before a name is allowed.
 
     Raises:
         ValueError: it is no such mask, with what is allowed.
@@ -75,7 +76,7 @@ def read_mask(text: str) -> Mask:
 
 
 def read_score(text: str) -> Score:
-    """The score that ``text`` writes, as :func:`read_mask` reads a mask.
+    """Return the score that ``text`` writes, as :func:`read_mask` reads a mask.
 
     Raises:
         ValueError: it is no such score, with what is allowed.
@@ -99,7 +100,7 @@ def _read(text: str, what: str, kind: type, functions: Mapping[str, Callable]) -
 
 
 def _value(node: ast.AST, functions: Mapping[str, Callable], arguments: Mapping[str, expr.Expr]) -> Any:
-    """The meaning of a part of the text; ``arguments`` are those of the lambda that it stands in."""
+    """Return the meaning of a part of the text; ``arguments`` are those of the lambda that it stands in."""
     value = partial(_value, functions=functions, arguments=arguments)
     match node:
         case ast.Constant(value=bool() | int() | float() | str() | None as constant):
@@ -120,18 +121,19 @@ def _value(node: ast.AST, functions: Mapping[str, Callable], arguments: Mapping[
             )
         case ast.Lambda(args=ast.arguments(args=names), body=body) if not arguments:
             return partial(_traced, [x.arg for x in names], body, functions)
-    raise ValueError(f"`{ast.unparse(node)}` is not among what it may hold")
+    hint = "; write & and | instead of `and` and `or`" if isinstance(node, ast.BoolOp) else ""
+    raise ValueError(f"`{ast.unparse(node)}` is not among what it may hold{hint}")
 
 
 def _traced(names: list[str], body: ast.expr, functions: Mapping[str, Callable], *symbols: expr.Expr) -> Any:
-    """A lambda's body at the symbols of its parameters."""
+    """Return a lambda's body at the symbols of its parameters."""
     if len(names) != len(symbols):
         raise ValueError(f"its lambda takes {len(names)} arguments, {len(symbols)} are needed")
     return _value(body, functions, dict(zip(names, symbols, strict=True)))
 
 
 def _name(called: ast.Name | ast.Attribute) -> str:
-    """The name that is called, without a ``tw.`` or ``torch.`` before it."""
+    """Return the name that is called, without a ``tw.`` or ``torch.`` before it."""
     match called:
         case ast.Name(id=name) | ast.Attribute(value=ast.Name(id="tw" | "torch"), attr=name):
             return name
@@ -146,7 +148,7 @@ def _called(name: str, args: list, keywords: dict[str | None, Any], functions: M
         return functions[name](*[_tensor(x, kind) for x in args], **{k: _tensor(x, kind) for k, x in keywords.items()})
     if name in expr.OPERATIONS and any(isinstance(x, expr.Expr) for x in args) and not keywords:
         return expr.apply(name, *args)
-    raise ValueError(f"there is no `{name}` of this kind")
+    raise ValueError(f"there is no `{name}` of this kind{resembles(name, list(functions))}")
 
 
 def _tensor(value: Any, kind: torch.dtype | None) -> Any:
@@ -154,7 +156,7 @@ def _tensor(value: Any, kind: torch.dtype | None) -> Any:
 
 
 def _elements(value: Any) -> int:
-    """The numbers in lists of lists."""
+    """Return the numbers in lists of lists."""
     return sum(map(_elements, value)) if isinstance(value, list) else 1
 
 

@@ -17,7 +17,7 @@ CURVE_SIZE, CURVE_SPAN = 256, 100.0
 
 
 def mask_svg(view: View) -> str:
-    """The kept pairs of a view, coloured by the status of their tile."""
+    """Return the kept pairs of a view, coloured by the status of their tile."""
     queries, keys = view.lengths
     pairs, of_pair = view.kept, view.status_of_pairs
     drawn = [_path(of_pair == what, colour) for what, colour in TILES.items()]
@@ -28,7 +28,7 @@ def mask_svg(view: View) -> str:
 
 
 def score_svg(score: ScoreView, lengths: tuple[int, int]) -> str:
-    """The score of s = 0 at every pair, darker where it is larger; or, where places do not matter, its curve."""
+    """Draw the score of s = 0 at every pair, darker if larger; or its curve, if the position does not matter."""
     if not score.by_place:
         return _curve(score)
     values = score.places(torch.arange(lengths[0]), torch.arange(lengths[1]), lengths).double()
@@ -58,7 +58,7 @@ def _curve(score: ScoreView) -> str:
 
 
 def _path(chosen: Tensor, colour: str) -> str:
-    """The chosen pairs as one path: a rectangle for each run of a row that equals none above it, as tall as the rows repeat it."""
+    """Return the chosen pairs as one path: a rectangle for each run of a row that equals none above it, as tall as the rows repeat it."""
     rows = [_runs(row) for row in chosen.tolist()]
     drawn = []
     for n, runs in enumerate(rows):
@@ -71,7 +71,7 @@ def _path(chosen: Tensor, colour: str) -> str:
 
 
 def _runs(row: list[bool]) -> list[tuple[int, int]]:
-    """``(start, length)`` of the runs of true values."""
+    """Return ``(start, length)`` of the runs of true values."""
     edges = [n for n in range(len(row) + 1) if (n < len(row) and row[n]) != (n > 0 and row[n - 1])]
     return [(start, stop - start) for start, stop in zip(edges[::2], edges[1::2], strict=True)]
 

@@ -20,7 +20,7 @@ CURVE = (-100.0, -50.0, -10.0, 0.0, 10.0, 50.0, 100.0)
 
 
 def coarsened(status: Tensor, most: tuple[int, int]) -> tuple[Tensor, int]:
-    """``(status, n)`` of squares of ``n x n`` tiles, as few as there is room for: full or skipped where all of its tiles are."""
+    """Return ``(status, n)`` of squares of ``n x n`` tiles, as few as there is room for: full or skipped where all of its tiles are."""
     n = max(1, *[-(-size // room) for size, room in zip(status.shape, most, strict=True)])
     lines, columns = (-(-size // n) for size in status.shape)
     squares = torch.full((lines * n, columns * n), -1, dtype=torch.int16)
@@ -33,7 +33,7 @@ def coarsened(status: Tensor, most: tuple[int, int]) -> tuple[Tensor, int]:
 
 
 def tiles_text(view: View, width: int) -> Text:
-    """The tiles of a view in at most ``width`` characters a line, and what the cells mean."""
+    """Return the tiles of a view in at most ``width`` characters a line, and what the cells mean."""
     from rich.text import Text
 
     status, n = coarsened(view.status, (MOST_LINES, max(1, width // 2)))
@@ -50,7 +50,7 @@ def tiles_text(view: View, width: int) -> Text:
 
 
 def score_text(score: ScoreView, view: View, width: int) -> Text:
-    """The score of s = 0 at each place that is visited, in shades; or, where places do not matter, of some s."""
+    """Return the score of s = 0 at each visited place, in shades; or of some s, if the position does not matter."""
     from rich.text import Text
 
     if not score.by_place:

@@ -39,7 +39,7 @@ class View:
 
     @classmethod
     def of(cls, title: str, grid: Grid, tile: tuple[int, int]) -> View:
-        """The view of a grid that has one batch element and one head.
+        """Return the view of a grid that has one batch element and one head.
 
         Raises:
             ValueError: tiles of no size, or too many of them.
@@ -77,7 +77,7 @@ class View:
         return {name: int((self.status == what).sum()) for what, name in NAMES.items()}
 
     def bytes_moved(self, head_dim: int = 128, itemsize: int = 2, *, pair_bytes: int = 0, masked: bool = True) -> int:
-        """Bytes that the forward of one head moves to and from slow memory, where each visited tile loads its keys.
+        """Return the bytes that one head's forward moves to and from slow memory; each visited tile loads its keys.
 
         q is read and o written once, lse is written in 4 bytes a row, and each tile that is not skipped reads its k and v:
         FlashAttention-2's Algorithm 1. What the mask itself reads does not count.
@@ -95,7 +95,7 @@ class View:
         return rows + loaded * 2 * head_dim * itemsize + pairs * pair_bytes
 
     def summary(self, head_dim: int = 128, itemsize: int = 2, pair_bytes: int = 0) -> list[str]:
-        """The counts and the bytes in words, a line each."""
+        """Return the counts and the bytes in words, a line each."""
         counts, total = self.counts, max(1, self.status.numel())
         share = ", ".join(f"{n:,} {name} ({n / total:.0%})" for name, n in counts.items())
         moved, every = (
@@ -109,14 +109,14 @@ class View:
 
 
 def _extents(length: int, tile: int) -> Tensor:
-    """The size of each tile along one axis: the last may be smaller."""
+    """Return the size of each tile along one axis: the last may be smaller."""
     return (length - torch.arange(0, length, tile)).clamp(max=tile)
 
 
 def mask_view(
     mask: Mask, lengths: tuple[int, int], tile: tuple[int, int], at: tuple[int, int] = (0, 0), title: str = ""
 ) -> View:
-    """The view of a mask for ``lengths`` (queries, keys), ``at`` a batch element and query head.
+    """Return the view of a mask for ``lengths`` (queries, keys), ``at`` a batch element and query head.
 
     Raises:
         ValueError: the mask is not for these lengths, or has no such batch element or head.
@@ -131,7 +131,7 @@ def mask_view(
 def _check(
     kept: Region, leaves: Sequence[Tensor], lengths: tuple[int, int], at: tuple[int, int], score: Expr | None = None
 ) -> None:
-    """Raises ValueError, with every reason, where a mask's or a score's tensors do not fit."""
+    """Raise ValueError, with every reason, where a mask's or a score's tensors do not fit."""
     places = dict(zip(("seqlen_q", "seqlen_k", "batch", "head"), (*lengths, *at), strict=True))
     reasons = show_reasons(kept, [tuple(leaf.shape) for leaf in leaves], places, score)
     if reasons:
@@ -155,7 +155,7 @@ class ScoreView:
 
     @classmethod
     def of(cls, score: Score, lengths: tuple[int, int], at: tuple[int, int] = (0, 0), title: str = "") -> ScoreView:
-        """The view of a score for ``lengths`` (queries, keys).
+        """Return the view of a score for ``lengths`` (queries, keys).
 
         Raises:
             ValueError: the score is not for these lengths, or has no such batch element or head.
@@ -176,12 +176,12 @@ class ScoreView:
 
     @property
     def pair_bytes(self) -> int:
-        """Bytes that it reads for each pair: those of tensors that it reads at i and at j, each by itself, as a bias is read."""
+        """Return the bytes read for each pair, from tensors indexed by i and j themselves, as a bias is."""
         reads = {e.args[0][1] for e in expr.lookups(self.score) if {"i", "j"} <= {str(x) for x in e.args[1:]}}
         return sum(self.leaves[slot].element_size() for slot in reads)
 
     def places(self, i: Tensor, j: Tensor, lengths: tuple[int, int]) -> Tensor:
-        """The score of s = 0 at the places ``i`` x ``j`` (1-d): fp32 ``(len(i), len(j))``."""
+        """Return the score of s = 0 at the places ``i`` x ``j`` (1-d): fp32 ``(len(i), len(j))``."""
         sizes = {"seqlen_q": lengths[0], "seqlen_k": lengths[1], "off": lengths[1] - lengths[0]}
         env = {name: torch.tensor(n) for name, n in sizes.items()} | {"i": i.unsqueeze(-1), "j": j}
         env |= self._fixed | {"s": torch.tensor(0.0)}
@@ -196,5 +196,5 @@ class ScoreView:
 
 
 def centres(length: int, cells: int) -> Tensor:
-    """The middle index of each of ``cells`` equal parts of an axis."""
+    """Return the middle index of each of ``cells`` equal parts of an axis."""
     return ((torch.arange(cells) + 0.5) * length / cells).long().clamp(max=max(0, length - 1))

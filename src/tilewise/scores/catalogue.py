@@ -130,6 +130,8 @@ def as_score(value: Score | torch.Tensor | ScoreFunction | None) -> Score:
     if not callable(value):
         hint = f"; a softcap of that is score=tw.softcap({value})" if isinstance(value, (int, float)) else ""
         hint = "; it goes to mask=" if isinstance(value, Mask) else hint
+        hint = "; a score by name is score=tw.softcap(50.0)" if isinstance(value, str) else hint
+        hint = "; compose scores with >>" if isinstance(value, (list, tuple)) else hint
         raise ValueError(
             f"score= takes a Score, a float tensor or a function of (s, b, h, i, j), got {type(value).__name__}{hint}"
         )

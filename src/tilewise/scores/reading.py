@@ -11,7 +11,7 @@ from tilewise.scores.catalogue import THEN
 
 @lru_cache(maxsize=4096)
 def expression(text: str, slots: tuple[int, ...]) -> Expr | None:
-    """The meaning of a score's text as one expression of ``s``; ``None`` where it changes nothing.
+    """Return the meaning of a score's text as one expression of ``s``; ``None`` where it changes nothing.
 
     Args:
         slots: for each of the score's leaves, in order, the slot of the tensor that holds it.

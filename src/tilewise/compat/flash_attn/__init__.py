@@ -51,7 +51,7 @@ class NoProbabilities:
 
 
 def _whole(name: str, n: object) -> int:
-    """A whole number given as an int, a NumPy number or a tensor of one; a tensor is read on the host."""
+    """Return a whole number given as an int, a NumPy number or a tensor of one; a tensor is read on the host."""
     try:
         return n if isinstance(n, int) else operator.index(n)
     except (TypeError, ValueError):
@@ -59,7 +59,7 @@ def _whole(name: str, n: object) -> int:
 
 
 def _keywords(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic) -> dict:
-    """The original's options as keywords of :func:`tilewise.attention`: softcap first, then the slopes."""
+    """Return the original's options as keywords of :func:`tilewise.attention`: softcap first, then the slopes."""
     if isinstance(window_size, (int, float)) or len(window_size) != 2:
         raise ValueError(f"window_size must be (left, right), -1 unbounded, got {window_size!r}")
     bounds = [_whole("window_size", bound) for bound in window_size]
@@ -77,7 +77,7 @@ def _keywords(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slop
 
 
 def _unpacked(packed: Tensor, count: int, name: str) -> tuple[Tensor, ...]:
-    """The ``count`` tensors along the third axis from the end: views, whose gradients are stacked once."""
+    """Return the ``count`` tensors along the third axis from the end: views, whose gradients are stacked once."""
     if packed.ndim < 4 or packed.shape[-3] != count:
         shape = f"(batch, seqlen, {count}, heads, head_dim), packed (total, {count}, heads, head_dim)"
         raise ValueError(f"{name} must be {shape}; got {tuple(packed.shape)}")
@@ -87,7 +87,7 @@ def _unpacked(packed: Tensor, count: int, name: str) -> tuple[Tensor, ...]:
 def _run(
     attend: Callable, q: Tensor, sizes: tuple[int, int, int, int], options: dict, return_attn_probs: bool
 ) -> Result:
-    """``attend`` gives out and lse; ``sizes`` are those of S_dmask. The seed is drawn here, so that the mask can be shown."""
+    """Run ``attend``, which gives out and lse; ``sizes`` are those of S_dmask. The seed is drawn here, so that the mask can be shown."""
     p = options["dropout_p"]
     seed = torch.randint(-(2**63), 2**63 - 1, (1,), device=q.device) if p else None
     out, lse = attend(dropout_seed=seed, **options)
@@ -134,7 +134,7 @@ def flash_attn_func(
     deterministic=False,
     return_attn_probs=False,
 ) -> Result:
-    """Attention of ``q (batch, seqlen_q, heads, head_dim)`` over ``k, v (batch, seqlen_k, heads_k, head_dim)``.
+    """Compute attention of ``q (batch, seqlen_q, heads, head_dim)`` over ``k, v (batch, seqlen_k, heads_k, head_dim)``.
 
     Args:
         dropout_p: probability of dropping a pair. softmax_scale: default ``1 / sqrt(head_dim)``.
@@ -162,7 +162,7 @@ def flash_attn_kvpacked_func(
     deterministic=False,
     return_attn_probs=False,
 ) -> Result:
-    """:func:`flash_attn_func` of ``kv (batch, seqlen_k, 2, heads_k, head_dim)``."""
+    """Compute :func:`flash_attn_func` of ``kv (batch, seqlen_k, 2, heads_k, head_dim)``."""
     options = _keywords(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     return _dense(q, *_unpacked(kv, 2, "kv"), options, return_attn_probs)
 
@@ -178,7 +178,7 @@ def flash_attn_qkvpacked_func(
     deterministic=False,
     return_attn_probs=False,
 ) -> Result:
-    """:func:`flash_attn_func` of ``qkv (batch, seqlen, 3, heads, head_dim)``."""
+    """Compute :func:`flash_attn_func` of ``qkv (batch, seqlen, 3, heads, head_dim)``."""
     options = _keywords(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     return _dense(*_unpacked(qkv, 3, "qkv"), options, return_attn_probs)
 
@@ -201,7 +201,7 @@ def flash_attn_varlen_func(
     return_attn_probs=False,
     block_table=None,
 ) -> Result:
-    """:func:`flash_attn_func` of packed ``q (total_q, heads, head_dim)`` and ``k, v (total_k, heads_k, head_dim)``.
+    """Compute :func:`flash_attn_func` of packed ``q (total_q, heads, head_dim)`` and ``k, v (total_k, heads_k, head_dim)``.
 
     Args:
         cu_seqlens_q, cu_seqlens_k: int32 ``(batch + 1,)``, where sequences start and the last one ends.
@@ -236,7 +236,7 @@ def flash_attn_varlen_kvpacked_func(
     deterministic=False,
     return_attn_probs=False,
 ) -> Result:
-    """:func:`flash_attn_varlen_func` of ``kv (total_k, 2, heads_k, head_dim)``."""
+    """Compute :func:`flash_attn_varlen_func` of ``kv (total_k, 2, heads_k, head_dim)``."""
     options = _keywords(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     cu, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
     return _varlen((q, *_unpacked(kv, 2, "kv")), cu, longest, options, return_attn_probs)
@@ -255,7 +255,7 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic=False,
     return_attn_probs=False,
 ) -> Result:
-    """:func:`flash_attn_varlen_func` of ``qkv (total, 3, heads, head_dim)``."""
+    """Compute :func:`flash_attn_varlen_func` of ``qkv (total, 3, heads, head_dim)``."""
     options = _keywords(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     cu, longest = (cu_seqlens, cu_seqlens), (max_seqlen, max_seqlen)
     return _varlen(_unpacked(qkv, 3, "qkv"), cu, longest, options, return_attn_probs)
@@ -282,7 +282,7 @@ def flash_attn_with_kvcache(
     num_splits=0,
     return_softmax_lse=False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of ``q (batch, seqlen_q, heads, head_dim)`` over a cache, into which ``k`` and ``v`` are written first, in place.
+    """Compute attention of ``q (batch, seqlen_q, heads, head_dim)`` over a cache, into which ``k`` and ``v`` are written first, in place.
 
     Args:
         k_cache, v_cache: ``(batch_cache, seqlen_cache, heads_k, head_dim)``; with ``block_table`` pages ``(num_blocks, page_block_size,

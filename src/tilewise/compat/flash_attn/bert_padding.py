@@ -7,19 +7,19 @@ from torch import Tensor
 
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
-    """``input[indices]``: rows of the first axis; ``indices`` integer, ``(n,)``."""
+    """Return ``input[indices]``: rows of the first axis; ``indices`` integer, ``(n,)``."""
     return input.index_select(0, indices)
 
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
-    """``(first_axis_dim, ...)`` with ``values[n]`` in row ``indices[n]`` and zeros elsewhere."""
+    """Return ``(first_axis_dim, ...)`` with ``values[n]`` in row ``indices[n]`` and zeros elsewhere."""
     return values.new_zeros((first_axis_dim, *values.shape[1:])).index_copy(0, indices, values)
 
 
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """The rows of a padded batch that a mask selects, one sequence after another.
+    """Return the rows of a padded batch that a mask selects, one sequence after another.
 
     Args:
         hidden_states: ``(batch, seqlen, ...)``.
@@ -40,5 +40,5 @@ def unpad_input(
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """``(batch, seqlen, ...)`` of packed rows ``(total, ...)``, zeros where there was none: undoes :func:`unpad_input`."""
+    """Return ``(batch, seqlen, ...)`` of packed rows ``(total, ...)``, zeros where there was none: undoes :func:`unpad_input`."""
     return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))

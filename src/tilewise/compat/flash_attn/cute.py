@@ -68,7 +68,7 @@ def flash_attn_func(
     return_lse=False,
     **refused: object,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention of ``q (batch, seqlen_q, heads, head_dim)`` over ``k, v (batch, seqlen_k, heads_k, head_dim)``.
+    """Compute attention of ``q (batch, seqlen_q, heads, head_dim)`` over ``k, v (batch, seqlen_k, heads_k, head_dim)``.
 
     Args:
         window_size: ``(left, right)``, None unbounded. learnable_sink: ``(heads,)``, a logit per head without a value.
@@ -106,7 +106,7 @@ def flash_attn_varlen_func(
     return_lse=False,
     **refused: object,
 ) -> tuple[Tensor, Tensor | None]:
-    """:func:`flash_attn_func` of packed ``q (total_q, heads, head_dim)`` and ``k, v (total_k, heads_k, head_dim)``.
+    """Compute :func:`flash_attn_func` of packed ``q (total_q, heads, head_dim)`` and ``k, v (total_k, heads_k, head_dim)``.
 
     Returns:
         out ``(total_q, heads, head_dim_v)``, and with ``return_lse`` its lse ``(heads, total_q)``, else None.

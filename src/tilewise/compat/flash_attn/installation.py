@@ -14,7 +14,7 @@ GENERATIONS = {
 
 
 def install(generation: int) -> None:
-    """Does the work of :func:`tilewise.compat.flash_attn.install_as_flash_attn`; once is enough."""
+    """Do the work of :func:`tilewise.compat.flash_attn.install_as_flash_attn`; once is enough."""
     if generation not in GENERATIONS:
         raise ValueError(f"install_as_flash_attn takes generation 2, 3 or 4, got {generation!r}")
     wanted = GENERATIONS[generation]

@@ -56,7 +56,7 @@ def flash_attn_func(
     sm_margin=0,
     return_attn_probs=False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of ``q (batch, seqlen_q, heads, head_dim)`` over ``k, v (batch, seqlen_k, heads_k, head_dim)``.
+    """Compute attention of ``q (batch, seqlen_q, heads, head_dim)`` over ``k, v (batch, seqlen_k, heads_k, head_dim)``.
 
     Args:
         attention_chunk: above 0, a query sees the keys of its own chunk of that many positions, its own counted from the last.
@@ -87,7 +87,7 @@ def flash_attn_qkvpacked_func(
     sm_margin=0,
     return_attn_probs=False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """:func:`flash_attn_func` of ``qkv (batch, seqlen, 3, heads, head_dim)``, or ``(batch, seqlen, heads + 2 * heads_k, head_dim)``.
+    """Compute :func:`flash_attn_func` of ``qkv (batch, seqlen, 3, heads, head_dim)`` or ``(batch, seqlen, heads + 2 * heads_k, head_dim)``.
 
     Args:
         num_heads_q: the number of query heads, which a tensor of four dimensions needs.
@@ -134,7 +134,7 @@ def flash_attn_varlen_func(
     sm_margin=0,
     return_attn_probs=False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """:func:`flash_attn_func` of packed ``q (total_q, heads, head_dim)`` and ``k, v (total_k, heads_k, head_dim)``.
+    """Compute :func:`flash_attn_func` of packed ``q (total_q, heads, head_dim)`` and ``k, v (total_k, heads_k, head_dim)``.
 
     Returns:
         out ``(total_q, heads, head_dim_v)``; with ``return_attn_probs`` also softmax_lse ``(heads, total_q)``.
@@ -149,7 +149,7 @@ def flash_attn_varlen_func(
 def flash_attn_combine(
     out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The attention over all keys, from its parts over disjoint keys (:func:`tilewise.merge`).
+    """Return the attention over all keys, from its parts over disjoint keys (:func:`tilewise.merge`).
 
     Args:
         out_partial: ``(parts, batch, seqlen, heads, head_dim)``. lse_partial: ``(parts, batch, seqlen, heads)``.
@@ -195,7 +195,7 @@ def flash_attn_with_kvcache(
     sm_margin=0,
     return_softmax_lse=False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of q over a cache, into which ``k`` and ``v`` are written first, as
+    """Compute attention of q over a cache, into which ``k`` and ``v`` are written first, as
     :func:`tilewise.compat.flash_attn.flash_attn_with_kvcache` describes it; ``page_table`` is its ``block_table``.
 
     Args:

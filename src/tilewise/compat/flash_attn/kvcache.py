@@ -62,13 +62,13 @@ class CacheCall:
         return self.k_cache.dtype == FLOAT8 or any(x is not None for x in descales)
 
     def _scales(self) -> dict[str, Tensor]:
-        """The factors of the cache's keys, times those of the queries, and of its values: each ``()`` or ``(batch, heads_k)``."""
+        """Return the factors of the cache's keys, times those of the queries, and of its values: each ``()`` or ``(batch, heads_k)``."""
         one = torch.ones((), device=self.q.device)
         q, k, v = (one if x is None else x for x in (self.q_descale, self.k_descale, self.v_descale))
         return {"k_scale": q * k, "v_scale": v}
 
     def _appended(self, cache: tw.PagedCache | tw.QuantizedCache, k: Tensor) -> tw.PagedCache | tw.QuantizedCache:
-        """The cache with new rows. Rows of 16 bits are divided by the factors of the cache's numbers, rows of 8 bits are such numbers."""
+        """Return the cache with new rows. Rows of 16 bits are divided by the cache's factors, rows of 8 bits are not."""
         if not self._quantised:
             return tw.append(cache, k, self.v, self.cu_seqlens_new)
         one = torch.ones((), device=k.device)
@@ -79,7 +79,7 @@ class CacheCall:
         return cache._replace(seqlens_k=grown.seqlens_k)
 
     def _cache(self) -> tw.PagedCache | tw.QuantizedCache:
-        """The cache before anything is written: a row of a dense one is a page of its whole length."""
+        """Return the cache before anything is written: a row of a dense one is a page of its whole length."""
         batch = self.q.shape[0] if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1
         device, table = self.q.device, self.block_table
         if table is None:

@@ -74,7 +74,7 @@ def _flash_attn_forward(
     alibi_slopes,
     return_softmax,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``(out, softmax_lse, S_dmask, rng_state)`` of :func:`tilewise.compat.flash_attn.flash_attn_func`'s tensors."""
+    """Return ``(out, softmax_lse, S_dmask, rng_state)`` of :func:`tilewise.compat.flash_attn.flash_attn_func`'s tensors."""
     window = (window_size_left, window_size_right)
     options = _keywords(dropout_p, softmax_scale, causal, window, softcap, alibi_slopes, False)
     return _forward((q, k, v), (), (q.shape[1], k.shape[1]), options, return_softmax)
@@ -101,7 +101,7 @@ def _flash_attn_varlen_forward(
     seqused_k=None,
     zero_tensors=False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``(out, softmax_lse, S_dmask, rng_state)`` of packed sequences; ``zero_tensors`` changes nothing, rows outside are zero."""
+    """Return ``(out, softmax_lse, S_dmask, rng_state)`` of packed sequences; ``zero_tensors`` changes nothing, rows outside are zero."""
     given = {"block_table": block_table, "leftpad_k": leftpad_k, "seqused_k": seqused_k}
     refuse("_flash_attn_varlen_forward", given, _PAGES)
     window = (window_size_left, window_size_right)

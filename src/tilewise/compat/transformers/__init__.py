@@ -118,7 +118,7 @@ class Handed:
 
     @classmethod
     def of(cls, given: dict) -> Handed:
-        """Raises NotImplementedError: with every keyword that cannot be honoured, and why."""
+        """Raise NotImplementedError: with every keyword that cannot be honoured, and why."""
         wrong = {name: value for name, value in given.items() if name not in HONOURED and name not in IGNORED}
         reasons = [
             f"{name} {REFUSED.get(name, _UNKNOWN)}"
@@ -132,7 +132,7 @@ class Handed:
         return cls(**{name: value for name, value in given.items() if name in HONOURED})
 
     def options(self, keys: int) -> dict:
-        """The keywords of ``tilewise.attention`` but the mask."""
+        """Return the keywords of ``tilewise.attention`` but the mask."""
         stages = [] if self.softcap is None else [softcap(self.softcap)]
         if self.position_bias is not None:
             _say_dense("a position bias", self.position_bias)
@@ -177,7 +177,7 @@ def register() -> None:
 
 
 def version() -> tuple[int, ...]:
-    """The first two numbers of the installed transformers' version."""
+    """Return the first two numbers of the installed transformers' version."""
     return tuple(int(part) for part in transformers.__version__.split(".")[:2])
 
 
@@ -271,8 +271,10 @@ _PLAIN = IGNORED | {"scaling", "is_causal", "sliding_window"}  # which a HandedM
 
 
 def _as_they_lie(query: Tensor, key: Tensor, value: Tensor, given_mask: HandedMask, handed: dict) -> Tensor | None:
-    """Attention of a layer that hands over a mask, a scale and no more, without a view of its tensors, which would take half as long as the
-    call; None: there is more to look at."""
+    """Run a layer that hands over only a mask and a scale, without views of its tensors; None: there is more to look at.
+
+    Views would take half as long as the call.
+    """
     for name, option in handed.items():
         if (
             name not in _PLAIN
@@ -292,7 +294,7 @@ def _as_they_lie(query: Tensor, key: Tensor, value: Tensor, given_mask: HandedMa
 
 
 def _over_ranks(q: Tensor, k: Tensor, v: Tensor, given_mask, given: Handed, positions: Tensor | None) -> Tensor:
-    """Attention of a rank's rows, within a sequence that is sharded over ranks (:func:`sharded`)."""
+    """Compute attention of a rank's rows, within a sequence that is sharded over ranks (:func:`sharded`)."""
     wrong = [] if isinstance(given_mask, ShardedMask) else ["a layer that is handed no mask, or one of its own"]
     wrong += ["cu_seq_lens_q: pass position_ids, which tell documents apart"] if given.cu_seq_lens_q is not None else []
     wrong += ["position_bias, which is of this rank's rows"] if given.position_bias is not None else []
@@ -304,13 +306,13 @@ def _over_ranks(q: Tensor, k: Tensor, v: Tensor, given_mask, given: Handed, posi
 
 
 def _recorded() -> bool:
-    """Whether a model collects the probabilities of its layers, which transformers' hooks do without a word to the attention."""
+    """Return whether a model collects the probabilities of its layers, which transformers' hooks do without a word to the attention."""
     collected = _active_collector.get()
     return collected is not None and any(name.endswith("attentions") for name in collected)
 
 
 def _seen(module, q: Tensor, k: Tensor, given_mask, given: Handed) -> tuple[Mask | None, int, Tensor | None]:
-    """The mask, the number of keys that it is over, and what it adds to the scores."""
+    """Return the mask, the number of keys that it is over, and what it adds to the scores."""
     keys = k.shape[1]
     if isinstance(given_mask, HandedMask):
         if given_mask.shape[-2:] != (q.shape[1], keys):
@@ -334,7 +336,7 @@ def _seen(module, q: Tensor, k: Tensor, given_mask, given: Handed) -> tuple[Mask
 
 
 def _unmasked(module, q: Tensor, k: Tensor, given: Handed) -> Mask | None:
-    """The mask of a layer that was handed none, whose first query must sit at its first key."""
+    """Return the mask of a layer without one. Its first query must sit at its first key."""
     if _is_causal(module, given) and 1 < q.shape[1] != k.shape[1]:
         raise ValueError(
             f"a causal layer with {q.shape[1]} queries and {k.shape[1]} keys was handed no mask, so that nothing says at which "

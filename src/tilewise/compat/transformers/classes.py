@@ -22,7 +22,7 @@ from tilewise.masks.catalogue import window
 
 
 def prepare(model: torch.nn.Module, name: str, attend: Callable) -> bool:
-    """Makes the family of ``model`` find its class under ``name``. ``attend``: the attention that the interface calls.
+    """Make the family of ``model`` find its class under ``name``. ``attend``: the attention that the interface calls.
 
     Returns:
         whether the family is known.
@@ -36,7 +36,7 @@ def prepare(model: torch.nn.Module, name: str, attend: Callable) -> bool:
 
 
 def _watching(base: type) -> type:
-    """``base`` with :attr:`watched`: whether the layer's caller asked for probabilities."""
+    """Return ``base`` with :attr:`watched`: whether the layer's caller asked for probabilities."""
 
     class Watching(base):
         def forward(self, *arguments, output_attentions: bool | None = False, **options):
@@ -71,7 +71,7 @@ def _gpt_neo(module: ModuleType, name: str, attend: Callable) -> None:
 
 
 def _windowed(mask: HandedMask | Tensor | None, size: int) -> HandedMask:
-    """The mask, and of a query's keys the last ``size``, its own among them."""
+    """Return the mask, and of a query's keys the last ``size``, its own among them."""
     if not isinstance(mask, HandedMask):
         raise NotImplementedError(
             "a local layer of GPT-Neo with an attention mask of your own; leave the window to the model, or load it with "

@@ -64,7 +64,7 @@ def _paged_or(name: str, ensured):
 def over_pages(
     q: Tensor, k: Tensor, v: Tensor, starts: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor, Tensor], **options
 ) -> Tensor:
-    """Attention of each sequence's last rows over its pages, once their keys and values are written there.
+    """Compute attention of each sequence's last rows over its pages, once their keys and values are written there.
 
     Args:
         q: ``(total, heads_q, head_dim)``. k, v: ``(total, heads_k, head_dim)``, of the new rows.

@@ -62,7 +62,7 @@ class MaskCall:
 
     @classmethod
     def of(cls, given: dict) -> MaskCall:
-        """Raises NotImplementedError: a keyword that this module does not know, and so cannot honour."""
+        """Raise NotImplementedError: a keyword that this module does not know, and so cannot honour."""
         unknown = sorted(set(given) - set(cls.__dataclass_fields__) - WITHOUT_MEANING)
         if unknown:
             raise NotImplementedError(
@@ -82,7 +82,7 @@ class MaskCall:
 
 @dataclass(frozen=True)
 class HandedMask:
-    """The ``attention_mask`` that every layer receives: no tensor, and of no size that grows with N².
+    """The ``attention_mask`` of every layer. It is no tensor, and its size does not grow with N².
 
     Attributes:
         mask: over the first ``keys`` of the ``shape[-1]`` keys; no query sees the others.
@@ -103,7 +103,7 @@ class HandedMask:
         return self
 
     def to(self, device: torch.device | str | torch.dtype, *_, **__) -> HandedMask:
-        """The mask on another device, as the layers of a model that is spread over several need it."""
+        """Return the mask on another device, as the layers of a model that is spread over several need it."""
         if isinstance(device, torch.dtype):
             raise NotImplementedError(_COMPUTED.format(what=f"attention_mask.to({device})"))
         band = None if self.band is None else _moved(self.band, device)
@@ -146,7 +146,7 @@ _COMPUTED = (
 
 
 def read(call: MaskCall) -> HandedMask:
-    """The mask of a call. On an accelerator it waits for two truth values where there is a padding mask."""
+    """Return the mask of a call. On an accelerator it waits for two truth values where there is a padding mask."""
     terms = read_terms(call.mask_function)
     bands = [term for term in terms if isinstance(term, Band)]
     band = Band(_least([b.left for b in bands]), _least([b.right for b in bands]))
@@ -165,7 +165,7 @@ def read(call: MaskCall) -> HandedMask:
 
 
 def joined(parts: list[Mask | None]) -> Mask:
-    """The pairs that all parts keep; None keeps all."""
+    """Return the pairs that all parts keep; None keeps all."""
     parts = [part for part in parts if part is not None]
     return reduce(and_, parts) if parts else Mask("")
 
@@ -195,7 +195,7 @@ class Band:
         return causal() if (left, right) == (None, 0) else window(left, right)
 
     def _of_one_query(self, first: int | Tensor, keys: int) -> Mask | None:
-        """An interval of keys, which may be a tensor: one token after another needs no host and no new kernel."""
+        """Return an interval of keys, which may be a tensor: one token after another needs no host and no new kernel."""
 
         def clamp(x: int | Tensor) -> int | Tensor:
             return x.clamp(0, keys) if isinstance(x, Tensor) else min(max(x, 0), keys)
@@ -248,7 +248,7 @@ def _chunk_ids(size: int, left_padding: Tensor) -> Callable[[MaskCall], Tensor]:
 
 
 def _remapped(function: Callable, captured: dict) -> list:
-    """Positions that count within a packed sequence differ by what indices differ by: bands stay as they are."""
+    """Keep bands as they are: positions within a packed sequence differ as indices do."""
     inner = read_terms(captured["mask_function"])
     return inner if all(isinstance(term, Band) for term in inner) else [Predicate(function)]
 
@@ -267,7 +267,7 @@ TERMS: dict[str, Callable[[Callable, dict], list]] = {
 
 
 def made_by(function: Callable) -> tuple[str | None, dict]:
-    """The function of masking_utils that made this one, or is it; and what this one captured."""
+    """Return the function of masking_utils that made this one, or is it; and what this one captured."""
     if getattr(function, "__module__", None) != masking_utils.__name__:
         return None, {}
     names, cells = function.__code__.co_freevars, function.__closure__ or ()
@@ -275,13 +275,13 @@ def made_by(function: Callable) -> tuple[str | None, dict]:
 
 
 def read_terms(function: Callable) -> list[Band | Documents | Predicate]:
-    """The pairs that a mask function keeps, as terms that all hold."""
+    """Return the pairs that a mask function keeps, as terms joined by and."""
     maker, captured = made_by(function)
     return TERMS[maker](function, captured) if maker in TERMS else [Predicate(function)]
 
 
 def _kept(function: Callable, b: Expr, h: Expr, q: Expr, kv: Expr) -> Expr | bool:
-    """A mask function of traced indices; those that combine others do it by tensor methods, and are combined here."""
+    """Return a mask function of traced indices; those that combine others do it by tensor methods, and are combined here."""
     maker, captured = made_by(function)
     match maker:
         case "and_masks":

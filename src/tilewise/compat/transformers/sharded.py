@@ -61,7 +61,7 @@ def sharded(parallel: ContextParallel) -> Iterator[ContextParallel]:
 
 
 def group() -> ContextParallel | None:
-    """The ranks of the ``with`` around a call of a model; None outside of any."""
+    """Return the ranks of the ``with`` around a call of a model; None outside of any."""
     return _group.get() if _open else None
 
 
@@ -80,7 +80,7 @@ class ShardedMask(HandedMask):
     found: dict[str, Mask] = field(default_factory=dict, compare=False)
 
     def whole(self, positions: Tensor | None) -> Mask:
-        """The mask with the packed documents that these position_ids ``(batch or 1, rows)`` tell of; a layer's first call gathers them.
+        """Return the mask with the packed documents of these position_ids ``(batch or 1, rows)``; a layer's first call gathers them.
 
         Raises:
             ValueError: on every rank: no positions, or such as no layout and no packing gives.
@@ -90,7 +90,7 @@ class ShardedMask(HandedMask):
         return self.found["mask"]
 
     def _documents(self, positions: Tensor | None) -> Mask | None:
-        """The packed documents of the whole sequence: one begins wherever positions do not go on by 1. None: there is one alone."""
+        """Return the packed documents of the whole sequence: one begins wherever positions do not go on by 1. None: there is one alone."""
         rows = self.shape[2]
         wrong = (
             "the model hands no position_ids to its attention, so that nothing says where its rows lie"
@@ -127,7 +127,7 @@ class ShardedMask(HandedMask):
 
 
 def read_sharded(call: MaskCall, parallel: ContextParallel) -> ShardedMask:
-    """The mask of a call whose rows are a rank's part of a sequence.
+    """Return the mask of a call whose rows are a rank's part of a sequence.
 
     Raises:
         ValueError: on every rank: what one of them cannot say of the whole sequence, or ranks that say different things.
@@ -154,12 +154,12 @@ def read_sharded(call: MaskCall, parallel: ContextParallel) -> ShardedMask:
 
 
 def _is_packing(term: object) -> bool:
-    """Whether a term tells packed documents apart, which transformers finds in this rank's positions alone."""
+    """Return whether a term tells packed documents apart, which transformers finds in this rank's positions alone."""
     return isinstance(term, Documents) and made_by(term.function)[0] == "packed_sequence_mask_function"
 
 
 def _agree(parallel: ContextParallel, wrong: str, said: str) -> None:
-    """Raises the same ValueError on every rank where one has a reason, or where they say different things."""
+    """Raise the same ValueError on every rank where one has a reason, or where they say different things."""
     digest = int.from_bytes(hashlib.sha256(said.encode()).digest()[:7], "little")
     found = parallel.exchange.numbers([int(bool(wrong)), digest])
     if any(bad for bad, _ in found) or len({number for _, number in found}) > 1:

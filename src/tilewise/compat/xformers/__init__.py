@@ -35,7 +35,7 @@ def memory_efficient_attention(
     op: object = None,
     output_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """``dropout(softmax(scale * query keyᵀ + attn_bias), p) value``; differentiable.
+    """Compute ``dropout(softmax(scale * query keyᵀ + attn_bias), p) value``; differentiable.
 
     Args:
         query: ``(batch, seqlen_q, heads, head_dim)``, or with one dimension less or more (this module's docstring). key: the
@@ -54,7 +54,7 @@ def memory_efficient_attention(
 def memory_efficient_attention_forward(
     query, key, value, attn_bias=None, p=0.0, scale=None, *, op=None, output_dtype=None
 ) -> Tensor:
-    """:func:`memory_efficient_attention` without a graph for its gradients."""
+    """Compute :func:`memory_efficient_attention` without a graph for its gradients."""
     with torch.no_grad():
         return memory_efficient_attention(query, key, value, attn_bias, p, scale, output_dtype=output_dtype)
 
@@ -62,7 +62,7 @@ def memory_efficient_attention_forward(
 def memory_efficient_attention_forward_requires_grad(
     query, key, value, attn_bias=None, p=0.0, scale=None, *, op=None, output_dtype=None
 ) -> tuple[Tensor, Tensor]:
-    """:func:`memory_efficient_attention_forward` and its lse, natural log: ``(batch, heads, seqlen_q)``, for blocks of total_q."""
+    """Compute :func:`memory_efficient_attention_forward` and its lse, natural log: ``(batch, heads, seqlen_q)``, for blocks of total_q."""
     with torch.no_grad():
         o, lse = _attend(query, key, value, attn_bias, p, scale)
     return (o if output_dtype is None else o.to(output_dtype)), lse
@@ -108,7 +108,7 @@ def _of_one(q: Tensor, k: Tensor, v: Tensor, bias: object, options: dict) -> tup
 
 
 def _of_blocks(q: Tensor, k: Tensor, v: Tensor, bias: object, options: dict) -> tuple[Tensor, Tensor]:
-    """Attention of sequences in a batch of one, by a packed call."""
+    """Compute attention of sequences in a batch of one, by a packed call."""
     band, spans = _band(bias), [bias.q_seqinfo.intervals(), bias.k_seqinfo.intervals()]
     spans = [list(x) for x in spans]
     ends = bias.q_seqinfo.seqstart_py[-1], bias.k_seqinfo.seqstart_py[-1]
@@ -146,7 +146,7 @@ _STAND_IN = StandIn("xformers", "xformers", __version__)
 
 
 def install_as_xformers() -> None:
-    """Makes ``import xformers.ops`` give this module's functions and classes; nothing else of xformers is there.
+    """Make ``import xformers.ops`` give this module's functions and classes; nothing else of xformers is there.
 
     Call it before the libraries that import xformers. ``importlib.metadata`` finds a distribution of that name.
 

@@ -29,13 +29,13 @@ class Band:
     from_last: bool = True
 
     def mask(self, equal: bool) -> tw.Mask | None:
-        """The band as a mask. ``equal``: every block has as many keys as queries, so that both alignments are one."""
+        """Return the band as a mask. ``equal``: every block has as many keys as queries, so that both alignments are one."""
         if self.left is None and self.right is None:
             return None
         return tw.window(self.left, self.right, align="last" if self.from_last or equal else "first")
 
     def pairs(self, queries: int, keys: int) -> Tensor:
-        """The pairs that are kept, bool ``(queries, keys)``."""
+        """Return the pairs that are kept, bool ``(queries, keys)``."""
         distance = torch.arange(keys) - torch.arange(queries).view(-1, 1) - (keys - queries if self.from_last else 0)
         kept = torch.ones(queries, keys, dtype=torch.bool)
         kept = kept if self.left is None else kept & (distance >= -self.left)
@@ -95,7 +95,7 @@ class AttentionBias:
     def materialize(
         self, shape: Sequence[int], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     ) -> Tensor:
-        """The matrix that this bias stands for, 0 and -inf, expanded to ``shape (..., queries, keys)``; for tests."""
+        """Return the matrix that this bias stands for, 0 and -inf, expanded to ``shape (..., queries, keys)``; for tests."""
         kept = torch.zeros(*shape[-2:], dtype=torch.bool)
         band = BANDS[type(self).__name__](self)
         for (q0, q1), (k0, k1) in self._blocks(*shape[-2:]):
@@ -175,7 +175,7 @@ class _SeqLenInfo:
         return list(itertools.pairwise(self.seqstart_py))
 
     def split(self, x: Tensor, batch_sizes: Sequence[int] | None = None) -> list[Tensor]:
-        """The blocks of ``x (1, total, ...)``, as many in each tensor as ``batch_sizes`` says: ``(batch, seqlen, ...)``."""
+        """Return the blocks of ``x (1, total, ...)``, as many in each tensor as ``batch_sizes`` says: ``(batch, seqlen, ...)``."""
         if x.shape[0] != 1 or x.shape[1] != self.seqstart_py[-1]:
             raise ValueError(f"split takes (1, {self.seqstart_py[-1]}, ...), got {tuple(x.shape)}")
         parts, first = [], 0
@@ -188,7 +188,7 @@ class _SeqLenInfo:
 
 @dataclass
 class _SlotInfo(_SeqLenInfo):
-    """Blocks that are slots, of which the first ``seqlen`` rows are in use; the slots may have gaps between them."""
+    """Blocks with room: the first ``seqlen`` rows of each are in use, and there may be gaps between blocks."""
 
     seqlen: Tensor
     seqlen_py: list[int]
@@ -243,7 +243,7 @@ class BlockDiagonalMask(_Blocks):
 
     @classmethod
     def from_tensor_list(cls, tensors: Sequence[Tensor]) -> tuple[BlockDiagonalMask, Tensor]:
-        """The mask of tensors ``(batch, seqlen, ...)`` and their rows one after another, ``(1, total, ...)``."""
+        """Return the mask of tensors ``(batch, seqlen, ...)`` and their rows one after another, ``(1, total, ...)``."""
         bias, packed, _, _ = cls.from_tensor_lists_qkv(tensors, tensors)
         return bias, packed
 
@@ -319,7 +319,7 @@ class BlockDiagonalPaddedKeysMask(_Blocks):
         *,
         device: torch.device | str | None = None,
     ) -> BlockDiagonalPaddedKeysMask:
-        """``causal_diagonal`` means nothing, as in the original."""
+        """Make the mask of blocks with these lengths. ``causal_diagonal`` has no effect, as in the original."""
         starts = range(0, (len(kv_seqlen) + 1) * kv_padding, kv_padding)
         return cls(_SeqLenInfo.from_seqlens(q_seqlen, device=device), _SlotInfo.of(starts, kv_seqlen, device))
 
@@ -327,7 +327,7 @@ class BlockDiagonalPaddedKeysMask(_Blocks):
     def from_seqlens_local(
         cls, q_seqlen: Sequence[int], kv_padding: int, kv_seqlen: Sequence[int], *sizes: int, **named: int
     ) -> BlockDiagonalPaddedKeysMask:
-        """``sizes``: the window of the classes that have one."""
+        """Make the mask with a window. ``sizes``: the window, for the classes that have one."""
         free = BlockDiagonalPaddedKeysMask.from_seqlens(q_seqlen, kv_padding, kv_seqlen)
         return cls(free.q_seqinfo, free.k_seqinfo, *sizes, **named)
 

@@ -21,11 +21,11 @@ from tilewise.backends.hopper.decoding.shares import (
     Place,
     batch_of,
     blocks_of,
+    columns_of,
     first_block_of,
     next_place,
     row_at,
     share_of,
-    within,
 )
 from tilewise.backends.hopper.decoding.storage import DecodingStorage
 from tilewise.backends.hopper.kit import softmax
@@ -161,12 +161,13 @@ def load_query(operands: DecodingOperands, sequence, params: DecodingParams, con
     sequence = PICK.smaller(sequence, batch_of(params) - 1)
     for r in range(2):
         row = row_at(row_of(thread, r), params)
+        columns = columns_of(row.inside, params)
         for piece in range(cute.size(words) // 2):  # of 8 columns, of which a thread holds two
             word = I32(0)  # of the rows from the ninth on
             if 8 * r < config.tiles.rows:
                 place = row.query, sequence, row.head
-                there = within(row.inside, 8 * piece, params)  # the head dim is a multiple of 8
-                word = take_word(params.q, place, 8 * piece + thread % 4 * 2, there)
+                # The head dim is a multiple of 8.
+                word = take_word(params.q, place, 8 * piece + thread % 4 * 2, columns > 8 * piece)
             words[2 * piece + r] = word
 
 

@@ -109,7 +109,7 @@ class DecodingConfig(Formed):
     @property
     def expected(self) -> tuple[Expected, ...]:
         """The facts that the compiled kernel is held to."""
-        return (Expected(self.name, (), self.tiles.shared, None, stores=False),)
+        return (Expected(self.name, (), self.tiles.shared, None, stores=False, gathers=True),)
 
     def describe(self) -> str:
         """The kernel in a sentence, as ``explain`` shows it."""

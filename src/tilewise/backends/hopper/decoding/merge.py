@@ -14,7 +14,7 @@ import cutlass.cute as cute
 
 from tilewise.backends.hopper.decoding.config import DecodingConfig
 from tilewise.backends.hopper.decoding.params import DecodingParams
-from tilewise.backends.hopper.decoding.shares import Place, Share, blocks_of, head_of, row_at, within
+from tilewise.backends.hopper.decoding.shares import Place, Share, blocks_of, columns_of, head_of, row_at
 from tilewise.backends.hopper.forward.epilogue import put_lse
 from tilewise.backends.hopper.kit import softmax
 from tilewise.backends.hopper.kit.dtypes import F32, I32
@@ -201,10 +201,11 @@ def put(
     factors, statistics = softmax.finalize(rows, sinks + [-softmax.INF] * (2 - len(sinks)))
     start = 4 * len(columns[0]) * part + thread % 4 * 2
     for (query, head, inside), own, factor, statistic in zip(found, columns, factors, statistics, strict=False):
+        left = columns_of(inside, params) - start
         for c in range(0, len(own), 2):
             word = pack(own[c] * factor, own[c + 1] * factor, config.dtype)
-            column = start + constant_column(c)
-            put_word(params.o, (query, place.sequence, head), column, word, within(inside, column, params))
+            column = constant_column(c)
+            put_word(params.o, (query, place.sequence, head), start + column, word, left > column)
         first = cutlass.select_(inside, I32(1) - part, I32(0)) > 0
         put_lse(params.lse, (query, head, place.sequence), statistic, first)
 

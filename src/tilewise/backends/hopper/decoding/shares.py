@@ -105,9 +105,9 @@ def row_at(row, params: DecodingParams) -> GroupRow:
     return GroupRow(query, I32(head_of(params) * params.group + row - query * params.group), inside)
 
 
-def within(inside, column, params: DecodingParams):
-    """Whether a row that is ``inside`` has a column: those of a kernel's width from the head dim on do not exist."""
-    return PICK.smaller(cutlass.select_(inside, I32(1), I32(0)), params.q.shape[3] - column) > 0
+def columns_of(inside, params: DecodingParams) -> I32:
+    """The columns of a row of q or o, which may be fewer than a kernel's width; none where the row is not ``inside``."""
+    return I32(cutlass.select_(inside, I32(params.q.shape[3]), I32(0)))
 
 
 @cute.jit

@@ -66,7 +66,7 @@ class Config:
 
     def describe(self) -> str:
         titles = {"forward": "forward", "dkdv": "dK dV", "dk": "dK", "dv": "dV", "dq": "dQ"}
-        split = f"; of few queries {self.few.describe()}" if self.few else ""
+        split = f"; few queries {self.few.describe()}" if self.few else ""
         split += f"; query heads of a key tile in {self.group_parts} parts" if self.group_parts > 1 else ""
         split += "" if self.products == "ieee" else f"; fp32 products {self.products}"
         return "; ".join(f"{titles[name]} {tiles.describe()}" for name, tiles in self.passes.items()) + split

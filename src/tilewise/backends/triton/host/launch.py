@@ -44,7 +44,7 @@ def forward(plan: Plan, inputs: Inputs) -> Output:
     if has_no_pair(plan.problem):
         return output_of_no_pair(plan.problem, inputs)
     call, config = Call.of(plan, inputs), plan.config
-    if not isinstance(config, PagedConfig):
+    if not (plan.problem.paged or isinstance(config, PagedConfig)):
         call.run("forward", lambda call: [_attend(call)], **out.named)
     elif config.splits == 1:
         call.run("forward", lambda call: [attend_pages(call)], **out.named)

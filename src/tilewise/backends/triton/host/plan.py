@@ -71,7 +71,9 @@ class Decisions:
         return self._emitted(self.pair_leaf[0])
 
     def _emitted(self, described: int | None) -> Emitted:
-        return emit(self.problem, self.wide, described, mixed_rows=isinstance(self.config, PagedConfig))
+        return emit(
+            self.problem, self.wide, described, mixed_rows=self.problem.paged or isinstance(self.config, PagedConfig)
+        )
 
     @cached_property
     def wide(self) -> frozenset[int]:

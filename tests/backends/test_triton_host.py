@@ -1,4 +1,4 @@
-"""The host side of the Triton backend: what later calls repeat of the first, and descriptors."""
+"""The host side of the Triton backend: what later calls repeat of the first, descriptors, and how kernels overlap."""
 
 import re
 from dataclasses import replace
@@ -347,18 +347,17 @@ LISTS = ("tile_lists", "tile_order", "key_lists", "key_order")
 
 
 @pytest.mark.parametrize(
-    ("feature", "names"),
+    ("feature", "roles"),
     [
-        ("causal", ("forward", "delta", "dq", "dkdv")),
-        ("parted", ("forward", "delta", "dq", "dkdv", "group_parts")),
-        ("bias", ("forward", "delta", "dkdv", "sheet")),
-        ("sparse", ("forward", "delta", "dq", "dkdv", "tile_map", *LISTS, "tile_bits")),
-        ("split", ("paged", "merge_rows", "delta", "dq", "dkdv")),
+        ("causal", {"forward": None, "delta": "leads", "dq": "reads", "dkdv": "joins"}),
+        ("parted", {"forward": None, "delta": "leads", "dq": "reads", "dkdv": "joins", "group_parts": "reads"}),
+        ("bias", {"forward": None, "delta": "leads", "dkdv": "reads", "sheet": None}),
+        ("sparse", dict.fromkeys(("forward", "delta", "dq", "dkdv", "tile_map", *LISTS, "tile_bits"))),
     ],
 )
-def test_what_a_kernel_reads_is_there(feature, names):
+def test_what_a_kernel_reads_is_there_although_kernels_overlap(feature, roles):
     launched = compile_all.recorded(compile_all.Launch("sm90", torch.bfloat16, 128, feature))
-    assert tuple(name for name, *_ in launched) == names
+    assert [(name, args[-1].overlap) for name, _, _, args in launched] == list(roles.items())
 
 
 @pytest.mark.parametrize("dtype", compile_all.DTYPES, ids=str)
@@ -375,6 +374,12 @@ def test_one_head_dim_of_each_form_is_compiled(arch, dtype):
     assert {64, 72} <= set(compiled)  # all columns, and masked ones
     items = {x.head_dim for x in compile_all.items() if (x.arch, x.dtype, x.feature) == (arch, dtype, "causal")}
     assert items == set(compiled) - ({512} if (arch, dtype) == ("sm100", torch.float32) else set())
+
+
+def test_kernels_that_may_have_no_programs_do_not_overlap():
+    p = call(*qkv(nq=0, nk=64, d=64, dv=64)).p
+    plan = Plan(p, replace(TMA, overlapping=True))
+    assert plan.overlap("reads") == {}
 
 
 def test_a_second_backward_leaves_ds_and_sums_a_bias_where_it_says(launches):

@@ -23,6 +23,8 @@ from tilewise.backends.triton.tiles import (
 from tilewise.distances import reads_by_distance
 from tilewise.problem import Problem
 
+OVERLAPPING = ("sm90", "sm100")  # the devices with programmatic dependent launch
+
 # Matrix units multiply no fp32. A sum of three bf16 terms holds an fp32 exactly. Of the nine products of two factors' terms, six give
 # the fp32 product; the other three are below 2^-24 of it (Henry, Tang, Heinecke: Leveraging the bfloat16 Artificial
 # Intelligence Datatype For Higher-Precision Computations, 2019). The smallest products come first, as (term of the left factor, of the
@@ -40,6 +42,7 @@ class Config:
         few: of a forward whose query heads share tiles, or whose keys are split (``paging.few_config``); None: it is as any other.
         group_parts: programs of the backward that share the query heads of a key tile (:mod:`group_parts`).
         beside: batch elements and heads whose programs for one tile run side by side.
+        overlapping: whether a kernel may begin before the previous one in the stream ends (``host.plan.Role``).
         products: of fp32: "ieee" (arithmetic units), "tf32", or "bf16x6" (TERMS bf16 terms).
     """
 
@@ -50,6 +53,7 @@ class Config:
     few: Config | None = None
     group_parts: int = 1
     beside: tuple[int, int] = (1, 1)
+    overlapping: bool = False
     products: str = "ieee"
 
     @property
@@ -439,7 +443,7 @@ def choose(
     cores = devices.of(problem.device).cores
     chosen = Config.of(fitted)
     parts = group_parts(problem, chosen.dkdv, cores)
-    return replace(chosen, group_parts=parts, beside=together, products=fp32)
+    return replace(chosen, group_parts=parts, beside=together, overlapping=arch in OVERLAPPING, products=fp32)
 
 
 # Return the least rows of a tile that a program owns, and of one that it streams. Smaller ones take other instructions.

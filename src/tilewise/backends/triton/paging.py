@@ -17,6 +17,7 @@ from tilewise.backends.triton.config import (
     E4M3,
     INTERPRETED,
     LATENT,
+    OVERLAPPING,
     UNLIMITED,
     Config,
     architecture,
@@ -201,7 +202,7 @@ def paged_config(problem: Problem, machine: Machine, products: str, measured: Ti
     tiles = paged_tiles(problem, tiles, machine)
     splits, keys = paged_splits(problem, tiles.tile_m, machine.cores)
     chosen = {"splits": splits, "split": keys}
-    return PagedConfig(tiles, tiles, tiles, products=products, **chosen)
+    return PagedConfig(tiles, tiles, tiles, overlapping=arch in OVERLAPPING, products=products, **chosen)
 
 
 def chunk_tiles(arch: str, problem: Problem, rows: int) -> Tiles | None:

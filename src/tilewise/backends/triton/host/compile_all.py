@@ -258,7 +258,7 @@ def configured(item: Launch, problem: Problem) -> config.Config:
         )
     chosen = config.Config.of(passes)
     chosen = replace(chosen, group_parts=8 if item.feature == "parted" else 1)
-    chosen = replace(chosen, products=item.products)
+    chosen = replace(chosen, overlapping=item.arch in config.OVERLAPPING, products=item.products)
     if item.feature != "split":
         return chosen
     return replace(chosen, few=replace(paged_config(problem, Machine(item.arch, limit, 132), item.products), splits=4))

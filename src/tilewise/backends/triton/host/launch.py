@@ -23,7 +23,7 @@ from tilewise.backends.triton.host.descriptors import operand_views, pair_view, 
 from tilewise.backends.triton.host.launches import KernelLaunch, View
 from tilewise.backends.triton.host.leaf_sums import LeafSums, Strips
 from tilewise.backends.triton.host.paged import attend_pages, merge_rows
-from tilewise.backends.triton.host.plan import Plan
+from tilewise.backends.triton.host.plan import Plan, Role
 from tilewise.backends.triton.host.runtime import kernels
 from tilewise.backends.triton.host.terms import TERM_ROWS
 from tilewise.backends.triton.paging import PagedConfig
@@ -81,7 +81,7 @@ def backward(plan: Plan, inputs: Inputs, out: Output, do: Tensor, dlse: Tensor) 
         return gradients_of_no_pair(problem, inputs, dlse)
     call = Call.of(plan, inputs, do)
     buffers = BackwardBuffers.empty(problem, inputs, plan.config.group_parts)
-    sums = LeafSums(plan, inputs)
+    sums = LeafSums(plan, inputs)  # may launch kernels; what overlaps follows one another in the stream
     run_statistics(call, out, dlse, buffers)
     (lse2, delta), (dk, dv) = buffers.statistics.unbind(), buffers.over_keys
     written = {"lse2": lse2, "delta": delta, "dq": buffers.dq, "dk": dk, "dv": dv, "grads": sums.buffers}
@@ -101,8 +101,8 @@ def _passes(call: Call) -> list[KernelLaunch]:
         passes = _passes_over_sheets(call, reads[0])
     else:
         # dQ first: where its programs have a multiprocessor each, two of the next pass's fill one that has no more of them.
-        passes = [_pass(call, "dq")]
-        passes += [_pass(call, name) for name in plan.config.passes if name in OVER_KEYS]
+        passes = [_pass(call, "dq", role="reads")]
+        passes += [_pass(call, name, role="joins") for name in plan.config.passes if name in OVER_KEYS]
         passes += [_pair_sum(call, n, read) for n, read in enumerate(reads) if read.how == TILES]
         passes += [_strip_sum(call, n, read) for n, read in enumerate(reads) if read.how == DIAGONALS]
     if plan.config.group_parts > 1:
@@ -117,8 +117,8 @@ def run_statistics(call: Call, out: Output, dlse: Tensor, buffers: BackwardBuffe
     slots = -(-problem.seqlen_q // tiles.tile_m)
 
     def new(call: Call) -> list[KernelLaunch]:
-        only = ("tile_m", "head_dim_v", "pieces_v", "align", "natural", "terms")
-        facts = plan.facts(tiles, call.align, only=only, **chosen)
+        only = ("tile_m", "head_dim_v", "pieces_v", "align", "natural", "terms", "overlap")
+        facts = plan.facts(tiles, call.align, only=only, **plan.overlap("leads"), **chosen)
         grid = (slots * problem.heads_q * problem.batch_dim,)
         reads = ("o", "lse", "do", "dlse", "lse2", "delta")
         return [call.launch(kernels().delta, grid, tiles, call.sizes(slots), facts, reads=reads)]
@@ -127,7 +127,7 @@ def run_statistics(call: Call, out: Output, dlse: Tensor, buffers: BackwardBuffe
     call.run(("statistics", *chosen.items()), new, o=out.o, lse=out.lse, dlse=dlse, lse2=lse2, delta=delta)
 
 
-def _pass(call: Call, name: str, part: SheetPart | None = None) -> KernelLaunch:
+def _pass(call: Call, name: str, part: SheetPart | None = None, *, role: Role = "reads") -> KernelLaunch:
     """One of ``Config.passes`` of the backward: for a ``part`` of heads and keys alone, it leaves their dS in a sheet."""
     plan, problem, over_keys = call.plan, call.plan.problem, name in OVER_KEYS
     tiles = plan.config.passes[name]
@@ -137,7 +137,7 @@ def _pass(call: Call, name: str, part: SheetPart | None = None) -> KernelLaunch:
     slots = tile_slots(problem, length, tile)
     views = operand_views(call, tiles, *(("q", "do") if over_keys else ("k", "v")))
     tma = views[0] is not None
-    chosen = {"dk": name != "dv", "dv": name != "dk", "again": True}
+    chosen = {"dk": name != "dv", "dv": name != "dk", "again": True, **plan.overlap(role)}
     if part is not None:
         chosen["sheet"] = max(SHEET_STRIP, sheet_tiles(problem, plan.config).tile_m)
     if over_keys:
@@ -156,8 +156,8 @@ def _sum_group_parts(call: Call) -> KernelLaunch:
     problem, block = call.plan.problem, SUMMING.tile_m * SUMMING.tile_n
     rows = problem.seqlen_k * problem.heads_k * problem.batch_dim
     grid = (-(-rows * max(problem.head_dim, problem.head_dim_v) // block),)
-    only = ("tile_m", "tile_n", "head_dim", "head_dim_v", "packed")
-    facts = call.plan.facts(SUMMING, 1, only=only)
+    only = ("tile_m", "tile_n", "head_dim", "head_dim_v", "packed", "overlap")
+    facts = call.plan.facts(SUMMING, 1, only=only, **call.plan.overlap("reads"))
     views = View("dk_sums"), View("dv_sums")
     return call.launch(kernels().group_parts, grid, SUMMING, call.sizes(1), facts, *views, reads=("dk", "dv"))
 

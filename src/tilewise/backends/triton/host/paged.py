@@ -38,7 +38,7 @@ def attend_pages(call: Call) -> KernelLaunch:
         "latent": problem.latent,
     }
     if splits > 1:
-        chosen |= {"split": True, "sink": False}
+        chosen |= {"split": True, "sink": False, **plan.overlap("leads")}
     if problem.spec.max_logit:  # bounded scores are summed up without their maximum
         chosen |= {"max_logit": True, "bounded": False}
     if problem.quantised:
@@ -85,8 +85,8 @@ def merge_rows(call: Call) -> KernelLaunch:
     """The kernel that merges the partial states of split keys, a program for each row."""
     plan, problem, splits = call.plan, call.plan.problem, call.plan.config.splits
     tiles = Tiles(min(splits, MERGED_AT_ONCE), 16, 4, 1, padded=True)
-    only = ("tile_m", "head_dim_v", "pieces_v", "packed", "sink", "splits", "max_logit")
-    chosen = {"splits": splits, "max_logit": problem.spec.max_logit}
+    only = ("tile_m", "head_dim_v", "pieces_v", "packed", "sink", "splits", "max_logit", "overlap")
+    chosen = {"splits": splits, "max_logit": problem.spec.max_logit, **plan.overlap("reads")}
     facts = plan.facts(tiles, 1, only=only, **chosen)
     rows = problem.seqlen_q * problem.heads_q * problem.batch_dim
     views = [View(f"partial_{name}") for name in ("o", "lse", "max_logit")]

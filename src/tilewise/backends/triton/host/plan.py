@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,14 @@ from tilewise.device import lasting
 from tilewise.leaf_gradients import DIAGONALS, ROWS, TILES
 from tilewise.masks.facts import every_key_seen
 from tilewise.problem import Problem
+
+Role = Literal["leads", "reads", "joins"]
+"""The part of a kernel that may run while its neighbour in the stream does: programmatic dependent launch.
+
+- ``leads``: it is launched as any kernel, and lets the next one begin early.
+- ``reads``: it reads what the kernel before it wrote, so its first statement waits for the end of that one.
+- ``joins``: it reads only what was complete when the kernel before it began, so it waits for that one's end last of all.
+"""
 
 Key, Value = TypeVar("Key", bound=Hashable), TypeVar("Value")
 
@@ -50,6 +58,14 @@ class Decisions:
 
     problem: Problem
     config: Config
+
+    def overlap(self, role: Role) -> dict[str, str]:
+        """The role as an argument of ``facts``; empty where kernels do not overlap.
+
+        They do not where one of them may have no programs, nor with lists of tiles, which another kernel may have made just before.
+        """
+        sizes = (self.problem.batch, self.problem.seqlen_q, self.problem.seqlen_k)
+        return {"overlap": role} if self.config.overlapping and all(sizes) and not self.lists else {}
 
     @property
     def lists(self) -> bool:
@@ -277,6 +293,7 @@ def all_facts(decisions: Decisions, tiles: Tiles, align: int, chosen: dict[str, 
         "pages": None,
         "sheet": 0,
         "strips": 0,
+        "overlap": None,
         "max_logit": False,
         "k_scale": None,
         "v_scale": None,

@@ -99,10 +99,11 @@ def run(kernel, grid: tuple[int, ...], tiles: Tiles, *arguments: object) -> obje
     too_many = devices.beyond_grid({kernel.fn.__name__: grid})
     if too_many:
         raise NotImplementedError("; ".join(too_many))
+    early = {"launch_pdl": True} if arguments[-1].overlap in ("reads", "joins") else {}
     if not on_hopper():
-        return kernel[grid](*arguments, **tiles.options)
+        return kernel[grid](*arguments, **tiles.options, **early)
     with assembled_by(newer_ptxas()):
-        return kernel[grid](*arguments, **tiles.options)
+        return kernel[grid](*arguments, **tiles.options, **early)
 
 
 def on_hopper(device: torch.device | None = None) -> bool:

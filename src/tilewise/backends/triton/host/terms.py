@@ -40,7 +40,7 @@ def _launch(plan: Plan, operands: dict[str, Tensor]) -> KernelLaunch:
     strides = {name: operand_strides(x) for name, x in operands.items()}
     sizes = runtime.opaque(runtime.kernels().Sizes(batch=problem.batch_dim, **lengths, **strides))
     programs = max(-(-x.shape[-3] // TERM_ROWS) * x.shape[-2] for x in operands.values()) * problem.batch_dim
-    only = ("tile_m", "head_dim", "head_dim_v", "pieces", "pieces_v", "terms")
+    only = ("tile_m", "head_dim", "head_dim_v", "pieces", "pieces_v", "terms", "overlap")
     grid, facts = (programs, len(operands)), plan.facts(tiles, 1, only=only)
     scales = plan.scales._replace(numbers=())
     return KernelLaunch(runtime.kernels().terms, grid, tiles, sizes, scales, (), facts)

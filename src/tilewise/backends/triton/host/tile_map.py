@@ -142,7 +142,7 @@ def list_arguments_of(
 
 @lru_cache(maxsize=2)
 def _list_facts(by_columns: bool) -> Facts:
-    return Facts(by_columns=by_columns)
+    return Facts(by_columns=by_columns, overlap=None)
 
 
 def bit_arguments_of(
@@ -174,7 +174,7 @@ def _bit_functions(
     """The functions of a mask's pairs, and the facts of the launch."""
     emitted = emit_mask(Region(lo=region.lo, hi=region.hi, predicate=region.predicate), leaves, lengths)
     functions = {name: emitted.functions.get(name) for name in ("lo", "hi", "keep")}
-    return emitted, Facts(**functions, crossing=crossing, by_columns=by_columns, digest=emitted.digest)
+    return emitted, Facts(**functions, crossing=crossing, by_columns=by_columns, digest=emitted.digest, overlap=None)
 
 
 def ends(grid: Grid, lines: Tensor, by_columns: bool) -> tuple[Tensor, Tensor]:
@@ -209,7 +209,7 @@ def _end_functions(
     names = ("first", "last") if by_columns else ("lo", "hi")
     emitted = emit_mask(Region(**dict(zip(names, _ends_of(region, by_columns), strict=True))), leaves, lengths)
     functions = {name: emitted.functions.get(name) for name in ("lo", "hi", "first", "last")}
-    return emitted, Facts(**functions, by_columns=by_columns, digest=emitted.digest)
+    return emitted, Facts(**functions, by_columns=by_columns, digest=emitted.digest, overlap=None)
 
 
 @lru_cache(maxsize=1024)
@@ -222,7 +222,7 @@ def _functions(
     step = math.gcd(tile_m, same or tile_m)
     rows = min(MOST_ROWS, 1 << (tile_m // step - 1).bit_length())
     functions = {name: emitted.functions.get(name) for name in ("first", "last", "keep", "some", "every")}
-    return emitted, Facts(**functions, block_m=rows, digest=emitted.digest), step
+    return emitted, Facts(**functions, block_m=rows, digest=emitted.digest, overlap=None), step
 
 
 def _launch(kernel, programs: tuple[int, ...], tensors, sizes, numbers: tuple[float, ...], facts: Facts) -> None:

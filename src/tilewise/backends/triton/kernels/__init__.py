@@ -3,7 +3,7 @@
 From the bottom up:
 
 - ``maths``: the arithmetic of scores, where torch's differs from Triton's.
-- ``arguments``: the bundles of arguments of all kernels, and the tile scheduler.
+- ``arguments``: the bundles of arguments of all kernels, the tile scheduler, and launches that overlap.
 - ``terms``: fp32 operands as sums of three bf16 terms.
 - ``e4m3``: numbers of 8 bits, read two at a time and written.
 - ``tile``: tiles of rows, how they are loaded, multiplied and stored.

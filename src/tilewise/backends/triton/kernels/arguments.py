@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 from tilewise.backends.triton.kernels.maths import plain
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 class Tensors(NamedTuple):
@@ -365,3 +366,28 @@ def _leading_index(b, head, AXIS: tl.constexpr, FACTS: tl.constexpr):
         return head
     else:
         return head * 0 + INDICES[AXIS]
+
+
+# -- Kernels that overlap ------------------------------------------------------------------------------------------
+#
+# Programmatic dependent launch: a kernel may begin while its predecessor in the stream still runs. `FACTS.overlap` says how a kernel
+# takes part ("leads", "reads", "joins" or None; `Role` on the host's side).
+
+
+@triton.jit
+def begin_overlap(FACTS: tl.constexpr):
+    """The first statement of a kernel that may overlap with others."""
+    if FACTS.overlap == "reads":
+        # Partner: all programs of the kernel before. Until they end, what they write may not be read.
+        gdc_wait()
+    if FACTS.overlap is not None:
+        # Partner: the kernel after this one, which may begin once every program of this one has come here.
+        gdc_launch_dependents()
+
+
+@triton.jit
+def end_overlap(FACTS: tl.constexpr):
+    """The last statement of a kernel that may overlap with others."""
+    if FACTS.overlap == "joins":
+        # Partner: the kernel before, with which this one ran side by side; whoever waits for this one then waits for both.
+        gdc_wait()

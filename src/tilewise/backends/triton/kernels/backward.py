@@ -5,6 +5,9 @@
     dV = (P ∘ Z)ᵀ dO    dK = scale · dSᵀ Q    key tiles outside, queries inside       (16)  `dkdv_kernel`
     dQ = scale · dS K                         query tiles outside, keys inside        (15)  `dq_kernel`
 
+The passes of dQ, dK and dV read nothing of each other, so each begins where the one before leaves multiprocessors idle
+(:func:`arguments.begin_overlap`), dQ first (docs/decisions.md#triton-overlap).
+
 Where the registers do not hold dK and dV at once (head dims above 128), dV has a pass of its own (``FACTS.dv`` without
 ``FACTS.dk``) and another pass computes dK alone: 8 products of a tile instead of 7. A pass for dQ and one for dK and dV cost two
 products more than one pass would, which would need atomics (docs/decisions.md#triton-two-passes). The passes over key tiles work on
@@ -28,6 +31,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 from tilewise.backends.triton.kernels.arguments import (
+    begin_overlap,
+    end_overlap,
     plain_sizes,
     scheduled,
     with_heads,
@@ -128,6 +133,7 @@ def delta_kernel(tensors, sizes, scales, FACTS: tl.constexpr):
     Grid: (slots · heads_q · batch); packed, the slots are of all rows at once.
     """
     sizes = plain_sizes(sizes)
+    begin_overlap(FACTS)
     pid = tl.program_id(0)
     m0 = (pid % sizes.slots) * FACTS.tile_m
     head = (pid // sizes.slots) % sizes.heads_q
@@ -259,6 +265,7 @@ def dkdv_kernel(
         statistics, pairs, sheet: descriptors, or None (:class:`QueryHead`, :class:`KeyTile`).
     """
     sizes = plain_sizes(sizes)
+    begin_overlap(FACTS)
     slot, head_k, b = scheduled(sizes.group_parts if FACTS.in_parts else 1, sizes)
     group = sizes.heads_q // sizes.heads_k
     heads, part = group, 0
@@ -330,6 +337,7 @@ def dkdv_kernel(
         row = sizes.heads_k * FACTS.head_dim_v
         base = tensors.dv + token * row + head_k * FACTS.head_dim_v
         store_rows(base, row, n0, left, dv, scales.keep if FACTS.dropout else 1.0, FACTS.tile_n, OF_V=True, FACTS=FACTS)
+    end_overlap(FACTS)
 
 
 @triton.jit
@@ -430,6 +438,7 @@ def dq_kernel(tensors, sizes, scales, k_view, k_rest, v_view, v_rest, FACTS: tl.
         k_view, k_rest, v_view, v_rest: descriptors for the first and the second piece of the head dim, None where there is none.
     """
     sizes = plain_sizes(sizes)
+    begin_overlap(FACTS)
     slot, head, b = scheduled(sizes.heads_q // sizes.heads_k, sizes)
     work = work_tile(sizes.slots - 1 - slot, b, tensors, sizes, scales, OVER_KEYS=False, FACTS=FACTS)
     work = with_heads(work, head, FACTS)

@@ -2,7 +2,7 @@
 
 import triton
 import triton.language as tl
-from tilewise.backends.triton.kernels.arguments import plain_sizes
+from tilewise.backends.triton.kernels.arguments import begin_overlap, plain_sizes
 
 
 @triton.jit
@@ -20,6 +20,7 @@ def group_parts_kernel(tensors, sizes, scales, dk, dv, FACTS: tl.constexpr):
         dk, dv: the gradients, as in the public call. The parts' sums are fp32, (group_parts, *) of these.
     """
     sizes = plain_sizes(sizes)
+    begin_overlap(FACTS)
     # Partner: the passes over key tiles; the grid is as large as the larger of both gradients asks.
     rows = keys_of_all(sizes, FACTS) * sizes.heads_k
     _add_up(tensors.dk, dk, rows * FACTS.head_dim, sizes, FACTS)

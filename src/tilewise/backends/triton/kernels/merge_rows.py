@@ -2,7 +2,7 @@
 
 import triton
 import triton.language as tl
-from tilewise.backends.triton.kernels.arguments import plain_sizes
+from tilewise.backends.triton.kernels.arguments import begin_overlap, plain_sizes
 from tilewise.backends.triton.kernels.forward import with_sink
 from tilewise.backends.triton.kernels.maths import exp, log
 
@@ -18,6 +18,7 @@ def merge_rows_kernel(tensors, sizes, scales, states, states_lse, states_max, FA
         states_lse: fp32 (num_splits, batch, heads_q, seqlen_q), packed (num_splits, heads_q, tokens). states_max: the same of the
             largest scores, or None.
     """
+    begin_overlap(FACTS)
     WIDTH: tl.constexpr = FACTS.pieces_v[0][2]
     SPLITS: tl.constexpr = FACTS.splits
     AT_ONCE: tl.constexpr = FACTS.tile_m  # states whose o is in registers together

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 from tilewise.backends.triton.kernels.arguments import (
+    begin_overlap,
     packed_rows,
     plain_sizes,
     scheduled,
@@ -96,6 +97,7 @@ def paged_kernel(
         cache: :class:`arguments.CacheSizes`.
         k_view, k_rest, v_view, v_rest: as in :func:`forward.forward_kernel`, of pages.
     """
+    begin_overlap(FACTS)
     sizes = plain_sizes(sizes)
     slot, head_k, b = scheduled(1, sizes)
     work = paged_work_tile(sizes.slots - 1 - slot, b, tensors, sizes, scales, seqlens_k, cache, FACTS)

@@ -29,15 +29,17 @@ class Call:
     Attributes:
         operands: q, k, v and, in a backward, do, with a last stride of 1; their bf16 terms where kernels read these; of a quantised
             cache k and v :func:`by_twos`.
-        aligned: whether the operands, and the leaf that a descriptor may bring, begin at multiples of 16 bytes.
         named: the tensors that every launch of the call may read, by name.
+        aligned: whether the operands, and the leaf that a descriptor may bring, begin at multiples of 16 bytes.
+        all_aligned: whether all of ``named`` do.
     """
 
     plan: Plan
     inputs: Inputs
     operands: dict[str, Tensor]
-    aligned: bool
     named: dict[str, Any]
+    aligned: bool
+    all_aligned: bool
 
     @classmethod
     def of(cls, plan: Plan, inputs: Inputs, do: Tensor | None = None) -> Call:
@@ -62,7 +64,9 @@ class Call:
             "grads": (),
             "pair": pair,
         }
-        return cls(plan, inputs, operands, runtime.aligned(operands.values()) and runtime.aligned((pair,)), named)
+        if runtime.aligned(named.values()):
+            return cls(plan, inputs, operands, named, True, True)
+        return cls(plan, inputs, operands, named, runtime.aligned((*operands.values(), pair)), False)
 
     @cached_property
     def layout(self) -> tuple[int, dict[str, tuple[int, int, int]]]:
@@ -90,7 +94,7 @@ class Call:
         do = self.operands.get("do")
         key = key, self.aligned, None if do is None else do.stride()
         tensors = self.named | named
-        aligned = runtime.aligned(tensors.values())
+        aligned = self.all_aligned and runtime.aligned(named.values())
         for launch in self.plan.launches.of(key, lambda: new(self)):
             lists = {} if launch.lists is None else self.tile_lists(*launch.lists)
             self.plan.start(launch, tensors | lists if lists else tensors, aligned)

@@ -194,7 +194,12 @@ def kind_of(x: object, bundled: bool = False) -> object:
 
 def aligned(tensors: Iterable[object]) -> bool:
     """Whether all of these tensors, those in tuples too, begin at multiples of 16 bytes; others may be None."""
-    return not any((not aligned(x)) if isinstance(x, tuple) else x is not None and x.data_ptr() % 16 for x in tensors)
+    for x in tensors:  # a plain loop takes half the time of a generator, and every launch asks
+        if x is None:
+            continue
+        if not aligned(x) if isinstance(x, tuple) else x.data_ptr() % 16:
+            return False
+    return True
 
 
 def run_compiled(compiled, grid: tuple[int, ...], *arguments: object) -> None:

@@ -135,6 +135,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "gather",
         "masks.facts",
         "masks.regions",
+        "selections",
         "tiles",
         "bit_tiles",
         "state",

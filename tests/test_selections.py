@@ -134,11 +134,12 @@ def test_a_prepared_mask_gives_the_same(backend):
     )
 
 
-def test_a_compiled_call_gives_the_same_with_gradients():
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_compiled_call_gives_the_same_with_gradients(dynamic):
     def loss(q, k, v, indices):
         return tw.attention(q, k, v, mask=tw.causal() & tw.selected(indices)).square().sum()
 
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(loss, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     for seed in range(2):  # other entries each time
         indices = entries(2, 2, NQ, 6, blocks=NK, seed=seed)
         grads = []

@@ -186,3 +186,15 @@ def test_another_stream_waits_for_what_one_makes_of_a_mask(backend, prepared):
         o = tw.attention(q, k, v, mask=shared, backend=backend)
     other.synchronize()
     assert torch.equal(o, expected)
+
+
+def test_selected_keys_out_of_range_are_ignored_unless_they_are_checked(monkeypatch):
+    q, k, v = (torch.randn(2, 300, heads, 64, device="cuda", dtype=torch.bfloat16) for heads in (8, 2, 2))
+    beyond = torch.randint(0, 300, (2, 2, 300, 20), device="cuda")
+    beyond[0, 0, 0, 0] = 305
+    within = beyond.where(beyond < 300, -1)
+    found, expected = (tw.attention(q, k, v, mask=tw.selected(x)) for x in (beyond, within))
+    assert torch.equal(found, expected)
+    monkeypatch.setenv("TILEWISE_CHECK", "1")
+    with pytest.raises(ValueError, match=r"an entry 305 in row \[0, 0, 0\]"):
+        tw.attention(q, k, v, mask=tw.selected(beyond))

@@ -22,6 +22,10 @@ CALLS = {
         lambda q, n: tw.attention(q, q, q, mask=tw.block_sparse(torch.ones(-(-16 // n), -(-16 // n)).tril() > 0, n, n)),
         WHOLE,
     ),
+    "selected": (
+        lambda q, n: tw.attention(q, q, q, mask=tw.selected(torch.arange(16).view(1, 1, 16, 1) // n, n)),
+        WHOLE,
+    ),
     "softmax_scale": (lambda q, c: tw.attention(q, q, q, softmax_scale=c), FLOATS),
     "dropout_p": (lambda q, c: tw.attention(q, q, q, dropout_p=c / 20, dropout_seed=1), FLOATS),
     "dropout_seed": (lambda q, n: tw.attention(q, q, q, dropout_p=0.3, dropout_seed=n), WHOLE),

@@ -391,7 +391,7 @@ def selected(indices: torch.Tensor, block: int = 1, block_q: int = 1) -> Mask:
             f"block_q queries, got {found}"
         )
     at_least(1, "selected", block=block, block_q=block_q)
-    block, block_q = min(block, _ENDLESS), min(block_q, _ENDLESS)
+    block, block_q = (_integer("selected", n) for n in (block, block_q))
     # Written out as text, as in documents.
     b, h = (name if size != 1 else "0" for name, size in zip(("b", "h // group"), indices.shape, strict=False))
     i, j = (name if size == 1 else f"{name} // {size}" for name, size in (("i", block_q), ("j", block)))

@@ -230,7 +230,8 @@ def grouped(text: str, q: torch.Tensor, k: torch.Tensor) -> str:
     """Return a mask's text for a call of ``q`` and ``k``, ``(..., heads, head_dim)``."""
     if GROUP not in text or q.ndim < 2 or k.ndim < 2:
         return text
-    return text.replace(GROUP, str(int(q.shape[-2] // max(k.shape[-2], 1))))
+    heads_q, heads_k = (expr.concrete(x.shape[-2]) for x in (q, k))
+    return text.replace(GROUP, f"{heads_q // max(heads_k, 1)}")
 
 
 @lru_cache(maxsize=4096)

@@ -76,9 +76,14 @@ class Cpu(Backend):
         return self.config(p).tile_m, self.config(p).tile_n
 
     def forward(self, p: Problem, t: Inputs) -> Output:
-        if self._prepared.of(p).config.gathered:
-            return gathered.forward(p, t, self.forward)
         out = empty_output(p, t.q, t.v)
+        if self._prepared.of(p).config.gathered:
+            gathered.forward(p, t, out, self._forward)
+        else:
+            self._forward(p, t, out)
+        return out
+
+    def _forward(self, p: Problem, t: Inputs, out: Output) -> None:
         if p.packed:  # rows past the last sequence
             out.o.zero_()
             for x in out.tensors[1:]:
@@ -88,7 +93,6 @@ class Cpu(Backend):
         if out.max_logit is not None:
             bound.call.max_logit = out.max_logit.data_ptr()
         bound.run("forward")
-        return out
 
     def backward(self, p: Problem, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads:
         bound = Bound(self._prepared.of(p), t, backward=True)

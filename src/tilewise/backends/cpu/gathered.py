@@ -13,47 +13,52 @@ import torch
 from torch import Tensor
 
 from tilewise import expr
-from tilewise.backends.base import Inputs, Output, PerTensors, empty_output
+from tilewise.backends.base import Inputs, Output, PerTensors
 from tilewise.problem import Problem, TensorFacts
 from tilewise.selections import keys_of_entry
 from tilewise.spec import parse_spec
 from tilewise.tiles import Grid
 
-WORTH = 4  # a query's entries name at most one key of so many
 _tables = PerTensors()
 
 
 def serves(p: Problem) -> bool:
-    """Whether a call selects few keys, query by query, and nothing else depends on where a key is but an end after the last."""
+    """Whether a call selects keys query by query, and nothing else depends on where a key is but an end of those that a query sees.
+
+    Even half of all keys take a quarter of the time of tiles or less: docs/decisions.md#cpu-selected-keys.
+    """
     region, score = p.spec.region, p.spec.score
     if region.predicate is None or region.predicate.op != "selected":
         return False
     if p.packed or p.paged or p.spec.piece or p.spec.mapped:
         return False
     block, _ = keys_of_entry(region.predicate)
-    leaf = p.extras[region.predicate.args[0][1]]
     plain = p.spec.dropout_p == 0 and (score is None or (expr.depends_on(score) <= {"s"} and not expr.lookups(score)))
     ends = (region.lo is None or expr.is_number(region.lo, 0)) and (
         region.hi is None or "h" not in expr.depends_on(region.hi)
     )
     by_query = expr.same(region.predicate.args[3], expr.symbol("i"))
-    return plain and ends and by_query and p.seqlen_k % block == 0 and leaf.shape[-1] * block * WORTH <= p.seqlen_k
+    return plain and ends and by_query and p.seqlen_k % block == 0 and p.seqlen_k > 0
 
 
-def forward(p: Problem, t: Inputs, run: Callable[[Problem, Inputs], Output]) -> Output:
-    """Return the output of a call that :func:`serves`; ``run`` is the forward of a backend that reads pages."""
+def forward(p: Problem, t: Inputs, out: Output, run: Callable[[Problem, Inputs, Output], None]) -> None:
+    """Write the output of a call that :func:`serves`; ``run`` does so for a call over pages."""
     selection = p.spec.region.predicate
     block, leaf = keys_of_entry(selection)[0], t.leaves[selection.args[0][1]]
     table, lengths = _tables.of((p.spec.source, p.sizes), t.leaves, lambda: _table(p, t, leaf, block))
-    pages = [x.unflatten(1, (p.seqlen_k // block, block)).flatten(0, 1) for x in (t.k, t.v)]
-    if leaf.shape[1] == 1:
-        return _in_layout_of(p, t, [run(*_paged(p, t, t.q, pages, (table[:, 0], lengths[:, 0]), slice(None)))])
-    found = []
-    for h in range(p.heads_k):
-        heads, key = slice(h * p.group, (h + 1) * p.group), slice(h, h + 1)
-        at = t.q[:, :, heads], [x[:, :, key] for x in pages], (table[:, h], lengths[:, h]), heads
-        found.append(run(*_paged(p, t, *at)))
-    return _in_layout_of(p, t, found)
+    parts = leaf.shape[1]  # with keys of their own
+    for n in range(parts):
+        heads_q, heads_k = (slice(n * heads // parts, (n + 1) * heads // parts) for heads in (p.heads_q, p.heads_k))
+        k, v = (x[:, :, heads_k].unflatten(1, (p.seqlen_k // block, block)).flatten(0, 1) for x in (t.k, t.v))
+        q, o = (x[:, :, heads_q].flatten(0, 1).unsqueeze(1) for x in (t.q, out.o))
+        statistics = [x.new_empty(len(q), q.shape[2], 1) for x in out.tensors[1:]]
+        sink = None if t.sink is None else t.sink[heads_q]
+        paged = _paged(
+            p, Inputs(q, k, v, sink=sink, block_table=table[:, n].flatten(0, 1), seqlens_k=lengths[:, n].flatten())
+        )
+        run(*paged, Output(o, *statistics))
+        for whole, x in zip(out.tensors[1:], statistics, strict=True):
+            whole[:, heads_q] = x.view(p.batch, p.seqlen_q, q.shape[2]).transpose(1, 2)
 
 
 def _table(p: Problem, t: Inputs, leaf: Tensor, block: int) -> tuple[Tensor, Tensor]:
@@ -78,34 +83,10 @@ def _table(p: Problem, t: Inputs, leaf: Tensor, block: int) -> tuple[Tensor, Ten
     return leaf, lengths.int()
 
 
-def _paged(
-    p: Problem, t: Inputs, q: Tensor, pages: list[Tensor], places: tuple[Tensor, Tensor], heads: slice
-) -> tuple[Problem, Inputs]:
-    """Return the call over pages of some heads."""
-    table, lengths = (x.flatten(0, 1) for x in places)
-    q = q.flatten(0, 1).unsqueeze(1)
-    sink = None if t.sink is None else t.sink[heads]
-    extras = [table, lengths] if sink is None else [table, lengths, sink]
-    spec = replace(
-        p.spec,
-        mask_text="",
-        mask_slots=(),
-        page_slots=(0, 1),
-        sink_slot=None if sink is None else 2,
-        grad_slots=(),
-        needs_grad=False,
-    )
-    facts = [TensorFacts.of(x) for x in (q, *pages, *extras)]
-    paged = Problem(*facts[:3], tuple(facts[3:]), p.device, parse_spec(spec.text()))
-    return paged, Inputs(q, *pages, leaves=extras, sink=sink, block_table=table, seqlens_k=lengths)
-
-
-def _in_layout_of(p: Problem, t: Inputs, parts: list[Output]) -> Output:
-    """Return the outputs of all heads in the layout of the call."""
-    out, group = empty_output(p, t.q, t.v), p.heads_q // len(parts)
-    for n, part in enumerate(parts):
-        heads = slice(n * group, (n + 1) * group)
-        out.o[:, :, heads] = part.o.view(p.batch, p.seqlen_q, group, p.head_dim_v)
-        for whole, x in zip(out.tensors[1:], part.tensors[1:], strict=True):
-            whole[:, heads] = x.view(p.batch, p.seqlen_q, group).transpose(1, 2)
-    return out
+def _paged(p: Problem, t: Inputs) -> tuple[Problem, Inputs]:
+    """Return the call over pages of which ``t`` has the tensors, without extras."""
+    extras = [x for x in (t.block_table, t.seqlens_k, t.sink) if x is not None]
+    slots = {"mask_slots": (), "page_slots": (0, 1), "sink_slot": None if t.sink is None else 2, "grad_slots": ()}
+    spec = parse_spec(replace(p.spec, mask_text="", needs_grad=False, **slots).text())
+    facts = [TensorFacts.of(x) for x in (t.q, t.k, t.v, *extras)]
+    return Problem(*facts[:3], tuple(facts[3:]), p.device, spec), replace(t, leaves=extras)

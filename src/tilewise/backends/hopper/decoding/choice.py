@@ -15,21 +15,10 @@ LEAST_KEYS_A_QUERY = 16  # of a dense call, for each query after the first
 
 
 def choose(problem: Problem) -> DecodingConfig | None:
-    """The kernel for a problem that has no reasons against a forward over its keys; None where it is no step of decoding, or another
-    forward takes less time."""
-    found = fitting(problem)
-    return None if found is None or _others_are_faster(problem, found) else found
-
-
-def _others_are_faster(problem: Problem, config: DecodingConfig) -> bool:
-    """Whether another forward takes less time for a problem that a kernel fits (docs/decisions.md#hopper-decoding)."""
-    if not problem.paged:  # tiles of more warpgroups, where queries are not few beside the keys
-        return problem.seqlen_k < LEAST_KEYS_A_QUERY * (problem.seqlen_q - 1)
-    # Triton's splits of one sequence, which another kernel merges. Deterministic results may not depend on the number of sequences.
-    if problem.spec.deterministic or config.score:
-        return False
-    whole = problem.batch == 1 and config.paged == BOX_ROWS[0] and band_of(problem).lo is None
-    return whole and config.tiles.width < 256
+    """The kernel for a problem that has no reasons against a forward over its keys; None where it is no step of decoding, or its queries
+    are not few beside dense keys, so that tiles of more warpgroups take less time (docs/decisions.md#hopper-decoding)."""
+    many = not problem.paged and problem.seqlen_k < LEAST_KEYS_A_QUERY * (problem.seqlen_q - 1)
+    return None if many else fitting(problem)
 
 
 def fitting(problem: Problem) -> DecodingConfig | None:

@@ -64,16 +64,13 @@ class Call:
             "grads": (),
             "pair": pair,
         }
-        if runtime.aligned(named.values()):
-            return cls(plan, inputs, operands, named, True, True)
-        return cls(plan, inputs, operands, named, runtime.aligned((*operands.values(), pair)), False)
+        every = runtime.aligned(named.values())
+        return cls(plan, inputs, operands, named, every or runtime.aligned((*operands.values(), pair)), every)
 
     @cached_property
     def layout(self) -> tuple[int, dict[str, tuple[int, int, int]]]:
-        """``(align, strides)``: the ``(batch, row, head)`` strides of the operands, in units of ``align`` elements.
-
-        These are 16 bytes of the narrowest operand, where every stride is a multiple of them and every operand is aligned; else 1.
-        """
+        """``(align, strides)``: the ``(batch, row, head)`` strides of the operands, in units of ``align`` elements: 16 bytes of the
+        narrowest operand, where every stride is a multiple of them and every operand is aligned; else 1."""
         unit = 16 // min(x.element_size() for x in self.operands.values()) if self.aligned else 1
         strides = {name: operand_strides(x) for name, x in self.operands.items()}
         if any(n % unit for each in strides.values() for n in each):

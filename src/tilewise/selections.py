@@ -85,6 +85,8 @@ def _heads(grid: Grid, selection: Expr) -> tuple[Tensor, Tensor | None]:
     index = [x for x in expr.indices(selection) if "h" in expr.depends_on(x)]
     if not index:
         return grid.h[:1], None
+    if grid.h.device.type != "cpu":  # how many rows differ is not known without waiting for the device
+        return grid.h, None
     row = grid.evaluate(index[0]).flatten()
     new = torch.cat([row.new_ones(1, dtype=torch.bool), row[1:] != row[:-1]])
     return grid.h[new], new.cumsum(0) - 1

@@ -369,7 +369,7 @@ def unknown_operations(problem: Problem, known: Container[str]) -> list[str]:
     """The reason to refuse a problem whose mask, score or derivatives use operations other than the ``known`` ones; else empty."""
     spec = problem.spec
     roots = [*spec.region.parts, *(() if spec.score is None else (spec.score, *spec.score_slopes))]
-    unknown = sorted(name for name in expr.operations(*roots) if name not in known)
+    unknown = sorted(name for name in expr.operations_of(*roots) if name not in known)
     return [f"a mask or score uses {', '.join(unknown)}, which its kernels do not have"] if unknown else []
 
 

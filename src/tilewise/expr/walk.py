@@ -45,7 +45,7 @@ def lookups(*roots: Expr) -> list[Expr]:
     return [e for e in nodes(*roots) if e.op in READS]
 
 
-def operations(*roots: Expr) -> set[str]:
+def operations_of(*roots: Expr) -> set[str]:
     """The names of what a kernel must know to compute the expressions, beside reading elements."""
     return {e.op for e in nodes(*roots) if e.op in OPERATIONS or e.op == "selected"}
 

@@ -447,10 +447,6 @@ class Places:
 def cut(info, shape, origin, head, batch, room):
     if hasattr(info, "tma_tensor"):  # a bias by pair
         return Plane(info.values[batch, head], shape), room
-    if isinstance(shape[0], tuple):  # several heads of group ``head`` side by side
-        (heads, queries), width = shape
-        group = slice(head * info.group, (head + 1) * info.group)
-        return Matrix(info.values[batch, :, group], (queries, heads), width, origin[0][0]), room
     rows, width = shape if origin[0] is None else shape[::-1]
     if isinstance(batch, tuple):  # a Span: the copy engine sees a sequence's rows alone
         values = info.values[0, batch.start : batch.end]

@@ -14,8 +14,9 @@ from tests.backends.contract import qkv as contract_qkv
 from tests.backends.hopper import emulated
 from tests.backends.hopper.launches import stand_in, values_of
 from tilewise import accuracy
-from tilewise.backends.base import Output
+from tilewise.backends.base import Output, unknown_operations
 from tilewise.backends.hopper import config as shared
+from tilewise.backends.hopper import operations
 from tilewise.backends.hopper.forward import config
 from tilewise.backends.hopper.forward.reasons import reasons
 from tilewise.backends.hopper.forward.tiles import TABLE, Tiles
@@ -203,7 +204,7 @@ WIDE = {
 def test_columns_are_computed_in_pieces_and_blocks_brought_in_parts(name, tiles):
     tensors, options = CASES[name]
     c = without_gradient(call(*tensors, **options))
-    out = emulate(c, tiles, ctas=3, form=form_of(name), heads=1, split=False)
+    out = emulate(c, tiles, ctas=3, form=form_of(name), split=False)
     errors = accuracy.Expected.of(c.p, c.t).judge(accuracy.tensors(out, None))
     assert not [str(e) for e in errors if not e.ok]
 
@@ -224,7 +225,7 @@ def test_a_bias_by_pair_has_kernels(name):
     tensors, options = CASES[name]
     chosen = config.choose(without_gradient(call(*tensors, **options)).p)
     assert chosen.score == "bias"
-    assert chosen in config.shipped()
+    assert (chosen in config.shipped()) == (chosen.dtype in shared.dtypes_of("bias"))
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -368,6 +369,7 @@ def test_keys_that_no_query_sees_never_touch_a_result(hiding, bad):
 
 BF16 = [replace(case, dtype="bfloat16") for case in cases.tagged("contract")]
 RUN = {case.name: c for case in BF16 for c in [without_gradient(of_case(case))] if not reasons(c.p)}
+RUN = {name: c for name, c in RUN.items() if not unknown_operations(c.p, operations.traceable())}
 
 
 @pytest.mark.parametrize("name", [name for name, c in RUN.items() if c.p.batch * c.p.seqlen_q * c.p.seqlen_k])
@@ -462,27 +464,6 @@ def test_a_sequence_never_touches_its_neighbour():
     assert torch.isfinite(out.lse[:, :33]).all()
     assert (out.o[140:] == 0).all()
     assert (out.lse[:, 140:] == -torch.inf).all()
-
-
-GROUPED = {  # queries, heads: also groups that a tile does not hold or divide, and rows of several tiles
-    "one-query": ((1, 300), (8, 1), {"causal": True}),
-    "group-of-3": ((5, 300), (6, 2), {"causal": True}),
-    "group-of-12": ((9, 200), (12, 1), {"mask": tw.window(60, 2)}),
-    "two-tiles": ((37, 130), (8, 2), {"causal": True}),
-    "sink": ((3, 200), (5, 1), {"sink": normal(5, seed=8)}),
-    "empty-rows": ((20, 7), (4, 1), {"causal": True, "sink": normal(4, seed=8)}),
-}
-
-
-@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
-@pytest.mark.parametrize("heads", [8, 64])
-@pytest.mark.parametrize("name", GROUPED)
-def test_heads_of_a_group_share_a_tile(name, heads, split, small_splits):
-    lengths, shape, options = GROUPED[name]
-    c = without_gradient(call(*qkv(*lengths, heads=shape, batch=2), **options))
-    out = emulate(c, replace(SMALL, warpgroups=1), ctas=3, heads=heads, split=split)
-    errors = accuracy.Expected.of(c.p, c.t).judge(accuracy.tensors(out, None))
-    assert not [str(e) for e in errors if not e.ok]
 
 
 def test_results_are_the_same_bits_whatever_the_number_of_ctas():

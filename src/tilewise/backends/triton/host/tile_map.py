@@ -49,7 +49,7 @@ def can_judge(grid: Grid) -> bool:
 @lru_cache(maxsize=1024)
 def _can_be_written(region: Region, b: int, h: int, i: int, j: int) -> bool:
     """Whether kernels have every operation of a mask, and compute it in 32 bits for these sizes."""
-    known = expr.operations(*region.parts) <= OPERATIONS
+    known = expr.operations_of(*region.parts) <= OPERATIONS
     short = argument_bytes(region.parts) <= MOST_BYTES
     return known and short and not expr.beyond_32_bits(region.parts, {"b": b, "h": h, "i": i, "j": j})
 

@@ -442,6 +442,8 @@ def test_the_source_makes_the_gradient_of_a_bias_by_pair(name, form):
 @pytest.mark.parametrize("hiding", HIDING)
 @pytest.mark.parametrize("form", ["whole", "split", "summed"])
 def test_keys_that_no_query_sees_never_touch_a_gradient(hiding, form):
+    if form != "summed" and hiding.startswith("selected"):
+        pytest.skip("these tiles judge pairs one by one, and selected keys are no operation of Hopper's kernels")
     tensors = [x.bfloat16() for x in contract_qkv()]
     clean = call(*tensors, mask=HIDING[hiding]())
     hidden = ~seen_keys(grid_of(clean.p, clean.t), clean.p.group).mT.unsqueeze(-1)

@@ -279,8 +279,7 @@ def known_status(grid: Grid, tile_m: int, tile_n: int) -> Tensor:
 
     A monotonic condition holds somewhere in a tile if it holds at the best corner, and everywhere if it holds at the worst one. A
     condition that is constant on blocks is evaluated once a block, a selection by its entries. A tile stays partial if only other
-    conditions decide it, if two
-    conditions only fill it together, or if they meet it in different places.
+    conditions decide it, if two conditions only fill it together, or if they meet it in different places.
     """
 
     def ends(length: int, tile: int) -> tuple[Tensor, Tensor]:

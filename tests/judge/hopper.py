@@ -278,22 +278,23 @@ DECODING = {
 
 
 def decoding_calls(kind: Kind, new: Callable[..., Tensor], sizes: Sizes) -> Named:
-    """A few queries for each of the sequences of :func:`paged_calls`, over pages; and over dense keys, in which heads may come first."""
-    d = kind.dims[0]
+    """A few queries for each of the sequences of :func:`paged_calls`, over pages; and over dense keys, in which heads may come first.
+
+    Every second call is deterministic, by segments of keys instead of even shares, and some have a head dim below the kernel's width.
+    """
+    width = kind.dims[0]
     for n, (parts, lengths, _) in enumerate(sizes.paged):
         keys = [length for _, length in lengths]
         for m, ((heads, heads_k, rows), options) in enumerate(DECODING[kind.decoding]):
+            d = width - 24 if m == 2 else width
             q, cache = new(len(keys), rows, heads, d), cache_of(new, parts * kind.paged, keys, (heads_k, d, d), m == 1)
             sink = torch.randn(heads, device=sizes.device) if (n + m) % 2 else None
-            options = {
-                **kind.score_options(q, 0),
-                "deterministic": n % 2 == 1,
-                **options,
-            }  # by segments, not by even shares
+            options = {**kind.score_options(q, 0), "deterministic": n % 2 == 1, **options}
             yield f"decoding-{n}-{m}", paged_call(q, cache, sink=sink, **options)
     if kind.paged != decoding_config.BOX_ROWS[0]:  # dense keys come in the largest boxes
         return
     for n, (batch, keys) in enumerate(((3, 1), (1, 300), (5, 1000), (40, 65))):
+        d = width - 24 if n == 2 else width
         q, k, v = new(batch, kind.decoding // 4, 8, d), *(new(batch, 2, keys, d).transpose(1, 2) for _ in range(2))
         options = {**kind.score_options(q, 0), "deterministic": n % 2 == 1}
         yield f"dense-{n}", call(q, k, v, mask=tw.window(70, 0), **options).forward_only()

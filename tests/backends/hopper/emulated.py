@@ -156,29 +156,25 @@ class Rooms:
 
 
 class Matrix:
-    """Rows in global memory as tiles of ``shape``, (queries, heads): read with zeros past the end, written without them.
+    """Rows of a head in global memory, (row, column), as tiles of so many: read with zeros past the end, written without them."""
 
-    ``values``: (row, head, column) of all heads that a tile may hold, of which those of block ``block`` are meant.
-    """
-
-    def __init__(self, values: np.ndarray, shape: tuple[int, int], width: int, block: int = 0):
-        first, last = block * shape[1], (block + 1) * shape[1]
-        self.values, self.shape, self.width = values[:, first:last], shape, width
+    def __init__(self, values: np.ndarray, rows: int, width: int):
+        self.values, self.rows, self.width = values, rows, width
 
     def __getitem__(self, index: tuple):
         return self, index[-1]
 
     def _part(self, n: int) -> np.ndarray:
-        return self.values[n * self.shape[0] : (n + 1) * self.shape[0]] if n >= 0 else self.values[:0]
+        return self.values[n * self.rows : (n + 1) * self.rows] if n >= 0 else self.values[:0]
 
     def read(self, n: int) -> np.ndarray:
-        found, part = np.zeros((*self.shape, self.width), np.float32), self._part(n)
-        found[: part.shape[0], : part.shape[1], : part.shape[2]] = part
-        return found.reshape(-1, self.width)
+        found, part = np.zeros((self.rows, self.width), np.float32), self._part(n)
+        found[: part.shape[0], : part.shape[1]] = part
+        return found
 
     def write(self, n: int, tile: np.ndarray) -> None:
         part = self._part(n)
-        part[:] = tile.reshape(*self.shape, -1)[: part.shape[0], : part.shape[1], : part.shape[2]]
+        part[:] = tile[: part.shape[0], : part.shape[1]]
 
 
 class Plane(Matrix):
@@ -456,7 +452,7 @@ def cut(info, shape, origin, head, batch, room):
     if origin == (None, None):  # in parts
         return Plane(values[:, head], shape), room
     first = width * ((origin[1] if origin[0] is None else origin[0]) or 0)
-    return Matrix(values[:, head : head + 1, first : first + width], (rows, 1), width), room
+    return Matrix(values[:, head, first : first + width], rows, width), room
 
 
 def copy_box(of, box, m, stage, full, config) -> None:

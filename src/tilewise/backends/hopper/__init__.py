@@ -101,7 +101,7 @@ class Hopper(Backend):
 
     def preferred(self, p: Problem) -> str:
         if decoding.choose(p):
-            return "shares out the keys of all sequences evenly"
+            return "shares out the keys of few queries"
         wide = max(p.head_dim, p.head_dim_v) > MAX_COLUMNS and not p.paged
         if wide and not (forward_reasons.reasons(p) or forward_reasons.reasons_of_few(p)):
             return "keeps O in registers, in pieces of its columns"

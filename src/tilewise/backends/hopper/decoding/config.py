@@ -115,7 +115,7 @@ class DecodingConfig(Formed):
         """The kernel in a sentence, as ``explain`` shows it."""
         tiles = self.tiles
         return (
-            f"up to {tiles.rows} rows of a group x {tiles.tile_n} keys, even shares of all keys, {tiles.stages} stages, "
+            f"up to {tiles.rows} rows of a group x {tiles.tile_n} keys, shares of all keys, {tiles.stages} stages, "
             f"{tiles.shared >> 10} KiB shared"
         )
 

@@ -63,7 +63,7 @@ demo: setup
 	@GOMP_SPINCOUNT=$${GOMP_SPINCOUNT-1000} $(BIN)/tilewise demo
 
 test: lint $(EMULATED)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxfail 50
 
 # Before a commit: style and types; what tests hold of sizes, imports and language; documents.
 CHECKED := $(addprefix tests/test_,$(addsuffix .py,size_budget imports language docs decisions doors support words))

@@ -156,47 +156,35 @@ class Rooms:
 
 
 class Matrix:
-    """Rows of a head in global memory, (row, column), as tiles of so many: read with zeros past the end, written without them."""
+    """Rows of a head in global memory, (row, column), as tiles of ``shape``: read with zeros past the end, written without them."""
 
-    def __init__(self, values: np.ndarray, rows: int, width: int):
-        self.values, self.rows, self.width = values, rows, width
+    def __init__(self, values: np.ndarray, shape: tuple[int, int]):
+        self.values, self.shape = values, shape
 
     def __getitem__(self, index: tuple):
         return self, index[-1]
 
     def _part(self, n: int) -> np.ndarray:
-        return self.values[n * self.rows : (n + 1) * self.rows] if n >= 0 else self.values[:0]
+        return self.values[n * self.shape[0] : (n + 1) * self.shape[0]] if n >= 0 else self.values[:0]
 
-    def read(self, n: int) -> np.ndarray:
-        found, part = np.zeros((self.rows, self.width), np.float32), self._part(n)
+    def read(self, at) -> np.ndarray:
+        found, part = np.zeros(self.shape, np.float32), self._part(at)
         found[: part.shape[0], : part.shape[1]] = part
         return found
 
-    def write(self, n: int, tile: np.ndarray) -> None:
-        part = self._part(n)
+    def write(self, at, tile: np.ndarray) -> None:
+        part = self._part(at)
         part[:] = tile[: part.shape[0], : part.shape[1]]
 
 
 class Plane(Matrix):
     """A head's pairs in global memory, (row, key), as tiles of ``shape``."""
 
-    def __init__(self, values: np.ndarray, shape: tuple[int, int]):
-        self.values, self.shape, self.width = values, shape, 1
-
     def __getitem__(self, index: tuple):
         return self, index[1:]
 
     def _part(self, at: tuple[int, int]) -> np.ndarray:
         return self.values[tuple(slice(n * size, (n + 1) * size) for n, size in zip(at, self.shape, strict=True))]
-
-    def read(self, at: tuple[int, int]) -> np.ndarray:
-        found, part = np.zeros(self.shape, np.float32), self._part(at)
-        found[: part.shape[0], : part.shape[1]] = part
-        return found
-
-    def write(self, at: tuple[int, int], tile: np.ndarray) -> None:
-        part = self._part(at)
-        part[:] = tile[: part.shape[0], : part.shape[1]]
 
 
 def copy(atom, source, target, tma_bar_ptr: Pointer | None = None) -> None:
@@ -206,7 +194,7 @@ def copy(atom, source, target, tma_bar_ptr: Pointer | None = None) -> None:
         return
     (matrix, m), (rooms, n) = source, target
     rooms.tiles[n] = matrix.read(m)
-    tma_bar_ptr.barrier.change(0, -2 * prod(matrix.shape) * matrix.width)
+    tma_bar_ptr.barrier.change(0, -2 * prod(matrix.shape))
 
 
 # -- The stand-in --------------------------------------------------------------------------------------------------
@@ -452,7 +440,7 @@ def cut(info, shape, origin, head, batch, room):
     if origin == (None, None):  # in parts
         return Plane(values[:, head], shape), room
     first = width * ((origin[1] if origin[0] is None else origin[0]) or 0)
-    return Matrix(values[:, head, first : first + width], rows, width), room
+    return Matrix(values[:, head, first : first + width], (rows, width)), room
 
 
 def copy_box(of, box, m, stage, full, config) -> None:
@@ -640,7 +628,8 @@ def _at_once(roles_of: dict[int, list], ctas: int) -> None:
     threads = [threading.Thread(target=start, args=pair, daemon=True) for pair in pairs]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    while not errors and any(x.is_alive() for x in threads):  # after an error the others wait for what never comes
+        for thread in threads:
+            thread.join(0.05)
     if errors:
         raise errors[0]

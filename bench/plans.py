@@ -23,7 +23,7 @@ import tilewise as tw
 from bench import records
 from bench.cases import Inputs, draw, tagged
 from bench.measure import in_turns
-from tilewise import testing, tiles
+from tilewise import testing
 from tilewise.backends.base import PerTensors
 from tilewise.backends.hopper import Hopper
 from tilewise.backends.hopper.host import masks as host_masks
@@ -31,6 +31,7 @@ from tilewise.backends.hopper.host.padded_call import PaddedPlan
 from tilewise.backends.hopper.host.plan import Plan
 from tilewise.masks import Mask, region
 from tilewise.masks.facts import every_key_seen
+from tilewise.planning import tiles
 
 TILE, BATCH, HEADS = 128, 1, 16
 PEERS = {

@@ -18,9 +18,9 @@ from tilewise.backends.triton import Triton
 from tilewise.masks import region
 from tilewise.masks.facts import as_band, every_key_seen
 from tilewise.piece import Piece
+from tilewise.planning.tiles import Grid
 from tilewise.reference import Reference
 from tilewise.testing import call, qkv
-from tilewise.tiles import Grid
 
 
 @pytest.mark.parametrize("name", OPTIONS)

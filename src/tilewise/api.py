@@ -12,10 +12,10 @@ from torch import Tensor
 from tilewise import autograd, batching, dispatch, dropout, flops, nested, repeated, shared_prefix, state, words  # noqa: F401  (batching registers rules)
 from tilewise.cache import PagedCache, QuantizedCache, SharedCache, cache_as_options, not_a_cache
 from tilewise.masks import Mask, MaskFunction, as_mask, region
+from tilewise.planning.tiles import Grid
 from tilewise.problem import show_reasons
 from tilewise.scores import Score, ScoreFunction
 from tilewise.spec import Options, Words, assemble, brief
-from tilewise.tiles import Grid
 
 flops.register()
 

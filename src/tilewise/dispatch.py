@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from torch import Tensor
@@ -15,6 +15,7 @@ from tilewise import pages, settings, words
 from tilewise.amounts import in_bytes, in_flop
 from tilewise.backends.base import Backend, DirectCall, ForwardCall, Inputs, Pages, contiguous
 from tilewise.caching import cached_property
+from tilewise.planning import planner
 from tilewise.problem import Problem, Signature, check, check_values
 from tilewise.sizes import ByStructure
 from tilewise.spec import Options, Spec, assemble, parse_spec
@@ -25,22 +26,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Row:
-    """A backend: where its class is, the device types it is tried on (None: all), and why it runs only when named."""
+    """A backend: where its class is, the device types it is tried on (None: all), why it runs only when named, and the module of its
+    kernels that plan masks there for all backends (:mod:`tilewise.planning.planner`)."""
 
     name: str
     path: str
     device_types: tuple[str, ...] | None
     only_named: str = ""
+    planner: str = ""
 
 
 # In order of preference; the others run only when named.
 BACKENDS = (
     Row("cpu", "tilewise.backends.cpu:Cpu", ("cpu",)),
     Row("hopper", "tilewise.backends.hopper:Hopper", ("cuda",)),
-    Row("triton", "tilewise.backends.triton:Triton", ("cuda",)),
+    Row("triton", "tilewise.backends.triton:Triton", ("cuda",), planner="tilewise.backends.triton.planning"),
     Row("portable", "tilewise.backends.portable:Portable", None),  # last: it refuses nothing
 )
 NAMED_ONLY = (Row("reference", "tilewise.reference:Reference", None, "runs only when named"),)
+for _row in BACKENDS:
+    for _type in _row.device_types or ():
+        if _row.planner:
+            planner.register(_type, partial(importlib.import_module, _row.planner))
 
 
 def every() -> tuple[Row, ...]:

@@ -18,9 +18,9 @@ from tilewise import dropout, expr, gather, state
 from tilewise.backends.base import Backend, Grads, Inputs, Output, empty_output, piece_reasons
 from tilewise.caching import cached_property
 from tilewise.leaf_gradients import read_adjoint
+from tilewise.planning.tiles import Grid
 from tilewise.problem import Problem, check
 from tilewise.spec import Options, assemble, parse_spec
-from tilewise.tiles import Grid
 
 MEMORY_LIMIT = 2 << 30
 AGAIN = 1000  # from an order to that in which it computes S again

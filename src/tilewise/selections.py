@@ -76,6 +76,14 @@ def tile_bounds(grid: Grid, selection: Expr, tile_m: int, tile_n: int) -> tuple[
     return tuple(x if back is None or not x.shape[2] else x[:, back] for x in (torch.cat(some, 2), torch.cat(every, 2)))
 
 
+def most_tiles(selection: Expr, shape: Sequence[int], query_tiles: int, tile_n: int) -> int:
+    """Return a bound of the tiles that the entries of one head name; ``shape``: of their tensor."""
+    block, start = keys_of_entry(selection)
+    whole = not start and (tile_n % block == 0 or block % tile_n == 0)
+    touched = -(-block // tile_n) if whole else (block + tile_n - 2) // tile_n + 1
+    return (shape[-2] + query_tiles) * shape[-1] * touched  # a row of entries may have queries of several tiles
+
+
 def _by_tiles(units: Tensor, size: int, value: bool) -> Tensor:
     return pad(units, (0, -units.shape[-1] % size), value=value).unflatten(-1, (-1, size))
 

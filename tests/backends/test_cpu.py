@@ -14,7 +14,7 @@ from tests.backends.contract import Call, Contract, agree, call, normal, of_case
 from tests.backends.paged import CASES, PagedContract, random_case
 from tests.backends.paged import run as paged_run
 from tests.fuzz import FACTOR
-from tests.test_tiles import assert_sound, true_status
+from tests.planning.test_tiles import assert_sound, true_status
 from tilewise import dropout
 from tilewise.backends import base
 from tilewise.backends.cpu import Cpu, library
@@ -23,7 +23,7 @@ from tilewise.backends.cpu.config import SPLIT_KEYS, Config
 from tilewise.backends.cpu.program import compile_spec
 from tilewise.expr import symbol
 from tilewise.piece import Piece
-from tilewise.tiles import Grid
+from tilewise.planning.tiles import Grid
 
 
 def need_isa(name: str) -> None:

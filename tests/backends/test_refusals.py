@@ -111,7 +111,7 @@ def test_a_call_runs_without_an_option_just_where_all_reasons_name_it(name, name
         pytest.skip("the package triton is not installed")
     kind, refused = BACKENDS[name]
     backend: Backend = kind()
-    monkeypatch.setattr("tilewise.backends.triton._device_reasons", lambda device: [])
+    monkeypatch.setattr("tilewise.backends.triton.device_reasons", lambda device: [])
 
     @cache
     def reasons(options: tuple) -> list[str]:

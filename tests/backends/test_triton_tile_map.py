@@ -11,15 +11,16 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 
 import tilewise as tw
 from tests.backends.contract import agree
-from tests.test_tiles import HEADS, IDS, INTERVALS, MONOTONE, grid_of, masks, matrix, true_status
-from tilewise import tiles
-from tilewise.backends.triton import Triton, ends_of_lines, interpreting, judged_tiles
+from tests.planning.test_tiles import HEADS, IDS, INTERVALS, MONOTONE, grid_of, masks, matrix, true_status
+from tilewise.backends.triton import Triton, interpreting
 from tilewise.backends.triton.config import Config
 from tilewise.backends.triton.host import tile_map
+from tilewise.backends.triton.planning import ends_of_lines, judged_tiles
 from tilewise.backends.triton.tiles import Tiles
 from tilewise.masks import Mask
+from tilewise.planning import tiles
+from tilewise.planning.tiles import EMPTY, FULL, PARTIAL, Grid
 from tilewise.testing import call, qkv
-from tilewise.tiles import EMPTY, FULL, PARTIAL, Grid
 
 pytestmark = pytest.mark.skipif(not interpreting(), reason="kernels are not interpreted (tests/conftest.py)")
 

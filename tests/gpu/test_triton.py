@@ -11,7 +11,7 @@ import torch
 
 import tilewise as tw
 from tests.backends.contract import agree
-from tests.test_tiles import (
+from tests.planning.test_tiles import (
     BATCH,
     HEADS,
     INTERVALS,
@@ -22,10 +22,10 @@ from tests.test_tiles import (
     matrix,
     true_status,
 )
-from tilewise import tiles
 from tilewise.backends.triton import Triton
 from tilewise.backends.triton.host import runtime
 from tilewise.masks import region
+from tilewise.planning import tiles
 from tilewise.testing import call, normal, qkv
 
 pytestmark = [

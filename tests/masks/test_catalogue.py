@@ -15,7 +15,7 @@ from torch._subclasses import FakeTensorMode
 
 import tilewise as tw
 from tilewise.masks import Mask, as_mask, catalogue, derived, region
-from tilewise.tiles import Grid
+from tilewise.planning.tiles import Grid
 
 BATCH, HEADS = 2, 3
 LENGTHS = {"square": (7, 7), "more-keys": (5, 9), "more-queries": (9, 5), "one-query": (1, 8), "one-key": (6, 1)}

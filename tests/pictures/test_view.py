@@ -1,4 +1,4 @@
-"""A picture shows what :mod:`tilewise.tiles` says, and the bytes that a counted machine moves."""
+"""A picture shows what :mod:`tilewise.planning.tiles` says, and the bytes that a counted machine moves."""
 
 import math
 import re
@@ -10,7 +10,7 @@ import torch
 import tilewise as tw
 from tilewise.pictures.terminal import coarsened, score_text, tiles_text
 from tilewise.pictures.view import ScoreView, mask_view
-from tilewise.tiles import EMPTY, FULL, PARTIAL
+from tilewise.planning.tiles import EMPTY, FULL, PARTIAL
 from tilewise_papers import flash2
 from tilewise_papers.head import Blocks, Head
 from tilewise_papers.machine import Level, Machine

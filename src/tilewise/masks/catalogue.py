@@ -123,7 +123,7 @@ class Mask:
         """
         if torch.compiler.is_compiling() or not self.text:  # a mask that hides nothing has no lists
             return self
-        from tilewise import tiles  # tiles import masks; only this convenience imports tiles
+        from tilewise.planning import tiles  # tiles import masks; only this convenience imports tiles
 
         for t in self.sources:
             if edition(t) is None:

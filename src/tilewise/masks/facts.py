@@ -237,7 +237,7 @@ def monotone_terms(region: Region) -> tuple[tuple[Condition, ...], ...] | None:
     """Return the region's predicate as "one of these terms holds", a term as "all of its conditions hold", or None.
 
     ``i // 1024 >= j // 1024`` is one term of one condition. A union of two intervals of keys is two terms of two conditions. In this
-    form the corners of a tile decide about it (:func:`tilewise.tiles.TileMap.build`), however many pairs it has.
+    form the corners of a tile decide about it (:func:`tilewise.planning.tiles.TileMap.build`), however many pairs it has.
     """
     return _terms(region.predicate, region.sorted_leaves)
 

@@ -18,7 +18,7 @@ from tilewise.masks import Mask, as_mask, region
 from tilewise.parallel import joined
 from tilewise.parallel.layout import Layout, from_chunks
 from tilewise.parallel.route import Route, key_ends
-from tilewise.tiles import EMPTY, Grid, TileMap
+from tilewise.planning.tiles import EMPTY, Grid, TileMap
 
 TILE = 128
 """Queries and keys of the tiles that :func:`balanced` counts: about those of the GPU kernels."""

@@ -23,9 +23,9 @@ from tilewise.derivatives import operator_of
 from tilewise.expr import Expr
 from tilewise.parallel.exchange import Exchange, Gradients, ordered_sum
 from tilewise.parallel.layout import Layout
+from tilewise.planning.tiles import Grid
 from tilewise.problem import Problem
 from tilewise.spec import Spec
-from tilewise.tiles import Grid
 
 _attention_backward = torch.ops.tilewise.attention_backward.default
 

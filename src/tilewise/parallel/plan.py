@@ -21,9 +21,9 @@ from tilewise.parallel.exchange import Exchange
 from tilewise.parallel.layout import Layout
 from tilewise.parallel.route import Route, key_ends
 from tilewise.piece import Piece
+from tilewise.planning.tiles import Grid
 from tilewise.problem import Problem, TensorFacts, check
 from tilewise.spec import Spec, parse_spec
-from tilewise.tiles import Grid
 
 AUTO = "auto"
 SCHEMES = (AUTO, *cost.COSTS, cost.COMBINED)

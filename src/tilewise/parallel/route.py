@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tilewise.caching import cached_property
 from tilewise.parallel.layout import Layout
-from tilewise.tiles import Grid
+from tilewise.planning.tiles import Grid
 
 Interval = tuple[int, int]
 

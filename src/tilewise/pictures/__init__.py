@@ -1,7 +1,7 @@
 """Pictures of masks and scores: the tiles that a kernel visits, full or partial, and the bytes moved.
 
 - :mod:`tilewise.pictures.reading`: a mask or a score from text, without running any of it as code.
-- :mod:`tilewise.pictures.view`: what a picture shows, taken from :mod:`tilewise.tiles`.
+- :mod:`tilewise.pictures.view`: what a picture shows, taken from :mod:`tilewise.planning.tiles`.
 - :mod:`tilewise.pictures.terminal`, :mod:`tilewise.pictures.figure`, :mod:`tilewise.pictures.svg`: it, drawn.
 - :mod:`tilewise.pictures.explained`: ``explain(...).plot()``.
 - :mod:`tilewise.pictures.catalogue`, :mod:`tilewise.pictures.explorer`: docs/catalogue.md and docs/explorer.html.

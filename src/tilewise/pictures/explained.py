@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tilewise.pictures.figure import draw
 from tilewise.pictures.view import ScoreView, View
+from tilewise.planning.tiles import Grid
 from tilewise.problem import Problem
-from tilewise.tiles import Grid
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

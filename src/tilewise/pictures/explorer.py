@@ -1,8 +1,8 @@
 """docs/explorer.html: one file to choose a mask, a score and sizes, and to see their tiles and the bytes moved.
 
-Its script computes them by the rules of :mod:`tilewise.tiles` for any size, so that it needs no server. The cases below, worked out
-here and written into the page as JSON, hold the script to this: the page compares itself with them when it is opened, and a test does so
-under node with many more.
+Its script computes them by the rules of :mod:`tilewise.planning.tiles` for any size, so that it needs no server. The cases below,
+worked out here and written into the page as JSON, hold the script to this: the page compares itself with them when it is opened, and a
+test does so under node with many more.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tilewise.pictures.view import ScoreView, View, centres
-from tilewise.tiles import EMPTY, PARTIAL
+from tilewise.planning.tiles import EMPTY, PARTIAL
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tilewise.pictures.view import ScoreView, View
-from tilewise.tiles import EMPTY, FULL, PARTIAL
+from tilewise.planning.tiles import EMPTY, FULL, PARTIAL
 
 TILES = {EMPTY: "#eef0f2", PARTIAL: "#fbe3bd", FULL: "#bcdfe8"}
 PAIRS = {PARTIAL: "#e8902a", FULL: "#0b6e8f"}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tilewise.pictures.view import NAMES, ScoreView, View, centres
-from tilewise.tiles import EMPTY, FULL, PARTIAL
+from tilewise.planning.tiles import EMPTY, FULL, PARTIAL
 
 if TYPE_CHECKING:
     from rich.text import Text

@@ -12,9 +12,9 @@ from tilewise import expr
 from tilewise.amounts import in_bytes
 from tilewise.expr import Expr
 from tilewise.masks import Mask, Region, region
+from tilewise.planning.tiles import EMPTY, FULL, PARTIAL, Grid, TileMap
 from tilewise.problem import show_reasons
 from tilewise.scores import Score, expression
-from tilewise.tiles import EMPTY, FULL, PARTIAL, Grid, TileMap
 
 NAMES = {FULL: "full", PARTIAL: "partial", EMPTY: "skipped"}
 MOST_TILES = 1 << 22
@@ -28,7 +28,7 @@ class View:
         title: what is shown, in words.
         grid: the pairs of the one batch element and head.
         tile_m, tile_n: queries and keys of a tile.
-        status: EMPTY, PARTIAL or FULL, uint8 ``(query tiles, key tiles)``: what :class:`tilewise.tiles.TileMap` says.
+        status: EMPTY, PARTIAL or FULL, uint8 ``(query tiles, key tiles)``: what :class:`tilewise.planning.tiles.TileMap` says.
     """
 
     title: str

@@ -17,7 +17,7 @@ from tests.backends.contract import qkv as contract_qkv
 from tests.backends.hopper import emulated_backward as emulated
 from tests.backends.hopper.launches import stand_in, value_of, values_of
 from tests.backends.hopper.test_forward import CASES as FORWARD
-from tests.backends.hopper.test_forward import PACKED, packed_call, qkv
+from tests.backends.hopper.test_forward import PACKED, SELECTED, packed_call, qkv
 from tilewise import accuracy
 from tilewise.backends.base import Grads, Output
 from tilewise.backends.hopper import config as shared
@@ -34,8 +34,8 @@ from tilewise.backends.hopper.host.portions import Portions
 from tilewise.backends.hopper.host.recipe import flat
 from tilewise.backends.hopper.kit.params import optional_params
 from tilewise.backends.hopper.parameters import names_of
+from tilewise.planning.tiles import seen_keys
 from tilewise.reference import Reference
-from tilewise.tiles import seen_keys
 
 # Many blocks, small rings.
 QUERIES = QueryTiles(64, 64, 2, 64, 3)
@@ -311,6 +311,13 @@ PAIRS.sort()  # one after the other come a case's forms, which one oracle judges
 def test_the_source_computes_the_gradients(name, form):
     tensors, options = CASES[name]
     c = call(*tensors, **options)
+    assert not wrong(c, emulate(c, KEYS[form], ctas=3))
+
+
+@pytest.mark.parametrize("form", ["bits", "bits-wide"])
+@pytest.mark.parametrize("name", SELECTED)
+def test_gradients_of_selected_keys_are_right_by_bits(name, form):
+    c = call(*qkv(200, 333, heads=(4, 2)), mask=SELECTED[name]())
     assert not wrong(c, emulate(c, KEYS[form], ctas=3))
 
 

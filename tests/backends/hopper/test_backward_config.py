@@ -27,7 +27,7 @@ from tilewise.backends.hopper.forward import config as forward_config
 from tilewise.backends.hopper.forward import reasons as forward_reasons
 from tilewise.backends.hopper.host import backward_call
 from tilewise.backends.hopper.kit import schedule
-from tilewise.bit_tiles import Sections, even_section
+from tilewise.planning.bit_tiles import Sections, even_section
 from tilewise.reference import Reference
 
 COLUMNS = ("two_passes", "softcap", "softcap_band", "pairs", "predicate")

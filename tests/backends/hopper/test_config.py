@@ -15,7 +15,7 @@ from tilewise.backends.hopper.backward import config as backward
 from tilewise.backends.hopper.config import DTYPES, Band
 from tilewise.backends.hopper.forward import config as forward
 from tilewise.backends.hopper.latent import config as latent
-from tilewise.tiles import Grid
+from tilewise.planning.tiles import Grid
 
 
 def problem(nq=70, nk=70, d=64, dv=None, dtype=torch.bfloat16, heads=4, **options):

@@ -14,15 +14,15 @@ from tests.backends.contract import qkv as contract_qkv
 from tests.backends.hopper import emulated
 from tests.backends.hopper.launches import stand_in, values_of
 from tilewise import accuracy
-from tilewise.backends.base import Output, unknown_operations
+from tilewise.backends.base import Output
+from tilewise.backends.hopper import Hopper
 from tilewise.backends.hopper import config as shared
-from tilewise.backends.hopper import operations
 from tilewise.backends.hopper.forward import config
 from tilewise.backends.hopper.forward.reasons import reasons
 from tilewise.backends.hopper.forward.tiles import TABLE, Tiles
 from tilewise.backends.hopper.host import forward_call as hopper
 from tilewise.backends.hopper.host.draft import Draft
-from tilewise.tiles import Grid, seen_keys
+from tilewise.planning.tiles import Grid, seen_keys
 
 SMALL = Tiles(64, 64, 2, 64, 3, 1, 240)  # many key blocks of few keys, the smallest ring
 
@@ -367,9 +367,49 @@ def test_keys_that_no_query_sees_never_touch_a_result(hiding, bad):
     assert torch.equal(got.lse, good.lse)
 
 
+def entries(*shape: int, blocks: int) -> torch.Tensor:
+    """Entries of selections, some of them none, some twice."""
+    return torch.randint(-1, blocks, shape, generator=torch.Generator().manual_seed(1))
+
+
+# What a call of 200 queries and 333 keys, of four heads on two, shows by bits.
+SELECTED = {
+    "tokens": lambda: tw.causal() & tw.selected(entries(1, 2, 200, 30, blocks=333)),
+    "blocks-or-window": lambda: tw.causal() & (tw.selected(entries(1, 1, 7, 2, blocks=11), 32, 32) | tw.window(left=9)),
+    "tiles": lambda: tw.selected(entries(1, 2, 2, 2, blocks=3), 128, 128),
+}
+
+
+@pytest.mark.parametrize("name", SELECTED)
+def test_selected_keys_are_told_by_bits(name):
+    c = without_gradient(call(*qkv(200, 333, heads=(4, 2)), mask=SELECTED[name]()))
+    assert Hopper().refused(c.p) == []
+    assert config.choose(c.p).form == "bits"
+    errors = accuracy.Expected.of(c.p, c.t).judge(accuracy.tensors(emulate(c, None, ctas=2), None))
+    assert not [str(e) for e in errors if not e.ok]
+
+
+# What else a call has, and a word of the reason.
+UNSELECTED = {
+    "a softcap": ({"score": tw.softcap(2.0)}, "neither a score"),
+    "dropout": ({"dropout_p": 0.1, "dropout_seed": 1}, "nor dropout"),
+    "deterministic gradients": ({"deterministic": True}, "deterministic"),
+    "wide heads": ({}, "head_dim 256"),
+}
+
+
+@pytest.mark.parametrize("name", UNSELECTED)
+def test_selected_keys_without_bits_are_refused_by_name(name):
+    options, word = UNSELECTED[name]
+    c = call(*qkv(200, 333, d=256 if name == "wide heads" else 64), mask=SELECTED["tokens"](), **options)
+    (reason,) = Hopper().refused(c.p)
+    assert reason.startswith("selected keys: ")
+    assert word in reason
+
+
 BF16 = [replace(case, dtype="bfloat16") for case in cases.tagged("contract")]
 RUN = {case.name: c for case in BF16 for c in [without_gradient(of_case(case))] if not reasons(c.p)}
-RUN = {name: c for name, c in RUN.items() if not unknown_operations(c.p, operations.traceable())}
+RUN = {name: c for name, c in RUN.items() if not Hopper().refused(c.p)}
 
 
 @pytest.mark.parametrize("name", [name for name, c in RUN.items() if c.p.batch * c.p.seqlen_q * c.p.seqlen_k])

@@ -9,7 +9,7 @@ import tilewise as tw
 from tests.backends.contract import call, normal
 from tilewise.backends.hopper.host import masks
 from tilewise.backends.hopper.kit import schedule
-from tilewise.tiles import Grid
+from tilewise.planning.tiles import Grid
 
 IDS = torch.tensor([0] * 9 + [4] + [2] * 20 + [3] * 40)
 MASKS = {

@@ -24,9 +24,9 @@ from tilewise.backends.cpu.config import Config
 from tilewise.caching import cached_property
 from tilewise.leaf_gradients import classify
 from tilewise.masks.facts import Band, as_band, every_key_seen, granularity, monotone_terms
+from tilewise.planning.tiles import Grid, TileMap, known_status, seen_keys
 from tilewise.problem import Problem
 from tilewise.spec import parse_spec
-from tilewise.tiles import Grid, TileMap, known_status, seen_keys
 
 Blocks = tuple[int, int]
 _WHOLE = 1 << 31  # a block that holds all queries or keys

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from tilewise import expr
 from tilewise.backends.base import Inputs, Output, PerTensors
+from tilewise.planning.tiles import Grid
 from tilewise.problem import Problem, TensorFacts
 from tilewise.selections import keys_of_entry
 from tilewise.spec import parse_spec
-from tilewise.tiles import Grid
 
 _tables = PerTensors()
 

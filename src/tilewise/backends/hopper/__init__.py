@@ -90,14 +90,16 @@ class Hopper(Backend):
     def refused(self, p: Problem) -> list[str]:
         """Every reason why no machine runs this problem here."""
         reasons = paged_config.reasons(p, decoding.choose(p) is not None) if p.paged else forward_reasons.reasons(p)
-        reasons += unknown_operations(p, operations.traceable()) + piece_reasons(p) + wide_mask(p) + large_numbers(p)
+        reasons += unknown_operations(p, operations.traceable() | {"selected"}) + piece_reasons(p) + wide_mask(p)
+        reasons += large_numbers(p)
         reasons += long_expressions(p)
         if p.spec.max_logit:
             reasons.append("the largest score of each row (attention_with_stats): its kernels do not keep it")
         # Whoever binds the backend to a kernel wants that one.
         bound = self.override or self.override_backward
         reasons += [] if bound else forward_reasons.reasons_of_few(p)
-        return reasons + (backward_config.reasons(p) if p.spec.needs_grad else [])
+        reasons += backward_config.reasons(p) if p.spec.needs_grad else []
+        return reasons or _reasons_of_selected(p)
 
     def preferred(self, p: Problem) -> str:
         if decoding.choose(p):
@@ -175,6 +177,23 @@ class Hopper(Backend):
         from tilewise.backends.hopper.host.padded_call import PaddedPlan
 
         return PaddedPlan.of(p, plans)
+
+
+def _reasons_of_selected(p: Problem) -> list[str]:
+    """The reason against selected keys, which no kernel judges pair by pair: a bit says whether one is kept."""
+    if not p.spec.region.selections:
+        return []
+    passes = [("", forward_config.bit_tiles_of(p), False)]
+    passes += [("gradients with ", backward_config.bit_tiles_of(p), True)] if p.spec.needs_grad else []
+    for what, tiles, by_columns in passes:
+        ordered = "deterministic=True and " if by_columns and p.spec.deterministic else ""
+        if tiles is None:
+            return [
+                f"selected keys: no kernel reads a bit for each pair for {what}{ordered}head_dim {max(p.head_dim, p.head_dim_v)}"
+            ]
+        if why := why_no_bits(p, tiles.tile_m if by_columns else tiles.tile_n, by_columns):
+            return [f"selected keys: {why}"]
+    return []
 
 
 def _decided(p: Problem, plans: PerProblem, plan: Callable[[Problem], Any], config: AnyConfig) -> tuple:

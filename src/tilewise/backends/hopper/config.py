@@ -21,9 +21,9 @@ from tilewise.backends.hopper.parameters import (
     SCORES,
     Parameter,
 )
-from tilewise.bit_tiles import BUDGET, bits_bytes
 from tilewise.expr import Expr
 from tilewise.masks.facts import Band, as_band
+from tilewise.planning.bit_tiles import BUDGET, bits_bytes
 from tilewise.problem import Problem
 
 SHARED_LIMIT = 232_448  # bytes of shared memory that one CTA may have
@@ -173,13 +173,13 @@ def why_no_bits(problem: Problem, crossing: int, by_columns: bool = False, score
     kept, and one kernel serves all masks.
 
     Args:
-        crossing, by_columns: of the kernel's tiles, as :class:`tilewise.bit_tiles.BitTiles` has them.
+        crossing, by_columns: of the kernel's tiles, as :class:`tilewise.planning.bit_tiles.BitTiles` has them.
         scored: whether the kernel computes the problem's score.
     """
     if (problem.spec.score is not None and not scored) or problem.spec.dropout_p:
         return "kernels that read a bit for each pair take neither a score, other than a bias by pair, nor dropout"
     shape = problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k
-    size = bits_bytes(problem.spec.region, shape, crossing, by_columns)
+    size = bits_bytes(problem.spec.region, shape, crossing, by_columns, problem.extras)
     return f"a bit for each pair may take {size >> 20} MiB, more than {BUDGET >> 20}" if size > BUDGET else ""
 
 

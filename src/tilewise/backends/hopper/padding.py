@@ -16,9 +16,9 @@ from torch import Tensor
 from tilewise import expr
 from tilewise.backends.base import Inputs
 from tilewise.backends.hopper.config import LONG, band_of, is_traced
+from tilewise.planning.tiles import Grid
 from tilewise.problem import Problem, TensorFacts
 from tilewise.spec import parse_spec
-from tilewise.tiles import Grid
 
 
 def is_padded(p: Problem) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from tilewise.bit_tiles import THREADS, words_of
+from tilewise.planning.bit_tiles import THREADS, words_of
 
 INT32, INT64, FP32 = "int32", "int64", "float32"
 ANY = ""  # a size that no other one equals
@@ -119,7 +119,7 @@ def of_mask(form: str, rows: str, crossing: int, prefix: str = "") -> list[Param
             "blocks", INT32, (*HEADS, tiles, steps), 0
         ),  # to visit, those first that need the predicate
         "counts": Parameter("counts", INT32, (*HEADS, tiles, 2), 0),  # of blocks that need the predicate, and of all
-        # The lines of tiles, the order in which they are taken, and the bits of partial tiles (tilewise.bit_tiles.BitTiles).
+        # The lines of tiles, the order in which they are taken, and the bits of partial tiles (tilewise.planning.bit_tiles.BitTiles).
         "work": Parameter("work", INT32, (*HEADS, tiles, 4), 4, 16),
         "bits": Parameter("bits", INT32, (f"{prefix}partial", THREADS, words_of(crossing)), None, 16),
         "section": Parameter("section", INT32, (1,)),  # the heads of a section, where the tiles' lengths decide it

@@ -14,7 +14,7 @@ from torch import Tensor
 from tilewise import expr
 from tilewise.backends.portable.step import Step, tiles
 from tilewise.leaf_gradients import read_adjoint
-from tilewise.tiles import EMPTY, FULL
+from tilewise.planning.tiles import EMPTY, FULL
 
 
 @dataclass

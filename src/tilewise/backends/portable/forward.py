@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tilewise import state
 from tilewise.backends.portable.step import Step, split_keys, tiles
-from tilewise.tiles import EMPTY, FULL
+from tilewise.planning.tiles import EMPTY, FULL
 
 
 def forward_step(step: Step) -> tuple[Tensor, Tensor, Tensor]:

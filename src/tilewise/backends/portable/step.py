@@ -16,8 +16,8 @@ from tilewise import dropout, expr
 from tilewise.backends.base import Inputs
 from tilewise.backends.portable.config import Config
 from tilewise.device import is_captured
+from tilewise.planning.tiles import EMPTY, FULL, Grid, TileMap, seen_keys
 from tilewise.problem import Problem
-from tilewise.tiles import EMPTY, FULL, Grid, TileMap, seen_keys
 
 
 @dataclass

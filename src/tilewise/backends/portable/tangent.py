@@ -19,7 +19,7 @@ from tilewise.backends.base import Directions, Output, OutputGrads
 from tilewise.backends.portable.backward import Sums, store_keys
 from tilewise.backends.portable.step import Step, tiles
 from tilewise.leaf_gradients import read_adjoint
-from tilewise.tiles import EMPTY, FULL
+from tilewise.planning.tiles import EMPTY, FULL
 
 # -- Forward mode ------------------------------------------------------------------------------------------------------
 

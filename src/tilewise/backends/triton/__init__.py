@@ -36,7 +36,7 @@ from tilewise.backends.base import (
     wide_mask,
 )
 from tilewise.backends.triton.config import MAX_HEAD_DIM, MAX_LATENT_DIM, Config, choose, pair_sum_tiles, tf32_allowed
-from tilewise.backends.triton.host import launch, runtime, tangent, tile_map, tuned
+from tilewise.backends.triton.host import launch, runtime, tangent, tuned
 from tilewise.backends.triton.host.append import append
 from tilewise.backends.triton.host.plan import Memo, Plan
 from tilewise.backends.triton.kernels.distant import distances_read, parts_of
@@ -44,11 +44,9 @@ from tilewise.backends.triton.kernels.leaf_reads import PairReads, described_loo
 from tilewise.backends.triton.kernels.writer import OPERATIONS
 from tilewise.backends.triton.paging import Machine, choose_paged, few_config, few_queries
 from tilewise.backends.triton.tiles import fills_tiles
-from tilewise.bit_tiles import BitTiles, Sections
 from tilewise.device import MOST_BLOCKS, beyond_grid
 from tilewise.leaf_gradients import DIAGONALS, SCATTER, TILES, classify
 from tilewise.problem import Problem
-from tilewise.tiles import Grid
 
 
 @lru_cache(maxsize=1)
@@ -62,43 +60,6 @@ def interpreting() -> bool:
     import triton
 
     return triton.knobs.runtime.interpret
-
-
-def judged_tiles(grid: Grid, tile_m: int, tile_n: int, group: int | None = None) -> tuple[Tensor, Tensor | None] | None:
-    """Return the state of every tile under a predicate, and the seen keys (:func:`tile_map.judged`), or None if no kernel can run."""
-    if not _plans(grid):
-        return None
-    with on_device(grid.b):
-        return tile_map.judged(grid, tile_m, tile_n, group)
-
-
-def ends_of_lines(grid: Grid, lines: Tensor, by_columns: bool) -> tuple[Tensor, Tensor] | None:
-    """Return the intervals of queries, or of keys ``by_columns`` (:func:`tile_map.ends`), or None if no kernel can run."""
-    if not _plans(grid) or not len(lines):
-        return None
-    with on_device(grid.b):
-        return tile_map.ends(grid, lines, by_columns)
-
-
-def bits_of_tiles(
-    tiles: BitTiles, status: Tensor, grid: Grid, crossing: int, by_columns: bool, sections: Sections
-) -> bool:
-    """Write ``tiles`` from the state of every tile (:func:`tile_map.bits`), and return whether kernels could do that."""
-    if not _plans(grid):
-        return False
-    with on_device(grid.b):
-        tile_map.bits(tiles, status, grid, crossing, by_columns, sections)
-    return True
-
-
-def _plans(grid: Grid) -> bool:
-    """Return whether kernels can plan a mask here."""
-    return _launches_on(grid.b.device) and tile_map.can_judge(grid)
-
-
-@lru_cache(maxsize=64)  # planning a new mask of a known text takes a few launches
-def _launches_on(device: torch.device) -> bool:
-    return installed() and not _device_reasons(device)
 
 
 _HERE = nullcontext()
@@ -131,7 +92,7 @@ class Triton(Backend):
     def unsupported(self, problem: Problem) -> list[str]:
         if not installed():
             return ["the package triton is not installed; pip install 'tilewise[triton]'"]
-        reasons = _device_reasons(problem.device)
+        reasons = device_reasons(problem.device)
         if problem.dtype == torch.float64:
             reasons.append("float64: its kernels compute in float32")
         reasons += _width_reasons(problem) + _assembler_reasons(problem)
@@ -216,7 +177,7 @@ class Triton(Backend):
     def append(self, cache: Pages, k: Tensor, v: Tensor | None, cu_seqlens_q: Tensor | None) -> bool:
         if (
             not installed()
-            or _device_reasons(k.device)
+            or device_reasons(k.device)
             or any(x is not None and x.stride(-1) != 1 for x in (*cache[:2], k, v))
         ):
             return False
@@ -238,7 +199,7 @@ def _no_plans(problem: Problem) -> Memo:
     return Memo()
 
 
-def _device_reasons(device: torch.device) -> list[str]:
+def device_reasons(device: torch.device) -> list[str]:
     if device.type == "cpu" and interpreting():
         return []
     if device.type != "cuda":

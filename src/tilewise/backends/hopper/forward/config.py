@@ -209,7 +209,7 @@ def choose(problem: Problem) -> Config:
     """
     (form, band), traced, cores = keys_of(problem), Expressions.of(problem).traced, devices.of(problem.device).cores
     capped, dropout = problem.spec.score is not None and not traced.score, problem.spec.dropout_p > 0
-    bits = next((row.bits for row in rows_for(problem.head_dim, problem.head_dim_v) if row.bits), None)
+    bits = bit_tiles_of(problem)
     # Ends that tensors hold are slower than bits (docs/decisions.md#hopper-list-tiles).
     if form in ("rows", "lists") and bits and not why_no_bits(problem, bits.tile_n):
         return Config(bits, DTYPES[str(problem.dtype)], "bits")
@@ -233,6 +233,11 @@ def choose(problem: Problem) -> Config:
     halves = [c for c in halves if c in _shipped() or traced != PLAIN]
     split = sizes.best(halves, clocks) if halves else whole
     return split if split.split and 3 * clocks(split) <= 2 * clocks(whole) else whole
+
+
+def bit_tiles_of(problem: Problem) -> Tiles | None:
+    """The tiles whose pairs have bits; None where there are none."""
+    return next((row.bits for row in rows_for(problem.head_dim, problem.head_dim_v) if row.bits), None)
 
 
 def with_bias(problem: Problem) -> Config | None:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.base import Inputs
-from tilewise.bit_tiles import BitTiles, Sections, only_seen_keys
 from tilewise.masks.facts import every_key_seen
+from tilewise.planning.bit_tiles import BitTiles, Sections, only_seen_keys
+from tilewise.planning.tiles import PARTIAL, Grid, TileMap, seen_keys
 from tilewise.problem import Problem
-from tilewise.tiles import PARTIAL, Grid, TileMap, seen_keys
 
 
 class Sized(Protocol):
@@ -70,7 +70,7 @@ def column_ends_of_rows(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tenso
 
 
 def visits(problem: Problem, inputs: Inputs, tiles: Sized, by_columns: bool = False) -> tuple[Tensor, Tensor]:
-    """``(blocks, counts)`` as :meth:`tilewise.tiles.TileMap.visits` has them, expanded to every batch element and head; the query
+    """``(blocks, counts)`` as :meth:`tilewise.planning.tiles.TileMap.visits` has them, expanded to every batch element and head; the query
     blocks of every key tile ``by_columns``."""
     tile_map = TileMap.build(grid_of(problem, inputs), tiles.tile_m, tiles.tile_n, by_columns)
     if problem.seqlen_k % tiles.tile_n:  # a ragged end is cut off where a block is partial
@@ -81,7 +81,8 @@ def visits(problem: Problem, inputs: Inputs, tiles: Sized, by_columns: bool = Fa
 def tiles_with_bits(
     problem: Problem, inputs: Inputs, tiles: Sized, section: int, ctas: int, by_columns: bool = False
 ) -> tuple[Tensor, ...]:
-    """``(blocks, work, bits, section)`` of :class:`tilewise.bit_tiles.BitTiles`, the first two expanded to every batch element and head.
+    """``(blocks, work, bits, section)`` of :class:`tilewise.planning.bit_tiles.BitTiles`, the first two expanded to every batch element and
+    head.
 
     Args:
         section: heads that a section has at least. ctas: of the launch.

@@ -1,4 +1,4 @@
-"""The pairs of a partial tile, a bit each, as :mod:`tilewise.bit_tiles` lays them down for the threads of a wgmma accumulator."""
+"""The pairs of a partial tile, a bit each, as :mod:`tilewise.planning.bit_tiles` lays them down for the threads of a wgmma accumulator."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ from tilewise.backends.triton.host.plan import Plan, operand_strides
 from tilewise.backends.triton.host.terms import split_into_terms
 from tilewise.backends.triton.tiles import Tiles
 from tilewise.caching import cached_property
+from tilewise.planning.tiles import PARTIAL, Grid, TileLists, TileMap
 from tilewise.problem import Problem
-from tilewise.tiles import PARTIAL, Grid, TileLists, TileMap
 
 
 @dataclass

@@ -31,12 +31,12 @@ from tilewise.backends.triton.kernels.distant import distances_read
 from tilewise.backends.triton.paging import Machine, paged_config, paged_memory
 from tilewise.backends.triton.tiles import Streams, Tiles, columns, fit, pieces, program_limit
 from tilewise.backends.triton.tiles import shared_memory as promised_memory
-from tilewise.bit_tiles import THREADS, BitTiles, Sections, words_of
 from tilewise.masks.catalogue import block_sparse, causal, dense, keep, window
+from tilewise.planning.bit_tiles import THREADS, BitTiles, Sections, words_of
+from tilewise.planning.tiles import Grid
 from tilewise.problem import Problem, check
 from tilewise.scores.catalogue import alibi, bias, score, softcap
 from tilewise.spec import Options, assemble, parse_spec
-from tilewise.tiles import Grid
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,12 @@ from tilewise.backends.triton.host.plan import extents_of
 from tilewise.backends.triton.kernels.emit import Emitted, emit_mask
 from tilewise.backends.triton.kernels.writer import OPERATIONS
 from tilewise.backends.triton.tiles import Tiles
-from tilewise.bit_tiles import RESERVED, BitTiles, Sections
 from tilewise.expr import Expr
 from tilewise.masks.facts import granularity
 from tilewise.masks.regions import Region
+from tilewise.planning.bit_tiles import RESERVED, BitTiles, Sections
+from tilewise.planning.tiles import Grid
 from tilewise.problem import TensorFacts
-from tilewise.tiles import Grid
 
 # Rows of a block of pairs that a program evaluates at once: with 128 keys, 16 pairs a thread. With 32 rows registers
 # keep programs off a multiprocessor: on an H200, 16k x 16k pairs of an integer division took 0.73 ms instead of 0.52,

@@ -1,4 +1,4 @@
-"""A bit for each pair of a mask's partial tiles, in the order of the threads that read them (:mod:`tilewise.bit_tiles`)."""
+"""A bit for each pair of a mask's partial tiles, in the order of the threads that read them (:mod:`tilewise.planning.bit_tiles`)."""
 
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ class BitTensors(NamedTuple):
 
     Attributes:
         bits: int32 (slot, 256, words), written.
-        blocks, work: those of :class:`tilewise.bit_tiles.BitTiles`, contiguous.
+        blocks, work: those of :class:`tilewise.planning.bit_tiles.BitTiles`, contiguous.
         b, h, leaves: as in :class:`tile_map.MapTensors`.
     """
 
@@ -85,7 +85,7 @@ def bits_of_words(line0, crossing0, word, b, head, tensors, sizes, numbers, FACT
         row, column = (word % 2)[:, None], bit
     else:
         row, column = bit // quarter, bit % quarter
-    # Where the numbers of a wgmma accumulator lie (tilewise.bit_tiles.line_of, crossing_of).
+    # Where the numbers of a wgmma accumulator lie (tilewise.planning.bit_tiles.line_of, crossing_of).
     line = line0 + thread // 128 * 64 + thread % 128 // 32 * 16 + thread % 32 // 4 + 8 * row
     crossing = crossing0 + thread % 4 * 2 + column // 2 * 8 + column % 2
     if FACTS.by_columns:

@@ -1,5 +1,5 @@
 """The lists of the tiles that each line of tiles visits, and the order of lines, from the state of every tile, in two launches
-(:mod:`tilewise.bit_tiles`).
+(:mod:`tilewise.planning.bit_tiles`).
 
 A line of tiles is a query tile with all key tiles, or the other way round. The first kernel lists the tiles of a line, partial ones
 first, and counts them; the second compares the counts of all lines of a head: which line comes where in the order, and where its bits lie.
@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
-from tilewise import bit_tiles
 from tilewise.backends.triton.kernels.maths import plain
+from tilewise.planning import bit_tiles
 
 LATE = tl.constexpr(bit_tiles.LATE)
 BLOCK = tl.constexpr(256)  # tiles, or lines, that a program looks at at a time
@@ -23,7 +23,7 @@ class ListTensors(NamedTuple):
     Attributes:
         status: uint8 (batch, heads, query tiles, key tiles), contiguous.
         counts: int32 (batch, heads, lines, 2): how many partial tiles a line visits, and how many tiles. The first kernel writes them.
-        blocks, work, bits, section: those of :class:`tilewise.bit_tiles.BitTiles`, written; of ``bits`` the first two slots.
+        blocks, work, bits, section: those of :class:`tilewise.planning.bit_tiles.BitTiles`, written; of ``bits`` the first two slots.
         b: any tensor of the launch's device.
         leaves: none.
     """
@@ -46,7 +46,7 @@ class ListSizes(NamedTuple):
         lines, steps: how many lines there are, and tiles in a line.
         ragged: whether keys past the last one are in the last key tiles, which then count as partial: 1 or 0.
         most: the slots of a head's bits. words: of a slot.
-        all_heads, least, ctas: those of :class:`tilewise.bit_tiles.Sections`.
+        all_heads, least, ctas: those of :class:`tilewise.planning.bit_tiles.Sections`.
     """
 
     heads: int
@@ -142,7 +142,7 @@ def tile_order_kernel(tensors, sizes, numbers, FACTS: tl.constexpr):
 
 @triton.jit
 def even_section(tensors, sizes, FACTS: tl.constexpr):
-    """The heads of a section, int32: :func:`tilewise.bit_tiles.even_section` of the counts of all lines."""
+    """The heads of a section, int32: :func:`tilewise.planning.bit_tiles.even_section` of the counts of all lines."""
     lines, group = plain(sizes.lines), plain(sizes.group)
     apart, heads = tl.num_programs(0) // lines, plain(sizes.all_heads).to(tl.int64)
     longest, total = lines * 0, heads * 0

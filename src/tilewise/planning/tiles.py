@@ -20,6 +20,7 @@ from tilewise.caching import cached_property
 from tilewise.expr import Expr
 from tilewise.masks import Mask, Region, grouped, region, with_lists
 from tilewise.masks.facts import Condition, conditions, granularity, joined, monotone_terms
+from tilewise.planning import planner
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 PREPARED_BLOCK = 64
@@ -28,6 +29,11 @@ _CHUNK_ELEMENTS = 1 << 22  # pairs evaluated at once: 32 MiB of int64, which fit
 # A GPU takes 128 MiB at once, to save launches: in steps of 2**22, three evaluations of 16,384 x 16,384 pairs took 92 ms on an H200.
 # FlexAttention takes 5 ms for one evaluation in a single step.
 _CHUNK_ELEMENTS_GPU = 1 << 24
+
+
+def chunk_elements(device: torch.device) -> int:
+    """Return how many pairs are evaluated at once."""
+    return _CHUNK_ELEMENTS_GPU if device.type == "cuda" else _CHUNK_ELEMENTS
 
 
 @dataclass(frozen=True)
@@ -180,38 +186,21 @@ class TileMap:
 
 
 def _by_kernel(grid: Grid, tile_m: int, tile_n: int, group: int | None = None) -> tuple[Tensor, Tensor | None] | None:
-    """Return the state of every tile from a kernel on the grid's GPU and, with ``group`` query heads per key head, the keys that are seen.
+    """Return the state of every tile from a kernel and, with ``group`` query heads per key head, the keys that are seen.
 
-    Return None if blocks of the predicate are known, off GPUs, and under a tracer.
+    Return None if blocks of the predicate are known, under a tracer, and where no kernel can.
     """
-    if grid.region.everything or grid.region.prepared is not None or not _on_gpu(grid):
+    if grid.region.everything or grid.region.prepared is not None or (kernels := planner.of(grid)) is None:
         return None
-    # Any backend's plan may use this kernel: it needs nothing of Triton's attention.
-    from tilewise.backends.triton import judged_tiles
-
-    return judged_tiles(grid, tile_m, tile_n, group)
+    return kernels.judged_tiles(grid, tile_m, tile_n, group)
 
 
 def _ends_by_kernel(grid: Grid, lines: Tensor, by_columns: bool) -> tuple[Tensor, Tensor] | None:
-    """Return the intervals of ``lines`` from a kernel on the grid's GPU; None without intervals, off GPUs and under a tracer."""
+    """Return the intervals of ``lines`` from a kernel on the grid's device; None without intervals, and where no kernel can."""
     ends = grid.region.ends[2:] if by_columns else grid.region.ends[:2]
-    if all(end is None for end in ends) or not _on_gpu(grid):
+    if all(end is None for end in ends) or (kernels := planner.of(grid)) is None:
         return None
-    from tilewise.backends.triton import ends_of_lines
-
-    return ends_of_lines(grid, lines, by_columns)
-
-
-def _on_gpu(grid: Grid) -> bool:
-    """Return whether kernels can judge a grid: its tensors lie on one GPU, have memory, are not traced and are compared in fp32."""
-    if (
-        grid.dtype != torch.float32
-        or grid.b.device.type != "cuda"
-        or torch.compiler.is_compiling()
-        or type(grid.b) is not Tensor
-    ):
-        return False
-    return all(leaf.device == grid.b.device for leaf in grid.leaves)
+    return kernels.ends_of_lines(grid, lines, by_columns)
 
 
 def _interval_status(grid: Grid, tile_m: int, tile_n: int, by_columns: bool) -> Tensor:
@@ -256,7 +245,7 @@ def _predicate_status(grid: Grid, tile_m: int, tile_n: int) -> tuple[Tensor, Ten
     heads = (len(grid.b) if "b" in expr.depends_on(predicate) else 1) * (
         len(grid.h) if "h" in expr.depends_on(predicate) else 1
     )
-    elements = _CHUNK_ELEMENTS_GPU if device.type == "cuda" else _CHUNK_ELEMENTS
+    elements = chunk_elements(device)
     rows = max(tile_m, elements * step_m // max(len(j) * heads, 1) // tile_m * tile_m)
     statuses, seen = [], torch.zeros_like(first, dtype=torch.bool)
     for row in range(0, grid.seqlen_q, rows):

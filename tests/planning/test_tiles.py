@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import tilewise as tw
-from tilewise import tiles
 from tilewise.masks import Mask, region
 from tilewise.masks.facts import monotone_terms
-from tilewise.tiles import EMPTY, FULL, PARTIAL, Grid, TileMap, seen_keys
+from tilewise.planning import tiles
+from tilewise.planning.tiles import EMPTY, FULL, PARTIAL, Grid, TileMap, seen_keys
 
 BATCH, HEADS = 2, 4
 GENERATOR = torch.Generator().manual_seed(0)

@@ -10,17 +10,19 @@ wgmma accumulators of 64 lines each: thread t holds two lines of it (:func:`line
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tilewise import expr
+from tilewise import expr, selections, sizes
 from tilewise.masks import Region
 from tilewise.masks.facts import granularity, monotone_terms
-from tilewise.tiles import PARTIAL, Grid, TileMap
+from tilewise.planning import planner
+from tilewise.planning.tiles import PARTIAL, Grid, TileMap, chunk_elements
 
 LINES = 128  # of a tile
 THREADS = 256  # that hold it: two warpgroups
@@ -53,21 +55,45 @@ def slot_bytes(crossing: int) -> int:
 # -- How many partial tiles there may be ---------------------------------------------------------------------------
 
 
-def most_partial(region: Region, lines: int, crossing: int, tiles: tuple[int, int], by_columns: bool = False) -> int:
-    """Return a bound, from the mask's expressions alone, of the partial tiles of one batch element and head.
+def most_partial(
+    region: Region,
+    lines: int,
+    crossing: int,
+    tiles: tuple[int, int],
+    by_columns: bool = False,
+    leaves: Sequence[Any] = (),
+) -> int:
+    """Return a bound, from the mask's expressions and the shapes of its tensors, of the partial tiles of one batch element and head.
 
     An end of an interval never decreases, and a condition that rises or falls changes once along every row and column: its boundary is
     a staircase, which passes through at most ``lines + crossing`` tiles. A pattern whose blocks are whole numbers of tiles has no
-    partial tile. Of any other predicate all tiles may be partial.
+    partial tile. Selected keys lie in the tiles that their entries name. Of any other predicate all tiles may be partial.
 
     Args:
         lines, crossing: how many tiles there are along each axis. tiles: lines and crossing lines of a tile.
+        leaves: the tensors that selections read, or their facts, by slot.
     """
-    stairs = _staircases(region, tiles[::-1] if by_columns else tiles)
-    if stairs is None:
+    shape = tiles[::-1] if by_columns else tiles
+    last = crossing if by_columns else lines  # The last keys' tiles end past the last key.
+    stairs = _staircases(region, shape)
+    if stairs is not None:
+        return sizes.smaller(stairs * (lines + crossing) + last, lines * crossing)
+    if not region.selections:
         return lines * crossing
-    # The last keys' tiles end past the last key.
-    return min(stairs * (lines + crossing) + (crossing if by_columns else lines), lines * crossing)
+    queries = crossing if by_columns else lines
+    named = sum(selections.most_tiles(e, leaves[e.args[0][1]].shape, queries, shape[1]) for e in region.selections)
+    rest = _unselected(region)
+    elsewhere = last if rest is None else most_partial(rest, lines, crossing, tiles, by_columns)
+    return sizes.smaller(named + elsewhere, lines * crossing)
+
+
+@lru_cache(maxsize=1024)
+def _unselected(region: Region) -> Region | None:
+    """Return the mask of pairs that no selection keeps; None: it shows none of them."""
+    rest = selections.assume(region.predicate, {id(e): False for e in region.selections})
+    if rest.op != "number":
+        return replace(region, predicate=rest)
+    return replace(region, predicate=None) if rest.args[0] else None
 
 
 @lru_cache(maxsize=1024)  # a new mask of a known text is planned in the time of a few launches
@@ -92,16 +118,23 @@ def _same_on_tiles(region: Region, tile: tuple[int, int]) -> bool:
     return all(step is None or step % size == 0 for step, size in steps)
 
 
-def bits_bytes(region: Region, shape: tuple[int, int, int, int], crossing: int, by_columns: bool = False) -> int:
+def bits_bytes(
+    region: Region,
+    shape: tuple[int, int, int, int],
+    crossing: int,
+    by_columns: bool = False,
+    leaves: Sequence[Any] = (),
+) -> int:
     """Return the most bytes that the bits of a mask take over an attention of ``shape`` (batch, heads_q, seqlen_q, seqlen_k).
 
-    They are known before any tile is judged, so that nothing has to be read from the device.
+    They are known before any tile is judged, so that nothing has to be read from the device; ``leaves`` are as in :func:`most_partial`.
     """
     needs = expr.depends_on(*region.parts)
     heads = (shape[0] if "b" in needs else 1) * (shape[1] if "h" in needs else 1)
     lengths = shape[:1:-1] if by_columns else shape[2:]
     counts = -(-lengths[0] // LINES), -(-lengths[1] // crossing)
-    return slot_bytes(crossing) * (heads * most_partial(region, *counts, (LINES, crossing), by_columns) + RESERVED)
+    most = most_partial(region, *counts, (LINES, crossing), by_columns, leaves)
+    return slot_bytes(crossing) * (heads * most + RESERVED)
 
 
 # -- The tiles -----------------------------------------------------------------------------------------------------
@@ -152,7 +185,7 @@ class BitTiles:
         """
         tile_map = TileMap.build(grid, *((crossing, LINES) if by_columns else (LINES, crossing)), by_columns)
         status = tile_map.status.mT if by_columns else tile_map.status
-        most = most_partial(grid.region, *status.shape[2:], (LINES, crossing), by_columns)
+        most = most_partial(grid.region, *status.shape[2:], (LINES, crossing), by_columns, grid.leaves)
         new = partial(torch.empty, dtype=torch.int32, device=status.device)
         slots = status.shape[0] * status.shape[1] * most + RESERVED
         lines = status.shape[:3]
@@ -168,12 +201,11 @@ class BitTiles:
         return grid.keys % tile_n > 0
 
     def _by_kernels(self, status: Tensor, grid: Grid, crossing: int, by_columns: bool, sections: Sections) -> bool:
-        """Return whether kernels on the grid's GPU have written all of it."""
-        if grid.b.device.type != "cuda" or torch.compiler.is_compiling():
+        """Return whether kernels on the grid's device have written all of it."""
+        kernels = planner.of(grid)
+        if kernels is None:
             return False
-        from tilewise.backends import triton
-
-        return triton.bits_of_tiles(self, status.contiguous(), grid, crossing, by_columns, sections)
+        return kernels.bits_of_tiles(self, status.contiguous(), grid, crossing, by_columns, sections)
 
     def _list(self, tile_map: TileMap, grid: Grid, by_columns: bool, sections: Sections) -> None:
         """Write ``blocks``, ``work`` and ``section``, and the bits of NOTHING and EVERYTHING."""
@@ -200,32 +232,45 @@ class BitTiles:
         self.bits[NOTHING], self.bits[EVERYTHING] = 0, -1
 
     def _fill(self, grid: Grid, crossing: int, by_columns: bool) -> None:
-        """Write the bits of every partial tile."""
-        lines, steps = self.blocks.shape[2:]
-        step = torch.arange(steps, device=self.blocks.device)
-        for line in range(lines):
-            _, partial, _, first = (x.unsqueeze(-1) for x in self.work[:, :, line].unbind(-1))
-            blocks = self.blocks[:, :, line]
-            # What is no partial tile goes to the last slot, which nobody reads.
-            slot = torch.where((step < partial) & (first > EVERYTHING), first + step, len(self.bits) - 1)
-            self.bits[slot.flatten()] = self._words(grid, line, blocks, crossing, by_columns)
+        """Write the bits of every slot that a partial tile may have, some at a time: the host does not know how many there are."""
+        (heads_b, heads_h, lines, steps), (slots, *of_slot) = self.blocks.shape, self.bits.shape
+        most = (slots - RESERVED) // (heads_b * heads_h)
+        _, parts, _, first = self.work.flatten(0, 1).long().unbind(-1)
+        parts = torch.where(first > EVERYTHING, parts, 0)
+        ends, slot = parts.cumsum(-1), torch.arange(most, device=parts.device).expand(len(parts), -1).contiguous()
+        line = torch.searchsorted(ends, slot, right=True).clamp(max=lines - 1)
+        step = (slot - (ends - parts).gather(1, line)).clamp(max=steps - 1)
+        tile = self.blocks.flatten(0, 1).flatten(1).gather(1, line * steps + step).flatten()
+        head = torch.arange(len(parts), device=parts.device).repeat_interleave(most)
+        b, h = (x[n].view(-1, 1, 1) for x, n in ((grid.b, head // heads_h), (grid.h, head % heads_h)))
+        order = _order_of_bits(crossing, parts.device)
+        a_slot = LINES * max([crossing, *[grid.leaves[e.args[0][1]].shape[-1] for e in grid.region.selections]])
+        count = max(1, chunk_elements(parts.device) // a_slot)
+        for n in range(0, len(tile), count):
+            at = slice(n, n + count)
+            kept = self._kept(grid, line.flatten()[at], tile[at], (b[at], h[at]), by_columns)
+            words = kept.flatten(1)[:, order].view(-1, *of_slot, 32).long() << torch.arange(32, device=parts.device)
+            self.bits[RESERVED - 1 + n : RESERVED - 1 + n + len(words)] = words.sum(-1).int()  # the high bits wrap
 
-    def _words(self, grid: Grid, line: int, blocks: Tensor, crossing: int, by_columns: bool) -> Tensor:
-        """Return the bits of all ``blocks`` (b|1, h|1, steps) of one line of tiles: int32 (b · h · steps, THREADS, words)."""
-        device, quarter = blocks.device, crossing // 4
-        thread, n = torch.arange(THREADS, device=device).view(-1, 1), torch.arange(2 * quarter, device=device)
-        own = line * LINES + line_of(thread, n // quarter)
-        other = blocks.view(*blocks.shape, 1, 1) * crossing + crossing_of(thread, n % quarter)
-        i, j = torch.broadcast_tensors(*((other, own) if by_columns else (own, other)))
-        env = grid.env()
-        env |= {name: env[name].unsqueeze(-1) for name in ("b", "h")}
-        env |= {"i": i.clamp(max=grid.seqlen_q - 1), "j": j.clamp(max=grid.keys - 1)}
+    def _kept(self, grid: Grid, line: Tensor, tile: Tensor, head: tuple[Tensor, Tensor], by_columns: bool) -> Tensor:
+        """Return which pairs of some tiles are kept, each by its line and its crossing tile: bool (tile, LINES, crossing line)."""
+        crossing = 64 * self.bits.shape[2]
+        own = line.view(-1, 1) * LINES + torch.arange(LINES, device=line.device)
+        other = tile.view(-1, 1) * crossing + torch.arange(crossing, device=line.device)
+        i, j = (other, own) if by_columns else (own, other)
+        i, j = i.unsqueeze(-1), j.unsqueeze(-2)
         kept, inside = (i < grid.seqlen_q) & (j < grid.keys), grid.region.inside()
         if inside is not None:
-            kept = (kept & expr.evaluate([inside], env, grid.leaves, grid.dtype)[0]).expand(i.shape)
-        words = kept.reshape(-1, THREADS, words_of(crossing), 32).long() << torch.arange(32, device=device)
-        total = words.sum(-1)
-        return torch.where(total >= 1 << 31, total - (1 << 32), total).int()
+            env = grid.env() | {"b": head[0], "h": head[1]}
+            env |= {"i": i.clamp(max=grid.seqlen_q - 1), "j": j.clamp(max=grid.keys - 1)}
+            kept = kept & expr.evaluate([inside], env, grid.leaves, grid.dtype)[0]
+        return kept.mT if by_columns else kept
+
+
+def _order_of_bits(crossing: int, device: torch.device) -> Tensor:
+    """Return the pairs of a tile, ``line * crossing + crossing line``, in the order of their bits."""
+    thread, n = torch.arange(THREADS, device=device).view(-1, 1), torch.arange(crossing // 2, device=device)
+    return (line_of(thread, n // (crossing // 4)) * crossing + crossing_of(thread, n % (crossing // 4))).flatten()
 
 
 def even_section(visits: Tensor, sections: Sections) -> Tensor:

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
-from tests.test_tiles import BATCH, HEADS, grid_of, matrix
-from tilewise import bit_tiles
-from tilewise.bit_tiles import EVERYTHING, LINES, NOTHING, BitTiles, Sections, bits_bytes, most_partial
+from tests.planning.test_tiles import BATCH, HEADS, grid_of, matrix
 from tilewise.masks import Mask
-from tilewise.tiles import PARTIAL, Grid, TileMap
+from tilewise.planning import bit_tiles
+from tilewise.planning.bit_tiles import EVERYTHING, LINES, NOTHING, BitTiles, Sections, bits_bytes, most_partial
+from tilewise.planning.tiles import PARTIAL, Grid, TileMap
 
 IDS = torch.tensor([0] * 130 + [7] + [2] * 70 + [1] * 199)
 
@@ -21,6 +21,11 @@ IDS = torch.tensor([0] * 130 + [7] + [2] * 70 + [1] * 199)
 def chance(*shape: int) -> Tensor:
     """Numbers between 0 and 1, the same ones every time."""
     return torch.rand(shape, generator=torch.Generator().manual_seed(3))
+
+
+def entries(*shape: int, blocks: int) -> Tensor:
+    """Entries of selections, some of them none, some twice."""
+    return torch.randint(-1, blocks, shape, generator=torch.Generator().manual_seed(4))
 
 
 MASKS = {
@@ -36,6 +41,10 @@ MASKS = {
     "dense": lambda: tw.dense(chance(1, 1, 390, 390) < 0.001),
     "descending": lambda: tw.keep(lambda b, h, i, j: (j < 300 - i) | ((j > 380 - i // 2) & (i % 3 > 0))),
     "nothing": lambda: tw.keep(lambda b, h, i, j: (i < 0) & (j >= 0)),
+    "selected": lambda: tw.causal() & tw.selected(entries(1, HEADS, 390, 9, blocks=390)),
+    "selected-blocks": lambda: tw.selected(entries(BATCH, 1, 4, 2, blocks=7), 64, 128) | tw.window(left=70),
+    "selected-tiles": lambda: tw.selected(entries(BATCH, 1, 4, 2, blocks=4), 128, 128),
+    "selected-odd": lambda: tw.selected(entries(1, HEADS, 390, 2, blocks=12), 33),
 }
 LENGTHS = [(390, 390), (256, 384), (130, 70)]
 
@@ -86,7 +95,9 @@ def test_lists_work_and_bits_give_the_pairs_of_the_mask(name, lengths):
     check(name, lengths, 128, False)
 
 
-@pytest.mark.parametrize("name", ["keep-causal", "causal-or-documents", "odd-blocks", "nothing"])
+@pytest.mark.parametrize(
+    "name", ["keep-causal", "causal-or-documents", "odd-blocks", "nothing", "selected", "selected-blocks"]
+)
 @pytest.mark.parametrize("crossing", [64, 128])
 def test_by_columns_too(name, crossing):
     check(name, (390, 330), crossing, True)
@@ -99,10 +110,10 @@ def test_by_columns_too(name, crossing):
 )
 @pytest.mark.parametrize("programs", [1, 8192])  # one for all tiles of a line, or one for each
 def test_kernels_write_the_same_lists_bits_and_sections(name, crossing, by_columns, programs, monkeypatch):
-    from tilewise.backends import triton
+    from tilewise.backends.triton import interpreting, planning
     from tilewise.backends.triton.host import tile_map
 
-    if not triton.interpreting():
+    if not interpreting():
         pytest.skip("kernels are not interpreted (tests/conftest.py)")
     monkeypatch.setattr(tile_map, "PROGRAMS", programs)
     lengths = (200, 150)
@@ -111,7 +122,7 @@ def test_kernels_write_the_same_lists_bits_and_sections(name, crossing, by_colum
     tiles = BitTiles.build(grid, crossing, by_columns, sections)
     again = BitTiles(*(torch.zeros_like(x) for x in (tiles.blocks, tiles.work, tiles.bits, tiles.section)))
     status = TileMap.build(grid, *((crossing, LINES) if by_columns else (LINES, crossing)), by_columns).status
-    assert triton.bits_of_tiles(again, status.contiguous(), grid, crossing, by_columns, sections)
+    assert planning.bits_of_tiles(again, status.contiguous(), grid, crossing, by_columns, sections)
     assert torch.equal(again.work, tiles.work)
     assert torch.equal(again.section, tiles.section)
     assert torch.equal(again.bits[: EVERYTHING + 1], tiles.bits[: EVERYTHING + 1])
@@ -138,16 +149,21 @@ def test_partial_tiles_are_no_more_than_the_bound(name, tile, by_columns):
     tile_map = TileMap.build(grid, *tile, by_columns)
     tile_map.status[..., -1:].clamp_(max=PARTIAL)
     found = (tile_map.status == PARTIAL).sum((-1, -2)).max()
-    assert found <= most_partial(grid.region, *counts, lines, by_columns)
+    assert found <= most_partial(grid.region, *counts, lines, by_columns, grid.leaves)
 
 
-def test_the_bytes_of_bits_are_known_from_the_mask_alone():
+def test_the_bytes_of_bits_are_known_from_the_mask_and_the_shapes_of_its_tensors():
     def most(mask: Mask, n: int) -> float:
-        return bits_bytes(grid_of(mask, 8, 8).region, (2, 16, n, n), 128) / 2**20
+        grid = grid_of(mask, 8, 8)
+        return bits_bytes(grid.region, (2, 16, n, n), 128, leaves=grid.leaves) / 2**20
 
     pattern = torch.ones(1024, 1024).bool()
     assert most(tw.block_sparse(pattern, 128, 128), 131072) < 3
     assert most(tw.keep(lambda b, h, i, j: i // 1024 >= j // 1024), 131072) < 8
     assert most(tw.causal() | tw.documents(IDS), 131072) < 26
+    blocks = tw.selected(entries(1, 1, 131072 // 128, 16, blocks=2048), 64, 128)
+    assert most(blocks, 131072) < 68
+    assert most(tw.causal() & blocks, 131072) < 68
+    assert most(tw.causal() & (blocks | tw.window(left=127)), 131072) < 75
     assert most(tw.keep(lambda b, h, i, j: (i + j) % 2 == 0), 32768) == pytest.approx(128, abs=1)
     assert most(tw.keep(lambda b, h, i, j: (i + j + h) % 2 == 0), 32768) > bit_tiles.BUDGET / 2**20

@@ -1,0 +1,50 @@
+"""The kernels that plan masks for every backend of a GPU (:mod:`tilewise.planning.planner`). They need nothing of Triton's attention."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from tilewise.backends.triton import device_reasons, installed, on_device
+from tilewise.backends.triton.host import tile_map
+from tilewise.planning.bit_tiles import BitTiles, Sections
+from tilewise.planning.tiles import Grid
+
+
+def judged_tiles(grid: Grid, tile_m: int, tile_n: int, group: int | None = None) -> tuple[Tensor, Tensor | None] | None:
+    """Return the state of every tile under a predicate, and the seen keys (:func:`tile_map.judged`), or None if no kernel can run."""
+    if not _plans(grid):
+        return None
+    with on_device(grid.b):
+        return tile_map.judged(grid, tile_m, tile_n, group)
+
+
+def ends_of_lines(grid: Grid, lines: Tensor, by_columns: bool) -> tuple[Tensor, Tensor] | None:
+    """Return the intervals of queries, or of keys ``by_columns`` (:func:`tile_map.ends`), or None if no kernel can run."""
+    if not _plans(grid) or not len(lines):
+        return None
+    with on_device(grid.b):
+        return tile_map.ends(grid, lines, by_columns)
+
+
+def bits_of_tiles(
+    tiles: BitTiles, status: Tensor, grid: Grid, crossing: int, by_columns: bool, sections: Sections
+) -> bool:
+    """Write ``tiles`` from the state of every tile (:func:`tile_map.bits`), and return whether kernels could do that."""
+    if not _plans(grid):
+        return False
+    with on_device(grid.b):
+        tile_map.bits(tiles, status, grid, crossing, by_columns, sections)
+    return True
+
+
+def _plans(grid: Grid) -> bool:
+    """Return whether kernels can plan a mask here."""
+    return _launches_on(grid.b.device) and tile_map.can_judge(grid)
+
+
+@lru_cache(maxsize=64)  # planning a new mask of a known text takes a few launches
+def _launches_on(device: torch.device) -> bool:
+    return installed() and not device_reasons(device)

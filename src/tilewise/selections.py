@@ -134,7 +134,7 @@ def seen_by_entries(grid: Grid, selections: Sequence[Expr]) -> Tensor:
     )  # and a place for pairs that are hidden
     origin = 0 if grid.key_origin is None else grid.key_origin.view(-1, 1, 1, 1)
     for selection in selections:
-        inside, block = assume(grid.region.inside(), {id(selection): True}), keys_of_entry(selection)[0]
+        inside, block = assume(grid.region.inside, {id(selection): True}), keys_of_entry(selection)[0]
         _, back = _heads(grid, selection)
         for lines, low, new in _chunks(grid, selection, 1, 1):
             for first in range(0, block, most := max(1, _CHUNK_ENTRIES // max(1, low.numel()))):

@@ -599,3 +599,11 @@ def test_a_window_as_wide_as_integers_go_is_unbounded(bound):
     assert tw.show_mask(tw.window(bound, bound), 3, 4) == tw.show_mask(tw.window(), 3, 4)
     q = torch.zeros(1, 3, 1, 2)
     assert torch.equal(tw.attention(q, q, q + 1, mask=tw.window(left=bound)), q + 1)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (8,), (8, 9), (1, 9), (2, 1, 8, 1), (1, 4, 1, 9)], ids=str)
+def test_the_text_of_a_dense_mask_is_that_of_its_lookup(shape):
+    allowed = torch.ones(shape, dtype=torch.bool)
+    lookup = catalogue.broadcast_lookup(allowed, (catalogue.B, catalogue.H, catalogue.I, catalogue.J), "dense(allowed)")
+    assert tw.dense(allowed).text == catalogue._atom("keep", lookup).text
+    assert tw.dense(allowed).leaves == (allowed,)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -28,36 +27,51 @@ def evaluate(
         numbers: the values of parameters, by slot.
     """
     device = next((t.device for t in env.values()), torch.device("cpu"))
-    values: dict[int, torch.Tensor] = {}
-    order = nodes(*roots)
-    readers = Counter(id(a) for e in order for a in children(e))
-    readers.update(map(id, roots))
-    for e in order:
+    steps, results = _order(roots)
+    values: list[torch.Tensor | None] = []
+    for e, at, last in steps:
         if e.op in ("number", "param"):
-            value = e.args[0] if e.op == "number" else numbers[e.args[0]]
-            values[id(e)] = constant(value, device, dtype)
+            value = constant(e.args[0] if e.op == "number" else numbers[e.args[0]], device, dtype)
         elif e.op == "symbol":
-            values[id(e)] = env[e.args[0]]
+            value = env[e.args[0]]
         elif e.op == "lookup":
-            index = [values[id(a)] for a in e.args[1:]]
+            index = [values[n] for n in at]
             if dtype != torch.float32 and any(x.op not in ("symbol", "number") for x in e.args[1:]):
                 index = evaluate(e.args[1:], env, leaves, torch.float32, numbers)  # the same element in every dtype
             value = read(leaves[e.args[0][1]], index)
-            values[id(e)] = value.to(dtype) if value.is_floating_point() else _whole(value)
+            value = value.to(dtype) if value.is_floating_point() else _whole(value)
         elif e.op == "selected":
-            *index, key = [values[id(a)] for a in e.args[1:]]
-            values[id(e)] = among(rows(leaves[e.args[0][1]], index), key)
+            *index, key = [values[n] for n in at]
+            value = among(rows(leaves[e.args[0][1]], index), key)
         else:
             operation = OPERATIONS[e.op]
-            args = [values[id(a)] for a in e.args]
+            args = [values[n] for n in at]
             if operation.float_args:
                 args = [a if a.is_floating_point() else a.to(dtype) for a in args]
-            values[id(e)] = operation.torch(*args)
-        for a in children(e):
-            readers[id(a)] -= 1
-            if not readers[id(a)]:  # of a long expression, the values of all pairs would otherwise be held at once
-                del values[id(a)]
-    return [values[id(root)] for root in roots]
+            value = operation.torch(*args)
+        values.append(value)
+        for n in last:  # of a long expression, the values of all pairs would otherwise be held at once
+            values[n] = None
+    return [values[n] for n in results]
+
+
+def _order(roots: Sequence[Expr]) -> tuple[list[tuple[Expr, tuple[int, ...], tuple[int, ...]]], list[int]]:
+    """Return each node in the order of evaluation, with the places of its arguments and of those that nobody reads after it; and the
+    places of the roots. A single root keeps its order: masks are evaluated in every call."""
+    if len(roots) == 1 and roots[0]._order is not None:
+        return roots[0]._order
+    every = nodes(*roots)
+    place = {id(e): n for n, e in enumerate(every)}
+    at = [tuple([place[id(a)] for a in children(e)]) for e in every]
+    results = [place[id(root)] for root in roots]
+    reader = {n: step for step, read in enumerate(at) for n in read}  # the last one
+    last: list[list[int]] = [[] for _ in every]
+    for n in reader.keys() - set(results):
+        last[reader[n]].append(n)
+    found = list(zip(every, at, map(tuple, last), strict=True)), results
+    if len(roots) == 1:
+        roots[0]._order = found
+    return found
 
 
 def _whole(value: torch.Tensor) -> torch.Tensor:

@@ -40,7 +40,7 @@ class Expr:
     or ``(kind, number, "fitted")`` once the expression was printed and parsed.
     """
 
-    __slots__ = ("_kind", "_symbols", "args", "op")
+    __slots__ = ("_kind", "_order", "_symbols", "args", "op")
 
     def __init__(self, op: str, args: tuple):
         self.op = op
@@ -48,6 +48,7 @@ class Expr:
         # Facts of a whole tree, kept at its root: a walk for each of them would be as deep as the tree.
         self._kind = _kind_of(op, args)
         self._symbols: frozenset[str] | None = None  # until tilewise.expr.walk.depends_on is asked
+        self._order: Any = None  # until it is evaluated
 
     def __repr__(self) -> str:
         from tilewise.expr.text import to_text

@@ -334,7 +334,12 @@ def dense(allowed: torch.Tensor) -> Mask:
             f"dense(allowed) takes a bool tensor, got {found}; convert zeros and ones: t.bool(), "
             "and for additive values use score=tw.bias(t)"
         )
-    return _atom("keep", broadcast_lookup(allowed, (B, H, I, J), "dense(allowed)"))
+    if allowed.ndim > 4:
+        raise ValueError(f"dense(allowed) takes at most 4 dimensions, got shape {tuple(allowed.shape)}")
+    # The text of broadcast_lookup(allowed, (B, H, I, J)): a call may bring a new mask each time, and printing it takes 60 us.
+    names = "bhij"[4 - allowed.ndim :]
+    index = ", ".join(["0" if size == 1 else name for size, name in zip(allowed.shape, names, strict=True)])
+    return Mask(f"keep(fitted_bool0[{index or '()'}])", (allowed,))
 
 
 def block_sparse(pattern: torch.Tensor, block_q: int, block_k: int) -> Mask:

@@ -85,7 +85,7 @@ def _diagonal_kept(region: Region, seqlen_q: int, seqlen_k: int) -> bool:
     if not _of_shapes(region):
         return False
     j = torch.arange(seqlen_k, device="cpu")  # whatever device is the default
-    return bool(_evaluated(region.inside(), seqlen_q, seqlen_k, i=j - (seqlen_k - seqlen_q), j=j).all())
+    return bool(_evaluated(region.inside, seqlen_q, seqlen_k, i=j - (seqlen_k - seqlen_q), j=j).all())
 
 
 def _interval(region: Region, index: str, seqlen_q: int, seqlen_k: int) -> tuple[Tensor, Tensor] | None:

@@ -72,7 +72,7 @@ class Region:
     def ends(self) -> tuple[Expr | None, ...]:
         return self.lo, self.hi, self.first, self.last
 
-    @property
+    @cached_property
     def parts(self) -> tuple[Expr, ...]:
         return tuple(e for e in (*self.ends, self.predicate) if e is not None)
 
@@ -99,6 +99,7 @@ class Region:
         """
         return torch.float64 if any(leaves[n].dtype == torch.float64 for n in self.slots) else torch.float32
 
+    @cached_property
     def inside(self) -> Expr | None:
         """Return the interval, by rows, and the predicate as one bool expression."""
         terms = [] if self.lo is None else [apply("ge", J, self.lo)]
@@ -152,7 +153,7 @@ def _unite(regions: Sequence[Region]) -> Region:
     def bound(op: str, ends: Sequence[Expr | None]) -> Expr | None:
         return None if any(x is None for x in ends) else reduce(partial(_tighter, op), ends)
 
-    inside = [x.inside() for x in regions]
+    inside = [x.inside for x in regions]
     lo, hi, first, last = zip(*[x.ends for x in regions], strict=True)
     return Region(
         bound("minimum", lo),

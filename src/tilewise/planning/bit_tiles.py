@@ -259,7 +259,7 @@ class BitTiles:
         other = tile.view(-1, 1) * crossing + torch.arange(crossing, device=line.device)
         i, j = (other, own) if by_columns else (own, other)
         i, j = i.unsqueeze(-1), j.unsqueeze(-2)
-        kept, inside = (i < grid.seqlen_q) & (j < grid.keys), grid.region.inside()
+        kept, inside = (i < grid.seqlen_q) & (j < grid.keys), grid.region.inside
         if inside is not None:
             env = grid.env() | {"b": head[0], "h": head[1]}
             env |= {"i": i.clamp(max=grid.seqlen_q - 1), "j": j.clamp(max=grid.keys - 1)}

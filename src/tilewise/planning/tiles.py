@@ -8,7 +8,7 @@ some rows at a time, in O(tiles + N) memory and without a host read.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 
@@ -23,6 +23,7 @@ from tilewise.masks.facts import Condition, conditions, granularity, joined, mon
 from tilewise.planning import planner
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
+_LENGTHS = frozenset({"seqlen_q", "seqlen_k", "off"})  # the symbols that are numbers of a call
 PREPARED_BLOCK = 64
 _LEAST_BLOCK = 64  # blocks with fewer pairs are not asked first
 _CHUNK_ELEMENTS = 1 << 22  # pairs evaluated at once: 32 MiB of int64, which fit many caches
@@ -68,10 +69,16 @@ class Grid:
         """The dtype of the mask's arithmetic."""
         return self.region.compared_in(self.leaves)
 
-    def env(self, i: Tensor | None = None, j: Tensor | None = None) -> dict[str, Tensor]:
-        """Return the symbols as tensors that broadcast to ``(b, h, i, j)``; the arguments ``i`` and ``j`` are 1-d and local."""
+    def env(
+        self, i: Tensor | None = None, j: Tensor | None = None, names: Container[str] = _LENGTHS
+    ) -> dict[str, Tensor]:
+        """Return the symbols as tensors that broadcast to ``(b, h, i, j)``; the arguments ``i`` and ``j`` are 1-d and local.
+
+        Args:
+            names: those of the lengths that are read, among others.
+        """
         sizes = {"seqlen_q": self.seqlen_q, "seqlen_k": self.seqlen_k, "off": self.seqlen_k - self.seqlen_q}
-        env = {name: expr.constant(n, self.b.device) for name, n in sizes.items()}
+        env = {name: expr.constant(n, self.b.device) for name, n in sizes.items() if name in names}
         env |= {"b": self.b.view(-1, 1, 1, 1), "h": self.h.view(1, -1, 1, 1)}
         if i is not None:
             env["i"] = i.view(1, 1, -1, 1)
@@ -82,7 +89,7 @@ class Grid:
         return env
 
     def evaluate(self, e: Expr, i: Tensor | None = None, j: Tensor | None = None) -> Tensor:
-        return expr.evaluate([e], self.env(i, j), self.leaves, self.dtype)[0]
+        return expr.evaluate([e], self.env(i, j, expr.depends_on(e)), self.leaves, self.dtype)[0]
 
     def key_interval(self, i: Tensor) -> tuple[Tensor, Tensor]:
         """Return ``lo, hi`` of rows ``i``, in local keys: int64 ``(b|1, h|1, len(i))``, within 0 and ``keys``."""
@@ -111,7 +118,7 @@ class Grid:
 
     def kept(self, i: Tensor, j: Tensor) -> Tensor | None:
         """Return which pairs of rows ``i`` and columns ``j`` are kept: bool ``(b|1, h|1, i|1, j|1)``; None means all."""
-        inside = self.region.inside()
+        inside = self.region.inside
         return None if inside is None else self.evaluate(inside, i, j)
 
 

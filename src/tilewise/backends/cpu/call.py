@@ -24,7 +24,8 @@ from tilewise.backends.cpu.config import Config
 from tilewise.caching import cached_property
 from tilewise.leaf_gradients import classify
 from tilewise.masks.facts import Band, as_band, every_key_seen, granularity, monotone_terms
-from tilewise.planning.tiles import Grid, TileMap, known_status, seen_keys
+from tilewise.masks.regions import Region as MaskRegion
+from tilewise.planning.tiles import PARTIAL, Grid, TileMap, known_status, seen_keys
 from tilewise.problem import Problem
 from tilewise.spec import parse_spec
 
@@ -144,7 +145,7 @@ class Prepared:
             return _region_of_band(self.decided.band, p, backward)
         tile = self.tile(backward)
         heads = torch.arange(p.heads_q)
-        native = _blocks_to_list(p)
+        native = _blocks_to_list(p.spec.region)
         if not p.packed and not p.paged:
             grid = Grid(p.spec.region, leaves, p.seqlen_q, p.seqlen_k, torch.arange(p.batch), heads, p.seqlen_k)
             return _stacked([_region_of(grid, p, tile, backward, native)], p.batch, native)
@@ -257,13 +258,13 @@ def _paged_ends(p: Problem, t: Inputs) -> dict[str, Tensor]:
     }
 
 
-def _blocks_to_list(p: Problem) -> Blocks | None:
+@lru_cache(maxsize=1024)
+def _blocks_to_list(kept: MaskRegion) -> Blocks | None:
     """Return the size of the blocks on which the mask's predicate is constant, so that the library can list its tiles.
 
     ``(64, 64)`` means that it reads ``i // 64`` and ``j // 64`` alone, ``(1, 1)`` that each pair must be asked. None means that there is
     no predicate, that its tiles are prepared, or that their corners decide.
     """
-    kept = p.spec.region
     if kept.predicate is None or kept.prepared is not None or monotone_terms(kept) is not None:
         return None
     queries, keys = (granularity(kept.predicate, symbol) or _WHOLE for symbol in "ij")
@@ -303,8 +304,8 @@ def _unlisted(grid: Grid, p: Problem, tile: tuple[int, int], native: Blocks) -> 
     symbols = expr.depends_on(*grid.region.parts)
     batch, heads = (len(grid.b) if "b" in symbols else 1), (p.heads_q if "h" in symbols else 1)
     tiles = (-(-grid.seqlen_q // tile[0]), -(-grid.keys // tile[1]))
-    status = torch.empty((batch, heads, *tiles), dtype=torch.uint8)
-    if native == (1, 1):
+    status = torch.full((batch, heads, *tiles), PARTIAL, dtype=torch.uint8)
+    if native == (1, 1) and math.prod(tiles) > 1:
         status.copy_(known_status(grid, *tile))
     return status, torch.zeros((batch, max(1, heads // p.group), grid.keys), dtype=torch.uint8)
 

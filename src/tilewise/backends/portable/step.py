@@ -104,7 +104,7 @@ class Step:
                 else value.to(s.dtype).expand(s.shape).contiguous()
             )
         if not full:
-            inside = self.grid.region.inside()
+            inside = self.grid.region.inside
             kept = expr.evaluate([inside], self.env(rows, keys), self.t.leaves, self.grid.dtype)[0]  # as Grid does
             s = s.masked_fill_(~kept, -torch.inf)
         return s.view(products.shape)

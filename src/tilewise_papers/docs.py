@@ -150,7 +150,7 @@ products bind and more does not help. Hatched blocks do not fit the A100's SRAM 
 
 **Sequence length** (the paper's memory figure; `--sweep seqlen`). Peak memory and traffic of standard attention grow with N²;
 the peak of both FlashAttentions grows with N (the curves lie on each other), while their traffic grows with N² too, with
-a smaller constant. A row of P and a row of dP do not fit the SRAM together from {longest_row:,} tokens on, so standard
+a smaller constant. The SRAM cannot hold a row of P and a row of dP of {longest_row:,} tokens or more, so standard
 attention was counted on a larger SRAM there.
 
 ![peak memory and traffic over the sequence length](img/io-seqlen.png)

@@ -106,7 +106,14 @@ def test_by_columns_too(name, crossing):
 @pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="the package triton is not installed")
 @pytest.mark.parametrize(
     ("name", "crossing", "by_columns"),
-    [("keep", 128, False), ("odd-blocks", 64, True), ("causal-or-documents", 128, True), ("dense", 64, False)],
+    [
+        ("keep", 128, False),
+        ("odd-blocks", 64, True),
+        ("causal-or-documents", 128, True),
+        ("dense", 64, False),
+        ("selected", 128, False),
+        ("selected-blocks", 64, True),
+    ],
 )
 @pytest.mark.parametrize("programs", [1, 8192])  # one for all tiles of a line, or one for each
 def test_kernels_write_the_same_lists_bits_and_sections(name, crossing, by_columns, programs, monkeypatch):

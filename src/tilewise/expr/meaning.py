@@ -89,8 +89,10 @@ def constant(value: float, device: torch.device, dtype: torch.dtype = torch.floa
 
 
 def clamp_index(leaf: torch.Tensor, index: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Indices into ``leaf``, each kept within its dimension."""
-    return [x.long().clamp(0, size - 1) for x, size in zip(index, leaf.shape, strict=True)]
+    """Indices into ``leaf``, each kept within its dimension, and of one dimension at least: PyTorch reads one of none on the host, which
+    waits for the device."""
+    kept = [x.long().clamp(0, size - 1) for x, size in zip(index, leaf.shape, strict=True)]
+    return [x if x.ndim else x.view(1) for x in kept]
 
 
 def broadcast_shape(*shapes: Sequence[int]) -> tuple[int, ...]:
@@ -106,7 +108,8 @@ def broadcast_shape(*shapes: Sequence[int]) -> tuple[int, ...]:
 def read(leaf: torch.Tensor, index: Sequence[torch.Tensor]) -> torch.Tensor:
     if not leaf.numel():  # of a sequence without keys; the checks admit no other
         return leaf.new_zeros(broadcast_shape(*[x.shape for x in index]))
-    return leaf[tuple(clamp_index(leaf, index))] if index else leaf
+    found = leaf[tuple(clamp_index(leaf, index))] if index else leaf
+    return found if any(x.ndim for x in index) else found.view(())
 
 
 def rows(leaf: torch.Tensor, index: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -195,9 +195,11 @@ class TileMap:
 def _by_kernel(grid: Grid, tile_m: int, tile_n: int, group: int | None = None) -> tuple[Tensor, Tensor | None] | None:
     """Return the state of every tile from a kernel and, with ``group`` query heads per key head, the keys that are seen.
 
-    Return None if blocks of the predicate are known, under a tracer, and where no kernel can.
+    Return None if blocks of the predicate are known, or keys were selected, whose entries take less time than all pairs; under a tracer,
+    and where no kernel can.
     """
-    if grid.region.everything or grid.region.prepared is not None or (kernels := planner.of(grid)) is None:
+    region = grid.region
+    if region.everything or region.prepared is not None or region.selections or (kernels := planner.of(grid)) is None:
         return None
     return kernels.judged_tiles(grid, tile_m, tile_n, group)
 

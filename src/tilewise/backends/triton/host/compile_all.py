@@ -31,7 +31,7 @@ from tilewise.backends.triton.kernels.distant import distances_read
 from tilewise.backends.triton.paging import Machine, paged_config, paged_memory
 from tilewise.backends.triton.tiles import Streams, Tiles, columns, fit, pieces, program_limit
 from tilewise.backends.triton.tiles import shared_memory as promised_memory
-from tilewise.masks.catalogue import block_sparse, causal, dense, keep, window
+from tilewise.masks.catalogue import block_sparse, causal, dense, keep, selected, window
 from tilewise.planning.bit_tiles import THREADS, BitTiles, Sections, words_of
 from tilewise.planning.tiles import Grid
 from tilewise.problem import Problem, check
@@ -77,6 +77,9 @@ def _options(feature: str, q: torch.Tensor) -> dict[str, object]:
         "window": {"mask": window(100, 0)},
         "sparse": {"mask": block_sparse(torch.empty(32, 32, dtype=torch.bool, device="meta"), 128, 128)},
         "dense": {"mask": dense(torch.empty(*[q.shape[1]] * 2, dtype=torch.bool, device="meta"))},
+        "selected": {
+            "mask": causal() & selected(torch.empty(1, heads, q.shape[1], 64, dtype=torch.int32, device="meta"))
+        },
         "bias": {"causal": True, "score": bias(pairs(q.dtype))},
         "bias32": {"causal": True, "score": bias(pairs(torch.float32))},
         "relative": {"causal": True, "score": relative},
@@ -145,7 +148,7 @@ class Launch:
 
 def pair_bytes(item: Launch) -> int:
     """The bytes a pair of the tensor that the mask or the score reads for every pair."""
-    return {"bias": item.dtype.itemsize, "bias32": 4, "dense": 1}.get(item.feature, 0)
+    return {"bias": item.dtype.itemsize, "bias32": 4, "dense": 1, "selected": 4}.get(item.feature, 0)
 
 
 def shared_memory(item: Launch, name: str, tiles: Tiles) -> int:
@@ -156,7 +159,7 @@ def shared_memory(item: Launch, name: str, tiles: Tiles) -> int:
         return tangent.tangent_memory((item.head_dim, item.head_dim_v), item.dtype.itemsize, name, tiles)
     if name == "paged":
         return paged_memory(problem_of(item), item.arch, tiles)
-    plain = item.feature not in ("rich", "sparse", "dense", "verify")
+    plain = item.feature not in ("rich", "sparse", "dense", "selected", "verify")
     streams = Streams(pair_bytes(item), plain, item.feature in ("relative", "distances"))
     return promised_memory(
         name,
@@ -413,7 +416,7 @@ def items() -> list[Launch]:
                 features = ["causal"]
                 if dtype == torch.bfloat16 and head_dim in (64, 128):
                     features += ["rich", "sparse", "moving", "parted"]
-                    features += ["softcap", "dense", "full", "window", "split"] if arch == "sm90" else []
+                    features += ["softcap", "dense", "selected", "full", "window", "split"] if arch == "sm90" else []
                     features += ["bias", "bias32", "relative", "distances"] if arch == "sm90" else []
                 if dtype == torch.float32 and head_dim in (64, 128) and arch == "sm90":
                     features += ["rich", "bias", "parted", *(["dense"] if head_dim == 128 else [])]

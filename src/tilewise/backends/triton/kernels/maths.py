@@ -151,6 +151,24 @@ def element(pointers):
 
 
 @triton.jit
+def among(leaf, first, count, stride, key):
+    """Whether each key is in its row: ``count`` elements that never decrease, ``stride`` apart, the first one at ``leaf + first``.
+
+    Halving finds how many of them are below the key: as many loads as the count has bits, of which neighbours share most.
+    """
+    below, step = (first + key) * 0, 1
+    while 2 * step <= count:
+        step = 2 * step
+    while step > 0:
+        at = below + step
+        value = tl.load(leaf + (first + (at - 1) * stride), mask=at <= count, other=0x7FFFFFFF)
+        below = tl.where((at <= count) & (value < key), at, below)
+        step = step // 2
+    value = tl.load(leaf + (first + below * stride), mask=below < count, other=-1)
+    return (below < count) & (value == key)
+
+
+@triton.jit
 def reciprocal(x):
     """``1 / x`` to 1 ulp for normal numbers; a division costs five instructions more."""
     if on_nvidia():

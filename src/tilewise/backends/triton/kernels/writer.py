@@ -33,8 +33,8 @@ _ROUNDING = {"floor": "tl.floor", "ceil": "tl.ceil", "round": "maths.round_even"
 _OF_POSITIONS = {"symbol": "", "add": "", "sub": "", "mul": "", "neg": "-", "abs": "tl.abs"}
 _OF_BOOLS = {"add": "|", "mul": "&"}  # torch's sums and products of truth values
 _TYPES = {"float": "tl.float32", "int": "tl.int32", "bool": "tl.int1"}
-OPERATIONS = frozenset({*_CALLS, *_INFIX, *_ROUNDING, *_TYPES, "where", "relu", "neg", "not"})
-"""The operations that can be written; the last four have branches of their own in ``_operation``."""
+OPERATIONS = frozenset({*_CALLS, *_INFIX, *_ROUNDING, *_TYPES, "where", "relu", "neg", "not", "selected"})
+"""The operations that can be written; the last five have branches of their own in ``_operation`` and ``_text``."""
 
 
 @dataclass(frozen=True)
@@ -105,14 +105,14 @@ class Writer:
         self.lines.append(f"v{len(self.lines)} = {text}")
         return f"v{len(self.lines) - 1}"
 
-    def offset(self, lookup: Expr, extents: str) -> str:
+    def offset(self, lookup: Expr, extents: str, layout: LeafLayout | None = None) -> str:
         """The offset of a lookup's element in its tensor, in elements; ``extents`` is the field of ``work`` with its sizes and strides.
 
         Each index is clamped into its axis, or left as it is where :meth:`inside` bounds it: where the compiler can see that
         elements are consecutive, a thread reads several at once.
         """
         slot = lookup.args[0][1]
-        sizes, layout = f"work.{extents}[{self.position[slot]}]", self.layouts.get(slot, LeafLayout())
+        sizes, layout = f"work.{extents}[{self.position[slot]}]", layout or self.layouts.get(slot, LeafLayout())
         terms = []
         for axis, index in enumerate(lookup.args[1:]):
             value, stride = self.value(index), f"maths.plain({sizes}[{2 * axis + 1}])"
@@ -207,6 +207,8 @@ def _text(writer: Writer, node: Expr) -> str:
         # Whole numbers come as 2 x + 3, floats as they are (docs/decisions.md#triton-opaque-sizes).
         value = number if node.args[1] == "float" else f"maths.plain({number})"
         return f"tl.full((), {value}, {_TYPES[node.args[1]]})"
+    if node.op == "selected":
+        return _among(writer, node)
     if node.op == "lookup" and node.args[0][1] == writer.ways.described:
         # A tile (tile_m, tile_n) in the tensor's dtype, which the kernel has loaded a step ahead by its descriptor.
         return "work.pair.to(tl.float32)"
@@ -226,6 +228,15 @@ def _text(writer: Writer, node: Expr) -> str:
         of_kind = {"float": f"{text}.to(tl.float32)", "int": f"maths.whole({text})", "bool": text}
         return of_kind[expr.kind(node)]
     return _operation(writer, node, [writer.names[id(x)] for x in node.args], [expr.kind(x) for x in node.args])
+
+
+def _among(writer: Writer, selection: Expr) -> str:
+    """Whether keys are in their rows. Every index of a row is clamped: a tile's last rows may lie outside."""
+    leaf, *index, key = selection.args
+    position, axis = writer.position[leaf[1]], len(index)
+    first = writer.offset(Expr("lookup", (leaf, *index, expr.ZERO)), "extents", LeafLayout())
+    count, stride = (f"maths.plain(work.extents[{position}][{2 * axis + n}])" for n in (0, 1))
+    return f"maths.among(work.leaves[{position}], {first}, {count}, {stride}, {writer.names[id(key)]})"
 
 
 def _at_distance(writer: Writer, lookup: Expr, functions: list[str]) -> str:

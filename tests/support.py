@@ -243,9 +243,9 @@ def explain_block() -> str:
     """Three calls and what ``explain`` says of them on this machine."""
     calls = {
         "tw.explain(q, k, v, causal=True)": ({}, {"causal": True}),
-        "tw.explain(q, k, v, mask=tw.window(left=1023, right=0), score=tw.softcap(30.0))": (
+        "tw.explain(q, k, v, mask=tw.window(1023, 0), score=tw.softcap(30.0))": (
             {"heads_k": 2, "dtype": torch.bfloat16},
-            {"mask": tw.window(left=1023, right=0), "score": tw.softcap(30.0)},
+            {"mask": tw.window(1023, 0), "score": tw.softcap(30.0)},
         ),
         'tw.explain(q, k, v, backend="reference")': ({"seqlen": 16384}, {"backend": "reference"}),
     }

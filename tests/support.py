@@ -181,7 +181,7 @@ def architectures_page(support: dict[str, dict]) -> str:
     """docs/architectures.md: an overview, then a section a row."""
     systems = [row.name for row in (*dispatch.BACKENDS, *dispatch.NAMED_ONLY)]
     lines = [ARCHITECTURES_HEAD, "", f"| | models | {' | '.join(f'`{name}`' for name in systems)} |"]
-    lines += ["|---" * (len(systems) + 2) + "|"]
+    lines += ["|---|---" + "|:---:" * len(systems) + "|"]
     for row in architectures.ROWS:
         ticks = [tick([support[name][f"architecture-{row.name}"]]) for name in systems]
         lines.append(f"| [{row.title}]({_anchor(row.title)}) | {row.models} | {' | '.join(ticks)} |")

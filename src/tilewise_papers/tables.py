@@ -30,7 +30,8 @@ class Table:
             columns, *rows = ((row[0], *row[start : start + WIDEST - 1]) for row in (self.columns, *self.rows))
             lines += ["", _line(columns), "|" + "|".join([" --- ", *[" ---: "] * (len(columns) - 1)]) + "|"]
             lines += map(_line, rows)
-        return "\n".join([*lines, "", self.note] if self.note else lines) + "\n"
+        note = self.note.replace("*", r"\*")  # a line that begins with one would be a list
+        return "\n".join([*lines, "", note] if note else lines) + "\n"
 
 
 def _line(cells: tuple[str, ...]) -> str:

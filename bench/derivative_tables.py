@@ -11,10 +11,10 @@ TENSORS = ("o tangent", "second dq", "second dk", "second dv", "second dsink", "
 
 
 TEXTS = {
-    "triton-calls": "Milliseconds, and memory beyond inputs and outputs, as tilewise / eager attention.",
+    "triton-calls": "Milliseconds, and memory beyond inputs and outputs. Each column of tilewise has eager attention's beside it.",
     "cpu-calls": (
         "One thread of a shared CPU, where only ratios of times measured in turns mean something: multiples of tilewise's forward and "
-        "of its backward, as tilewise / eager attention."
+        "of its backward. Each column of tilewise has eager attention's beside it."
     ),
 }
 
@@ -32,6 +32,8 @@ CASES = (
     ("backward", "backward"),
     ("second", "backward"),
 )
+PASSES = {"forward": ("jvp", "jvp-of-q"), "backward": ("second", "second MiB")}
+"""What is shown beside each pass, and in its multiples."""
 
 
 def measured_at(found: Results, run: str, size: str) -> dict[str, list[float | None]]:
@@ -46,55 +48,49 @@ def measured_at(found: Results, run: str, size: str) -> dict[str, list[float | N
 
 
 def times(found: Results, run: str) -> list[str]:
-    """Times and MiB by length and head dim, eager attention's behind a stroke.
+    """A table of forward mode and one of second derivatives by length and head dim, each column of tilewise beside eager's.
 
-    Milliseconds and, of forward mode and the second derivative, multiples of forward and backward; of a CPU, whose cores others used
-    too, only multiples.
+    Milliseconds and multiples of forward and backward; of a CPU, whose cores others used too, only multiples.
     """
     relative = "NVIDIA" not in found.runs[run]["device"]
-    rows = []
-    for head_dim in (64, 128):
-        for n in TIMES:
-            cells = measured_at(found, run, f"n{n}-d{head_dim}")
-            if cells["forward"][0] is None:
-                continue
+    by_size = {f"{n:,}, D {dim}": measured_at(found, run, f"n{n}-d{dim}") for dim in (64, 128) for n in TIMES}
+    by_size = {size: cells for size, cells in by_size.items() if cells["forward"][0] is not None}
+    lines: list[str] = []
+    for base, names in PASSES.items():
+        shown, over = (names, base) if relative else ((base, *names), "")
+        header = ["N", *(title for name in shown for title in (_title(name, over), EAGER))]
+        rows = [[size, *_cells(cells, shown, over)] for size, cells in by_size.items()]
+        if not relative:
+            header.append(_title(names[0], base))
+            for row, cells in zip(rows, by_size.values(), strict=True):
+                row.append(number(cells[names[0]][0] / cells[base][0], 1))
+        lines += ["", *table(header, rows)]
+    return lines[1:]
 
-            def text(what: str, unit: float | None = 1.0, cells=cells) -> str:
-                return " / ".join(number(x and x / unit, 2 if x and x / unit < 100 else 0) for x in cells[what])
 
-            forward, backward = cells["forward"][0], cells["backward"][0]
-            if relative:
-                shown = [text(what, forward) for what in ("jvp", "jvp-of-q")] + [text("second", backward)]
-            else:
-                over = [cells["jvp"][0] / forward, cells["second"][0] / backward]
-                shown = [text("forward"), text("jvp"), number(over[0], 1), text("jvp-of-q"), text("backward")]
-                shown += [text("second"), number(over[1], 1)]
-            rows.append([f"{n:,}, D {head_dim}", *shown, text("second MiB")])
-    titles = [
-        "N",
-        "forward",
-        "`jvp`",
-        "over forward",
-        "`jvp` of q",
-        "backward",
-        "second",
-        "over backward",
-        "second, MiB",
-    ]
-    if relative:
-        titles = ["N", "`jvp` over forward", "`jvp` of q over forward", "second over backward", "second, MiB"]
-    return table(titles, rows)
+def _title(name: str, over: str) -> str:
+    text = {"jvp": "`jvp`", "jvp-of-q": "`jvp` of q", "second MiB": "second, MiB"}.get(name, name)
+    return f"{text} over {over}" if over and "MiB" not in name else text
+
+
+def _cells(cells: dict[str, list[float | None]], shown: tuple[str, ...], over: str) -> list[str]:
+    texts = []
+    for name in shown:
+        unit = cells[over][0] if over and "MiB" not in name else 1.0
+        texts += [number(x and x / unit, 2 if x and x / unit < 100 else 0) for x in cells[name]]
+    return texts
 
 
 def errors(found: Results, run: str) -> list[str]:
-    """The relative rms errors of each derivative, tilewise's and behind a stroke eager attention's, a column for each case."""
+    """The relative rms errors of each derivative, a row of tilewise's and one of eager attention's, a column for each case."""
     rows = {r["case"]: r for key, r in found.found.items() if key[0] == run and r["metric"] == "error"}
     cases = dict.fromkeys((r["shape"]["case"], r["shape"]["dtype"]) for r in rows.values())
     by_place = {(r["shape"]["tensor"], r["shape"]["case"], r["shape"]["dtype"]): r for r in rows.values()}
     lines = []
     for tensor in TENSORS:
-        cells = [by_place.get((tensor, *case)) for case in cases]
-        lines.append([tensor, *("—" if r is None else f"{r['rms']:.1e} / {r['rms_eager']:.1e}" for r in cells)])
+        places = [by_place.get((tensor, *case)) for case in cases]
+        for who, name in (("rms", tensor), ("rms_eager", f"… {EAGER}")):
+            lines.append([name, *("—" if r is None else f"{r[who]:.1e}" for r in places)])
     return table(["", *(f"{case}, {dtype}" for case, dtype in cases)], lines)
 
 
@@ -112,7 +108,9 @@ def measured() -> str:
         ]
         lines += [
             "",
-            *wrapped("Relative rms errors against float64 in the same run, as tilewise / eager attention."),
+            *wrapped(
+                "Relative rms errors against float64 in the same run, tilewise's and below them eager attention's."
+            ),
         ]
         lines += ["", *errors(found, run)]
     return "\n".join(lines[1:])

@@ -20,46 +20,63 @@ def causal_lm(q, k, v):
 
 
 def encoder(q, k, v, lengths):
-    """lengths (batch,): the tokens of each row that are no padding. What the padding holds reaches nothing, NaN included."""
+    """lengths (batch,): the tokens of each row; the rest is padding.
+
+    The padding changes no result, even if it holds NaN.
+    """
     return tw.attention(q, k, v, mask=tw.key_lengths(lengths))
 
 
 def t5_buckets(distance, both_ways, buckets=32, longest=128):
-    """T5's bucket of key position - query position: one each for short distances, then logarithmic."""
+    """T5's bucket of key position - query position.
+
+    Each short distance has its own bucket; the others are logarithmic.
+    """
     side = (distance > 0) * (buckets // 2) if both_ways else 0
     n = distance.abs() if both_ways else (-distance).clamp(min=0)
     buckets = buckets // 2 if both_ways else buckets
     exact = buckets // 2
-    far = exact + (torch.log(n.clamp(min=exact) / exact) / math.log(longest / exact) * (buckets - exact)).long()
+    far = torch.log(n.clamp(min=exact) / exact) / math.log(longest / exact)
+    far = exact + (far * (buckets - exact)).long()
     return side + torch.where(n < exact, n, far.clamp(max=buckets - 1))
 
 
 def t5_bias(table, both_ways, longest=128):
-    """table (buckets, heads_q). The buckets depend on the distance alone, so they are chosen once, outside the attention."""
+    """table (buckets, heads_q).
+
+    A bucket depends on the distance alone: find them all before the attention.
+    """
     distance = torch.arange(-longest, longest + 1, device=table.device)
     bias = table[t5_buckets(distance, both_ways)]  # (2 * longest + 1, heads_q)
 
     def by_distance(s, b, h, i, j):
-        return s + tw.lookup(bias, (j - i - tw.offset).clamp(-longest, longest) + longest, h)
+        distance = (j - i - tw.offset).clamp(-longest, longest)
+        return s + tw.lookup(bias, distance + longest, h)
 
     return tw.score(by_distance)
 
 
 def t5_encoder(q, k, v, table, lengths):
-    return tw.attention(q, k, v, mask=tw.key_lengths(lengths), score=t5_bias(table, True), softmax_scale=1.0)
+    seen, bias = tw.key_lengths(lengths), t5_bias(table, True)
+    return tw.attention(q, k, v, mask=seen, score=bias, softmax_scale=1.0)
 
 
 def t5_decoder(q, k, v, table):
-    return tw.attention(q, k, v, causal=True, score=t5_bias(table, False), softmax_scale=1.0)
+    bias = t5_bias(table, False)
+    return tw.attention(q, k, v, causal=True, score=bias, softmax_scale=1.0)
 
 
 def t5_cross(q, k, v, lengths):
-    """q of the decoder, k and v of the encoder, whose rows hold `lengths` tokens."""
-    return tw.attention(q, k, v, mask=tw.key_lengths(lengths), softmax_scale=1.0)
+    """q of the decoder; k and v of the encoder, with `lengths` tokens."""
+    seen = tw.key_lengths(lengths)
+    return tw.attention(q, k, v, mask=seen, softmax_scale=1.0)
 
 
 def prefix_lm(q, k, v, prefix):
-    """prefix (batch,): the image and the prompt, which see each other; what follows is causal."""
+    """prefix (batch,): tokens of image and prompt, which see each other.
+
+    The tokens after them are causal.
+    """
     return tw.attention(q, k, v, mask=tw.prefix(prefix))
 
 
@@ -69,22 +86,27 @@ def mistral(q, k, v, window=4096):
 
 
 def gemma2(q, k, v, window=4096, cap=50.0):
-    """Every other layer; the layers between have causal=True in place of the window."""
-    return tw.attention(q, k, v, mask=tw.window(left=window - 1, right=0), score=tw.softcap(cap))
+    """Every other layer; the layers between have causal=True and no window."""
+    near = tw.window(left=window - 1, right=0)
+    return tw.attention(q, k, v, mask=near, score=tw.softcap(cap))
 
 
 def gpt_oss(q, k, v, sink, window=128):
     """sink (heads_q,): a learned logit beside the keys', with no value."""
-    return tw.attention(q, k, v, mask=tw.window(left=window - 1, right=0), sink=sink)
+    near = tw.window(left=window - 1, right=0)
+    return tw.attention(q, k, v, mask=near, sink=sink)
 
 
 def alibi(q, k, v, slopes):
-    """slopes (heads_q,): 2 ** (-8 (h + 1) / heads_q) in the paper; they may as well be learned."""
+    """slopes (heads_q,): 2 ** (-8 (h + 1) / heads_q), or learned."""
     return tw.attention(q, k, v, causal=True, score=tw.alibi(slopes))
 
 
 def grouped(q, k, v):
-    """Query heads share key heads, which nobody repeats. The queries are the last of the keys: a prompt in pieces."""
+    """Query heads share key heads; no copy of a key head is made.
+
+    The queries are the last tokens of the keys: a prompt read in chunks.
+    """
     return tw.attention(q, k, v, causal=True)
 
 
@@ -94,37 +116,48 @@ def multi_query(q, k, v):
 
 
 def mla(q, k, v):
-    """Training form: q and k have 128 + 64 rotated dimensions a head, v has 128."""
+    """Training form: q and k have 128 + 64 (rotated) dimensions, v has 128."""
     return tw.attention(q, k, v, causal=True)
 
 
 def mla_absorbed(q_nope, q_rope, cache, w_k, w_v):
-    """Decoding form: the cache (batch, seqlen_k, 1, 512 + 64) is the one key head, and its first 512 numbers the values.
+    """Decoding form: the one key head is the cache.
 
-    w_k (heads, 128, 512), w_v (heads, 512, 128): what would have made keys and values of the cache.
+    cache (batch, seqlen_k, 1, 512 + 64); its first 512 numbers are the values.
+    w_k (heads, 128, 512) and w_v (heads, 512, 128) would have made keys and
+    values from the cache.
     """
     head_dim, rank = q_nope.shape[-1] + q_rope.shape[-1], w_k.shape[-1]
     q = torch.cat([torch.einsum("bihd,hdc->bihc", q_nope, w_k), q_rope], dim=-1)
-    o = tw.attention(q, cache, cache[..., :rank], causal=True, softmax_scale=head_dim**-0.5)
+    values, scale = cache[..., :rank], head_dim**-0.5
+    o = tw.attention(q, cache, values, causal=True, softmax_scale=scale)
     return torch.einsum("bihc,hcd->bihd", o, w_v)
 
 
 def packed(q, k, v, cu_seqlens):
-    """q, k, v (total, heads, head_dim): document n is rows cu_seqlens[n] to cu_seqlens[n + 1]."""
+    """q, k, v (total, heads, head_dim).
+
+    Document n is rows cu_seqlens[n] to cu_seqlens[n + 1].
+    """
     return tw.attention_varlen(q, k, v, cu_seqlens, causal=True)
 
 
 def packed_ids(q, k, v, ids):
-    """ids (batch, seqlen): the document of each token, where a batch must keep its shape."""
+    """ids (batch, seqlen): the document of each token."""
     return tw.attention(q, k, v, mask=tw.causal() & tw.documents(ids))
 
 
 def bigbird(q, k, v, random, lengths, block=64):
-    """random (heads_q, blocks, blocks), bool: each row of blocks draws a few. Beside them neighbours, the first and the last."""
-    blocks = random.shape[-1]
-    edge = torch.arange(blocks, device=q.device) == blocks - 1
-    pattern = tw.local_global(blocks, blocks, local=1, globals_=1, device=q.device) | edge | edge[:, None] | random
-    return tw.attention(q, k, v, mask=tw.block_sparse(pattern, block, block) & tw.key_lengths(lengths))
+    """random (heads_q, blocks, blocks), bool: a few for each row of blocks.
+
+    Each block also sees its neighbours, the first and the last block.
+    """
+    n = random.shape[-1]
+    near = tw.local_global(n, n, local=1, globals_=1, device=q.device)
+    last = torch.arange(n, device=q.device) == n - 1
+    pattern = near | last | last[:, None] | random
+    mask = tw.block_sparse(pattern, block, block) & tw.key_lengths(lengths)
+    return tw.attention(q, k, v, mask=mask)
 
 
 # -- Vision and biology --------------------------------------------------------------------------------------------
@@ -135,23 +168,32 @@ def vit(q, k, v):
 
 
 def swin(q, k, v, table, window=7, shift=3):
-    """q, k, v (batch, rows, columns, heads, head_dim); table (heads, 2 window - 1, 2 window - 1), by distance."""
+    """q, k, v (batch, rows, columns, heads, head_dim).
+
+    table (heads, 2 window - 1, 2 window - 1): a bias by distance.
+    """
     (batch, rows, columns), w = q.shape[:3], window
 
-    def split(x):  # (batch, rows, columns, ...) -> (batch * windows, w * w, ...)
-        return x.unflatten(2, (-1, w)).unflatten(1, (-1, w)).transpose(2, 3).flatten(3, 4).flatten(0, 2)
+    def split(x):  # (batch, rows, columns, …) -> (batch * windows, w * w, …)
+        x = x.unflatten(2, (-1, w)).unflatten(1, (-1, w)).transpose(2, 3)
+        return x.flatten(3, 4).flatten(0, 2)
 
-    def region(size):  # the last window holds what the shift moved around the edge: it keeps to itself
+    def region(size):
+        # The shift moves the first rows behind the last ones, into the same
+        # window: they do not see each other.
         position = torch.arange(size, device=q.device)
         return (position >= size - w).int() + (position >= size - shift).int()
 
     def same(b, h, i, j):
-        return tw.lookup(regions, b % len(regions), i) == tw.lookup(regions, b % len(regions), j)
+        n = b % len(regions)
+        return tw.lookup(regions, n, i) == tw.lookup(regions, n, j)
 
     def bias(s, b, h, i, j):
-        return s + tw.lookup(table, h, i // w - j // w + w - 1, i % w - j % w + w - 1)
+        down, right = i // w - j // w + w - 1, i % w - j % w + w - 1
+        return s + tw.lookup(table, h, down, right)
 
-    regions = split((3 * region(rows)[:, None] + region(columns))[None])  # (windows, w * w)
+    regions = 3 * region(rows)[:, None] + region(columns)
+    regions = split(regions[None])  # (windows, w * w)
     shifted = (split(x.roll((-shift, -shift), (1, 2))) for x in (q, k, v))
     o = tw.attention(*shifted, mask=same if shift else None, score=bias)
     o = (
@@ -165,15 +207,19 @@ def swin(q, k, v, table, window=7, shift=3):
 
 
 def msa_row(q, k, v, pair_bias, seen):
-    """Rows of an alignment are the batch and share pair_bias (heads, residues, residues); its gradient is their sum.
+    """Rows of an alignment are the batch; they share one bias and its gradient.
 
+    pair_bias (heads, residues, residues);
     seen (rows, residues), bool: the residues that a row has.
     """
     return tw.attention(q, k, v, mask=seen[:, None, None, :], score=pair_bias)
 
 
 def triangle(q, k, v, bias, ending=False):
-    """Around the starting node (or the ending): q, k, v (N, N, heads, head_dim) and bias (N, N, heads) of the same pairs."""
+    """Around the starting node, or the ending one.
+
+    q, k, v (N, N, heads, head_dim) and bias (N, N, heads), of the same pairs.
+    """
     if ending:
         q, k, v, bias = (x.transpose(0, 1) for x in (q, k, v, bias))
     o = tw.attention(q, k, v, score=tw.bias(bias.permute(2, 0, 1)))

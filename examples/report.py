@@ -58,13 +58,11 @@ def context_tables(record: dict) -> str:
     """Loss at each context, then seconds and memory of a step with each attention."""
     by_context = {run["context"]: run for run in record["runs"]}
     spans = list(record["runs"][-1]["held_out_loss_by_position"])
-    rows = []
-    for context, run in by_context.items():
-        at = run["held_out_loss_by_position"]
-        rows.append(
-            [f"{context:,}", f"**{run['held_out_loss']:.4f}**", *(f"{at[s]:.3f}" if s in at else "" for s in spans)]
-        )
-    losses = markdown(["context", "held-out loss", *(f"at {span.replace('-', ' to ')}" for span in spans)], rows)
+    rows = [["all", *(f"**{run['held_out_loss']:.4f}**" for run in by_context.values())]]
+    for span in spans:
+        found = (run["held_out_loss_by_position"].get(span) for run in by_context.values())
+        rows.append([span.replace("-", " to "), *("" if x is None else f"{x:.3f}" for x in found)])
+    losses = markdown(["position / context", *(f"{context:,}" for context in by_context)], rows)
     names = list(ATTENTIONS)
     columns = ["context", *(f"{name}, s" for name in names), *(f"{name}, MiB" for name in names)]
     rows = []

@@ -181,7 +181,7 @@ def architectures_page(support: dict[str, dict]) -> str:
     """docs/architectures.md: an overview, then a section a row."""
     systems = [row.name for row in (*dispatch.BACKENDS, *dispatch.NAMED_ONLY)]
     lines = [ARCHITECTURES_HEAD, "", f"| | models | {' | '.join(f'`{name}`' for name in systems)} |"]
-    lines += ["|---" * (len(systems) + 2) + "|"]
+    lines += ["|---|---" + "|:---:" * len(systems) + "|"]
     for row in architectures.ROWS:
         ticks = [tick([support[name][f"architecture-{row.name}"]]) for name in systems]
         lines.append(f"| [{row.title}]({_anchor(row.title)}) | {row.models} | {' | '.join(ticks)} |")
@@ -243,9 +243,9 @@ def explain_block() -> str:
     """Three calls and what ``explain`` says of them on this machine."""
     calls = {
         "tw.explain(q, k, v, causal=True)": ({}, {"causal": True}),
-        "tw.explain(q, k, v, mask=tw.window(left=1023, right=0), score=tw.softcap(30.0))": (
+        "tw.explain(q, k, v, mask=tw.window(1023, 0), score=tw.softcap(30.0))": (
             {"heads_k": 2, "dtype": torch.bfloat16},
-            {"mask": tw.window(left=1023, right=0), "score": tw.softcap(30.0)},
+            {"mask": tw.window(1023, 0), "score": tw.softcap(30.0)},
         ),
         'tw.explain(q, k, v, backend="reference")': ({"seqlen": 16384}, {"backend": "reference"}),
     }

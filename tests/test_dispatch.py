@@ -31,6 +31,17 @@ def test_hopper_goes_before_triton_whatever_the_scores(d, options):
     assert dispatch.candidates(problem(d=d, **options)) == ["hopper", "triton", "portable"]
 
 
+def test_a_line_of_explain_is_cut_between_reasons_and_never_within_a_command():
+    line = "not       " + "a reason of forty columns or a few more; " * 2 + "`a command, " + "that is long " * 7 + "`"
+    reason = "a reason of forty columns or a few more;"
+    assert dispatch._folded(line).split("\n") == [
+        f"not       {reason}",
+        f"          {reason}",
+        f"          {line[92:]}",
+    ]
+    assert dispatch._folded("backend   cpu: one tile") == "backend   cpu: one tile"
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 def test_explain_tells_the_threads_that_pytorch_has_now(threads):
     before, q = torch.get_num_threads(), torch.zeros(1, 4, 1, 8)

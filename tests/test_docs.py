@@ -179,16 +179,13 @@ def test_the_first_code_of_the_readme_is_complete():
     assert {"import torch", "import tilewise as tw"} <= set(first.text.splitlines())
 
 
-COPIED = (
-    "README.md",
-    *(f"docs/{name}.md" for name in ("derivatives", "huggingface", "serving", "sparse", "switching")),
-)
+EVERY_PAGE = sorted(p.relative_to(ROOT).as_posix() for f in ("*", "docs/*", "bench/**/*") for p in ROOT.glob(f"{f}.md"))
 
 
-@pytest.mark.parametrize("page", COPIED)
-def test_code_to_copy_has_at_most_80_columns(page):
-    code = re.findall(r"^```\w*\n(.*?)^```$", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    assert [line for text in code for line in text.splitlines() if len(line) > 80] == []
+@pytest.mark.parametrize("page", EVERY_PAGE)
+def test_code_has_at_most_80_columns(page):
+    code = re.findall(r"^( *)```\w*\n(.*?)^\1```$", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    assert [line for _, text in code for line in text.splitlines() if len(line) > 80] == []
 
 
 # -- The reader of documents ---------------------------------------------------------------------------------------

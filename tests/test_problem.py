@@ -120,7 +120,7 @@ WRONG = {
     # numbers
     "scale-nan": wrong("softmax_scale is nan", **option(softmax_scale=nan)),
     "scale-inf": wrong("softmax_scale is -inf", **option(softmax_scale=-inf)),
-    "dropout-1": wrong("dropout_p 1.0 must be 0, or round to between 1/65536 and 65535/65536", **option(dropout_p=1.0)),
+    "dropout-1": wrong("dropout_p 1.0 must be 0, or round to between 1/65536 and 65535/65536: the probability", **option(dropout_p=1.0)),
     "dropout-negative": wrong("dropout_p -0.1 must be 0", **option(dropout_p=-0.1)),
     "dropout-above-1": wrong("dropout_p 1.5 must be 0", **option(dropout_p=1.5)),
     "dropout-rounds-to-0": wrong("dropout_p 1e-06 must be 0", **option(dropout_p=1e-6)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import re
 from functools import partial
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import tilewise as tw
+import tilewise.parallel
 from tilewise import words
 from tilewise.compat.flash_attn import flash_attn_func
 from tilewise.pictures import reading
@@ -127,8 +129,24 @@ WRONG = {
         lambda: reading.read_mask("causal() and window(3)"),
         "write & and | instead of `and` and `or`",
     ),
+    "dense-of-a-function": (lambda: tw.dense(lambda b, h, i, j: i >= j), "a function of (b, h, i, j) is tw.keep(fn)"),
+    "merge-of-a-tensor": (lambda: tw.merge(torch.ones(2)), "a list of at least one (o, lse), got Tensor"),
+    "merge-of-nothing": (lambda: tw.merge([]), "a list of at least one (o, lse), got an empty one"),
+    "one-index-missing": (lambda: tw.lookup(torch.ones(4), 1, 2), "of shape (4,) needs 1 index, got 2"),
+    "ranks-0": (lambda: tw.parallel.contiguous(8, 0), "contiguous: ranks must be a whole number >= 1, got 0"),
+    "zigzag-ranks-0": (lambda: tw.parallel.zigzag(8, 0), "zigzag: ranks must be a whole number >= 1, got 0"),
+    "seqlen-in-text": (lambda: tw.parallel.balanced(None, "8", 2), "balanced: seqlen must be a whole number >= 0"),
+    "chunks-0": (lambda: tw.parallel.balanced(None, 8, 2, chunks=0), "balanced: chunks must be a whole number >= 1"),
+    "simulate-nobody": (lambda: tw.parallel.simulate(0, print), "simulate: ranks must be a whole number >= 1, got 0"),
+    "backward-in-forward-order": (lambda: _in_the_forwards_order(), "in the order do, q, k, v, o, lse"),
     "mask-misspelt": (lambda: reading.read_mask("casual()"), "did you mean 'causal'?"),
 }
+
+
+def _in_the_forwards_order():
+    q, k, v = qkv()
+    o, lse = tw.attention_with_lse(q, k, v)
+    tw.attention_backward(q, k, v, o, lse, torch.ones_like(o))
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -136,3 +154,16 @@ def test_an_object_in_the_wrong_place_is_told_its_own(name):
     call, says = WRONG[name]
     with pytest.raises(ValueError, match=re.escape(says)):
         call()
+
+
+@pytest.mark.parametrize(
+    ("score", "says"),
+    [
+        (lambda s, b, h, i, j: math.tanh(s), "as functions of math do; use torch's functions"),
+        (lambda s, b, h, i, j: s[i], "an index of a traced value; it is one number: read a tensor at it"),
+    ],
+    ids=["math", "index"],
+)
+def test_a_score_function_that_cannot_be_traced_is_told_what_can(score, says):
+    with pytest.raises(NotImplementedError, match=re.escape(says)):
+        tw.attention(*qkv(), score=score)

@@ -554,7 +554,9 @@ def dropout_mask(
 ) -> Tensor:
     """Return the pairs that dropout keeps, bool ``(batch, heads_q, seqlen_q, seqlen_k)``. They are the same on every device and backend."""
     if not dropout.possible(p):
-        raise ValueError(f"dropout_mask: p {p} must round to between 1/65536 and 65535/65536")
+        raise ValueError(
+            f"dropout_mask: p {p} must round to between 1/65536 and 65535/65536: the probability of a drop"
+        )
     if not isinstance(seed, Tensor):
         if not isinstance(seed, int) or not -(2**63) <= seed < 2**64:
             raise ValueError(f"dropout_mask: seed must be an int of at most 64 bits or one int64 tensor, got {seed!r}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import re
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -289,6 +291,10 @@ class Explanation:
     extras: tuple[Tensor, ...] = field(default=(), kw_only=True, repr=False, compare=False)
 
     def __str__(self) -> str:
+        return "\n".join(map(_folded, self._lines()))
+
+    def _lines(self) -> list[str]:
+        """Return what is printed, a line for each fact: a word of ten columns and the fact."""
         p, facts = self.problem, devices.of(self.problem.device)
         lines = [p.describe(), f"on {facts.name}, {facts.cores} {'SMs' if facts.type == 'cuda' else 'threads'}"]
         if self.chosen:
@@ -305,7 +311,7 @@ class Explanation:
         for what, found, refused in others:
             if self.chosen and self.chosen != found:
                 lines += [f"{what:9} {found or 'no backend'}, not {self.chosen}: {'; '.join(refused[self.chosen])}"]
-        return "\n".join(lines)
+        return lines
 
     def as_dict(self) -> dict:
         return {
@@ -337,6 +343,22 @@ class Explanation:
         from tilewise.pictures import explained  # which nothing that computes needs
 
         return explained.plot(self.problem, self.extras, self.tile, str(self), (batch, head))
+
+
+_COLUMNS = textwrap.TextWrapper(70, break_long_words=False, break_on_hyphens=False)
+
+
+def _folded(line: str) -> str:
+    """Return a line of ``explain`` in 80 columns: cut between reasons or tensors, else between words, never within a command."""
+    text = re.sub("`[^`]*`", lambda command: command[0].replace(" ", "\0"), line[10:])
+    first, *others = re.split(r"((?<=;) | {4})", text)
+    found = _COLUMNS.wrap(first)
+    for between, text in zip(others[::2], others[1::2], strict=True):
+        if len(found[-1] + between + text) <= _COLUMNS.width:
+            found[-1] += between + text
+        else:
+            found += _COLUMNS.wrap(text)
+    return line[:10] + f"\n{'':10}".join(found).replace("\0", " ")
 
 
 _HEADS_FIRST = "more heads than rows: if your tensors are (batch, heads, seqlen, head_dim), pass x.transpose(1, 2)"

@@ -102,7 +102,7 @@ def _result_reasons(q: Tensor, v: Tensor, results: dict[str, Tensor | None], pac
             reasons.append(
                 f"{name} must be {dtype} {tuple(shape)} on {q.device}, got {x.dtype} {tuple(x.shape)} on {x.device}"
             )
-    return reasons
+    return [*reasons, "the arguments come in the order do, q, k, v, o, lse"] if len(reasons) > 1 else reasons
 
 
 def _option_reasons(o: Options) -> list[str]:

@@ -540,7 +540,9 @@ def _option_reasons(q: Tensor, seed: Tensor | None, spec: Spec) -> list[str]:
     if spec.softmax_scale is not None and not math.isfinite(spec.softmax_scale):
         reasons.append(f"softmax_scale is {spec.softmax_scale}, it must be finite")
     if spec.dropout_p != 0 and not dropout.possible(spec.dropout_p):
-        reasons.append(f"dropout_p {spec.dropout_p} must be 0, or round to between 1/65536 and 65535/65536")
+        reasons.append(
+            f"dropout_p {spec.dropout_p} must be 0, or round to between 1/65536 and 65535/65536: the probability of a drop"
+        )
     if spec.dropout_p != 0 and seed is None:
         reasons.append("dropout needs a seed")
     if spec.paged:

@@ -74,7 +74,8 @@ def sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
 def merge_reasons(parts: Sequence[State]) -> list[str]:
     """Why these are no states of one attention, in the layouts of :func:`tilewise.attention_with_lse`."""
     if not isinstance(parts, (list, tuple)) or not parts:
-        return ["parts must be a list of at least one (o, lse)"]
+        found = "an empty one" if isinstance(parts, (list, tuple)) else type(parts).__name__
+        return [f"parts must be a list of at least one (o, lse), got {found}"]
     if not all(isinstance(p, (list, tuple)) and [isinstance(x, Tensor) for x in p] == [True, True] for p in parts):
         return ["every part must be a pair of tensors (o, lse); attention_with_lse returns one"]
     (o, lse), reasons = parts[0], []

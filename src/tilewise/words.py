@@ -27,6 +27,7 @@ HERE = {
     # flash-attn
     "window_size": "write mask=tw.window(left, right), with None where flash-attn has -1",
     "softcap": "write score=tw.softcap(cap)",
+    "logits_soft_cap": "write score=tw.softcap(cap)",
     "alibi_slopes": "write score=tw.alibi(slopes)",
     "return_attn_probs": f"{_WITH_LSE}; the probabilities are in tilewise.reference.attention",
     "return_softmax_lse": _WITH_LSE,
@@ -42,6 +43,8 @@ HERE = {
     "num_splits": _CHOSEN,
     "cache_seqlens": "call tw.attention_paged(q, tw.dense_cache(k, v, seqlens_k))",
     "learnable_sink": _SINK,
+    "generator": "write dropout_seed=, a number or an int64 tensor",
+    "seed": "write dropout_seed=",
     # xformers and Transformers
     "attn_bias": "write score= for a tensor that is added, mask= for what hides",
     "p": _DROPOUT,

@@ -25,9 +25,9 @@ with memories that count. Every program is tested against the float64 oracle, so
 needs. Nothing in `tilewise` depends on this package; it is there to understand and to predict.
 
 ```
-tilewise io                                             # the tables below: GPT-2 medium's attention on an A100
+tilewise io               # the tables below: GPT-2 medium's attention, an A100
+tilewise io --sram 64KiB  # the same with another fast memory
 tilewise io --seqlen 8192 --head-dim 128 --batch 4 --device h200
-tilewise io --sram 64KiB                                # the same with another fast memory
 tilewise io --sweep block|sparsity|seqlen|sram --output plots
 ```
 

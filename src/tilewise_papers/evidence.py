@@ -331,9 +331,10 @@ def context_table() -> list[str]:
     """The held-out loss of each context, whole and by position in the row."""
     rows = contexts()
     spans = list(rows[-1]["by_position"]) if rows else []
-    cells = [[f"{r['by_position'][s]:.3f}" if s in r["by_position"] else "" for s in spans] for r in rows]
-    lines = [[f"{r['shape']['context']:,}", f"**{r['value']:.4f}**", *c] for r, c in zip(rows, cells, strict=True)]
-    return table(["context", "held-out loss", *(f"at {span.replace('-', ' to ')}" for span in spans)], lines)
+    losses = [[f"{r['by_position'][s]:.3f}" if s in r["by_position"] else "" for r in rows] for s in spans]
+    lines = [["all", *(f"**{r['value']:.4f}**" for r in rows)]]
+    lines += [[span.replace("-", " to "), *line] for span, line in zip(spans, losses, strict=True)]
+    return table(["position / context", *(f"{r['shape']['context']:,}" for r in rows)], lines)
 
 
 def quoted(text: str) -> str:

@@ -10,6 +10,8 @@ from tilewise_papers.report import Row, Setting, forecast, inner_table, intensit
 # What Figure 2, left, of FlashAttention (Dao et al. 2022) reports for its setting: GPT-2 medium on an A100.
 PAPER_SETTING = {"seqlen": 1024, "head_dim": 64, "heads": 16, "batch": 64}
 PAPER_FIGURES = {"GFLOPs": (66.6, 75.2), "HBM, GB": (40.3, 4.4), "time, ms": (41.7, 7.3)}
+WIDEST = 8
+"""The columns that a page shows side by side on a phone."""
 
 
 @dataclass(frozen=True)
@@ -22,10 +24,18 @@ class Table:
     note: str = ""
 
     def markdown(self) -> str:
-        lines = [f"**{self.title}**", "", "| " + " | ".join(self.columns) + " |"]
-        lines.append("|" + "|".join([" --- ", *[" ---: "] * (len(self.columns) - 1)]) + "|")
-        lines += ["| " + " | ".join(row) + " |" for row in self.rows]
-        return "\n".join([*lines, "", self.note] if self.note else lines) + "\n"
+        """Return the table for a page, cut after each ``WIDEST`` columns; each cut repeats the first column."""
+        lines = [f"**{self.title}**"]
+        for start in range(1, len(self.columns), WIDEST - 1):
+            columns, *rows = ((row[0], *row[start : start + WIDEST - 1]) for row in (self.columns, *self.rows))
+            lines += ["", _line(columns), "|" + "|".join([" --- ", *[" ---: "] * (len(columns) - 1)]) + "|"]
+            lines += map(_line, rows)
+        note = self.note.replace("*", r"\*")  # a line that begins with one would be a list
+        return "\n".join([*lines, "", note] if note else lines) + "\n"
+
+
+def _line(cells: tuple[str, ...]) -> str:
+    return "| " + " | ".join(cells) + " |"
 
 
 def tables(setting: Setting, rows: list[Row]) -> list[Table]:

@@ -30,6 +30,12 @@ def test_markdown_has_a_rule_and_a_line_for_each_row():
     assert found == "**T**\n\n| a | b |\n| --- | ---: |\n| x | 1 |\n| y | 2 |\n\nnote\n"
 
 
+def test_markdown_cuts_a_wide_table_and_repeats_the_first_column():
+    found = Table("T", tuple("abcdefghi"), [tuple("012345678")]).markdown()
+    assert "| a | b | c | d | e | f | g | h |\n" in found
+    assert found.endswith("\n\n| a | i |\n| --- | ---: |\n| 0 | 8 |\n")
+
+
 def test_cells_are_the_counts_of_all_heads():
     rows = table(SMALL)
     forward = tables(SMALL, rows)[0]

@@ -256,7 +256,7 @@ def explained(ranks: int, inputs, dim: int = 1, **options) -> list[str]:
 def test_explain_says_which_scheme_costs_what_and_what_each_rank_computes():
     by_heads, gathered = explained(2, tensors(2), causal=True)[1], explained(3, tensors(2), causal=True)[0]
     model = cost.COSTS["heads"](whole_of(causal=True), 2)
-    assert f"scheme    heads: {model}" in by_heads
+    assert f"scheme    heads: {model}" in by_heads.replace("\n          ", " ")
     assert "not       gather: " in by_heads
     assert "shares    50.0 %, 50.0 % of the visited tiles" in by_heads
     assert "carrier   nothing: ranks of one process" in by_heads

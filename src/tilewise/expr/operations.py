@@ -63,10 +63,13 @@ class Expr:
         raise untraceable("`int()` of a traced value", "use .int() or //")
 
     def __float__(self):
-        raise untraceable("`float()` of a traced value", "use .float()")
+        raise untraceable("`float()` of a traced value, as functions of math do", "use torch's functions, or .float()")
 
     def __index__(self):
         raise untraceable("a traced value as a Python index", "index a tensor with it: tensor[h, i, j]")
+
+    def __getitem__(self, index):
+        raise untraceable("an index of a traced value", "it is one number: read a tensor at it, tensor[h, i, j]")
 
     def __iter__(self):
         raise untraceable("iteration over a traced value", "each of s, b, h, i, j is one scalar")
@@ -248,9 +251,8 @@ def lookup(tensor: torch.Tensor, *index: Any) -> Expr:
     if tensor.dtype in _UNREAD or tensor.is_complex():
         raise ValueError(f"a mask or score cannot read a tensor of {tensor.dtype}; convert it: t.long(), or t.real")
     if len(index) != tensor.ndim:
-        raise ValueError(
-            f"lookup in a tensor of shape {tuple(tensor.shape)} needs {tensor.ndim} indices, got {len(index)}"
-        )
+        indices = "1 index" if tensor.ndim == 1 else f"{tensor.ndim} indices"
+        raise ValueError(f"lookup in a tensor of shape {tuple(tensor.shape)} needs {indices}, got {len(index)}")
     return Expr("lookup", (tensor, *[_index_expr(x, size) for x, size in zip(index, tensor.shape, strict=True)]))
 
 

@@ -330,10 +330,9 @@ def dense(allowed: torch.Tensor) -> Mask:
     """The pairs that are True in a bool tensor, broadcastable to ``(batch, heads_q, seqlen_q, seqlen_k)``."""
     if not isinstance(allowed, torch.Tensor) or allowed.dtype != torch.bool:
         found = allowed.dtype if isinstance(allowed, torch.Tensor) else type(allowed).__name__
-        raise ValueError(
-            f"dense(allowed) takes a bool tensor, got {found}; convert zeros and ones: t.bool(), "
-            "and for additive values use score=tw.bias(t)"
-        )
+        instead = "convert zeros and ones: t.bool(), and for additive values use score=tw.bias(t)"
+        instead = "a function of (b, h, i, j) is tw.keep(fn)" if callable(allowed) else instead
+        raise ValueError(f"dense(allowed) takes a bool tensor, got {found}; {instead}")
     if allowed.ndim > 4:
         raise ValueError(f"dense(allowed) takes at most 4 dimensions, got shape {tuple(allowed.shape)}")
     # The text of broadcast_lookup(allowed, (B, H, I, J)): a call may bring a new mask each time, and printing it takes 60 us.

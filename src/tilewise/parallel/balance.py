@@ -16,7 +16,7 @@ from torch import Tensor
 from tilewise import expr
 from tilewise.masks import Mask, as_mask, region
 from tilewise.parallel import joined
-from tilewise.parallel.layout import Layout, from_chunks
+from tilewise.parallel.layout import Layout, check, from_chunks
 from tilewise.parallel.route import Route, key_ends
 from tilewise.planning.tiles import EMPTY, Grid, TileMap
 
@@ -47,6 +47,7 @@ def balanced(
     Every rank gets equally many chunks, as far as they divide, and so equally many rows. Two deals are improved by swaps of two chunks
     until no swap helps: runs of neighbours, and the heaviest chunk to the least loaded rank.
     """
+    check("balanced", seqlen=seqlen, ranks=ranks, chunks=1 if chunks is None else chunks)
     count = max(1, min(8 * ranks if chunks is None else chunks, seqlen))
     bounds = [seqlen * n // count for n in range(count + 1)]
     work = _Work.of(masks, seqlen, bounds, ranks)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tilewise.caching import cached_property
 from tilewise.parallel import board
-from tilewise.parallel.layout import Layout
+from tilewise.parallel.layout import Layout, check
 
 # PyTorch 2.13 gave the collective this name and warns of the older one.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -304,6 +304,7 @@ def simulate(ranks: int, run: Callable[[Exchange], Any]) -> list[Any]:
 
     A rank that waits for a failed one also ends, with ``threading.BrokenBarrierError``. That error is not raised.
     """
+    check("simulate", ranks=ranks)
     meeting = Meeting(ranks)
     results: list[Any] = [None] * ranks
     errors: list[BaseException | None] = [None] * ranks

@@ -120,6 +120,14 @@ class Layout:
         return "\n".join(lines)
 
 
+def check(who: str, **sizes: int) -> None:
+    """Raise ValueError unless the sizes of ``who`` are whole numbers above 0; a ``seqlen`` may be 0."""
+    for name, n in sizes.items():
+        least = 0 if name == "seqlen" else 1
+        if not hasattr(n, "__index__") or n < least:
+            raise ValueError(f"{who}: {name} must be a whole number >= {least}, got {n!r}")
+
+
 def from_chunks(owners: Sequence[int], bounds: Sequence[int], ranks: int) -> Layout:
     """Return the layout that gives chunk n, positions ``bounds[n]`` to ``bounds[n + 1]``, to rank ``owners[n]``. Neighbours are joined."""
     held: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
@@ -136,12 +144,14 @@ def from_chunks(owners: Sequence[int], bounds: Sequence[int], ranks: int) -> Lay
 @lru_cache(maxsize=256)
 def contiguous(seqlen: int, ranks: int) -> Layout:
     """Rank r holds the r-th of ``ranks`` equal runs: balanced for masks that treat all queries alike."""
+    check("contiguous", seqlen=seqlen, ranks=ranks)
     return from_chunks(range(ranks), [seqlen * n // ranks for n in range(ranks + 1)], ranks)
 
 
 @lru_cache(maxsize=256)
 def chunks(seqlen: int, ranks: int) -> Layout:
     """Rank r holds the r-th chunk of ``torch.chunk``, as DTensors have it: runs of one length, the last ones shorter or empty."""
+    check("chunks", seqlen=seqlen, ranks=ranks)
     size = -(-seqlen // ranks)
     return from_chunks(range(ranks), [min(n * size, seqlen) for n in range(ranks + 1)], ranks)
 
@@ -149,5 +159,6 @@ def chunks(seqlen: int, ranks: int) -> Layout:
 @lru_cache(maxsize=256)
 def zigzag(seqlen: int, ranks: int) -> Layout:
     """Rank r holds the r-th of ``2 * ranks`` equal runs and the r-th from the end: balanced for causal masks."""
+    check("zigzag", seqlen=seqlen, ranks=ranks)
     owners = [min(n, 2 * ranks - 1 - n) for n in range(2 * ranks)]
     return from_chunks(owners, [seqlen * n // (2 * ranks) for n in range(2 * ranks + 1)], ranks)

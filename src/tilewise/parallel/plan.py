@@ -286,14 +286,13 @@ class Explanation(dispatch.Explanation):
     shares: tuple[float, ...]
     carrier: str
 
-    def __str__(self) -> str:
+    def _lines(self) -> list[str]:
         lines = [f"scheme    {self.scheme}: {self.costs[self.scheme]}"]
         lines += [f"not       {name}: {found}" for name, found in self.costs.items() if name != self.scheme]
         lines += [f"not       {name}: {'; '.join(said)}" for name, said in self.refused_schemes.items()]
         shares = ", ".join(f"{100 * share:.1f} %" for share in self.shares)
         lines += [f"shares    {shares} of the visited tiles, by rank"] if self.shares else []
-        lines.append(f"carrier   {self.carrier}")
-        return "\n".join([*lines, super().__str__()])
+        return [*lines, f"carrier   {self.carrier}", *super()._lines()]
 
     def as_dict(self) -> dict:
         costs = {name: asdict(found) | {"milliseconds": found.milliseconds} for name, found in self.costs.items()}

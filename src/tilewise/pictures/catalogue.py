@@ -58,15 +58,15 @@ MASK_ENTRIES = (
         "Blocks of a pattern need not match the tiles: these have 12 pairs on a side, the tiles 8.",
     ),
     Entry(
-        "selected", "tw.selected(torch.tensor([[[[0, 0], [0, 1], [1, 2], [0, 3], [1, 4], [3, 5], [2, 6], [0, 7]]]]), 8, 8)",
-        "Each block of 8 queries sees the blocks of 8 keys that it was given. An entry that stands twice counts once.",
+        "selected", "tw.selected(torch.tensor([[[[0, 0], [0, 1], [1, 2], [0, 3]]]]), 16, 16)",
+        "Each block of 16 queries sees the blocks of 16 keys that it was given. An entry that stands twice counts once.",
     ),
     Entry(
         "Both of two masks", "tw.causal() & tw.window(left=20) & tw.documents(torch.arange(64) // 36)",
         "`&` keeps the pairs that every mask keeps: a sliding window within documents.",
     ),
     Entry(
-        "Either of two masks", "tw.window(left=6, right=6) | tw.key_range(0, 5) | tw.keep(lambda b, h, i, j: i < 5)",
+        "Either of two masks", "tw.window(6, 6) | tw.key_range(0, 5) | tw.keep(lambda b, h, i, j: i < 5)",
         "`|` keeps the pairs of both masks: a window, and five positions that see all and are seen by all (Longformer).",
     ),
     Entry(

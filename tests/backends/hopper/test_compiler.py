@@ -137,7 +137,7 @@ def test_a_shipped_kernel_that_is_missing_names_the_command_that_builds_it(hoppe
     installed(None)
     (reason,) = Hopper().unsupported(problem(causal=True))
     assert "\n" not in reason
-    command = re.search(r"`pip install 'tilewise\[kernels\]' && tilewise kernels (.*)` builds them", reason)[1]
+    command = re.search(r"`pip install 'tilewise\[kernels\]'`, then `tilewise kernels (.*)`, builds them", reason)[1]
     assert command == '--for "bf16 d64 causal"'
 
 

@@ -426,7 +426,7 @@ def summing_block(
 
     With the part of dQ in flight until S of the next block has begun, or dK, the assembler would make every product wait for the one
     before: it follows neither accumulators that are read in the next turn of a loop nor products that some turns leave out, and
-    runs out of registers. So a tile's first block makes a part too, of whatever lies there, and drops it.
+    runs out of registers. So a tile's first block makes a part too, from garbage, and discards it.
     """
     (q_stage, q_phase), (do_stage, do_phase) = state.stages_of_block(config.keys.stages)
     cute.arch.mbarrier_wait(smem.full + q_stage, q_phase)  # Q and lse2, from load_queries

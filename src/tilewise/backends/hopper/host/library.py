@@ -49,7 +49,7 @@ def remedy(absent: Sequence[AnyConfig]) -> str:
     if not set(absent) <= set(selection.in_order_of_use()):
         return f"with `{install}` the first call compiles {'it' if len(absent) == 1 else 'them'}"
     words = " ".join(f'--for "{words}"' for words in dict.fromkeys(map(selection.words_of, absent)))
-    return f"`{install} && tilewise kernels {words}` builds {'it' if len(absent) == 1 else 'them'}"
+    return f"`{install}`, then `tilewise kernels {words}`, builds {'it' if len(absent) == 1 else 'them'}"
 
 
 _functions: dict[AnyConfig, driver.Kernels] = {}

@@ -492,24 +492,27 @@ def test_without_a_name_the_next_backend_runs_and_explain_says_why_not_the_first
     assert "picky: head_dim 16 is above 8; sinks are not built" in str(explained)
 
 
-def test_a_backend_with_a_reason_to_go_first_is_tried_before_earlier_ones_unless_another_is_named(picky, monkeypatch):
+def test_a_backend_that_would_be_slow_is_tried_last_unless_it_is_named(picky, monkeypatch):
     monkeypatch.setattr(Picky, "unsupported", lambda self, p: [])
     assert tw.explain(**inputs()).chosen == "picky"
-    say = lambda self, p: "likes masks" if p.spec.mask_text else ""  # noqa: E731
-    monkeypatch.setattr(Portable, "preferred", say)
+    say = lambda self, p: "dislikes masks" if p.spec.mask_text else ""  # noqa: E731
+    monkeypatch.setattr(Picky, "slow", say)
     masked = inputs() | {"causal": True}
+    assert tw.explain(**masked).chosen == "picky"  # portable is always slow
+    monkeypatch.setattr(Portable, "slow", lambda self, p: "")
     explained = tw.explain(**masked)
     assert explained.chosen == "portable"
-    assert explained.refused["picky"] == ["comes after portable, which likes masks"]
+    assert explained.refused["picky"] == ["comes after portable: it dislikes masks"]
     torch.testing.assert_close(tw.attention(**masked), tw.attention(**masked, backend="reference"))
     assert tw.explain(**masked, backend="picky").chosen == "picky"
     assert tw.explain(**inputs()).chosen == "picky"
 
 
-def test_a_backend_that_goes_first_without_gradients_has_the_forward_of_a_call_with_them(picky, monkeypatch):
+def test_a_backend_that_is_slow_without_gradients_leaves_the_forward_of_a_call_with_them(picky, monkeypatch):
     monkeypatch.setattr(Picky, "unsupported", lambda self, p: [])
     monkeypatch.setattr(Picky, "tile", lambda self, p: (1, 2))
-    monkeypatch.setattr(Portable, "preferred", lambda self, p: "" if p.spec.needs_grad else "has half a kernel")
+    monkeypatch.setattr(Picky, "slow", lambda self, p: "" if p.spec.needs_grad else "has half a kernel")
+    monkeypatch.setattr(Portable, "slow", lambda self, p: "")
     ran: list[tuple[str, str]] = []
     real = Portable()
     passes = {"forward": real.forward, "backward": real.backward}
@@ -529,7 +532,6 @@ def test_a_backend_that_goes_first_without_gradients_has_the_forward_of_a_call_w
     assert ran == [("portable", "forward"), ("picky", "backward")]
     explained = tw.explain(**given)
     assert (explained.chosen, explained.forward[0]) == ("picky", "portable")
-    assert "half a kernel" in str(explained)
     assert explained.tile == Portable().tile(explained.problem)
     ran.clear()
     expected = torch.autograd.grad(tw.attention(**given, backend="picky").sum(), leaves)

@@ -74,11 +74,11 @@ def backend(name: str) -> Backend:
 
 
 def candidates(p: Problem) -> list[str]:
-    """Return the names to try for a problem, in order: backends with a reason to go first, then the table's."""
+    """Return the names to try for a problem, in order: the table's, those last that would be slow."""
     if p.spec.backend is not None:
         return [p.spec.backend]
     names = [row.name for row in BACKENDS if row.device_types is None or p.device.type in row.device_types]
-    return sorted(names, key=lambda name: not backend(name).preferred(p))
+    return sorted(names, key=lambda name: bool(backend(name).slow(p)))
 
 
 What = Literal["attention", "forward mode", "second derivatives"]
@@ -132,7 +132,7 @@ class Plan:
 
     @cached_property
     def of_forward(self) -> Plan:
-        """Return the forward's plan: another backend's if that one is preferred for calls without gradients.
+        """Return the forward's plan: that of the backend that runs the call without gradients, unless it would be slow.
 
         All backends give o and lse by one rule of error, so that any backward goes on from them.
         """
@@ -184,9 +184,9 @@ def _without_gradients(spec: str) -> Spec:
 
 
 def _before(backend: Backend, p: Problem) -> Backend | None:
-    """Return the backend that asks to run the forward before this one, or None."""
+    """Return the backend that runs the forward before this one, or None."""
     first = select(p)
-    return first if first is not backend and first.preferred(p) else None
+    return first if first is not backend and not first.slow(p) else None
 
 
 _plans: dict[tuple, Plan] = {}
@@ -383,16 +383,15 @@ def _why_not(row: Row, p: Problem, chosen: str | None) -> list[str]:
         return reasons
     if p.spec.backend is not None or chosen is None:
         return [row.only_named or "not asked for"]
-    because = backend(chosen).preferred(p)
-    return [row.only_named or f"comes after {chosen}" + (f", which {because}" if because else "")]
+    because = backend(row.name).slow(p)
+    return [row.only_named or f"comes after {chosen}" + (f": it {because}" if because else "")]
 
 
 def _other(forward: Plan | None, chosen: str | None) -> tuple[str, str] | None:
     """Return the forward's backend and its tiles, if another one runs the backward."""
     if forward is None or forward.backend.name == chosen:
         return None
-    because = forward.backend.preferred(forward.problem)
-    return forward.backend.name, f"{forward.backend.config(forward.problem).describe()}; it {because}"
+    return forward.backend.name, forward.backend.config(forward.problem).describe()
 
 
 def explain(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Explanation:

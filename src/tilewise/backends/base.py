@@ -198,11 +198,9 @@ class Backend(Protocol):
         """Every reason why this problem cannot run here; empty: its forward runs and, if it needs one, its backward."""
         ...
 
-    def preferred(self, p: Problem) -> str:
-        """Why this backend is tried before those of earlier rows of ``dispatch.BACKENDS``; empty: it is not.
-
-        If only the call without gradients is preferred, this backend runs the forward and another runs the backward.
-        """
+    def slow(self, p: Problem) -> str:
+        """What makes its kernels slower at a problem than at most others; empty: nothing does. Backends with a reason are tried last, each
+        of which knows itself alone."""
         return ""
 
     def config(self, p: Problem) -> Config: ...
@@ -371,6 +369,12 @@ def unknown_operations(problem: Problem, known: Container[str]) -> list[str]:
     roots = [*spec.region.parts, *(() if spec.score is None else (spec.score, *spec.score_slopes))]
     unknown = sorted(name for name in expr.operations_of(*roots) if name not in known)
     return [f"a mask or score uses {', '.join(unknown)}, which its kernels do not have"] if unknown else []
+
+
+def pair_lookups(problem: Problem) -> list[Expr]:
+    """The score's reads of a tensor whose last two axes are i and j: a number of its own for every pair."""
+    reads = [] if problem.spec.score is None else expr.lookups(problem.spec.score)
+    return [x for x in reads if [index.args for index in x.args[1:][-2:] if index.op == "symbol"] == [("i",), ("j",)]]
 
 
 def large_numbers(problem: Problem) -> list[str]:

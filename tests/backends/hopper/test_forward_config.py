@@ -75,8 +75,8 @@ def test_wide_heads_are_computed_in_pieces_that_are_shipped(dims, mask, h200):
     assert chosen.tiles.pieces == 2
     assert chosen in shipped()
     # Of a call with gradients another backend has the backward, and goes on from this forward.
-    assert Hopper().preferred(p)
-    assert not Hopper().preferred(problem(70, 70, *dims, mask=mask))
+    assert not Hopper().slow(p)
+    assert Hopper().refused(problem(70, 70, *dims, mask=mask))
 
 
 def test_the_names_of_what_is_shipped_tell_them_apart():
@@ -287,7 +287,6 @@ def test_few_queries_of_wide_heads_are_left_to_another_backend_unless_a_kernel_i
     p = problem(nq, nk, d=512)
     (reason,) = Hopper().refused(p)
     assert word in reason
-    assert not Hopper().preferred(p)
     assert Hopper(config.choose(p)).refused(p) == []
 
 

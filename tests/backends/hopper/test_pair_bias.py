@@ -111,17 +111,16 @@ def test_other_calls_go_elsewhere(name):
 def test_a_learned_bias_in_another_dtype_is_refused_by_name(dtype):
     p = of_score(tw.bias(EACH.to(dtype).requires_grad_()), dtype, needs_grad=True).p
     assert f"{dtype}: its kernels take float16 and bfloat16" in Hopper().refused(p)
-    assert not Hopper().preferred(p)
 
 
 def test_hopper_comes_first_where_it_has_kernels_and_tiles_for_half_of_the_machine(monkeypatch):
     monkeypatch.setattr(config.devices, "of", lambda device: SimpleNamespace(cores=20))
-    assert "bias" in Hopper().preferred(of_score(tw.bias(EACH)).p)
-    assert "bias" in Hopper().preferred(of_score(tw.bias(EACH), needs_grad=True).p)
-    assert not Hopper().preferred(of_score(tw.bias(EACH), needs_grad=True, deterministic=True).p)
-    assert not Hopper().preferred(of_score(None).p)
+    assert not Hopper().slow(of_score(tw.bias(EACH)).p)
+    assert not Hopper().slow(of_score(tw.bias(EACH), needs_grad=True).p)
+    assert "number by number" in Hopper().slow(of_score(tw.bias(EACH), needs_grad=True, deterministic=True).p)
+    assert not Hopper().slow(of_score(None).p)
     monkeypatch.setattr(config.devices, "of", lambda device: SimpleNamespace(cores=132))
-    assert not Hopper().preferred(of_score(tw.bias(EACH)).p)  # 16 tiles of 128 queries
+    assert Hopper().slow(of_score(tw.bias(EACH)).p)  # 16 tiles of 128 queries
 
 
 LENGTHS, PATTERN = tw.key_lengths(torch.tensor([100, 200])), tw.keep(lambda b, h, i, j: (i + j) % 3 > 0)
@@ -151,7 +150,7 @@ def test_a_mask_has_its_kernel(name, monkeypatch):
 def test_ends_of_rows_are_trained_where_the_backward_takes_less(monkeypatch):
     monkeypatch.setattr(config.devices, "of", lambda device: SimpleNamespace(cores=20))
     calls = [of_score(tw.bias(EACH), needs_grad=wanted, mask=LENGTHS).p for wanted in (False, True)]
-    assert [bool(Hopper().preferred(p)) for p in calls] == [False, True]
+    assert [bool(Hopper().slow(p)) for p in calls] == [True, False]
     assert config.choose(calls[1]).form == backward_config.choose(calls[1]).form == "bits"
 
 

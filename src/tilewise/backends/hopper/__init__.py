@@ -37,6 +37,7 @@ from tilewise.backends.base import (
     PerProblem,
     large_numbers,
     long_expressions,
+    pair_lookups,
     piece_reasons,
     unknown_operations,
     wide_mask,
@@ -44,7 +45,7 @@ from tilewise.backends.base import (
 from tilewise.backends.hopper import operations
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.backward.config import Backward
-from tilewise.backends.hopper.config import MAX_COLUMNS, why_no_bits
+from tilewise.backends.hopper.config import why_no_bits
 from tilewise.backends.hopper.decoding import choice as decoding
 from tilewise.backends.hopper.decoding.config import DecodingConfig
 from tilewise.backends.hopper.forward import config as forward_config
@@ -101,16 +102,15 @@ class Hopper(Backend):
         reasons += backward_config.reasons(p) if p.spec.needs_grad else []
         return reasons or _reasons_of_selected(p)
 
-    def preferred(self, p: Problem) -> str:
-        if decoding.choose(p):
-            return "shares out the keys of few queries"
-        wide = max(p.head_dim, p.head_dim_v) > MAX_COLUMNS and not p.paged
-        if wide and not (forward_reasons.reasons(p) or forward_reasons.reasons_of_few(p)):
-            return "keeps O in registers, in pieces of its columns"
+    def slow(self, p: Problem) -> str:
+        if p.paged and decoding.choose(p) is None and paged_config.idles(p, devices.of(p.device).cores):
+            return "neither splits the keys of few queries nor shares a tile among heads"
+        if not pair_lookups(p) or decoding.choose(p) is not None:
+            return ""
         biased = forward_config.with_bias(p)
         if biased is None or biased.score != "bias" or (p.spec.needs_grad and backward_config.with_bias(p) is None):
-            return ""
-        return "brings the bias of each pair tile by tile, while products run"
+            return "reads a tensor of the score number by number"  # which takes twice the time (docs/decisions.md#hopper-pair-bias)
+        return ""
 
     def config(self, p: Problem) -> Config | LatentConfig | DecodingConfig:
         if self.override is not None:

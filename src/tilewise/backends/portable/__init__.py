@@ -35,6 +35,9 @@ class Portable(Backend):
     def unsupported(self, p: Problem) -> list[str]:
         return piece_reasons(p, dropout=1)
 
+    def slow(self, p: Problem) -> str:
+        return "runs plain PyTorch"
+
     def config(self, p: Problem) -> Config:
         return self.override or choose(p)
 

@@ -31,6 +31,7 @@ from tilewise.backends.base import (
     PerProblem,
     large_numbers,
     long_expressions,
+    pair_lookups,
     piece_reasons,
     unknown_operations,
     wide_mask,
@@ -42,7 +43,7 @@ from tilewise.backends.triton.host.plan import Memo, Plan
 from tilewise.backends.triton.kernels.distant import distances_read, parts_of
 from tilewise.backends.triton.kernels.leaf_reads import PairReads, described_lookup, predicate_blocks
 from tilewise.backends.triton.kernels.writer import OPERATIONS
-from tilewise.backends.triton.paging import Machine, choose_paged, few_config, few_queries
+from tilewise.backends.triton.paging import Machine, choose_paged, few_config
 from tilewise.backends.triton.tiles import fills_tiles
 from tilewise.device import MOST_BLOCKS, beyond_grid
 from tilewise.leaf_gradients import DIAGONALS, SCATTER, TILES, classify
@@ -108,16 +109,10 @@ class Triton(Backend):
             reasons += beyond_grid(launches(problem, self.config(problem)))
         return reasons
 
-    def preferred(self, problem: Problem) -> str:
-        """Without a kernel for a bias by pair, Hopper reads it number by number, which takes twice the time
-        (docs/decisions.md#hopper-pair-bias).
-
-        Hopper's kernels over pages neither split keys nor share a tile among heads, so few queries leave multiprocessors idle
-        (docs/decisions.md#triton-pages).
-        """
-        if problem.paged and few_queries(problem, devices.of(problem.device).cores):
-            return "splits the keys of few queries"
-        return "" if described_lookup(problem) is None else "brings the tensor that the score reads tile by tile"
+    def slow(self, problem: Problem) -> str:
+        if pair_lookups(problem) and described_lookup(problem) is None:
+            return "reads a tensor of the score pair by pair"
+        return ""
 
     def config(self, problem: Problem) -> Config:
         if problem.paged:

@@ -32,7 +32,6 @@ from tilewise.problem import Problem
 Addressing = Literal["dense", "whole", "one", "several"]
 """The place of a tile's keys: in no pages, in a sequence's only page, in one page of several, or each key in its own page."""
 
-LARGE_TILE = 128  # queries (docs/decisions.md#triton-pages)
 FEWEST_ROWS = 16  # of a tile: a step of decoding has a row for each head of a group (docs/decisions.md#triton-pages)
 
 E4M3_BYTES, E4M3_PAIR = 1, 2  # kernels read two numbers at a time
@@ -59,32 +58,6 @@ def rows_of_sequence(problem: Problem) -> int:
     """Return the rows of one sequence's tiles: its queries times the heads of a group; of packed ones the average, rounded up."""
     queries = -(-problem.seqlen_q // max(problem.batch, 1)) if problem.packed else problem.seqlen_q
     return queries * problem.group
-
-
-def few_queries(problem: Problem, cores: int) -> bool:
-    """Return whether tiles of LARGE_TILE queries of a head would leave a quarter of their rows, or of the multiprocessors, idle.
-
-    A deterministic call counts one sequence, whatever the rest of the batch is; the host does not know the queries of a packed one. If
-    v is a view of k, the other kernel has tiles of 64 rows and splits keys too.
-    """
-    if problem.latent:
-        rows = rows_of_sequence(problem)
-        tiles = problem.heads_k * problem.batch * -(-rows // LATENT_TILE) * -(-problem.capacity // LATENT_TILE)
-        return rows < LATENT_ROWS or tiles < LATENT_TILES[problem.quantised]
-    deterministic = problem.spec.deterministic
-    if problem.packed and deterministic:
-        return True
-    heads = problem.heads_q * (1 if deterministic else problem.batch)
-    queries = rows_of_sequence(problem) // problem.group
-    tiles = heads * -(-queries // LARGE_TILE)
-    return 4 * heads * queries < 3 * LARGE_TILE * max(tiles, cores)
-
-
-LATENT_TILE = 64  # rows, and keys, of a tile of the kernel for a v that is a view of k
-# The fewest query heads of a sequence, and the fewest tiles of a call, with which that kernel is faster (H200, 11-22): 84.0 µs instead of
-# 139 at 32 × 8,192 with 16 heads, 27.6 instead of 31.5 with 512 tiles. 128 tiles gain nothing: 23.3 and 23.6, or 23.8 instead of 20.3
-# in an earlier version. In 8 bits, nothing below 4,096 tiles was measured.
-LATENT_ROWS, LATENT_TILES = 16, {False: 512, True: 4096}  # by whether the cache is in 8 bits
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,33 @@ def reasons(problem: Problem, decoding: bool = False) -> list[str]:
     return found + _mask_reasons(problem) + pool_reasons(problem)
 
 
+LARGE_TILE = 128  # queries (docs/decisions.md#triton-pages)
+LATENT_TILE = 64  # rows, and keys, of a tile of the kernel for a v that is a view of k
+# The fewest query heads of a sequence, and the fewest tiles of a call, with which that kernel is faster than Triton (H200, 11-22): 84.0 µs
+# instead of 139 at 32 × 8,192 with 16 heads, 27.6 instead of 31.5 with 512 tiles. 128 tiles gain nothing: 23.3 and 23.6, or 23.8 instead of
+# 20.3 in an earlier version. In 8 bits, nothing below 4,096 tiles was measured.
+LATENT_ROWS, LATENT_TILES = 16, {False: 512, True: 4096}  # by whether the cache is in 8 bits
+
+
+def idles(problem: Problem, cores: int) -> bool:
+    """Whether tiles of LARGE_TILE queries of a head would leave a quarter of their rows, or of the multiprocessors, idle.
+
+    A deterministic call counts one sequence, whatever the rest of the batch is; the host does not know the queries of a packed one, of
+    which the mean counts. The kernel for a v that is a view of k has tiles of 64 rows, and splits keys.
+    """
+    queries = -(-problem.seqlen_q // max(problem.batch, 1)) if problem.packed else problem.seqlen_q
+    if problem.latent:
+        rows = queries * problem.group
+        tiles = problem.heads_k * problem.batch * -(-rows // LATENT_TILE) * -(-problem.capacity // LATENT_TILE)
+        return rows < LATENT_ROWS or tiles < LATENT_TILES[problem.quantised]
+    deterministic = problem.spec.deterministic
+    if problem.packed and deterministic:
+        return True
+    heads = problem.heads_q * (1 if deterministic else problem.batch)
+    tiles = heads * -(-queries // LARGE_TILE)
+    return 4 * heads * queries < 3 * LARGE_TILE * max(tiles, cores)
+
+
 def _reasons_of_8_bits(problem: Problem) -> list[str]:
     if not problem.latent:
         return ["a cache in 8 bits: its kernels over pages take 16 bits, but where v lies in the memory of k"]

@@ -1,0 +1,270 @@
+"""Attention of JAX arrays on the CPU, by the same kernels, with the same keywords, masks and scores as :mod:`tilewise`.
+
+    import tilewise.jax as tw
+    o = tw.attention(q, k, v, causal=True, score=tw.alibi(slopes), sink=sink)
+
+Differentiable in reverse mode, inside ``jax.jit``, ``jax.vmap`` and ``jax.shard_map``. The functions of masks and scores take JAX's and NumPy's
+arrays. A function of yours reads an array through :func:`leaf`: ``table = tw.leaf(table)``, then ``table[h, i - j]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import lru_cache, partial, wraps
+from typing import Any, Never, TypeVar
+
+import torch
+from torch import Tensor
+
+import tilewise as tw
+from tilewise import dispatch, words
+from tilewise.jax.handler import handler
+from tilewise.masks.derived import Derived
+from tilewise.problem import Problem, check
+from tilewise.signature import Shaped
+from tilewise.spec import Options, assemble, parse_spec
+
+try:
+    import jax
+    import jax.numpy as jnp
+    from jax.lax import pcast
+except ImportError as missing:
+    raise ImportError("tilewise.jax needs JAX 0.10.2 or newer: pip install --upgrade jax") from missing
+
+_TARGET = "tilewise"
+jax.ffi.register_ffi_target(_TARGET, jax.ffi.pycapsule(handler), platform="cpu")
+
+Array = Any  # a JAX or NumPy array
+Called = TypeVar("Called", bound=Callable[..., Any])
+
+
+# -- Arrays as the tensors of masks and scores -------------------------------------------------------------------------
+
+
+def leaf(x: Array) -> Tensor:
+    """Return an array as a tensor that masks and scores can read: it has its shape and dtype, and no memory.
+
+    Args:
+        x: an array of JAX, traced or not, or of NumPy. A floating array that a score reads gets its gradient. A torch tensor is a
+            constant.
+    """
+    if isinstance(x, Tensor) and hasattr(x, "array"):
+        return x
+    array = jnp.asarray(x)
+    dtype = getattr(torch, array.dtype.name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"masks and scores read arrays of numbers or truth values, got {array.dtype}")
+    found = torch.empty(array.shape, dtype=dtype, device="meta")
+    found.array = array  # type: ignore[attr-defined]
+    return found
+
+
+def _read(x: Any) -> Any:
+    return leaf(x) if hasattr(x, "dtype") and hasattr(x, "shape") else x
+
+
+def _of_arrays(make: Called) -> Called:
+    """Return a function of the catalogue that takes arrays."""
+
+    @wraps(make)
+    def made(*arguments: Any, **more: Any) -> Any:
+        return make(*map(_read, arguments), **{name: _read(x) for name, x in more.items()})
+
+    return made  # type: ignore[return-value]
+
+
+def _of_function(make: Called) -> Called:
+    """Return ``keep`` or ``score`` with errors that say how a traced function reads an array."""
+
+    @wraps(make)
+    def made(fn: Any) -> Any:
+        try:
+            return make(fn)
+        except (IndexError, NotImplementedError, TypeError) as wrong:
+            raise type(wrong)(
+                f"{wrong}\n  In a function of a mask or score, an array is read by tilewise.jax.leaf(array)[h, i, j], and s.tanh() or "
+                "torch.where(...) stand where jax.numpy would"
+            ) from wrong
+
+    return made  # type: ignore[return-value]
+
+
+alibi, bias, block_sparse, dense, documents = map(
+    _of_arrays, (tw.alibi, tw.bias, tw.block_sparse, tw.dense, tw.documents)
+)
+key_lengths, key_range, lookup = map(_of_arrays, (tw.key_lengths, tw.key_range, tw.lookup))
+prefix, selected = map(_of_arrays, (tw.prefix, tw.selected))
+keep, score = map(_of_function, (tw.keep, tw.score))
+causal, softcap, window, offset, Mask, Score = tw.causal, tw.softcap, tw.window, tw.offset, tw.Mask, tw.Score
+butterfly, local_global, strided = tw.butterfly, tw.local_global, tw.strided
+
+
+# -- The public functions ----------------------------------------------------------------------------------------------
+
+
+# fmt: off
+def attention(
+    q: Array, k: Array, v: Array, *more: Never, causal: bool = False, mask: object = None, score: object = None,
+    softmax_scale: float | None = None, sink: Array | None = None, dropout_p: float = 0.0, dropout_seed: Array | None = None,
+    deterministic: bool | None = None, backend: str | None = None, **others: Never,
+) -> Array:
+    """Compute :func:`tilewise.attention` of JAX arrays.
+
+    Args:
+        q, k, v: ``(batch, seqlen, heads, head_dim)``, as there.
+        causal, softmax_scale, deterministic, backend: as there.
+        mask: a Mask, a bool array broadcastable to ``(batch, heads_q, seqlen_q, seqlen_k)``, or a function of ``(b, h, i, j)``.
+        score: a Score, a float array added to the scores, or a function of ``(s, b, h, i, j)``.
+        sink: ``(heads_q,)``.
+        dropout_p, dropout_seed: as there, but a seed is needed: an integer, or an array of one (``jax.random.bits(key)``).
+
+    Returns:
+        ``(batch, seqlen_q, heads_q, head_dim_v)``.
+
+    Raises:
+        ValueError: the call is wrong; the message has every reason. NotImplementedError: no backend supports the call. Both are
+            raised while JAX traces; values that are wrong (``cu_seqlens``, entries of ``selected``) raise when the call runs.
+    """
+    if others or more:
+        raise words.refused("attention", others, more)
+    return _run(q, k, v, Options(causal, mask, score, softmax_scale, sink, dropout_p, dropout_seed, deterministic, backend))[0]
+
+
+def attention_with_lse(
+    q: Array, k: Array, v: Array, *more: Never, causal: bool = False, mask: object = None, score: object = None,
+    softmax_scale: float | None = None, sink: Array | None = None, dropout_p: float = 0.0, dropout_seed: Array | None = None,
+    deterministic: bool | None = None, backend: str | None = None, **others: Never,
+) -> tuple[Array, Array]:
+    """Compute :func:`attention` and its log-sum-exp ``(batch, heads_q, seqlen_q)``, natural, fp32 (fp64 for fp64). Both are differentiable."""
+    if others or more:
+        raise words.refused("attention_with_lse", others, more)
+    return _run(q, k, v, Options(causal, mask, score, softmax_scale, sink, dropout_p, dropout_seed, deterministic, backend))
+
+
+def attention_varlen(
+    q: Array, k: Array, v: Array, cu_seqlens_q: Array, cu_seqlens_k: Array | None = None, *more: Never, return_lse: bool = False,
+    causal: bool = False, mask: object = None, score: object = None, softmax_scale: float | None = None, sink: Array | None = None,
+    dropout_p: float = 0.0, dropout_seed: Array | None = None, deterministic: bool | None = None, backend: str | None = None,
+    **others: Never,
+) -> Array | tuple[Array, Array]:
+    """Compute :func:`tilewise.attention_varlen` of JAX arrays: q, k, v are ``(total, heads, head_dim)``, ``cu_seqlens_*`` are integers
+    ``(sequences + 1,)``. With ``return_lse`` also lse ``(heads_q, total_q)``."""
+    if others or more:
+        raise words.refused("attention_varlen", others, more)
+    out = _run(q, k, v, Options(causal, mask, score, softmax_scale, sink, dropout_p, dropout_seed, deterministic, backend,
+        cu_seqlens_q, cu_seqlens_k))
+    return out if return_lse else out[0]
+# fmt: on
+
+
+def _run(q: Array, k: Array, v: Array, o: Options) -> tuple[Array, Array]:
+    if o.dropout_p and o.dropout_seed is None:
+        raise ValueError("dropout_p needs dropout_seed=, an integer or an array of one: jax.random.bits(key)")
+    o = replace(o, mask=_made(o.mask, keep), score=_made(o.score, globals()["score"]))
+    o = replace(o, **{name: _read(getattr(o, name)) for name in ("sink", "cu_seqlens_q", "cu_seqlens_k")})
+    seed, o.dropout_seed = o.dropout_seed if o.dropout_p else None, 0
+    qkv = [leaf(x) for x in (q, k, v)]
+    extras, _, spec = assemble(*qkv, o)
+    derived = _derived(o.mask)
+    arrays = [derived[id(x)] if id(x) in derived else leaf(x).array for x in (*qkv, *extras)]
+    arrays += [] if seed is None else [jnp.asarray(seed)]
+    return _attention(spec, *_varying_alike(arrays))
+
+
+def _made(x: Any, of_function: Callable[..., Any]) -> Any:
+    """Return what mask= or score= takes, of what a user of JAX gives."""
+    return _read(x) if x is None or isinstance(x, (tw.Mask, tw.Score)) or not callable(x) else of_function(x)
+
+
+def _derived(mask: Any) -> dict[int, Array]:
+    """Return the arrays that masks make of their sources, by the ids of the tensors that stand for them."""
+    found = {}
+    for part in mask.parts if isinstance(mask, tw.Mask) else ():
+        if isinstance(part, Derived) and hasattr(part.source, "array"):
+            made, source = part.tensors(), part.source.array
+            call = f"derived {source.ndim} {part._make.__name__}"
+            arrays = _call(call, [(tuple(x.shape), _name(x.dtype)) for x in made], [source])
+            found |= {id(x): array for x, array in zip(made, arrays, strict=True)}
+    return found
+
+
+# -- The operator ------------------------------------------------------------------------------------------------------
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(spec: str, *arrays: Array) -> tuple[Array, Array]:
+    """Compute ``(o, lse)`` of q, k, v, the extras of the spec, and the seed if there is dropout."""
+    p = _problem(spec, *[(x.shape, x.dtype.name) for x in arrays])
+    shapes = zip(p.output_shapes, (p.dtype, p.compute_dtype), strict=True)
+    call = f"forward {len(p.q.shape)} {spec}"
+    return _call(call, [(shape, _name(dtype)) for shape, dtype in shapes], arrays)
+
+
+def _forward(spec: str, *primals: Any) -> tuple[tuple[Array, Array], tuple]:
+    read = parse_spec(spec)
+    may = {*read.score_slots, read.sink_slot}
+    slots = [
+        n for n, x in enumerate(primals[3:]) if n in may and x.perturbed and jnp.issubdtype(x.value.dtype, jnp.floating)
+    ]
+    spec = replace(read, needs_grad=True, grad_slots=tuple(slots)).text()
+    arrays = [x.value for x in primals]
+    out = _attention(spec, *arrays)
+    return out, (arrays, out, {spec: ()})  # the keys of a dictionary are static
+
+
+def _backward(_: str, saved: tuple, cotangents: Sequence[Any]) -> tuple:
+    (q, k, v, *extras), out, known = saved
+    (spec,) = known
+    grads = [
+        jnp.zeros_like(x) if isinstance(g, jax.custom_derivatives.SymbolicZero) else g
+        for g, x in zip(cotangents, out, strict=True)
+    ]
+    slots = parse_spec(spec).grad_slots
+    like = [(x.shape, x.dtype.name) for x in (q, k, v, *[extras[n] for n in slots])]
+    call = f"backward {q.ndim} {spec}"
+    dq, dk, dv, *found = _call(call, like, [*grads, q, k, v, *out, *extras])
+    by_slot = dict(zip(slots, found, strict=True))
+    return dq, dk, dv, *[by_slot.get(n) for n in range(len(extras))]
+
+
+_attention.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+@lru_cache(maxsize=256)
+def _problem(spec: str, *arrays: tuple[tuple[int, ...], str]) -> Problem:
+    """Check a call by the shapes and dtypes of its arrays.
+
+    Raises:
+        ValueError: a wrong call. NotImplementedError: no backend runs it.
+    """
+    read, cpu = parse_spec(spec), torch.device("cpu")
+    tensors = [torch.empty(shape, dtype=getattr(torch, name), device="meta") for shape, name in arrays]
+    q, k, v, *extras = [Shaped(tuple(x.shape), x.stride(), x.dtype, cpu) for x in tensors]
+    if read.dropout_p:
+        extras.pop()  # the seed, of any integer dtype
+    p = check(q, k, v, extras, torch.zeros(1, dtype=torch.int64) if read.dropout_p else None, read, latent=False)
+    dispatch.select(p)
+    return p
+
+
+def _call(call: str, results: Sequence[tuple[Sequence[int], str]], arrays: Sequence[Array]) -> Sequence[Array]:
+    shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in results]
+    found = jax.ffi.ffi_call(_TARGET, shapes, vmap_method="expand_dims")(*arrays, call=call)
+    return tuple(pcast(x, tuple(_varying(arrays)), to="varying") for x in found)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _varying(arrays: Sequence[Array]) -> frozenset[str]:
+    """Return the axes of a mesh over which some of the arrays vary, inside ``jax.shard_map``."""
+    kinds = [jax.typeof(x) for x in arrays]
+    return frozenset().union(*[x.vma if hasattr(x, "vma") else x.manual_axis_type.varying for x in kinds])
+
+
+def _varying_alike(arrays: Sequence[Array]) -> list[Array]:
+    """Let all arrays vary over the same axes, as a custom call needs it. JAX sums the gradients of those that did not."""
+    axes = _varying(arrays)
+    return [pcast(x, tuple(axes - _varying([x])), to="varying") for x in arrays]

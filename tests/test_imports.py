@@ -193,6 +193,18 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "words",
     ),
     "gradients": ("api", "autograd", "spec", "scores", "masks", "words"),
+    "jax": (
+        "jax.handler",
+        "",
+        "api",
+        "dispatch",
+        "masks.derived",
+        "problem",
+        "signature",
+        "spec",
+        "words",
+    ),
+    "jax.handler": ("autograd", "masks.catalogue", "spec"),
     "accuracy": ("reference", "gather", "backends.base", "problem"),
     "testing": ("", "accuracy", "backends.base", "problem", "spec"),
     "selfcheck": (
@@ -278,6 +290,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "compat.transformers*": ("torch", "transformers"),
     "compat.cuequivariance": ("torch", "cuequivariance_torch"),
     "compat.diffusers": ("torch", "diffusers"),
+    "jax": ("torch", "jax", "numpy"),
     "pictures*": ("torch", "rich", "matplotlib"),
     "dispatch": ("torch", "matplotlib"),
     "*": ("torch",),
@@ -586,6 +599,18 @@ print(tw.explain(q, k, v).chosen is not None, tw.verify(dtypes=(torch.float32,))
     assert run_python(code) == "True True"
 
 
+def test_the_door_for_jax_says_what_to_install():
+    code = """
+import sys
+sys.modules["jax"] = None
+try:
+    import tilewise.jax
+except ImportError as missing:
+    print(missing)
+"""
+    assert run_python(code) == "tilewise.jax needs JAX 0.10.2 or newer: pip install --upgrade jax"
+
+
 def test_import_tilewise_loads_torch_and_itself_alone():
     code = """
 import sys
@@ -595,7 +620,7 @@ import tilewise
 new = {name.split(".")[0] for name in set(sys.modules) - before}
 print(sorted(new - {"tilewise"} - sys.stdlib_module_names))
 print(sorted(name for name in set(sys.modules) - before if name.startswith(("torch._dynamo", "torch._inductor", "torch.fx"))))
-not_needed = ("cli", "compat", "parallel", "selfcheck", "accuracy", "testing")
+not_needed = ("cli", "compat", "jax", "parallel", "selfcheck", "accuracy", "testing")
 print(sorted(n for n in sys.modules if n.startswith("tilewise.") and n.split(".")[1] in not_needed))
 """
     assert run_python(code) == "[]\n[]\n[]"

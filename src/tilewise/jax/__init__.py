@@ -3,22 +3,23 @@
     import tilewise.jax as tw
     o = tw.attention(q, k, v, causal=True, score=tw.alibi(slopes), sink=sink)
 
-Differentiable in reverse mode, inside ``jax.jit``, ``jax.vmap`` and ``jax.shard_map``. The functions of masks and scores take JAX's and NumPy's
-arrays. A function of yours reads an array through :func:`leaf`: ``table = tw.leaf(table)``, then ``table[h, i - j]``.
+Differentiable in reverse mode; inside ``jax.jit``, ``jax.vmap`` and ``jax.shard_map`` too. The functions of masks and scores take arrays
+of JAX and NumPy. A function of yours reads an array through :func:`leaf`: ``table = tw.leaf(table)``, then ``table[h, i - j]``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial, wraps
-from typing import Any, Never, TypeVar
+from typing import Any, Never, TypeVar, Unpack
 
 import torch
 from torch import Tensor
 
 import tilewise as tw
 from tilewise import dispatch, words
+from tilewise.api import Keywords
 from tilewise.jax.handler import handler
 from tilewise.masks.derived import Derived
 from tilewise.problem import Problem, check
@@ -28,6 +29,7 @@ from tilewise.spec import Options, assemble, parse_spec
 try:
     import jax
     import jax.numpy as jnp
+    import numpy as np
     from jax.lax import pcast
 except ImportError as missing:
     raise ImportError("tilewise.jax needs JAX 0.10.2 or newer: pip install --upgrade jax") from missing
@@ -61,7 +63,7 @@ def leaf(x: Array) -> Tensor:
 
 
 def _read(x: Any) -> Any:
-    return leaf(x) if hasattr(x, "dtype") and hasattr(x, "shape") else x
+    return leaf(x) if isinstance(x, (jax.Array, np.ndarray, Tensor)) else x
 
 
 def _of_arrays(make: Called) -> Called:
@@ -103,78 +105,70 @@ butterfly, local_global, strided = tw.butterfly, tw.local_global, tw.strided
 # -- The public functions ----------------------------------------------------------------------------------------------
 
 
-# fmt: off
-def attention(
-    q: Array, k: Array, v: Array, *more: Never, causal: bool = False, mask: object = None, score: object = None,
-    softmax_scale: float | None = None, sink: Array | None = None, dropout_p: float = 0.0, dropout_seed: Array | None = None,
-    deterministic: bool | None = None, backend: str | None = None, **others: Never,
-) -> Array:
+def attention(q: Array, k: Array, v: Array, *more: Never, **options: Unpack[Keywords]) -> Array:
     """Compute :func:`tilewise.attention` of JAX arrays.
 
     Args:
         q, k, v: ``(batch, seqlen, heads, head_dim)``, as there.
-        causal, softmax_scale, deterministic, backend: as there.
-        mask: a Mask, a bool array broadcastable to ``(batch, heads_q, seqlen_q, seqlen_k)``, or a function of ``(b, h, i, j)``.
-        score: a Score, a float array added to the scores, or a function of ``(s, b, h, i, j)``.
-        sink: ``(heads_q,)``.
-        dropout_p, dropout_seed: as there, but a seed is needed: an integer, or an array of one (``jax.random.bits(key)``).
+        options: the keywords of :func:`tilewise.attention`, but ``parallel``, with arrays where that has tensors. ``dropout_p`` needs a
+            ``dropout_seed``: an integer, or an array of one (``jax.random.bits(key)``).
 
     Returns:
         ``(batch, seqlen_q, heads_q, head_dim_v)``.
 
     Raises:
-        ValueError: the call is wrong; the message has every reason. NotImplementedError: no backend supports the call. Both are
-            raised while JAX traces; values that are wrong (``cu_seqlens``, entries of ``selected``) raise when the call runs.
+        ValueError: the call is wrong; the message has every reason. NotImplementedError: no backend supports the call. Both come while
+            JAX traces. Values that are wrong (``cu_seqlens``, entries of ``selected``) are an error of JAX when the call runs.
     """
-    if others or more:
-        raise words.refused("attention", others, more)
-    return _run(q, k, v, Options(causal, mask, score, softmax_scale, sink, dropout_p, dropout_seed, deterministic, backend))[0]
+    return _run("attention", (q, k, v), more, options)[0]
 
 
-def attention_with_lse(
-    q: Array, k: Array, v: Array, *more: Never, causal: bool = False, mask: object = None, score: object = None,
-    softmax_scale: float | None = None, sink: Array | None = None, dropout_p: float = 0.0, dropout_seed: Array | None = None,
-    deterministic: bool | None = None, backend: str | None = None, **others: Never,
-) -> tuple[Array, Array]:
-    """Compute :func:`attention` and its log-sum-exp ``(batch, heads_q, seqlen_q)``, natural, fp32 (fp64 for fp64). Both are differentiable."""
-    if others or more:
-        raise words.refused("attention_with_lse", others, more)
-    return _run(q, k, v, Options(causal, mask, score, softmax_scale, sink, dropout_p, dropout_seed, deterministic, backend))
+def attention_with_lse(q: Array, k: Array, v: Array, *more: Never, **options: Unpack[Keywords]) -> tuple[Array, Array]:
+    """Compute :func:`attention` and its log-sum-exp ``(batch, heads_q, seqlen_q)``: natural, fp32 (fp64 for fp64), differentiable."""
+    return _run("attention_with_lse", (q, k, v), more, options)
 
 
 def attention_varlen(
-    q: Array, k: Array, v: Array, cu_seqlens_q: Array, cu_seqlens_k: Array | None = None, *more: Never, return_lse: bool = False,
-    causal: bool = False, mask: object = None, score: object = None, softmax_scale: float | None = None, sink: Array | None = None,
-    dropout_p: float = 0.0, dropout_seed: Array | None = None, deterministic: bool | None = None, backend: str | None = None,
-    **others: Never,
-) -> Array | tuple[Array, Array]:
-    """Compute :func:`tilewise.attention_varlen` of JAX arrays: q, k, v are ``(total, heads, head_dim)``, ``cu_seqlens_*`` are integers
-    ``(sequences + 1,)``. With ``return_lse`` also lse ``(heads_q, total_q)``."""
-    if others or more:
-        raise words.refused("attention_varlen", others, more)
-    out = _run(q, k, v, Options(causal, mask, score, softmax_scale, sink, dropout_p, dropout_seed, deterministic, backend,
-        cu_seqlens_q, cu_seqlens_k))
-    return out if return_lse else out[0]
-# fmt: on
+    q: Array, k: Array, v: Array, cu_seqlens_q: Array, cu_seqlens_k: Array | None = None, *more: Never,
+    **options: Unpack[Keywords],
+) -> Array:  # fmt: skip
+    """Compute :func:`tilewise.attention_varlen` of JAX arrays. ``cu_seqlens_*`` are integers ``(batch + 1,)``."""
+    return attention_varlen_with_lse(q, k, v, cu_seqlens_q, cu_seqlens_k, *more, **options)[0]
 
 
-def _run(q: Array, k: Array, v: Array, o: Options) -> tuple[Array, Array]:
-    if o.dropout_p and o.dropout_seed is None:
-        raise ValueError("dropout_p needs dropout_seed=, an integer or an array of one: jax.random.bits(key)")
-    o = replace(o, mask=_made(o.mask, keep), score=_made(o.score, globals()["score"]))
-    o = replace(o, **{name: _read(getattr(o, name)) for name in ("sink", "cu_seqlens_q", "cu_seqlens_k")})
-    seed, o.dropout_seed = o.dropout_seed if o.dropout_p else None, 0
-    qkv = [leaf(x) for x in (q, k, v)]
-    extras, _, spec = assemble(*qkv, o)
+def attention_varlen_with_lse(
+    q: Array, k: Array, v: Array, cu_seqlens_q: Array, cu_seqlens_k: Array | None = None, *more: Never,
+    **options: Unpack[Keywords],
+) -> tuple[Array, Array]:  # fmt: skip
+    """Compute :func:`attention_varlen` and its log-sum-exp ``(heads_q, total_q)``."""
+    cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    return _run("attention_varlen", (q, k, v), more, options, (leaf(cu_seqlens_q), leaf(cu_seqlens_k)))
+
+
+def _run(
+    name: str,
+    qkv: Sequence[Array],
+    more: Sequence[Any],
+    options: Mapping[str, Any],
+    cu_seqlens: Sequence[Tensor] = (None, None),
+) -> tuple[Array, Array]:
+    unknown = [word for word in options if word not in Keywords.__annotations__]
+    if unknown or more:
+        raise words.refused(name, unknown, more)
+    o = Options(**options)
+    seed = jnp.asarray(0 if o.dropout_seed is None else o.dropout_seed)
+    if o.dropout_p and (o.dropout_seed is None or seed.size != 1 or not jnp.issubdtype(seed.dtype, jnp.integer)):
+        raise ValueError(
+            f"{name} was called wrongly\n  dropout_seed must be an integer or an array of one, as jax.random.bits(key) is, got "
+            f"{o.dropout_seed}"
+        )
+    o.mask, o.score = (of(x) if callable(x) else _read(x) for of, x in ((keep, o.mask), (score, o.score)))
+    o.sink, o.dropout_seed, (o.cu_seqlens_q, o.cu_seqlens_k) = _read(o.sink), 0, cu_seqlens
+    tensors = [leaf(x) for x in qkv]
+    extras, _, spec = assemble(*tensors, o)
     derived = _derived(o.mask)
-    arrays = [derived[id(x)] if id(x) in derived else leaf(x).array for x in (*qkv, *extras)]
-    arrays += [] if seed is None else [jnp.asarray(seed)]
-    return _attention(spec, *_varying_alike(arrays))
-
-
-def _made(x: Any, of_function: Callable[..., Any]) -> Any:
-    """Return what mask= or score= takes, of what a user of JAX gives."""
-    return _read(x) if x is None or isinstance(x, (tw.Mask, tw.Score)) or not callable(x) else of_function(x)
+    arrays = [derived[id(x)] if id(x) in derived else leaf(x).array for x in (*tensors, *extras)]
+    return _attention(spec, *_varying_alike([*arrays, seed] if o.dropout_p else arrays))
 
 
 def _derived(mask: Any) -> dict[int, Array]:

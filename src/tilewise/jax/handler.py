@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_char, c_char_p, c_int, c_int64, c_size_t, c_uint32, c_void_p
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -47,6 +48,9 @@ class Buffer(Structure):
 
 class Buffers(Structure):
     _fields_ = [*_HEAD, ("size", c_int64), ("types", c_void_p), ("items", POINTER(POINTER(Buffer)))]
+
+    def tensors(self) -> list[Tensor]:
+        return [_tensor(self.items[n].contents) for n in range(self.size)]
 
 
 class Text(Structure):
@@ -102,7 +106,7 @@ def handler(frame: ctypes._Pointer[Frame]) -> int | None:
             return None
         text = f.attributes.items[0].contents
         call = ctypes.string_at(text.data, text.size).decode()
-        run(call, *[[_tensor(x.items[n].contents) for n in range(x.size)] for x in (f.operands, f.results)])
+        run(call, f.operands.tensors(), f.results.tensors())
     except BaseException as error:  # C has no exceptions
         code = next(code for kind, code in _CODES if isinstance(error, kind))
         message = f"{type(error).__name__}: {error}".encode()
@@ -125,7 +129,7 @@ def _tensor(buffer: Buffer) -> Tensor:
 def run(call: str, operands: Sequence[Tensor], results: Sequence[Tensor]) -> None:
     """Do what ``call`` says with the operands, and write the results."""
     name, ndim, text = call.split(" ", 2)
-    work = _bound(_JOBS[name], text)
+    work = partial(_JOBS[name], text)
     mapped = operands[0].ndim - int(ndim)
     for axis in reversed(range(mapped)):
         dims = tuple(0 if x.shape[axis] > 1 else None for x in operands)
@@ -135,10 +139,6 @@ def run(call: str, operands: Sequence[Tensor], results: Sequence[Tensor]) -> Non
         found = work(*[x.squeeze(tuple(range(mapped))) if mapped else x for x in operands])
     for result, x in zip(results, found, strict=True):
         result.copy_(x.view(result.shape))
-
-
-def _bound(job: Callable[..., tuple[Tensor, ...]], text: str) -> Callable[..., tuple[Tensor, ...]]:
-    return lambda *operands: job(text, *operands)
 
 
 def _with_seed(spec: str, extras: Sequence[Tensor]) -> tuple[Sequence[Tensor], Tensor | None]:

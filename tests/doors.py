@@ -35,6 +35,7 @@ DOORS = {
     "`compat.diffusers`, with diffusers 0.42": "tests/compat/test_diffusers.py",
     "`compat.transformers`": "tests/compat/test_transformers.py",
     "its continuous batching, with transformers 5.24": "tests/compat/test_transformers_continuous.py",
+    "`tilewise.jax`, with jax 0.10": "tests/test_jax.py",
 }
 
 

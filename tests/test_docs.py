@@ -20,6 +20,7 @@ from tests.test_imports import modules, violations
 ROOT = Path(__file__).parents[1]
 ADDING, README, SWITCHING = ROOT / "docs" / "adding.md", ROOT / "README.md", ROOT / "docs" / "switching.md"
 SERVING, SPARSE, SUPPORT = (ROOT / "docs" / f"{name}.md" for name in ("serving", "sparse", "support"))
+JAX = ROOT / "docs" / "jax.md"
 LARGEST = 256  # numbers of README are cut to it: the examples run at sizes for a test
 
 
@@ -151,7 +152,7 @@ SWITCHING_BLOCKS = [b for b in blocks(SWITCHING.read_text(encoding="utf-8")) if 
 
 
 def test_every_example_of_what_one_switches_to_runs_in_a_namespace_of_its_own():
-    missing = [name for name in ("transformers", "diffusers") if find_spec(name) is None]
+    missing = [name for name in ("transformers", "diffusers", "jax") if find_spec(name) is None]
     texts = [small(b.text) for b in SWITCHING_BLOCKS if not any(name in b.text for name in missing)]
     python(ROOT, "-c", f"for text in {texts!r}:\n    exec(text, {{}})")
 
@@ -168,9 +169,16 @@ def test_the_page_on_selected_keys_is_one_program():
     python(ROOT, "-c", "\n".join(texts))
 
 
+@pytest.mark.skipif(find_spec("jax") is None, reason="the package jax is not installed")
+def test_the_page_on_jax_is_one_program():
+    texts = [b.text for b in blocks(JAX.read_text(encoding="utf-8")) if b.language == "python"]
+    assert len(texts) == 2
+    python(ROOT, "-c", "\n".join(texts))
+
+
 def test_switching_shows_before_and_after_of_each():
     found = blocks(SWITCHING.read_text(encoding="utf-8"))  # what is left behind is `py`: it need not be installed
-    assert [b.language for b in found] == ["py", "python"] * 8
+    assert [b.language for b in found] == ["py", "python"] * 9
     assert all(("# before" if b.language == "py" else "# after") in b.text for b in found)
 
 

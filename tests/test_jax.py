@@ -10,6 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("jax", reason="the package jax is not installed")
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, PartitionSpec
@@ -261,6 +262,12 @@ def test_sharded_arguments_of_jit_alone_are_gathered_and_right():
     given = qkv()
     placed = [jax.device_put(x, jax.NamedSharding(mesh, BATCH)) for x in given]
     equal(jax.jit(tw.attention)(*placed), tw.attention(*given))
+
+
+def test_an_exported_program_has_the_results_of_the_call():
+    given = (*qkv(), SLOPES, SINK)
+    allowed = [jax.export.DisabledSafetyCheck.custom_call("tilewise")]
+    equal(jax.export.export(jax.jit(scored), disabled_checks=allowed)(*given).call(*given), scored(*given))
 
 
 def test_without_64_bits_whole_numbers_and_seeds_are_of_32():

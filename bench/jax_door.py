@@ -1,7 +1,10 @@
-"""`tilewise.jax` beside `jax.nn.dot_product_attention` on this machine's CPU, in one process: `python -m bench.jax_door [N ...]`.
+"""`tilewise.jax` beside `jax.nn.dot_product_attention` on this machine's CPU, in one process and with one thread each:
 
-Each row is first judged against float64. A time is the least of rounds that alternate between the two, so that other processes hold up
-both alike. Memory is the largest that a call adds to the process while it runs, operands and results left out.
+export OMP_NUM_THREADS=1 XLA_FLAGS="--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+python -m bench.jax_door [N ...]
+
+Each row is first judged against float64. A time is the processor's, which other processes disturb least, and the least of rounds that
+alternate between the two. Memory is the largest that a call adds to the process while it runs, operands and results left out.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import jax.numpy as jnp
 
 import tilewise.jax as tw
 
-HEADS, DIM, ROUNDS = 8, 64, 40
+HEADS, DIM, ROUNDS = 8, 64, 40  # rounds of N 2,048; longer ones have fewer
 Call = Callable[..., object]
 
 
@@ -34,9 +37,9 @@ def calls(causal: bool, gradients: bool) -> list[Call]:
 
 
 def milliseconds(call: Call, operands: list[jax.Array]) -> float:
-    start = time.perf_counter()
+    start = time.process_time()
     jax.block_until_ready(call(*operands))
-    return 1e3 * (time.perf_counter() - start)
+    return 1e3 * (time.process_time() - start)
 
 
 def resident(name: str) -> float:
@@ -67,8 +70,9 @@ def row(seqlen: int, causal: bool, gradients: bool) -> str:
     ours, theirs = errors(pair, operands)
     if not ours <= 2 * theirs:
         raise SystemExit(f"N {seqlen}: the largest error is {ours:.3g}, JAX's is {theirs:.3g}")
+    rounds = max(3, ROUNDS * 2048**2 // seqlen**2)
     memory = [mebibytes(f, operands) for f in pair]
-    times = [min(x) for x in zip(*[[milliseconds(f, operands) for f in pair] for _ in range(ROUNDS)], strict=True)]
+    times = [min(x) for x in zip(*[[milliseconds(f, operands) for f in pair] for _ in range(rounds)], strict=True)]
     what = ("causal" if causal else "full") + (", forward and gradients" if gradients else ", forward")
     return f"| {seqlen:,} | {what} | {times[0]:.1f} | {times[1]:.1f} | {times[1] / times[0]:.1f} | {memory[0]:.0f} | {memory[1]:.0f} |"
 

@@ -608,7 +608,7 @@ try:
 except ImportError as missing:
     print(missing)
 """
-    assert run_python(code) == "tilewise.jax needs JAX 0.10.2 or newer: pip install --upgrade jax"
+    assert run_python(code) == "tilewise.jax needs JAX 0.9 or newer: pip install --upgrade jax"
 
 
 def test_import_tilewise_loads_torch_and_itself_alone():

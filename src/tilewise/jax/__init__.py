@@ -32,7 +32,7 @@ try:
     import numpy as np
     from jax.lax import pcast
 except ImportError as missing:
-    raise ImportError("tilewise.jax needs JAX 0.10.2 or newer: pip install --upgrade jax") from missing
+    raise ImportError("tilewise.jax needs JAX 0.9 or newer: pip install --upgrade jax") from missing
 
 _TARGET = "tilewise"
 jax.ffi.register_ffi_target(_TARGET, jax.ffi.pycapsule(handler), platform="cpu")
@@ -58,7 +58,7 @@ def leaf(x: Array) -> Tensor:
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"masks and scores read arrays of numbers or truth values, got {array.dtype}")
     found = torch.empty(array.shape, dtype=dtype, device="meta")
-    found.array = array  # type: ignore[attr-defined]
+    found.array = array
     return found
 
 
@@ -73,7 +73,7 @@ def _of_arrays(make: Called) -> Called:
     def made(*arguments: Any, **more: Any) -> Any:
         return make(*map(_read, arguments), **{name: _read(x) for name, x in more.items()})
 
-    return made  # type: ignore[return-value]
+    return made
 
 
 def _of_function(make: Called) -> Called:
@@ -89,7 +89,7 @@ def _of_function(make: Called) -> Called:
                 "torch.where(...) stand where jax.numpy would"
             ) from wrong
 
-    return made  # type: ignore[return-value]
+    return made
 
 
 alibi, bias, block_sparse, dense, documents = map(

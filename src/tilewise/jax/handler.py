@@ -25,6 +25,7 @@ from tilewise.spec import parse_spec
 
 # -- The structs -------------------------------------------------------------------------------------------------------
 
+_MAJOR, _METADATA = 0, 1
 _HEAD = [("struct_size", c_size_t), ("extension", c_void_p)]
 
 
@@ -95,14 +96,14 @@ _CODES = ((ValueError, 3), (MemoryError, 8), (NotImplementedError, 12), (BaseExc
 
 @ctypes.CFUNCTYPE(c_void_p, POINTER(Frame))
 def handler(frame: ctypes._Pointer[Frame]) -> int | None:
-    """Run a call, or say which version of the interface this is. Returns null or XLA's error."""
+    """Run a call, or say which version of the interface this is. Return null, or XLA's error."""
     f = frame.contents
     api = f.api.contents
     try:
-        if f.extension:
-            asked = Extension.from_address(f.extension).metadata.contents
-            # Ours is XLA's own: what a newer one appends is not read here.
-            asked.version.major, asked.version.minor = api.version.major, api.version.minor
+        if f.extension and (asked := Extension.from_address(f.extension)).type == _METADATA:
+            # A minor version appends what is not read here, so that any is ours.
+            version = asked.metadata.contents.version
+            version.major, version.minor = _MAJOR, api.version.minor
             return None
         text = f.attributes.items[0].contents
         call = ctypes.string_at(text.data, text.size).decode()
@@ -151,13 +152,13 @@ def _forward(spec: str, q: Tensor, k: Tensor, v: Tensor, *extras: Tensor) -> tup
 
 
 def _backward(spec: str, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Of do, dlse, q, k, v, o, lse and the extras."""
+    """Return the gradients, of do, dlse, q, k, v, o, lse and the extras."""
     count = len(parse_spec(spec).grad_slots)
     return autograd.gradients(*tensors[:7], *_with_seed(spec, tensors[7:]), spec, count=count)
 
 
 def _derived(name: str, source: Tensor) -> tuple[Tensor, ...]:
-    """What a mask of the catalogue makes of its tensor."""
+    """Return what a mask of the catalogue makes of its tensor."""
     return getattr(catalogue, name)(source)
 
 

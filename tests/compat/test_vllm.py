@@ -1,0 +1,248 @@
+"""vLLM's backend: an engine's steps through its builder and implementation, against float64. Where vLLM's files can be imported the
+classes are its own and more is asked of them; elsewhere small stand-ins carry its interfaces.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.compat import stand_ins
+from tests.compat.eager import normal
+from tests.compat.served import Served
+
+RELEASED = importlib.util.find_spec("vllm") is not None
+if RELEASED:
+    os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
+with nullcontext() if RELEASED else stand_ins.standing(stand_ins.VLLM):
+    from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from tilewise.compat import vllm as door
+
+H, HK, D, PAGE = 4, 2, 32, 16
+released = pytest.mark.skipif(not RELEASED, reason="the files of vllm are not installed")
+# How a layer's (blocks, heads, rows, content) lies in memory: the order of layers, blocks, heads, rows, content.
+LAYOUTS = {"LBHNC": (0, 1, 2, 3, 4), "LBNHC": (0, 1, 3, 2, 4), "BLNHC": (1, 0, 3, 2, 4), "BHLNC": (1, 2, 0, 3, 4)}
+LAYER = SimpleNamespace(_k_scale=torch.tensor(0.5), _v_scale=torch.tensor(0.25))
+
+
+def config(**changes) -> SimpleNamespace:
+    """What of vLLM's configuration the builder asks for."""
+    options = {"enable_chunked_prefill": False, "enable_prefix_caching": False, "speculative_config": None} | changes
+    return SimpleNamespace(
+        scheduler_config=SimpleNamespace(enable_chunked_prefill=options["enable_chunked_prefill"]),
+        cache_config=SimpleNamespace(enable_prefix_caching=options["enable_prefix_caching"]),
+        speculative_config=options["speculative_config"],
+    )
+
+
+def builder(**changes):
+    return door.TilewiseBackend.get_builder_cls()(None, ["layer"], config(**changes), torch.device("cpu"))
+
+
+def attention(**options):
+    return door.TilewiseBackend.get_impl_cls()(H, D, options.pop("scale", D**-0.5), HK, **options)
+
+
+class Engine:
+    """A layer's cache, poisoned with NaN, its block table in another order, and the steps that vLLM's model runner makes."""
+
+    def __init__(self, served: Served, layout: str = "LBHNC", dtype: torch.dtype | None = None):
+        self.served, blocks = served, 24
+        shape = [2, blocks, served.heads_k, PAGE, served.dim + served.dim_v]
+        order = LAYOUTS[layout]
+        memory = torch.full([shape[n] for n in order], torch.nan, dtype=dtype or served.dtype)
+        self.cache = memory.permute([order.index(n) for n in range(5)])[1]
+        if dtype is not None:
+            self.cache = self.cache.view(torch.uint8)  # as vLLM keeps numbers of 8 bits
+        self.table = torch.randperm(blocks, generator=torch.Generator().manual_seed(0)).view(4, 6).int()
+
+    def run(self, layer, impl, make, step, padding: int = 3, **metadata) -> torch.Tensor:
+        """Write and attend one step's rows, which vLLM pads; it returns those that are no padding."""
+        s, starts, lengths = self.served, step.starts, step.lengths
+        table = self.table[step.sequences]
+        at = [(b, torch.arange(begin, end)) for b, begin, end in step.rows]
+        slots = torch.cat([self.table[b, j // PAGE].long() * PAGE + j % PAGE for b, j in at])
+        slots = torch.cat([slots, torch.full((padding,), -1)])
+        n = int(starts[-1])
+        common = CommonAttentionMetadata(
+            query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=lengths, num_reqs=len(lengths), num_actual_tokens=n,
+            max_query_len=int(starts.diff().max()), max_seq_len=int(lengths.max()), block_table_tensor=table, slot_mapping=slots,
+            **metadata,
+        )  # fmt: skip
+        batch = make.build(0, common)
+        q, k, v = (torch.nn.functional.pad(step.new(x), (0, 0, 0, 0, 0, padding)) for x in (s.q, s.k, s.v))
+        output = torch.full((n + padding, s.heads, s.dim_v), 7.0, dtype=s.dtype)
+        impl.do_kv_cache_update(layer, k, v, self.cache, slots)
+        assert impl.forward(layer, q, k, v, self.cache, batch, output) is output
+        assert bool((output[n:] == 7).all())
+        return output[:n]
+
+
+SLOPES = [0.5, 0.25, 0.125, 0.0625]
+OPTIONS = {  # of a layer, and what they mean
+    "causal": ({}, {}),
+    "scale": ({"scale": 0.3}, {"scale": 0.3}),
+    "window": ({"sliding_window": 9}, {"kept": lambda i, j: (j <= i) & (j > i - 9)}),
+    "softcap": ({"logits_soft_cap": 2.0}, {"softcap": 2.0}),
+    "sinks": ({"sinks": normal(H, seed=5)}, {"sinks": normal(H, seed=5)}),
+    "alibi": ({"alibi_slopes": SLOPES}, {"slopes": torch.tensor(SLOPES)}),
+    "all": (
+        {"sliding_window": 20, "logits_soft_cap": 2.0, "sinks": normal(H, seed=5).bfloat16(), "alibi_slopes": SLOPES},
+        {
+            "kept": lambda i, j: (j <= i) & (j > i - 20),
+            "softcap": 2.0,
+            "sinks": normal(H, seed=5).bfloat16(),
+            "slopes": torch.tensor(SLOPES),
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_prompts_pieces_and_decoding_in_one_batch(name, dtype):
+    given, means = OPTIONS[name]
+    engine, impl, make = Engine(Served(dtype=dtype)), attention(**given), builder()
+    for step in engine.served.steps():
+        step.judge(engine.run(LAYER, impl, make, step), **means)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_cache_is_read_and_written_in_place_in_each_layout(layout):
+    engine, impl, make = Engine(Served(dim_v=16), layout), attention(), builder()
+    for step in engine.served.steps():
+        step.judge(engine.run(LAYER, impl, make, step))
+    read = impl._cache(LAYER, engine.cache, engine.table, engine.table[:, 0])
+    assert {x.untyped_storage().data_ptr() for x in read[:2]} == {engine.cache.untyped_storage().data_ptr()}
+    b, length = 1, engine.served.have[1]
+    stored = engine.cache[engine.table[b].long()].transpose(1, 2).flatten(0, 1)
+    assert torch.equal(stored[:length], torch.cat([engine.served.k[b], engine.served.v[b]], -1)[:length])
+    assert bool(stored[length:].isnan().all())
+
+
+@pytest.mark.parametrize("each_head", [False, True], ids=["one-scale", "a-scale-a-head"])
+def test_a_cache_in_8_bits(each_head):
+    scales = (torch.tensor([0.5, 0.125]), torch.tensor([0.25, 0.5])) if each_head else (torch.tensor([0.5]), torch.tensor(0.25))
+    layer = SimpleNamespace(_k_scale=scales[0], _v_scale=scales[1])
+    engine, impl, make = Engine(Served(dtype=torch.bfloat16), dtype=torch.float8_e4m3fn), attention(kv_cache_dtype="fp8"), builder()
+
+    def kept(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        scale = scale.view(-1, 1)
+        return ((x.float() / scale).to(torch.float8_e4m3fn).float() * scale).bfloat16()
+
+    keys = [[kept(x, scale) for x in tensors] for tensors, scale in zip((engine.served.k, engine.served.v), scales, strict=True)]
+    for step in engine.served.steps():
+        step.judge(engine.run(layer, impl, make, step), keys=keys)
+
+
+def test_queries_that_see_what_comes_after_them():
+    engine, impl, make = Engine(Served()), attention(sliding_window=9), builder()
+    for step in engine.served.steps():
+        o = engine.run(LAYER, impl, make, step, causal=False)
+        step.judge(o, kept=lambda i, j: (i - j).abs() < 9)
+
+
+def test_each_sequence_may_say_whether_it_is_causal():
+    engine, impl, make = Engine(Served()), attention(), builder()
+    for step in engine.served.steps():
+        causal = torch.tensor([b % 2 for b in step.sequences], dtype=torch.int32)
+        o = engine.run(LAYER, impl, make, step, causal=causal)
+        for n, row in enumerate(step.rows):
+            kept = (lambda i, j: j <= i) if row[0] % 2 else (lambda i, j: j < 1000)
+            type(step)(step.of, [row]).judge(o[step.starts[n] : step.starts[n + 1]], kept=kept)
+
+
+@pytest.mark.parametrize("kind", ["encoder_only", "encoder"])
+@pytest.mark.parametrize("window", [None, 5])
+def test_encoders_have_no_cache(kind, window):
+    served = Served()
+    engine, make = Engine(served), builder()
+    impl = attention(attn_type=AttentionType(kind), sliding_window=window)
+    step = next(iter(served.steps()))
+    o = engine.run(LAYER, impl, make, step, causal=False)
+    step.judge(o, kept=lambda i, j: (i - j).abs() < (window or 1000))
+    assert bool(engine.cache.isnan().all())
+
+
+def test_a_sequences_bits_do_not_depend_on_its_mates_in_the_invariant_mode(monkeypatch):
+    monkeypatch.setattr(door.envs, "VLLM_BATCH_INVARIANT", True)
+    engine, impl, make = Engine(Served(dtype=torch.bfloat16)), attention(), builder()
+    for step in engine.served.steps():
+        together = engine.run(LAYER, impl, make, step)
+        for n, row in enumerate(step.rows):
+            alone = engine.run(LAYER, impl, make, type(step)(step.of, [row]))
+            assert torch.equal(alone, together[step.starts[n] : step.starts[n + 1]])
+
+
+def test_a_run_without_metadata_measures_memory():
+    output = torch.full((3, H, D), torch.nan)
+    attention().forward(LAYER, output, output, output, torch.empty(0), None, output)
+    assert bool((output == 0).all())
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype: the caches are"),
+        ({"kv_cache_dtype": "int8_per_token_head", "attn_type": "other"}, "(?s)kv_cache_dtype: .*attn_type: "),
+        ({"chunk_lookback": 3}, "others: no such option"),
+    ],
+    ids=["e5m2", "both", "unknown"],
+)
+def test_a_layer_that_is_not_honoured_is_refused_by_name(options, says):
+    with pytest.raises(NotImplementedError, match=says):
+        attention(**options)
+
+
+@pytest.mark.parametrize("name", ["mm_req_doc_ranges", "rswa_prefix_lens", "dcp_local_seq_lens"])
+def test_a_batch_that_is_not_honoured_is_refused_by_name(name):
+    engine = Engine(Served())
+    step = next(iter(engine.served.steps()))
+    with pytest.raises(NotImplementedError, match=name):
+        engine.run(LAYER, attention(), builder(), step, **{name: {0: [(0, 3)]}})
+
+
+def test_an_output_in_8_bits_is_refused():
+    output = torch.empty(1, H, D)
+    with pytest.raises(NotImplementedError, match="output_scale: the output is not quantised"):
+        attention().forward(LAYER, output, output, output, None, None, output, output_scale=torch.ones(1))
+
+
+def test_prompts_in_pieces_are_refused_in_the_invariant_mode(monkeypatch):
+    builder(enable_chunked_prefill=True)
+    monkeypatch.setattr(door.envs, "VLLM_BATCH_INVARIANT", True)
+    with pytest.raises(NotImplementedError, match="(?s)enable_chunked_prefill: it cuts.*enable_prefix_caching: it cuts"):
+        builder(enable_chunked_prefill=True, enable_prefix_caching=True)
+
+
+@pytest.fixture
+def _unregistered():
+    yield
+    if RELEASED:
+        AttentionBackendEnum.CUSTOM.clear_override()
+    else:
+        stand_ins.REGISTERED.clear()
+
+
+@pytest.mark.usefixtures("_unregistered")
+def test_it_is_custom_once_registered_and_leaves_another_in_place(monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.32.1")
+    with pytest.warns(UserWarning, match=r"needs vLLM >= 0\.33, here is 0\.32\.1"):
+        door.register()
+    assert not AttentionBackendEnum.CUSTOM.is_overridden()
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.33.0")
+    door.register()
+    door.register()
+    assert AttentionBackendEnum.CUSTOM.get_path() == "tilewise.compat.vllm.TilewiseBackend"
+    door.register_backend(AttentionBackendEnum.CUSTOM, "theirs.Backend")
+    with pytest.warns(UserWarning, match=r"CUSTOM is theirs\.Backend"):
+        door.register()
+    assert AttentionBackendEnum.CUSTOM.get_path() == "theirs.Backend"

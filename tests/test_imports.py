@@ -241,6 +241,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "masks.catalogue",
         "parallel.context",
     ),
+    "compat.vllm": ("compat.refusals", "settings", ""),
     "compat.torch_provider": ("compat.refusals", "compat.sdpa", "untraced", ""),
     "compat.flex_attention": (
         "compat.sdpa",
@@ -291,6 +292,8 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "compat.cuequivariance": ("torch", "cuequivariance_torch"),
     "compat.diffusers": ("torch", "diffusers"),
     "jax": ("torch", "jax", "numpy"),
+    "compat.sglang": ("torch", "sglang"),
+    "compat.vllm": ("torch", "vllm"),
     "pictures*": ("torch", "rich", "matplotlib"),
     "dispatch": ("torch", "matplotlib"),
     "*": ("torch",),

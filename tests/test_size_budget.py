@@ -47,6 +47,7 @@ PUBLIC = {
     "compat/flex_attention.py": ("flex_attention", "create_block_mask"),
     "compat/cuequivariance.py": ("attention_pair_bias", "triangle_multiplicative_update"),
     "compat/diffusers.py": ("attention",),
+    "compat/vllm.py": ("TilewiseAttention.__init__", "TilewiseAttention.forward"),
     "compat/flash_attn/cute.py": ("flash_attn_func", "flash_attn_varlen_func"),
     "api.py": (
         "attention",

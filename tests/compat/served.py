@@ -16,7 +16,6 @@ from tilewise.accuracy import judge
 
 # New tokens of each of four sequences: a prompt beside a piece of one; the rest and a third beside decoding; all decode; a draft of 4.
 STEPS = ((21, 16, 0, 0), (1, 30, 5, 0), (1, 1, 1, 37), (1, 4, 1, 1))
-TOTALS = [sum(step[b] for step in STEPS) for b in range(4)]
 
 
 @dataclass
@@ -28,17 +27,20 @@ class Served:
     dim: int = 32
     dim_v: int = 32
     dtype: torch.dtype = torch.float32
-    have: list[int] = field(default_factory=lambda: [0] * len(TOTALS))
+    steps_of: tuple[tuple[int, ...], ...] = STEPS
+    have: list[int] = field(default_factory=lambda: [0] * len(STEPS[0]))
 
     def __post_init__(self):
+        totals = [sum(news) for news in zip(*self.steps_of, strict=True)]
+
         def drawn(heads: int, dim: int, seed: int) -> list[Tensor]:
-            return [normal(n, heads, dim, dtype=self.dtype, seed=10 * b + seed) for b, n in enumerate(TOTALS)]
+            return [normal(n, heads, dim, dtype=self.dtype, seed=10 * b + seed) for b, n in enumerate(totals)]
 
         self.q, self.k = drawn(self.heads, self.dim, 1), drawn(self.heads_k, self.dim, 2)
         self.v = drawn(self.heads_k, self.dim_v, 3)
 
     def steps(self) -> Iterator[Step]:
-        for news in STEPS:
+        for news in self.steps_of:
             rows = [(b, self.have[b], self.have[b] + n) for b, n in enumerate(news) if n]
             for b, _, end in rows:
                 self.have[b] = end
@@ -70,13 +72,18 @@ class Step:
         """The new rows of all sequences, packed."""
         return torch.cat([tensors[b][begin:end] for b, begin, end in self.rows])
 
-    def attended(self, arithmetic: Arithmetic, keys: Sequence[Sequence[Tensor]] | None = None, **options) -> Tensor:
-        """The new rows' o, packed. ``keys``: those of the cache, if they are not the sequences' own."""
-        k, v = keys or (self.of.k, self.of.v)
-        found = [
-            one(self.of.q[b][begin:end], k[b][:end], v[b][:end], arithmetic, begin, **options)
-            for b, begin, end in self.rows
-        ]
+    def attended(
+        self, arithmetic: Arithmetic, keys: Sequence[Sequence[Tensor]] | None = None, all_keys: bool = False, **options
+    ) -> Tensor:
+        """The new rows' o, packed.
+
+        Args:
+            keys: those of the cache, if they are not the sequences' own. all_keys: these are another sequence's, and all are there.
+        """
+        found = []
+        for b, begin, end in self.rows:
+            k, v = (x[b] if all_keys else x[b][:end] for x in keys or (self.of.k, self.of.v))
+            found.append(one(self.of.q[b][begin:end], k, v, arithmetic, begin, **options))
         return torch.cat(found)
 
     def judge(self, o: Tensor, **options) -> None:

@@ -4,13 +4,15 @@ not installed. They hold signatures and flags, and nothing that computes.
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import Enum, IntEnum, auto
+from enum import Enum, IntEnum, StrEnum, auto
 from types import SimpleNamespace
 from typing import Generic, TypeVar
+from unittest.mock import MagicMock
 
 from torch import Tensor
 
@@ -30,6 +32,16 @@ def standing(modules: dict[str, dict]) -> Iterator[None]:
     for name in list(sys.modules):
         if name.partition(".")[0] in {name.partition(".")[0] for name in modules}:
             del sys.modules[name]
+
+
+def instead_of_torchvision() -> None:
+    """Let SGLang's files be imported where torchvision is not: they name it, and what is tested here calls nothing of it."""
+    if importlib.util.find_spec("torchvision") is None:
+        import transformers
+
+        assert not transformers.utils.is_torchvision_available()  # its answer stays what it is now
+        for name in ("torchvision", "torchvision.transforms", "torchvision.transforms.functional", "torchvision.io"):
+            put_module(name, {"__getattr__": lambda name: MagicMock()}, package=True)
 
 
 # -- vLLM --------------------------------------------------------------------------------------------------------------
@@ -53,7 +65,7 @@ class VllmImpl(Generic[T]):
     pass
 
 
-class VllmType(str, Enum):
+class VllmType(StrEnum):
     DECODER = "decoder"
     ENCODER = "encoder"
     ENCODER_ONLY = "encoder_only"

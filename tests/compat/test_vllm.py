@@ -15,7 +15,7 @@ import torch
 
 from tests.compat import stand_ins
 from tests.compat.eager import normal
-from tests.compat.served import Served
+from tests.compat.served import Served, Step
 
 RELEASED = importlib.util.find_spec("vllm") is not None
 if RELEASED:
@@ -64,23 +64,28 @@ class Engine:
             self.cache = self.cache.view(torch.uint8)  # as vLLM keeps numbers of 8 bits
         self.table = torch.randperm(blocks, generator=torch.Generator().manual_seed(0)).view(4, 6).int()
 
-    def run(self, layer, impl, make, step, padding: int = 3, **metadata) -> torch.Tensor:
-        """Write and attend one step's rows, which vLLM pads; it returns those that are no padding."""
-        s, starts, lengths = self.served, step.starts, step.lengths
-        table = self.table[step.sequences]
+    def told(self, step, padding: int = 3, **metadata) -> CommonAttentionMetadata:
+        """What vLLM's model runner says of a step. It pads the rows."""
+        starts, lengths, table = step.starts, step.lengths, self.table[step.sequences]
         at = [(b, torch.arange(begin, end)) for b, begin, end in step.rows]
         slots = torch.cat([self.table[b, j // PAGE].long() * PAGE + j % PAGE for b, j in at])
-        slots = torch.cat([slots, torch.full((padding,), -1)])
-        n = int(starts[-1])
-        common = CommonAttentionMetadata(
-            query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=lengths, num_reqs=len(lengths), num_actual_tokens=n,
-            max_query_len=int(starts.diff().max()), max_seq_len=int(lengths.max()), block_table_tensor=table, slot_mapping=slots,
-            **metadata,
+        return CommonAttentionMetadata(
+            query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=lengths, num_reqs=len(lengths), num_actual_tokens=len(slots),
+            max_query_len=int(starts.diff().max()), max_seq_len=int(lengths.max()), block_table_tensor=table,
+            slot_mapping=torch.nn.functional.pad(slots, (0, padding), value=-1), **metadata,
         )  # fmt: skip
-        batch = make.build(0, common)
-        q, k, v = (torch.nn.functional.pad(step.new(x), (0, 0, 0, 0, 0, padding)) for x in (s.q, s.k, s.v))
-        output = torch.full((n + padding, s.heads, s.dim_v), 7.0, dtype=s.dtype)
-        impl.do_kv_cache_update(layer, k, v, self.cache, slots)
+
+    def rows(self, step, padding: int = 3) -> list[torch.Tensor]:
+        """The step's q, k and v, padded."""
+        s = self.served
+        return [torch.nn.functional.pad(step.new(x), (0, 0, 0, 0, 0, padding)) for x in (s.q, s.k, s.v)]
+
+    def run(self, layer, impl, make, step, **metadata) -> torch.Tensor:
+        """Write and attend one step's rows; it returns those that are no padding."""
+        said, (q, k, v) = self.told(step, **metadata), self.rows(step)
+        batch, n = make.build(0, said), said.num_actual_tokens
+        output = torch.full((*q.shape[:2], v.shape[2]), 7.0, dtype=q.dtype)
+        impl.do_kv_cache_update(layer, k, v, self.cache, said.slot_mapping)
         assert impl.forward(layer, q, k, v, self.cache, batch, output) is output
         assert bool((output[n:] == 7).all())
         return output[:n]
@@ -130,15 +135,26 @@ def test_the_cache_is_read_and_written_in_place_in_each_layout(layout):
 
 @pytest.mark.parametrize("each_head", [False, True], ids=["one-scale", "a-scale-a-head"])
 def test_a_cache_in_8_bits(each_head):
-    scales = (torch.tensor([0.5, 0.125]), torch.tensor([0.25, 0.5])) if each_head else (torch.tensor([0.5]), torch.tensor(0.25))
+    scales = (
+        (torch.tensor([0.5, 0.125]), torch.tensor([0.25, 0.5]))
+        if each_head
+        else (torch.tensor([0.5]), torch.tensor(0.25))
+    )
     layer = SimpleNamespace(_k_scale=scales[0], _v_scale=scales[1])
-    engine, impl, make = Engine(Served(dtype=torch.bfloat16), dtype=torch.float8_e4m3fn), attention(kv_cache_dtype="fp8"), builder()
+    engine, impl, make = (
+        Engine(Served(dtype=torch.bfloat16), dtype=torch.float8_e4m3fn),
+        attention(kv_cache_dtype="fp8"),
+        builder(),
+    )
 
     def kept(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         scale = scale.view(-1, 1)
         return ((x.float() / scale).to(torch.float8_e4m3fn).float() * scale).bfloat16()
 
-    keys = [[kept(x, scale) for x in tensors] for tensors, scale in zip((engine.served.k, engine.served.v), scales, strict=True)]
+    keys = [
+        [kept(x, scale) for x in tensors]
+        for tensors, scale in zip((engine.served.k, engine.served.v), scales, strict=True)
+    ]
     for step in engine.served.steps():
         step.judge(engine.run(layer, impl, make, step), keys=keys)
 
@@ -157,7 +173,7 @@ def test_each_sequence_may_say_whether_it_is_causal():
         o = engine.run(LAYER, impl, make, step, causal=causal)
         for n, row in enumerate(step.rows):
             kept = (lambda i, j: j <= i) if row[0] % 2 else (lambda i, j: j < 1000)
-            type(step)(step.of, [row]).judge(o[step.starts[n] : step.starts[n + 1]], kept=kept)
+            Step(step.of, [row]).judge(o[step.starts[n] : step.starts[n + 1]], kept=kept)
 
 
 @pytest.mark.parametrize("kind", ["encoder_only", "encoder"])
@@ -178,7 +194,7 @@ def test_a_sequences_bits_do_not_depend_on_its_mates_in_the_invariant_mode(monke
     for step in engine.served.steps():
         together = engine.run(LAYER, impl, make, step)
         for n, row in enumerate(step.rows):
-            alone = engine.run(LAYER, impl, make, type(step)(step.of, [row]))
+            alone = engine.run(LAYER, impl, make, Step(step.of, [row]))
             assert torch.equal(alone, together[step.starts[n] : step.starts[n + 1]])
 
 
@@ -219,7 +235,9 @@ def test_an_output_in_8_bits_is_refused():
 def test_prompts_in_pieces_are_refused_in_the_invariant_mode(monkeypatch):
     builder(enable_chunked_prefill=True)
     monkeypatch.setattr(door.envs, "VLLM_BATCH_INVARIANT", True)
-    with pytest.raises(NotImplementedError, match="(?s)enable_chunked_prefill: it cuts.*enable_prefix_caching: it cuts"):
+    with pytest.raises(
+        NotImplementedError, match=r"(?s)enable_chunked_prefill: it cuts.*enable_prefix_caching: it cuts"
+    ):
         builder(enable_chunked_prefill=True, enable_prefix_caching=True)
 
 
@@ -246,3 +264,123 @@ def test_it_is_custom_once_registered_and_leaves_another_in_place(monkeypatch):
     with pytest.warns(UserWarning, match=r"CUSTOM is theirs\.Backend"):
         door.register()
     assert AttentionBackendEnum.CUSTOM.get_path() == "theirs.Backend"
+
+
+# -- The released package ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def chosen(_unregistered):
+    """vLLM's own way from the entry point to the choice of CUSTOM, in a configuration that every layer reads."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.config.attention import AttentionConfig
+    from vllm.plugins import load_plugins_by_group
+
+    plugins = load_plugins_by_group("vllm.general_plugins")
+    plugins.get("tilewise", door.register)()
+    configuration = VllmConfig(attention_config=AttentionConfig(backend="custom"))
+    before = torch.get_default_dtype()
+    with set_current_vllm_config(configuration):
+        yield configuration
+    torch.set_default_dtype(before)
+
+
+@released
+@pytest.mark.parametrize(
+    ("asks", "says"),
+    [
+        (
+            {"use_mla": True, "use_mm_prefix": True},
+            "partial multimodal token full attention not supported; MLA not supported",
+        ),
+        ({"kv_cache_dtype": "fp8_e5m2", "use_dcp": True}, "kv_cache_dtype not supported; DCP not supported"),
+        ({"use_rswa": True, "dtype": torch.float64}, "dtype not supported; R-SWA not supported"),
+    ],
+    ids=["latent", "8-bits", "windows"],
+)
+@pytest.mark.usefixtures("chosen")
+def test_a_cpu_gives_custom_to_who_asks_for_it_and_refuses_by_name(asks, says):
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+    asked = AttentionSelectorConfig(
+        D, torch.float32, "auto", None, has_sink=True, has_sliding_window=True, use_non_causal=True
+    )
+    choose = current_platform.get_attn_backend_cls
+    assert choose(AttentionBackendEnum.CUSTOM, attn_selector_config=asked) == "tilewise.compat.vllm.TilewiseBackend"
+    assert "cpu_attn" in choose(None, attn_selector_config=asked)
+    with pytest.raises(ValueError, match=says):
+        choose(AttentionBackendEnum.CUSTOM, attn_selector_config=asked._replace(**asks))
+
+
+@released
+@pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"])
+def test_vllms_attention_layer_over_the_cache_that_vllm_allots(layout, chosen):
+    from vllm.config import CacheConfig
+    from vllm.forward_context import set_forward_context
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.v1.kv_cache_interface import KVCacheTensor, compute_layout_strides, create_kv_cache_views
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    names = ["model.layers.0.attn", "model.layers.1.attn"]
+    options = {
+        "cache_config": CacheConfig(),
+        "logits_soft_cap": 2.0,
+        "per_layer_sliding_window": 20,
+        "sinks": normal(H, seed=5),
+    }
+    torch.set_default_dtype(torch.float16)  # the cache's, where there is no model
+    layers = [Attention(H, D, D**-0.5, HK, prefix=name, **options) for name in names]
+    engine = Engine(Served(dtype=torch.float16))
+    spec, blocks, order = layers[0].get_kv_cache_spec(chosen), engine.table.numel(), KVCacheLayout[layout]
+    assert spec.block_size == PAGE
+    between_layers, between_blocks, *_ = compute_layout_strides(spec, blocks, len(layers), order)
+    where = KVCacheTensor(len(layers) * spec.page_size_bytes * blocks, names, between_layers, between_blocks)
+    raw = torch.full((where.size,), -1, dtype=torch.int8)  # NaN
+    for layer, view in zip(layers, create_kv_cache_views(raw, spec, blocks, order, where), strict=True):
+        layer.kv_cache = view
+    make = layers[0].get_attn_backend().get_builder_cls()(spec, names, chosen, torch.device("cpu"))
+    means = {"softcap": 2.0, "sinks": options["sinks"], "kept": lambda i, j: (j <= i) & (j > i - 20)}
+    for step in engine.served.steps():
+        said, (q, k, v) = engine.told(step), engine.rows(step)
+        batch, n = make.build(0, said), said.num_actual_tokens
+        with set_forward_context(
+            dict.fromkeys(names, batch), chosen, slot_mapping=dict.fromkeys(names, said.slot_mapping)
+        ):
+            first, second = (
+                layer(q.flatten(1), k.flatten(1), x.flatten(1)) for layer, x in zip(layers, (v, 2 * v), strict=True)
+            )
+        step.judge(first[:n], **means)
+        torch.testing.assert_close(second[:n], 2 * first[:n])
+
+
+@released
+def test_vllms_cross_attention_over_the_keys_of_an_encoder(chosen):
+    from vllm.model_executor.layers.attention.cross_attention import create_cross_attention_backend
+
+    served, lengths = Served(), torch.tensor([20, 5], dtype=torch.int32)
+    backend = create_cross_attention_backend(door.TilewiseBackend)
+    engine, spec = Engine(served), SimpleNamespace(block_size=PAGE)
+    impl = backend.get_impl_cls()(H, D, D**-0.5, HK, attn_type=AttentionType.ENCODER_DECODER)
+    make = backend.get_builder_cls()(spec, ["layer"], chosen, torch.device("cpu"))
+    layer = SimpleNamespace(kv_sharing_target_layer_name=None)
+    keys = [[x[0][:20], x[1][:5]] for x in (served.k, served.v)]
+    for begin, end in ((0, 7), (7, 8)):  # a prompt, which brings the encoders' keys, and one token
+        step = Step(served, [(0, begin, end), (1, begin, end)])
+        lengths_cpu = {"encoder_seq_lens_cpu": lengths.numpy(), "seq_lens_cpu_upper_bound": step.lengths}
+        said = engine.told(step, padding=0, encoder_seq_lens=lengths, **lengths_cpu)
+        k, v = (torch.cat(x) if begin == 0 else None for x in keys)
+        output = torch.empty(2 * (end - begin), H, D)
+        impl.forward(layer, step.new(served.q), k, v, engine.cache, make.build(0, said), output)
+        step.judge(output, keys=keys, kept=lambda i, j: j < 1000, all_keys=True)
+
+
+@released
+def test_vllms_encoder_only_attention(chosen):
+    from vllm.model_executor.layers.attention.encoder_only_attention import create_encoder_only_attention_backend
+
+    engine, step = Engine(Served()), next(iter(Served().steps()))
+    backend = create_encoder_only_attention_backend(door.TilewiseBackend)
+    impl = backend.get_impl_cls()(H, D, D**-0.5, HK, attn_type=AttentionType.ENCODER_ONLY)
+    make = backend.get_builder_cls()(None, ["layer"], chosen, torch.device("cpu"))
+    step.judge(engine.run(LAYER, impl, make, step), kept=lambda i, j: j < 1000)

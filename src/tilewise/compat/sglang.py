@@ -71,19 +71,21 @@ class TilewiseAttnBackend(AttentionBackend):
 
     def __init__(self, model_runner):
         super().__init__()
-        self.pool, self.page_size = model_runner.token_to_kv_pool, model_runner.page_size or 1
-        self.req_to_token = model_runner.req_to_token_pool.req_to_token
-        dtype, layout = getattr(self.pool, "dtype", None), getattr(self.pool, "kv_cache_layout", "nhd")
+        # Models ask the backend for both pools, by these names.
+        self.token_to_kv_pool, self.req_to_token_pool = model_runner.token_to_kv_pool, model_runner.req_to_token_pool
+        self.page_size = model_runner.page_size or 1
+        pool = self.token_to_kv_pool
+        dtype, layout = getattr(pool, "dtype", None), getattr(pool, "kv_cache_layout", "nhd")
         known = (torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn)
         given = {
             "use_mla_backend": model_runner.use_mla_backend,
             "is_encoder_decoder": model_runner.model_config.is_encoder_decoder,
-            "pool": isinstance(self.pool, BaseSWAKVPool),
+            "pool": isinstance(pool, BaseSWAKVPool),
             "dtype": None if dtype in known else str(dtype),
             "layout": None if layout in ("nhd", "hnd") else layout,
         }
         refuse("the attention backend tilewise", given, _OF_A_MODEL)
-        self.one = torch.ones((), device=self.req_to_token.device)
+        self.one = torch.ones((), device=self.req_to_token_pool.req_to_token.device)
 
     def init_forward_metadata(self, forward_batch) -> None:
         """Read a batch outside a graph, where its table need not be wider than its longest sequence."""
@@ -106,7 +108,7 @@ class TilewiseAttnBackend(AttentionBackend):
         lengths = batch.seq_lens.int()
         new = torch.ones_like(lengths) if mode.is_decode_or_idle() else batch.extend_seq_lens
         starts = torch.nn.functional.pad(new.cumsum(0, dtype=torch.int32), (1, 0))
-        first_slots = self.req_to_token[:, : longest : self.page_size][batch.req_pool_indices]
+        first_slots = self.req_to_token_pool.req_to_token[:, : longest : self.page_size][batch.req_pool_indices]
         self.forward_metadata = _Sequences(starts, lengths, (first_slots // self.page_size).int())
 
     def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True, sinks=None, **others) -> Tensor:
@@ -127,7 +129,7 @@ class TilewiseAttnBackend(AttentionBackend):
             if layer.k_scale is not None:  # the pool divides in place
                 k, v = k.clone(), v.clone()
             location = KVWriteLoc.for_batch(forward_batch)
-            self.pool.set_kv_buffer(layer, location, k, v, layer.k_scale, layer.v_scale)
+            self.token_to_kv_pool.set_kv_buffer(layer, location, k, v, layer.k_scale, layer.v_scale)
         starts, lengths, table = self.forward_metadata
         left = layer.sliding_window_size if layer.sliding_window_size >= 0 else None
         right = None if layer.attn_type == AttentionType.ENCODER_ONLY else 0
@@ -145,7 +147,8 @@ class TilewiseAttnBackend(AttentionBackend):
         return o.flatten(1)
 
     def _cache(self, layer, table: Tensor, lengths: Tensor) -> tw.PagedCache | tw.QuantizedCache:
-        k, v = (self._in_pages(get(layer.layer_id)) for get in (self.pool.get_key_buffer, self.pool.get_value_buffer))
+        pool = self.token_to_kv_pool
+        k, v = (self._in_pages(get(layer.layer_id)) for get in (pool.get_key_buffer, pool.get_value_buffer))
         if k.dtype != torch.float8_e4m3fn:
             return tw.paged(k, v, table, lengths)
         k_scale, v_scale = (self.one if x is None else x.view(()) for x in (layer.k_scale, layer.v_scale))

@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib.util
 from contextlib import nullcontext
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -202,18 +203,13 @@ def test_models_that_are_not_honoured_are_refused_by_name():
 @pytest.mark.parametrize(
     ("pool", "says"),
     [
-        (
-            BaseSWAKVPool.__new__(type("Windows", (BaseSWAKVPool,), {"__abstractmethods__": frozenset()})),
-            "--disable-hybrid-swa",
-        ),
+        (MagicMock(spec=BaseSWAKVPool, dtype=torch.float32, kv_cache_layout="nhd"), "--disable-hybrid-swa-memory"),
         (SimpleNamespace(dtype=torch.float8_e5m2, kv_cache_layout="vectorized_5d"), r"(?s)dtype: .*layout: "),
     ],
     ids=["windows", "layout"],
 )
 def test_pools_that_are_not_honoured_are_refused_by_name(pool, says):
     engine = Engine(Served())
-    if isinstance(pool, BaseSWAKVPool):
-        pool.dtype = torch.float32
     engine.runner.token_to_kv_pool = pool
     with pytest.raises(NotImplementedError, match=says):
         engine.backend()

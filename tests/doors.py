@@ -33,6 +33,8 @@ DOORS = {
     "`compat.xformers` and `compat.layouts`": "tests/compat/test_xformers.py",
     "`compat.cuequivariance`": "tests/compat/test_cuequivariance.py",
     "`compat.diffusers`, with diffusers 0.42": "tests/compat/test_diffusers.py",
+    "`compat.vllm`, with vLLM 0.33": "tests/compat/test_vllm.py",
+    "`compat.sglang`, with SGLang 0.5.23": "tests/compat/test_sglang.py",
     "`compat.transformers`": "tests/compat/test_transformers.py",
     "its continuous batching, with transformers 5.24": "tests/compat/test_transformers_continuous.py",
     "`tilewise.jax`, with jax 0.10": "tests/test_jax.py",

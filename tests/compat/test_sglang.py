@@ -5,7 +5,9 @@ are its own and more is asked of them; elsewhere small stand-ins carry its inter
 from __future__ import annotations
 
 import importlib.util
+import tomllib
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -30,6 +32,7 @@ with nullcontext() if RELEASED else stand_ins.standing(stand_ins.SGLANG):
     from tilewise.compat import sglang as door
 
 H, HK, D, CONTEXT = 4, 2, 32, 64
+PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 released = pytest.mark.skipif(not RELEASED, reason="the files of sglang are not installed")
 
 
@@ -247,6 +250,11 @@ def test_layers_that_are_not_honoured_are_refused_by_name(layer, call, says):
     engine = Engine(Served())
     with pytest.raises(NotImplementedError, match=says):
         engine.run(engine.backend(), attention(**layer), next(iter(engine.served.steps())), **call)
+
+
+def test_the_package_names_its_door_where_sglang_looks_for_plugins():
+    entries = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]["entry-points"]
+    assert entries["sglang.srt.plugins"] == {"tilewise": f"{door.__name__}:{door.register.__name__}"}
 
 
 # -- The released package ----------------------------------------------------------------------------------------------

@@ -168,10 +168,15 @@ class Reordered(TorchFunctionMode):
 
 
 def disagreements(
-    model: torch.nn.Module, found: dict, given: dict, rows: torch.Tensor | None = None, of=results
+    model: torch.nn.Module,
+    found: dict,
+    given: dict,
+    rows: torch.Tensor | None = None,
+    of=results,
+    beside: str = "eager",
 ) -> list[str]:
     """``found`` against eager in float64, beside eager's own error in float32; compared are the names in ``found``."""
-    use(model, "eager")
+    use(model, beside)
     eager = [of(model, given, rows)]
     for seed in range(ORDERS):
         with Reordered(seed):
@@ -269,6 +274,23 @@ def test_a_compiled_model_gives_eagers_logits_and_gradients():
     found = results(model, given, rows)
     model.forward = forward
     assert disagreements(model, found, given, rows) == []
+
+
+def loss(model: torch.nn.Module, given: dict, _: None) -> dict[str, torch.Tensor]:
+    """The loss, and every parameter's gradient."""
+    model.zero_grad()
+    found = model(**given).loss
+    found.backward()
+    return {"loss": found.detach()} | {n: p.grad.clone() for n, p in model.named_parameters()}
+
+
+def test_a_left_padded_text_has_sdpas_loss_which_is_not_eagers():
+    """Its first token is predicted from a row of padding, which sees no key: zero in SDPA and here, the mean of all values in eager."""
+    model, kept = build("llama"), padded("left")
+    given = {"input_ids": tokens(), "attention_mask": kept, "labels": tokens().masked_fill(kept == 0, -100)}
+    found = loss(use(model, "tilewise"), given, None)
+    assert disagreements(model, given=given, found=found, of=loss, beside="sdpa") == []
+    assert "loss" in " ".join(disagreements(model, given=given, found=found, of=loss))
 
 
 # -- Probabilities -------------------------------------------------------------------------------------------------

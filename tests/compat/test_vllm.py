@@ -7,7 +7,9 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
+import tomllib
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -27,6 +29,7 @@ with nullcontext() if RELEASED else stand_ins.standing(stand_ins.VLLM):
     from tilewise.compat import vllm as door
 
 H, HK, D, PAGE = 4, 2, 32, 16
+PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 released = pytest.mark.skipif(not RELEASED, reason="the files of vllm are not installed")
 # How a layer's (blocks, heads, rows, content) lies in memory: the order of layers, blocks, heads, rows, content.
 LAYOUTS = {"LBHNC": (0, 1, 2, 3, 4), "LBNHC": (0, 1, 3, 2, 4), "BLNHC": (1, 0, 3, 2, 4), "BHLNC": (1, 2, 0, 3, 4)}
@@ -264,6 +267,11 @@ def test_it_is_custom_once_registered_and_leaves_another_in_place(monkeypatch):
     with pytest.warns(UserWarning, match=r"CUSTOM is theirs\.Backend"):
         door.register()
     assert AttentionBackendEnum.CUSTOM.get_path() == "theirs.Backend"
+
+
+def test_the_package_names_its_door_where_vllm_looks_for_plugins():
+    entries = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]["entry-points"]
+    assert entries["vllm.general_plugins"] == {"tilewise": f"{door.__name__}:{door.register.__name__}"}
 
 
 # -- The released package ----------------------------------------------------------------------------------------------

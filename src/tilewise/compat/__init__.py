@@ -1,5 +1,5 @@
-"""Other libraries' names over the same op: ``cuequivariance``, ``diffusers``, ``flash_attn``, ``flex_attention``, ``sdpa``,
-``transformers``, ``xformers``.
+"""Other libraries' names over the same op: ``cuequivariance``, ``diffusers``, ``flash_attn``, ``flex_attention``, ``sdpa``, ``sglang``,
+``torch_provider``, ``transformers``, ``vllm``, ``xformers``.
 
 Unsupported arguments are refused by name.
 

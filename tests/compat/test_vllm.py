@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import itertools
 import os
 import tomllib
 from contextlib import nullcontext
@@ -392,3 +393,96 @@ def test_vllms_encoder_only_attention(chosen):
     impl = backend.get_impl_cls()(H, D, D**-0.5, HK, attn_type=AttentionType.ENCODER_ONLY)
     make = backend.get_builder_cls()(None, ["layer"], chosen, torch.device("cpu"))
     step.judge(engine.run(LAYER, impl, make, step), kept=lambda i, j: j < 1000)
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    """The kernels of vLLM's build for CPUs that a model of plain layers needs, which its wheel has not: none is attention."""
+
+    def slots(starts, positions, table, slot_mapping, block_size) -> None:
+        slot_mapping[int(starts[-1]) :] = -1
+        for b, (begin, end) in enumerate(itertools.pairwise(starts)):
+            at = positions[begin:end]
+            slot_mapping[begin:end] = table[b, at // block_size] * block_size + at % block_size
+
+    library = torch.library.Library("_C", "FRAGMENT")
+    written = "(Tensor starts, Tensor positions, Tensor table, Tensor(a!) slots, int block_size) -> ()"
+    for schema, function in (
+        ("init_cpu_memory_env(int[] nodes) -> ()", lambda nodes: None),
+        (f"compute_slot_mapping_kernel_impl{written}", slots),
+        ("greedy_argmax(Tensor logits) -> Tensor", lambda logits: logits.argmax(-1)),
+    ):
+        library.define(schema)
+        library.impl(schema.partition("(")[0], function, "CompositeExplicitAutograd")
+    yield
+    library._destroy()
+
+
+SIZES = {
+    "hidden_size": H * D,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": H,
+    "num_key_value_heads": HK,
+}
+GENERATING = {
+    "Llama": {},
+    "Mistral": {"sliding_window": 20},
+    "Qwen3": {"head_dim": D},
+    "Gemma2": {"head_dim": D, "sliding_window": 20, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": D},
+}
+
+
+@released
+@pytest.mark.usefixtures("_unregistered", "kernels")
+@pytest.mark.parametrize("name", GENERATING)
+def test_vllm_generates_what_transformers_does(name, monkeypatch, tmp_path):
+    """The whole engine: its scheduler cuts prompts of up to 40 tokens into pieces beside other requests that decode."""
+    import transformers
+    from vllm import LLM, SamplingParams
+    from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    alone = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+    for variable, value in (alone | {"VLLM_USE_V2_MODEL_RUNNER": "0", "HF_HUB_OFFLINE": "1"}).items():
+        monkeypatch.setenv(variable, value)
+    monkeypatch.setattr(RotaryEmbedding, "forward_cpu", RotaryEmbedding.forward_native)
+    layers, forward = [], door.TilewiseAttention.forward
+    monkeypatch.setattr(
+        door.TilewiseAttention, "forward", lambda self, *x, **y: layers.append(self) or forward(self, *x, **y)
+    )
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(
+        **SIZES, vocab_size=256, max_position_embeddings=256, **GENERATING[name]
+    )
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.15) if weight.ndim > 1 else None
+    model.save_pretrained(tmp_path)
+    door.register()
+    sizes = {"max_model_len": 256, "max_num_batched_tokens": 32, "max_num_seqs": 8}
+    engine = LLM(
+        str(tmp_path),
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        dtype="float32",
+        attention_backend="CUSTOM",
+        **sizes,
+    )
+    draw = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(3, 256, (n,), generator=draw).tolist() for n in (40, 3, 17, 26, 9)]
+    greedy = SamplingParams(max_tokens=12, temperature=0, detokenize=False, ignore_eos=True)
+    answers = engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], greedy, use_tqdm=False)
+    del engine
+    cleanup_dist_env_and_memory()
+    assert len(layers) > 2 * 12
+    model.set_attn_implementation("eager")
+    for prompt, answer in zip(prompts, answers, strict=True):
+        whole = model.generate(
+            torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        assert answer.outputs[0].token_ids == whole[0, len(prompt) :].tolist()

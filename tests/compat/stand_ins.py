@@ -219,4 +219,5 @@ SGLANG = {
     "sglang.srt.mem_cache.base_swa_memory_pool": {"BaseSWAKVPool": SlidingPool},
     "sglang.srt.mem_cache.memory_pool": {"KVWriteLoc": WriteLocation, "MHATokenToKVPool": TokenPool},
     "sglang.srt.model_executor.forward_batch_info": {"ForwardMode": ForwardMode},
+    "sglang.srt.runtime_context": {"get_parallel": lambda: None},
 }

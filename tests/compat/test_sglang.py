@@ -1,5 +1,5 @@
 """SGLang's backend: an engine's steps through SGLang's pool of keys, against float64. Where SGLang's files can be imported the classes
-are its own and more is asked of them; elsewhere small stand-ins carry its interfaces.
+are its own and more is asked of them; elsewhere small stand-ins carry its interfaces. Its wheel, unpacked on PYTHONPATH, is enough.
 """
 
 from __future__ import annotations
@@ -108,6 +108,14 @@ class Engine:
 
 
 @pytest.fixture(autouse=True)
+def ranks(monkeypatch) -> SimpleNamespace:
+    """How many ranks share a sequence, which a server says before it makes a backend."""
+    told = SimpleNamespace(attn_dcp_size=1, attn_cp_size=1)
+    monkeypatch.setattr(door, "get_parallel", lambda: told)
+    return told
+
+
+@pytest.fixture(autouse=True)
 def _registered():
     door.register()
     door.register()
@@ -194,6 +202,12 @@ def test_a_batch_of_nothing():
     backend, step = engine.backend(), next(iter(engine.served.steps()))
     backend.init_forward_metadata(engine.batch(step, **idle))
     assert [x.shape[0] for x in backend.forward_metadata] == [1, 0, 0]
+
+
+def test_several_ranks_of_a_sequence_are_refused(ranks):
+    ranks.attn_dcp_size = ranks.attn_cp_size = 2
+    with pytest.raises(NotImplementedError, match=r"(?s)attn_dcp_size: .*--dcp-size at 1.*attn_cp_size: "):
+        Engine(Served()).backend()
 
 
 def test_models_that_are_not_honoured_are_refused_by_name():

@@ -1,5 +1,5 @@
 """vLLM's backend: an engine's steps through its builder and implementation, against float64. Where vLLM's files can be imported the
-classes are its own and more is asked of them; elsewhere small stand-ins carry its interfaces.
+classes are its own and more is asked of them; elsewhere small stand-ins carry its interfaces. Its wheel, unpacked on PYTHONPATH, is enough.
 """
 
 from __future__ import annotations

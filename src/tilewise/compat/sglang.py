@@ -17,6 +17,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.base_swa_memory_pool import BaseSWAKVPool
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
 import tilewise as tw
@@ -37,6 +38,8 @@ _OF_A_MODEL = {
     "use_mla_backend": "latent attention (MLA); choose another backend for this model",
     "is_encoder_decoder": "cross attention; choose another backend for this model",
     "pool": "a pool of its own for layers with a window; pass --disable-hybrid-swa-memory",
+    "attn_dcp_size": "decode context parallelism; leave --dcp-size at 1",
+    "attn_cp_size": "context parallelism; leave --attn-cp-size at 1",
     "dtype": "the caches are float16, bfloat16, float32 and float8_e4m3fn",
     "layout": "the layouts of a cache are nhd and hnd",
 }
@@ -81,6 +84,8 @@ class TilewiseAttnBackend(AttentionBackend):
             "use_mla_backend": model_runner.use_mla_backend,
             "is_encoder_decoder": model_runner.model_config.is_encoder_decoder,
             "pool": isinstance(pool, BaseSWAKVPool),
+            "attn_dcp_size": get_parallel().attn_dcp_size > 1,
+            "attn_cp_size": get_parallel().attn_cp_size > 1,
             "dtype": None if dtype in known else str(dtype),
             "layout": None if layout in ("nhd", "hnd") else layout,
         }

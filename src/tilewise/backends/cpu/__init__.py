@@ -70,14 +70,14 @@ class Cpu(Backend):
     def config(self, p: Problem) -> Config:
         if self.override is not None:
             return self.override
-        return replace(choose(p, self.isa or library.chosen_isa()), gathered=gathered.passes(p))
+        return replace(choose(p, self.isa or library.chosen_isa()), gathered=gathered.serves(p))
 
     def tile(self, p: Problem) -> tuple[int, int]:
         return self.config(p).tile_m, self.config(p).tile_n
 
     def forward(self, p: Problem, t: Inputs) -> Output:
         out = empty_output(p, t.q, t.v)
-        if "forward" in self._prepared.of(p).config.gathered:
+        if self._prepared.of(p).config.gathered:
             gathered.forward(p, t, out, self._forward)
         else:
             self._forward(p, t, out)
@@ -95,7 +95,7 @@ class Cpu(Backend):
         bound.run("forward")
 
     def backward(self, p: Problem, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads:
-        if "backward" in self._prepared.of(p).config.gathered:
+        if self._prepared.of(p).config.gathered:
             *grads, delta = gathered.backward(p, t, out, do, dlse, self._prepared.of)
             return Grads(*grads, _sink_gradient(t, out.lse, delta), {})
         bound = Bound(self._prepared.of(p), t, backward=True)

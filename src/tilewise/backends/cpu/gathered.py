@@ -25,12 +25,7 @@ _tables = PerTensors()
 ENOUGH_PARTS = 8  # of the queries in the backward, with the key heads: each has a dk and a dv of its own
 
 
-def passes(p: Problem) -> tuple[str, ...]:
-    """Return the passes that gather the keys of a call: none, or the forward, and without a score the backward too."""
-    return () if not _serves(p) else ("forward", "backward") if p.spec.score is None else ("forward",)
-
-
-def _serves(p: Problem) -> bool:
+def serves(p: Problem) -> bool:
     """Whether a call selects keys query by query, and nothing else depends on where a key is but an end of those that a query sees.
 
     Even half of all keys take a quarter of the time of tiles or less: docs/decisions.md#cpu-selected-keys.
@@ -50,7 +45,7 @@ def _serves(p: Problem) -> bool:
 
 
 def forward(p: Problem, t: Inputs, out: Output, run: Callable[[Problem, Inputs, Output], None]) -> None:
-    """Write the output of a call with a forward of :func:`passes`; ``run`` does so for a call over pages."""
+    """Write the output of a call that :func:`serves`; ``run`` does so for a call over pages."""
     table, lengths, block = _pages(p, t)
     parts = table.shape[1]  # with keys of their own
     for n in range(parts):
@@ -70,7 +65,7 @@ def forward(p: Problem, t: Inputs, out: Output, run: Callable[[Problem, Inputs, 
 def backward(
     p: Problem, t: Inputs, out: Output, do: Tensor, dlse: Tensor, prepared: Callable[[Problem], Prepared]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return ``(dq, dk, dv, delta)`` of a call with a backward of :func:`passes`."""
+    """Return ``(dq, dk, dv, delta)`` of a call that :func:`serves`."""
     spec = replace(p.spec, mask_text="", mask_slots=(), sink_slot=None, grad_slots=())
     plain = Problem(p.q, p.k, p.v, (), p.device, parse_spec(spec.text()))
     bound = Bound(prepared(plain), replace(t, leaves=(), sink=None), backward=True)

@@ -28,12 +28,14 @@ class SelectedBackward {
     p = arena.take<T>(c.tile_n * wide_h), ds = arena.take<T>(c.tile_n * wide_h);
     added = arena.take<T>(c.tile_n * greater(wide, wide_v));
     lse = arena.take<T>(wide_h), delta = arena.take<T>(wide_h);
+    machine = {&c.program, arena.take<char>(Machine::bytes(c.program, c.tile_n)), c.tile_n};
     bytes = arena.used;
   }
 
   int64_t bytes;
 
   void run() {
+    if (scored()) machine.enter_head(anywhere()), machine.enter_tile(anywhere());
     for (int64_t i = unit.m0; i < unit.m1; ++i) {
       heed_signals();
       query(i);
@@ -48,6 +50,12 @@ class SelectedBackward {
   const E **at;  // of K, then of V
   int64_t *key;
   T *k, *v, *qt, *dot, *q, *dout, *dq, *p, *ds, *added, *lse, *delta;
+  Machine machine;
+
+  bool scored() const { return c.program.score >= 0; }
+
+  // A score that is a function of s alone does not ask where it is.
+  Place anywhere() const { return {s.b, unit.head, s.seqlen_q, s.seqlen_k, 0, 0}; }
 
   void query(int64_t i) {
     const int32_t *lengths = ends_of(c.hi, s, unit.head_k, 0);
@@ -95,15 +103,31 @@ class SelectedBackward {
     pack_panels<T, E>({nullptr, 0, count, nullptr, at + c.tile_n, 0, true}, count, Dv, v);
     by_heads(k, qt, D, wide, count, p);
     by_heads(v, dot, Dv, wide_v, count, ds);
-    for (int64_t n = 0; n < count * wide_h; n += kLanes<T>) {
+    for (int64_t n = 0; n < count * wide_h; n += c.tile_n) gradients(n, smaller(n + c.tile_n, count * wide_h));
+    multiply<T, Form::transposed, true>(heads, wide / kLanes<T>, count, {ds, wide_h}, k, dq, wide);
+    add(p, dout, wide_v, c.dv, Dv, count, T(1));
+    add(ds, q, wide, c.dk, D, count, T(c.softmax_scale));
+  }
+
+  // Of the numbers [begin, end) of [key][head]: S becomes P, dP becomes dS.
+  void gradients(int64_t begin, int64_t end) {
+    const int64_t count = end - begin;
+    if (scored()) {
+      if (c.program.raw >= 0) __builtin_memcpy(machine.at<T>(c.program.raw), p + begin, size_t(count) * sizeof(T));
+      machine.run_row(TW_SCORE, anywhere(), 0, count);
+      __builtin_memcpy(p + begin, machine.at<T>(c.program.score), size_t(count) * sizeof(T));
+    }
+    for (int64_t n = begin; n < end; n += kLanes<T>) {
       const Vec<T> e = softmax_exp<T>(load(p + n) - load(lse + n % wide_h));
       const Vec<T> gradient = e * (load(ds + n) - load(delta + n % wide_h));
       store(p + n, e);
       store(ds + n, e == Vec<T>{} ? Vec<T>{} : gradient);
     }
-    multiply<T, Form::transposed, true>(heads, wide / kLanes<T>, count, {ds, wide_h}, k, dq, wide);
-    add(p, dout, wide_v, c.dv, Dv, count, T(1));
-    add(ds, q, wide, c.dk, D, count, T(c.softmax_scale));
+    if (!scored()) return;
+    machine.run_row(TW_SLOPES, anywhere(), 0, count);
+    if (c.program.slope < 0) return;
+    const T *slope = machine.at<T>(c.program.slope);
+    for (int64_t n = 0; n < count; ++n) ds[begin + n] = ds[begin + n] == T(0) ? T(0) : ds[begin + n] * slope[n];
   }
 
   // The product of gathered rows, in panels, with each head's: [key][head].

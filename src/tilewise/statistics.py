@@ -163,7 +163,7 @@ class _Part:
             if key.shape[1] > 1:
                 key, kept = (x.repeat_interleave(p.group, 1) for x in (key, kept))
             env = grid.env(index[at]) | {"j": key, "s": s}
-            kept = kept & expr.evaluate([p.spec.region.inside()], env, self.leaves, grid.dtype)[0]
+            kept = kept & expr.evaluate([p.spec.region.inside], env, self.leaves, grid.dtype)[0]
             if p.spec.score is not None:
                 s = expr.evaluate([p.spec.score], env, self.leaves, s.dtype)[0]
             row = lse[:, :, at].unsqueeze(-1)

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import pytest
 
-from tilewise import accuracy
+from tilewise import accuracy, expr
 from tilewise.backends.cpu import library
 
 FUNCTIONS = {"forward": 0, "backward": 1, "list": 2}
@@ -168,8 +168,8 @@ class Recording:
         code = [p.code[n] for n in range(max(ends))]
         address = lambda pointer: ctypes.cast(pointer, ctypes.c_void_p).value  # noqa: E731
         self.point(0, at("code"), address(p.code), len(code) * ctypes.sizeof(library.Instruction), NOTHING, "code")
-        lookup = library.load().operations["lookup"]
-        leaves = max((x.b + 1 for x in code if x.op == lookup), default=0)
+        reads = {library.load().operations[name] for name in expr.READS}
+        leaves = max((x.b + 1 for x in code if x.op in reads), default=0)
         self.table(at("leaves"), p.leaves, leaves, "leaf")
         self.table(at("gradients"), p.gradients, p.leaf_gradients, "gradients")
 

@@ -160,6 +160,12 @@ def bigbird(q, k, v, random, lengths, block=64):
     return tw.attention(q, k, v, mask=mask)
 
 
+def sparse_latent(q, latent, tokens, head_dim_v=512):
+    """latent (batch, seqlen, 1, 576): the keys, whose first 512 numbers are the values; tokens (batch, 1, seqlen, 2048) of an indexer."""
+    mask = tw.causal() & tw.selected(tokens)
+    return tw.attention(q, latent, latent[..., :head_dim_v], mask=mask, softmax_scale=192**-0.5)
+
+
 # -- Vision and biology --------------------------------------------------------------------------------------------
 
 
@@ -278,6 +284,13 @@ def _random_blocks(heads: int, blocks: int, each: int) -> torch.Tensor:
     """bool (heads, blocks, blocks): ``each`` blocks of every row."""
     order = torch.rand(heads, blocks, blocks, generator=torch.Generator().manual_seed(0)).argsort(-1)
     return order < each
+
+
+def _random_tokens(batch: int, seqlen: int, each: int) -> torch.Tensor:
+    """int64 (batch, 1, seqlen, each): some are -1, some stand twice, one is the query's own."""
+    tokens = torch.randint(-1, seqlen, (batch, 1, seqlen, each), generator=torch.Generator().manual_seed(0))
+    tokens[..., 0] = torch.arange(seqlen)
+    return tokens
 
 
 ROWS = (
@@ -447,6 +460,15 @@ ROWS = (
         "gathered copies of the random blocks' keys and values, and five products that are joined again",
         _qkv((4, 4096, 12, 64)) | {"random": _random_blocks(12, 64, 3), "lengths": torch.tensor([4096, 4000, 100, 3])},
         _qkv((2, 61, 3, 8)) | {"random": _random_blocks(3, 8, 2), "lengths": torch.tensor([61, 50]), "block": 8},
+    ),
+    Row(
+        sparse_latent,
+        "Selected tokens, latent",
+        "DeepSeek-V3.2",
+        "DeepSeek-AI 2025, arXiv:2512.02556",
+        "gathered copies of each query's keys, or all of s and a mask of its size",
+        {"q": (1, 4096, 128, 576), "latent": (1, 4096, 1, 576), "tokens": torch.arange(2048).expand(1, 1, 4096, -1)},
+        {"q": (2, 37, 3, 18), "latent": (2, 37, 1, 18), "tokens": _random_tokens(2, 37, 9), "head_dim_v": 16},
     ),
     Row(
         vit,

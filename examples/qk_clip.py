@@ -3,8 +3,8 @@
 Muon's updates have all singular values alike, so W_q and W_k can grow together until softmax sees scores in the hundreds. After each
 step QK-clip looks at the largest score S of every head and shrinks the head's weights where S is above a threshold τ:
 
-    o, _, S = tw.attention_with_stats(q, k, v, causal=True, per="head")     # the attention, and its largest scores
-    W_q[head] *= min(1, τ / S[head])                                        # after the optimizer's step
+    stats = tw.attention_with_stats(q, k, v, causal=True, per="head")  # the attention, and its largest scores
+    W_q[head] *= min(1, τ / stats.max_logit[head])                    # after the optimizer's step
 
 Scores are linear in W_q, so the scores of this batch are then at most τ. The paper divides the factor among W_q and W_k; here
 several query heads share a key head, so W_q takes all of it (Kimi K2, 2025, section 2.1 and Algorithm 1).
@@ -30,9 +30,9 @@ class WatchedAttention:
         self.max_logits: list[Tensor] = []
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        o, _, max_logit = tw.attention_with_stats(q, k, v, causal=True, per="head")
-        self.max_logits.append(max_logit)
-        return o
+        stats = tw.attention_with_stats(q, k, v, causal=True, per="head")
+        self.max_logits.append(stats.max_logit)
+        return stats.o
 
 
 @torch.no_grad()

@@ -122,6 +122,12 @@ def bigbird(x: SimpleNamespace) -> Tensor:
     return torch.stack([square(x, lambda i, j, h=h: sees(h, i, j)) for h in range(len(x.random))]) & padding(x)
 
 
+def sparse_latent(x: SimpleNamespace, order: int) -> Tensor:
+    given = (x.tokens.unsqueeze(-2) == torch.arange(x.q.shape[1]).unsqueeze(-1)).any(-1)
+    keep = given & pairs(*given.shape[2:], lambda i, j: j <= i)
+    return textbook(x.q, x.latent, x.latent[..., : x.head_dim_v], order, keep=keep, scale=192**-0.5)
+
+
 def swin(x: SimpleNamespace, order: int) -> Tensor:
     """Over the whole image: pixel i sees pixel j if both lie in one shifted window and the shift wrapped both or neither."""
     rows, columns = x.q.shape[1:3]
@@ -182,6 +188,7 @@ TEXTBOOK: dict[str, Callable[[SimpleNamespace, int], Tensor]] = {
     "packed": packed,
     "packed-ids": standard(keep=packed_ids),
     "bigbird": standard(keep=bigbird),
+    "sparse-latent": sparse_latent,
     "vit": standard(),
     "swin": swin,
     "msa-row": standard(keep=lambda x: x.seen[:, None, None], bias=lambda x: x.pair_bias),

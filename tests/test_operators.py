@@ -464,7 +464,7 @@ def test_the_largest_scores_cost_the_other_results_nothing(feature):
         options = FEATURES[feature]()
         q, k, v = wanting_grad(*qkv(batch=2, nq=5, nk=6, hq=2, hk=1, d=3, dv=2, dtype=F64))
         o, lse, *max_logit = run(q, k, v, backend="portable", **options)
-        assert not any(x.requires_grad for x in max_logit)
+        assert not any(x.requires_grad for x in max_logit if x is not None)
         grads = torch.autograd.grad(o.square().sum() + lse.sum(), (q, k, v, *leaves_of(options)))
         results.append((o, lse, *grads))
     assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
@@ -512,7 +512,7 @@ def test_the_largest_scores_of_differentiated_calls():
     assert torch.equal(largest, alone.max_logit)
     with forward_ad.dual_level():
         out = tw.attention_with_stats(forward_ad.make_dual(q, q), k, v, causal=True, backend="portable")
-        moved = [forward_ad.unpack_dual(x) for x in out]
+        moved = [forward_ad.unpack_dual(x) for x in out[:3]]
     assert torch.equal(moved[2].primal, alone.max_logit)
     assert moved[2].tangent is None
     assert moved[0].tangent is not None

@@ -59,6 +59,7 @@ PUBLIC = {
         "attention_paged_with_lse",
     ),
     "gradients.py": ("attention_backward",),
+    "statistics.py": ("probabilities",),
     "compat/flash_attn/__init__.py": (
         "flash_attn_func",
         "flash_attn_kvpacked_func",

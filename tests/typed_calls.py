@@ -70,6 +70,8 @@ def right_calls() -> None:
     assert_type(tw.attention_backward(o, q, k, v, o, lse, dlse=lse, sink=sink, wrt=[sink]), tuple[Tensor, ...])
     stats = assert_type(tw.attention_with_stats(q, k, v, causal=True, per="head"), tw.AttentionStats)
     assert_type(tw.merge([(o, lse), (stats.o, stats.lse)]), tuple[Tensor, Tensor])
+    assert_type(tw.attention_with_stats(q, k, v, stats=("max_logit", "key_mass")).key_mass, Tensor | None)
+    assert_type(tw.probabilities(q, k, lse, torch.zeros(1, 1, 32, 2, dtype=torch.int32), causal=True), Tensor)
     assert_type(tw.attention_varlen(packed, packed, packed, cu_seqlens, causal=True), Tensor)
     assert_type(tw.attention_varlen(packed, packed, packed, cu_seqlens, return_lse=True), tuple[Tensor, Tensor])
     assert_type(tw.attention_varlen_with_lse(packed, packed, packed, cu_seqlens), tuple[Tensor, Tensor])
@@ -126,6 +128,7 @@ def wrong_calls(q: Tensor, k: Tensor, v: Tensor) -> None:
     tw.attention(q, k, v, parallel=2)  # type: ignore[arg-type]
     tw.attention_with_lse(q, k, v, dropout_p="half")  # type: ignore[arg-type]
     tw.attention_with_stats(q, k, v, per="batch")  # type: ignore[arg-type]
+    tw.attention_with_stats(q, k, v, stats=("mass",))  # type: ignore[arg-type]
     tw.attention_varlen(q, k, v)  # type: ignore[call-overload]
     tw.attention_paged(q, k)  # type: ignore[arg-type]
     tw.merge((q, k))  # type: ignore[arg-type]

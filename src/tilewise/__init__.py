@@ -38,6 +38,7 @@ from tilewise.masks.catalogue import (
 from tilewise.masks.patterns import butterfly, local_global, strided
 from tilewise.scores.catalogue import OFF as offset
 from tilewise.scores.catalogue import Score, alibi, bias, score, softcap
+from tilewise.statistics import probabilities
 
 if TYPE_CHECKING:
     import torch
@@ -104,6 +105,7 @@ __all__ = [
     "offset",
     "paged",
     "prefix",
+    "probabilities",
     "score",
     "selected",
     "show_mask",

@@ -16,6 +16,7 @@ from tilewise.planning.tiles import Grid
 from tilewise.problem import show_reasons
 from tilewise.scores import Score, ScoreFunction
 from tilewise.spec import Options, Words, assemble, brief
+from tilewise.statistics import key_mass, stats_reasons
 
 flops.register()
 
@@ -45,11 +46,12 @@ class Parallel(Protocol):
 
 
 class AttentionStats(NamedTuple):
-    """The result of :func:`attention_with_stats`."""
+    """The result of :func:`attention_with_stats`; None for a statistic that was not asked for."""
 
     o: Tensor
     lse: Tensor
-    max_logit: Tensor
+    max_logit: Tensor | None = None
+    key_mass: Tensor | None = None
 
 
 def for_each(q: Tensor, k: Tensor, v: Any) -> tuple[Tensor, Tensor]:
@@ -135,6 +137,28 @@ def _run_paged(
     if not isinstance(cache, (PagedCache, QuantizedCache)):
         raise ValueError(f"attention_paged was called wrongly\n  {not_a_cache(cache)}")
     return shared_prefix.over(q, cache, o)
+
+
+def _run_with_stats(
+    q: Tensor, k: Any, v: Tensor | None, o: Options, parallel: Parallel | None, asked: tuple[str, bool]
+) -> AttentionStats:
+    """``asked``: the largest scores per row or head, if at all, and whether the mass of keys."""
+    k, v = _keys_and_values(q, k, v, o)
+    per, with_mass = asked
+    if with_mass and (parallel is not None or o.block_table is not None):
+        raise NotImplementedError(
+            "attention_with_stats does not support key_mass of a cache or with parallel=; leave it out of stats"
+        )
+    if parallel is None:
+        operator = autograd.with_stats if o.max_logit else autograd.without_stats
+        out, lse, *largest = autograd.attention(q, k, v, *assemble(q, k, v, o), operator)
+    else:
+        out, lse, *largest = _ranks(parallel).attention(q, k, v, o, True)
+    if largest and per == "head":
+        largest = [state.largest_of_heads(largest[0])]
+        largest = largest if parallel is None else [parallel.maximum(largest[0])]
+    mass = key_mass(q, k, v, (out, lse), o) if with_mass else None
+    return AttentionStats(out, lse, largest[0] if largest else None, mass)
 
 
 def _keys_and_values(
@@ -243,6 +267,7 @@ def attention_with_stats(
     v: Tensor | None = None,
     *more: Never,
     per: Literal["row", "head"] = "row",
+    stats: Sequence[Literal["max_logit", "key_mass"]] = ("max_logit",),
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     causal: bool = False,
@@ -257,44 +282,40 @@ def attention_with_stats(
     parallel: Parallel | None = None,
     **others: Never,
 ) -> AttentionStats:
-    """Compute :func:`attention_with_lse` and the largest scores, for training recipes such as QK-clip (Kimi K2, 2025, Algorithm 1).
+    """Compute :func:`attention_with_lse` and statistics, for training recipes such as QK-clip (Kimi K2, 2025, Algorithm 1).
 
     Args:
         k: the keys; or the cache of :func:`attention_paged`, without v.
         per: ``"row"``, or ``"head"`` for the largest score over batch and rows (and over ranks, with ``parallel``), found on the device.
+        stats: the statistics to compute. ``"key_mass"`` takes the time of a backward.
         cu_seqlens_q, cu_seqlens_k: for packed sequences, as in :func:`attention_varlen`.
 
     Returns:
-        ``(o, lse, max_logit)``, the first two as from :func:`attention_with_lse`. max_logit is in lse's dtype, ``(batch, heads_q,
-        seqlen_q)``, packed ``(heads_q, total_q)``, or ``(heads_q,)``: the largest visible score of a row, after the scale and the
-        score function and before the sink. It is ``-inf`` for a row without keys and NaN if the row's o is NaN. It carries no
-        gradient; o and lse do.
+        ``(o, lse, max_logit, key_mass)``, the first two as from :func:`attention_with_lse`, the others None if ``stats`` lacks them. They
+        are in lse's dtype and carry no gradient; o and lse do. max_logit is ``(batch, heads_q, seqlen_q)``, packed ``(heads_q,
+        total_q)``, or ``(heads_q,)``: the largest visible score of a row, after the scale and the score function and before the sink. It
+        is ``-inf`` for a row without keys and NaN if the row's o is NaN. key_mass is ``(batch, heads_k, seqlen_k)``, packed
+        ``(heads_k, total_k)``, rounded to v's dtype: the sum of a key's probabilities, before dropout, over the queries and the query
+        heads of its group.
 
     Raises:
         ValueError: the call is wrong; the message has every reason. NotImplementedError: no backend, or not the named one, supports
-            the call.
+            the call; key_mass of a cache or over ranks.
     """
     if others or more:
         raise words.refused("attention_with_stats", others, more)
-    if per not in ("row", "head"):
-        raise ValueError(f'attention_with_stats was called wrongly\n  per must be "row" or "head", got {per!r}')
+    reasons = stats_reasons(per, stats)
+    if reasons:
+        raise ValueError("attention_with_stats was called wrongly" + "".join(f"\n  {reason}" for reason in reasons))
     if _is_dtensor(q):
         raise NotImplementedError(
             "attention_with_stats does not support DTensors; pass x.to_local(), and parallel= if the sequence is sharded"
         )
     # fmt: off
     options = Options(causal, mask, score, softmax_scale, sink, dropout_p, dropout_seed, deterministic, backend,
-                      cu_seqlens_q, cu_seqlens_k, max_logit=True)
+                      cu_seqlens_q, cu_seqlens_k, max_logit="max_logit" in stats)
     # fmt: on
-    k, v = _keys_and_values(q, k, v, options)
-    if parallel is None:
-        o, lse, max_logit = autograd.attention(q, k, v, *assemble(q, k, v, options), autograd.with_stats)
-    else:
-        o, lse, max_logit = _ranks(parallel).attention(q, k, v, options, True)
-    if per == "head":
-        max_logit = state.largest_of_heads(max_logit)
-        max_logit = max_logit if parallel is None else parallel.maximum(max_logit)
-    return AttentionStats(o, lse, max_logit)
+    return _run_with_stats(q, k, v, options, parallel, (per, "key_mass" in stats))
 
 
 @overload

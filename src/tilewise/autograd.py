@@ -46,7 +46,7 @@ for _name, _dextras in (
         tags=(torch.Tag.pt2_compliant_tag,),
     )
 _FORWARDS = ("attention", "attention_with_stats")
-_attention = torch.ops.tilewise.attention.default
+without_stats = torch.ops.tilewise.attention.default
 with_stats = torch.ops.tilewise.attention_with_stats.default
 
 
@@ -291,7 +291,7 @@ _transforming = torch._C._are_functorch_transforms_active
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None, spec: str, operator=_attention
+    q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None, spec: str, operator=without_stats
 ):
     """``(o, lse)`` by the operator, or without the dispatcher where that would do no more than call the kernel of autograd; inside
     torch.func, whose levels an operator cannot pass on, by a function that they take apart.

@@ -1,8 +1,9 @@
-"""The forward of few selected keys, which the cpu backend reads as pages of a cache."""
+"""Selected keys, which the cpu backend reads once for all heads that share them."""
 
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ def selected(block: int = 1, heads: int = 1, batch: int = 1, count: int = 6) -> 
 
 
 def of(mask: tw.Mask, group: int = 16, dtype: torch.dtype = torch.float32, dv: int = 32, **options: object) -> Call:
-    return call(*qkv(2, NQ, NK, 2 * group, 2, 32, dv, dtype), mask=mask, **options).forward_only()
+    return call(*qkv(2, NQ, NK, 2 * group, 2, 32, dv, dtype), mask=mask, **options)
 
 
 CASES = {
@@ -41,7 +42,14 @@ CASES = {
     "key-lengths": lambda: of(selected(8, heads=2) & tw.key_lengths(torch.tensor([60, 101])), group=20),
     "no-key": lambda: of(selected() & tw.key_lengths(torch.tensor([0, 128]))),
     "softcap-sink": lambda: of(selected() & tw.causal(), score=tw.softcap(2.0), sink=normal(32), softmax_scale=0.4),
-    "largest-score": lambda: of(selected(heads=2), group=5, sink=normal(10), max_logit=True),
+    "softcap-bfloat16": lambda: of(selected(8, heads=2), group=3, score=tw.softcap(1.0), dtype=torch.bfloat16),
+    "score-that-hides": lambda: of(
+        selected(count=32), score=tw.score(lambda s, b, h, i, j: torch.where(s > 0, s * s, -torch.inf))
+    ),
+    "largest-score": lambda: of(selected(heads=2), group=5, sink=normal(10), max_logit=True).forward_only(),
+    "sink-wide-heads": lambda: of(selected(heads=2), group=70, dv=200, sink=normal(140)),
+    "many-keys": lambda: of(selected(4, count=8) & tw.causal(), group=2, dv=7),
+    "deterministic": lambda: of(selected(), deterministic=True),
     "float64": lambda: of(selected(2), dtype=torch.float64),
     "bfloat16": lambda: of(selected(heads=2) & tw.causal(), dtype=torch.bfloat16, dv=48),
     "float16": lambda: of(selected(16), group=40, dtype=torch.float16),
@@ -111,12 +119,40 @@ def test_keys_of_any_strides_are_gathered():
         lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
         lambda x: torch.cat([x, x], -1)[..., :16],
     ]
-    found = [CPU.forward(c.p, c.t).o for c in (call(*map(form, (q, k, v)), mask=selected(4)) for form in forms)]
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
+    found = [testing.results(CPU, call(*map(form, (q, k, v)), mask=selected(4))) for form in forms]
+    assert not testing.other_bits(found[0], found[1])
+    assert not testing.other_bits(found[0], found[2])
+
+
+def test_the_bits_do_not_depend_on_threads():
+    c = of(selected())
+    before, found = torch.get_num_threads(), []
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        found.append(testing.results(CPU, c))
+    torch.set_num_threads(before)
+    assert not testing.other_bits(*found)
+
+
+def test_a_sequence_does_not_depend_on_its_batch_when_deterministic():
+    q, k, v = qkv(2, NQ, NK, 4, 1)
+    mask = selected()
+    pair, alone = (
+        testing.results(CPU, replace(c, do=normal(2, NQ, 4, 16)[:n], dlse=torch.zeros_like(c.dlse)))
+        for n in (2, 1)
+        for c in [call(q[:n], k[:n], v[:n], mask=mask, deterministic=True)]
+    )
+    assert not testing.other_bits(alone, {name: x[:1] for name, x in pair.items()})
+
+
+def test_keys_that_no_query_was_given_may_hold_nan():
+    q, k, v = qkv(1, NQ, NK, 4, 1)
+    mask = tw.selected(entries(1, 1, NQ, 6, blocks=NK - 8))
+    clean = testing.results(CPU, call(q, k, v, mask=mask))
+    k[:, -8:] = v[:, -8:] = torch.nan
+    assert not testing.other_bits(testing.results(CPU, call(q, k, v, mask=mask)), clean)
 
 
 def test_it_is_explained():
     c = of(selected())
-    assert "forward of each query's selected keys" in CPU.config(c.p).describe()
-    assert gathered.serves(c.p)
+    assert "the selected keys of each query" in CPU.config(c.p).describe()

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import pytest
 
-from tilewise import accuracy
+from tilewise import accuracy, expr
 from tilewise.backends.cpu import library
 
 FUNCTIONS = {"forward": 0, "backward": 1, "list": 2}
@@ -89,28 +89,33 @@ class Recording:
         rows, keys, batch = self.lines(c)
         at = lambda name: getattr(library.Call, name).offset  # noqa: E731
         self.point(0, at("isa"), ctypes.cast(c.isa, ctypes.c_void_p).value, len(c.isa) + 1, U8, "isa")
+        selects = self.selects(c)
+        summed, shares = (statistics, c.shares) if selects else (c.type, 1)
         for name, heads, lines, last, type_ in (
             ("q", c.heads_q, c.seqlen_q, c.head_dim, c.type), ("k", c.heads_k, c.seqlen_k, c.head_dim, c.type),
             ("v", c.heads_k, c.seqlen_k, c.head_dim_v, c.type), ("o", c.heads_q, c.seqlen_q, c.head_dim_v, c.type),
             ("dout", c.heads_q, c.seqlen_q, c.head_dim_v, c.type), ("dq", c.heads_q, c.seqlen_q, c.head_dim, c.type),
-            ("dk", c.heads_k, c.seqlen_k, c.head_dim, c.type), ("dv", c.heads_k, c.seqlen_k, c.head_dim_v, c.type),
+            ("dk", c.heads_k, c.seqlen_k, c.head_dim, summed), ("dv", c.heads_k, c.seqlen_k, c.head_dim_v, summed),
         ):  # fmt: skip
             x = getattr(c, name)
-            in_pages = c.block_table and name in "kv"
+            in_pages = c.block_table and not selects and name in "kv"
             each, lines = (1 + max(self.pages(c), default=0), c.page_size) if in_pages else (batch, lines)
-            elements = length((each, x.batch), (lines, x.row), (heads, x.head), last=last)
+            parts = shares if name in ("dk", "dv") else 1
+            elements = length((each, x.batch), (parts, x.batch // parts), (lines, x.row), (heads, x.head), last=last)
             self.point(0, at(name), x.data, elements, type_, name)
         for name in ("lse", "max_logit", "dlse", "delta"):
             elements = length((batch, c.lse_batch), (c.heads_q, c.lse_head), last=c.seqlen_q)
             self.point(0, at(name), getattr(c, name), elements, statistics, name)
         for name, lines in (("lo", rows), ("hi", rows), ("first", keys), ("last", keys)):
             x = getattr(c, name)
-            elements = length((c.batch, x.batch), (c.heads_q, x.head), last=lines)
+            elements = length((c.batch, x.batch), (c.heads_k if selects else c.heads_q, x.head), last=lines)
             self.point(0, at(name), x.data, elements, I32, name)
+            if selects and name == "hi":
+                self.point(0, at("block_table"), c.block_table, elements * c.table_row, I32, "block_table")
         self.point(0, at("sink"), c.sink, c.heads_q, statistics, "sink")
         for name in ("cu_seqlens_q", "cu_seqlens_k"):
             self.point(0, at(name), getattr(c, name), c.batch + 1, I64, name)
-        if c.block_table:
+        if c.block_table and not selects:
             most = max(self.used(c, b) for b in range(c.batch))
             self.point(0, at("block_table"), c.block_table, (c.batch - 1) * c.table_row + most, I32, "block_table")
         self.point(0, at("status"), c.status, self.tiles(c), U8, "status")
@@ -119,10 +124,20 @@ class Recording:
         elements = length((c.batch, c.seen_batch), (c.heads_k, c.seen_head), last=keys)
         self.point(0, at("seen"), c.seen, elements, U8, "seen")
 
+    def selects(self, c: library.Call) -> bool:
+        """Whether the call is a backward of selected keys, whose table has a row for each line of ``hi``."""
+        return bool(c.block_table) and not c.cu_seqlens_k
+
     def lines(self, c: library.Call) -> tuple[int, int, int]:
         """Queries and keys that masks have lines for, and the batches that q has."""
         ends = [int64(cu, c.batch) if cu else 0 for cu in (c.cu_seqlens_q, c.cu_seqlens_k)]
-        keys = ends[1] if c.block_table else min(ends[1], c.seqlen_k) if c.cu_seqlens_k else c.seqlen_k
+        keys = (
+            ends[1]
+            if c.block_table and not self.selects(c)
+            else min(ends[1], c.seqlen_k)
+            if c.cu_seqlens_k
+            else c.seqlen_k
+        )
         return (min(ends[0], c.seqlen_q), keys, 1) if c.cu_seqlens_q else (c.seqlen_q, keys, c.batch)
 
     def used(self, c: library.Call, b: int) -> int:
@@ -153,8 +168,8 @@ class Recording:
         code = [p.code[n] for n in range(max(ends))]
         address = lambda pointer: ctypes.cast(pointer, ctypes.c_void_p).value  # noqa: E731
         self.point(0, at("code"), address(p.code), len(code) * ctypes.sizeof(library.Instruction), NOTHING, "code")
-        lookup = library.load().operations["lookup"]
-        leaves = max((x.b + 1 for x in code if x.op == lookup), default=0)
+        reads = {library.load().operations[name] for name in expr.READS}
+        leaves = max((x.b + 1 for x in code if x.op in reads), default=0)
         self.table(at("leaves"), p.leaves, leaves, "leaf")
         self.table(at("gradients"), p.gradients, p.leaf_gradients, "gradients")
 

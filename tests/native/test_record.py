@@ -50,3 +50,13 @@ def test_leaves_masks_and_sums_are_recorded_whole(monkeypatch):
     assert size[gradients.data] == 8 * 2 * 2 * 36  # a sum in fp64 for each (batch, key head)
     assert size[backward.call.status] == -(-70 // backward.call.tile_m) * -(-70 // backward.call.tile_n)
     assert {x.address for x in backward.blocks if x.written} >= {gradients.data, backward.call.dk.data}
+
+
+def test_a_backward_of_selected_keys_is_recorded_with_every_part_of_its_sums(monkeypatch):
+    c = call(*qkv(1, 9, 16, 2, 1, 16, 16), mask=tw.selected(torch.arange(4).expand(1, 1, 9, -1)))
+    backward = recordings(monkeypatch, c)["backward"]
+    size, native = sizes(backward), backward.call
+    assert native.shares == 8
+    assert size[native.dk.data] == size[native.dv.data] == 4 * 8 * 16 * 16
+    assert size[native.block_table] == 4 * 9 * 4
+    assert size[native.hi.data] == 4 * 9

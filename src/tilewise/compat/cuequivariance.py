@@ -102,8 +102,8 @@ def _rows(call: dict[str, Tensor], scale: float | None, return_aux: bool) -> tup
     options = {"mask": mask, "score": score, "softmax_scale": scale}
     if not return_aux:
         return (tw.attention(q, k, v, **options).transpose(1, 2),)
-    o, lse, largest = tw.attention_with_stats(q, k, v, **options)
-    return o.transpose(1, 2), lse, largest
+    stats = tw.attention_with_stats(q, k, v, **options)
+    return stats.o.transpose(1, 2), stats.lse, stats.max_logit
 
 
 def mask_to_kv_lengths(mask: Tensor) -> Tensor:

@@ -78,9 +78,9 @@ def flex_attention(
     scored = score_wrapping(score_mod) if callable(score_mod) else score_mod
     options = {"mask": _mask(block_mask, query, key), "score": scored, "softmax_scale": scale}
     if return_aux is not None and return_aux.max_scores:
-        o, lse, largest = tw.attention_with_stats(q, k, v, **options)
-        aux = AuxOutput(lse=lse if return_aux.lse else None, max_scores=largest)
-        return o.transpose(1, 2), aux
+        stats = tw.attention_with_stats(q, k, v, **options)
+        aux = AuxOutput(lse=stats.lse if return_aux.lse else None, max_scores=stats.max_logit)
+        return stats.o.transpose(1, 2), aux
     if return_lse or (return_aux is not None and return_aux.lse):
         o, lse = tw.attention_with_lse(q, k, v, **options)
         return o.transpose(1, 2), lse if return_aux is None else AuxOutput(lse=lse)

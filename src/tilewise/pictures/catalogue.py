@@ -62,6 +62,16 @@ MASK_ENTRIES = (
         "Each block of 16 queries sees the blocks of 16 keys that it was given. An entry that stands twice counts once.",
     ),
     Entry(
+        "Selected tokens",
+        "tw.causal() & tw.selected(torch.tensor([[[[0, 3, 9, 12], [3, 9, 17, 28], [3, 20, 33, 41], [9, 28, 41, 60]]]]), 1, 16)",
+        "As in DeepSeek's sparse attention, but that 16 queries share a row here. Few tiles are empty.",
+    ),
+    Entry(
+        "Selected blocks and a window",
+        "tw.causal() & (tw.selected(torch.tensor([[[[0], [0], [1], [0], [3], [1], [4], [1]]]]), 8, 8) | tw.window(left=8))",
+        "As in NSA and MoBA: blocks of the past, and the nearest keys.",
+    ),
+    Entry(
         "Both of two masks", "tw.causal() & tw.window(left=20) & tw.documents(torch.arange(64) // 36)",
         "`&` keeps the pairs that every mask keeps: a sliding window within documents.",
     ),

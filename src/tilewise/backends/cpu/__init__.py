@@ -95,6 +95,9 @@ class Cpu(Backend):
         bound.run("forward")
 
     def backward(self, p: Problem, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads:
+        if self._prepared.of(p).config.gathered:
+            *grads, delta = gathered.backward(p, t, out, do, dlse, self._prepared.of)
+            return Grads(*grads, _sink_gradient(t, out.lse, delta), {})
         bound = Bound(self._prepared.of(p), t, backward=True)
         call, lse = bound.call, out.lse
         sums = LeafSums.plan(p, t.leaves, bound.code, bound.prepared.config.parts(p, call.threads))

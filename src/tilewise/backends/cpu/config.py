@@ -32,7 +32,7 @@ class Config:
         isa: the instruction set.
         split: keys of a split of the forward, or 0.
         shares: parts of the keys in the backward, one for each thread. They add to dq in order (:meth:`parts`).
-        gathered: the forward reads the keys that each query selected, without tiles.
+        gathered: both passes read the keys that each query selected, without tiles.
     """
 
     isa: str
@@ -49,9 +49,8 @@ class Config:
         split = f", keys split by {self.split}" if self.split else ""
         heads = f" of {self.heads} heads" if self.heads > 1 else ""
         note = f" ({NOTES[self.isa]})" if self.isa in NOTES else ""
-        tiles = f"tiles {self.tile_m}{heads} x {self.tile_n}"
-        forward = "of each query's selected keys" if self.gathered else tiles
-        return f"{self.isa}{note}, forward {forward}, backward {self.backward_m} x {self.backward_n}{split}"
+        tiles = f"forward tiles {self.tile_m}{heads} x {self.tile_n}, backward {self.backward_m} x {self.backward_n}"
+        return f"{self.isa}{note}, {'the selected keys of each query' if self.gathered else tiles}{split}"
 
     def parts(self, p: Problem, threads: int) -> int:
         """Return ``shares``, or one part per tile of keys if whole heads would leave threads idle.

@@ -1,7 +1,7 @@
-"""Forward of keys that each query selected: every query with the heads that share its keys is a sequence over a cache in pages.
+"""Keys that each query selected, read once for all heads that share them.
 
-A page has the keys of an entry, and the sorted entries of a query's row are its block table, so the kernels that decode over pages read
-the selected keys alone, once for all heads. A causal mask is a sequence's length.
+In the forward every query with these heads is a sequence over a cache in pages: a page has the keys of an entry, and the sorted entries of
+a query's row are its block table. A causal mask is a sequence's length. The backward has a kernel of its own (``native/selected.h``).
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ from torch import Tensor
 
 from tilewise import expr
 from tilewise.backends.base import Inputs, Output, PerTensors
+from tilewise.backends.cpu import library
+from tilewise.backends.cpu.call import Bound, Prepared
 from tilewise.planning.tiles import Grid
 from tilewise.problem import Problem, TensorFacts
 from tilewise.selections import keys_of_entry
 from tilewise.spec import parse_spec
 
 _tables = PerTensors()
+ENOUGH_PARTS = 8  # of the queries in the backward, with the key heads: each has a dk and a dv of its own
 
 
 def serves(p: Problem) -> bool:
@@ -43,10 +46,8 @@ def serves(p: Problem) -> bool:
 
 def forward(p: Problem, t: Inputs, out: Output, run: Callable[[Problem, Inputs, Output], None]) -> None:
     """Write the output of a call that :func:`serves`; ``run`` does so for a call over pages."""
-    selection = p.spec.region.predicate
-    block, leaf = keys_of_entry(selection)[0], t.leaves[selection.args[0][1]]
-    table, lengths = _tables.of((p.spec.source, p.sizes), t.leaves, lambda: _table(p, t, leaf, block))
-    parts = leaf.shape[1]  # with keys of their own
+    table, lengths, block = _pages(p, t)
+    parts = table.shape[1]  # with keys of their own
     for n in range(parts):
         heads_q, heads_k = (slice(n * heads // parts, (n + 1) * heads // parts) for heads in (p.heads_q, p.heads_k))
         k, v = (x[:, :, heads_k].unflatten(1, (p.seqlen_k // block, block)).flatten(0, 1) for x in (t.k, t.v))
@@ -59,6 +60,33 @@ def forward(p: Problem, t: Inputs, out: Output, run: Callable[[Problem, Inputs, 
         run(*paged, Output(o, *statistics))
         for whole, x in zip(out.tensors[1:], statistics, strict=True):
             whole[:, heads_q] = x.view(p.batch, p.seqlen_q, q.shape[2]).transpose(1, 2)
+
+
+def backward(
+    p: Problem, t: Inputs, out: Output, do: Tensor, dlse: Tensor, prepared: Callable[[Problem], Prepared]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return ``(dq, dk, dv, delta)`` of a call that :func:`serves`."""
+    spec = replace(p.spec, mask_text="", mask_slots=(), sink_slot=None, grad_slots=())
+    plain = Problem(p.q, p.k, p.v, (), p.device, parse_spec(spec.text()))
+    bound = Bound(prepared(plain), replace(t, leaves=(), sink=None), backward=True)
+    call, (table, lengths, block) = bound.call, _pages(p, t)
+    call.block_table, call.table_row, call.page_size = bound.data(table), table.shape[-1], block
+    call.hi = library.Ends(bound.data(lengths), lengths.stride(0), lengths.stride(1) if lengths.shape[1] > 1 else 0)
+    call.shares = -(-ENOUGH_PARTS // (p.heads_k * (1 if p.spec.deterministic else max(p.batch, 1))))
+    dq, delta = torch.empty_like(t.q, memory_format=torch.contiguous_format), torch.zeros_like(out.lse)
+    dk, dv = (x.new_zeros((p.batch, call.shares, *x.shape[1:]), dtype=p.compute_dtype) for x in (t.k, t.v))
+    call.o, call.lse, call.dout = bound.tensor(out.o), bound.data(out.lse), bound.tensor(do)
+    call.dq, call.dk, call.dv = bound.tensor(dq), bound.tensor(dk[:, 0]), bound.tensor(dv[:, 0])
+    call.dlse, call.delta = bound.data(dlse.to(out.lse.dtype)), delta.data_ptr()
+    bound.run("backward")
+    return dq, dk.sum(1).to(p.dtype), dv.sum(1).to(p.dtype), delta
+
+
+def _pages(p: Problem, t: Inputs) -> tuple[Tensor, Tensor, int]:
+    """Return :func:`_table` and the keys of a page."""
+    selection = p.spec.region.predicate
+    block, leaf = keys_of_entry(selection)[0], t.leaves[selection.args[0][1]]
+    return *_tables.of((p.spec.source, p.sizes), t.leaves, lambda: _table(p, t, leaf, block)), block
 
 
 def _table(p: Problem, t: Inputs, leaf: Tensor, block: int) -> tuple[Tensor, Tensor]:

@@ -81,7 +81,7 @@ void check(const TwCall &c) {
     throw std::invalid_argument("tile_n must be 64, 128, 192 or 256, and tile_m, heads_per_item, threads at least 1");
   if (c.split < 0 || c.split % c.tile_n || (c.split && c.cu_seqlens_q && !c.block_table))
     throw std::invalid_argument("split must be a multiple of tile_n, and 0 for packed sequences");
-  if (c.block_table && (c.page_size < 1 || !c.cu_seqlens_k)) throw std::invalid_argument("pages need a size and lengths");
+  if (c.block_table && (c.page_size < 1 || !(c.cu_seqlens_k || c.hi.data))) throw std::invalid_argument("pages need a size and lengths");
   if (c.batch < 0 || c.heads_k < 1 || c.heads_q < 1 || c.heads_q % c.heads_k || c.head_dim < 1 || c.head_dim_v < 1 || c.shares < 1)
     throw std::invalid_argument("sizes and shares must be positive, and heads_q a multiple of heads_k");
   if (c.q_start < 0 || c.k_start < 0) throw std::invalid_argument("a piece's first query and key must not be negative");
@@ -242,6 +242,10 @@ struct Backward {
   std::vector<std::unique_ptr<float[]>> sums;  // of the dq that shares share
 
   explicit Backward(const TwCall &c) {
+    if (c.block_table) {
+      add_selected(c);
+      return;
+    }
     const int64_t batches = c.serial_batch ? 1 : c.batch, heads = c.serial_head ? 1 : c.heads_k;
     groups.resize(size_t(batches * heads * c.shares)), cost.resize(groups.size());
     for (int64_t b = 0; b < c.batch; ++b)
@@ -252,6 +256,16 @@ struct Backward {
   }
 
  private:
+  // Queries that selected their keys, in shares.
+  void add_selected(const TwCall &c) {
+    for (int64_t n = 0, heads = c.heads_q / c.heads_k; n < c.batch * c.heads_k * c.shares; ++n) {
+      const int64_t share = n % c.shares, head_k = n / c.shares % c.heads_k, m0 = c.seqlen_q * share / c.shares;
+      const int64_t m1 = c.seqlen_q * (share + 1) / c.shares;
+      groups.push_back({{n / c.shares / c.heads_k, head_k, head_k * heads, heads, m0, m1, 0, c.seqlen_k, true, share, 0, nullptr, nullptr}});
+      cost.push_back(m1 - m0);
+    }
+  }
+
   // A head's keys, in shares, and the dq of as many queries as are held.
   void add_keys(const TwCall &c, int64_t b, int64_t head_k, int64_t group) {
     const Sequence s = sequence_of(c, b);

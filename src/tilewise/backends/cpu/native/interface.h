@@ -5,7 +5,7 @@
 
 extern "C" {
 
-enum { TW_VERSION = 11, TW_DIMS = 8 };
+enum { TW_VERSION = 12, TW_DIMS = 8 };
 enum TwType { TW_F32 = 0, TW_F64 = 1, TW_BF16 = 2, TW_F16 = 3, TW_I64 = 4, TW_I32 = 5, TW_I16 = 6, TW_I8 = 7, TW_U8 = 8 };
 enum TwStatus { TW_OK = 0, TW_BAD_CALL = 1, TW_NO_MEMORY = 2, TW_FAILED = 3, TW_INTERRUPTED = 4 };
 enum TwTile { TW_EMPTY = 0, TW_PARTIAL = 1, TW_FULL = 2 };
@@ -82,6 +82,9 @@ typedef struct {
   const int64_t *cu_seqlens_q, *cu_seqlens_k;      // null: a dense batch
   // Forward over pages: key j of sequence b is row j % page_size of page block_table[b * table_row + j / page_size], k.batch and
   // v.batch are a page's stride, and cu_seqlens_k adds up the lengths. cu_seqlens_q may be null, and seqlen_k is the capacity.
+  // Backward of selected keys in a dense batch: key n of query i of key head h is row n % page_size of entry n / page_size of the line of
+  // `hi` (b, h, i), which says how many there are; the entries count through the batch. dk and dv are in the compute type, zeroed, and
+  // have `shares` of each sequence, one after the other.
   const int32_t *block_table;                      // null: no pages
   int64_t table_row, page_size;
   TwTensor q, k, v, o;

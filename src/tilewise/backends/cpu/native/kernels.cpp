@@ -4,6 +4,7 @@
 #include "few_queries_tiled.h"
 #include "list_mask.h"
 #include "forward.h"
+#include "selected.h"
 #include "tangent.h"
 
 namespace tw::TW_ISA {
@@ -42,6 +43,8 @@ template <class Y>
 using TangentOf = Tangent<typename Y::E, typename Y::T, typename Y::X>;
 template <class Y>
 using BackwardOf = Backward<typename Y::E, typename Y::T, typename Y::X>;
+template <class Y>
+using SelectedOf = SelectedBackward<typename Y::E, typename Y::T>;
 
 static int64_t forward_bytes(const TwCall &c) {
   const QueryItem none{};
@@ -96,7 +99,9 @@ static void tangent(const TwCall &c, const TwMoved &moved, const QueryItem &item
 
 static int64_t backward_bytes(const TwCall &c) {
   const GradientUnit none{};
-  return with_types(c, [&](auto y) { return BackwardOf<decltype(y)>(c, none, nullptr).bytes; });
+  return with_types(c, [&](auto y) {
+    return c.block_table ? SelectedOf<decltype(y)>(c, none, nullptr).bytes : BackwardOf<decltype(y)>(c, none, nullptr).bytes;
+  });
 }
 
 static void delta(const TwCall &c, int64_t b, int64_t head) {
@@ -104,7 +109,10 @@ static void delta(const TwCall &c, int64_t b, int64_t head) {
 }
 
 static void backward(const TwCall &c, const GradientUnit &unit, char *scratch) {
-  with_types(c, [&](auto y) { BackwardOf<decltype(y)>(c, unit, scratch).run(); });
+  with_types(c, [&](auto y) {
+    if (c.block_table) SelectedOf<decltype(y)>(c, unit, scratch).run();
+    else BackwardOf<decltype(y)>(c, unit, scratch).run();
+  });
 }
 
 #define TW_STRING_OF(x) #x

@@ -161,9 +161,13 @@ def bigbird(q, k, v, random, lengths, block=64):
 
 
 def sparse_latent(q, latent, tokens, head_dim_v=512):
-    """latent (batch, seqlen, 1, 576): the keys, whose first 512 numbers are the values; tokens (batch, 1, seqlen, 2048) of an indexer."""
+    """latent (batch, seqlen, 1, 576): keys, of which 512 numbers are values.
+
+    tokens (batch, 1, seqlen, 2048), int: what an indexer chose.
+    """
+    v = latent[..., :head_dim_v]
     mask = tw.causal() & tw.selected(tokens)
-    return tw.attention(q, latent, latent[..., :head_dim_v], mask=mask, softmax_scale=192**-0.5)
+    return tw.attention(q, latent, v, mask=mask, softmax_scale=192**-0.5)
 
 
 # -- Vision and biology --------------------------------------------------------------------------------------------

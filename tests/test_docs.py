@@ -178,7 +178,7 @@ def test_the_page_on_jax_is_one_program():
 
 def test_switching_shows_before_and_after_of_each():
     found = blocks(SWITCHING.read_text(encoding="utf-8"))  # what is left behind is `py`: it need not be installed
-    assert [b.language for b in found] == ["py", "python"] * 9
+    assert [b.language for b in found] == ["py", "python"] * 10
     assert all(("# before" if b.language == "py" else "# after") in b.text for b in found)
 
 

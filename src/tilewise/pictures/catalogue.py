@@ -62,13 +62,11 @@ MASK_ENTRIES = (
         "Each block of 16 queries sees the blocks of 16 keys that it was given. An entry that stands twice counts once.",
     ),
     Entry(
-        "Selected tokens",
-        "tw.causal() & tw.selected(torch.tensor([[[[0, 3, 9, 12], [3, 9, 17, 28], [3, 20, 33, 41], [9, 28, 41, 60]]]]), 1, 16)",
-        "As in DeepSeek's sparse attention, but that 16 queries share a row here. Few tiles are empty.",
+        "Selected tokens", "tw.causal() & tw.selected(torch.tensor([[[[0, 9], [3, 20], [9, 41]]]]), 1, 22)",
+        "As in DeepSeek's sparse attention, but that 22 queries share a row here. Few tiles are full.",
     ),
     Entry(
-        "Selected blocks and a window",
-        "tw.causal() & (tw.selected(torch.tensor([[[[0], [0], [1], [0], [3], [1], [4], [1]]]]), 8, 8) | tw.window(left=8))",
+        "Selected blocks and a window", "tw.selected(torch.tensor([[[[-1], [0], [1], [0]]]]), 16, 16) | tw.window(16, 0)",
         "As in NSA and MoBA: blocks of the past, and the nearest keys.",
     ),
     Entry(

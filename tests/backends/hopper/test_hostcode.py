@@ -41,7 +41,6 @@ CASES = {  # of what kernels take: tensor maps, 32- and 64-bit numbers, tensors 
     "split": ((64, 64), {"dtype": "fp16", "form": "upper", "split": True}),
     "packed": ((128, 128), {"dtype": "bf16", "form": "upper", "packed": True}),
     "traced": ((96, 96), {"dtype": "bf16", "form": "lists", "traced": TRACED}),
-    "heads": ((64, 64), {"dtype": "bf16", "form": "full", "heads": 8, "split": True}),
     "bias": ((128, 128), {"dtype": "bf16", "form": "upper", "score": "bias", "tiles": TABLE[128, 128].bias}),
 }
 BACKWARD = {
@@ -269,19 +268,3 @@ def test_rows_of_a_packed_tensor_end_where_its_sequence_ends(both, cuda):
                 found = address_of(tensor_map, (0, packed.LONG - size + i, head, end, packed.LONG))
                 wanted = x.address + 2 * ((end - size + i) * by_row + head * by_head)
                 assert found == (wanted if i < size else None)
-
-
-@pytest.mark.parametrize("compiled", [pytest.param("heads", marks=pytest.mark.xdist_group("heads"))], indirect=True)
-def test_a_row_of_a_tile_is_a_head_of_its_group(both, cuda):
-    r = random.Random(1)
-    for _ in range(50):
-        given = drawn_call(both.recipe.arguments, r, APART[:2])
-        q, heads_k = given[0], given[1].shape[2]
-        batch, rows, heads, _ = q.shape
-        if heads < heads_k:
-            continue
-        by_batch, by_row, by_head, _ = q.strides
-        b, i, h, kv = r.randrange(batch), r.randrange(rows), r.randrange(heads // heads_k + 3), r.randrange(heads_k)
-        found = address_of(tensor_maps(both, cuda, given)[0], (0, h, i, kv, b))
-        wanted = q.address + 2 * (b * by_batch + i * by_row + (kv * (heads // heads_k) + h) * by_head)
-        assert found == (wanted if h < heads // heads_k else None)

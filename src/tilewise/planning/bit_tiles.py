@@ -28,7 +28,7 @@ LINES = 128  # of a tile
 THREADS = 256  # that hold it: two warpgroups
 BUDGET = 256 << 20  # bytes of bits that a mask may take
 NOTHING, EVERYTHING = 0, 1  # slots in which no bit is set, and every bit; those of partial tiles follow
-RESERVED = 3  # slots beside those of partial tiles: these two, and a last one for what nobody reads
+RESERVED = 2  # these two slots
 LATE = 50  # by which part of a pass's work, one of so many, the last section's longest tile may outlast all others
 
 
@@ -219,7 +219,7 @@ class BitTiles:
         start = torch.arange(heads, device=blocks.device).view(*blocks.shape[:2], 1) * (
             (len(self.bits) - RESERVED) // heads
         )
-        first = RESERVED - 1 + start + parts.cumsum(-1) - parts
+        first = RESERVED + start + parts.cumsum(-1) - parts
         first = torch.where(parts > 0, first, torch.where(count > 0, EVERYTHING, NOTHING))
         group = sections.group if count.shape[1] > 1 else 1
         visited = count.unflatten(1, (-1, group)).sum(2)  # by all heads of a group
@@ -250,7 +250,7 @@ class BitTiles:
             at = slice(n, n + count)
             kept = self._kept(grid, line.flatten()[at], tile[at], (b[at], h[at]), by_columns)
             words = kept.flatten(1)[:, order].view(-1, *of_slot, 32).long() << torch.arange(32, device=parts.device)
-            self.bits[RESERVED - 1 + n : RESERVED - 1 + n + len(words)] = words.sum(-1).int()  # the high bits wrap
+            self.bits[RESERVED + n : RESERVED + n + len(words)] = words.sum(-1).int()  # the high bits wrap
 
     def _kept(self, grid: Grid, line: Tensor, tile: Tensor, head: tuple[Tensor, Tensor], by_columns: bool) -> Tensor:
         """Return which pairs of some tiles are kept, each by its line and its crossing tile: bool (tile, LINES, crossing line)."""

@@ -299,8 +299,8 @@ def _region_of(grid: Grid, p: Problem, tile: tuple[int, int], backward: bool, na
 def _unlisted(grid: Grid, p: Problem, tile: tuple[int, int], native: Blocks) -> tuple[Tensor, Tensor]:
     """Return arrays for the library to fill: the states of tiles, and the seen keys, with none marked.
 
-    If it would ask every pair, states that parts of the mask decide are filled in. Arrays have one entry for all b or h that they do
-    not depend on."""
+    If it would ask every pair of several tiles, states that parts of the mask decide are filled in. Arrays have one entry for all b or h
+    that they do not depend on."""
     symbols = expr.depends_on(*grid.region.parts)
     batch, heads = (len(grid.b) if "b" in symbols else 1), (p.heads_q if "h" in symbols else 1)
     tiles = (-(-grid.seqlen_q // tile[0]), -(-grid.keys // tile[1]))

@@ -1,4 +1,4 @@
-"""Sparse attention that learns what to look at: ``python -m examples.sparse``. Two minutes on a laptop's CPU.
+"""Sparse attention that learns what to look at: ``python -m examples.sparse``. Under a minute on two cores.
 
 A language model, as DeepSeek's sparse attention. In each layer a small indexer scores the earlier tokens, and each query attends to the
 best of them. The indexer learns from the attention, which it does not change (DeepSeek-V3.2, 2025, section 2.1):

@@ -11,10 +11,11 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 
 import tilewise as tw
 from tests.backends.contract import agree
-from tests.planning.test_tiles import HEADS, IDS, INTERVALS, MONOTONE, grid_of, masks, matrix, true_status
+from tests.planning.test_tiles import HEADS, IDS, INTERVALS, MONOTONE, PREDICATES, grid_of, masks, matrix, true_status
 from tilewise.backends.triton import Triton, interpreting
 from tilewise.backends.triton.config import Config
 from tilewise.backends.triton.host import tile_map
+from tilewise.backends.triton.kernels import tile_map as tile_map_kernels
 from tilewise.backends.triton.planning import ends_of_lines, judged_tiles
 from tilewise.backends.triton.tiles import Tiles
 from tilewise.masks import Mask
@@ -62,6 +63,25 @@ def test_programs_take_the_tiles_of_a_key_tile_in_spans(monkeypatch):
 @pytest.mark.parametrize("name", MONOTONE)
 def test_a_predicate_that_rises_or_falls_is_judged_as_its_pairs_say(name):
     check(MONOTONE[name][0](130), 33, 130, (24, 48))
+
+
+@pytest.mark.parametrize("name", [name for name in PREDICATES if name.startswith("selected")])
+def test_selected_keys_are_judged_as_their_pairs_say(name):
+    """Entries in any order, twice and -1; blocks that tiles cut, and blocks that fill them."""
+    check(PREDICATES[name](33, 130), 33, 130, (16, 48))
+    check(PREDICATES[name](80, 80), 80, 80, (48, 24))
+
+
+def test_tiles_that_entries_fill_or_leave_out_are_told_without_their_pairs(monkeypatch):
+    asked = []
+    pairs = tile_map_kernels.kept_pairs
+    monkeypatch.setattr(tile_map_kernels, "kept_pairs", lambda *given: asked.append(1) or pairs.fn(*given))
+    rows = torch.tensor([[0, 3, -1], [3, 3, 1], [2, -1, -1]]).view(1, 1, 3, 3)
+    # Blocks of 16, two of a tile; the second row has one of the first tile's, and one twice.
+    assert check(tw.selected(rows, 32, 16), 48, 128, (16, 32)) == {EMPTY, FULL}
+    assert not asked
+    assert check(tw.selected(rows, 16, 16), 48, 128, (16, 32)) == {EMPTY, PARTIAL}
+    assert asked
 
 
 @settings(max_examples=12, deadline=None, derandomize=True)

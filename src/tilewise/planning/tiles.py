@@ -195,11 +195,10 @@ class TileMap:
 def _by_kernel(grid: Grid, tile_m: int, tile_n: int, group: int | None = None) -> tuple[Tensor, Tensor | None] | None:
     """Return the state of every tile from a kernel and, with ``group`` query heads per key head, the keys that are seen.
 
-    Return None if blocks of the predicate are known, or keys were selected, whose entries take less time than all pairs; under a tracer,
-    and where no kernel can.
+    Return None if blocks of the predicate are known; under a tracer, and where no kernel can.
     """
     region = grid.region
-    if region.everything or region.prepared is not None or region.selections or (kernels := planner.of(grid)) is None:
+    if region.everything or region.prepared is not None or (kernels := planner.of(grid)) is None:
         return None
     return kernels.judged_tiles(grid, tile_m, tile_n, group)
 
@@ -310,7 +309,8 @@ def known_status(grid: Grid, tile_m: int, tile_n: int) -> Tensor:
             true = true.expand(expr.broadcast_shape(true.shape, (1, 1, len(i), len(j))))
             status = _block_status(true, tile_m // step_m, tile_n // step_n)
             return status != EMPTY, status == FULL
-        return torch.tensor(True, device=grid.b.device), torch.tensor(False, device=grid.b.device)
+        # Filled there: torch.tensor would copy from the host, and wait.
+        return tuple(fill((), dtype=torch.bool, device=grid.b.device) for fill in (torch.ones, torch.zeros))
 
     some, every = expr.fold(predicate, bounds, partial(joined, known))
     status = some.to(torch.uint8) + (some & every).to(torch.uint8)

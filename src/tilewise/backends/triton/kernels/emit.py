@@ -38,7 +38,7 @@ from tilewise.backends.triton.kernels.writer import Ways, Writer, is_scaled_tanh
 from tilewise.distances import reads_by_distance
 from tilewise.expr import Expr
 from tilewise.leaf_gradients import COLUMNS, DIAGONALS, ROWS, SCATTER, STORE, TILES, Read, classify
-from tilewise.masks.facts import Condition, monotone_terms
+from tilewise.masks.facts import conditions, joined
 from tilewise.masks.regions import Region
 from tilewise.problem import Problem, TensorFacts
 
@@ -46,6 +46,7 @@ SMALL = 1 << 20  # eight positions below it add up to less than 2**24, which fp3
 BOUND = 80.0  # up to it bf16 holds every power of 2, and fp32 the sums of a million of them times values up to 2**27
 _ENDS = (("lo", "i"), ("hi", "i"), ("first", "j"), ("last", "j"))
 _KEEP = "b, h, i, j, work"
+_CORNERS = "b, h, i_first, i_last, j_first, j_last, work"
 _SCORE = "s, b, h, i, j, work"
 _MOVED = "s, ds, b, h, i, j, work"
 
@@ -183,9 +184,9 @@ def _of_score(
 def emit_mask(region: Region, leaves: Sequence[TensorFacts], lengths: tuple[int, int]) -> Emitted:
     """The functions of a mask alone, without a problem: its ends, ``keep``, and ``some`` and ``every``.
 
-    The last two are there where the predicate rises or falls (:func:`tilewise.masks.facts.monotone_terms`). They are
-    functions of ``(b, h, i_first, i_last, j_first, j_last, work)``, the ends of a tile: where ``some`` is false no pair
-    of it is kept, where ``every`` is true all are.
+    The last two are there where a part of the predicate rises or falls (:func:`tilewise.masks.facts.conditions`), or is of selected
+    keys. They are functions of ``(b, h, i_first, i_last, j_first, j_last, work)``, the ends of a tile: where ``some`` is false no
+    pair of it is kept, where ``every`` is true all are.
 
     Args:
         leaves: by slot. lengths: seqlen_q and seqlen_k.
@@ -198,9 +199,8 @@ def emit_mask(region: Region, leaves: Sequence[TensorFacts], lengths: tuple[int,
     layouts = leaf_layouts({n: leaves[n] for n in slots}, lengths, lookups)
     of_lines = partial(Writer, position, {}, wide, small)
     source = _mask_functions(region, of_lines, partial(Writer, position, layouts, wide, small), numbers)
-    terms = None if region.predicate is None else monotone_terms(region)
-    if terms is not None:
-        source += _corner_functions(terms, of_lines, numbers)
+    if region.predicate is not None:
+        source += _corner_functions(region, of_lines, numbers)
     functions, digest = _module("\n\n".join(source))
     return Emitted(functions, tuple(numbers), slots, (), False, False, False, digest)
 
@@ -223,25 +223,56 @@ def _mask_functions(
     return source
 
 
-def _corner_functions(
-    terms: Sequence[Sequence[Condition]], writer: Callable[[], Writer], numbers: list[float]
-) -> list[str]:
-    """A function of each condition, and ``some`` and ``every``: all of them at a tile's best and at its worst corner."""
-    source, asked = [], {"some": [], "every": []}
-    for n, term in enumerate(terms):
-        parts = {"some": [], "every": []}
-        for m, condition in enumerate(term):
-            name = f"holds_{n}_{m}"
-            source.append(_returning(writer(), name, _KEEP, expr.abstract(condition.holds, numbers)))
-            for which, best in (("some", True), ("every", False)):
+def _corner_functions(region: Region, writer: Callable[[], Writer], numbers: list[float]) -> list[str]:
+    """``some`` and ``every``, line by line as ``&`` and ``|`` join the predicate's parts, and the functions of these parts: a condition at a
+    tile's best and at its worst corner, selected keys by their entries. Of any other part the tile tells nothing."""
+    source, known = [], conditions(region.predicate, region.sorted_leaves)
+    lines: dict[str, list[str]] = {"some": [], "every": []}
+
+    def judged(e: Expr, inner: list[int]) -> int:
+        n, condition = len(lines["some"]), known.get(id(e))
+        if condition is not None:
+            source.append(_returning(writer(), f"holds_{n}", _KEEP, expr.abstract(e, numbers)))
+        elif e.op == "selected":
+            source.extend(_named_functions(n, expr.abstract(e, numbers), writer))
+        for which, best in (("some", True), ("every", False)):
+            if condition is not None:
                 i, j = ("last" if (by > 0) == best else "first" for by in (condition.by_i, condition.by_j))
-                parts[which].append(f"{name}(b, h, i_{i}, j_{j}, work)")
-        for which, calls in parts.items():
-            # Line by line: Triton's reader calls itself for each operator of a line.
-            asked[which] += [f"all_{n} = {calls[0]}", *[f"all_{n} = all_{n} & {call}" for call in calls[1:]]]
-    arguments = "b, h, i_first, i_last, j_first, j_last, work"
-    one_of = " | ".join(f"all_{n}" for n in range(len(terms)))
-    return source + [_function(name, arguments, [*lines, f"return {one_of}"]) for name, lines in asked.items()]
+                text = f"holds_{n}(b, h, i_{i}, j_{j}, work)"
+            elif inner:
+                text = (" & " if e.op == "and" else " | ").join(f"part_{m}" for m in inner)
+            elif e.op == "selected":
+                text = f"{which}_named_{n}({_CORNERS})"
+            else:
+                text = f"tl.full((), {int(best)}, tl.int1)"
+            # A line each: Triton's reader calls itself for each operator of a line.
+            lines[which].append(f"part_{n} = {text}")
+        return n
+
+    last = expr.fold(region.predicate, judged, partial(joined, known))
+    if not source:
+        return []
+    return source + [_function(which, _CORNERS, [*found, f"return part_{last}"]) for which, found in lines.items()]
+
+
+def _named_functions(n: int, selection: Expr, writer: Callable[[], Writer]) -> list[str]:
+    """Whether some query of a tile selected a key of it, and whether all selected all: by the entries of 128 queries at a time."""
+    rows, keys = writer(), writer()
+    leaf, first, count, stride = rows.row_of(selection)
+    source = [_function(f"row_{n}", "b, h, i, work", [*rows.lines, f"return {first}"])]
+    source += [_returning(keys, f"entry_{n}", "b, h, j, work", selection.args[-1])]
+    for which, join in (("some", "max"), ("every", "min")):
+        found = f"maths.{which}_among({leaf}, row_{n}(b, h, i, work), {count}, {stride}, low, high)"
+        lines = [
+            f"low, high = entry_{n}(b, h, j_first, work), entry_{n}(b, h, j_last, work)",
+            f"found = i_first * 0 + {int(which == 'every')}",
+            "for row in range(i_first, i_last + 1, 128):",
+            "    i = tl.minimum(row + tl.arange(0, 128), i_last)",
+            f"    found = tl.{join}imum(found, tl.{join}({found}.to(tl.int32), 0))",
+            "return found > 0",
+        ]
+        source.append(_function(f"{which}_named_{n}", _CORNERS, lines))
+    return source
 
 
 def _function(name: str, arguments: str, lines: list[str]) -> str:

@@ -151,21 +151,48 @@ def element(pointers):
 
 
 @triton.jit
-def among(leaf, first, count, stride, key):
-    """Whether each key is in its row: ``count`` elements that never decrease, ``stride`` apart, the first one at ``leaf + first``.
+def below(leaf, first, count, stride, key):
+    """How many elements of a row are below a key: of ``count`` that never decrease, ``stride`` apart, the first one at ``leaf + first``.
 
-    Halving finds how many of them are below the key: as many loads as the count has bits, of which neighbours share most.
+    By halving: as many loads as the count has bits, of which neighbours share most.
     """
-    below, step = (first + key) * 0, 1
+    found, step = (first + key) * 0, 1
     while 2 * step <= count:
         step = 2 * step
     while step > 0:
-        at = below + step
+        at = found + step
         value = tl.load(leaf + (first + (at - 1) * stride), mask=at <= count, other=0x7FFFFFFF)
-        below = tl.where((at <= count) & (value < key), at, below)
+        found = tl.where((at <= count) & (value < key), at, found)
         step = step // 2
-    value = tl.load(leaf + (first + below * stride), mask=below < count, other=-1)
-    return (below < count) & (value == key)
+    return found
+
+
+@triton.jit
+def element_of(leaf, first, count, stride, at):
+    """Element ``at`` of a row (:func:`below`); past the last one a number that is no key."""
+    return tl.load(leaf + (first + at * stride), mask=at < count, other=0x7FFFFFFF)
+
+
+@triton.jit
+def among(leaf, first, count, stride, key):
+    """Whether each key is in its row (:func:`below`)."""
+    return element_of(leaf, first, count, stride, below(leaf, first, count, stride, key)) == key
+
+
+@triton.jit
+def some_among(leaf, first, count, stride, low, high):
+    """Whether a row (:func:`below`) has an element from ``low`` to ``high``."""
+    return element_of(leaf, first, count, stride, below(leaf, first, count, stride, low)) <= high
+
+
+@triton.jit
+def every_among(leaf, first, count, stride, low, high):
+    """Whether a row (:func:`below`) has all of ``low`` to ``high``; False also where these are more than eight, or one stands twice."""
+    at = below(leaf, first, count, stride, low)
+    found = element_of(leaf, first, count, stride, at) == low
+    for n in range(1, tl.minimum(high - low, 7) + 1):
+        found &= element_of(leaf, first, count, stride, at + n) == low + n
+    return found & (high - low < 8)
 
 
 @triton.jit

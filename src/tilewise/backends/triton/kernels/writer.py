@@ -128,6 +128,15 @@ class Writer:
             terms.append(value if stride == "1" else f"{value} * {stride}")
         return " + ".join(terms) or "0"
 
+    def row_of(self, selection: Expr) -> tuple[str, str, str, str]:
+        """The tensor of a selection, the offset of its row's first element, how many it has, and how far apart they lie. Every index
+        is clamped: a tile's last rows may lie outside."""
+        leaf, *index, _ = selection.args
+        position, axis = self.position[leaf[1]], len(index)
+        first = self.offset(Expr("lookup", (leaf, *index, expr.ZERO)), "extents", LeafLayout())
+        count, stride = (f"maths.plain(work.extents[{position}][{2 * axis + n}])" for n in (0, 1))
+        return f"work.leaves[{position}]", first, count, stride
+
     def inside(self, lookup: Expr, extents: str) -> str:
         """Whether a tile's i and j, which are never negative, lie within the axes that they index without a clamp; "" if there are none."""
         slot = lookup.args[0][1]
@@ -231,12 +240,8 @@ def _text(writer: Writer, node: Expr) -> str:
 
 
 def _among(writer: Writer, selection: Expr) -> str:
-    """Whether keys are in their rows. Every index of a row is clamped: a tile's last rows may lie outside."""
-    leaf, *index, key = selection.args
-    position, axis = writer.position[leaf[1]], len(index)
-    first = writer.offset(Expr("lookup", (leaf, *index, expr.ZERO)), "extents", LeafLayout())
-    count, stride = (f"maths.plain(work.extents[{position}][{2 * axis + n}])" for n in (0, 1))
-    return f"maths.among(work.leaves[{position}], {first}, {count}, {stride}, {writer.names[id(key)]})"
+    """Whether keys are in their rows."""
+    return f"maths.among({', '.join(writer.row_of(selection))}, {writer.names[id(selection.args[-1])]})"
 
 
 def _at_distance(writer: Writer, lookup: Expr, functions: list[str]) -> str:

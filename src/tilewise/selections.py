@@ -76,12 +76,13 @@ def tile_bounds(grid: Grid, selection: Expr, tile_m: int, tile_n: int) -> tuple[
     return tuple(x if back is None or not x.shape[2] else x[:, back] for x in (torch.cat(some, 2), torch.cat(every, 2)))
 
 
-def most_tiles(selection: Expr, shape: Sequence[int], query_tiles: int, tile_n: int) -> int:
-    """Return a bound of the tiles that the entries of one head name; ``shape``: of their tensor."""
-    block, start = keys_of_entry(selection)
+def most_tiles(selection: Expr, shape: Sequence[int], query_tiles: int, tile: tuple[int, int]) -> int:
+    """Return a bound of the tiles that the entries of one head name; ``shape``: of their tensor, ``tile``: queries and keys."""
+    (block, start), block_q, (tile_m, tile_n) = keys_of_entry(selection), granularity(selection, "i"), tile
     whole = not start and (tile_n % block == 0 or block % tile_n == 0)
     touched = -(-block // tile_n) if whole else (block + tile_n - 2) // tile_n + 1
-    return (shape[-2] + query_tiles) * shape[-1] * touched  # a row of entries may have queries of several tiles
+    cut = 0 if block_q and tile_m % block_q == 0 else query_tiles  # rows of entries with queries of one more tile
+    return (shape[-2] + cut) * shape[-1] * touched
 
 
 def _by_tiles(units: Tensor, size: int, value: bool) -> Tensor:

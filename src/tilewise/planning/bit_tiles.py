@@ -27,6 +27,7 @@ from tilewise.planning.tiles import PARTIAL, Grid, TileMap, chunk_elements
 LINES = 128  # of a tile
 THREADS = 256  # that hold it: two warpgroups
 BUDGET = 256 << 20  # bytes of bits that a mask may take
+SELECTED_BUDGET = 1 << 30  # that one with selected keys may take: they grow with its entries, not with all pairs
 NOTHING, EVERYTHING = 0, 1  # slots in which no bit is set, and every bit; those of partial tiles follow
 RESERVED = 2  # these two slots
 LATE = 50  # by which part of a pass's work, one of so many, the last section's longest tile may outlast all others
@@ -81,7 +82,7 @@ def most_partial(
     if not region.selections:
         return lines * crossing
     queries = crossing if by_columns else lines
-    named = sum(selections.most_tiles(e, leaves[e.args[0][1]].shape, queries, shape[1]) for e in region.selections)
+    named = sum(selections.most_tiles(e, leaves[e.args[0][1]].shape, queries, shape) for e in region.selections)
     rest = _unselected(region)
     elsewhere = last if rest is None else most_partial(rest, lines, crossing, tiles, by_columns)
     return sizes.smaller(named + elsewhere, lines * crossing)

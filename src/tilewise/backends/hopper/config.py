@@ -23,7 +23,7 @@ from tilewise.backends.hopper.parameters import (
 )
 from tilewise.expr import Expr
 from tilewise.masks.facts import Band, as_band
-from tilewise.planning.bit_tiles import BUDGET, bits_bytes
+from tilewise.planning.bit_tiles import BUDGET, SELECTED_BUDGET, bits_bytes
 from tilewise.problem import Problem
 
 SHARED_LIMIT = 232_448  # bytes of shared memory that one CTA may have
@@ -180,7 +180,8 @@ def why_no_bits(problem: Problem, crossing: int, by_columns: bool = False, score
         return "kernels that read a bit for each pair take neither a score, other than a bias by pair, nor dropout"
     shape = problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k
     size = bits_bytes(problem.spec.region, shape, crossing, by_columns, problem.extras)
-    return f"a bit for each pair may take {size >> 20} MiB, more than {BUDGET >> 20}" if size > BUDGET else ""
+    most = SELECTED_BUDGET if problem.spec.region.selections else BUDGET
+    return f"a bit for each pair may take {size >> 20} MiB, more than {most >> 20}" if size > most else ""
 
 
 # -- Tensors -------------------------------------------------------------------------------------------------------

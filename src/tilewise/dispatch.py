@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -19,7 +19,7 @@ from tilewise.backends.base import Backend, DirectCall, ForwardCall, Inputs, Pag
 from tilewise.caching import cached_property
 from tilewise.planning import planner
 from tilewise.problem import Problem, Signature, check, check_values
-from tilewise.sizes import ByStructure
+from tilewise.sizes import MISSED, ByStructure
 from tilewise.spec import Options, Spec, assemble, parse_spec
 
 if TYPE_CHECKING:
@@ -190,14 +190,15 @@ def _before(backend: Backend, p: Problem) -> Backend | None:
 
 
 _plans: dict[tuple, Plan] = {}
-of_calls: dict[tuple, Plan] = {}  # that the operator does not see: tilewise.repeated
+of_calls: dict[tuple, Any] = {}  # that the operator does not see: tilewise.repeated
+of_structures: dict[tuple, Hashable] = {}  # of the same calls, by what they say without their sizes
 _selected, _forwards = ByStructure(), ByStructure()
 PLANS_LIMIT = 512  # of calls that repeat; another one of a known structure takes little more
 
 
 def forget() -> None:
     """Forget what was decided: backends are asked again."""
-    for memory in (_plans, _selected, _forwards, of_calls):
+    for memory in (_plans, _selected, _forwards, of_calls, of_structures):
         memory.clear()
 
 
@@ -248,6 +249,15 @@ def decide(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tens
     if planned is not None:
         backend.keep(problem, planned)
     return Plan(problem, backend)
+
+
+def direct(structure: Hashable, sizes: Sequence[int]) -> DirectCall | None:
+    """Return the forward by memory of a call without extras and seed whose structure was decided for other sizes; None: decide it."""
+    found = _selected.known((structure, None), sizes)
+    if found is MISSED or found[1] is None:
+        return None
+    backend, planned = found
+    return backend.direct_of(planned)
 
 
 def inputs(found: Plan, q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None) -> Inputs:

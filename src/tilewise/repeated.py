@@ -50,9 +50,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, words: Words, lse: bool, heads_first
         key = (*key, *[(x.shape, x.stride(), x.dtype, x.device) for x in leaves])
     plan = dispatch.of_calls.get(key)
     if plan is None:
-        plan = _known(*(_heads_last(q, k, v) if heads_first else (q, k, v)), words, leaves, key)
+        like, sizes = (None, ()) if leaves else _structure_and_sizes(said, q, k, v, heads_first)
+        plan = None if like is None else _of_structure(like, sizes, key)
+        if plan is None:
+            plan = _known(*(_heads_last(q, k, v) if heads_first else (q, k, v)), words, leaves, key)
         if plan is None:
             return None
+        if like is not None and like not in dispatch.of_structures:
+            dispatch.of_structures[like] = plan.problem.structure
     found = None if plan.direct is None else plan.direct(q, k, v, leaves, lse)
     if found is not None:
         return found
@@ -63,6 +68,48 @@ def _heads_last(*tensors: Tensor) -> list[Tensor]:
     return [x.transpose(1, 2) for x in tensors]
 
 
+class _Sized:
+    """A call of a structure that was decided for other sizes, without a Problem until its forward reads more than memory."""
+
+    __slots__ = ("direct", "spec")
+
+    def __init__(self, direct: dispatch.DirectCall, spec: str):
+        self.direct, self.spec = direct, spec
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, leaves: tuple[Tensor, ...], seed: Tensor | None) -> tuple:
+        return dispatch.decide(q, k, v, leaves, seed, self.spec).forward(q, k, v, leaves, seed)
+
+
+def _structure_and_sizes(said: tuple, q: Tensor, k: Tensor, v: Tensor, heads_first: bool) -> tuple[tuple | None, tuple]:
+    """Return what a call says without its sizes, and these as :attr:`tilewise.signature.Structured.sizes` has them; None: another rank."""
+    found, sizes = [said], []
+    for x in (q, k, v):
+        shape, stride = x.shape, x.stride()
+        if len(shape) != 4:
+            return None, ()
+        if heads_first:
+            shape, stride = ((n[0], n[2], n[1], n[3]) for n in (shape, stride))
+        found += (shape[2], shape[3], x.dtype, x.device)
+        sizes += (shape[0], shape[1], *stride)
+    return tuple(found), tuple(sizes)
+
+
+def _of_structure(like: tuple, sizes: tuple[int, ...], key: tuple) -> _Sized | None:
+    """Return a call of a known structure and remember it; None if it has to be decided."""
+    structure = dispatch.of_structures.get(like)
+    direct = None if structure is None else dispatch.direct(structure, sizes)
+    if direct is None:
+        return None
+    _make_room()
+    found = dispatch.of_calls[key] = _Sized(direct, structure[0])
+    return found
+
+
+def _make_room() -> None:
+    if len(dispatch.of_calls) >= dispatch.PLANS_LIMIT:
+        dispatch.of_calls.clear()
+
+
 def _known(
     q: Tensor, k: Tensor, v: Tensor, words: Words, leaves: tuple[Tensor, ...], key: tuple
 ) -> dispatch.Plan | None:
@@ -70,7 +117,6 @@ def _known(
     assembled = brief(q, k, v, words)
     if assembled is None or len(assembled[0]) != len(leaves):  # a tensor that stands twice is one of the extras
         return None
-    if len(dispatch.of_calls) >= dispatch.PLANS_LIMIT:
-        dispatch.of_calls.clear()
+    _make_room()
     plan = dispatch.of_calls[key] = dispatch.decide(q, k, v, assembled[0], None, assembled[1])
     return plan

@@ -344,6 +344,17 @@ class ByStructure:
         self._ways.clear()
         self.unrecorded.clear()
 
+    def known(self, structure: Hashable, sizes: Sequence[int]) -> Any:
+        """Return the decision for sizes if a way was recorded that they take, else :data:`MISSED`."""
+        ways = self._ways.get(structure, ())
+        for n, way in enumerate(ways):
+            found = way(*sizes)
+            if found is not MISSED:
+                if n:
+                    self._ways[structure] = [way, *ways[:n], *ways[n + 1 :]]
+                return found
+        return MISSED
+
     def of(self, structure: Hashable, sizes: Sequence[int], decide: Callable[[Sequence[Any]], Any]) -> Any:
         """Return the decision for sizes. ``decide`` is called with them, or with symbols in their place; its result is made of numbers,
         tuples, lists, dictionaries, dataclasses, and things that know no size."""
@@ -355,12 +366,9 @@ class ByStructure:
             return decide(sizes)
         if structure in self.unrecorded:
             return decide(sizes)
-        for n, way in enumerate(ways):
-            found = way(*sizes)
-            if found is not MISSED:
-                if n:
-                    self._ways[structure] = [way, *ways[:n], *ways[n + 1 :]]
-                return found
+        found = self.known(structure, sizes)
+        if found is not MISSED:
+            return found
         if len(ways) >= self.WAYS:
             return decide(sizes)
         record = Record(sizes)

@@ -231,6 +231,10 @@ class Backend(Protocol):
         """The forward of a problem that looks at nothing of its tensors but where they lie; None: there is none such."""
         return None
 
+    def direct_of(self, planned: Any) -> DirectCall | None:
+        """:meth:`direct` of what :meth:`planned` gave for a problem without extras, from that alone."""
+        return None
+
     def backward(self, p: Problem, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads: ...
 
     def append(self, cache: Pages, k: Tensor, v: Tensor | None, cu_seqlens_q: Tensor | None) -> bool:

@@ -15,6 +15,7 @@ from tests.backends.hopper.launches import stand_in
 from tests.backends.hopper.test_backward import CASES as BACKWARD
 from tests.backends.hopper.test_forward import CASES as FORWARD
 from tests.backends.hopper.test_forward import PACKED, packed_call, qkv, without_gradient
+from tilewise import dispatch, repeated
 from tilewise.backends import base
 from tilewise.backends.hopper import Hopper
 from tilewise.backends.hopper.host import masks as of_masks
@@ -119,6 +120,32 @@ def test_a_call_by_its_memory_launches_what_the_others_do(queries, causal, heads
     same(*(read(x, c) for x in launches))
     same((found[0],), (expected.o,))
     assert found[1] is None if not lse else torch.equal(found[1].isnan(), expected.lse.isnan())
+
+
+@pytest.mark.parametrize("lse", [True, False])
+@pytest.mark.parametrize("heads_first", [False, True])
+@pytest.mark.parametrize("queries", [1, 300])
+def test_a_call_of_a_new_length_launches_what_the_others_do(queries, heads_first, lse, monkeypatch):
+    """From the third length on it is made from its sizes alone; one that the copy engine cannot read is left to a plan."""
+    launches, backend = launches_of(monkeypatch), Hopper()
+    monkeypatch.setattr(dispatch, "select", lambda p, what="attention": backend)
+    dispatch.forget()
+    words = True, None, None, None, False, None, False
+    for n, shift in ((600, 0), (640, 0), (704, 0), (704, 1), (760, 1)):
+        q, *kv = (normal(2, h, m, 64, dtype=torch.bfloat16, seed=h + n) for h, m in ((8, queries), (2, n), (2, n)))
+        k, v = (torch.cat([x.new_zeros(8 - shift), x.flatten()])[8 - shift :].view_as(x) for x in kv)
+        heads_last = tuple(x.transpose(1, 2) for x in (q, k, v))
+        c = call(*heads_last, causal=True).forward_only()
+        launches.clear()
+        with poisoned(), torch.no_grad():
+            found = repeated.attend(*((q, k, v) if heads_first else heads_last), words, lse, heads_first)
+            expected = backend.forward(c.p, c.t)
+        same(*(read(x, c) for x in launches))
+        same((found[0],), (expected.o,))
+        assert found[1] is None if not lse and not shift else torch.equal(found[1].isnan(), expected.lse.isnan())
+    plans = list(dispatch.of_calls.values())
+    assert [type(x) for x in plans] == [dispatch.Plan, dispatch.Plan, repeated._Sized, repeated._Sized]
+    dispatch.forget()
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -149,6 +149,10 @@ class Hopper(Backend):
         plan = self._plans.of(p)
         return plan.of_memory if plan.direct and not p.spec.dropout_p else None
 
+    def direct_of(self, planned: Any) -> DirectCall | None:
+        make, values = planned
+        return make(None, values).of_memory if isinstance(values, dict) and values.get("direct") else None
+
     def backward(self, p: Problem, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads:
         return self._backward_plans.of(p).backward(t, out, do, dlse)
 

@@ -170,7 +170,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "autograd": ("derivatives", "dispatch", "backends.base", "problem", "spec", "untraced"),
     "batching": ("autograd", "derivatives", "mapped", "spec", "expr", "state", "untraced"),
     "cache": ("dispatch", "problem", "pages", "settings", "spec", "untraced"),
-    "shared_prefix": ("autograd", "cache", "pages", "settings", "state", "masks", "scores", "spec", "expr"),
+    "shared_prefix": ("repeated", "cache", "pages", "settings", "state", "masks", "scores", "spec", "expr"),
     "repeated": ("autograd", "dispatch", "masks", "spec"),
     "nested": ("spec",),
     "flops": ("spec",),

@@ -129,6 +129,56 @@ def test_heads_may_come_first():
         torch.testing.assert_close(found, expected)
 
 
+def over_pages(values_in_keys: bool = False) -> tuple[Tensor, tw.PagedCache]:
+    k = normal(6, 16, 2, 40)
+    v = k[..., :32] if values_in_keys else normal(6, 16, 2, 40, seed=2)[..., :32]
+    table, lengths = torch.tensor([[3, 1, 5], [0, 4, 2]]), torch.tensor([40, 17])
+    return normal(2, 3, 4, 40, seed=3), tw.paged(k, v, table, lengths)
+
+
+def test_pages_are_read_as_they_are_by_then():
+    """Lengths, tables and sinks change in place; values lie in the memory of keys, or in their own."""
+    (q, cache), (_, latent) = over_pages(), over_pages(values_in_keys=True)
+    sink, cu = normal(4), torch.tensor([0, 3, 6])
+    ways = ({}, {"sink": sink}, {"mask": tw.window(9, 0)}, {"cu_seqlens_q": cu, "causal": True})
+
+    def same(again: int) -> None:
+        for of, options in ((of, options) for _ in range(again) for of in (cache, latent) for options in ways):
+            given = q.flatten(0, 1) if "cu_seqlens_q" in options else q
+            expected = tw.attention_paged(given, of, **options, backend="reference")
+            torch.testing.assert_close(tw.attention_paged(given, of, **options), expected)
+
+    same(2)
+    for of in (cache, latent):
+        of.seqlens_k.copy_(torch.tensor([5, 48]))
+        of.block_table.copy_(of.block_table.flip(0))
+    sink.add_(1)
+    same(1)
+    cache.seqlens_k.fill_(49)
+    with pytest.raises(ValueError, match="seqlens_k"):
+        tw.attention_paged(q, cache)
+    o, lse = tw.attention_paged_with_lse(q, latent)
+    assert (o.shape, lse.shape) == ((2, 3, 4, 32), (2, 4, 3))
+
+
+def test_packed_calls_are_told_apart_by_what_their_tensors_are():
+    """One tensor for both, two that are equal, more sequences, and lengths that are wrong."""
+    q, k, v = (normal(9, h, 32, seed=h) for h in (4, 2, 2))
+    cu, other = torch.tensor([0, 4, 9]), torch.tensor([0, 4, 9])
+    for given in ((cu, None), (cu, cu), (cu, other), (torch.tensor([0, 1, 2, 9]), None)) * 2:
+        expected = tw.attention_varlen(q, k, v, *given, causal=True, backend="reference")
+        torch.testing.assert_close(tw.attention_varlen(q, k, v, *given, causal=True), expected)
+    cu[2] = 10
+    with pytest.raises(ValueError, match="cu_seqlens_q"):
+        tw.attention_varlen(q, k, v, cu, causal=True)
+
+
+def test_a_sink_that_wants_a_gradient_gets_it():
+    q, k, v = drawn()
+    for sink in (normal(4), normal(4).requires_grad_()) * 2:
+        assert tw.attention(q, k, v, sink=sink).requires_grad == sink.requires_grad
+
+
 def test_few_calls_are_kept(monkeypatch):
     monkeypatch.setattr(dispatch, "PLANS_LIMIT", 3)
     for keys in range(60, 70):

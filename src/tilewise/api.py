@@ -99,7 +99,7 @@ def _run(
     k, v = for_each(q, k, v)
     if parallel is not None:
         return _ranks(parallel).attention(q, k, v, o, with_lse)
-    return autograd.attention(q, k, v, *assemble(q, k, v, o))
+    return repeated.over(q, k, v, o, with_lse)
 
 
 def _run_packed(
@@ -129,14 +129,15 @@ def _brief(q: Tensor, k: Tensor, v: Tensor, given: Words, options: tuple, lse: b
 
 
 def _run_paged(
-    q: Tensor, cache: PagedCache | QuantizedCache | SharedCache, cu_seqlens_q: Tensor | None, o: Options
+    q: Tensor, cache: PagedCache | QuantizedCache | SharedCache, cu_seqlens_q: Tensor | None, o: Options, lse: bool
 ) -> tuple[Tensor, Tensor]:
+    """``lse``: whether it is read."""
     o.cu_seqlens_q = cu_seqlens_q
     if isinstance(cache, SharedCache):
         return shared_prefix.attend(q, cache, o)
     if not isinstance(cache, (PagedCache, QuantizedCache)):
         raise ValueError(f"attention_paged was called wrongly\n  {not_a_cache(cache)}")
-    return shared_prefix.over(q, cache, o)
+    return shared_prefix.over(q, cache, o, lse)
 
 
 def _run_with_stats(
@@ -450,7 +451,7 @@ def attention_paged(
     if others or more:
         raise words.refused("attention_paged", others, more)
     o = Options(causal, mask, score, softmax_scale, sink, deterministic=deterministic, backend=backend)
-    return _run_paged(q, cache, cu_seqlens_q, o)[0]
+    return _run_paged(q, cache, cu_seqlens_q, o, lse=False)[0]
 
 
 def attention_paged_with_lse(
@@ -475,7 +476,7 @@ def attention_paged_with_lse(
     if others or more:
         raise words.refused("attention_paged_with_lse", others, more)
     o = Options(causal, mask, score, softmax_scale, sink, deterministic=deterministic, backend=backend)
-    return _run_paged(q, cache, cu_seqlens_q, o)
+    return _run_paged(q, cache, cu_seqlens_q, o, lse=True)
 
 
 def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

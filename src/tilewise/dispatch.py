@@ -229,9 +229,18 @@ def plan(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor
         if len(_plans) >= PLANS_LIMIT:
             _plans.clear()
         _plans[signature] = found
-    if found.reads_lengths and (q.device.type == "cpu" or settings.check_values()):
-        check_values(found.problem, extras)
+    check_lengths(found, extras)
     return found
+
+
+def check_lengths(found: Plan, extras: Sequence[Tensor]) -> None:
+    """Check the values of a call's lengths and tables, on a CPU and where it was asked for.
+
+    Raises:
+        ValueError: they are wrong.
+    """
+    if found.reads_lengths and (found.problem.device.type == "cpu" or settings.check_values()):
+        check_values(found.problem, extras)
 
 
 def decide(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None, spec: str) -> Plan:

@@ -12,16 +12,22 @@ from torch import Tensor
 
 from tilewise import autograd, dispatch
 from tilewise.masks import Mask
-from tilewise.spec import Words, brief, texts_of
+from tilewise.spec import Options, Words, assemble, brief, texts_of
+
+Beside = tuple[Tensor | None, ...]
+"""sink, cu_seqlens_q, cu_seqlens_k, block_table, seqlens_k, k_scale and v_scale, in the order in which :func:`spec.assemble` takes them."""
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, words: Words, lse: bool, heads_first: bool = False) -> tuple | None:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, words: Words, lse: bool, heads_first: bool = False, beside: Beside = ()
+) -> tuple | None:
     """Return ``(o, lse)`` of a call without gradients and without tensors in its score; None if there is more to look at.
 
     Args:
         q, k, v: ``(batch, seqlen, heads, head_dim)``, or ``(batch, heads, seqlen, head_dim)`` with ``heads_first``.
             o is ``(batch, seqlen_q, heads_q, head_dim_v)`` either way.
         lse: whether it is read; if not, None may stand in its place.
+        beside: the call's other tensors, those of mask and score excepted; then q, k and v are as that call takes them.
 
     Raises:
         ValueError, NotImplementedError: as :func:`tilewise.attention`.
@@ -30,38 +36,61 @@ def attend(q: Tensor, k: Tensor, v: Tensor, words: Words, lse: bool, heads_first
         for x in (q, k, v):
             if getattr(x, "requires_grad", False) is True:  # of a trace it is no truth value
                 return None
-    said, leaves = texts_of(words), ()
+    said, extras = texts_of(words), tuple([x for x in beside if x is not None])
     _, mask, score, *_ = words
     if said is None or (score is not None and score.leaves):
         return None
     if mask is not None and mask.parts:
-        leaves = mask.parts
+        extras += mask.parts
         if type(mask) is not Mask:  # a prepared one
             return None
-    if not (autograd.nobody_asks() and autograd.nobody_watches(q, k, v, *leaves)):
+    if not (autograd.nobody_asks() and autograd.nobody_watches(q, k, v, *extras)):
         return None
-    if leaves and torch.is_grad_enabled() and any(x.requires_grad for x in leaves):
+    if extras and torch.is_grad_enabled() and any(x.requires_grad for x in extras):
         return None
     # fmt: off
     key = (said, heads_first, q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device,
            v.shape, v.stride(), v.dtype, v.device)
     # fmt: on
-    if leaves:
-        key = (*key, *[(x.shape, x.stride(), x.dtype, x.device) for x in leaves])
+    if extras:
+        # Pages of one shape may hold v in the memory of k, or not.
+        given = *[x is None for x in beside], k.data_ptr() == v.data_ptr() if beside else None
+        key = (*key, *given, *[(x.shape, x.stride(), x.dtype, x.device) for x in extras])
     plan = dispatch.of_calls.get(key)
     if plan is None:
-        like, sizes = (None, ()) if leaves else _structure_and_sizes(said, q, k, v, heads_first)
+        like, sizes = (None, ()) if extras else _structure_and_sizes(said, q, k, v, heads_first)
         plan = None if like is None else _of_structure(like, sizes, key)
         if plan is None:
-            plan = _known(*(_heads_last(q, k, v) if heads_first else (q, k, v)), words, leaves, key)
+            plan = _known(*(_heads_last(q, k, v) if heads_first else (q, k, v)), words, extras, beside, key)
         if plan is None:
             return None
         if like is not None and like not in dispatch.of_structures:
             dispatch.of_structures[like] = plan.problem.structure
-    found = None if plan.direct is None else plan.direct(q, k, v, leaves, lse)
+    if beside:
+        dispatch.check_lengths(plan, extras)
+    found = None if plan.direct is None else plan.direct(q, k, v, extras, lse)
     if found is not None:
         return found
-    return plan.forward(*(_heads_last(q, k, v) if heads_first else (q, k, v)), leaves, None)
+    return plan.forward(*(_heads_last(q, k, v) if heads_first else (q, k, v)), extras, None)
+
+
+def over(q: Tensor, k: Tensor, v: Tensor, o: Options, lse: bool = True) -> tuple:
+    """Return ``(o, lse)`` of a call by its options, with one that has tensors beside q, k and v as a call that may come again.
+
+    Args:
+        lse: whether it is read; if not, None may stand in its place.
+    """
+    beside = o.sink, o.cu_seqlens_q, o.cu_seqlens_k, o.block_table, o.seqlens_k, o.k_scale, o.v_scale
+    if o.cu_seqlens_k is o.cu_seqlens_q:  # the same tensor is the operator's once
+        beside = *beside[:2], None, *beside[3:]
+    others = o.dropout_seed is not None or o.piece is not None or o.wrt is not None or o.max_logit
+    plain = type(o.dropout_p) is float and o.dropout_p == 0.0 and not others and not torch.compiler.is_compiling()
+    if plain and any(x is not None for x in beside):
+        words = o.causal, o.mask, o.score, o.softmax_scale, o.deterministic, o.backend, o.max_logit
+        found = attend(q, k, v, words, lse, beside=beside)
+        if found is not None:
+            return found
+    return autograd.attention(q, k, v, *assemble(q, k, v, o))
 
 
 def _heads_last(*tensors: Tensor) -> list[Tensor]:
@@ -111,12 +140,25 @@ def _make_room() -> None:
 
 
 def _known(
-    q: Tensor, k: Tensor, v: Tensor, words: Words, leaves: tuple[Tensor, ...], key: tuple
+    q: Tensor, k: Tensor, v: Tensor, words: Words, extras: tuple[Tensor, ...], beside: Beside, key: tuple
 ) -> dispatch.Plan | None:
     """Return the plan of a call and remember it; None for a call that :func:`attend` leaves to others."""
-    assembled = brief(q, k, v, words)
-    if assembled is None or len(assembled[0]) != len(leaves):  # a tensor that stands twice is one of the extras
+    if beside:
+        tensors, _, text = assemble(q, k, v, _options(words, beside))
+    else:
+        found = brief(q, k, v, words)
+        if found is None:
+            return None
+        tensors, text = found
+    if len(tensors) != len(extras):  # a tensor that stands twice is one of the operator's
         return None
     _make_room()
-    plan = dispatch.of_calls[key] = dispatch.decide(q, k, v, assembled[0], None, assembled[1])
+    plan = dispatch.of_calls[key] = dispatch.decide(q, k, v, tensors, None, text)
     return plan
+
+
+def _options(words: Words, beside: Beside) -> Options:
+    causal, mask, score, softmax_scale, deterministic, backend, max_logit = words
+    o = Options(causal, mask, score, softmax_scale, deterministic=deterministic, backend=backend, max_logit=max_logit)
+    o.sink, o.cu_seqlens_q, o.cu_seqlens_k, o.block_table, o.seqlens_k, o.k_scale, o.v_scale = beside
+    return o

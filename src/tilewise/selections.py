@@ -154,6 +154,8 @@ def seen_by_entries(grid: Grid, selections: Sequence[Expr]) -> Tensor:
 def value_reasons(p: Problem, extras: Sequence[Tensor]) -> list[str]:
     """Return the reasons against entries that name no keys, and against too few rows for a packed sequence's queries."""
     found, spec = [], p.spec
+    if not spec.whole_region.selections:
+        return found
     queries, keys = (torch.tensor([n]) for n in p.totals)
     if spec.page_slots:
         keys = extras[spec.page_slots[1]]

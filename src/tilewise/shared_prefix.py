@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tilewise import autograd, expr, masks, pages, settings, state
+from tilewise import expr, masks, pages, repeated, settings, state
 from tilewise.cache import PagedCache, QuantizedCache, SharedCache, cache_as_options
 from tilewise.scores import as_score, expression
-from tilewise.spec import Options, assemble
+from tilewise.spec import Options
 
 POSITIONS = {"b", "h", "i", "j", "off"}
 
@@ -102,10 +102,10 @@ def attend_once(q: Tensor, shared: SharedCache, o: Options) -> state.State:
     return state.merge_parts([first, over(q, own, replace(o))])
 
 
-def over(q: Tensor, cache: PagedCache | QuantizedCache, o: Options) -> state.State:
-    """Return the attention of q over a cache, by the operator."""
+def over(q: Tensor, cache: PagedCache | QuantizedCache, o: Options, lse: bool = True) -> state.State:
+    """Return the attention of q over a cache; ``lse``: whether it is read."""
     k, v = cache_as_options(cache, o)
-    return autograd.attention(q, k, v, *assemble(q, k, v, o))
+    return repeated.over(q, k, v, o, lse)
 
 
 def _wrong(q: Tensor, shared: SharedCache) -> list[str]:

@@ -224,8 +224,10 @@ def _mask_functions(
 
 
 def _corner_functions(region: Region, writer: Callable[[], Writer], numbers: list[float]) -> list[str]:
-    """``some`` and ``every``, line by line as ``&`` and ``|`` join the predicate's parts, and the functions of these parts: a condition at a
-    tile's best and at its worst corner, selected keys by their entries. Of any other part the tile tells nothing."""
+    """``some`` and ``every``, line by line as ``&`` and ``|`` join the predicate's parts, and the functions of these parts.
+
+    A condition is asked at a tile's best and at its worst corner, selected keys by their entries. Of any other part a tile tells nothing.
+    """
     source, known = [], conditions(region.predicate, region.sorted_leaves)
     lines: dict[str, list[str]] = {"some": [], "every": []}
 

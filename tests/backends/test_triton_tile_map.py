@@ -142,7 +142,7 @@ def test_plans_of_a_gpu_are_made_by_the_kernel(monkeypatch):
     prepared = mask.prepare(torch.empty(2, 70, HEADS, 8), torch.empty(2, 70, 2, 8))
     again = grid_of(prepared, 70, 70)
     assert torch.equal(tiles.seen_keys(again, 2).expand(2, 2, 70), matrix(grid).any(2).unflatten(1, (2, 2)).any(2))
-    assert asked[:3] == [(32, 48, None), (64, 64, 2), (64, 64, 1)]
+    assert asked[:3] == [(32, 48, None), (128, 128, 2), (64, 64, 1)]
 
 
 def test_attention_over_judged_tiles_agrees_with_the_oracle(monkeypatch):

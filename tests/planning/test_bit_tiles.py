@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,9 +12,18 @@ from torch import Tensor
 import tilewise as tw
 from tests.planning.test_tiles import BATCH, HEADS, grid_of, matrix
 from tilewise.masks import Mask
-from tilewise.planning import bit_tiles
-from tilewise.planning.bit_tiles import EVERYTHING, LINES, NOTHING, BitTiles, Sections, bits_bytes, most_partial
-from tilewise.planning.tiles import PARTIAL, Grid, TileMap
+from tilewise.planning import bit_tiles, tiles
+from tilewise.planning.bit_tiles import (
+    EVERYTHING,
+    LINES,
+    NOTHING,
+    RESERVED,
+    BitTiles,
+    Sections,
+    bits_bytes,
+    most_partial,
+)
+from tilewise.planning.tiles import PARTIAL, Grid, TileMap, each_head
 
 IDS = torch.tensor([0] * 130 + [7] + [2] * 70 + [1] * 199)
 
@@ -45,6 +55,7 @@ MASKS = {
     "selected-blocks": lambda: tw.selected(entries(BATCH, 1, 4, 2, blocks=7), 64, 128) | tw.window(left=70),
     "selected-tiles": lambda: tw.selected(entries(BATCH, 1, 4, 2, blocks=4), 128, 128),
     "selected-odd": lambda: tw.selected(entries(1, HEADS, 390, 2, blocks=12), 33),
+    "head-pairs": lambda: tw.causal() & tw.keep(lambda b, h, i, j: (i // 64 + h // 2 + j // 64) % 3 > b),
 }
 LENGTHS = [(390, 390), (256, 384), (130, 70)]
 
@@ -113,6 +124,8 @@ def test_by_columns_too(name, crossing):
         ("dense", 64, False),
         ("selected", 128, False),
         ("selected-blocks", 64, True),
+        ("head-pairs", 64, False),
+        ("head-pairs", 128, True),
     ],
 )
 @pytest.mark.parametrize("programs", [1, 8192])  # one for all tiles of a line, or one for each
@@ -126,14 +139,33 @@ def test_kernels_write_the_same_lists_bits_and_sections(name, crossing, by_colum
     lengths = (200, 150)
     grid = grid_of(MASKS[name](), *lengths)
     sections = Sections(BATCH * HEADS * 4, 2, 6, HEADS // 2)
-    tiles = BitTiles.build(grid, crossing, by_columns, sections)
-    again = BitTiles(*(torch.zeros_like(x) for x in (tiles.blocks, tiles.work, tiles.bits, tiles.section)))
+    expected = BitTiles.build(grid, crossing, by_columns, sections)
+    again = BitTiles(*(torch.zeros_like(x) for x in (expected.blocks, expected.work, expected.bits, expected.section)))
+    grid, count = grid.alike()  # as in build
+    sections = sections._replace(group=sections.group // count)
+    again = replace(again, blocks=again.blocks[:, ::count].clone(), work=again.work[:, ::count].clone())
     status = TileMap.build(grid, *((crossing, LINES) if by_columns else (LINES, crossing)), by_columns).status
     assert planning.bits_of_tiles(again, status.contiguous(), grid, crossing, by_columns, sections)
-    assert torch.equal(again.work, tiles.work)
-    assert torch.equal(again.section, tiles.section)
-    assert torch.equal(again.bits[: EVERYTHING + 1], tiles.bits[: EVERYTHING + 1])
+    again = replace(again, blocks=each_head(again.blocks, count), work=each_head(again.work, count))
+    assert torch.equal(again.work, expected.work)
+    assert torch.equal(again.section, expected.section)
+    assert torch.equal(again.bits[: EVERYTHING + 1], expected.bits[: EVERYTHING + 1])
     check(name, lengths, crossing, by_columns, again)
+
+
+@pytest.mark.parametrize("by_columns", [False, True])
+@pytest.mark.parametrize("group", [1, 2, 4])
+def test_heads_that_see_the_same_pairs_have_one_set_of_bits(group, by_columns):
+    check("head-pairs", (390, 330), 128, by_columns)
+    grid, sections = grid_of(MASKS["head-pairs"](), 390, 330), Sections(BATCH * HEADS // group, 1, 6, group)
+    one, each = (BitTiles.build(x, 128, by_columns, sections) for x in (grid, replace(grid, all_heads=False)))
+    assert one.work.shape == each.work.shape
+    assert torch.equal(one.work[..., 1:3], each.work[..., 1:3])
+    assert len(one.bits) - RESERVED == (len(each.bits) - RESERVED) // 2
+    assert torch.equal(one.section, each.section)
+    kept = matrix(grid).any(2)
+    for heads in (1, 2, 4):
+        assert torch.equal(tiles.seen_keys(grid, heads), kept.unflatten(1, (-1, heads)).any(2))
 
 
 def test_longest_lines_come_first_and_empty_ones_visit_a_tile_of_no_pair():

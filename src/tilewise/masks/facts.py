@@ -208,6 +208,14 @@ def granularity(e: Expr, name: str) -> int | None:
     return (1 if e.args[0] == name else None) if e.op == "symbol" else divisor
 
 
+@lru_cache(maxsize=1024)
+def heads_alike(region: Region) -> int:
+    """Return how many query heads side by side see the same pairs, where the mask knows a head by its number over so many; 1 if it does
+    not depend on heads."""
+    found = [granularity(e, "h") for e in region.parts]
+    return math.gcd(*[n for n in found if n is not None]) or 1
+
+
 def constant_on_blocks(e: Expr) -> bool:
     """Return whether ``e`` is constant on blocks of several queries by several keys, as a pattern of blocks is."""
     return granularity(e, "i") != 1 and granularity(e, "j") != 1

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from tilewise import expr, selections, sizes
 from tilewise.masks import Region
-from tilewise.masks.facts import granularity, monotone_terms
+from tilewise.masks.facts import granularity, heads_alike, monotone_terms
 from tilewise.planning import planner
-from tilewise.planning.tiles import PARTIAL, Grid, TileMap, chunk_elements
+from tilewise.planning.tiles import PARTIAL, Grid, TileMap, chunk_elements, each_head
 
 LINES = 128  # of a tile
 THREADS = 256  # that hold it: two warpgroups
@@ -131,7 +131,8 @@ def bits_bytes(
     They are known before any tile is judged, so that nothing has to be read from the device; ``leaves`` are as in :func:`most_partial`.
     """
     needs = expr.depends_on(*region.parts)
-    heads = (shape[0] if "b" in needs else 1) * (shape[1] if "h" in needs else 1)
+    alike = heads_alike(region) if shape[1] % heads_alike(region) == 0 else 1
+    heads = (shape[0] if "b" in needs else 1) * (shape[1] // alike if "h" in needs else 1)
     lengths = shape[:1:-1] if by_columns else shape[2:]
     counts = -(-lengths[0] // LINES), -(-lengths[1] // crossing)
     most = most_partial(region, *counts, (LINES, crossing), by_columns, leaves)
@@ -184,6 +185,10 @@ class BitTiles:
 
         Everything is made on the grid's device, and nothing is read back from there.
         """
+        of_kinds, count = grid.alike()
+        if count > 1 and (count % sections.group == 0 or sections.group % count == 0):
+            found = cls.build(of_kinds, crossing, by_columns, sections._replace(group=max(1, sections.group // count)))
+            return replace(found, blocks=each_head(found.blocks, count), work=each_head(found.work, count))
         tile_map = TileMap.build(grid, *((crossing, LINES) if by_columns else (LINES, crossing)), by_columns)
         status = tile_map.status.mT if by_columns else tile_map.status
         most = most_partial(grid.region, *status.shape[2:], (LINES, crossing), by_columns, grid.leaves)

@@ -19,12 +19,13 @@ from tilewise import expr, selections
 from tilewise.caching import cached_property
 from tilewise.expr import Expr
 from tilewise.masks import Mask, Region, grouped, region, with_lists
-from tilewise.masks.facts import Condition, conditions, granularity, joined, monotone_terms
+from tilewise.masks.facts import Condition, conditions, granularity, heads_alike, joined, monotone_terms
 from tilewise.planning import planner
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 _LENGTHS = frozenset({"seqlen_q", "seqlen_k", "off"})  # the symbols that are numbers of a call
 PREPARED_BLOCK = 64
+_SEEN_TILE = 128, 128  # in which a kernel looks for the keys that are seen
 _LEAST_BLOCK = 64  # blocks with fewer pairs are not asked first
 _CHUNK_ELEMENTS = 1 << 22  # pairs evaluated at once: 32 MiB of int64, which fit many caches
 # A GPU takes 128 MiB at once, to save launches: in steps of 2**22, three evaluations of 16,384 x 16,384 pairs took 92 ms on an H200.
@@ -46,6 +47,7 @@ class Grid:
         seqlen_q, seqlen_k: lengths of the sequence, from which ``off`` follows.
         b, h: int64, the batch indices and query heads of this part.
         keys: the number of keys in this part, from ``key_origin`` on (one origin per ``b`` if keys are split).
+        all_heads: ``h`` counts from 0 on.
     """
 
     region: Region
@@ -56,13 +58,21 @@ class Grid:
     h: Tensor
     keys: int
     key_origin: Tensor | None = None
+    all_heads: bool = False
 
     @classmethod
     def whole(cls, kept: Region, leaves: Sequence[Tensor], shape: tuple[int, int, int, int], device) -> Grid:
         """Return the grid of a whole attention of ``shape`` (batch, heads_q, seqlen_q, seqlen_k)."""
         batch, heads, seqlen_q, seqlen_k = shape
         index = torch.arange(max(batch, heads), device=device)  # one launch for both
-        return cls(kept, leaves, seqlen_q, seqlen_k, index[:batch], index[:heads], seqlen_k)
+        return cls(kept, leaves, seqlen_q, seqlen_k, index[:batch], index[:heads], seqlen_k, all_heads=True)
+
+    def alike(self) -> tuple[Grid, int]:
+        """Return the grid with one of so many heads side by side that see the same pairs, as those of one key head with selected keys."""
+        count = heads_alike(self.region)
+        if count == 1 or not self.all_heads or len(self.h) % count:
+            return self, 1
+        return replace(self, h=self.h[::count].contiguous(), all_heads=False), count  # kernels read it with steps of 1
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -151,6 +161,9 @@ class TileMap:
     @classmethod
     def build(cls, grid: Grid, tile_m: int, tile_n: int, by_columns: bool = False) -> TileMap:
         """Return the map of a grid. ``by_columns`` reads the interval in column form, as backward kernels do."""
+        grid, count = grid.alike()
+        if count > 1:
+            return cls(each_head(cls.build(grid, tile_m, tile_n, by_columns).status, count), tile_m, tile_n)
         found = _by_kernel(grid, tile_m, tile_n)
         if found is not None:
             return cls(found[0], tile_m, tile_n)
@@ -190,6 +203,11 @@ class TileMap:
         order = torch.argsort((status + 2) % 3, dim=-1, stable=True)  # partial, full, empty
         counts = torch.stack([(status == PARTIAL).sum(-1), (status != EMPTY).sum(-1)], -1)
         return order.int(), counts.int()
+
+
+def each_head(x: Tensor, count: int) -> Tensor:
+    """Return what ``(b|1, h|1, ...)`` says of one of ``count`` heads side by side, for each of them; one head stays one."""
+    return x if x.shape[1] == 1 else x.repeat_interleave(count, 1)
 
 
 def _by_kernel(grid: Grid, tile_m: int, tile_n: int, group: int | None = None) -> tuple[Tensor, Tensor | None] | None:
@@ -418,12 +436,21 @@ def seen_keys(grid: Grid, group: int) -> Tensor | None:
     """
     if grid.region.everything:
         return None
+    of_kinds, count = grid.alike()
+    if count % group == 0 or group % count == 0:
+        seen = _seen_keys(of_kinds, max(1, group // count))
+        return each_head(seen, count // group) if count > group else seen
+    return _seen_keys(grid, group)
+
+
+def _seen_keys(grid: Grid, group: int) -> Tensor:
+    """:func:`seen_keys` of a mask that hides some."""
     if grid.region.predicate is None:
         first, last = grid.query_interval(torch.arange(grid.keys, device=grid.b.device))
         seen = first < last
     elif grid.region.prepared is not None and grid.key_origin is None:
         seen = _part_of(grid.leaves[grid.region.prepared.seen_slot], grid)
-    elif (found := _by_kernel(grid, PREPARED_BLOCK, PREPARED_BLOCK, group)) is not None:
+    elif (found := _by_kernel(grid, *_SEEN_TILE, group)) is not None:
         return found[1]
     else:
         seen = _seen_by_predicate(grid)
@@ -457,9 +484,10 @@ def prepare(mask: Mask, q: Tensor, k: Tensor) -> Mask:
         first, last = grid.query_interval(torch.arange(grid.keys, device=q.device))
         status = torch.full((1, 1, *blocks), FULL, dtype=torch.uint8, device=q.device)
         return with_lists(mask, PREPARED_BLOCK, shape, status, first < last)
-    found = _by_kernel(grid, PREPARED_BLOCK, PREPARED_BLOCK, 1)
+    of_kinds, count = grid.alike()
+    found = _by_kernel(of_kinds, PREPARED_BLOCK, PREPARED_BLOCK, 1)
     if found is not None:
-        return with_lists(mask, PREPARED_BLOCK, shape, *found)
+        return with_lists(mask, PREPARED_BLOCK, shape, *[each_head(x, count) for x in found])
     if not kept.selections and monotone_terms(kept) is None:
         return with_lists(mask, PREPARED_BLOCK, shape, *_predicate_status(grid, PREPARED_BLOCK, PREPARED_BLOCK))
     status = known_status(grid, PREPARED_BLOCK, PREPARED_BLOCK)

@@ -88,6 +88,7 @@ MEANINGS = {
     "block_m": "rows of a block of pairs that are judged at once",
     "crossing": "keys, or queries, of a tile of 128 lines",
     "by_columns": "lines are keys, not queries",
+    "same": "bits of a word, side by side, for which the predicate is the same",
     # Caches
     "digest": "hash of the emitted functions' source, which tells compiled kernels apart",
 }

@@ -174,7 +174,16 @@ def _bit_functions(
     """The functions of a mask's pairs, and the facts of the launch."""
     emitted = emit_mask(Region(lo=region.lo, hi=region.hi, predicate=region.predicate), leaves, lengths)
     functions = {name: emitted.functions.get(name) for name in ("lo", "hi", "keep")}
-    return emitted, Facts(**functions, crossing=crossing, by_columns=by_columns, digest=emitted.digest, overlap=None)
+    same = _same_bits(region.predicate, crossing, by_columns)
+    facts = Facts(**functions, crossing=crossing, by_columns=by_columns, same=same, digest=emitted.digest, overlap=None)
+    return emitted, facts
+
+
+def _same_bits(predicate: Expr | None, crossing: int, by_columns: bool) -> int:
+    """How many bits of a word, side by side, are the same in every tile: two are of eight crossing lines (:mod:`bit_tiles`)."""
+    lines = None if predicate is None else granularity(predicate, "i" if by_columns else "j")
+    lines = math.gcd(crossing, lines or crossing)
+    return lines // 4 if lines % 8 == 0 else 1
 
 
 def ends(grid: Grid, lines: Tensor, by_columns: bool) -> tuple[Tensor, Tensor]:

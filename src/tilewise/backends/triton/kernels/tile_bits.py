@@ -76,9 +76,28 @@ def tile_bits_kernel(tensors, sizes, numbers, FACTS: tl.constexpr):
 def bits_of_words(line0, crossing0, word, b, head, tensors, sizes, numbers, FACTS: tl.constexpr):
     """The words number ``word`` of the tile at (line0, crossing0): int32 (WORDS,)."""
     work = whole_sequence(b, tensors, sizes, numbers)
+    bit = tl.arange(0, 32)[None, :]
+    i, j = pairs_of_bits(line0, crossing0, word, bit, FACTS)
+    inside = (i < work.seqlen_q) & (j < work.seqlen_k)
+    lo, hi = key_interval(tl.minimum(i, work.seqlen_q - 1), head, work, FACTS)
+    # Each bit once, so that the sum is the word; bit 31 is its sign.
+    found = tl.sum((inside & (j >= lo) & (j < hi)).to(tl.int32) << bit, 1)
+    if FACTS.keep is not None:
+        first = tl.arange(0, 32 // FACTS.same)[None, :] * FACTS.same
+        i, j = pairs_of_bits(line0, crossing0, word, first, FACTS)
+        i, j = tl.minimum(i, work.seqlen_q - 1), tl.minimum(j, work.seqlen_k - 1)
+        kept = tl.where(
+            FACTS.keep(work.b, head, i, j, work) & (first >= 0), -1 if FACTS.same == 32 else (1 << FACTS.same) - 1, 0
+        )
+        found &= tl.sum(kept << first, 1)
+    return found.to(tl.int32)
+
+
+@triton.jit
+def pairs_of_bits(line0, crossing0, word, bit, FACTS: tl.constexpr):
+    """The query and the key of each bit of these words, (WORDS, bits); they may lie past the last ones."""
     of_thread: tl.constexpr = FACTS.crossing // 64
     quarter: tl.constexpr = FACTS.crossing // 4  # crossing lines of a thread
-    bit = tl.arange(0, 32)[None, :]
     thread = (word // of_thread)[:, None]
     # Bits of a thread's line 0 come first: with 128 crossing lines they fill its first word.
     if of_thread == 2:
@@ -86,17 +105,8 @@ def bits_of_words(line0, crossing0, word, b, head, tensors, sizes, numbers, FACT
     else:
         row, column = bit // quarter, bit % quarter
     # Where the numbers of a wgmma accumulator lie (tilewise.planning.bit_tiles.line_of, crossing_of).
-    line = line0 + thread // 128 * 64 + thread % 128 // 32 * 16 + thread % 32 // 4 + 8 * row
+    line = line0 + thread // 128 * 64 + thread % 128 // 32 * 16 + thread % 32 // 4 + 8 * row + bit * 0
     crossing = crossing0 + thread % 4 * 2 + column // 2 * 8 + column % 2
     if FACTS.by_columns:
-        i, j = crossing, line
-    else:
-        i, j = line, crossing
-    inside = (i < work.seqlen_q) & (j < work.seqlen_k)
-    i, j = tl.minimum(i, work.seqlen_q - 1), tl.minimum(j, work.seqlen_k - 1)
-    lo, hi = key_interval(i, head, work, FACTS)
-    kept = inside & (j >= lo) & (j < hi)
-    if FACTS.keep is not None:
-        kept &= FACTS.keep(work.b, head, i, j, work)
-    # Each bit once, so that the sum is the word; bit 31 is its sign.
-    return tl.sum(kept.to(tl.int32) << bit, 1).to(tl.int32)
+        return crossing, line
+    return line, crossing

@@ -132,7 +132,7 @@ def test_heads_may_come_first():
 def over_pages(values_in_keys: bool = False) -> tuple[Tensor, tw.PagedCache]:
     k = normal(6, 16, 2, 40)
     v = k[..., :32] if values_in_keys else normal(6, 16, 2, 40, seed=2)[..., :32]
-    table, lengths = torch.tensor([[3, 1, 5], [0, 4, 2]]), torch.tensor([40, 17])
+    table, lengths = (torch.tensor(x, dtype=torch.int32) for x in ([[3, 1, 5], [0, 4, 2]], [40, 17]))
     return normal(2, 3, 4, 40, seed=3), tw.paged(k, v, table, lengths)
 
 

@@ -24,6 +24,13 @@ jax.config.update("jax_enable_x64", True)  # the contract has float64
 jax.config.update("jax_num_cpu_devices", 2)
 
 
+@pytest.fixture(autouse=True)
+def on_the_cpu():
+    """tests/gpu/test_jax.py has some of these tests on a GPU."""
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        yield
+
+
 def array(t: Tensor) -> jax.Array:
     t = t.detach()
     return jnp.asarray(t.float().numpy(), jnp.bfloat16) if t.dtype == torch.bfloat16 else jnp.asarray(t.numpy())

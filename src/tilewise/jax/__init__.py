@@ -1,4 +1,4 @@
-"""Attention of JAX arrays on the CPU, by the same kernels, with the same keywords, masks and scores as :mod:`tilewise`.
+"""Attention of JAX arrays on CPUs and NVIDIA GPUs, by the same kernels, with the same keywords, masks and scores as :mod:`tilewise`.
 
     import tilewise.jax as tw
     o = tw.attention(q, k, v, causal=True, score=tw.alibi(slopes), sink=sink)

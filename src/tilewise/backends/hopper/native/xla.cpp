@@ -16,16 +16,14 @@ struct Head {
   const void* extension;
 };
 
-struct Buffer {
-  Head head;
+struct Buffer : Head {
   int dtype;
   void* data;
   int64_t rank;
   const int64_t* dims;
 };
 
-struct Buffers {
-  Head head;
+struct Buffers : Head {
   int64_t count;
   const void* types;
   const Buffer* const* items;
@@ -36,73 +34,41 @@ struct Text {
   size_t size;
 };
 
-struct Attributes {
-  Head head;
+struct Attributes : Head {
   int64_t count;
   const void *types, *names;
   const Text* const* items;
 };
 
-struct Asked {  // what each function of Api is given, and where its answer comes
-  Head head;
-  void* context;
-  void* found;
+// What each of XLA's functions is given, and where its answer comes.
+struct Asked : Head {
+  const void* context;
+  uint64_t words[3];
 };
 
-struct Ordinal {
-  Head head;
-  void* context;
-  int32_t found;
+enum Function { kFail = 0, kStream = 4, kAllocate = 9, kFree = 10, kOrdinal = 17, kFunctions };
+
+struct Api : Head {
+  const void *version[3], *internal;
+  void* (*functions[kFunctions])(Asked*);
 };
 
-struct Allocation {
-  Head head;
-  void* context;
-  size_t bytes, alignment;
-  void* found;
-};
-
-struct Freed {
-  Head head;
-  void* context;
-  size_t bytes;
-  void* data;
-};
-
-struct Failure {
-  Head head;
-  const char* message;
-  int code;
-};
-
-struct Api {
-  Head head;
-  struct {
-    Head head;
-    int major, minor;
-  } version;
-  const void* internal;
-  void* (*fail)(Failure*);
-  const void* between_1[3];
-  void* (*stream)(Asked*);
-  const void* between_2[4];
-  void* (*allocate)(Allocation*);
-  void* (*free)(Freed*);
-  const void* between_3[6];
-  void* (*ordinal)(Ordinal*);
-};
-
-struct Frame {
-  Head head;
+struct Frame : Head {
   const Api* api;
-  void* context;
+  const void* context;
   int stage;
   Buffers operands, results;
   Attributes attributes;
+
+  // Null, or XLA's error.
+  void* ask(Function function, Asked& asked) const { return api->functions[function](&asked); }
+  Asked asked(uint64_t a = 0, uint64_t b = 0) const { return {{sizeof(Asked), nullptr}, context, {a, b, 0}}; }
+
+  const Buffer& buffer(int64_t n) const { return n < operands.count ? *operands.items[n] : *results.items[n - operands.count]; }
 };
 
 constexpr int kInternal = 13;
-constexpr size_t kAlignment = 16;  // of what XLA allocates, at most; and of what the copy engine reads
+constexpr uint64_t kAlignment = 16;  // what XLA allocates has no larger one, and kernels need no larger one
 
 // -- Bound calls ---------------------------------------------------------------------------------------------------
 
@@ -122,64 +88,62 @@ void append(std::string& text, const Number* numbers, size_t count = 1) {
   text.append(reinterpret_cast<const char*>(numbers), count * sizeof *numbers);
 }
 
-// Everything that decides a call: its device, what it says, and the dtypes and sizes of its buffers.
-void write_key(const Frame& frame, int32_t device, std::string& key) {
-  const Text& call = *frame.attributes.items[0];
-  key.assign(call.data, call.size);
-  append(key, &device);
-  for (const Buffers* buffers : {&frame.operands, &frame.results})
-    for (int64_t n = 0; n < buffers->count; ++n) {
-      const Buffer& buffer = *buffers->items[n];
-      append(key, &buffer.dtype);
-      append(key, &buffer.rank);
-      append(key, buffer.dims, buffer.rank);
-    }
+// Everything that decides a call: its device, what it says, and the dtypes and sizes of its buffers. Returns XLA's error.
+void* identify(const Frame& frame, int32_t* device, std::string* key) {
+  Asked asked = frame.asked();
+  if (void* wrong = frame.ask(kOrdinal, asked)) return wrong;
+  *device = static_cast<int32_t>(asked.words[0]);
+  key->assign(frame.attributes.items[0]->data, frame.attributes.items[0]->size);
+  append(*key, device);
+  for (int64_t n = 0; n < frame.operands.count + frame.results.count; ++n) {
+    const Buffer& x = frame.buffer(n);
+    append(*key, &x.dtype);
+    append(*key, &x.rank);
+    append(*key, x.dims, x.rank);
+  }
+  return nullptr;
 }
 
-void* device_of(const Frame& frame, int32_t* device) {
-  Ordinal asked{{sizeof asked, nullptr}, frame.context, 0};
-  void* wrong = frame.api->ordinal(&asked);
-  return *device = asked.found, wrong;
+const TwBound* bound_as(const std::string& key) {
+  std::shared_lock<std::shared_mutex> held(bounds().lock);
+  auto at = bounds().by_call.find(key);
+  return at == bounds().by_call.end() ? nullptr : at->second;
 }
 
-// Memory that nobody reads after the call. XLA gives it to operations behind this one on the same stream.
+// Memory that nobody reads after the call: XLA gives it to operations behind this one on the same stream.
 class Scratch {
  public:
   explicit Scratch(const Frame& frame) : frame_(frame) {}
   ~Scratch() {
-    Freed freed{{sizeof freed, nullptr}, frame_.context, bytes_, data_};
-    if (data_ != nullptr) frame_.api->free(&freed);
+    Asked asked = frame_.asked(bytes_, first);
+    if (first != 0) frame_.ask(kFree, asked);
   }
-  void* take(size_t bytes) {
-    Allocation asked{{sizeof asked, nullptr}, frame_.context, bytes, kAlignment, nullptr};
+  void* take(uint64_t bytes) {
+    Asked asked = frame_.asked(bytes_ = bytes, kAlignment);
     if (bytes == 0) return nullptr;
-    void* wrong = frame_.api->allocate(&asked);
-    return data_ = asked.found, bytes_ = bytes, wrong;
+    void* wrong = frame_.ask(kAllocate, asked);
+    return first = asked.words[2], wrong;
   }
-  uint64_t at(int64_t byte) const { return reinterpret_cast<uint64_t>(data_) + byte; }
+  uint64_t first = 0;
 
  private:
   const Frame& frame_;
-  void* data_ = nullptr;
-  size_t bytes_ = 0;
+  uint64_t bytes_ = 0;
 };
 
-void* failed(const Frame& frame) {
-  Failure failure{{sizeof failure, nullptr}, tw_launcher_error(), kInternal};
-  return frame.api->fail(&failure);
-}
-
-// False: some memory does not lie where kernels can read it. They read whole tensors' parts at multiples of the alignment.
-bool addresses_of(const Frame& frame, const TwBound& bound, const Scratch& scratch, std::vector<uint64_t>& found) {
+// False: some memory begins where kernels cannot read it.
+bool find(const Frame& frame, const TwBound& bound, uint64_t scratch, std::vector<uint64_t>& found) {
   found.clear();
   for (const TwMemory* x = bound.memory; x != bound.memory + bound.memories; ++x) {
-    int64_t n = x->buffer, operands = frame.operands.count;
-    const Buffers& buffers = n < operands ? frame.operands : frame.results;
-    uint64_t first = n < 0 ? scratch.at(0) : reinterpret_cast<uint64_t>(buffers.items[n < operands ? n : n - operands]->data);
-    found.push_back(first + x->first);
+    found.push_back((x->buffer < 0 ? scratch : reinterpret_cast<uint64_t>(frame.buffer(x->buffer).data)) + x->first);
     if (found.back() % kAlignment) return false;
   }
   return true;
+}
+
+void* failed(const Frame& frame) {
+  Asked asked{{sizeof asked, nullptr}, tw_launcher_error(), {kInternal, 0, 0}};
+  return frame.ask(kFail, asked);
 }
 
 }  // namespace
@@ -189,11 +153,9 @@ extern "C" {
 void tw_xla_else(TwHandler other) { bounds().other = other; }
 
 void* tw_xla_bind(const void* call, const TwBound* bound) {
-  const Frame& frame = *static_cast<const Frame*>(call);
   std::string key;
   int32_t device;
-  if (void* wrong = device_of(frame, &device)) return wrong;
-  write_key(frame, device, key);
+  if (void* wrong = identify(*static_cast<const Frame*>(call), &device, &key)) return wrong;
   std::unique_lock<std::shared_mutex> held(bounds().lock);
   bounds().by_call.emplace(std::move(key), bound);
   return nullptr;
@@ -201,27 +163,22 @@ void* tw_xla_bind(const void* call, const TwBound* bound) {
 
 void* tw_xla(void* call) {
   const Frame& frame = *static_cast<const Frame*>(call);
-  if (frame.head.extension != nullptr) return bounds().other(call);  // asks for metadata
+  if (frame.extension != nullptr) return bounds().other(call);  // asks for metadata
   thread_local std::string key;
   thread_local std::vector<uint64_t> addresses;
   int32_t device;
-  if (void* wrong = device_of(frame, &device)) return wrong;
-  write_key(frame, device, key);
-  const TwBound* bound = nullptr;
-  {
-    std::shared_lock<std::shared_mutex> held(bounds().lock);
-    auto at = bounds().by_call.find(key);
-    if (at != bounds().by_call.end()) bound = at->second;
-  }
+  if (void* wrong = identify(frame, &device, &key)) return wrong;
+  const TwBound* bound = bound_as(key);
   if (bound == nullptr) return bounds().other(call);
   Scratch scratch(frame);
   if (void* wrong = scratch.take(bound->scratch)) return wrong;
-  if (!addresses_of(frame, *bound, scratch, addresses)) return bounds().other(call);
-  Asked stream{{sizeof stream, nullptr}, frame.context, nullptr};
-  if (void* wrong = frame.api->stream(&stream)) return wrong;
-  if (bound->zeros && tw_zero(scratch.at(0), bound->zeros, device, stream.found)) return failed(frame);
+  if (!find(frame, *bound, scratch.first, addresses)) return bounds().other(call);
+  Asked asked = frame.asked();
+  if (void* wrong = frame.ask(kStream, asked)) return wrong;
+  void* stream = reinterpret_cast<void*>(asked.words[0]);
+  if (bound->zeros && tw_zero(scratch.first, bound->zeros, device, stream)) return failed(frame);
   for (const TwBoundLaunch* x = bound->launch; x != bound->launch + bound->launches; ++x)
-    if (tw_run(x->recipe, x->given, addresses.data(), device, stream.found)) return failed(frame);
+    if (tw_run(x->recipe, x->given, addresses.data(), device, stream)) return failed(frame);
   return nullptr;
 }
 }

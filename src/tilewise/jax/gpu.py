@@ -2,7 +2,7 @@
 
 Each call comes as on the CPU (:mod:`tilewise.jax.handler`), and PyTorch's operators run it: they allocate what they need from PyTorch's
 memory, and their results are copied into XLA's. Where the backend of the call can bind it, the next one of the same sizes is launched
-without Python, PyTorch and that copy (:mod:`tilewise.backends.hopper.host.xla`).
+without Python, PyTorch and that copy (:mod:`tilewise.backends.hopper.host.xla`, docs/decisions.md#jax-handler).
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class _Memory:
         self.__cuda_array_interface__ = {"data": (address, False), "shape": (size,), "typestr": "|u1", "version": 2}
 
 
+@lru_cache(maxsize=1)
 def check() -> None:
     """Raise NotImplementedError where PyTorch has no GPU."""
     if not torch.cuda.is_available():

@@ -234,7 +234,7 @@ def test_placed_launches_are_those_of_the_call_and_write_its_results(back, name,
     backend, t = Hopper(), c.t
     if backend.refused(c.p):
         pytest.skip("; ".join(backend.refused(c.p)))
-    plan = backend.plan_of(c.p, back)
+    plan = xla.plan_of(backend, c.p, back)
     placed = xla.placed(plan)
     if placed is None:
         assert name not in ("full", "causal", "window", "softcap", "fp16", "packed-full", "packed-causal")

@@ -156,9 +156,6 @@ class Hopper(Backend):
     def backward(self, p: Problem, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads:
         return self._backward_plans.of(p).backward(t, out, do, dlse)
 
-    def plan_of(self, p: Problem, backward: bool) -> Any:
-        return (self._backward_plans if backward else self._plans).of(p)
-
     def _plan(self, p: Problem):
         config = self.config(p)
         if isinstance(config, DecodingConfig):

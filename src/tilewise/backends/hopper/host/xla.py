@@ -1,6 +1,7 @@
 """Calls of XLA that are launched without Python (native/xla.cpp): which memory each launch reads and writes.
 
-A call is bound where its launches read contiguous operands as they are and write the results themselves, with nothing left to compute.
+A call is bound where its launches read contiguous operands as they are and write the results themselves, with nothing left to compute
+(docs/decisions.md#jax-handler).
 """
 
 from __future__ import annotations
@@ -110,9 +111,14 @@ def _placed(launches: Launches, places: Mapping[str, tuple[int, int]], late: Map
     return Placed(launches, [*memories, (-1, scratch)], words, scratch + launches.scratch, zeros)
 
 
+def plan_of(backend: Hopper, p: Problem, backward: bool) -> Plan:
+    """Return the plan of a problem's forward or backward."""
+    return (backend._backward_plans if backward else backend._plans).of(p)
+
+
 def bound(backend: Backend, p: Problem, backward: bool) -> BoundStruct | None:
     """Return :func:`placed` launches of a pass as the launcher takes them; None where another backend runs it."""
-    x = placed(backend.plan_of(p, backward)) if isinstance(backend, Hopper) else None
+    x = placed(plan_of(backend, p, backward)) if isinstance(backend, Hopper) else None
     if x is None:
         return None
     rows = []

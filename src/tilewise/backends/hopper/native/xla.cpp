@@ -1,4 +1,5 @@
-// XLA's custom call on a GPU: a call that was bound launches here, without Python. Any other goes to the handler that Python gave.
+// XLA's custom call on a GPU: a call that was bound launches here, without Python. Any other goes to the handler that Python gave
+// (docs/decisions.md#jax-handler).
 #include <mutex>
 #include <shared_mutex>
 #include <string>

@@ -6,6 +6,7 @@ import ctypes
 import struct
 from ctypes import POINTER, Structure, addressof, c_int, c_int64, c_size_t, c_void_p, sizeof
 from dataclasses import replace
+from itertools import count
 
 import pytest
 import torch
@@ -59,7 +60,10 @@ class Frame(Structure):
 class Xla:
     """XLA's functions, which write down what they are asked."""
 
+    number = count()  # what is bound stays so: no two tests have one call
+
     def __init__(self) -> None:
+        self.text = f"call {next(self.number)}"
         self.asked: list[tuple] = []
         self.out_of_memory = False
         functions = {0: self.fail, 4: self.stream, 9: self.allocate, 10: self.free, 17: self.ordinal}
@@ -127,7 +131,7 @@ def bound(cuda):
     places = (xla.MemoryStruct * 3)((0, 0), (1, 0), (-1, 256))
     launches = (xla.BoundLaunchStruct * 2)(*[(kernels.native.at, x) for x in words])
     bound = xla.BoundStruct(places, launches, 512, 64, 3, 2)
-    frame = calls.frame(f"call {id(calls)}", [X], [Y])
+    frame = calls.frame(calls.text, [X], [Y])
     xla.bind(addressof(frame), bound)
     cuda.reset()
     return calls, handler, others, kernels
@@ -139,7 +143,7 @@ def test_a_bound_call_launches_on_its_buffers_in_its_stream_without_python(bound
         cuda.reset()
         calls.asked.clear()
         operands, results = ([(at + more, dtype, dims)] for at, dtype, dims in (X, Y))
-        assert handler(calls.frame(f"call {id(calls)}", operands, results)) is None
+        assert handler(calls.frame(calls.text, operands, results)) is None
         assert calls.asked == [("allocate", 512, 16), ("free", 512, SCRATCH)]
         lines = [line for line in cuda.lines() if line.split()[0] in ("set", "launch") and " 8 50000" not in line]
         assert lines[0] == f"set {SCRATCH:x} to 0 in 64 bytes on stream {STREAM:x}"
@@ -166,7 +170,7 @@ OTHER = {
 def test_any_other_call_goes_to_python_and_launches_nothing(name, bound, cuda):
     calls, handler, others, _ = bound
     text, *buffers = OTHER[name]
-    frame = calls.frame(text or f"call {id(calls)}", *buffers)
+    frame = calls.frame(text or calls.text, *buffers)
     assert handler(frame) is None
     assert others == [addressof(frame)]
     assert not cuda.lines("launch")
@@ -176,7 +180,7 @@ def test_any_other_call_goes_to_python_and_launches_nothing(name, bound, cuda):
 
 def test_failures_are_errors_of_xla_and_what_was_allocated_is_freed(bound, cuda):
     calls, handler, _, _ = bound
-    frame = calls.frame(f"call {id(calls)}", [X], [Y])
+    frame = calls.frame(calls.text, [X], [Y])
     cuda.fail("cuLaunchKernelEx", 719)
     assert handler(frame) == FAILED
     assert [x[0] for x in calls.asked] == ["allocate", "fail", "free"]

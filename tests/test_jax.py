@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from dataclasses import replace
 
 import pytest
@@ -19,9 +21,19 @@ import tilewise
 import tilewise.jax as tw
 from bench import cases
 from tilewise import testing
+from tilewise.backends.hopper.host import driver, xla
+
+calls = sys.modules["tilewise.jax.handler"]  # whose name in the package is the handler's
 
 jax.config.update("jax_enable_x64", True)  # the contract has float64
 jax.config.update("jax_num_cpu_devices", 2)
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu():
+    """tests/gpu/test_jax.py has some of these tests on a GPU."""
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        yield
 
 
 def array(t: Tensor) -> jax.Array:
@@ -342,3 +354,34 @@ def test_other_derivatives_than_the_first_in_reverse_are_refused():
         jax.jvp(run, (q,), (q,))
     with pytest.raises(ValueError, match="cannot be differentiated"):
         jax.grad(lambda q: jax.grad(run)(q).sum())(q)
+
+
+# -- The handler of calls on a GPU -------------------------------------------------------------------------------------
+
+
+def test_the_native_handler_reads_what_xla_hands_over_and_leaves_other_calls_to_python(monkeypatch):
+    """It is registered for the CPU: XLA has an ordinal of it, and no stream, so that a bound call ends there."""
+    if isinstance(driver.load(), str):
+        pytest.skip(driver.load())
+    came, launches = [], xla.BoundStruct((xla.MemoryStruct * 1)((0, 0)), (xla.BoundLaunchStruct * 1)(), 0, 0, 1, 1)
+
+    @calls.Handler
+    def other(frame):
+        if not frame.contents.extension:  # the question for metadata
+            came.append(frame.contents.operands.size)
+        if len(came) > 2:
+            xla.bind(ctypes.addressof(frame.contents), launches)
+        return calls.handler(frame)
+
+    jax.ffi.register_ffi_target("tilewise_native", jax.ffi.pycapsule(xla.target(other)), platform="cpu")
+    given = qkv()
+    run = jax.value_and_grad(lambda *x: tw.attention(*x, causal=True).sum(), (0, 1, 2))
+    wanted = run(*given)
+    monkeypatch.setattr(tw, "_TARGET", "tilewise_native")
+    equal(jax.jit(run)(*given), wanted)
+    assert came == [3, 7]
+    half = [x.astype(jnp.float16) for x in given]
+    jax.block_until_ready(tw.attention(*half))
+    with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match="GPU context"):
+        jax.block_until_ready(tw.attention(*half))
+    assert came[2:] == [3]

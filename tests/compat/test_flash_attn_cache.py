@@ -127,6 +127,27 @@ def test_packed_queries_over_pages():
         fa.flash_attn_varlen_func(q, k_pages, v_pages, cu_q, cu_k, 7, 20, 0.1, block_table=table)
 
 
+@pytest.mark.parametrize("wants", ["q", "k", "slopes"])
+def test_packed_queries_over_pages_compute_where_a_gradient_is_wanted_and_the_backward_raises(wants):
+    _, k_cache, v_cache, _, _ = drawn()
+    cu = torch.tensor([0, 5, 13, 20]).int()
+    k, v, table = in_pages(k_cache, v_cache)
+    given = {"q": normal(20, H, D), "k": k, "slopes": normal(H, seed=9).abs()}
+
+    def run():
+        q, k, slopes = given.values()
+        return fa.flash_attn_varlen_func(q, k, v, cu, cu, 8, 8, causal=True, alibi_slopes=slopes, block_table=table)
+
+    expected = run()
+    given[wants].requires_grad_()
+    found = run()
+    assert torch.equal(found, expected)
+    with pytest.raises(NotImplementedError, match="the backward of flash_attn_varlen_func with a block_table"):
+        found.sum().backward()
+    with torch.no_grad():
+        assert not run().requires_grad
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [

@@ -1,4 +1,4 @@
-"""Attention of JAX arrays on the CPU, by the same kernels, with the same keywords, masks and scores as :mod:`tilewise`.
+"""Attention of JAX arrays on CPUs and NVIDIA GPUs, by the same kernels, with the same keywords, masks and scores as :mod:`tilewise`.
 
     import tilewise.jax as tw
     o = tw.attention(q, k, v, causal=True, score=tw.alibi(slopes), sink=sink)
@@ -20,10 +20,10 @@ from torch import Tensor
 import tilewise as tw
 from tilewise import dispatch, words
 from tilewise.api import Keywords
-from tilewise.jax.handler import handler
+from tilewise.jax import gpu
+from tilewise.jax.handler import handler, problem
 from tilewise.masks.derived import Derived
-from tilewise.problem import Problem, check
-from tilewise.signature import Shaped
+from tilewise.problem import Problem
 from tilewise.spec import Options, assemble, parse_spec
 
 try:
@@ -35,7 +35,8 @@ except ImportError as missing:
     raise ImportError("tilewise.jax needs JAX 0.9 or newer: pip install --upgrade jax") from missing
 
 _TARGET = "tilewise"
-jax.ffi.register_ffi_target(_TARGET, jax.ffi.pycapsule(handler), platform="cpu")
+for _platform, _function in (("cpu", handler), ("CUDA", gpu.target())):  # XLA chooses, by where a call runs
+    jax.ffi.register_ffi_target(_TARGET, jax.ffi.pycapsule(_function), platform=_platform)
 
 Array = Any  # a JAX or NumPy array
 Called = TypeVar("Called", bound=Callable[..., Any])
@@ -189,7 +190,7 @@ def _derived(mask: Any) -> dict[int, Array]:
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(spec: str, *arrays: Array) -> tuple[Array, Array]:
     """Compute ``(o, lse)`` of q, k, v, the extras of the spec, and the seed if there is dropout."""
-    p = _problem(spec, *[(x.shape, x.dtype.name) for x in arrays])
+    p = _problem(spec, _device(arrays), *[(x.shape, x.dtype.name) for x in arrays])
     shapes = zip(p.output_shapes, (p.dtype, p.compute_dtype), strict=True)
     call = f"forward {len(p.q.shape)} {spec}"
     return _call(call, [(shape, _name(dtype)) for shape, dtype in shapes], arrays)
@@ -226,20 +227,26 @@ _attention.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 @lru_cache(maxsize=256)
-def _problem(spec: str, *arrays: tuple[tuple[int, ...], str]) -> Problem:
-    """Check a call by the shapes and dtypes of its arrays.
+def _problem(spec: str, device: torch.device, *arrays: tuple[tuple[int, ...], str]) -> Problem:
+    """Check a call by the shapes and dtypes of its arrays, on the device where it is expected to run.
 
     Raises:
         ValueError: a wrong call. NotImplementedError: no backend runs it.
     """
-    read, cpu = parse_spec(spec), torch.device("cpu")
-    tensors = [torch.empty(shape, dtype=getattr(torch, name), device="meta") for shape, name in arrays]
-    q, k, v, *extras = [Shaped(tuple(x.shape), x.stride(), x.dtype, cpu) for x in tensors]
-    if read.dropout_p:
-        extras.pop()  # the seed, of any integer dtype
-    p = check(q, k, v, extras, torch.zeros(1, dtype=torch.int64) if read.dropout_p else None, read, latent=False)
+    p = problem(spec, device, *[(shape, getattr(torch, name)) for shape, name in arrays])
     dispatch.select(p)
     return p
+
+
+def _device(arrays: Sequence[Array]) -> torch.device:
+    """Return where a call will run: where its arrays are, or, while JAX traces it, on JAX's default device."""
+    there = (x.devices() for x in arrays if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer))
+    device = next((device for found in there for device in found), jax.config.jax_default_device)
+    platform = getattr(device, "platform", device) or jax.default_backend()
+    if platform not in ("gpu", "cuda"):
+        return torch.device("cpu")
+    gpu.check()
+    return torch.device("cuda", 0)
 
 
 def _call(call: str, results: Sequence[tuple[Sequence[int], str]], arrays: Sequence[Array]) -> Sequence[Array]:

@@ -6,13 +6,15 @@ structs are those of xla/ffi/api/c_api.h, version 0, to which XLA only appends.
 
 The attribute ``call`` says what to do, in words: a job, how many dimensions its first operand has, and the job's text. Further
 dimensions in front are those of ``jax.vmap``; operands that do not differ there have the size 1.
+
+This runs calls on the CPU; :mod:`tilewise.jax.gpu` those on a GPU.
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import POINTER, Structure, c_char, c_char_p, c_int, c_int64, c_size_t, c_uint32, c_void_p
 from functools import partial
 
@@ -21,6 +23,8 @@ from torch import Tensor
 
 from tilewise import autograd
 from tilewise.masks import catalogue
+from tilewise.problem import Problem, check
+from tilewise.signature import Shaped
 from tilewise.spec import parse_spec
 
 # -- The structs -------------------------------------------------------------------------------------------------------
@@ -46,12 +50,20 @@ class Extension(Structure):
 class Buffer(Structure):
     _fields_ = [*_HEAD, ("dtype", c_int), ("data", c_void_p), ("rank", c_int64), ("dims", POINTER(c_int64))]
 
+    def tensor(self, memory: Callable[[int, int], Tensor]) -> Tensor:
+        shape, dtype = self.dims[: self.rank], _DTYPES[self.dtype]
+        size = math.prod(shape) * dtype.itemsize
+        if not size:
+            return torch.empty(shape, dtype=dtype, device=memory(0, 0).device)
+        return memory(self.data, size).view(dtype).view(shape)
+
 
 class Buffers(Structure):
     _fields_ = [*_HEAD, ("size", c_int64), ("types", c_void_p), ("items", POINTER(POINTER(Buffer)))]
 
-    def tensors(self) -> list[Tensor]:
-        return [_tensor(self.items[n].contents) for n in range(self.size)]
+    def tensors(self, memory: Callable[[int, int], Tensor]) -> list[Tensor]:
+        """Return the buffers as tensors, without a copy. ``memory``: bytes at an address."""
+        return [self.items[n].contents.tensor(memory) for n in range(self.size)]
 
 
 class Text(Structure):
@@ -66,12 +78,25 @@ class Error(Structure):
     _fields_ = [*_HEAD, ("message", c_char_p), ("code", c_int)]
 
 
+class Asked(Structure):
+    """What functions of XLA are given, and where their answer comes."""
+
+    _fields_ = [*_HEAD, ("context", c_void_p), ("found", c_void_p)]
+
+
+Answering = ctypes.CFUNCTYPE(c_void_p, POINTER(Asked))
+
+
 class Api(Structure):
     _fields_ = [
         *_HEAD,
         ("version", Version),
         ("internal", c_void_p),
         ("create_error", ctypes.CFUNCTYPE(c_void_p, POINTER(Error))),
+        ("between_1", c_void_p * 3),
+        ("stream", Answering),
+        ("between_2", c_void_p * 12),
+        ("device_ordinal", Answering),
     ]
 
 
@@ -94,9 +119,11 @@ _DTYPES = {
 _CODES = ((ValueError, 3), (MemoryError, 8), (NotImplementedError, 12), (BaseException, 13))  # of XLA, by exception
 
 
-@ctypes.CFUNCTYPE(c_void_p, POINTER(Frame))
-def handler(frame: ctypes._Pointer[Frame]) -> int | None:
-    """Run a call, or say which version of the interface this is. Return null, or XLA's error."""
+Handler = ctypes.CFUNCTYPE(c_void_p, POINTER(Frame))
+
+
+def answer(frame: ctypes._Pointer[Frame], work: Callable[[Frame, str], None]) -> int | None:
+    """Let ``work`` run a call, or say which version of the interface this is. Return null, or XLA's error."""
     f = frame.contents
     api = f.api.contents
     try:
@@ -106,8 +133,7 @@ def handler(frame: ctypes._Pointer[Frame]) -> int | None:
             version.major, version.minor = _MAJOR, api.version.minor
             return None
         text = f.attributes.items[0].contents
-        call = ctypes.string_at(text.data, text.size).decode()
-        run(call, f.operands.tensors(), f.results.tensors())
+        work(f, ctypes.string_at(text.data, text.size).decode())
     except BaseException as error:  # C has no exceptions
         code = next(code for kind, code in _CODES if isinstance(error, kind))
         message = f"{type(error).__name__}: {error}".encode()
@@ -115,13 +141,28 @@ def handler(frame: ctypes._Pointer[Frame]) -> int | None:
     return None
 
 
-def _tensor(buffer: Buffer) -> Tensor:
-    """Return a buffer as a tensor, without a copy."""
-    shape, dtype = buffer.dims[: buffer.rank], _DTYPES[buffer.dtype]
-    size = math.prod(shape) * dtype.itemsize
-    if not size:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer((c_char * size).from_address(buffer.data), dtype=dtype).view(shape)
+def _bytes_at(address: int, size: int) -> Tensor:
+    return torch.frombuffer((c_char * size).from_address(address), dtype=torch.uint8) if size else torch.empty(0)
+
+
+@Handler
+def handler(frame: ctypes._Pointer[Frame]) -> int | None:
+    """Run a call on the CPU."""
+    return answer(frame, lambda f, call: run(call, f.operands.tensors(_bytes_at), f.results.tensors(_bytes_at)))
+
+
+def problem(spec: str, device: torch.device, *arrays: tuple[Sequence[int], torch.dtype]) -> Problem:
+    """Check a call on contiguous arrays of these shapes and dtypes: q, k, v, the extras, and the seed if there is dropout.
+
+    Raises:
+        ValueError: a wrong call.
+    """
+    read = parse_spec(spec)
+    q, k, v, *extras = [Shaped(tuple(x), torch.empty(x, device="meta").stride(), dtype, device) for x, dtype in arrays]
+    seed = None
+    if read.dropout_p:  # of any integer dtype
+        seed = extras.pop()._replace(shape=(1,), strides=(1,), dtype=torch.int64)
+    return check(q, k, v, extras, seed, read, latent=False)
 
 
 # -- The jobs ----------------------------------------------------------------------------------------------------------

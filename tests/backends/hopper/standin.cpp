@@ -165,6 +165,13 @@ API int cuLaunchKernelEx(const DriverConfiguration* c, Function* function, void*
   write_launch(function->name, c->grid, c->block, c->shared, c->stream, c->attributes, c->count, parameters);
   return 0;
 }
+API int cuMemsetD8Async(unsigned long long memory, unsigned char value, size_t bytes, void* stream) {
+  MAY_FAIL("cuMemsetD8Async");
+  char line[128];
+  std::snprintf(line, sizeof line, "set %llx to %d in %zu bytes on stream %llx", memory, value, bytes, (unsigned long long)stream);
+  write(line);
+  return 0;
+}
 
 // -- The runtime, as the DSL's launches call it --------------------------------------------------------------------
 

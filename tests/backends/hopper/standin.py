@@ -19,7 +19,7 @@ from tilewise.backends.hopper.host.recipe import flat
 CUDA = torch.device("cuda", 0)
 STREAM = 0x5000  # the stream of device 0; a device's number is added
 HERE = Path(__file__).parent
-LAUNCHER = Path(driver.__file__).parents[1] / "native" / "launcher.cpp"
+LAUNCHER = [Path(driver.__file__).parents[1] / "native" / name for name in ("launcher.cpp", "xla.cpp")]
 CXX = ["g++", "-std=c++20", "-O2", "-Wall", "-Wextra", "-fPIC", "-shared"]
 
 
@@ -32,7 +32,7 @@ def build(folder: Path) -> Path:
     subprocess.run(
         [*CXX, "-Wl,-soname,libcuda.so.1", "-o", folder / "libcuda.so.1", HERE / "standin.cpp", "-ldl"], check=True
     )
-    subprocess.run([*CXX, "-Werror", "-o", folder / "launcher.so", LAUNCHER, "-ldl"], check=True)
+    subprocess.run([*CXX, "-Werror", "-o", folder / "launcher.so", *LAUNCHER, "-ldl"], check=True)
     return folder / "launcher.so"
 
 

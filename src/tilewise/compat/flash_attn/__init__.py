@@ -12,7 +12,8 @@ differences:
 - ``max_seqlen_*`` only set the size of ``S_dmask``. They and ``window_size`` may be ints, NumPy numbers or tensors of one element, which
   the host reads.
 - ``deterministic=False`` follows ``torch.use_deterministic_algorithms``.
-- Pages (``block_table``) may have any size. Calls over a cache have no gradient, as in the original, and raise if one is wanted.
+- Pages (``block_table``) may have any size. Packed calls over pages raise in the backward, as in the original;
+  ``flash_attn_with_kvcache`` raises at once if a gradient is wanted.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from functools import partial
+from typing import Never
 
 import torch
 from torch import Tensor
@@ -114,8 +116,26 @@ def _varlen(qkv: tuple[Tensor, ...], cu: tuple[Tensor, Tensor], longest: tuple, 
 def _over_pages(q: Tensor, cache: tw.PagedCache, cu_seqlens_q: Tensor, options: dict, probs: bool) -> Result:
     if options.pop("dropout_p"):
         raise NotImplementedError("dropout_p with a block_table: a cache is for inference, where dropout_p is 0")
-    out, lse = tw.attention_paged_with_lse(q, cache, cu_seqlens_q, **options)
+    attend = partial(tw.attention_paged_with_lse, q, cache, cu_seqlens_q, **options)
+    leaves = () if options["score"] is None else options["score"].leaves
+    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (q, cache.k_pages, cache.v_pages, *leaves))
+    out, lse = _ForwardAlone.apply(attend, q, cache.k_pages, cache.v_pages, *leaves) if wanted else attend()
     return (out, lse, NoProbabilities()) if probs else out
+
+
+class _ForwardAlone(torch.autograd.Function):
+    """What a function computes, with a node of the graph that refuses the backward: libraries train and generate by one call."""
+
+    @staticmethod
+    def forward(ctx: object, attend: Callable[[], tuple[Tensor, Tensor]], *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        return attend()
+
+    @staticmethod
+    def backward(ctx: object, *gradients: Tensor) -> Never:
+        raise NotImplementedError(
+            "the backward of flash_attn_varlen_func with a block_table: pages have no gradient, in the original either; gather the "
+            "sequences' keys and values into packed k and v and leave block_table out, or call it under torch.no_grad()"
+        )
 
 
 # -- The functions ---------------------------------------------------------------------------------------------------
@@ -206,7 +226,7 @@ def flash_attn_varlen_func(
     Args:
         cu_seqlens_q, cu_seqlens_k: int32 ``(batch + 1,)``, where sequences start and the last one ends.
         block_table: int32 ``(batch, max_blocks)``; k and v are then pages ``(num_blocks, page_block_size, heads_k, head_dim)``, and
-            there is neither dropout nor a gradient.
+            there is no dropout, and the backward raises.
 
     Returns:
         out ``(total_q, heads, head_dim_v)``; with ``return_attn_probs`` also softmax_lse ``(heads, total_q)`` and S_dmask

@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from tilewise.backends.hopper.config import PLAIN
-from tilewise.backends.hopper.host.draft import contiguous_strides
 from tilewise.backends.hopper.host.plan import LaunchPlan
 from tilewise.backends.hopper.pair_bias import ALIGNED
 from tilewise.caching import cached_property
-from tilewise.problem import TensorFacts
 
 
 @dataclass(eq=False)
@@ -21,24 +17,6 @@ class DirectPlan(LaunchPlan):
     """The part of a forward's plan that runs such calls, and all others by :meth:`forward`."""
 
     DECIDED = (*LaunchPlan.DECIDED, "direct")
-
-    @property
-    def places(self) -> dict[str, int]:
-        """The places of tensors that kernels read as they are, among q, k, v, the extras, the seed and what is :meth:`kept`."""
-        spec, extras = self.problem.spec, self.problem.extras
-        found = {"q": 0, "k": 1, "v": 2, "seed": 3 + len(extras)}
-        pages = {"block_table": spec.page_slots[0], "seqlens_k": spec.page_slots[1]} if spec.page_slots else {}
-        cu = dict(zip(("cu_q", "cu_k"), spec.cu_slots, strict=False))
-        found |= {name: 3 + n for name, n in pages.items()}
-        found |= {name: 3 + n for name, n in cu.items() if is_plain(extras[n], torch.int32)}
-        if spec.sink_slot is not None and is_plain(extras[spec.sink_slot], torch.float32):
-            found["sink"] = 3 + spec.sink_slot
-        if self.config.score == "alibi" and is_plain(extras[self.slopes_slot], torch.float32):
-            found["slopes"] = 3 + self.slopes_slot
-        if self.config.traced != PLAIN:
-            leaves = {n: extras[n] for n in self.expressions.slots}
-            found |= {f"leaf{n}": 3 + n for n, x in leaves.items() if x.shape and x.dtype != torch.bool}
-        return found
 
     @cached_property
     def direct(self) -> tuple[int, ...]:
@@ -77,8 +55,3 @@ class DirectPlan(LaunchPlan):
         tensors = q, k, v, *extras, seed, *kept
         o, lse, *_ = self.launches.run([tensors[n] for n in direct])
         return o, lse
-
-
-def is_plain(x: TensorFacts, dtype: torch.dtype) -> bool:
-    """Whether a tensor is contiguous and has that dtype."""
-    return x.dtype == dtype and tuple(x.stride) == contiguous_strides(x.shape)

@@ -123,6 +123,11 @@ class Made(NamedTuple):
     shape: tuple[int, ...]
     fill: float | str | None = None
 
+    @property
+    def room(self) -> int:
+        """Its bytes in memory that holds other things too."""
+        return -(-math.prod(self.shape) * self.dtype.itemsize // APART) * APART
+
     def filled(self, like: Tensor) -> Tensor:
         """The memory with what it holds, on a tensor's device."""
         if self.fill == COUNTS:
@@ -184,7 +189,7 @@ class Launches:
             if unread and name in unread:
                 places.append((len(memories), space))
                 memories.append(0)
-                space += -(-math.prod(shape) * dtype.itemsize // APART) * APART
+                space += made.room
                 continue
             x = like.new_empty(shape, dtype=dtype) if fill is None else made.filled(like)
             results.append(x)
@@ -198,7 +203,7 @@ class Launches:
         packed = _addresses(len(memories))(*memories)
         for (kernels, words), launch in zip(self.packed or self._pack(device), self.launches, strict=True):
             if words is None:
-                words = kernels.pack(launch.kinds, _with_late(launch, [*given, *results]), device)
+                words = kernels.pack(launch.kinds, with_late(launch, [*given, *results]), device)
             kernels.run(words, packed, device)
         return results
 
@@ -219,7 +224,7 @@ def _addresses(count: int) -> Callable[..., bytes]:
     return struct.Struct(f"{count}Q").pack
 
 
-def _with_late(launch: Drafted, tensors: Sequence[Tensor]) -> list[int | float]:
+def with_late(launch: Drafted, tensors: Sequence[Tensor]) -> list[int | float]:
     """The words of a launch, with those of late tensors."""
     first, *rest = launch.words
     words = [*first]

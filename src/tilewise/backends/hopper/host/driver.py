@@ -29,7 +29,7 @@ from tilewise.backends.hopper.host.recipe import (
 from tilewise.device import stream_of
 from tilewise.problem import Shaped
 
-VERSION = 4  # of the launcher
+VERSION = 5  # of the launcher
 UNFIT, BEYOND = (
     -2,
     -3,

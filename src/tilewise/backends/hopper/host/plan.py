@@ -173,6 +173,24 @@ class LaunchPlan(ScorePlan):
         """The tiles in which keys are visited."""
         raise NotImplementedError
 
+    @property
+    def places(self) -> dict[str, int]:
+        """The places of tensors that kernels read as they are, among q, k, v, the extras, the seed and what is :meth:`kept`."""
+        spec, extras = self.problem.spec, self.problem.extras
+        found = {"q": 0, "k": 1, "v": 2, "seed": 3 + len(extras)}
+        pages = {"block_table": spec.page_slots[0], "seqlens_k": spec.page_slots[1]} if spec.page_slots else {}
+        cu = dict(zip(("cu_q", "cu_k"), spec.cu_slots, strict=False))
+        found |= {name: 3 + n for name, n in pages.items()}
+        found |= {name: 3 + n for name, n in cu.items() if is_plain(extras[n], torch.int32)}
+        if spec.sink_slot is not None and is_plain(extras[spec.sink_slot], torch.float32):
+            found["sink"] = 3 + spec.sink_slot
+        if self.config.score == "alibi" and is_plain(extras[self.slopes_slot], torch.float32):
+            found["slopes"] = 3 + self.slopes_slot
+        if self.config.traced != PLAIN:
+            leaves = {n: extras[n] for n in self.expressions.slots}
+            found |= {f"leaf{n}": 3 + n for n, x in leaves.items() if x.shape and x.dtype != torch.bool}
+        return found
+
     def view(self, name: str) -> View:
         """q, k or v as kernels read it."""
         found = View.of(name, getattr(self.problem, name))
@@ -247,3 +265,8 @@ def leaf_view(slot: int, facts: TensorFacts) -> View:
     found = View.of(f"leaf{slot}", facts)
     found = found._replace(dtype=torch.uint8) if facts.dtype == torch.bool else found
     return found if facts.shape else found._replace(shape=(1,), strides=(1,))
+
+
+def is_plain(x: TensorFacts, dtype: torch.dtype) -> bool:
+    """Whether a tensor is contiguous and has that dtype."""
+    return x.dtype == dtype and tuple(x.stride) == contiguous_strides(x.shape)

@@ -38,23 +38,24 @@ struct Configuration {
 
 constexpr int kMaximumSharedBytes = 8, kRelaxed = 2;
 
-#define DRIVER(X)                                                \
-  X(cuInit, (unsigned))                                          \
-  X(cuDriverGetVersion, (int*))                                  \
-  X(cuGetErrorName, (Result, const char**))                      \
-  X(cuGetErrorString, (Result, const char**))                    \
-  X(cuDeviceGet, (Device*, int))                                 \
-  X(cuDevicePrimaryCtxRetain, (Context*, Device))                \
-  X(cuCtxGetCurrent, (Context*))                                 \
-  X(cuCtxGetDevice, (Device*))                                   \
-  X(cuCtxGetId, (Context, unsigned long long*))                  \
-  X(cuCtxPushCurrent_v2, (Context))                              \
-  X(cuCtxPopCurrent_v2, (Context*))                              \
-  X(cuThreadExchangeStreamCaptureMode, (int*))                   \
-  X(cuModuleLoadData, (Module*, const void*))                    \
-  X(cuModuleGetFunction, (Function*, Module, const char*))       \
-  X(cuFuncSetAttribute, (Function, int, int))                    \
-  X(cuLaunchKernelEx, (const Configuration*, Function, void**, void**))
+#define DRIVER(X)                                                       \
+  X(cuInit, (unsigned))                                                 \
+  X(cuDriverGetVersion, (int*))                                         \
+  X(cuGetErrorName, (Result, const char**))                             \
+  X(cuGetErrorString, (Result, const char**))                           \
+  X(cuDeviceGet, (Device*, int))                                        \
+  X(cuDevicePrimaryCtxRetain, (Context*, Device))                       \
+  X(cuCtxGetCurrent, (Context*))                                        \
+  X(cuCtxGetDevice, (Device*))                                          \
+  X(cuCtxGetId, (Context, unsigned long long*))                         \
+  X(cuCtxPushCurrent_v2, (Context))                                     \
+  X(cuCtxPopCurrent_v2, (Context*))                                     \
+  X(cuThreadExchangeStreamCaptureMode, (int*))                          \
+  X(cuModuleLoadData, (Module*, const void*))                           \
+  X(cuModuleGetFunction, (Function*, Module, const char*))              \
+  X(cuFuncSetAttribute, (Function, int, int))                           \
+  X(cuLaunchKernelEx, (const Configuration*, Function, void**, void**)) \
+  X(cuMemsetD8Async, (uint64_t, unsigned char, size_t, void*))
 
 struct Driver {
 #define MEMBER(name, parameters) Result(*name) parameters = nullptr;
@@ -408,6 +409,14 @@ int32_t tw_run(const TwRecipe* recipe, const int64_t* given, const uint64_t* mem
     if (x->image->functions(context.id, &functions)) return -1;
     if (int code = launch_one(*x, values.data(), {given + recipe->given, memories}, functions[x->kernel], stream)) return code;
   }
+  return 0;
+}
+
+int32_t tw_zero(uint64_t memory, int64_t bytes, int32_t device, void* stream) {
+  if (start()) return -1;
+  Entered context;
+  if (context.enter(device)) return -1;
+  TRY(cuMemsetD8Async, memory, 0, bytes, stream);
   return 0;
 }
 }

@@ -1,11 +1,11 @@
-// What driver.py and launcher.cpp agree on; driver.py declares the same structs for ctypes.
+// What driver.py, xla.py, launcher.cpp and xla.cpp agree on; driver.py and xla.py declare the same structs for ctypes.
 #pragma once
 
 #include <cstdint>
 
 #define TW_EXPORT __attribute__((visibility("default")))
 
-constexpr int32_t kTwLauncherVersion = 4;
+constexpr int32_t kTwLauncherVersion = 5;
 constexpr int32_t kTwUnfit = -2, kTwBeyond = -3;
 constexpr uint32_t kTwBlocksAlongX = 2147483647, kTwBlocks = 65535;  // of a grid, at most: device.py has them too
 constexpr uint32_t kTwParameterBytes = 32764, kTwParameters = 1024, kTwAttributes = 8;  // of one kernel, at most
@@ -59,6 +59,26 @@ struct TwRecipe {
   uint32_t given;  // sizes, strides and numbers of a call, behind which are the places of its tensors
 };
 
+// Memory of a bound call: byte `first` of a buffer, which is the number of an operand, or behind these of a result; -1: of the scratch memory.
+struct TwMemory {
+  int64_t buffer, first;
+};
+
+struct TwBoundLaunch {
+  const TwRecipe* recipe;
+  const int64_t* given;
+};
+
+// All launches of a custom call of XLA. The scratch memory begins with bytes that are zero.
+struct TwBound {
+  const TwMemory* memory;
+  const TwBoundLaunch* launch;
+  int64_t scratch, zeros;
+  uint32_t memories, launches;
+};
+
+using TwHandler = void* (*)(void* call);  // a handler of XLA's FFI: of a call frame null, or XLA's error
+
 extern "C" {
 TW_EXPORT int32_t tw_launcher_version();
 TW_EXPORT int64_t tw_launch_size();  // of a TwLaunch, in bytes
@@ -70,4 +90,11 @@ TW_EXPORT TwImage* tw_image(const void* cubin, int64_t bytes, const char* const*
 // as their bits). Behind these, `given` says of each tensor the number of its memory, and its first byte there; `memories` are addresses.
 // kTwUnfit: the kernels were not compiled for these numbers, and none was launched. kTwBeyond: a grid is larger than a GPU's.
 TW_EXPORT int32_t tw_run(const TwRecipe* recipe, const int64_t* given, const uint64_t* memories, int32_t device, void* stream);
+// Sets memory of a device to zero, in the order of a stream.
+TW_EXPORT int32_t tw_zero(uint64_t memory, int64_t bytes, int32_t device, void* stream);
+// The handler of custom calls on a GPU. tw_xla_bind: how calls like this one are launched from now on; the bound call is never freed.
+// tw_xla_else: the handler of all others.
+TW_EXPORT void* tw_xla(void* call);
+TW_EXPORT void* tw_xla_bind(const void* call, const TwBound* bound);
+TW_EXPORT void tw_xla_else(TwHandler other);
 }

@@ -86,7 +86,8 @@ def backward(plan: Plan, inputs: Inputs, out: Output, do: Tensor, dlse: Tensor) 
     (lse2, delta), (dk, dv) = buffers.statistics.unbind(), buffers.over_keys
     written = {"lse2": lse2, "delta": delta, "dq": buffers.dq, "dk": dk, "dv": dv, "grads": sums.buffers}
     written |= {"dk_sums": buffers.dk, "dv_sums": buffers.dv}
-    call.run("backward", _passes, **written, **new_sheet(plan, inputs.q))
+    # lse has what a sink changes: no kernel of a backward is another one for it.
+    call.run("backward", _passes, sink=None, **written, **new_sheet(plan, inputs.q))
     leaves, dsink = sums.totals(), None
     if inputs.sink is not None:
         dsink = state.sink_gradient(inputs.sink.float().view(-1, 1), out.lse, buffers.delta(problem))
@@ -137,7 +138,7 @@ def _pass(call: Call, name: str, part: SheetPart | None = None, *, role: Role = 
     slots = tile_slots(problem, length, tile)
     views = operand_views(call, tiles, *(("q", "do") if over_keys else ("k", "v")))
     tma = views[0] is not None
-    chosen = {"dk": name != "dv", "dv": name != "dk", "again": True, **plan.overlap(role)}
+    chosen = {"dk": name != "dv", "dv": name != "dk", "again": True, "sink": False, **plan.overlap(role)}
     if part is not None:
         chosen["sheet"] = max(SHEET_STRIP, sheet_tiles(problem, plan.config).tile_m)
     if over_keys:

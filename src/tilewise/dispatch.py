@@ -222,8 +222,7 @@ def plan(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor
     if found is not None:
         if not found.reads_lengths:
             return found
-        told = found.problem.spec.page_slots or found.problem.spec.region.selections
-        if told and found.problem.latent != pages.lies_in(v, k):
+        if found.problem.spec.may_be_latent and found.problem.latent != pages.lies_in(v, k):
             found = None  # the same sizes as another call's, where v and k lay otherwise
     if found is None:
         found = decide(q, k, v, extras, seed, spec)

@@ -125,7 +125,7 @@ def _stand_in(latent, tiles, softmax, pool: np.ndarray) -> None:
         page, row, head, _ = (np.broadcast_to(x, THREADS.shape)[inside] for x in place)
         pool[page, row, head]  # an IndexError where it would ask for what is outside the pool
 
-    def copy_piece(smem, stage, chunk, source) -> None:
+    def copy_columns(smem, stage, chunk, source) -> None:
         row, inside, columns = source.place[0], source.inside, CHUNK * chunk + 8 * source.lane[:, None] + np.arange(8)
         found = pool[row[:, None], 0, 0, columns]
         smem.k[stage][source.row[:, None], columns] = np.where(inside[:, None], found, 0)
@@ -161,7 +161,7 @@ def _stand_in(latent, tiles, softmax, pool: np.ndarray) -> None:
         put_numbers=put_numbers,
         prefetch_row=prefetch_row,
     )
-    stand_in(latent.gather, copy_piece=copy_piece, arrive_with_copies=emulated.arrive)
+    stand_in(latent.gather, copy_columns=copy_columns, arrive_with_copies=emulated.arrive)
     stand_in(
         latent.pair,
         own_place=lambda smem: smem.p,
@@ -182,13 +182,12 @@ def run(
     ``extra`` and ``numbers`` are those of the launch, without states and scales; ``scales`` those of a cache of e4m3 numbers, or empty.
     """
     latent = load_kernel(pool)
-    lo, hi, tiles, splits, least, num_pages, sinks, even, *block, scale2 = numbers
+    lo, hi, tiles, splits, least, num_pages, sinks, even, scale2, *block = numbers
     (_, rows, heads, _), heads_k = q.shape, pool.shape[2]
     o, lse = np.full((1, rows, heads, 512), np.nan, np.float32), np.full((1, heads, rows), np.nan, np.float32)
     names = ("entries", "tokens") if config.selected else ("cu_q", "seqlens_k", "block_table")
     named = dict(zip(names, map(Global, extra), strict=True))
-    lists = {name: named.pop(name) for name in ("entries", "tokens") if name in named}
-    lists |= dict(zip(("block",), block, strict=False))
+    named |= dict(zip(("block",), block, strict=False))
     if config.split:
         states = (splits // PAIR, 1, heads, rows)
         named |= {
@@ -199,7 +198,6 @@ def run(
     params = latent.params.LatentParams(
         rows, -(-pool.shape[1] // KEYS) * KEYS, heads_k, heads // heads_k, lo, hi, least, sinks, even, np.float32(scale2),
         Global(q), Global(o), Global(lse), sink, optional, *map(Global, (pool, *scales) if config.by_threads else ()),
-        **lists,
     )  # fmt: skip
     size = PAIR if config.pair else 1
     for cta in range(tiles):

@@ -23,7 +23,8 @@ from tilewise.backends.hopper.host.selected_call import SelectedPlan
 from tilewise.backends.hopper.latent import config, selected
 from tilewise.backends.hopper.parameters import names_of
 from tilewise.gather import in_layout_of
-from tilewise.problem import Problem
+from tilewise.problem import Problem, Signature
+from tilewise.spec import Options, assemble, parse_spec
 from tilewise.testing import Call, call, normal, paged_call
 
 KIND = {"dims": (576, 512), "dtype": torch.bfloat16, "latent": True}
@@ -44,7 +45,7 @@ def emulate(c: Call, splits: int, least: int = 1) -> Output:
         "splits": splits,
         "least": least,
     }
-    numbers = [given[name] for name in names_of(plan.config.parameters[-1])]
+    numbers = [given[name] for name in (*names_of(plan.config.parameters[-1]), "block")]
     q = c.t.q if c.p.packed else c.t.q.flatten(0, 1)
     sink = torch.full((c.p.heads_q,), torch.nan) if c.t.sink is None else c.t.sink.float()
     extra = tuple(x.numpy() for x in (plan.starts(c.t), c.t.seqlens_k, c.t.block_table))
@@ -60,10 +61,11 @@ def emulate_selected(c: Call, splits: int, plan: SelectedPlan) -> Output:
     q, k = (x if c.p.packed else x.flatten(0, 1) for x in (c.t.q, c.t.k))
     tensors = plan.tensors(c.t)
     sink = torch.full((c.p.heads_q,), torch.nan) if c.t.sink is None else c.t.sink.float()
+    numbers = [given[name] for name in (*names_of(plan.config.parameters[-1]), "block")]
+    arrays = (x.float().numpy() for x in (q[None], k.unsqueeze(1), sink))
     o, lse = emulated_latent.run(
-        plan.config, *(x.float().numpy() for x in (q[None], k.unsqueeze(1), sink)),
-        tuple(tensors[name].numpy() for name in ("entries", "tokens")), [given[name] for name in names_of(plan.config.parameters[-1])], (),
-    )  # fmt: skip
+        plan.config, *arrays, tuple(tensors[name].numpy() for name in ("entries", "tokens")), numbers, ()
+    )
     o, lse = (torch.from_numpy(np.array(x[0])) for x in (o, lse))
     return in_layout_of(c.p, Output(o.to(c.p.dtype), lse))
 
@@ -160,6 +162,19 @@ def test_the_source_gathers_selected_keys(name):
     assert Hopper().refused(c.p) == []
     errors = c.expected().judge(accuracy.tensors(emulate(c, splits), None))
     assert not [str(e) for e in errors if not e.ok]
+
+
+def test_a_call_with_selected_keys_has_a_plan_of_its_own():
+    q, k = normal(1, 5, 6, 576, dtype=torch.bfloat16), normal(1, 70, 1, 576, dtype=torch.bfloat16)
+    mask = tw.causal() & tw.selected(torch.zeros(1, 1, 5, 3, dtype=torch.int32))
+    extras, _, text = assemble(q, k, k[..., :512], Options(mask=mask))
+    p = Signature.of(q, k, k[..., :512], extras, parse_spec(text)).problem()
+    assert Hopper().refused(p) == []
+    plan = Hopper()._plan(p)
+    assert type(plan) is SelectedPlan
+    assert set(plan.launches.given) == {"q", "k", "entries", "tokens"}
+    apart = Signature.of(q, k, k[..., :512].clone(), extras, parse_spec(text)).problem()
+    assert "v outside of k's memory" in " ".join(Hopper().refused(apart))
 
 
 # -- Keys of a tile ------------------------------------------------------------------------------------------------

@@ -229,7 +229,7 @@ def _decided(p: Problem, plans: PerProblem, plan: Callable[[Problem], Any], conf
 
 def _runs_as_packed(p: Problem, config: AnyConfig) -> bool:
     """Whether a problem that is not packed has a kernel of packed sequences."""
-    return config.packed and not (p.packed or p.paged or isinstance(config, DecodingConfig))
+    return config.packed and not (p.packed or p.paged or isinstance(config, (DecodingConfig, LatentConfig)))
 
 
 def _device_reasons(p: Problem) -> list[str]:

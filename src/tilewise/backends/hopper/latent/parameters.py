@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from tilewise.backends.hopper.parameters import (
     ANY,
     FP32,
-    INT32,
     LENGTHS,
+    LISTS,
     PAGES,
     STARTS,
     Parameter,
@@ -28,10 +28,8 @@ def parameters(config: LatentConfig) -> Parameters:
     if config.e4m3:
         k = k._replace(dtype="uint8", step=16)
         found += (Parameter(name, FP32, (ANY, "heads_k"), 0) for name in ("k_scale", "v_scale"))
-    own = ()
     if config.selected:
-        found = [Parameter("entries", INT32, (ANY, ANY)), Parameter("tokens", INT32, ("rows", 4))]
-        own = ("block",)
+        found = [*LISTS]
     if config.split:
         # States are stored two numbers at a time (instructions.put_pair), so their rows are at multiples of 8 bytes.
         states = "splits", 1, "heads_q", "rows"
@@ -40,5 +38,5 @@ def parameters(config: LatentConfig) -> Parameters:
         tiled("q", 1, "rows", "heads_q", width), k, tiled("o", 1, "rows", "heads_q", width_v),
         Parameter("lse", FP32, (1, "heads_q", "rows"), 0), Parameter("sink", FP32, ("heads_q",)), tuple(found),
         # As LatentParams has them; the grid's tiles and splits.
-        (*numbers("lo", "hi", "tiles", "splits", "least", "num_pages", "sinks", "even", *own), Parameter("scale2", FP32)),
+        (*numbers("lo", "hi", "tiles", "splits", "least", "num_pages", "sinks", "even"), Parameter("scale2", FP32)),
     )  # fmt: skip

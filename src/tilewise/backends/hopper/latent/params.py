@@ -24,10 +24,8 @@ class LatentParams(NamedTuple):
         even: rows of q of each sequence, where all have as many; 0 where they come packed.
         scale2: softmax_scale · log2(e).
         q: (row, head, column); o, lse as in the launch, or the states of splits in ``extra``.
-        block: keys of an entry of a list.
         pool, k_scale, v_scale: of a cache of e4m3 numbers its bytes (page, row, head, column), and its scales (sequence, head), fp32;
             the pool of selected keys too.
-        entries: (list, entry), the blocks of keys of each list in order. tokens: (row of q, 4), a :class:`tiles.QueryList` each.
     """
 
     seqlen_q: I32
@@ -48,9 +46,6 @@ class LatentParams(NamedTuple):
     pool: cute.Tensor | None = None
     k_scale: cute.Tensor | None = None
     v_scale: cute.Tensor | None = None
-    entries: cute.Tensor | None = None
-    tokens: cute.Tensor | None = None
-    block: I32 | None = None
 
 
 class KeyMaps(NamedTuple):

@@ -16,10 +16,10 @@ from tilewise.backends.hopper.config import ROWS
 from tilewise.backends.hopper.kit import softmax
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
 from tilewise.backends.hopper.kit.instructions import choose, meet, pack
+from tilewise.backends.hopper.kit.lists import hide_others
 from tilewise.backends.hopper.kit.tiles import rows_columns
 from tilewise.backends.hopper.latent.config import BOXES, CHUNK, CHUNKS, KEYS, STAGES, LatentConfig
 from tilewise.backends.hopper.latent.convert import anew, prefetch_tile, scale_of
-from tilewise.backends.hopper.latent.gather import hide_others
 from tilewise.backends.hopper.latent.load import bring_tile, page_of
 from tilewise.backends.hopper.latent.params import KeyMaps, LatentParams
 from tilewise.backends.hopper.latent.storage import (
@@ -106,7 +106,7 @@ def compute_scores(
             scale = scale_of(params.k_scale, tile)
             softmax.scale_rows(rows_columns(operands.s), (scale, scale))
         if cutlass.const_expr(config.selected):
-            hide_others(rows_columns(operands.s), operands.kept)
+            hide_others(rows_columns(operands.s), [operands.kept[0], operands.kept[1]])
         else:
             mask(operands, n, tile, params)
         take_maxima(operands.rows, smem, stage, step)

@@ -16,7 +16,7 @@ from tilewise.backends.hopper.config import ROWS
 from tilewise.backends.hopper.forward.pages import keys_of
 from tilewise.backends.hopper.kit import packed
 from tilewise.backends.hopper.kit.dtypes import I32
-from tilewise.backends.hopper.kit.instructions import both
+from tilewise.backends.hopper.kit.lists import list_of, tiles_of_list
 from tilewise.backends.hopper.kit.scheduler import PICK
 from tilewise.backends.hopper.kit.tiles import row_of
 from tilewise.backends.hopper.latent.config import KEYS, PAIR, LatentConfig
@@ -116,22 +116,6 @@ def split_range(start, stop, split, params: LatentParams) -> tuple[I32, I32]:
 
 # -- Lists of keys -------------------------------------------------------------------------------------------------
 
-WARP = 32
-
-
-class QueryList(NamedTuple):
-    """What a launch says of a query with a list of its own.
-
-    Attributes:
-        origin: the pool's row of key 0. row: of the entries. lo, hi: the query sees the keys ``lo <= j < hi`` of its list; ``hi`` is -1 in
-            rows of q past the last sequence.
-    """
-
-    origin: I32
-    row: I32
-    lo: I32
-    hi: I32
-
 
 def find_query(m, params: LatentParams) -> tuple[I32, I32, I32, I32]:
     """:func:`find_rows` where each query is a sequence of its own."""
@@ -141,38 +125,10 @@ def find_query(m, params: LatentParams) -> tuple[I32, I32, I32, I32]:
 
 def listed(sequence, block, q: packed.Span, params: LatentParams) -> tuple[I32, tuple]:
     """As :func:`in_band`, of the rows of one query with a list: ``start`` and ``stop`` are places of this, in order, of whole tiles."""
-    line = QueryList(*(I32(params.tokens[sequence, n]) for n in range(4)))
-    first, last = tiles_of_list(line, params)
+    line = list_of(sequence, params.extra)
+    first, last = tiles_of_list(line, KEYS, params.extra)
     start, stop = first * KEYS, last * KEYS
     return block * ROWS, (line.lo, line.hi, stop, start, stop, start, stop)
-
-
-@cute.jit
-def tiles_of_list(line: QueryList, params: LatentParams):
-    """``(first, last)``: the tiles of a list that may hold a key between the ends, as their first keys tell; a lane looks at each."""
-    lane, before, below = cute.arch.thread_idx()[0] % WARP, I32(0), I32(0)
-    tiles = (cute.size(params.entries, mode=[1]) * params.block + KEYS - 1) // KEYS
-    for n in cutlass.range(0, tiles, WARP, unroll=1):
-        key, there = key_at((n + lane) * KEYS, line, params)
-        below = below + I32(cute.arch.popc(cute.arch.vote_ballot_sync(both(there, key < line.hi))))
-        before = before + I32(cute.arch.popc(cute.arch.vote_ballot_sync(both(there, key < line.lo))))
-    # What begins before the first end may reach it, but for those before another such tile.
-    first = PICK.larger(before - 1, 0)
-    return I32(first), I32(PICK.larger(below, first))
-
-
-def key_at(place, line: QueryList, params: LatentParams) -> tuple:
-    """``(key, there)`` of a place of a list: its key, or one past the end, and whether the list is so long."""
-    number = place // params.block
-    # Entries are checked by no host: a product with one past the end must not go over 32 bits.
-    entry = PICK.smaller(entry_at(number, line, params), (line.hi + params.block - 1) // params.block)
-    return entry * params.block + place - number * params.block, number < cute.size(params.entries, mode=[1])
-
-
-def entry_at(number, line: QueryList, params: LatentParams):
-    """An entry of a list; past its ends, the first or the last one."""
-    last = cute.size(params.entries, mode=[1]) - 1
-    return params.entries[line.row, PICK.larger(PICK.smaller(number, last), 0)]
 
 
 # -- Keys of a tile ------------------------------------------------------------------------------------------------

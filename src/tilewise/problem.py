@@ -253,7 +253,7 @@ class Signature(Structured):
     def of(cls, q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], spec: Spec) -> Signature:
         given = (q, k, v, *extras)
         facts = tuple([TensorFacts.of(t) for t in given])
-        return cls(facts, tuple([t.device for t in given]), spec, spec.may_be_latent and pages.lies_in(v, k))
+        return cls(facts, tuple([t.device for t in given]), spec, pages.is_latent(v, k, spec))
 
     def problem(self) -> Problem:
         """Return the Problem of such a call, which has passed the checks."""
@@ -295,7 +295,7 @@ def check(
         raise ValueError(f"{spec.call} was called wrongly\n    " + shown + "".join(f"\n  {x}" for x in reasons))
     facts = TensorFacts.of
     if latent is None:
-        latent = spec.may_be_latent and pages.lies_in(v, k)
+        latent = pages.is_latent(v, k, spec)
     return Problem(facts(q), facts(k), facts(v), tuple(facts(t) for t in extras), q.device, spec, latent)
 
 

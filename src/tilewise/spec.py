@@ -89,11 +89,6 @@ class Spec:
     def packed(self) -> bool:
         return bool(self.cu_slots)
 
-    @cached_property
-    def may_be_latent(self) -> bool:
-        """Whether it matters to a call that v is the first columns of k in memory."""
-        return bool(self.page_slots or self.region.selections)
-
     @property
     def paged(self) -> bool:
         return bool(self.page_slots)

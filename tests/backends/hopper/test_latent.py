@@ -45,7 +45,7 @@ def emulate(c: Call, splits: int, least: int = 1) -> Output:
         "splits": splits,
         "least": least,
     }
-    numbers = [given[name] for name in (*names_of(plan.config.parameters[-1]), "block")]
+    numbers = [given[name] for name in names_of(plan.config.parameters[-1])]
     q = c.t.q if c.p.packed else c.t.q.flatten(0, 1)
     sink = torch.full((c.p.heads_q,), torch.nan) if c.t.sink is None else c.t.sink.float()
     extra = tuple(x.numpy() for x in (plan.starts(c.t), c.t.seqlens_k, c.t.block_table))

@@ -51,6 +51,7 @@ from tilewise.backends.hopper.decoding.config import DecodingConfig
 from tilewise.backends.hopper.forward import config as forward_config
 from tilewise.backends.hopper.forward import paged_config
 from tilewise.backends.hopper.forward import reasons as forward_reasons
+from tilewise.backends.hopper.forward import selected as listed
 from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.host import library
 from tilewise.backends.hopper.kernels import AnyConfig
@@ -92,7 +93,7 @@ class Hopper(Backend):
     def refused(self, p: Problem) -> list[str]:
         """Every reason why no machine runs this problem here."""
         gathers = selected.asked(p)
-        reasons = selected.reasons(p) if gathers else _forward_reasons(p)
+        reasons = selected.reasons(p) if gathers else [] if listed.serves(p) else _forward_reasons(p)
         reasons += unknown_operations(p, operations.traceable() | {"selected"}) + piece_reasons(p) + wide_mask(p)
         reasons += large_numbers(p)
         reasons += long_expressions(p)
@@ -104,7 +105,7 @@ class Hopper(Backend):
         bound = self.override or self.override_backward
         reasons += [] if bound else forward_reasons.reasons_of_few(p)
         reasons += backward_config.reasons(p) if p.spec.needs_grad else []
-        return reasons or _reasons_of_selected(p)
+        return reasons or ([] if listed.serves(p) else _reasons_of_selected(p))
 
     def slow(self, p: Problem) -> str:
         if p.paged and decoding.choose(p) is None and paged_config.idles(p, devices.of(p.device).cores):
@@ -119,8 +120,8 @@ class Hopper(Backend):
     def config(self, p: Problem) -> Config | LatentConfig | DecodingConfig:
         if self.override is not None:
             return self.override
-        if selected.asked(p):
-            return selected.choose(p)
+        if selected.asked(p) or listed.serves(p):
+            return (selected if selected.asked(p) else listed).choose(p)
         return decoding.choose(p) or (paged_config if p.paged else forward_config).choose(as_packed(p))
 
     def tile(self, p: Problem) -> tuple[int, int]:
@@ -192,6 +193,8 @@ def _forward_plan(p: Problem, config: AnyConfig) -> type:
         from tilewise.backends.hopper.host.decoding_call import DecodingPlan as ForwardPlan
     elif selected.asked(p):
         from tilewise.backends.hopper.host.selected_call import SelectedPlan as ForwardPlan
+    elif listed.serves(p):
+        from tilewise.backends.hopper.host.selected_call import ListedPlan as ForwardPlan
     elif p.latent and p.paged:
         from tilewise.backends.hopper.host.latent_call import LatentPlan as ForwardPlan
     elif p.paged:

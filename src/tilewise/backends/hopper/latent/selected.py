@@ -29,10 +29,11 @@ def reasons(problem: Problem) -> list[str]:
         found.append(f"softmax_scale {problem.softmax_scale} is not above 0")
     rows = max(problem.k.shape[0] * (1 if problem.packed else problem.k.shape[1]), rows_of(problem))
     found += [f"{rows} rows, {LONG} or more"] if rows >= LONG else []
-    return found + _mask_reasons(problem)
+    return found + mask_reasons(problem)
 
 
-def _mask_reasons(problem: Problem) -> list[str]:
+def mask_reasons(problem: Problem) -> list[str]:
+    """The reasons against the mask of a call with selected keys."""
     region, what = problem.spec.region, "selected keys beside"
     ends = [e for e in (region.lo, region.hi) if e is not None]
     # The keys of a list are one query's: what a mask hides of them has to be an interval, the same for all heads.
@@ -58,10 +59,15 @@ def choose(problem: Problem) -> LatentConfig:
 
 def splits_of(problem: Problem) -> int:
     """Into how many splits lists are cut. With ``deterministic`` they depend on one sequence's shapes; packed, no host knows these."""
-    selection, deterministic = problem.spec.region.predicate, problem.spec.deterministic
+    deterministic = problem.spec.deterministic
     if deterministic and problem.packed:
         return 1
-    places = problem.extras[selection.args[0][1]].shape[-1] * keys_of_entry(selection)[0]
-    return best_splits(
-        problem, tiles_of(problem) // (max(problem.batch, 1) if deterministic else 1), -(-places // KEYS)
-    )
+    tiles = tiles_of(problem) // (max(problem.batch, 1) if deterministic else 1)
+    return best_splits(problem, tiles, -(-places_of(problem)[0] // KEYS))
+
+
+def places_of(problem: Problem) -> tuple[int, int]:
+    """How many keys a list may name, and how many an entry of it does."""
+    selection = problem.spec.region.predicate
+    block = keys_of_entry(selection)[0]
+    return problem.extras[selection.args[0][1]].shape[-1] * block, block

@@ -85,7 +85,7 @@ def look_up(place, line: QueryList, extra: OptionalParams) -> tuple[I32, I32]:
 
 
 def copy_piece(at, place, inside) -> None:
-    """Starts the copy of 16 bytes to shared memory, or of zeros."""
+    """Starts the copy of 16 bytes to shared memory, or of zeros (docs/decisions.md#hopper-gathers)."""
     code = "cp.async.cg.shared.global.L2::128B [{$r0}], [{$r1}], 16, {$r2};"
     cute.arch.inline_ptx(code, read_only_args=[at, place, cutlass.select_(inside, I32(PIECE), I32(0))])
 

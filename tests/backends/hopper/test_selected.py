@@ -12,6 +12,7 @@ from tilewise import accuracy
 from tilewise.backends.hopper import Hopper
 from tilewise.backends.hopper.host import masks
 from tilewise.backends.hopper.host.selected_call import ListedPlan
+from tilewise.piece import Piece
 from tilewise.testing import Call, call, normal
 
 
@@ -70,6 +71,7 @@ OTHERS = {
     "gradients": lambda: call(*(normal(1, 64, h, 64, dtype=torch.bfloat16) for h in (64, 1, 1)), mask=mask_of(64, 4)),
     "many-keys": lambda: mqa_call(64, 64, 60),
     "blocks": lambda: mqa_call(5, 1000, 2, 64),
+    "later-keys": lambda: mqa_call(5, 600, 130, piece=Piece(0, 32, 5, 632)),
 }
 
 
@@ -82,3 +84,10 @@ def test_other_calls_have_a_bit_for_each_pair(name):
     p = OTHERS[name]().p
     assert Hopper().refused(p) == []
     assert Hopper().config(p).form == "bits"
+
+
+def test_lists_of_a_part_of_the_keys_are_not_gathered_by_the_latent_kernel():
+    q, k = normal(1, 5, 6, 576, dtype=torch.bfloat16), normal(1, 64, 1, 576, dtype=torch.bfloat16)
+    c = call(q, k, k[..., :512], mask=mask_of(5, 3), piece=Piece(0, 32, 5, 96)).forward_only()
+    (reason,) = Hopper().refused(c.p)
+    assert "part of a longer sequence" in reason

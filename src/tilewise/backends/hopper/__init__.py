@@ -191,11 +191,11 @@ def _forward_plan(p: Problem, config: AnyConfig) -> type:
     """The kind of a forward's plan."""
     if isinstance(config, DecodingConfig):
         from tilewise.backends.hopper.host.decoding_call import DecodingPlan as ForwardPlan
-    elif selected.asked(p):
+    elif isinstance(config, LatentConfig) and config.selected:
         from tilewise.backends.hopper.host.selected_call import SelectedPlan as ForwardPlan
-    elif listed.serves(p):
+    elif config.selected:
         from tilewise.backends.hopper.host.selected_call import ListedPlan as ForwardPlan
-    elif p.latent and p.paged:
+    elif isinstance(config, LatentConfig):
         from tilewise.backends.hopper.host.latent_call import LatentPlan as ForwardPlan
     elif p.paged:
         from tilewise.backends.hopper.host.paged_call import PagedPlan as ForwardPlan

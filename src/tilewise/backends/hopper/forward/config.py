@@ -140,6 +140,7 @@ class Config(Formed):
     def traffic(self, problem: Problem) -> int:
         """Bytes of the forward: Q, for each piece of O's columns, and O once, K and V once per query tile (an upper bound under a mask)."""
         keys = problem.heads_q * -(-problem.seqlen_q // self.tile_queries) * problem.seqlen_k
+        keys = problem.seqlen_k if self.selected else keys  # rows that several queries gather come from L2
         rows = problem.batch * (problem.heads_q * problem.seqlen_q + keys)
         return problem.dtype.itemsize * rows * (problem.head_dim * self.tiles.pieces + problem.head_dim_v)
 

@@ -38,6 +38,8 @@ def mask_reasons(problem: Problem) -> list[str]:
     ends = [e for e in (region.lo, region.hi) if e is not None]
     # The keys of a list are one query's: what a mask hides of them has to be an interval, the same for all heads.
     found = [] if region.predicate.op == "selected" else [f"{what} another mask that is no interval of keys"]
+    if not found and keys_of_entry(region.predicate)[1]:
+        found = ["selected keys in a part of a longer sequence, whose keys do not begin with an entry"]
     return found + ([f"{what} a mask of each head"] if "h" in expr.depends_on(*ends) else [])
 
 

@@ -39,6 +39,7 @@ def _rank(config: AnyConfig) -> tuple:
         config.dropout,
         config.packed,
         paged(config),
+        "selected" in features_of(config),
         config.dtype == "fp16",
         usual,
         form,

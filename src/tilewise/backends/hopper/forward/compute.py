@@ -319,7 +319,7 @@ def first_block(
     read_bias(operands, config)
     block = with_words(block, state, smem, config)
     warpgroup.wait_group(0)  # S
-    release(smem.empty + state.index)  # K: the loading warp
+    release_scores(state, smem, config)
     s = masked_scores(operands, block, params, config)
     softmax.online_softmax(
         s, operands.rows, left_scale(params, config), first=True, masked=True, lazy=config.tiles.lazy
@@ -341,7 +341,7 @@ def key_block(
     read_bias(operands, config)
     block = with_words(block, k_state, smem, config)
     warpgroup.wait_group(tiles.v_stages)  # S; O may still be under way
-    release(smem.empty + k_state.index)  # K: the loading warp
+    release_scores(k_state, smem, config)
     s = masked_scores(operands, block, params, config)
     # P = exp(S - m), 64 × tile_n, unnormalised
     softmax.online_softmax(s, operands.rows, left_scale(params, config), first=False, masked=masked, lazy=tiles.lazy)
@@ -461,6 +461,15 @@ def with_words(block: KeyBlock, state: PipelineState, smem: ForwardStorage, conf
     if not config.selected:
         return block
     return block._replace(words=get_words(smem.words + WORDS * state.index, 2 * WORDS))
+
+
+def release_scores(state: PipelineState, smem: ForwardStorage, config: Config) -> None:
+    """Gives back the K of a block whose S is there."""
+    if config.selected:
+        # The words have come: an arrival alone would wait for no load (docs/decisions.md#hopper-stage-release).
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+    release(smem.empty + state.index)  # K: the loading warp
 
 
 def read_bias(operands: ForwardOperands, config: Config) -> None:

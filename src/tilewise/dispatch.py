@@ -222,7 +222,7 @@ def plan(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor
     if found is not None:
         if not found.reads_lengths:
             return found
-        if found.problem.spec.page_slots and found.problem.latent != pages.lies_in(v, k):
+        if found.problem.latent != pages.is_latent(v, k, found.problem.spec):
             found = None  # the same sizes as another call's, where v and k lay otherwise
     if found is None:
         found = decide(q, k, v, extras, seed, spec)

@@ -35,6 +35,11 @@ def lies_in(v: Tensor, k: Tensor) -> bool:
     return same and k.storage_offset() == v.storage_offset()
 
 
+def is_latent(v: Tensor, k: Tensor, spec: Spec) -> bool:
+    """Return whether values :func:`lies_in` keys in a call over pages or with selected keys, of which some kernels read them once."""
+    return bool(spec.page_slots or spec.region.selections) and lies_in(v, k)
+
+
 def quantised_reasons(k: Tensor, v: Tensor, spec: Spec) -> list[str]:
     """Return reasons against the dtypes of a quantised cache's pages."""
     if not (k.dtype == v.dtype == FLOAT8):

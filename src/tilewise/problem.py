@@ -90,7 +90,7 @@ class Problem(Structured):
     Attributes:
         q, k, v: facts of the inputs: ``(batch, seqlen, heads, head_dim)``, packed ``(total, heads, head_dim)``. k and v of a paged call
             are ``(num_pages, page_size, heads_k, head_dim)``.
-        latent: whether v of a paged call is the first columns of k in memory, so that it need not be read again.
+        latent: whether v of a call over pages or with selected keys is the first columns of k in memory, so that it need not be read again.
         extras: facts of sink, cu_seqlens, block_table, seqlens_k, k_scale, v_scale and leaves, by slot.
     """
 
@@ -253,7 +253,7 @@ class Signature(Structured):
     def of(cls, q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], spec: Spec) -> Signature:
         given = (q, k, v, *extras)
         facts = tuple([TensorFacts.of(t) for t in given])
-        return cls(facts, tuple([t.device for t in given]), spec, spec.paged and pages.lies_in(v, k))
+        return cls(facts, tuple([t.device for t in given]), spec, pages.is_latent(v, k, spec))
 
     def problem(self) -> Problem:
         """Return the Problem of such a call, which has passed the checks."""
@@ -295,7 +295,7 @@ def check(
         raise ValueError(f"{spec.call} was called wrongly\n    " + shown + "".join(f"\n  {x}" for x in reasons))
     facts = TensorFacts.of
     if latent is None:
-        latent = spec.paged and pages.lies_in(v, k)
+        latent = pages.is_latent(v, k, spec)
     return Problem(facts(q), facts(k), facts(v), tuple(facts(t) for t in extras), q.device, spec, latent)
 
 

@@ -8,7 +8,7 @@ Nothing that users need; of the package only the command ``tilewise tune``, whic
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -57,7 +57,7 @@ def call(
     """Return a call that wants every gradient; its tensors, those of masks and scores too, are moved to ``device``, by default q's."""
     device = device or q.device.type
     extras, seed, text = assemble(q.detach().requires_grad_(), k, v, Options(**options))
-    q, k, v, *extras = (_moved(x, device) for x in (q, k, v, *extras))
+    q, k, v, *extras = _moved_together(q, k, v, extras, seed, text, device)
     seed, do = (None if x is None else x.to(device) for x in (seed, do))
     p = problem.check(q, k, v, extras, seed, parse_spec(text))
     generator = torch.Generator(q.device).manual_seed(7)
@@ -77,12 +77,18 @@ def paged_call(q: Tensor, cache: tw.PagedCache, device: str | None = None, **opt
     options |= dict(zip(("k_scale", "v_scale"), scales, strict=False))
     with torch.no_grad():
         extras, seed, text = assemble(q, k, v, Options(block_table=table, seqlens_k=lengths, **options))
-    latent = problem.check(q, k, v, extras, seed, parse_spec(text)).latent
-    q, k, v, *extras = (_moved(x, device) for x in (q, k, v, *extras))
-    if latent:  # v lies in k's memory on the other device too
-        v = k[..., : v.shape[-1]]
+    q, k, v, *extras = _moved_together(q, k, v, extras, seed, text, device)
     p = problem.check(q, k, v, extras, seed, parse_spec(text))
     return Call(p, Inputs.of(p, q, k, v, extras, seed), q.new_empty(0), q.new_empty(0))
+
+
+def _moved_together(
+    q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None, text: str, device: str
+) -> list[Tensor]:
+    """Return the tensors of a call on ``device``; a v that lies in k's memory does so there too, where that is told of a call."""
+    latent = problem.check(q, k, v, extras, seed, parse_spec(text)).latent
+    q, k, v, *extras = (_moved(x, device) for x in (q, k, v, *extras))
+    return [q, k, k[..., : v.shape[-1]] if latent else v, *extras]
 
 
 def _moved(x: Tensor, device: str) -> Tensor:

@@ -253,7 +253,7 @@ def modules() -> dict[str, types.ModuleType]:
         grid_dim=lambda: (role.ctas, getattr(role, "splits", 1), 1),
         warp_idx=lambda: role.warp,
         shuffle_sync=shuffle,
-        vote_ballot_sync=lambda p: sum(1 << n for n, x in enumerate(p[:32]) if x),
+        vote_ballot_sync=ballot,
         popc=int.bit_count,
         make_warp_uniform=lambda x: x,
         griddepcontrol_wait=lambda: None,
@@ -302,6 +302,12 @@ def shuffle(x: np.ndarray, lane):
     if np.ndim(x) == 0:  # what all lanes have
         return x
     return x[lane].item() if np.ndim(lane) == 0 else x[THREADS // 32 * 32 + lane % 32]
+
+
+def ballot(p: np.ndarray):
+    """The word of each thread's warp; one number, where it is the same in every warp."""
+    words = [sum(1 << n for n, x in enumerate(warp) if x) for warp in p.reshape(-1, 32)]
+    return words[0] if len({*words}) == 1 else np.repeat(words, 32)
 
 
 def select(condition, a, b):
@@ -401,13 +407,14 @@ def stand_in(module: types.ModuleType, **functions: object) -> None:
 
 def load_kernel() -> SimpleNamespace:
     """The forward's modules by name, imported with the stand-in."""
-    names = ("compute", "epilogue", "load", "params", "storage", "combine", "pages")
+    names = ("compute", "epilogue", "load", "params", "storage", "combine", "pages", "gather")
     rooms = [f"forward.{name}" for name in names]
     *found, tiles, instructions, softmax, packed = imported(
         *rooms, "kit.tiles", "kit.instructions", "kit.softmax", "kit.packed"
     )
     forward = SimpleNamespace(**dict(zip(names, found, strict=True)))
     _stand_in(forward, tiles, instructions, softmax, packed)
+    stand_in_for_gathers(forward.gather)
     return forward
 
 
@@ -543,6 +550,26 @@ def _stand_in(forward, tiles, instructions, softmax, packed) -> None:
     )
 
 
+def stand_in_for_gathers(gather) -> None:
+    """What brings rows of keys one by one."""
+
+    def copy_columns(tensor, source, smem, stage, row, piece, config) -> None:
+        t, ring = config.tiles, smem.k
+        if ring.tiles[stage] is None:
+            ring.tiles[stage] = np.full((t.tile_n, t.width), np.nan, np.float32)
+        columns = 8 * piece[:, None] + np.arange(8)
+        inside = (source >= 0)[:, None] & (columns < tensor.shape[3])
+        found = tensor.values[0, np.maximum(source, 0)[:, None], 0, np.minimum(columns, tensor.shape[3] - 1)]
+        ring.tiles[stage][row[:, None], columns] = np.where(inside, found, 0)
+
+    def put_word(smem, stage, warp, word) -> None:
+        (smem.words + gather.WORDS * stage).barriers[gather.WORDS * stage] = np.broadcast_to(word, (128,))[
+            ::32
+        ].tolist()
+
+    stand_in(gather, copy_columns=copy_columns, put_word=put_word, arrive_with_copies=arrive)
+
+
 def stand_in_for_queues(instructions, packed) -> None:
     """What packed sequences' tiles are handed on by."""
     stand_in(
@@ -562,7 +589,7 @@ def run(config: Config, q, k, v, sink, given: dict) -> tuple[np.ndarray, np.ndar
     o = np.full((*q.shape[:3], v.shape[3]), np.nan, np.float32)
     lse = np.full((q.shape[0], q.shape[2], q.shape[1]), np.nan, np.float32)
     extra = optional_params({name: Global(x) if isinstance(x, np.ndarray) else x for name, x in given.items()})
-    extra = extra._replace(direct_o=Global(o))
+    extra = extra._replace(direct_o=Global(o), rows_k=Global(k), rows_v=Global(v))
     params = forward.params.ForwardParams(
         q.shape[1], k.shape[1], q.shape[2], q.shape[2] // k.shape[2], q.shape[0], section, lo, hi, sinks,
         np.float32(scale2), np.float32(cap2), extra,
@@ -576,13 +603,17 @@ def run(config: Config, q, k, v, sink, given: dict) -> tuple[np.ndarray, np.ndar
     maps = forward.params.TensorMaps(info(q), info(k), info(v), info(o), bias)
     for cta in range(ctas):
         ring, tiles = Rooms(t.stages), Rooms(t.q_tiles)
+        full = 132 if config.selected else 1
         bars = [[Barrier(n) for _ in range(count)] for n, count in
-                ((1, t.stages), (4 * t.warpgroups, t.stages), (1, t.q_tiles), (1 if config.stores else 4, t.q_tiles),
+                ((full, t.stages), (4 * t.warpgroups, t.stages), (1, t.q_tiles), (1 if config.stores else 4, t.q_tiles),
                  (128, t.q_tiles))]  # fmt: skip
         mailboxes = Pointer([None] * 2 * t.q_tiles)
         pairs = Rooms(t.bias_tiles), *(Pointer([Barrier(n) for _ in range(t.bias_tiles)]) for n in (1, 4))
         smem = forward.storage.ForwardStorage(tiles, ring, ring, tiles, *map(Pointer, bars), None, mailboxes, *pairs)
+        smem = smem._replace(words=Pointer([None] * forward.storage.WORDS * t.stages))
         roles = [(False, partial(forward.load.load, maps, smem, params, config))]
+        if config.selected:
+            roles = [(True, partial(forward.gather.gather, maps, smem, params, config))]
         for w in range(t.warpgroups):
             if config.stores:
                 roles.append((False, partial(forward.load.store, maps, smem, w, params, config)))
@@ -617,6 +648,7 @@ def _at_once(roles_of: dict[int, list], ctas: int) -> None:
     def start(cta: int, computes: bool, body) -> None:
         role.named = named[cta]
         role.computes, role.cta, role.ctas, role.products, role.threads = computes, cta, ctas, [], 128
+        role.warp = getattr(role, "warp", 0)
         try:
             with np.errstate(all="ignore"):
                 body()

@@ -58,7 +58,7 @@ class Values:
 
 def load_kernel(pool: np.ndarray) -> SimpleNamespace:
     """The modules by name, imported with the stand-in."""
-    names = ("load", "scores", "values", "storage", "tiles", "params", "pair", "convert")
+    names = ("load", "scores", "values", "storage", "tiles", "params", "pair", "convert", "gather")
     forward = ("compute", "epilogue", "load", "params", "storage", "combine", "pages")
     kit = ("kit.tiles", "kit.instructions", "kit.softmax", "kit.packed")
     rooms = [*(f"latent.{name}" for name in names), *(f"forward.{name}" for name in forward)]
@@ -125,6 +125,11 @@ def _stand_in(latent, tiles, softmax, pool: np.ndarray) -> None:
         page, row, head, _ = (np.broadcast_to(x, THREADS.shape)[inside] for x in place)
         pool[page, row, head]  # an IndexError where it would ask for what is outside the pool
 
+    def copy_columns(smem, stage, chunk, source) -> None:
+        row, inside, columns = source.place[0], source.inside, CHUNK * chunk + 8 * source.lane[:, None] + np.arange(8)
+        found = pool[row[:, None], 0, 0, columns]
+        smem.k[stage][source.row[:, None], columns] = np.where(inside[:, None], found, 0)
+
     def hold_rotary(operands, smem, config) -> None:
         operands.rotary[:] = smem.q[:, ROTARY]
 
@@ -133,7 +138,9 @@ def _stand_in(latent, tiles, softmax, pool: np.ndarray) -> None:
 
     def score_operands(qk, smem, config):
         rotary = np.full((ROWS, CHUNK), np.nan, np.float32)
-        return latent.scores.ScoreOperands("qk", "held", smem.q, rotary, smem.k, Registers(ROWS), softmax.new_state())
+        return latent.scores.ScoreOperands(
+            "qk", "held", smem.q, rotary, [0, 0], smem.k, Registers(ROWS), softmax.new_state()
+        )
 
     def value_operands(pv, smem, config):
         o = tuple(Registers(COLUMNS) for _ in range(PRODUCTS))
@@ -154,6 +161,7 @@ def _stand_in(latent, tiles, softmax, pool: np.ndarray) -> None:
         put_numbers=put_numbers,
         prefetch_row=prefetch_row,
     )
+    stand_in(latent.gather, copy_columns=copy_columns, arrive_with_copies=emulated.arrive)
     stand_in(
         latent.pair,
         own_place=lambda smem: smem.p,
@@ -171,13 +179,15 @@ def run(
 ) -> tuple[np.ndarray, np.ndarray]:
     """``(o, lse)`` of q (1, rows, heads, 576) over a pool (page, row, head, 576), one CTA after the other.
 
-    ``extra`` and ``numbers`` are those of the launch, without states; ``scales`` those of a cache of e4m3 numbers, or empty.
+    ``extra`` and ``numbers`` are those of the launch, without states and scales; ``scales`` those of a cache of e4m3 numbers, or empty.
     """
     latent = load_kernel(pool)
-    lo, hi, tiles, splits, least, num_pages, sinks, even, scale2 = numbers
+    lo, hi, tiles, splits, least, num_pages, sinks, even, scale2, *block = numbers
     (_, rows, heads, _), heads_k = q.shape, pool.shape[2]
     o, lse = np.full((1, rows, heads, 512), np.nan, np.float32), np.full((1, heads, rows), np.nan, np.float32)
-    named = dict(zip(("cu_q", "seqlens_k", "block_table"), map(Global, extra), strict=True))
+    names = ("entries", "tokens") if config.selected else ("cu_q", "seqlens_k", "block_table")
+    named = dict(zip(names, map(Global, extra), strict=True))
+    named |= dict(zip(("block",), block, strict=False))
     if config.split:
         states = (splits // PAIR, 1, heads, rows)
         named |= {
@@ -187,7 +197,7 @@ def run(
     optional = emulated_params(latent)(**named, num_pages=num_pages)
     params = latent.params.LatentParams(
         rows, -(-pool.shape[1] // KEYS) * KEYS, heads_k, heads // heads_k, lo, hi, least, sinks, even, np.float32(scale2),
-        Global(q), Global(o), Global(lse), sink, optional, *map(Global, (pool, *scales) if config.e4m3 else ()),
+        Global(q), Global(o), Global(lse), sink, optional, *map(Global, (pool, *scales) if config.by_threads else ()),
     )  # fmt: skip
     size = PAIR if config.pair else 1
     for cta in range(tiles):
@@ -228,7 +238,7 @@ def _storage(latent, config):
     keys = [np.full((ROWS, WIDTH), np.nan, np.float32) for _ in range(STAGES)]
     parts = STAGES * len(BOXES)
     counts = [
-        [128 if config.e4m3 else 1] * parts,
+        [128 if config.by_threads else 1] * parts,
         [8, 4, 4, 4, 4] * STAGES,
         [256],
         [128] * STAGES,

@@ -93,7 +93,7 @@ def test_every_kernel_is_held_to_the_copies_that_its_source_makes():
     for c in forward.shipped():
         assert [(e.loads, e.stores) for e in c.expected] == [(True, c.stores)], c.name
     for c in [*backward.shipped(), *latent.shipped()]:
-        loads = not getattr(c, "e4m3", False)
+        loads = not getattr(c, "by_threads", False)
         # dQ of dS that was kept leaves from registers.
         stores = [isinstance(c, backward.Backward)] * len(c.expected)
         stores[-1] &= not (isinstance(c, backward.Backward) and c.keys.keeps_ds)

@@ -17,19 +17,25 @@ from tests.backends.paged import Case
 from tilewise import accuracy, dispatch
 from tilewise.backends.base import Output
 from tilewise.backends.hopper import Hopper
+from tilewise.backends.hopper.host import masks
 from tilewise.backends.hopper.host.latent_call import LatentPlan
-from tilewise.backends.hopper.latent import config
+from tilewise.backends.hopper.host.selected_call import SelectedPlan
+from tilewise.backends.hopper.latent import config, selected
 from tilewise.backends.hopper.parameters import names_of
 from tilewise.gather import in_layout_of
-from tilewise.problem import Problem
-from tilewise.testing import Call, normal, paged_call
+from tilewise.problem import Problem, Signature
+from tilewise.spec import Options, assemble, parse_spec
+from tilewise.testing import Call, call, normal, paged_call
 
 KIND = {"dims": (576, 512), "dtype": torch.bfloat16, "latent": True}
 
 
 def emulate(c: Call, splits: int, least: int = 1) -> Output:
     """o and lse of a call, from the source of its kernel with so many splits."""
-    plan = LatentPlan(c.p, replace(config.choose(c.p), pair=splits > 1, split=splits > config.PAIR))
+    shares = {"pair": splits > 1, "split": splits > config.PAIR}
+    if selected.asked(c.p):
+        return emulate_selected(c, splits, SelectedPlan(c.p, replace(selected.choose(c.p), **shares)))
+    plan = LatentPlan(c.p, replace(config.choose(c.p), **shares))
     scales = tuple(
         x.expand(len(c.t.seqlens_k), c.p.heads_k).numpy() for x in (c.t.k_scale, c.t.v_scale) if x is not None
     )
@@ -47,6 +53,20 @@ def emulate(c: Call, splits: int, least: int = 1) -> Output:
     o, lse = (
         torch.from_numpy(np.array(x[0])) for x in emulated_latent.run(plan.config, *arrays, extra, numbers, scales)
     )
+    return in_layout_of(c.p, Output(o.to(c.p.dtype), lse))
+
+
+def emulate_selected(c: Call, splits: int, plan: SelectedPlan) -> Output:
+    given = plan.numbers | {"num_pages": 0, "splits": splits, "least": 1}
+    q, k = (x if c.p.packed else x.flatten(0, 1) for x in (c.t.q, c.t.k))
+    tensors = plan.tensors(c.t)
+    sink = torch.full((c.p.heads_q,), torch.nan) if c.t.sink is None else c.t.sink.float()
+    numbers = [given[name] for name in (*names_of(plan.config.parameters[-1]), "block")]
+    arrays = (x.float().numpy() for x in (q[None], k.unsqueeze(1), sink))
+    o, lse = emulated_latent.run(
+        plan.config, *arrays, tuple(tensors[name].numpy() for name in ("entries", "tokens")), numbers, ()
+    )
+    o, lse = (torch.from_numpy(np.array(x[0])) for x in (o, lse))
     return in_layout_of(c.p, Output(o.to(c.p.dtype), lse))
 
 
@@ -86,6 +106,75 @@ def test_a_dense_cache_has_any_capacity():
     assert Hopper().refused(c.p) == []
     errors = c.expected().judge(accuracy.tensors(emulate(c, 2), None))
     assert not [str(e) for e in errors if not e.ok]
+
+
+# -- Selected keys -------------------------------------------------------------------------------------------------
+
+
+def latent_call(
+    seqlen_q,
+    seqlen_k: int,
+    indices,
+    block: int = 1,
+    heads: int = 6,
+    batch: int = 1,
+    cu=(),
+    mask=None,
+    block_q: int = 1,
+    **options,
+) -> Call:
+    """A call with keys selected by ``indices`` (drawn if a number: so many a row), NaN in those that no query sees."""
+    generator = torch.Generator().manual_seed(5)
+    packed, drawn = bool(cu), isinstance(indices, int)
+    if drawn:
+        shape = (len(cu[0]) - 1 if packed else batch, 1, -(-seqlen_q // block_q), indices)
+        indices = torch.randint(-1, -(-seqlen_k // block), shape, generator=generator)
+    shapes = [
+        (n, 1, 576) if packed else (batch, n, 1, 576)
+        for n in ((cu[0][-1], cu[1][-1]) if packed else (seqlen_q, seqlen_k))
+    ]
+    q = torch.randn(*shapes[0][:-2], heads, 576, generator=generator).bfloat16()
+    k = torch.randn(shapes[1], generator=generator).bfloat16()
+    mask = tw.selected(indices, block, block_q) & (tw.window() if mask is None else mask)
+    if packed:
+        options |= {"cu_seqlens_q": torch.tensor(cu[0]), "cu_seqlens_k": torch.tensor(cu[1])}
+    c = call(q, k, k[..., :512], mask=mask, **options).forward_only()
+    if not packed:
+        c.t.k.masked_fill_(~masks.seen(c.p, c.t), torch.nan)
+    return c
+
+
+SELECTED = {
+    "causal": (lambda: latent_call(5, 300, 130, causal=True), 1),
+    "blocks-sink": (lambda: latent_call(3, 330, 3, 64, 66, sink=normal(66, seed=3), causal=True), 1),
+    "window": (lambda: latent_call(6, 300, 200, batch=2, mask=tw.window(70, 0)), 1),
+    "rows-of-queries": (lambda: latent_call(5, 129, 40, block_q=2, causal=True), 1),
+    "pairs": (lambda: latent_call(2, 300, 200, batch=2, causal=True), 2),
+    "splits": (lambda: latent_call(2, 300, 300, 1, 66, sink=normal(66, seed=3)), 4),
+    "packed": (lambda: latent_call(4, 70, 65, cu=([0, 2, 2, 6], [0, 70, 75, 145]), causal=True, sink=normal(6, seed=3)), 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SELECTED)
+def test_the_source_gathers_selected_keys(name):
+    make, splits = SELECTED[name]
+    c = make()
+    assert Hopper().refused(c.p) == []
+    errors = c.expected().judge(accuracy.tensors(emulate(c, splits), None))
+    assert not [str(e) for e in errors if not e.ok]
+
+
+def test_a_call_with_selected_keys_has_a_plan_of_its_own():
+    q, k = normal(1, 5, 6, 576, dtype=torch.bfloat16), normal(1, 70, 1, 576, dtype=torch.bfloat16)
+    mask = tw.causal() & tw.selected(torch.zeros(1, 1, 5, 3, dtype=torch.int32))
+    extras, _, text = assemble(q, k, k[..., :512], Options(mask=mask))
+    p = Signature.of(q, k, k[..., :512], extras, parse_spec(text)).problem()
+    assert Hopper().refused(p) == []
+    plan = Hopper()._plan(p)
+    assert type(plan) is SelectedPlan
+    assert set(plan.launches.given) == {"q", "k", "entries", "tokens"}
+    apart = Signature.of(q, k, k[..., :512].clone(), extras, parse_spec(text)).problem()
+    assert "v outside of k's memory" in " ".join(Hopper().refused(apart))
 
 
 # -- Keys of a tile ------------------------------------------------------------------------------------------------

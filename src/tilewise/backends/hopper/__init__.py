@@ -5,7 +5,7 @@ Importing this imports no DSL. Where to look:
 - ``config``: what both passes share: limits, dtypes, forms of masks, expressions that are compiled in. No DSL.
 - ``parameters``: the tensors and numbers that launches take, and the scores that kernels know. No DSL.
 - ``forward/``, ``backward/``: the kernels of a pass, ``config``, which chooses among them, and ``tiles``: registers, shared memory.
-- ``latent/``: the forward over pages where V lies in K's memory.
+- ``latent/``: the forward where V lies in K's memory, over pages and over keys that queries selected.
 - ``decoding/``: the forward of a few queries a sequence, over pages or dense keys.
 - ``kit/``: what every kernel uses: rings of stages, tiles, softmax, schedulers, expressions, dropout.
 - ``host/``: from a call to a launch, and from a kernel's source to the file that is shipped.
@@ -51,9 +51,11 @@ from tilewise.backends.hopper.decoding.config import DecodingConfig
 from tilewise.backends.hopper.forward import config as forward_config
 from tilewise.backends.hopper.forward import paged_config
 from tilewise.backends.hopper.forward import reasons as forward_reasons
+from tilewise.backends.hopper.forward import selected as listed
 from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.host import library
 from tilewise.backends.hopper.kernels import AnyConfig
+from tilewise.backends.hopper.latent import selected
 from tilewise.backends.hopper.latent.config import LatentConfig
 from tilewise.backends.hopper.padding import as_packed
 from tilewise.problem import Problem
@@ -90,17 +92,20 @@ class Hopper(Backend):
 
     def refused(self, p: Problem) -> list[str]:
         """Every reason why no machine runs this problem here."""
-        reasons = paged_config.reasons(p, decoding.choose(p) is not None) if p.paged else forward_reasons.reasons(p)
+        gathers = selected.asked(p)
+        reasons = selected.reasons(p) if gathers else [] if listed.serves(p) else _forward_reasons(p)
         reasons += unknown_operations(p, operations.traceable() | {"selected"}) + piece_reasons(p) + wide_mask(p)
         reasons += large_numbers(p)
         reasons += long_expressions(p)
         if p.spec.max_logit:
             reasons.append("the largest score of each row (attention_with_stats): its kernels do not keep it")
+        if gathers:
+            return reasons
         # Whoever binds the backend to a kernel wants that one.
         bound = self.override or self.override_backward
         reasons += [] if bound else forward_reasons.reasons_of_few(p)
         reasons += backward_config.reasons(p) if p.spec.needs_grad else []
-        return reasons or _reasons_of_selected(p)
+        return reasons or ([] if listed.serves(p) else _reasons_of_selected(p))
 
     def slow(self, p: Problem) -> str:
         if p.paged and decoding.choose(p) is None and paged_config.idles(p, devices.of(p.device).cores):
@@ -115,6 +120,8 @@ class Hopper(Backend):
     def config(self, p: Problem) -> Config | LatentConfig | DecodingConfig:
         if self.override is not None:
             return self.override
+        if selected.asked(p) or listed.serves(p):
+            return (selected if selected.asked(p) else listed).choose(p)
         return decoding.choose(p) or (paged_config if p.paged else forward_config).choose(as_packed(p))
 
     def tile(self, p: Problem) -> tuple[int, int]:
@@ -158,15 +165,7 @@ class Hopper(Backend):
 
     def _plan(self, p: Problem):
         config = self.config(p)
-        if isinstance(config, DecodingConfig):
-            from tilewise.backends.hopper.host.decoding_call import DecodingPlan as ForwardPlan
-        elif p.latent:
-            from tilewise.backends.hopper.host.latent_call import LatentPlan as ForwardPlan
-        elif p.paged:
-            from tilewise.backends.hopper.host.paged_call import PagedPlan as ForwardPlan
-        else:
-            from tilewise.backends.hopper.host.forward_call import ForwardPlan
-        return self._padded(p, config, self._plans) or ForwardPlan(p, config)
+        return self._padded(p, config, self._plans) or _forward_plan(p, config)(p, config)
 
     def _backward_plan(self, p: Problem):
         from tilewise.backends.hopper.host.backward_call import BackwardPlan
@@ -181,6 +180,28 @@ class Hopper(Backend):
         from tilewise.backends.hopper.host.padded_call import PaddedPlan
 
         return PaddedPlan.of(p, plans)
+
+
+def _forward_reasons(p: Problem) -> list[str]:
+    """The reasons against a forward of a call whose keys are not gathered."""
+    return paged_config.reasons(p, decoding.choose(p) is not None) if p.paged else forward_reasons.reasons(p)
+
+
+def _forward_plan(p: Problem, config: AnyConfig) -> type:
+    """The kind of a forward's plan."""
+    if isinstance(config, DecodingConfig):
+        from tilewise.backends.hopper.host.decoding_call import DecodingPlan as ForwardPlan
+    elif isinstance(config, LatentConfig) and config.selected:
+        from tilewise.backends.hopper.host.selected_call import SelectedPlan as ForwardPlan
+    elif config.selected:
+        from tilewise.backends.hopper.host.selected_call import ListedPlan as ForwardPlan
+    elif isinstance(config, LatentConfig):
+        from tilewise.backends.hopper.host.latent_call import LatentPlan as ForwardPlan
+    elif p.paged:
+        from tilewise.backends.hopper.host.paged_call import PagedPlan as ForwardPlan
+    else:
+        from tilewise.backends.hopper.host.forward_call import ForwardPlan
+    return ForwardPlan
 
 
 def _reasons_of_selected(p: Problem) -> list[str]:
@@ -211,7 +232,7 @@ def _decided(p: Problem, plans: PerProblem, plan: Callable[[Problem], Any], conf
 
 def _runs_as_packed(p: Problem, config: AnyConfig) -> bool:
     """Whether a problem that is not packed has a kernel of packed sequences."""
-    return config.packed and not (p.packed or p.paged or isinstance(config, DecodingConfig))
+    return config.packed and not (p.packed or p.paged or isinstance(config, (DecodingConfig, LatentConfig)))
 
 
 def _device_reasons(p: Problem) -> list[str]:

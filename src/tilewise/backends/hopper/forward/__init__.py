@@ -2,13 +2,14 @@
 
 =================================================== ==================================================================
 tile sizes, registers                               a row of TABLE in tiles (no DSL)
-which kernel a call gets                            config (no DSL); over pages paged_config
+which kernel a call gets                            config (no DSL); over pages paged_config, of selected keys selected
 what no kernel computes                             reasons (no DSL)
 roles, barriers and who waits for whom              kernel: its docstring and ``kernel``; the launch
 how many CTAs, how many heads are at work           grids (no DSL)
 which tile a CTA computes, which blocks it visits   query_tiles
 shared memory and barriers                          storage
 who loads Q, K, V and a bias by pair                load; parts of key blocks from the pages of a cache: pages
+who gathers the rows that queries selected          gather; the lists of these: kit/lists
 the blocks of a tile, masks and softmax             compute
 the products of a block                             staged_blocks
 o and lse to memory                                 epilogue

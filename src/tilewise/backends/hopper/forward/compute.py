@@ -27,11 +27,12 @@ from tilewise.backends.hopper.forward.query_tiles import (
     tile_of,
     whole_steps,
 )
-from tilewise.backends.hopper.forward.storage import ForwardStorage
+from tilewise.backends.hopper.forward.storage import WORDS, ForwardStorage
 from tilewise.backends.hopper.kit import bits, dropout, expression, pair_bias, schedule, softmax
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
-from tilewise.backends.hopper.kit.instructions import all_agree, both, choose, keep_words_above, pack
+from tilewise.backends.hopper.kit.instructions import all_agree, both, choose, get_words, keep_words_above, pack
 from tilewise.backends.hopper.kit.lines import BlockLine, RowLine, line_of_head
+from tilewise.backends.hopper.kit.lists import hide_others
 from tilewise.backends.hopper.kit.ring import PipelineState, acquire, new_reader, release
 from tilewise.backends.hopper.kit.scheduler import PICK
 from tilewise.backends.hopper.kit.slopes import BlockSlopes, RowSlopes
@@ -227,9 +228,10 @@ def compute_tile(
             state = key_block(operands, n_q, state, block, smem, params, config)
     if cutlass.const_expr(config.short_tanh):
         operands.wait[0] = softmax.first_wait(operands.rows, params.scale2)
-    for step in cutlass.range(rest - whole, unroll=1):
-        block = KeyBlock(ends, block_at(query_tile, whole + step, params, config), partial=False, words=words)
-        state = whole_block(operands, n_q, state, block, smem, params, config)
+    if cutlass.const_expr(not config.selected):
+        for step in cutlass.range(rest - whole, unroll=1):
+            block = KeyBlock(ends, block_at(query_tile, whole + step, params, config), partial=False, words=words)
+            state = whole_block(operands, n_q, state, block, smem, params, config)
     if cutlass.const_expr(config.has_lower and not config.listed):
         for step in cutlass.range(query_tile.stop - query_tile.start - rest, unroll=1):  # the left edge
             block = KeyBlock(ends, block_at(query_tile, rest + step, params, config), partial=True, words=words)
@@ -252,7 +254,7 @@ def first_scores(
             row = query_tile.row + w * ROWS
             hidden, _, _ = whole_steps(query_tile, row, band_of_tile(query_tile, params, config), params, config)
             state = skip(hidden, operands, state, w, smem, config, turn=True)
-        acquire(smem.full, state)  # K: the loading warp
+        staged_blocks.acquire_keys(smem, state, config)  # K: the loading warp
     return staged_blocks.begin_scores(operands, n_q, state, smem, config)
 
 
@@ -315,8 +317,9 @@ def first_block(
     """P of a tile's first block, of which S has begun; the next block multiplies it by V. Returns the state after K."""
     masks = dropout_masks(block, smem, params, config)
     read_bias(operands, config)
+    block = with_words(block, state, smem, config)
     warpgroup.wait_group(0)  # S
-    release(smem.empty + state.index)  # K: the loading warp
+    release_scores(state, smem, config)
     s = masked_scores(operands, block, params, config)
     softmax.online_softmax(
         s, operands.rows, left_scale(params, config), first=True, masked=True, lazy=config.tiles.lazy
@@ -336,8 +339,9 @@ def key_block(
     k_state, v_state = both_products(operands, n_q, state, smem, config)
     masks = dropout_masks(block, smem, params, config)  # under both products
     read_bias(operands, config)
+    block = with_words(block, k_state, smem, config)
     warpgroup.wait_group(tiles.v_stages)  # S; O may still be under way
-    release(smem.empty + k_state.index)  # K: the loading warp
+    release_scores(k_state, smem, config)
     s = masked_scores(operands, block, params, config)
     # P = exp(S - m), 64 × tile_n, unnormalised
     softmax.online_softmax(s, operands.rows, left_scale(params, config), first=False, masked=masked, lazy=tiles.lazy)
@@ -416,7 +420,7 @@ def both_products(
     """Begins S of a block, then O += P V of the block before. Returns the states at K, and at V."""
     w = n_q // config.tiles.q_stages
     v_state = state.advance(config.tiles.stages, config.tiles.k_stages)
-    acquire(smem.full, state)  # K: the loading warp
+    staged_blocks.acquire_keys(smem, state, config)  # K: the loading warp
     pingpong_wait(w, config)
     state = staged_blocks.begin_scores(operands, n_q, state, smem, config)
     staged_blocks.begin_values(operands, v_state, smem, config)  # with P of the block before
@@ -437,7 +441,9 @@ def masked_scores(operands: ForwardOperands, block: KeyBlock, params: ForwardPar
         block.bias(operands, config).add(s, params.scale2)
     if config.traced.score:
         expression.scored(s, config.traced.score, params.score_scale, pairs)
-    if block.partial and block.words is not None:
+    if config.selected:
+        hide_others(s, block.words)
+    elif block.partial and block.words is not None:
         bits.hide(s, block.words)
     elif block.partial:
 
@@ -448,6 +454,22 @@ def masked_scores(operands: ForwardOperands, block: KeyBlock, params: ForwardPar
         if config.traced.keep:
             expression.hide(s, config.traced.keep, pairs)
     return s
+
+
+def with_words(block: KeyBlock, state: PipelineState, smem: ForwardStorage, config: Config) -> KeyBlock:
+    """The block with the bits of its keys, where each query has a list of these."""
+    if not config.selected:
+        return block
+    return block._replace(words=get_words(smem.words + WORDS * state.index, 2 * WORDS))
+
+
+def release_scores(state: PipelineState, smem: ForwardStorage, config: Config) -> None:
+    """Gives back the K of a block whose S is there."""
+    if config.selected:
+        # The words have come: an arrival alone would wait for no load (docs/decisions.md#hopper-stage-release).
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+    release(smem.empty + state.index)  # K: the loading warp
 
 
 def read_bias(operands: ForwardOperands, config: Config) -> None:

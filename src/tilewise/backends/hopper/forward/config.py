@@ -27,6 +27,7 @@ from tilewise.backends.hopper.expected import Expected
 from tilewise.backends.hopper.forward.parameters import parameters
 from tilewise.backends.hopper.forward.tiles import (
     PAGED_TILES,
+    SELECTED_TILES,
     TABLE,
     TileRow,
     Tiles,
@@ -47,6 +48,7 @@ class Config(Formed):
         dtype, form: one of DTYPES, and one of FORMS.
         split: the keys of a query tile are shared out among splits, whose states a second kernel merges.
         packed: sequences are packed; such a kernel splits no keys.
+        selected: each query has a list of keys, whose rows are gathered; its heads are the rows of a tile.
         paged: how many rows of a page a box of TMA brings, where keys lie in pages (and sequences are packed); 0: they do not.
         traced: the expressions of this call alone: such a kernel is compiled at the first call.
         dropout: some pairs are dropped.
@@ -62,6 +64,7 @@ class Config(Formed):
     traced: Traced = PLAIN
     dropout: bool = False
     paged: int = 0
+    selected: bool = False
 
     @property
     def tile_queries(self) -> int:
@@ -88,7 +91,7 @@ class Config(Formed):
     @property
     def stores(self) -> bool:
         """Whether O goes through shared memory, from where TMA stores it."""
-        return self.tiles.q_stages > 1 and not self.split
+        return self.tiles.q_stages > 1 and not (self.split or self.selected)
 
     @property
     def queued(self) -> bool:
@@ -116,27 +119,28 @@ class Config(Formed):
         """Whether a warpgroup may see nothing of a block that another one of its CTA sees, since rows end one after the other
         (docs/decisions.md#hopper-skipped-blocks)."""
         several = self.tiles.warpgroups > 1 and self.tile_queries > self.tiles.tile_n
-        return several and self.has_upper and not self.listed
+        return several and self.has_upper and not (self.listed or self.selected)
 
     @property
     def name(self) -> str:
         """The kernel's name: its symbol in the cubin, and its file."""
         tiles = self.tiles
         dims = f"d{tiles.width}" + (f"v{tiles.width_v}" if tiles.width_v != tiles.width else "")
-        flags = self.words + "_split" * self.split
+        flags = self.words + "_split" * self.split + "_selected" * self.selected
         flags += f"_paged{self.paged}" if self.paged else "_packed" if self.packed else ""
         traced = "" if self.traced == PLAIN else f"_{self.traced.digest}"
         return f"forward_{self.dtype}_{dims}_{self.form}{flags}{traced}_{tiles.name}"
 
     def describe(self) -> str:
         """The kernel in a sentence, as ``explain`` shows it."""
-        extra = ", keys split" if self.split else ""
+        extra = ", keys split" if self.split else ", selected keys gathered" if self.selected else ""
         extra += {"lists": ", pairs judged one by one", "bits": ", a bit for each pair"}.get(self.form, "")
         return self.tiles.describe() + extra
 
     def traffic(self, problem: Problem) -> int:
         """Bytes of the forward: Q, for each piece of O's columns, and O once, K and V once per query tile (an upper bound under a mask)."""
         keys = problem.heads_q * -(-problem.seqlen_q // self.tile_queries) * problem.seqlen_k
+        keys = problem.seqlen_k if self.selected else keys  # rows that several queries gather come from L2
         rows = problem.batch * (problem.heads_q * problem.seqlen_q + keys)
         return problem.dtype.itemsize * rows * (problem.head_dim * self.tiles.pieces + problem.head_dim_v)
 
@@ -173,7 +177,8 @@ def shipped() -> list[Config]:
     scored = [(tiles, form, score) for row, score, form in scored if (tiles := row.biased(score))]
     biased = [Config(tiles, dtype, form, score) for tiles, form, score in scored for dtype in dtypes_of(score)]
     packed += [replace(c, packed=True) for c in biased if (True, False) in SCORES[c.score].ways]
-    return list(dict.fromkeys((*whole, *split, *packed, *paged, *both, *bits, *dropped, *biased)))
+    gathers = [Config(t, dtype, "upper", selected=True) for t in SELECTED_TILES.values() for dtype in DTYPES.values()]
+    return list(dict.fromkeys((*whole, *split, *packed, *paged, *both, *bits, *dropped, *biased, *gathers)))
 
 
 @lru_cache(maxsize=1)

@@ -13,6 +13,7 @@ from tilewise.backends.hopper.forward.storage import ForwardStorage
 from tilewise.backends.hopper.kit import softmax
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, I32
 from tilewise.backends.hopper.kit.instructions import both, choose, pack, put_pair, put_words_if
+from tilewise.backends.hopper.kit.lists import list_of
 from tilewise.backends.hopper.kit.pair_bias import natural
 from tilewise.backends.hopper.kit.scheduler import PICK
 from tilewise.backends.hopper.kit.tiles import (
@@ -34,6 +35,9 @@ def epilogue(
         return
     heads = [row_at(query_tile, w, r, params, config)[0][1] for r in range(2)]
     sinks = params.sinks
+    if config.selected:  # the heads of a query are rows
+        heads = [PICK.smaller(row_at(query_tile, w, r, params, config)[0][2], params.seqlen_q - 1) for r in range(2)]
+        sinks = PICK.smaller(sinks, list_of(query_tile.batch, params.extra).hi + 1)
     if config.packed:  # the rows past the last sequence have none
         sinks = PICK.smaller(sinks, cute.size(params.extra.cu_q) - 1 - query_tile.batch)
     sink_logits = [choose(sinks != 0, sink[head], -softmax.INF) for head in heads]

@@ -34,13 +34,14 @@ from tilewise.backends.hopper.config import ROWS
 from tilewise.backends.hopper.forward import combine
 from tilewise.backends.hopper.forward.compute import compute
 from tilewise.backends.hopper.forward.config import Config
+from tilewise.backends.hopper.forward.gather import gather
 from tilewise.backends.hopper.forward.load import load, store
 from tilewise.backends.hopper.forward.pages import paged_map
 from tilewise.backends.hopper.forward.params import ForwardParams, TensorMaps
 from tilewise.backends.hopper.forward.storage import allocate, init_barriers
 from tilewise.backends.hopper.kit import packed
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32
-from tilewise.backends.hopper.kit.params import by_name, optional_params
+from tilewise.backends.hopper.kit.params import OptionalParams, by_name, optional_params
 from tilewise.backends.hopper.kit.tiles import staged_layout
 
 # -- Launch --------------------------------------------------------------------------------------------------------
@@ -93,6 +94,14 @@ def bias_map(bias: cute.Tensor, config: Config) -> cpasync.TmaInfo:
     return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), view, layout, (ROWS, tiles.tile_n))
 
 
+def optional_of(
+    found: OptionalParams, k: cute.Tensor, v: cute.Tensor, o: cute.Tensor, config: Config
+) -> OptionalParams:
+    """What only some kernels have, with the tensors that they read and write without the copy engine."""
+    found = found._replace(direct_o=None if config.stores or config.split else o, bias=None)
+    return found._replace(rows_k=k, rows_v=v) if config.selected else found
+
+
 @cute.jit
 def launch(
     q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, o: cute.Tensor, lse: cute.Tensor, sink: cute.Tensor, others: tuple,
@@ -122,7 +131,7 @@ def launch(
     lo, hi, sinks = given["band_lo"], given["band_hi"], given["sinks"]
     params = ForwardParams(
         q.shape[1], k.shape[1], q.shape[2], group, q.shape[0], given["section_heads"], lo, hi, sinks, given["scale2"], given["cap2"],
-        optional._replace(direct_o=None if config.stores or config.split else o, bias=None),
+        optional_of(optional, k, v, o, config),
     )  # fmt: skip
     kernel.set_name_prefix(config.name, remove_cutlass_symbol=True, keep_mangled_name=False)
     kernel(
@@ -156,7 +165,9 @@ def kernel(
     if group == 0:
         # Copies need few registers; the computing warpgroups hold S, P and O in theirs.
         cute.arch.setmaxregister_decrease(tiles.registers_load)
-        if warp == 0:
+        if cutlass.const_expr(config.selected):
+            gather(maps, smem, params, config)
+        elif warp == 0:
             load(maps, smem, params, config)
         elif cutlass.const_expr(not config.stores):
             pass  # the computing warps store

@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING
 
 from tilewise.backends.hopper import capped
 from tilewise.backends.hopper.parameters import (
+    ANY,
     DROPOUT,
     FP32,
     HEADS,
     LENGTHS,
+    LISTS,
     PAGES,
     POOL,
     QUEUE,
@@ -32,9 +34,12 @@ def parameters(config: Config) -> Parameters:
     rows, keys = ("batch", "seqlen_q", "heads_q"), ("batch", "seqlen_k", "heads_k")
     if config.paged:  # (page, row of the page, head, column)
         keys = "pages", *keys[1:]
+    heads = ANY if config.selected else "heads_q"  # a query's heads are rows
+    if config.selected:
+        keys = 1, *keys[1:]
     return (
         tiled("q", *rows, "dim"), tiled("k", *keys, "dim"), tiled("v", *keys, "dim_v"), tiled("o", *rows, "dim_v"),
-        Parameter("lse", FP32, (*HEADS, "seqlen_q")), Parameter("sink", FP32, ("heads_q",)), tuple(others(config)),
+        Parameter("lse", FP32, (*HEADS, "seqlen_q")), Parameter("sink", FP32, (heads,)), tuple(others(config)),
     )  # fmt: skip
 
 
@@ -52,6 +57,7 @@ def others(config: Config) -> list[Parameter]:
     found += of_mask(config.form, "seqlen_q", config.tiles.tile_n)
     found += DROPOUT if config.dropout else ()
     found += SCORES[config.score].reads
+    found += LISTS if config.selected else ()
     if config.paged:
         found += STARTS[0], QUEUE, LENGTHS, PAGES, *POOL
     else:

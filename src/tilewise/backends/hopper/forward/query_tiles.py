@@ -12,6 +12,7 @@ from tilewise.backends.hopper.forward.pages import place_pages
 from tilewise.backends.hopper.forward.params import ForwardParams
 from tilewise.backends.hopper.kit import bits, packed, schedule
 from tilewise.backends.hopper.kit.dtypes import I32
+from tilewise.backends.hopper.kit.lists import list_of, tiles_of_list
 from tilewise.backends.hopper.kit.params import OptionalParams
 from tilewise.backends.hopper.kit.scheduler import PICK
 from tilewise.backends.hopper.kit.tiles import QueryTile, row_of, tma_tiles
@@ -78,6 +79,10 @@ def tile_of(round_, params: ForwardParams, config: Config) -> QueryTile:
         pair, split = pair // splits, pair % splits
     head, batch = pair % heads, pair // heads
     head, piece = head_and_piece(head, config)
+    if config.selected:
+        # A tile visits at least one block, as bands have it; where the query sees no key, no bit is set.
+        start, stop = tiles_of_list(list_of(batch, params.extra), tile_n, params.extra)
+        return QueryTile(row, head, batch, start, I32(PICK.larger(stop, start + 1)))
     if config.form == "lists":
         # A tile visits at least one block; where none is listed, the predicate hides all of it.
         partial, count = (params.extra.counts[batch, head, m_block, n] for n in range(2))
@@ -206,6 +211,8 @@ def whole_steps(query_tile: QueryTile, row, band: schedule.Band, params: Forward
     """
     if config.listed:
         return I32(0), query_tile.partial, query_tile.stop
+    if config.selected:  # any block may have a key that stands twice
+        return I32(0), query_tile.stop - query_tile.start, query_tile.stop - query_tile.start
     rows = row, ROWS, config.tiles.tile_n, band
     start, stop = query_tile.start, query_tile.stop
     # Blocks are visited from the last to the first: the steps [stop - last, stop - first) are the whole ones.

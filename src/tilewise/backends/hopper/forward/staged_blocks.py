@@ -6,6 +6,7 @@ product has begun.
 
 from __future__ import annotations
 
+import cutlass.cute as cute
 from cutlass.cute.nvgpu import warpgroup
 
 from tilewise.backends.hopper.forward.config import Config
@@ -35,9 +36,16 @@ def begin_values(operands, state: PipelineState, smem: ForwardStorage, config: C
     """Begins O += P V, 64 × width_o, fp32, of a block: a group of products for each part."""
     for part in range(config.tiles.v_stages):
         state = state.advance(config.tiles.stages) if part else state
-        acquire(smem.full, state)  # V: the loading warp
+        acquire_keys(smem, state, config)  # V: the loading warp
         v, first = operands.v[None, None, None, state.index], part * config.tiles.v_box[1] // STEP
         begin_product(operands.pv, operands.o, operands.p, v, overwrite=False, first=first)
+
+
+def acquire_keys(smem: ForwardStorage, state: PipelineState, config: Config) -> None:
+    """Waits until a stage is full."""
+    acquire(smem.full, state)
+    if config.selected:
+        cute.arch.fence_view_async_shared()  # what threads copied, wgmma reads by another path
 
 
 def release_values(state: PipelineState, smem: ForwardStorage, config: Config) -> None:

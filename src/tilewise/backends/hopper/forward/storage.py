@@ -13,6 +13,8 @@ from tilewise.backends.hopper.forward.params import TensorMaps
 from tilewise.backends.hopper.kit.dtypes import ELEMENT
 from tilewise.backends.hopper.kit.scheduler import MAILBOX_WORDS
 
+WORDS = 2  # of 64 bits, which hold the bits of a stage's keys
+
 
 class ForwardStorage(NamedTuple):
     """The tiles and barriers of a CTA in shared memory.
@@ -26,6 +28,7 @@ class ForwardStorage(NamedTuple):
         unread: a word that nobody reads, written to hold instructions in place.
         mailboxes: where tiles come from a queue: which tile each tile of Q belongs to.
         bias: (64, tile_n, stage): the tiles of a bias by pair, one ring after the other.
+        words: of each stage of the ring a bit for each key of a list that is kept, as four words.
         bias_full, bias_empty: barriers of each of them: load -> compute, and back.
     """
 
@@ -43,12 +46,14 @@ class ForwardStorage(NamedTuple):
     bias: cute.Tensor | None = None
     bias_full: cute.Pointer | None = None
     bias_empty: cute.Pointer | None = None
+    words: cute.Pointer | None = None
 
 
 def allocate(maps: TensorMaps, config: Config) -> ForwardStorage:
     """The storage in the order of :class:`SharedMemory`; V's stages are K's, and O's tiles are Q's, with other layouts."""
     allocator, tiles = cutlass.utils.SmemAllocator(), config.tiles
     mailbox_words = MAILBOX_WORDS * tiles.q_tiles if config.queued else 0
+    mailbox_words += WORDS * tiles.stages if config.selected else 0
     full = allocator.allocate_array(cutlass.Int64, tiles.barriers + 1 + mailbox_words)
     q, k = (
         allocator.allocate_tensor(ELEMENT[config.dtype], layout.outer, ALIGNMENT, layout.inner)
@@ -63,6 +68,8 @@ def allocate(maps: TensorMaps, config: Config) -> ForwardStorage:
     v, o = seen_as(k, maps.v.smem_layout), seen_as(q, maps.o.smem_layout)
     unread, mailboxes = full + tiles.barriers, full + tiles.barriers + 1
     storage = ForwardStorage(q, k, v, o, full, empty, q_full, q_empty, o_full, unread, mailboxes)
+    if config.selected:
+        return storage._replace(words=mailboxes)
     if config.score != "bias":
         return storage
     layout, bias_full = maps.bias.smem_layout, q_full + 3 * tiles.q_tiles
@@ -77,7 +84,8 @@ def init_barriers(smem: ForwardStorage, config: cutlass.Constexpr):
     if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0:
         with cute.arch.elect_one():
             for n in cutlass.range_constexpr(tiles.stages):
-                cute.arch.mbarrier_init(smem.full + n, 1)  # the loading warp, and the bytes of a block
+                # The loading warp, and the bytes of a block; or every thread that gathers, and each of its warps.
+                cute.arch.mbarrier_init(smem.full + n, 128 + 4 if config.selected else 1)
                 cute.arch.mbarrier_init(smem.empty + n, 4 * tiles.warpgroups)  # every computing warp
             for n in cutlass.range_constexpr(tiles.q_tiles):
                 cute.arch.mbarrier_init(smem.q_full + n, 1)  # the loading warp, and the bytes of Q

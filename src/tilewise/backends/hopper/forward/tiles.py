@@ -234,6 +234,15 @@ _D512 = Tiles(512, 512, warpgroups=2, tile_n=64, stages=6, q_stages=1, registers
 _D256_80 = Tiles(256, 256, warpgroups=2, tile_n=80, stages=4, q_stages=1, registers=240, pingpong=True)
 _D256_64 = Tiles(256, 256, warpgroups=2, tile_n=64, stages=5, q_stages=1, registers=240, pingpong=True)
 
+# Keys that queries selected, by head dim and by the heads that a tile holds: a warpgroup gathers rows, and needs registers for their
+# addresses. O leaves from registers.
+SELECTED_TILES = {
+    (width, ROWS * n): Tiles(
+        width, width, n, 128, stages=6, q_stages=1, registers=registers, registers_load=72, pingpong=n > 1
+    )
+    for width in (64, 128)
+    for n, registers in ((1, 240), (2, 216))
+}
 # (head dim of q and k, of v) -> tiles; a call takes the first row that holds both of its head dims.
 TABLE = {
     (64, 64): TileRow(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,7 +14,8 @@ from tilewise.backends.hopper.host.direct import DirectPlan
 from tilewise.backends.hopper.host.draft import Draft, View
 from tilewise.backends.hopper.host.paged_call import PagedPlan
 from tilewise.backends.hopper.host.plan import LOG2_E, ends_of
-from tilewise.backends.hopper.latent.config import LEAST_TILES, PAIR, splits_of, tiles_of
+from tilewise.backends.hopper.latent import config as latent_config
+from tilewise.backends.hopper.latent.config import LEAST_TILES, PAIR
 from tilewise.caching import cached_property
 
 
@@ -23,10 +24,12 @@ class LatentPlan(PagedPlan):
     """The decisions for one problem whose values are the first columns of its keys, in pages."""
 
     DECIDED = DirectPlan.DECIDED
+    CHOICE: ClassVar[Any] = latent_config  # the module that says how many tiles and splits there are
 
     @cached_property
     def grid(self) -> Grid:
-        tiles, splits = tiles_of(self.problem), self.config.splits(splits_of(self.problem))
+        choice = self.CHOICE
+        tiles, splits = choice.tiles_of(self.problem), self.config.splits(choice.splits_of(self.problem))
         return Grid(tiles, tiles * splits, 1, splits)
 
     @cached_property

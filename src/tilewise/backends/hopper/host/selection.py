@@ -17,7 +17,7 @@ from tilewise.backends.hopper.latent.config import LatentConfig
 FORMS = dict(zip(("full", "causal", "window", "rows", "bits"), (*SHIPPED, "bits"), strict=True))
 """The word for each form: every key, up to a moving end, between two such ends, between ends that tensors hold, by a bit for each pair."""
 PASSES = {"forward": (Config, LatentConfig, DecodingConfig), "backward": (Backward,)}
-FEATURES = ("softcap", "dropout", "packed", "paged", "latent", "decoding")
+FEATURES = ("softcap", "dropout", "packed", "paged", "latent", "decoding", "selected")
 OWN = {LatentConfig: "latent", DecodingConfig: "decoding"}  # kernels of calls that one word names, whatever their form
 _DIMS = re.compile(r"d(\d+)(?:v(\d+))?")
 _OFTEN = ((128, 128), (64, 64))  # head dims that most models have
@@ -39,6 +39,7 @@ def _rank(config: AnyConfig) -> tuple:
         config.dropout,
         config.packed,
         paged(config),
+        "selected" in features_of(config),
         config.dtype == "fp16",
         usual,
         form,
@@ -63,6 +64,7 @@ def features_of(config: AnyConfig) -> set[str]:
         return {OWN[type(config)]}
     kind = "paged" if paged(config) else "packed"
     has = {"softcap": config.score == "softcap", "dropout": config.dropout, kind: config.packed}
+    has["selected"] = isinstance(config, Config) and config.selected
     return {name for name in FEATURES if has.get(name)}
 
 

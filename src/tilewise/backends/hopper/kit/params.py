@@ -10,6 +10,7 @@ from tilewise.backends.hopper.parameters import (
     DIVISION,
     DROPOUT,
     LENGTHS,
+    LISTS,
     MASK_FIELDS,
     PAGES,
     POOL,
@@ -23,12 +24,13 @@ from tilewise.backends.hopper.parameters import (
 )
 
 _OF_SCORES = [row for score in SCORES.values() for row in (*score.reads, *filter(None, (score.gradient,)))]
-_ROWS = (*STARTS, *SEEN, QUEUE, LENGTHS, PAGES, *POOL, *DROPOUT, *_OF_SCORES, *PORTION, *DIVISION)
-# `direct_o`: o, (batch, row, head, column), where it leaves from registers and no warp stores it. `part_o`, `part_lse`: the states of split
+_ROWS = (*STARTS, *SEEN, QUEUE, LENGTHS, PAGES, *LISTS, *POOL, *DROPOUT, *_OF_SCORES, *PORTION, *DIVISION)
+# `direct_o`: o, (batch, row, head, column), where it leaves from registers and no warp stores it. `rows_k`, `rows_v`: k and v, (1, row, 1,
+# column), whose rows are gathered. `part_o`, `part_lse`: the states of split
 # keys, which the kernel writes instead of o and lse. `leaves`, `numbers`: tuples of what expressions read; of a softcap, the numbers of
 # tilewise.backends.hopper.capped.numbers.
 _OF_MASKS = (name for names in MASK_FIELDS.values() for name in names)
-_NAMES = ("direct_o", "part_o", "part_lse", *_OF_MASKS, *names_of(_ROWS), "leaves", "numbers")
+_NAMES = ("direct_o", "rows_k", "rows_v", "part_o", "part_lse", *_OF_MASKS, *names_of(_ROWS), "leaves", "numbers")
 FIELDS = tuple(dict.fromkeys(name.removeprefix("keys_") for name in _NAMES))
 
 OptionalParams = namedtuple("OptionalParams", FIELDS, defaults=[None] * len(FIELDS))

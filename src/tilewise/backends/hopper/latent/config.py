@@ -29,6 +29,9 @@ PAIR = 2  # CTAs of a cluster that share the keys of a tile of rows
 STAGES = 2  # key tiles in shared memory; each belongs to one of as many warpgroups that compute scores
 
 
+KINDS = (False, False), (True, False), (False, True)  # whether the cache is in 8 bits, and whether keys are gathered
+
+
 @dataclass(frozen=True)
 class LatentTiles:
     """The sizes of a kernel: 64 rows, each a head of a query, by 64 keys.
@@ -83,12 +86,14 @@ class LatentConfig(Formed):
         pair: two CTAs share the keys of a tile of rows and merge what they have in shared memory.
         split: several pairs do, and a second kernel merges theirs.
         e4m3: the cache has e4m3 numbers, which are converted on their way to shared memory.
+        selected: a query's keys are those of a list, which are gathered row by row.
     """
 
     dtype: str
     pair: bool = False
     split: bool = False
     e4m3: bool = False
+    selected: bool = False
     tiles: LatentTiles = LatentTiles()
     # The options of other kernels, which these have not. The ends of rows are numbers of run time, and queries come packed.
     form = "band"
@@ -97,13 +102,19 @@ class LatentConfig(Formed):
     @property
     def name(self) -> str:
         """The kernel's name: its symbol in the cubin, and its file."""
-        cache, shared = "_e4m3" * self.e4m3, "_pair" * self.pair + "_split" * self.split
+        cache = "_e4m3" * self.e4m3 + "_selected" * self.selected
+        shared = "_pair" * self.pair + "_split" * self.split
         return f"latent_{self.dtype}{cache}_d{WIDTH}v{WIDTH_V}{shared}_{self.tiles.name}"
 
     @property
     def parameters(self) -> Parameters:
         """The tensors and numbers of a launch, in order."""
         return parameters(self)
+
+    @property
+    def by_threads(self) -> bool:
+        """Whether score groups bring key tiles by their own loads or copies, and not the copy engine."""
+        return self.e4m3 or self.selected
 
     def splits(self, wished: int) -> int:
         """How many CTAs share the keys of a tile of rows, where ``wished`` are best: a number that this kernel can have."""
@@ -120,12 +131,13 @@ class LatentConfig(Formed):
     def expected(self) -> tuple[Expected, ...]:
         """The facts that the compiled kernel is held to; the kernel that merges splits has no roles."""
         registers = self.tiles.registers, self.tiles.registers_score
-        return (Expected(self.name, registers, self.tiles.shared, None, loads=not self.e4m3, stores=False),)
+        return (Expected(self.name, registers, self.tiles.shared, None, loads=not self.by_threads, stores=False),)
 
     def describe(self) -> str:
         """The kernel in a sentence, as ``explain`` shows it."""
         tiles = self.tiles
-        has = {", e4m3 converted": self.e4m3, ", two CTAs share keys": self.pair, ", in splits": self.split}
+        has = {", e4m3 converted": self.e4m3, ", selected keys gathered": self.selected}
+        has |= {", two CTAs share keys": self.pair, ", in splits": self.split}
         return (
             f"64 rows x {tiles.tile_n} keys, v in k, {STAGES} warpgroups score and {VALUE_GROUPS} hold o, "
             f"{tiles.shared >> 10} KiB shared{''.join(text for text, asked in has.items() if asked)}"
@@ -134,7 +146,9 @@ class LatentConfig(Formed):
     def traffic(self, problem: Problem) -> int:
         """Bytes of the forward: Q and O once, K once for all heads of a group of 128."""
         rows = problem.seqlen_q if problem.packed else problem.batch * problem.seqlen_q
-        keys = problem.heads_k * problem.batch * problem.capacity * -(-problem.group // (2 * ROWS))
+        each = problem.k.shape[0] if problem.packed else problem.batch * problem.seqlen_k
+        each = each if self.selected else problem.batch * problem.capacity
+        keys = problem.heads_k * each * -(-problem.group // (2 * ROWS))
         key_bytes = 1 if self.e4m3 else ELEMENT_BYTES
         return ELEMENT_BYTES * rows * problem.heads_q * (WIDTH + WIDTH_V) + key_bytes * keys * WIDTH
 
@@ -142,8 +156,8 @@ class LatentConfig(Formed):
 def shipped() -> list[LatentConfig]:
     """Every kernel that is compiled ahead of time."""
     shares = ((False, False), (True, False), (True, True))
-    kinds = [(dtype, e4m3) for e4m3 in (False, True) for dtype in DTYPES.values()]
-    return [LatentConfig(dtype, *shared, e4m3) for dtype, e4m3 in kinds for shared in shares]
+    kinds = [(dtype, *kind) for kind in KINDS for dtype in DTYPES.values()]
+    return [LatentConfig(dtype, *shared, e4m3, selected) for dtype, e4m3, selected in kinds for shared in shares]
 
 
 # -- What a call gets ----------------------------------------------------------------------------------------------
@@ -179,7 +193,12 @@ def splits_of(problem: Problem) -> int:
     if deterministic and problem.packed:
         return 1
     tiles = problem.heads_k * -(-mean_rows(problem) // ROWS) * (1 if deterministic else problem.batch)
-    cores, blocks = devices.of(problem.device).cores, -(-problem.capacity // KEYS)
+    return best_splits(problem, tiles, -(-problem.capacity // KEYS))
+
+
+def best_splits(problem: Problem, tiles: int, blocks: int) -> int:
+    """The number of splits, one or an even number, that takes the least time for so many tiles of rows with so many key tiles."""
+    cores = devices.of(problem.device).cores
 
     def time(splits: int) -> float:
         rounds = -(-tiles * splits // cores)

@@ -8,9 +8,9 @@ rows it is K, and the same bytes by columns are V. O has 64 x 512 numbers in fp3
 
 A key tile comes in five parts, which are used and become free one by one: the 64 rotary columns, and 128 columns for each product with
 V. Each mbarrier is waited for by the other side (arrivals in brackets): of each part of each stage ``full`` goes from the copy engine (1 +
-bytes), or from the score group that converts e4m3 numbers (128), to score and value, ``empty`` (4 warps, of the rotary columns 8) value ->
-score. ``q_full`` (256) goes value -> score, of each stage ``p_full`` (128) score -> value and ``m_full`` (128) to the other score group,
-``end`` (256) score -> value.
+bytes), or from the score group that converts e4m3 numbers or gathers rows (128), to score and value, ``empty`` (4 warps, of the rotary
+columns 8) value -> score. ``q_full`` (256) goes value -> score, of each stage ``p_full`` (128) score -> value and ``m_full`` (128) to the
+other score group, ``end`` (256) score -> value.
 
 The tensor cores take 1152 clocks for S of a tile and 1024 for P V, and shared memory is read and written for 2413 at 128 bytes a clock.
 Softmax of a tile runs under the products of other tiles. Where one CTA a tile would leave SMs idle, two of a cluster share its keys
@@ -81,10 +81,10 @@ def launch(
     group = q.shape[2] // k.shape[2]
     params = LatentParams(
         q.shape[1], (k.shape[1] + KEYS - 1) // KEYS * KEYS, k.shape[2], group, q=q, o=o, lse=lse, sink=sink,
-        extra=optional, pool=k if config.e4m3 else None, **own,
+        extra=optional, pool=k if config.by_threads else None, **own,
     )  # fmt: skip
     kernel.set_name_prefix(config.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-    maps = (None, None) if config.e4m3 else tuple(key_map(k, len(part), config) for part in (BOXES[1], BOXES[0]))
+    maps = (None, None) if config.by_threads else tuple(key_map(k, len(part), config) for part in (BOXES[1], BOXES[0]))
     kernel(*maps, qk, held, pv, params, config).launch(
         grid=[tiles, splits, 1],
         block=[config.tiles.threads, 1, 1],

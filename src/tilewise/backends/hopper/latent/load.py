@@ -11,6 +11,7 @@ from tilewise.backends.hopper.kit.dtypes import I32
 from tilewise.backends.hopper.kit.scheduler import PICK
 from tilewise.backends.hopper.latent.config import BOXES, CHUNK, CHUNKS, KEYS, VALUE_GROUPS, LatentConfig
 from tilewise.backends.hopper.latent.convert import convert_tile
+from tilewise.backends.hopper.latent.gather import gather_tile
 from tilewise.backends.hopper.latent.params import KeyMaps, LatentParams
 from tilewise.backends.hopper.latent.storage import ELEMENTS, LatentStorage, part_of, stage_of
 from tilewise.backends.hopper.latent.tiles import LatentTile, place_of, shift_of
@@ -19,10 +20,15 @@ from tilewise.backends.hopper.latent.tiles import LatentTile, place_of, shift_of
 
 
 def bring_tile(
-    maps: KeyMaps, smem: LatentStorage, n, page, tile: LatentTile, params: LatentParams, config: LatentConfig
+    maps: KeyMaps, smem: LatentStorage, n, page, kept, tile: LatentTile, params: LatentParams, config: LatentConfig
 ) -> None:
-    """Brings key tile n, which lies in ``page``, if there is such a tile; every thread of its score group calls this."""
-    if config.e4m3:
+    """Brings key tile n, which lies in ``page``, if there is such a tile; every thread of its score group calls this.
+
+    ``kept``: the two words that get a bit for each key of a tile of selected ones, and None of others.
+    """
+    if config.selected:
+        gather_tile(smem, n, kept, tile, params)
+    elif config.e4m3:
         convert_tile(smem, n, page, tile, params, config)
     else:
         load_tile(maps, smem, n, page, tile, params)
@@ -47,8 +53,10 @@ def load_tile(maps: KeyMaps, smem: LatentStorage, n, page, tile: LatentTile, par
             copy_box(maps, smem, (row, tile.key_head, page), part, stage)
 
 
-def page_of(n, tile: LatentTile, params: LatentParams) -> I32:
-    """The page of key tile n; of a tile past the last, of whatever stands there."""
+def page_of(n, tile: LatentTile, params: LatentParams, config: LatentConfig) -> I32:
+    """The page of key tile n; of a tile past the last, of whatever stands there. Selected keys lie in none."""
+    if config.selected:
+        return I32(0)
     table = params.extra.block_table
     entry = PICK.smaller(n * KEYS // params.seqlen_k, cute.size(table, mode=[1]) - 1)
     sequence = PICK.smaller(tile.sequence, cute.size(table, mode=[0]) - 1)

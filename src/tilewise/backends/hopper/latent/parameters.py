@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tilewise.backends.hopper.parameters import ANY, FP32, LENGTHS, PAGES, STARTS, Parameter, Parameters, numbers, tiled
+from tilewise.backends.hopper.parameters import (
+    ANY,
+    FP32,
+    LENGTHS,
+    LISTS,
+    PAGES,
+    STARTS,
+    Parameter,
+    Parameters,
+    numbers,
+    tiled,
+)
 
 if TYPE_CHECKING:
     from tilewise.backends.hopper.latent.config import LatentConfig
@@ -17,6 +28,8 @@ def parameters(config: LatentConfig) -> Parameters:
     if config.e4m3:
         k = k._replace(dtype="uint8", step=16)
         found += (Parameter(name, FP32, (ANY, "heads_k"), 0) for name in ("k_scale", "v_scale"))
+    if config.selected:
+        found = [*LISTS]
     if config.split:
         # States are stored two numbers at a time (instructions.put_pair), so their rows are at multiples of 8 bytes.
         states = "splits", 1, "heads_q", "rows"

@@ -24,8 +24,8 @@ class LatentParams(NamedTuple):
         even: rows of q of each sequence, where all have as many; 0 where they come packed.
         scale2: softmax_scale · log2(e).
         q: (row, head, column); o, lse as in the launch, or the states of splits in ``extra``.
-        pool, k_scale, v_scale: of a cache of e4m3 numbers its bytes (page, row, head, column), and its scales (sequence, head), fp32.
-        extra: ``cu_q``, ``seqlens_k``, ``block_table``, ``num_pages``, ``part_o`` and ``part_lse`` of it.
+        pool, k_scale, v_scale: of a cache of e4m3 numbers its bytes (page, row, head, column), and its scales (sequence, head), fp32;
+            the pool of selected keys too.
     """
 
     seqlen_q: I32

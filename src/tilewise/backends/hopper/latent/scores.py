@@ -16,6 +16,7 @@ from tilewise.backends.hopper.config import ROWS
 from tilewise.backends.hopper.kit import softmax
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
 from tilewise.backends.hopper.kit.instructions import choose, meet, pack
+from tilewise.backends.hopper.kit.lists import hide_others
 from tilewise.backends.hopper.kit.tiles import rows_columns
 from tilewise.backends.hopper.latent.config import BOXES, CHUNK, CHUNKS, KEYS, STAGES, LatentConfig
 from tilewise.backends.hopper.latent.convert import anew, prefetch_tile, scale_of
@@ -39,6 +40,7 @@ class ScoreOperands(NamedTuple):
     Attributes:
         qk: the atom of ``S = Q Kᵀ``. q, k: shared operands (1, 1, k step, chunk).
         held: the atom with Q in registers. rotary: 64 × 64 of Q in registers, its rotary columns; None over a cache of e4m3 numbers.
+        kept: of selected keys, a bit for each one of the group's next tile.
         s: the accumulator, 64 × 64, fp32. rows: the softmax state of the thread's two rows.
     """
 
@@ -46,6 +48,7 @@ class ScoreOperands(NamedTuple):
     held: cute.TiledMma
     q: cute.Tensor
     rotary: cute.Tensor | None
+    kept: cute.Tensor | None
     k: cute.Tensor
     s: cute.Tensor
     rows: softmax.SoftmaxState
@@ -63,6 +66,7 @@ def new_operands(qk: tuple, smem: LatentStorage, config: LatentConfig) -> ScoreO
         held,
         qk.make_fragment_A(mine.partition_A(smem.q)),  # Q, 64 × 64, of each chunk
         rotary,
+        cute.make_rmem_tensor((2,), I32) if config.selected else None,
         qk.make_fragment_B(mine.partition_B(smem.k)),  # K, 64 × 64, of each chunk of each stage
         cute.make_rmem_tensor(qk.partition_shape_C((ROWS, KEYS)), F32),  # S
         softmax.new_state(),
@@ -81,15 +85,19 @@ def compute_scores(
     operands = new_operands(qk, smem, config)
     operands.rows.m2.fill(-softmax.INF)
     operands.rows.l.fill(0.0)
-    bring_tile(maps, smem, tile.first + g, page_of(tile.first + g, tile, params), tile, params, config)
+    bring_tile(
+        maps, smem, tile.first + g, page_of(tile.first + g, tile, params, config), operands.kept, tile, params, config
+    )
     cute.arch.mbarrier_wait(smem.q_full, 0)  # the warpgroups of the values
     hold_rotary(operands, smem, config)
     for n in cutlass.range(tile.first + g, tile.last, STAGES, unroll=1):
         step = n - tile.first
         stage, phase = stage_of(step)
-        page = page_of(n + STAGES, tile, params)  # of the next tile: on its way meanwhile
+        page = page_of(n + STAGES, tile, params, config)  # of the next tile: on its way meanwhile
         for part in cutlass.range_constexpr(len(BOXES)):
             cute.arch.mbarrier_wait(smem.full + part_of(stage, part), phase)  # the copy engine
+            if cutlass.const_expr(config.selected):
+                cute.arch.fence_view_async_shared()  # what threads copied, wgmma reads by another path
             begin_scores(operands, part, anew(stage))
         if cutlass.const_expr(config.e4m3):
             prefetch_tile(n + STAGES, page, tile, params)
@@ -97,7 +105,10 @@ def compute_scores(
         if cutlass.const_expr(config.e4m3):
             scale = scale_of(params.k_scale, tile)
             softmax.scale_rows(rows_columns(operands.s), (scale, scale))
-        mask(operands, n, tile, params)
+        if cutlass.const_expr(config.selected):
+            hide_others(rows_columns(operands.s), [operands.kept[0], operands.kept[1]])
+        else:
+            mask(operands, n, tile, params)
         take_maxima(operands.rows, smem, stage, step)
         # P = exp(S - m), 64 × 64, unnormalised
         s = rows_columns(operands.s)
@@ -109,7 +120,7 @@ def compute_scores(
         # TMA writes there next, by another path.
         cute.arch.fence_view_async_shared()
         cute.arch.mbarrier_arrive(smem.p_full + stage)  # the warpgroups of the values
-        bring_tile(maps, smem, n + STAGES, page, tile, params, config)
+        bring_tile(maps, smem, n + STAGES, page, operands.kept, tile, params, config)
     put_pair_of(smem.m, g, operands.rows.m2)
     put_pair_of(smem.l, g, operands.rows.l)
     cute.arch.mbarrier_arrive(smem.end)  # the warpgroups of the values

@@ -94,8 +94,8 @@ def init_barriers(smem: LatentStorage, config: cutlass.Constexpr):
     if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0:
         with cute.arch.elect_one():
             for n in cutlass.range_constexpr(STAGES * len(BOXES)):
-                # The warp that begins the copy, and the bytes of a part; or every thread that converts numbers of it.
-                cute.arch.mbarrier_init(smem.full + n, 128 if config.e4m3 else 1)
+                # The warp that begins the copy, and the bytes of a part; or every thread that converts or copies numbers of it.
+                cute.arch.mbarrier_init(smem.full + n, 128 if config.by_threads else 1)
                 # The warps of both warpgroups that read P in the first part's place; of one, that read a part of V.
                 cute.arch.mbarrier_init(smem.empty + n, 4 if n % len(BOXES) else 4 * VALUE_GROUPS)
             cute.arch.mbarrier_init(smem.q_full, 128 * VALUE_GROUPS)  # every thread that brings rows of Q

@@ -16,6 +16,7 @@ from tilewise.backends.hopper.config import ROWS
 from tilewise.backends.hopper.forward.pages import keys_of
 from tilewise.backends.hopper.kit import packed
 from tilewise.backends.hopper.kit.dtypes import I32
+from tilewise.backends.hopper.kit.lists import list_of, tiles_of_list
 from tilewise.backends.hopper.kit.scheduler import PICK
 from tilewise.backends.hopper.kit.tiles import row_of
 from tilewise.backends.hopper.latent.config import KEYS, PAIR, LatentConfig
@@ -54,18 +55,24 @@ class LatentTile(NamedTuple):
 def tile_of(params: LatentParams, config: LatentConfig) -> LatentTile:
     """This CTA's tile; one past the last tile has no rows."""
     n, split, _ = cute.arch.block_idx()
-    group = params.group
-    sequence, block, end, size = find_rows(n // params.heads_k, params)
-    q, keys = packed.Span(end, size), keys_of(sequence, params)
+    sequence, block, end, size = (find_query if config.selected else find_rows)(n // params.heads_k, params)
+    q = packed.Span(end, size)
+    row, seen = (listed if config.selected else in_band)(sequence, block, q, params)
+    first, last = split_range(*seen[3:5], split, params)
+    split, rank = (split // PAIR, split % PAIR) if config.pair else (split, I32(0))
+    return LatentTile(sequence, n % params.heads_k, row, q, *seen, first, last, split, rank)
+
+
+def in_band(sequence, block, q: packed.Span, params: LatentParams) -> tuple[I32, tuple]:
+    """``(row, (lo, hi, keys, start, stop, whole_start, whole_stop))`` of a tile over pages."""
+    group, keys = params.group, keys_of(sequence, params)
     row, off = block * ROWS, keys - q.size  # bottom-right alignment: the sequence's last row sees its last key
     lo, hi = params.lo + off, params.hi + off
     first_query, last_query = row // group, PICK.smaller((row + ROWS - 1) // group, q.size - 1)
     stop = PICK.larger(PICK.smaller(last_query + hi, keys), 0)
     start = PICK.smaller(PICK.larger(first_query + lo, 0), stop)
     whole = PICK.larger(last_query + lo, 0), PICK.smaller(first_query + hi, keys)
-    first, last = split_range(start, stop, split, params)
-    split, rank = (split // PAIR, split % PAIR) if config.pair else (split, I32(0))
-    return LatentTile(sequence, n % params.heads_k, row, q, lo, hi, keys, start, stop, *whole, first, last, split, rank)
+    return row, (lo, hi, keys, start, stop, *whole)
 
 
 @cute.jit
@@ -105,6 +112,23 @@ def split_range(start, stop, split, params: LatentParams) -> tuple[I32, I32]:
     each = PICK.larger((last - first + splits - 1) // splits, params.least)
     first = PICK.smaller(first + split * each, last)
     return I32(first), I32(PICK.smaller(first + each, last))
+
+
+# -- Lists of keys -------------------------------------------------------------------------------------------------
+
+
+def find_query(m, params: LatentParams) -> tuple[I32, I32, I32, I32]:
+    """:func:`find_rows` where each query is a sequence of its own."""
+    tiles = (params.group + ROWS - 1) // ROWS
+    return I32(m // tiles), I32(m % tiles), I32(m // tiles + 1), I32(1)
+
+
+def listed(sequence, block, q: packed.Span, params: LatentParams) -> tuple[I32, tuple]:
+    """As :func:`in_band`, of the rows of one query with a list: ``start`` and ``stop`` are places of this, in order, of whole tiles."""
+    line = list_of(sequence, params.extra)
+    first, last = tiles_of_list(line, KEYS, params.extra)
+    start, stop = first * KEYS, last * KEYS
+    return block * ROWS, (line.lo, line.hi, stop, start, stop, start, stop)
 
 
 # -- Keys of a tile ------------------------------------------------------------------------------------------------

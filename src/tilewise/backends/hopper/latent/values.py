@@ -79,6 +79,8 @@ def compute_values(
         rescale(operands)
         for n in cutlass.range_constexpr(PRODUCTS):
             cute.arch.mbarrier_wait(smem.full + part_of(stage, part_of_v(w, n)), phase)  # V: the copy engine
+            if cutlass.const_expr(config.selected):
+                cute.arch.fence_view_async_shared()  # what threads copied, wgmma reads by another path
             # O += P V, 64 × 128, fp32
             v = operands.v[None, None, None, (PRODUCTS * w + n, stage)]
             begin_product(operands.pv, operands.o[n], operands.p, v, overwrite=False)
@@ -140,7 +142,8 @@ def epilogue(
     places = [place_of(row_of(thread, r), tile, params) for r in range(2)]
     if cutlass.const_expr(config.pair):  # the other warpgroup's columns are the peer's
         places = [(place, both(inside, w == tile.rank)) for place, inside in places]
-    sinks = PICK.smaller(params.sinks, cute.size(params.extra.cu_q) - 1 - tile.sequence)
+    real = tile.hi + 1 if config.selected else cute.size(params.extra.cu_q) - 1 - tile.sequence
+    sinks = PICK.smaller(params.sinks, real)
     sinks = PICK.smaller(sinks, 1 - tile.split)
     sink_logits = [choose(sinks > 0, params.sink[place[1]], -softmax.INF) for place, _ in places]
     # For the thread's two rows: 1 / l, and the natural lse.

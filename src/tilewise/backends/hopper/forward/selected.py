@@ -1,0 +1,44 @@
+"""The choice of a kernel that gathers the keys that each query selected, where its heads fill a tile. Nothing here imports the DSL."""
+
+from __future__ import annotations
+
+from tilewise.backends.hopper.config import DTYPES, LONG, MULTIPLE, ROWS
+from tilewise.backends.hopper.forward.config import Config
+from tilewise.backends.hopper.forward.tiles import SELECTED_TILES, Tiles
+from tilewise.backends.hopper.latent.selected import mask_reasons, places_of, rows_of
+from tilewise.problem import Problem
+
+WIDEST = max(width for width, _ in SELECTED_TILES)
+WHOLE = 64  # keys of a block, of which tiles with a bit for each pair hold nothing else
+
+
+def serves(problem: Problem) -> bool:
+    """Whether a forward gathers the selected keys of one key head, and takes less time than tiles with a bit for each pair would."""
+    spec, dims = problem.spec, (problem.head_dim, problem.head_dim_v)
+    if not spec.region.selections or problem.paged or problem.heads_k != 1 or mask_reasons(problem):
+        return False
+    if spec.needs_grad or spec.score is not None or spec.dropout_p or spec.mapped or problem.softmax_scale <= 0:
+        return False
+    if str(problem.dtype) not in DTYPES or max(dims) > WIDEST or any(n % MULTIPLE for n in dims):
+        return False
+    keys = problem.k.shape[0] * (1 if problem.packed else problem.seqlen_k)
+    return max(keys, rows_of(problem)) < LONG and (problem.packed or _is_sooner(problem))
+
+
+def _is_sooner(problem: Problem) -> bool:
+    """Whether a query's keys and the rows of its tile are half as many pairs as all keys of its heads: what tiles with bits visit."""
+    places, block = places_of(problem)
+    rows = -(-problem.group // tiles_of(problem).tile_m) * tiles_of(problem).tile_m
+    return block < WHOLE and 2 * places * rows <= problem.seqlen_k * problem.group
+
+
+def tiles_of(problem: Problem) -> Tiles:
+    """The tiles that hold a problem's head dims and query heads."""
+    wide = max(problem.head_dim, problem.head_dim_v)
+    fitting = [tiles for (width, _), tiles in SELECTED_TILES.items() if wide <= width]
+    return fitting[0] if problem.group <= ROWS else fitting[1]
+
+
+def choose(problem: Problem) -> Config:
+    """The kernel for a problem that it :func:`serves`."""
+    return Config(tiles_of(problem), DTYPES[str(problem.dtype)], "upper", selected=True)

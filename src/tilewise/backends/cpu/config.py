@@ -13,6 +13,7 @@ SPLIT_KEYS = (1024, 4096)
 SPLIT_PARTS = 16
 PAGED_SPLIT = 1024  # of a cache, whatever its capacity, so that a sequence's bits are its own
 PAGED_ROWS = 16  # queries of a tile, if sequences have few
+ONE_ORDER = 128  # keys of a tile, at most, of all calls that are deterministic everywhere
 PREDICATE_TILE = 128  # patterns come in blocks of 64 or 128
 AMX = ("amxbf16", "amxbf16_emulated")
 NOTES = {"amxbf16_emulated": "AMX in software, for tests"}
@@ -33,6 +34,7 @@ class Config:
         split: keys of a split of the forward, or 0.
         shares: parts of the keys in the backward, one for each thread. They add to dq in order (:meth:`parts`).
         gathered: both passes read the keys that each query selected, without tiles.
+        one_order: no kernel of few queries, whose sums have another order.
     """
 
     isa: str
@@ -44,12 +46,14 @@ class Config:
     split: int = 0
     shares: int = 1
     gathered: bool = False
+    one_order: bool = False
 
     def describe(self) -> str:
         split = f", keys split by {self.split}" if self.split else ""
         heads = f" of {self.heads} heads" if self.heads > 1 else ""
         note = f" ({NOTES[self.isa]})" if self.isa in NOTES else ""
         tiles = f"forward tiles {self.tile_m}{heads} x {self.tile_n}, backward {self.backward_m} x {self.backward_n}"
+        split = ", one order of a row's sums" if self.one_order else split
         return f"{self.isa}{note}, {'the selected keys of each query' if self.gathered else tiles}{split}"
 
     def parts(self, p: Problem, threads: int) -> int:
@@ -82,6 +86,8 @@ def choose(p: Problem, isa: str) -> Config:
         tile_n, tile_m = min(tile_n, PREDICATE_TILE), min(tile_m, PREDICATE_TILE)
     tile_m = max(1, min(tile_m, p.seqlen_q))
     split = PAGED_SPLIT if p.paged else _split(p)
+    if p.spec.everywhere:
+        tile_n, split = min(_widest(p), ONE_ORDER), 0
     return Config(
         isa=isa,
         tile_m=tile_m,
@@ -91,6 +97,7 @@ def choose(p: Problem, isa: str) -> Config:
         backward_n=tile_n,
         split=split,
         shares=_shares(p, tile_n),
+        one_order=p.spec.everywhere,
     )
 
 
@@ -106,9 +113,12 @@ def _tile_m(p: Problem, block: int) -> int:
 
 def _tile_n(p: Problem) -> int:
     """Return the keys of a tile: as many as fit L2 with K, V and the sums of a tile."""
+    return min(_widest(p), max(64, -(-p.seqlen_k // 64) * 64))
+
+
+def _widest(p: Problem) -> int:
     row = max(p.head_dim, p.head_dim_v) * (8 if p.dtype == torch.float64 else 4)
-    widest = next((n for n, limit in ((256, 256), (192, 512), (128, 1024)) if row <= limit), 64)
-    return min(widest, max(64, -(-p.seqlen_k // 64) * 64))
+    return next((n for n, limit in ((256, 256), (192, 512), (128, 1024)) if row <= limit), 64)
 
 
 def _split(p: Problem) -> int:

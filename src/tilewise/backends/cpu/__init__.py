@@ -68,7 +68,8 @@ class Cpu(Backend):
         return reasons
 
     def no_order(self, p: Problem) -> list[str]:
-        return []
+        loaded = library.load()
+        return [loaded] if isinstance(loaded, str) else []
 
     def config(self, p: Problem) -> Config:
         if self.override is not None:

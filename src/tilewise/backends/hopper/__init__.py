@@ -88,6 +88,11 @@ class Hopper(Backend):
         why = why_no_bits(p, self.config(p).tiles.tile_m) if found and self.config(p).form == "lists" else ""
         return [*found, why] if why else found
 
+    def no_order(self, p: Problem) -> list[str]:
+        found = [*_device_reasons(p), *forward_reasons.reasons_of_order(p)]
+        # Kernels of causal calls stand for all, so that what is installed decides alike for all of them.
+        return found or library.missing(*forward_config.one_order_of_rows(p))
+
     def refused(self, p: Problem) -> list[str]:
         """Every reason why no machine runs this problem here."""
         reasons = paged_config.reasons(p, decoding.choose(p) is not None) if p.paged else forward_reasons.reasons(p)

@@ -17,6 +17,8 @@ LEAST_KEYS_A_QUERY = 16  # of a dense call, for each query after the first
 def choose(problem: Problem) -> DecodingConfig | None:
     """The kernel for a problem that has no reasons against a forward over its keys; None where it is no step of decoding, or its queries
     are not few beside dense keys, so that tiles of more warpgroups take less time (docs/decisions.md#hopper-decoding)."""
+    if problem.spec.everywhere:
+        return None
     many = not problem.paged and problem.seqlen_k < LEAST_KEYS_A_QUERY * (problem.seqlen_q - 1)
     return None if many else fitting(problem)
 

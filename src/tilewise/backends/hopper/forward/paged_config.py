@@ -133,4 +133,5 @@ def choose(problem: Problem) -> Config | LatentConfig:
     tiles = next(tiles for (width, n), tiles in PAGED_TILES.items() if wide <= width and n == rows)
     # A row without an end ends far behind all keys.
     form = "upper" if band_of(problem).lo is None else "band"
+    tiles = tiles.one_order if problem.spec.everywhere else tiles
     return Config(tiles, DTYPES[str(problem.dtype)], form, packed=True, paged=rows)

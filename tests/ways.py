@@ -3,18 +3,14 @@
 A way computes o ``(seqlen, heads_q, head_dim_v)`` and lse ``(heads_q, seqlen)`` of the sequence of a :class:`Scene`, all rows or, with the
 rows that it has, a part of them. Whatever else is in a call is drawn anew, and what no row may read is NaN.
 
-    python -m tests.ways --pairs 1000 --backend cpu
-    python -m tests.ways --pairs 1000 --device cuda --out out/ways.json
+    python -m tests.fuzz --ways 1000 --backend cpu
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -53,11 +49,31 @@ class Scene:
 
     def options(self, **more: Any) -> dict[str, Any]:
         score = None if self.cap is None else tw.softcap(self.cap)
-        told = {"mask": self.mask, "score": score, "sink": self.sink, "backend": self.backend, "deterministic": "everywhere"}
+        told = {
+            "mask": self.mask,
+            "score": score,
+            "sink": self.sink,
+            "backend": self.backend,
+            "deterministic": "everywhere",
+        }
         return told | more
 
     @classmethod
-    def drawn(cls, seqlen: int, heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype, device: str = "cpu", seed: int = 0, **more: Any) -> Scene:  # fmt: skip
+    def drawn(
+        cls,
+        seqlen: int,
+        heads: tuple[int, int],
+        dims: tuple[int, int],
+        dtype: torch.dtype,
+        device: str = "cpu",
+        seed: int = 0,
+        **more: Any,
+    ) -> Scene:
+        """Return a scene of normal numbers.
+
+        Args:
+            heads, dims: of q and of k; of k and of v. more: further fields, or ``with_sink``.
+        """
         of = torch.Generator().manual_seed(seed)
         (heads_q, heads_k), (d, dv) = heads, dims
         q, k = (torch.randn(seqlen, h, d, generator=of).to(device, dtype) for h in heads)
@@ -190,7 +206,9 @@ def decoded_dense(s: Scene) -> Rows:
     """One query of dense keys, as a static cache has it."""
     n = s.q.shape[0]
     rows = sorted({*range(n % (2 * s.every), n, 2 * s.every), n - 1})
-    parts = [tw.attention_with_lse(s.q[None, i : i + 1], s.k[None, : i + 1], s.v[None, : i + 1], **s.options()) for i in rows]
+    parts = [
+        tw.attention_with_lse(s.q[None, i : i + 1], s.k[None, : i + 1], s.v[None, : i + 1], **s.options()) for i in rows
+    ]
     return torch.cat([o[0] for o, _ in parts]), torch.cat([lse[0] for _, lse in parts], 1), torch.tensor(rows)
 
 
@@ -213,7 +231,14 @@ WAYS: dict[str, Callable[[Scene], Rows]] = {
 }
 ROW_BY_ROW = ("chunks over pages of 16", "chunks over pages of 64", "decoded", "decoded, dense keys")
 """Ways whose rows come before later keys are there, as causal ones alone may."""
-LATENT = ("pages of 16", "pages of 64", "chunks over pages of 16", "chunks over pages of 64", "packed over pages", "decoded")
+LATENT = (
+    "pages of 16",
+    "pages of 64",
+    "chunks over pages of 16",
+    "chunks over pages of 64",
+    "packed over pages",
+    "decoded",
+)
 """Ways in which v can lie in the memory of k."""
 
 
@@ -230,7 +255,8 @@ def differing(s: Scene, a: Rows, b: Rows) -> int:
         at = torch.searchsorted(rows, torch.tensor(common)).to(o.device)
         picked.append((o[at, -heads:], lse[-heads:, at]))
     (o, lse), (o2, lse2) = picked
-    assert common and not o.isnan().any()
+    assert common
+    assert not o.isnan().any()
     return int(((o != o2).flatten(1).any(1) | (lse != lse2).any(0)).sum())
 
 
@@ -244,8 +270,11 @@ def gradients(s: Scene, do: Tensor, dlse: Tensor, way: str) -> Gradients:
     n, before, after = s.q.shape[0], 21, 75
     if way in ("dense", "in a batch", "padded"):
         more, count = (45, 2) if way == "padded" else (0, {"dense": 1, "in a batch": 3}[way])
-        mask = s.mask & tw.key_lengths(torch.tensor([n] + [n + more] * (count - 1), device=s.q.device)) if more else s.mask
-        q, k, v = (torch.stack([torch.cat([x, _like(x, more)]), *(_like(x, n + more) for _ in range(count - 1))]).requires_grad_() for x in (s.q, s.k, s.v))  # fmt: skip
+        mask = (
+            s.mask & tw.key_lengths(torch.tensor([n] + [n + more] * (count - 1), device=s.q.device)) if more else s.mask
+        )
+        beside = lambda x: [_like(x, n + more) for _ in range(count - 1)]  # noqa: E731
+        q, k, v = (torch.stack([torch.cat([x, _like(x, more)]), *beside(x)]).requires_grad_() for x in (s.q, s.k, s.v))
         o, lse = tw.attention_with_lse(q, k, v, **s.options(mask=mask))
         g, gl = torch.randn_like(o), torch.randn_like(lse)
         g[0].zero_(), gl[0].zero_()  # of padded rows
@@ -289,7 +318,11 @@ class Drawn:
     dtypes: Sequence[torch.dtype]
 
 
-CPU = Drawn((1, 2, 17, 63, 64, 65, 127, 128, 129, 200, 257, 300, 391), ((64, 64), (128, 128), (80, 80), (256, 256), (96, 64), (33, 40)), (torch.float32, torch.bfloat16, torch.float16))  # fmt: skip
+CPU = Drawn(
+    (1, 2, 17, 63, 64, 65, 127, 128, 129, 200, 257, 300, 391),
+    ((64, 64), (128, 128), (80, 80), (256, 256), (96, 64), (33, 40)),
+    (torch.float32, torch.bfloat16, torch.float16),
+)
 CUDA = Drawn((17, 64, 129, 300, 777, 1111, 2049), ((64, 64), (128, 128)), (torch.bfloat16, torch.float16))
 INTERPRETED = Drawn((17, 64, 65, 129, 150), ((32, 32), (64, 64)), (torch.float32, torch.float16))
 
@@ -312,8 +345,13 @@ def draw(number: int, of: Drawn, device: str, backend: str | None) -> tuple[Scen
     return s, *one.sample(ways_of(s), 2)
 
 
+def of_backend(backend: str, device: str) -> Drawn:
+    """Return what scenes of a backend are drawn from."""
+    return CUDA if device == "cuda" else INTERPRETED if backend == "triton" else CPU
+
+
 def pairs(count: int, of: Drawn, device: str = "cpu", backend: str | None = None, seed: int = 0) -> dict[str, Any]:
-    """Compare ``count`` drawn pairs of ways. Return how many ran, how many were refused, and those that differ with what they are."""
+    """Compare ``count`` drawn pairs of ways. Return how many ran, how many were refused, and those that differ (``failures``)."""
     ran, refused, different = 0, {}, []
     for number in range(seed, seed + count):
         torch.manual_seed(number)
@@ -326,26 +364,7 @@ def pairs(count: int, of: Drawn, device: str = "cpu", backend: str | None = None
         ran += 1
         if found:
             told = replace(s, q=s.q[:0], k=s.k[:0], v=s.v[:0])
-            different.append({"number": number, "ways": (a, b), "rows": found, "of": tuple(s.q.shape), "scene": str(told)})
-    return {"pairs": ran, "refused": refused, "different": different}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pairs", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--backend")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--out", type=Path)
-    asked = parser.parse_args()
-    of = CUDA if asked.device == "cuda" else INTERPRETED if asked.backend == "triton" else CPU
-    found = pairs(asked.pairs, of, asked.device, asked.backend, asked.seed)
-    print(json.dumps(found, indent=1))
-    if asked.out:
-        asked.out.parent.mkdir(parents=True, exist_ok=True)
-        asked.out.write_text(json.dumps(found))
-    raise SystemExit(bool(found["different"]))
-
-
-if __name__ == "__main__":
-    main()
+            different.append(
+                {"number": number, "ways": (a, b), "rows": found, "of": tuple(s.q.shape), "scene": str(told)}
+            )
+    return {"pairs": ran, "refused": refused, "failures": different}

@@ -9,8 +9,9 @@ from typing import Any, Literal, NamedTuple, Never, Protocol, TypedDict, Unpack,
 import torch
 from torch import Tensor
 
-from tilewise import autograd, batching, dispatch, documents, dropout, flops, nested, repeated, shared_prefix, state, words  # noqa: F401  (batching registers rules)
+from tilewise import autograd, batching, dispatch, dropout, flops, nested, repeated, shared_prefix, state, words  # noqa: F401  (batching registers rules)
 from tilewise.cache import PagedCache, QuantizedCache, SharedCache, cache_as_options, not_a_cache
+from tilewise.documents import in_layout_of, packed_documents, run_packed
 from tilewise.masks import Mask, MaskFunction, as_mask, region
 from tilewise.planning.tiles import Grid
 from tilewise.problem import show_reasons
@@ -97,9 +98,9 @@ def _run(
     if _is_nested(q, k, v):
         return _run_nested(q, k, v, o, parallel)
     k, v = for_each(q, k, v)
-    if parallel is None and documents.run_packed(q, k, o):
-        qkv, packed = documents.packed_call(q, k, v, o)
-        return documents.dense(q, *autograd.attention(*qkv, *assemble(*qkv, packed)))
+    if parallel is None and run_packed(q, k, o):
+        qkv, packed = packed_documents(q, k, v, o)
+        return in_layout_of(q, *autograd.attention(*qkv, *assemble(*qkv, packed)))
     if parallel is not None:
         return _ranks(parallel).attention(q, k, v, o, with_lse)
     return repeated.over(q, k, v, o, with_lse)
@@ -536,8 +537,8 @@ def explain(
         k, v = _keys_and_values(q, k, v, o)
         if shared is not None:
             return replace(dispatch.explain(q, k, v, o), prefix=shared_prefix.described(q, shared, o))
-    if parallel is None and documents.run_packed(q, k, o):
-        (q, k, v), o = documents.packed_call(q, k, v, o)
+    if parallel is None and run_packed(q, k, o):
+        (q, k, v), o = packed_documents(q, k, v, o)
     if _is_dtensor(q):
         raise NotImplementedError(
             "explain does not support DTensors; pass x.to_local(), and parallel= if the sequence is sharded"

@@ -23,19 +23,25 @@ _RELATIVE = re.compile(r"causal\(\)|window\((None|\d+), (None|\d+)\)")
 
 def run_packed(q: Tensor, k: Tensor, o: Options) -> bool:
     """Return whether a call has documents whose order of sums must not depend on where they begin."""
-    if not (isinstance(o.mask, Mask) and _ATOM in o.mask.text and o.deterministic == EVERYWHERE and o.cu_seqlens_q is None):
+    if not (
+        isinstance(o.mask, Mask) and _ATOM in o.mask.text and o.deterministic == EVERYWHERE and o.cu_seqlens_q is None
+    ):
         return False
     return isinstance(q, Tensor) and isinstance(k, Tensor) and q.ndim == k.ndim == 4 and q.shape[0] == k.shape[0]
 
 
-def packed_call(q: Tensor, k: Tensor, v: Tensor, o: Options) -> tuple[tuple[Tensor, Tensor, Tensor], Options]:
+def packed_documents(q: Tensor, k: Tensor, v: Tensor, o: Options) -> tuple[tuple[Tensor, Tensor, Tensor], Options]:
     """Return q, k and v as packed rows ``(batch * seqlen, heads, head_dim)``, and the options without the documents.
 
     Raises:
         NotImplementedError: a part of the call reads positions in the whole sequence, or shapes may not depend on values.
     """
     others, ids = _parted(o.mask)
-    reasons = [f"beside documents, the mask {x} reads positions in the whole sequence" for x in others if not _RELATIVE.fullmatch(x)]
+    reasons = [
+        f"beside documents, the mask {x} reads positions in the whole sequence"
+        for x in others
+        if not _RELATIVE.fullmatch(x)
+    ]
     if ids is None:
         reasons.append("documents stand twice in the mask, or in a union")
     elif ids.shape[-1] != k.shape[1]:
@@ -54,10 +60,12 @@ def packed_call(q: Tensor, k: Tensor, v: Tensor, o: Options) -> tuple[tuple[Tens
         )
     cu_q, cu_k = _cu_seqlens(ids.to(q.device), q.shape[0], q.shape[1], k.shape[1])
     kept = Mask(" & ".join(others))
-    return (q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)), replace(o, mask=kept, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+    return (q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)), replace(
+        o, mask=kept, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k
+    )
 
 
-def dense(q: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+def in_layout_of(q: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """Return a packed call's o and lse in the layout of q: ``(batch, seqlen_q, heads_q, head_dim_v)``, ``(batch, heads_q, seqlen_q)``."""
     batch, rows = q.shape[:2]
     return o.unflatten(0, (batch, rows)), lse.unflatten(1, (batch, rows)).transpose(0, 1).contiguous()

@@ -23,7 +23,6 @@ from tilewise.masks import Mask, Region
 from tilewise.piece import Piece
 from tilewise.scores import Score, as_score, expression
 
-
 EVERYWHERE = "everywhere"
 Deterministic = bool | Literal["everywhere"] | None
 """What the keyword ``deterministic`` takes; None follows PyTorch's setting."""
@@ -38,7 +37,7 @@ class Spec:
         softmax_scale: ``None`` means ``1 / sqrt(head_dim)``.
         dropout_p: probability of dropping a pair.
         deterministic: results repeat bit for bit and do not depend on the rest of the batch.
-        everywhere: and do not depend on how the call has its rows and keys (:mod:`tilewise.invariance`).
+        everywhere: nor on how the call has its rows and keys (docs/algorithm.md#one-order).
         needs_grad: a backward may follow, so a backend without one is refused.
         max_logit: the largest score of each row is an output too.
         traced: the mask's tensors are copies that a compiled graph made (``Mask.copied``). Other tensors get their memory later, so
@@ -76,8 +75,8 @@ class Spec:
         """Return the canonical text, which :func:`parse_spec` reads. It has no newline, because generated code carries it in a literal."""
         scale = "" if self.softmax_scale is None else float(self.softmax_scale)
         sink = "" if self.sink_slot is None else self.sink_slot
-        told = (("d", self.deterministic), ("e", self.everywhere), ("g", self.needs_grad), ("m", self.max_logit), ("t", self.traced))
-        flags = "".join([letter for letter, said in told if said])
+        told = self.deterministic, self.everywhere, self.needs_grad, self.max_logit, self.traced
+        flags = "".join([letter for letter, said in zip("degmt", told, strict=True) if said])
         backend = "" if self.backend is None else f"={self.backend}"
         at = self.piece
         piece = "" if at is None else _ints([at.q_start, at.k_start, at.total_q, at.total_k])
@@ -336,7 +335,7 @@ def _is_brief(o: Options) -> bool:
 _deterministic = (
     torch._C._get_deterministic_algorithms
 )  # torch.are_deterministic_algorithms_enabled, without a frame of Python
-Words = tuple[bool, object, object, float | None, bool | None, str | None, bool]
+Words = tuple[bool, object, object, float | None, Deterministic, str | None, bool]
 """causal, mask, score, softmax_scale, deterministic, backend and max_logit as the user gave them."""
 
 

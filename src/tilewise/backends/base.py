@@ -380,7 +380,9 @@ def everywhere_reasons(problem: Problem) -> list[str]:
         "a part of an attention over ranks, which sums keys part by part": spec.piece is not None,
         "a cache in 8 bits, whose numbers are not those of other calls": problem.quantised,
         "documents that are not packed: pass cu_seqlens": "documents(" in text,
-        "padding before the keys, which moves them to other tiles: pad behind them or pack": bool(_PADDED_BEFORE.search(text)),
+        "padding before the keys, which moves them to other tiles: pad behind them or pack": bool(
+            _PADDED_BEFORE.search(text)
+        ),
     }
     return [f'deterministic="everywhere" with {what}' for what, applies in has.items() if applies]
 

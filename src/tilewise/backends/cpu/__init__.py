@@ -74,7 +74,9 @@ class Cpu(Backend):
     def config(self, p: Problem) -> Config:
         if self.override is not None:
             return self.override
-        return replace(choose(p, self.isa or library.chosen_isa()), gathered=gathered.serves(p) and not p.spec.everywhere)
+        return replace(
+            choose(p, self.isa or library.chosen_isa()), gathered=gathered.serves(p) and not p.spec.everywhere
+        )
 
     def tile(self, p: Problem) -> tuple[int, int]:
         return self.config(p).tile_m, self.config(p).tile_n

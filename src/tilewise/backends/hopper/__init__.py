@@ -90,7 +90,6 @@ class Hopper(Backend):
 
     def no_order(self, p: Problem) -> list[str]:
         found = [*_device_reasons(p), *forward_reasons.reasons_of_order(p)]
-        # Kernels of causal calls stand for all, so that what is installed decides alike for all of them.
         return found or library.missing(*forward_config.one_order_of_rows(p))
 
     def refused(self, p: Problem) -> list[str]:

@@ -31,6 +31,7 @@ from tilewise.backends.hopper.forward.tiles import (
     TABLE,
     TileRow,
     Tiles,
+    one_order,
     row_of,
     rows_for,
     short,
@@ -174,9 +175,13 @@ def shipped() -> list[Config]:
     scored = [(tiles, form, score) for row, score, form in scored if (tiles := row.biased(score))]
     biased = [Config(tiles, dtype, form, score) for tiles, form, score in scored for dtype in dtypes_of(score)]
     packed += [replace(c, packed=True) for c in biased if (True, False) in SCORES[c.score].ways]
-    ordered = [c for c in (*plain, *packed) if c.form in ONE_ORDER and c.tiles in ONE_ORDER_TILES and not (c.score or c.dropout)]
+    ordered = [
+        c
+        for c in (*plain, *packed)
+        if c.form in ONE_ORDER and c.tiles in ONE_ORDER_TILES and not (c.score or c.dropout)
+    ]
     ordered += [c for c in paged if c.form == "upper"]
-    ordered = [replace(c, tiles=c.tiles.one_order) for c in ordered]
+    ordered = [replace(c, tiles=one_order(c.tiles)) for c in ordered]
     return list(dict.fromkeys((*whole, *split, *packed, *paged, *both, *bits, *dropped, *biased, *ordered)))
 
 
@@ -213,17 +218,16 @@ ONE_ORDER = ("full", "upper", "rows")
 def of_one_order(problem: Problem) -> Config:
     """The kernel of a call that is deterministic everywhere: blocks of 128 keys from the sequence's first one on, which are not split."""
     form = keys_of(problem)[0]
-    tiles = row_for(problem, capped=False, dropped=False).of_form(form).one_order
-    return Config(tiles, DTYPES[str(problem.dtype)], form, packed=problem.packed)
+    tiles = row_for(problem, capped=False, dropped=False).of_form(form)
+    return Config(one_order(tiles), DTYPES[str(problem.dtype)], form, packed=problem.packed)
 
 
 def one_order_of_rows(problem: Problem) -> list[Config]:
     """The causal kernels of all ways that rows like a problem's may come, dense, packed and over pages."""
     tiles, dtype = row_for(problem, capped=False, dropped=False).ends, DTYPES[str(problem.dtype)]
-    found = [Config(tiles.one_order, dtype, "upper", packed=packed) for packed in (False, True)]
-    return found + [
-        Config(paged.one_order, dtype, "upper", packed=True, paged=rows) for (width, rows), paged in PAGED_TILES.items() if width == tiles.width
-    ]
+    found = [Config(one_order(tiles), dtype, "upper", packed=packed) for packed in (False, True)]
+    over_pages = [(rows, one_order(x)) for (width, rows), x in PAGED_TILES.items() if width == tiles.width]
+    return found + [Config(x, dtype, "upper", packed=True, paged=rows) for rows, x in over_pages]
 
 
 def choose(problem: Problem) -> Config:

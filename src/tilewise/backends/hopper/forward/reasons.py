@@ -50,7 +50,10 @@ def reasons_of_order(problem: Problem) -> list[str]:
     found += ["a score"] if problem.spec.score_text else []
     # A window moves the first key of the blocks that a chunk of rows reads.
     found += [] if all(_ORDERED.fullmatch(x) for x in filter(None, text.split(" & "))) else [f"the mask {text}"]
-    return [f'deterministic="everywhere" with {x}: it has causal, key_lengths and no mask, 16 bits, up to 64 or 128' for x in found]
+    return [
+        f'deterministic="everywhere" with {x}: it has causal, key_lengths and no mask, 16 bits, up to 64 or 128'
+        for x in found
+    ]
 
 
 _ORDERED = re.compile(r"causal\(\)|key_range\(0, [^&]*\)")

@@ -9,6 +9,7 @@ from tilewise.backends.hopper.config import ELEMENT_BYTES
 from tilewise.backends.hopper.decoding.params import DecodingParams, PoolMaps
 from tilewise.backends.hopper.decoding.shares import (
     Place,
+    block_at,
     blocks_of,
     first_block_of,
     first_key_of,
@@ -48,12 +49,13 @@ def load_blocks(
     seen = first_key_of(place.keys, params)
     lane, count = cute.arch.thread_idx()[0] % 32, config.boxes
     for begin in cutlass.range(first, last, 32 // count, unroll=1):
-        mine = row_of_box(place.sequence, begin * count + lane, params, config)
+        own = PICK.larger(block_at(begin + lane // count, first, last, config), 0)  # past the last none is read
+        mine = row_of_box(place.sequence, own * count + lane % count, params, config)
         for n in cutlass.range(PICK.smaller(last - begin, 32 // count), unroll=1):
-            boxes = []
+            boxes, block = [], block_at(begin + n, first, last, config)
             for m in cutlass.range_constexpr(count):
                 start = cute.arch.make_warp_uniform(cute.arch.shuffle_sync(mine, n * count + m))
-                position = ((begin + n) * count + m) * config.paged
+                position = (block * count + m) * config.paged
                 boxes.append(box_of(start, config.paged, place.keys - position, seen - position))
             cute.arch.mbarrier_wait(smem.empty + state.index, state.phase)  # every computing warp
             size = ELEMENT_BYTES * config.tiles.block

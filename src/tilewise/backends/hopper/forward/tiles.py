@@ -323,9 +323,9 @@ PAGE_ROWS = (64, 16)  # of a page that one box brings; a call gets the first tha
 
 
 def one_order(tiles: Tiles) -> Tiles:
-    """The same sizes where a row's numbers follow from its own scores alone: no maximum lags behind, and no warp answers for its rows
-    together (docs/algorithm.md#one-order)."""
-    return replace(tiles, lazy=False, steady=False)
+    """The same sizes where a row's numbers follow from its own scores alone: no warps answer for their rows together, as steady blocks
+    have them. A lazy maximum is the row's own (docs/algorithm.md#one-order)."""
+    return replace(tiles, steady=False)
 
 
 def rows_for(head_dim: int, head_dim_v: int) -> Iterator[TileRow]:

@@ -90,8 +90,9 @@ def compute(
         operands.o.fill(0.0)
         operands.rows.m2.fill(-softmax.INF)
         operands.rows.l.fill(0.0)
-        for n in cutlass.range(begin + first, stop + first, unroll=1):
-            block = block_at(n, begin + first, stop + first, config)
+        low, high = begin + first, stop + first
+        for n in cutlass.range(low, high, unroll=1):
+            block = block_at(n, low, high, config)
             state = attend(operands, state, place, block, smem, params, config)
         following = next_place(place, params, config)
         load_query(operands, following.sequence, params, config)  # on its way while this sequence ends

@@ -6,6 +6,7 @@ import cutlass
 import cutlass.cute as cute
 
 from tilewise.backends.hopper.config import ELEMENT_BYTES
+from tilewise.backends.hopper.decoding.config import DecodingConfig
 from tilewise.backends.hopper.decoding.params import DecodingParams, PoolMaps
 from tilewise.backends.hopper.decoding.shares import (
     Place,
@@ -49,13 +50,12 @@ def load_blocks(
     seen = first_key_of(place.keys, params)
     lane, count = cute.arch.thread_idx()[0] % 32, config.boxes
     for begin in cutlass.range(first, last, 32 // count, unroll=1):
-        own = PICK.larger(block_at(begin + lane // count, first, last, config), 0)  # past the last none is read
-        mine = row_of_box(place.sequence, own * count + lane % count, params, config)
+        mine = row_of_box(place.sequence, box_at(begin, lane, blocks, config), params, config)
         for n in cutlass.range(PICK.smaller(last - begin, 32 // count), unroll=1):
-            boxes, block = [], block_at(begin + n, first, last, config)
+            boxes = []
             for m in cutlass.range_constexpr(count):
                 start = cute.arch.make_warp_uniform(cute.arch.shuffle_sync(mine, n * count + m))
-                position = (block * count + m) * config.paged
+                position = (block_at(begin + n, first, last, config) * count + m) * config.paged
                 boxes.append(box_of(start, config.paged, place.keys - position, seen - position))
             cute.arch.mbarrier_wait(smem.empty + state.index, state.phase)  # every computing warp
             size = ELEMENT_BYTES * config.tiles.block
@@ -69,6 +69,15 @@ def load_blocks(
                 copy_box(v, boxes[m], m, state.index, smem.full_v + state.index, config)
             state = state.advance(config.tiles.stages)
     return state
+
+
+def box_at(begin, lane, blocks: tuple, config: DecodingConfig):
+    """The box, of a sequence's, that a lane looks up where the n-th block of ``blocks`` from ``begin`` on comes first."""
+    count = config.boxes
+    if not config.down:
+        return begin * count + lane
+    block = PICK.larger(block_at(begin + lane // count, *blocks, config), 0)  # none before the first is read
+    return block * count + lane % count
 
 
 @cute.jit

@@ -71,7 +71,9 @@ class Block(nn.Module):
         super().__init__()
         heads_q, heads_k = HEADS
         sizes = {"q": heads_q * HEAD_DIM, "k": heads_k * HEAD_DIM, "v": heads_k * HEAD_DIM, "up": 4 * WIDTH}
-        self.ways = nn.ParameterDict({name: nn.Parameter(torch.randn(n, WIDTH) * WIDTH**-0.5) for name, n in sizes.items()})
+        self.ways = nn.ParameterDict(
+            {name: nn.Parameter(torch.randn(n, WIDTH) * WIDTH**-0.5) for name, n in sizes.items()}
+        )
         self.out = nn.Parameter(torch.randn(WIDTH, sizes["q"]) * WIDTH**-0.5 / 2)
         self.down = nn.Parameter(torch.randn(WIDTH, 4 * WIDTH) * WIDTH**-0.5 / 4)
 

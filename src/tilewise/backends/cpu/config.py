@@ -13,7 +13,6 @@ SPLIT_KEYS = (1024, 4096)
 SPLIT_PARTS = 16
 PAGED_SPLIT = 1024  # of a cache, whatever its capacity, so that a sequence's bits are its own
 PAGED_ROWS = 16  # queries of a tile, if sequences have few
-ONE_ORDER = 128  # keys of a tile, at most, of all calls that are deterministic everywhere
 PREDICATE_TILE = 128  # patterns come in blocks of 64 or 128
 AMX = ("amxbf16", "amxbf16_emulated")
 NOTES = {"amxbf16_emulated": "AMX in software, for tests"}
@@ -85,9 +84,7 @@ def choose(p: Problem, isa: str) -> Config:
     if p.spec.region.predicate is not None:  # smaller tiles are more often empty or full
         tile_n, tile_m = min(tile_n, PREDICATE_TILE), min(tile_m, PREDICATE_TILE)
     tile_m = max(1, min(tile_m, p.seqlen_q))
-    split = PAGED_SPLIT if p.paged else _split(p)
-    if p.spec.everywhere:
-        tile_n, split = min(_widest(p), ONE_ORDER), 0
+    split = 0 if p.spec.everywhere else PAGED_SPLIT if p.paged else _split(p)
     return Config(
         isa=isa,
         tile_m=tile_m,
@@ -113,12 +110,11 @@ def _tile_m(p: Problem, block: int) -> int:
 
 def _tile_n(p: Problem) -> int:
     """Return the keys of a tile: as many as fit L2 with K, V and the sums of a tile."""
-    return min(_widest(p), max(64, -(-p.seqlen_k // 64) * 64))
-
-
-def _widest(p: Problem) -> int:
     row = max(p.head_dim, p.head_dim_v) * (8 if p.dtype == torch.float64 else 4)
-    return next((n for n, limit in ((256, 256), (192, 512), (128, 1024)) if row <= limit), 64)
+    widest = next((n for n, limit in ((256, 256), (192, 512), (128, 1024)) if row <= limit), 64)
+    if p.spec.everywhere:  # whatever the length, which over pages is a capacity
+        return widest
+    return min(widest, max(64, -(-p.seqlen_k // 64) * 64))
 
 
 def _split(p: Problem) -> int:

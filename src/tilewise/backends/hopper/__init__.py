@@ -89,15 +89,13 @@ class Hopper(Backend):
         return [*found, why] if why else found
 
     def no_order(self, p: Problem) -> list[str]:
-        found = [*_device_reasons(p), *forward_reasons.reasons_of_order(p)]
-        return found or library.missing(*forward_config.one_order_of_rows(p))
+        return _order_reasons(p)
 
     def refused(self, p: Problem) -> list[str]:
         """Every reason why no machine runs this problem here."""
         reasons = paged_config.reasons(p, decoding.choose(p) is not None) if p.paged else forward_reasons.reasons(p)
-        reasons += unknown_operations(p, operations.traceable() | {"selected"}) + piece_reasons(p) + wide_mask(p)
-        reasons += large_numbers(p)
-        reasons += long_expressions(p)
+        reasons += unknown_operations(p, operations.traceable() | {"selected"}) + piece_reasons(p)
+        reasons += wide_mask(p) + large_numbers(p) + long_expressions(p)
         if p.spec.max_logit:
             reasons.append("the largest score of each row (attention_with_stats): its kernels do not keep it")
         # Whoever binds the backend to a kernel wants that one.
@@ -117,9 +115,7 @@ class Hopper(Backend):
         return ""
 
     def config(self, p: Problem) -> Config | LatentConfig | DecodingConfig:
-        if self.override is not None:
-            return self.override
-        return decoding.choose(p) or (paged_config if p.paged else forward_config).choose(as_packed(p))
+        return self.override or decoding.choose(p) or (paged_config if p.paged else forward_config).choose(as_packed(p))
 
     def tile(self, p: Problem) -> tuple[int, int]:
         return self.config(p).tile_queries, self.config(p).tiles.tile_n
@@ -202,6 +198,12 @@ def _reasons_of_selected(p: Problem) -> list[str]:
         if why := why_no_bits(p, tiles.tile_m if by_columns else tiles.tile_n, by_columns):
             return [f"selected keys: {why}"]
     return []
+
+
+def _order_reasons(p: Problem) -> list[str]:
+    """Why the sums of a row like this problem's have no one order here. Kernels of causal calls stand for all that are installed."""
+    found = [*_device_reasons(p), *forward_reasons.reasons_of_order(p)]
+    return found or library.missing(*forward_config.one_order_of_rows(p))
 
 
 def _decided(p: Problem, plans: PerProblem, plan: Callable[[Problem], Any], config: AnyConfig) -> tuple:

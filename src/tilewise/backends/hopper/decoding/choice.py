@@ -7,7 +7,14 @@ import math
 from tilewise import device as devices
 from tilewise import expr, sizes
 from tilewise.backends.hopper.config import DTYPES, LONG, band_of, cap_of
-from tilewise.backends.hopper.decoding.config import BOX_ROWS, ONE_ORDER_TILES, SEGMENT_KEYS, TILES, DecodingConfig, rows_of
+from tilewise.backends.hopper.decoding.config import (
+    BOX_ROWS,
+    ONE_ORDER_TILES,
+    SEGMENT_KEYS,
+    TILES,
+    DecodingConfig,
+    rows_of,
+)
 from tilewise.backends.hopper.forward.paged_config import pool_reasons
 from tilewise.problem import Problem
 
@@ -32,7 +39,11 @@ def fitting(problem: Problem) -> DecodingConfig | None:
     rows = next((n for n in rows_of(score) if problem.seqlen_q * problem.group <= n), 0)
     width = next((width for width, _ in TILES if problem.head_dim <= width), 0)
     everywhere = spec.everywhere
-    tiles, part, found = (ONE_ORDER_TILES if everywhere else TILES).get((width, rows)), part_rows(problem), ends(problem)
+    tiles, part, found = (
+        (ONE_ORDER_TILES if everywhere else TILES).get((width, rows)),
+        part_rows(problem),
+        ends(problem),
+    )
     if tiles is None or part is None or found is None or str(problem.dtype) not in DTYPES or not problem.seqlen_q:
         return None
     # A part of a block whose first rows no query sees must have keys to its end (pages.box_of).

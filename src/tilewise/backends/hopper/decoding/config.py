@@ -131,7 +131,7 @@ class DecodingConfig(Formed):
         return ELEMENT_BYTES * rows * (problem.head_dim + problem.head_dim_v)
 
 
-# The same of calls that are deterministic everywhere, with the blocks of the forward kernels.
+# The same of calls that are deterministic everywhere, with the blocks of the forward kernels (docs/decisions.md#hopper-one-order).
 ONE_ORDER_TILES = {(d, rows): DecodingTiles(d, 128, rows) for d in (64, 128) for rows in ROWS}
 
 

@@ -2,6 +2,7 @@
 
     python -m tests.fuzz --seconds 600 --seed 0 --backend cpu --out out/fuzz-cpu.json
     python -m tests.fuzz --backend hopper --device cuda
+    python -m tests.fuzz --ways 1000 --backend cpu --out out/ways-cpu.json
     python -m tests.fuzz --kinds mapped,strided --calls 2000 --seconds 3000 --backend triton --device cuda --out out/fuzz-triton.json
 
 The record has for each kind of call how many ran, were refused and failed: mapped over examples, strided (an operand is expanded, with a
@@ -36,6 +37,7 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
+from tests import ways
 from tests.backends.paged import random_case
 from tests.mapped import MappedCall, named
 from tilewise import accuracy, dispatch
@@ -521,12 +523,16 @@ def main() -> None:
         "--kinds", default=",".join(KINDS), help="the kinds of calls that run, the others being passed over"
     )
     parser.add_argument("--calls", type=float, default=math.inf, help="stop after so many")
+    parser.add_argument("--ways", type=int, help="compare so many pairs of ways of one sequence instead (tests.ways)")
     parser.add_argument("--out", type=Path)
     a = parser.parse_args()
     numbers = range(a.seed, a.seed + (1 << 40)) if a.case is None else [a.case]
     if a.backend == "triton" and a.device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported, at the first case
-    result = fuzz(Target(a.backend, a.isa, a.device), numbers, a.seconds, a.kinds.split(","), a.calls)
+    if a.ways:
+        result = ways.pairs(a.ways, ways.of_backend(a.backend, a.device), a.device, a.backend, a.seed)
+    else:
+        result = fuzz(Target(a.backend, a.isa, a.device), numbers, a.seconds, a.kinds.split(","), a.calls)
     record = {
         "backend": a.backend,
         "device": a.device,

@@ -173,6 +173,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "shared_prefix": ("repeated", "cache", "pages", "settings", "state", "masks", "scores", "spec", "expr"),
     "repeated": ("autograd", "dispatch", "masks", "spec"),
     "nested": ("spec",),
+    "documents": ("spec", "masks", "scores", "expr"),
     "flops": ("spec",),
     "statistics": (
         "autograd",
@@ -192,6 +193,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "dispatch",
         "flops",
         "nested",
+        "documents",
         "repeated",
         "shared_prefix",
         "cache",

@@ -508,7 +508,7 @@ WRONG = {
     "backend-is-a-dash": (lambda: attend(backend="-"), "backend='-' does not exist"),
     "backend-is-empty": (lambda: attend(backend=""), "backend='' does not exist"),
     "causal-is-text": (lambda: attend(causal="no"), "causal must be True or False, got str"),
-    "deterministic-is-text": (lambda: attend(deterministic="no"), "deterministic must be True or False, got str"),
+    "deterministic-is-text": (lambda: attend(deterministic="no"), "deterministic must be True, False or \"everywhere\", got 'no'"),
     "scale-is-a-bool": (lambda: attend(softmax_scale=True), "softmax_scale must be a number, got bool"),
     "dropout-mask-above-1": (lambda: tw.dropout_mask(0, 1.5, 1, 1, 4, 4), "dropout"),
     "dropout-mask-below-0": (lambda: tw.dropout_mask(0, -0.5, 1, 1, 4, 4), "dropout"),

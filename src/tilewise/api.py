@@ -11,11 +11,12 @@ from torch import Tensor
 
 from tilewise import autograd, batching, dispatch, dropout, flops, nested, repeated, shared_prefix, state, words  # noqa: F401  (batching registers rules)
 from tilewise.cache import PagedCache, QuantizedCache, SharedCache, cache_as_options, not_a_cache
+from tilewise.documents import in_layout_of, packed_documents, run_packed
 from tilewise.masks import Mask, MaskFunction, as_mask, region
 from tilewise.planning.tiles import Grid
 from tilewise.problem import show_reasons
 from tilewise.scores import Score, ScoreFunction
-from tilewise.spec import Options, Words, assemble, brief
+from tilewise.spec import Deterministic, Options, Words, assemble, brief
 from tilewise.statistics import key_mass, stats_reasons
 
 flops.register()
@@ -31,7 +32,7 @@ class Keywords(TypedDict, total=False):
     sink: Tensor | None
     dropout_p: float
     dropout_seed: int | Tensor | None
-    deterministic: bool | None
+    deterministic: Deterministic
     backend: str | None
 
 
@@ -97,6 +98,9 @@ def _run(
     if _is_nested(q, k, v):
         return _run_nested(q, k, v, o, parallel)
     k, v = for_each(q, k, v)
+    if parallel is None and run_packed(q, k, o):
+        qkv, packed = packed_documents(q, k, v, o)
+        return in_layout_of(q, *autograd.attention(*qkv, *assemble(*qkv, packed)))
     if parallel is not None:
         return _ranks(parallel).attention(q, k, v, o, with_lse)
     return repeated.over(q, k, v, o, with_lse)
@@ -182,7 +186,7 @@ def attention(
     sink: Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
-    deterministic: bool | None = None,
+    deterministic: Deterministic = None,
     backend: str | None = None,
     parallel: Parallel | None = None,
     **others: Never,
@@ -203,7 +207,8 @@ def attention(
         dropout_p: the probability of dropping a pair after the softmax.
         dropout_seed: an int, or one int64 on q's device. Default: drawn by ``torch.randint``.
         deterministic: make results repeat bit for bit, whatever else is in the batch. Default:
-            ``torch.are_deterministic_algorithms_enabled()``.
+            ``torch.are_deterministic_algorithms_enabled()``. ``"everywhere"``: a row's o and lse are then the same bits in every call that
+            gives it the same keys and values, dense, packed, over pages or token by token (docs/invariance.md).
         backend: run on this backend or raise. Default: the first that supports the call (see :func:`explain`).
         parallel: the ranks that share the sequence, from :func:`tilewise.context_parallel`. q, k, v and the result are then this
             rank's rows. Masks, scores and dropout use positions in the whole sequence.
@@ -241,7 +246,7 @@ def attention_with_lse(
     sink: Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
-    deterministic: bool | None = None,
+    deterministic: Deterministic = None,
     backend: str | None = None,
     parallel: Parallel | None = None,
     **others: Never,
@@ -278,7 +283,7 @@ def attention_with_stats(
     sink: Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
-    deterministic: bool | None = None,
+    deterministic: Deterministic = None,
     backend: str | None = None,
     parallel: Parallel | None = None,
     **others: Never,
@@ -348,7 +353,7 @@ def attention_varlen(
     sink: Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
-    deterministic: bool | None = None,
+    deterministic: Deterministic = None,
     backend: str | None = None,
     parallel: Parallel | None = None,
     return_lse: bool = False,
@@ -392,7 +397,7 @@ def attention_varlen_with_lse(
     sink: Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
-    deterministic: bool | None = None,
+    deterministic: Deterministic = None,
     backend: str | None = None,
     parallel: Parallel | None = None,
     **others: Never,
@@ -421,7 +426,7 @@ def attention_paged(
     score: Score | Tensor | ScoreFunction | None = None,
     softmax_scale: float | None = None,
     sink: Tensor | None = None,
-    deterministic: bool | None = None,
+    deterministic: Deterministic = None,
     backend: str | None = None,
     **others: Never,
 ) -> Tensor:
@@ -464,7 +469,7 @@ def attention_paged_with_lse(
     score: Score | Tensor | ScoreFunction | None = None,
     softmax_scale: float | None = None,
     sink: Tensor | None = None,
-    deterministic: bool | None = None,
+    deterministic: Deterministic = None,
     backend: str | None = None,
     **others: Never,
 ) -> tuple[Tensor, Tensor]:
@@ -532,6 +537,8 @@ def explain(
         k, v = _keys_and_values(q, k, v, o)
         if shared is not None:
             return replace(dispatch.explain(q, k, v, o), prefix=shared_prefix.described(q, shared, o))
+    if parallel is None and run_packed(q, k, o):
+        (q, k, v), o = packed_documents(q, k, v, o)
     if _is_dtensor(q):
         raise NotImplementedError(
             "explain does not support DTensors; pass x.to_local(), and parallel= if the sequence is sharded"

@@ -15,7 +15,7 @@ from torch import Tensor
 from tilewise import device as devices
 from tilewise import pages, settings, words
 from tilewise.amounts import in_bytes, in_flop
-from tilewise.backends.base import Backend, DirectCall, ForwardCall, Inputs, Pages, contiguous
+from tilewise.backends.base import Backend, DirectCall, ForwardCall, Inputs, Pages, contiguous, everywhere_reasons
 from tilewise.caching import cached_property
 from tilewise.planning import planner
 from tilewise.problem import Problem, Signature, check, check_values
@@ -78,6 +78,10 @@ def candidates(p: Problem) -> list[str]:
     if p.spec.backend is not None:
         return [p.spec.backend]
     names = [row.name for row in BACKENDS if row.device_types is None or p.device.type in row.device_types]
+    if (
+        p.spec.everywhere
+    ):  # the same backend for all calls with such rows: neither sizes nor another way may choose the order of sums
+        return [name for name in names if not backend(name).no_order(p)][:1] or names
     return sorted(names, key=lambda name: bool(backend(name).slow(p)))
 
 
@@ -87,9 +91,15 @@ What = Literal["attention", "forward mode", "second derivatives"]
 def _reasons(name: str, p: Problem, what: What) -> list[str]:
     """Return the reasons why a backend cannot run a problem, or derivatives of it beyond the first backward."""
     reasons = backend(name).unsupported(p)
+    reasons = [*reasons, *_no_order(name, p)]
     if what == "attention":
         return reasons
     return reasons + backend(name).without_tangents(p, what == "second derivatives")
+
+
+def _no_order(name: str, p: Problem) -> list[str]:
+    """Return the reasons why a row's sums would not have the one order that a call asks for."""
+    return [*everywhere_reasons(p), *backend(name).no_order(p)] if p.spec.everywhere else []
 
 
 def select(p: Problem, what: What = "attention") -> Backend:
@@ -186,7 +196,7 @@ def _without_gradients(spec: str) -> Spec:
 def _before(backend: Backend, p: Problem) -> Backend | None:
     """Return the backend that runs the forward before this one, or None."""
     first = select(p)
-    return first if first is not backend and not first.slow(p) else None
+    return first if first is not backend and (p.spec.everywhere or not first.slow(p)) else None
 
 
 _plans: dict[tuple, Plan] = {}
@@ -395,6 +405,7 @@ def _heads_first(p: Problem) -> bool:
 def _why_not(row: Row, p: Problem, chosen: str | None) -> list[str]:
     """Return the reasons why a backend does not run a problem that another one runs."""
     reasons = list(backend(row.name).unsupported(p))
+    reasons += _no_order(row.name, p)
     if row.device_types is not None and p.device.type not in row.device_types:
         elsewhere = f"runs on {', '.join(row.device_types)}, q is on {p.device.type}"
         reasons = [elsewhere, *(reason for reason in reasons if reason != elsewhere)]

@@ -12,7 +12,7 @@ from tilewise import autograd, words
 from tilewise.api import for_each
 from tilewise.masks import Mask, MaskFunction
 from tilewise.scores import Score, ScoreFunction, as_score
-from tilewise.spec import Options, assemble, not_tensors
+from tilewise.spec import Deterministic, Options, assemble, not_tensors
 
 
 def attention_backward(
@@ -34,7 +34,7 @@ def attention_backward(
     sink: Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
-    deterministic: bool | None = None,
+    deterministic: Deterministic = None,
     backend: str | None = None,
     **others: Never,
 ) -> tuple[Tensor, ...]:

@@ -215,7 +215,9 @@ def _described(p: Problem) -> list[str]:
     parts += ["v in k"] if p.latent else []
     parts += [f"scales {_shapes(p.extras, spec.scale_slots)}"] if p.quantised else []
     parts += [f"{spec.piece}"] if spec.piece else []
-    parts += ["deterministic"] * spec.deterministic + ["with the largest scores"] * spec.max_logit
+    parts += ["deterministic" + " everywhere" * spec.everywhere] * spec.deterministic + [
+        "with the largest scores"
+    ] * spec.max_logit
     return parts
 
 

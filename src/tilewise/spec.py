@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -22,6 +23,10 @@ from tilewise.masks import Mask, Region
 from tilewise.piece import Piece
 from tilewise.scores import Score, as_score, expression
 
+EVERYWHERE = "everywhere"
+Deterministic = bool | Literal["everywhere"] | None
+"""What the keyword ``deterministic`` takes; None follows PyTorch's setting."""
+
 
 @dataclass
 class Spec:
@@ -32,6 +37,7 @@ class Spec:
         softmax_scale: ``None`` means ``1 / sqrt(head_dim)``.
         dropout_p: probability of dropping a pair.
         deterministic: results repeat bit for bit and do not depend on the rest of the batch.
+        everywhere: nor on how the call has its rows and keys (docs/algorithm.md#one-order).
         needs_grad: a backward may follow, so a backend without one is refused.
         max_logit: the largest score of each row is an output too.
         traced: the mask's tensors are copies that a compiled graph made (``Mask.copied``). Other tensors get their memory later, so
@@ -50,6 +56,7 @@ class Spec:
     softmax_scale: float | None = None
     dropout_p: float = 0.0
     deterministic: bool = False
+    everywhere: bool = False
     needs_grad: bool = False
     max_logit: bool = False
     traced: bool = False
@@ -68,8 +75,8 @@ class Spec:
         """Return the canonical text, which :func:`parse_spec` reads. It has no newline, because generated code carries it in a literal."""
         scale = "" if self.softmax_scale is None else float(self.softmax_scale)
         sink = "" if self.sink_slot is None else self.sink_slot
-        told = (("d", self.deterministic), ("g", self.needs_grad), ("m", self.max_logit), ("t", self.traced))
-        flags = "".join([letter for letter, said in told if said])
+        told = self.deterministic, self.everywhere, self.needs_grad, self.max_logit, self.traced
+        flags = "".join([letter for letter, said in zip("degmt", told, strict=True) if said])
         backend = "" if self.backend is None else f"={self.backend}"
         at = self.piece
         piece = "" if at is None else _ints([at.q_start, at.k_start, at.total_q, at.total_k])
@@ -163,6 +170,7 @@ def parse_spec(text: str) -> Spec:
         softmax_scale=float(scale) if scale else None,
         dropout_p=float(p),
         deterministic="d" in flags,
+        everywhere="e" in flags,
         needs_grad="g" in flags,
         max_logit="m" in flags,
         traced="t" in flags,
@@ -212,7 +220,7 @@ class Options:
     sink: Tensor | None = None
     dropout_p: float = 0.0
     dropout_seed: int | Tensor | None = None
-    deterministic: bool | None = None
+    deterministic: Deterministic = None
     backend: str | None = None
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
@@ -259,7 +267,8 @@ def assemble(q: Tensor, k: Tensor, v: Tensor, o: Options) -> tuple[list[Tensor],
         score_text=scored.text,
         softmax_scale=o.softmax_scale,
         dropout_p=o.dropout_p,
-        deterministic=deterministic,
+        deterministic=bool(deterministic),
+        everywhere=deterministic == EVERYWHERE,
         needs_grad=needs_grad,
         max_logit=o.max_logit,
         traced=kept.copied,
@@ -326,7 +335,7 @@ def _is_brief(o: Options) -> bool:
 _deterministic = (
     torch._C._get_deterministic_algorithms
 )  # torch.are_deterministic_algorithms_enabled, without a frame of Python
-Words = tuple[bool, object, object, float | None, bool | None, str | None, bool]
+Words = tuple[bool, object, object, float | None, Deterministic, str | None, bool]
 """causal, mask, score, softmax_scale, deterministic, backend and max_logit as the user gave them."""
 
 
@@ -448,9 +457,10 @@ def _type_reasons(q: Tensor, k: Tensor, v: Tensor, o: Options) -> list[str]:
             )
         elif isinstance(x, Tensor) and x.layout != torch.strided:
             reasons.append(f"{name} is {x.layout}; make it dense: {name}.to_dense()")
-    for name, x in (("causal", o.causal), ("deterministic", o.deterministic)):
-        if not (isinstance(x, bool) or (x is None and name == "deterministic")):
-            reasons.append(f"{name} must be True or False, got {type(x).__name__}")
+    if not isinstance(o.causal, bool):
+        reasons.append(f"causal must be True or False, got {type(o.causal).__name__}")
+    if not (o.deterministic is None or isinstance(o.deterministic, bool) or o.deterministic == EVERYWHERE):
+        reasons.append(f'deterministic must be True, False or "everywhere", got {o.deterministic!r}')
     if o.cu_seqlens_k is not None and o.cu_seqlens_q is None:
         reasons.append("cu_seqlens_k comes without cu_seqlens_q; a packed call needs cu_seqlens_q")
     if (o.block_table is None) != (o.seqlens_k is None):

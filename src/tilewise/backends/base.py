@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
@@ -203,6 +204,10 @@ class Backend(Protocol):
         of which knows itself alone."""
         return ""
 
+    def no_order(self, p: Problem) -> list[str]:
+        """Every reason why a row's sums would not have the one order of ``deterministic="everywhere"`` here; asked of such calls alone."""
+        return ['deterministic="everywhere": its kernels have no one order of summation']
+
     def config(self, p: Problem) -> Config: ...
 
     def tile(self, p: Problem) -> tuple[int, int] | None:
@@ -365,6 +370,24 @@ def piece_reasons(problem: Problem, dropout: int = 0) -> list[str]:
     elif problem.spec.dropout_p and (piece.q_start % dropout or piece.k_start % dropout):
         reasons.append(f"dropout in a piece that does not begin at multiples of {dropout}")
     return reasons
+
+
+def everywhere_reasons(problem: Problem) -> list[str]:
+    """Reasons against ``deterministic="everywhere"`` that hold for every backend: a row's sums would depend on more than the row."""
+    spec, text = problem.spec, problem.spec.mask_text
+    has = {
+        "dropout, which counts the batch and its heads": spec.dropout_p != 0,
+        "a part of an attention over ranks, which sums keys part by part": spec.piece is not None,
+        "a cache in 8 bits, whose numbers are not those of other calls": problem.quantised,
+        "documents that are not packed: pass cu_seqlens": "documents(" in text,
+        "padding before the keys, which moves them to other tiles: pad behind them or pack": bool(
+            _PADDED_BEFORE.search(text)
+        ),
+    }
+    return [f'deterministic="everywhere" with {what}' for what, applies in has.items() if applies]
+
+
+_PADDED_BEFORE = re.compile(r"key_range\((?!0,)")
 
 
 def unknown_operations(problem: Problem, known: Container[str]) -> list[str]:

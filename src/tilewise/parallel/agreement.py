@@ -159,7 +159,8 @@ def _facts(
     q, k, v = (f"({', '.join(map(str, shape[:-1]))}) {shape[-1]}" for shape in shapes)
     return _hashed({
         "q": q, "k": k, "v": v, "mask": spec.mask_text, "score": spec.score_text,
-        "softmax_scale": str(spec.softmax_scale), "dropout_p": str(spec.dropout_p), "deterministic": str(spec.deterministic),
+        "softmax_scale": str(spec.softmax_scale), "dropout_p": str(spec.dropout_p),
+        "deterministic": f"{spec.deterministic} {spec.everywhere}",
         "backend": str(spec.backend), "gradients": f"{spec.needs_grad} {spec.grad_slots}",
         "tensors of mask, score and sink": f"{list(extras)} {slots}",
     } | dict(also))  # fmt: skip

@@ -13,12 +13,14 @@ import torch
 import tilewise as tw
 from tests.backends.hopper import emulated_decoding
 from tests.backends.hopper.launches import stand_in
+from tests.backends.hopper.test_pages import emulate_pages
 from tests.backends.paged import Case
 from tilewise import accuracy, dispatch
 from tilewise.backends.base import Output
 from tilewise.backends.hopper import Hopper
 from tilewise.backends.hopper.config import cap_of
 from tilewise.backends.hopper.decoding import choice, config
+from tilewise.backends.hopper.forward import paged_config
 from tilewise.backends.hopper.forward.paged_config import page_rows
 from tilewise.testing import Call, call, normal, paged_call
 
@@ -360,3 +362,24 @@ def test_a_deterministic_launch_has_what_its_segments_need(name, monkeypatch):
     c = paged_call(q, cache, **others, deterministic=True)
     assert choice.segment_of(c.p, choice.fitting(c.p).tiles.tile_n) > 1
     assert not wrong(c, Hopper().forward(c.p, c.t))
+
+
+# -- Deterministic everywhere --------------------------------------------------------------------------------------
+
+EVERYWHERE = {
+    "pages-of-16": Case(16, (0, 1, 128, 129, 300), **KIND | SINK),
+    "d64": Case(64, (400, 70), rows=3, **KIND | {"dims": (64, 64)}, options=lambda: {"causal": True}),
+}
+
+
+@pytest.mark.parametrize("name", EVERYWHERE)
+def test_blocks_from_the_last_to_the_first_give_the_bits_of_a_prompt_s_kernel(name):
+    case = EVERYWHERE[name]
+    q, cache, options = case.draw()
+    c = paged_call(q, cache, **options, deterministic="everywhere")
+    kernel = choice.fitting(c.p)
+    found = emulate(c, 0, segment=choice.segment_of(c.p, kernel.tiles.tile_n))
+    assert wrong(case.call(), found) == []
+    prompt = emulate_pages(c, paged_config.choose(c.p), 2)
+    assert torch.equal(found.o, prompt.o)
+    assert torch.equal(found.lse, prompt.lse)

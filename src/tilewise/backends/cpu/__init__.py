@@ -67,10 +67,16 @@ class Cpu(Backend):
         reasons += [f"a mask or score tensor is {dtype}" for dtype in strange]
         return reasons
 
+    def no_order(self, p: Problem) -> list[str]:
+        loaded = library.load()
+        return [loaded] if isinstance(loaded, str) else []
+
     def config(self, p: Problem) -> Config:
         if self.override is not None:
             return self.override
-        return replace(choose(p, self.isa or library.chosen_isa()), gathered=gathered.serves(p))
+        return replace(
+            choose(p, self.isa or library.chosen_isa()), gathered=gathered.serves(p) and not p.spec.everywhere
+        )
 
     def tile(self, p: Problem) -> tuple[int, int]:
         return self.config(p).tile_m, self.config(p).tile_n

@@ -184,6 +184,7 @@ def _numbers(p: Problem, config: Config, backward: bool) -> dict[str, int]:
     tile_m, tile_n = (config.backward_m, config.backward_n) if backward else (config.tile_m, config.tile_n)
     found = {
         "tile_m": tile_m, "tile_n": tile_n, "split": 0 if backward else config.split, "heads_per_item": config.heads,
+        "one_order": config.one_order,
         "batch": p.batch, "heads_q": p.heads_q, "heads_k": p.heads_k, "head_dim": p.head_dim, "head_dim_v": p.head_dim_v,
         "seqlen_q": p.seqlen_q, "seqlen_k": p.seqlen_k,
         "lse_batch": 0 if p.packed else p.heads_q * p.seqlen_q, "lse_head": p.seqlen_q,

@@ -33,6 +33,7 @@ class Config:
         split: keys of a split of the forward, or 0.
         shares: parts of the keys in the backward, one for each thread. They add to dq in order (:meth:`parts`).
         gathered: both passes read the keys that each query selected, without tiles.
+        one_order: no kernel of few queries, whose sums have another order.
     """
 
     isa: str
@@ -44,12 +45,14 @@ class Config:
     split: int = 0
     shares: int = 1
     gathered: bool = False
+    one_order: bool = False
 
     def describe(self) -> str:
         split = f", keys split by {self.split}" if self.split else ""
         heads = f" of {self.heads} heads" if self.heads > 1 else ""
         note = f" ({NOTES[self.isa]})" if self.isa in NOTES else ""
         tiles = f"forward tiles {self.tile_m}{heads} x {self.tile_n}, backward {self.backward_m} x {self.backward_n}"
+        split = ", one order of a row's sums" if self.one_order else split
         return f"{self.isa}{note}, {'the selected keys of each query' if self.gathered else tiles}{split}"
 
     def parts(self, p: Problem, threads: int) -> int:
@@ -81,7 +84,7 @@ def choose(p: Problem, isa: str) -> Config:
     if p.spec.region.predicate is not None:  # smaller tiles are more often empty or full
         tile_n, tile_m = min(tile_n, PREDICATE_TILE), min(tile_m, PREDICATE_TILE)
     tile_m = max(1, min(tile_m, p.seqlen_q))
-    split = PAGED_SPLIT if p.paged else _split(p)
+    split = 0 if p.spec.everywhere else PAGED_SPLIT if p.paged else _split(p)
     return Config(
         isa=isa,
         tile_m=tile_m,
@@ -91,6 +94,7 @@ def choose(p: Problem, isa: str) -> Config:
         backward_n=tile_n,
         split=split,
         shares=_shares(p, tile_n),
+        one_order=p.spec.everywhere,
     )
 
 
@@ -108,6 +112,8 @@ def _tile_n(p: Problem) -> int:
     """Return the keys of a tile: as many as fit L2 with K, V and the sums of a tile."""
     row = max(p.head_dim, p.head_dim_v) * (8 if p.dtype == torch.float64 else 4)
     widest = next((n for n, limit in ((256, 256), (192, 512), (128, 1024)) if row <= limit), 64)
+    if p.spec.everywhere:  # whatever the length, which over pages is a capacity
+        return widest
     return min(widest, max(64, -(-p.seqlen_k // 64) * 64))
 
 

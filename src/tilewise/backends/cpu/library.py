@@ -14,7 +14,7 @@ import torch
 from tilewise import settings
 from tilewise.backends.base import why_not_built
 
-VERSION = 12
+VERSION = 13
 DIMS = 8
 TYPES = {
     torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3, torch.int64: 4, torch.int32: 5,
@@ -109,7 +109,7 @@ class Call(Structure):
         ("q_start", c_int64),
         ("k_start", c_int64),
         ("keep_below", c_uint32),
-        *[(name, c_int32) for name in ("shares", "serial_batch", "serial_head")],
+        *[(name, c_int32) for name in ("shares", "serial_batch", "serial_head", "one_order", "unused")],
         *[(name, Tensor) for name in ("dout", "dq", "dk", "dv")],
         ("dlse", c_void_p),
         ("delta", c_void_p),

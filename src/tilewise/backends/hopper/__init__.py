@@ -90,6 +90,9 @@ class Hopper(Backend):
         why = why_no_bits(p, self.config(p).tiles.tile_m) if found and self.config(p).form == "lists" else ""
         return [*found, why] if why else found
 
+    def no_order(self, p: Problem) -> list[str]:
+        return _order_reasons(p)
+
     def refused(self, p: Problem) -> list[str]:
         """Every reason why no machine runs this problem here."""
         gathers = selected.asked(p)
@@ -219,6 +222,12 @@ def _reasons_of_selected(p: Problem) -> list[str]:
         if why := why_no_bits(p, tiles.tile_m if by_columns else tiles.tile_n, by_columns):
             return [f"selected keys: {why}"]
     return []
+
+
+def _order_reasons(p: Problem) -> list[str]:
+    """Why the sums of a row like this problem's have no one order here. Kernels of causal calls stand for all that are installed."""
+    found = [*_device_reasons(p), *forward_reasons.reasons_of_order(p)]
+    return found or library.missing(*forward_config.one_order_of_rows(p))
 
 
 def _decided(p: Problem, plans: PerProblem, plan: Callable[[Problem], Any], config: AnyConfig) -> tuple:

@@ -15,7 +15,7 @@ from tilewise.backends.base import Backend, Directions, Grads, Inputs, Output, O
 from tilewise.backends.portable.backward import backward_step
 from tilewise.backends.portable.config import Config, choose
 from tilewise.backends.portable.forward import forward_step
-from tilewise.backends.portable.step import refuse_capture, steps
+from tilewise.backends.portable.step import refuse_capture, row_sums, steps
 from tilewise.backends.portable.tangent import RowTangents, backward_tangent_step, tangent_step
 from tilewise.problem import Problem
 
@@ -37,6 +37,9 @@ class Portable(Backend):
 
     def slow(self, p: Problem) -> str:
         return "runs plain PyTorch"
+
+    def no_order(self, p: Problem) -> list[str]:
+        return []
 
     def config(self, p: Problem) -> Config:
         return self.override or choose(p)
@@ -77,7 +80,7 @@ class Portable(Backend):
         dsink = None if t.sink is None else _zeros(t.sink, p.compute_dtype)
         for step in steps(p, t, self.config(p)):
             step_do, lse = step.rows_of(do), step.statistic_of(out.lse)
-            delta = _delta(step_do, step.rows_of(out.o), step.statistic_of(dlse), p.compute_dtype)
+            delta = _delta(p, step_do, step.rows_of(out.o), step.statistic_of(dlse))
             grads = step.rows_of(dq), step.keys_of(dk), step.keys_of(dv)
             backward_step(step, step_do, lse, delta, grads, leaves)
             if dsink is not None:
@@ -119,6 +122,6 @@ def _zeros(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(x.shape, dtype=dtype, device=x.device)
 
 
-def _delta(do: Tensor, o: Tensor, dlse: Tensor, dtype: torch.dtype) -> Tensor:
+def _delta(p: Problem, do: Tensor, o: Tensor, dlse: Tensor) -> Tensor:
     """Return ``rowsum(dO ∘ O) - dlse``: (batch, heads_q, seqlen_q)."""
-    return (do.to(dtype) * o).sum(-1).transpose(1, 2) - dlse
+    return row_sums(do.to(p.compute_dtype) * o, p.spec.everywhere).squeeze(-1).transpose(1, 2) - dlse

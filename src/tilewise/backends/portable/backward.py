@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tilewise import expr
-from tilewise.backends.portable.step import Step, tiles
+from tilewise.backends.portable.step import Step, add_product, product, tiles
 from tilewise.leaf_gradients import read_adjoint
 from tilewise.planning.tiles import EMPTY, FULL
 
@@ -72,20 +72,20 @@ class _QueryTile:
 def _query_block(step: Step, query: _QueryTile, keys: slice, full: bool, kv: tuple[Tensor, Tensor], sums: Sums) -> None:
     """Add one tile of scores to dQ of its rows and to dK, dV of its keys."""
     k, v = kv
-    plain = step.p.spec.score is None
-    raw = torch.bmm(query.q, k.mT)
+    plain, ordered = step.p.spec.score is None, step.p.spec.everywhere
+    raw = product(query.q, k.mT, ordered)
     s = step.scores(raw if plain else raw.clone(), query.rows, keys, full)
     p = s.sub_(query.lse).exp_()
     z = step.dropped(query.rows, keys)
-    sums.dv.baddbmm_((p if z is None else p * z).mT, query.do)
-    dp = torch.bmm(query.do, v.mT)
+    add_product(sums.dv, (p if z is None else p * z).mT, query.do, ordered)
+    dp = product(query.do, v.mT, ordered)
     ds = (dp if z is None else dp.mul_(z)).sub_(query.delta).mul_(p)
     if not (plain and full):  # 0 · NaN: hidden pairs add nothing
         ds.masked_fill_(p == 0, 0)
     if not plain:
         ds = _through_score(step, (query.rows, keys), raw, p == 0, ds, sums.leaves)
-    sums.dk.baddbmm_(ds.mT, query.q)
-    sums.dq.baddbmm_(ds, k)
+    add_product(sums.dk, ds.mT, query.q, ordered)
+    add_product(sums.dq, ds, k, ordered)
 
 
 def _through_score(

@@ -13,6 +13,7 @@ STEP_ELEMENTS = {"cpu": 1 << 20}  # scores of a step; on an accelerator as many 
 ACCELERATOR_ELEMENTS = 1 << 25
 STEP_ROWS_BYTES = 1 << 24  # accumulators of a step, so that memory does not grow with the heads
 SPLIT_KEYS = 4096
+ONE_ORDER = (64, 128)  # queries and keys of a tile of all calls that are deterministic everywhere
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,8 @@ def choose(p: Problem, share: int = 1) -> Config:
     Args:
         share: divides the scores of a step, for passes that hold more tiles of them at once than a forward.
     """
+    if p.spec.everywhere:
+        return _everywhere(p, share)
     own_lengths = p.packed or p.paged  # each sequence has lengths of its own
     seqlen_q, seqlen_k = (1 << 30, 1 << 30) if own_lengths else (p.seqlen_q, p.seqlen_k)
     tile_m = _power_of_two(seqlen_q, 1, max(16, 256 // p.group))
@@ -75,3 +78,12 @@ def choose(p: Problem, share: int = 1) -> Config:
         batch = 1 if own_lengths else max(1, min(p.batch, at_once // p.heads_k))
     few_queries = p.seqlen_q <= 16 and p.seqlen_k >= 2 * SPLIT_KEYS and not own_lengths
     return Config(tile_m, tile_n, batch, heads_k, SPLIT_KEYS if few_queries else None)
+
+
+def _everywhere(p: Problem, share: int) -> Config:
+    """Return the tiles of the one order. No product is a library's, so that a step may hold any number of rows and heads."""
+    tile_m, tile_n = ONE_ORDER
+    elements = STEP_ELEMENTS.get(p.device.type, ACCELERATOR_ELEMENTS) // share
+    at_once = max(1, elements // (min(tile_m, max(p.seqlen_q, 1)) * tile_n * p.group))
+    heads_k = min(p.heads_k, at_once)
+    return Config(tile_m, tile_n, 1 if p.packed or p.paged else max(1, min(p.batch, at_once // heads_k)), heads_k)

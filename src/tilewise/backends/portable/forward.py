@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tilewise import state
-from tilewise.backends.portable.step import Step, split_keys, tiles
+from tilewise.backends.portable.step import Step, add_product, product, row_sums, split_keys, tiles
 from tilewise.planning.tiles import EMPTY, FULL
 
 
@@ -56,14 +56,15 @@ def _key_block(
     """Add one key tile to ``acc`` in place, and return the new ``m`` and ``l``."""
     rows, keys = at
     m, l, acc = carried
-    s = torch.bmm(q, step.key_tile(step.k, keys).mT)
+    ordered = step.p.spec.everywhere
+    s = product(q, step.key_tile(step.k, keys).mT, ordered)
     s = step.scores(s, rows, keys, full)
     m_new = torch.maximum(m, s.amax(-1, keepdim=True))
     shift = m_new if full and step.p.spec.score is None else torch.where(m_new == -torch.inf, 0, m_new)
     p = s.sub_(shift).exp_()
     rescale = torch.exp(m - shift)
-    l = l * rescale + p.sum(-1, keepdim=True)
+    l = l * rescale + row_sums(p, ordered)
     z = step.dropped(rows, keys)
     p = p if z is None else p.mul_(z)
-    acc.mul_(rescale).baddbmm_(p, step.key_tile(step.v, keys))
+    add_product(acc.mul_(rescale), p, step.key_tile(step.v, keys), ordered)
     return m_new, l

@@ -128,6 +128,34 @@ class Step:
         return kept.view(-1, self.p.group * kept.shape[2], kept.shape[3])
 
 
+def add_product(total: Tensor, a: Tensor, b: Tensor, ordered: bool) -> Tensor:
+    """Add ``a b`` to ``total`` in place: ``(n, rows, depth)`` times ``(n, depth, columns)``.
+
+    Args:
+        ordered: one term after the other, each rounded (docs/algorithm.md#one-order). A library's product chooses an order by its shape.
+    """
+    if not ordered:
+        return total.baddbmm_(a, b)
+    for n in range(b.shape[1]):
+        total += a[:, :, n : n + 1] * b[:, n : n + 1]
+    return total
+
+
+def product(a: Tensor, b: Tensor, ordered: bool) -> Tensor:
+    """Return ``a b``, as :func:`add_product` adds it."""
+    return add_product(a.new_zeros(*a.shape[:2], b.shape[2]), a, b, True) if ordered else torch.bmm(a, b)
+
+
+def row_sums(x: Tensor, ordered: bool) -> Tensor:
+    """Return the sums over the last dimension, which stays; ``ordered`` as in :func:`add_product`."""
+    if not ordered:
+        return x.sum(-1, keepdim=True)
+    total = x.new_zeros(*x.shape[:-1], 1)
+    for n in range(x.shape[-1]):
+        total += x[..., n : n + 1]
+    return total
+
+
 def tiles(length: int, tile: int) -> list[slice]:
     return [slice(start, min(start + tile, length)) for start in range(0, length, tile)]
 

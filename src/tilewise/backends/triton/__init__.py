@@ -36,7 +36,15 @@ from tilewise.backends.base import (
     unknown_operations,
     wide_mask,
 )
-from tilewise.backends.triton.config import MAX_HEAD_DIM, MAX_LATENT_DIM, Config, choose, pair_sum_tiles, tf32_allowed
+from tilewise.backends.triton.config import (
+    MAX_HEAD_DIM,
+    MAX_LATENT_DIM,
+    ONE_ORDER,
+    Config,
+    choose,
+    pair_sum_tiles,
+    tf32_allowed,
+)
 from tilewise.backends.triton.host import launch, runtime, tangent, tuned
 from tilewise.backends.triton.host.append import append
 from tilewise.backends.triton.host.plan import Memo, Plan
@@ -108,6 +116,9 @@ class Triton(Backend):
         if not reasons and max(problem.seqlen_k // LEAST_TILE, problem.heads_q * problem.batch_dim) > MOST_BLOCKS[1]:
             reasons += beyond_grid(launches(problem, self.config(problem)))
         return reasons
+
+    def no_order(self, problem: Problem) -> list[str]:
+        return _order_reasons(problem)
 
     def slow(self, problem: Problem) -> str:
         if pair_lookups(problem) and described_lookup(problem) is None:
@@ -205,6 +216,23 @@ def device_reasons(device: torch.device) -> list[str]:
     if capability < (8, 0):
         return [f"compute capability {capability[0]}.{capability[1]} is below 8.0"]
     return []
+
+
+def _order_reasons(problem: Problem) -> list[str]:
+    """Return why the sums of a row like this problem's have no one order in all calls. Lengths, pages and packing play no part."""
+    reasons = [] if installed() else ["the package triton is not installed; pip install 'tilewise[triton]'"]
+    reasons = reasons or device_reasons(problem.device)
+    interpreted, wide = problem.device.type == "cpu", max(problem.head_dim, problem.head_dim_v)
+    has = {
+        "compiled kernels: on a GPU, lse differed between those over pages and the others": not interpreted,
+        f"{problem.dtype}: 16 bits have it": problem.dtype.itemsize != 2 and not interpreted,
+        f"head_dim {wide}: those up to {ONE_ORDER[-1].head_dim} have it": wide > ONE_ORDER[-1].head_dim,
+        "v in the memory of k": problem.latent,
+        "a mask of pairs": problem.spec.region.predicate is not None,
+        "a score that reads tensors or positions": problem.spec.score is not None
+        and bool(expr.depends_on(problem.spec.score) - {"s"} or expr.lookups(problem.spec.score)),
+    }
+    return reasons + [f'deterministic="everywhere" with {what}' for what, applies in has.items() if applies]
 
 
 def _width_reasons(problem: Problem) -> list[str]:

@@ -412,6 +412,16 @@ def divisor(n: int, most: int) -> int:
     return max(d for d in range(1, most + 1) if n % d == 0)
 
 
+# Queries and keys of a tile of all calls that are deterministic everywhere; on a GPU with products of 64 rows, however few count. Half
+# precision.
+ONE_ORDER = (Choices(128, forward=_tmas((64, 64, 4, 3))), Choices(256, forward=_tmas((64, 64, 8, 2))))
+
+
+def of_one_order(problem: Problem) -> Tiles:
+    """Return the forward's tiles of a call that is deterministic everywhere."""
+    return INTERPRETED.forward if problem.device.type == "cpu" else row_for(ONE_ORDER, problem).forward[0]
+
+
 def choose(
     problem: Problem,
     pair_bytes: int = 0,
@@ -439,6 +449,8 @@ def choose(
     passes |= {name: x for name, x in paired(arch, problem, pair_bytes, limit).items() if name in passes}
     passes |= {name: x for name, x in distant(arch, problem, distances).items() if name in passes}
     passes = {name: within_blocks(name, x, blocks) for name, x in preceded(passes, measured or {}).items()}
+    if problem.spec.everywhere:
+        passes["forward"] = of_one_order(problem)
     fitted = fit_all(problem, passes, pair_bytes)
     cores = devices.of(problem.device).cores
     chosen = Config.of(fitted)

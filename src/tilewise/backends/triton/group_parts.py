@@ -25,7 +25,7 @@ def group_parts(problem: Problem, tiles: Tiles, cores: int) -> int:
         cores: multiprocessors of the device.
     """
     # A deterministic result does not depend on the rest of the batch, so its choice looks at one sequence; packed calls hide its length.
-    if problem.group == 1 or (problem.spec.deterministic and problem.packed):
+    if problem.group == 1 or problem.spec.everywhere or (problem.spec.deterministic and problem.packed):
         return 1
     batch = 1 if problem.spec.deterministic else problem.batch_dim
     workers = cores * (

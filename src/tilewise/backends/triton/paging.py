@@ -22,6 +22,7 @@ from tilewise.backends.triton.config import (
     Config,
     architecture,
     memory_limit,
+    of_one_order,
     row_for,
     table,
     tf32_allowed,
@@ -109,7 +110,7 @@ def few_config(problem: Problem, machine: Machine, products: str) -> PagedConfig
     Args:
         products: as in :class:`config.Config`, of the other passes.
     """
-    if not takes_dense(problem):
+    if problem.spec.everywhere or not takes_dense(problem):
         return None
     few = rows_of_sequence(problem) <= LARGEST_SHARED
     if products == "bf16x6" and not few:  # the kernel has no products of terms
@@ -154,6 +155,9 @@ def choose_paged(problem: Problem, measured: dict[str, Tiles]) -> PagedConfig:
 
 def paged_config(problem: Problem, machine: Machine, products: str, measured: Tiles | None = None) -> PagedConfig:
     """Return the configuration on a machine."""
+    if problem.spec.everywhere:
+        tiles = of_one_order(problem)
+        return PagedConfig(tiles, tiles, tiles, overlapping=machine.arch in OVERLAPPING, products=products)
     arch, size = machine.arch, problem.dtype.itemsize
     by_width = table(arch, size, products)
     tiles = measured or (row_for(by_width, problem) or by_width[-1]).forward

@@ -74,7 +74,7 @@ def _keywords(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slop
         "score": None if not scores else scores[0] if len(scores) == 1 else scores[0] >> scores[1],
         "softmax_scale": softmax_scale,
         "dropout_p": dropout_p,
-        "deterministic": True if deterministic else None,
+        "deterministic": deterministic or None,
     }
 
 

@@ -40,6 +40,7 @@ from tilewise.compat.transformers.masks import HandedMask, MaskCall, joined, rea
 from tilewise.compat.transformers.sharded import ShardedMask, group, read_sharded, sharded
 from tilewise.masks.catalogue import Mask, causal, dense, window
 from tilewise.scores.catalogue import Score, bias, softcap
+from tilewise.spec import Deterministic
 
 __all__ = ["attention", "mask", "register", "sharded"]
 
@@ -97,7 +98,7 @@ class Handed:
         cu_seq_lens_q, cu_seq_lens_k: starts of the sequences packed into a batch of one.
         block_table, k_cache, v_cache: the pages of a cache that the packed keys and values are to be appended to
             (:mod:`~tilewise.compat.transformers.continuous`).
-        deterministic: results repeat bit for bit; without it, torch's own setting decides.
+        deterministic: as in :func:`tilewise.attention`; without it, torch's own setting decides.
         output_attentions: the probabilities are asked for; most models do not hand it over (:func:`_recorded`).
     """
 
@@ -113,7 +114,7 @@ class Handed:
     block_table: Tensor | None = None
     k_cache: Tensor | None = None
     v_cache: Tensor | None = None
-    deterministic: bool | None = None
+    deterministic: Deterministic = None
     output_attentions: bool | None = None
 
     @classmethod

@@ -80,7 +80,7 @@ template <class E, class T, class X>
 class FewQueries {
  public:
   static bool serves(const TwCall &c, const QueryItem &item) {
-    const bool plain = c.program.score < 0 && c.program.keep < 0 && !c.keep_below;
+    const bool plain = !c.one_order && c.program.score < 0 && c.program.keep < 0 && !c.keep_below;
     return plain && item.heads * (item.m1 - item.m0) <= W;
   }
 

@@ -5,7 +5,7 @@
 
 extern "C" {
 
-enum { TW_VERSION = 12, TW_DIMS = 8 };
+enum { TW_VERSION = 13, TW_DIMS = 8 };
 enum TwType { TW_F32 = 0, TW_F64 = 1, TW_BF16 = 2, TW_F16 = 3, TW_I64 = 4, TW_I32 = 5, TW_I16 = 6, TW_I8 = 7, TW_U8 = 8 };
 enum TwStatus { TW_OK = 0, TW_BAD_CALL = 1, TW_NO_MEMORY = 2, TW_FAILED = 3, TW_INTERRUPTED = 4 };
 enum TwTile { TW_EMPTY = 0, TW_PARTIAL = 1, TW_FULL = 2 };
@@ -103,6 +103,7 @@ typedef struct {
   uint32_t keep_below;                             // dropout's threshold; 0: no dropout
   int32_t shares;                                  // backward: parts of the keys that threads share
   int32_t serial_batch, serial_head;               // backward: units that differ there alone run one after the other
+  int32_t one_order, unused;                       // forward: the sums of a row have one order, whatever rows are beside it
   // Backward alone:
   TwTensor dout, dq, dk, dv;                       // dq zeroed, unless the inputs are of 16 bits
   const void *dlse;                                // as lse

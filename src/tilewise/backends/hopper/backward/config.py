@@ -352,6 +352,8 @@ class Chosen(NamedTuple):
 
 def chosen_row(p: Problem) -> Chosen | None:
     """The first row of TABLE that holds both head dims and has passes for a problem; None where no row does."""
+    if p.spec.everywhere:  # no order of dQ that the number of tiles decides, and no tile that several CTAs share
+        return next(filter(None, (two_passes(row, p) for row in rows_for(p))), None)
     return next(filter(None, (kept_ds(row, p) or two_passes(row, p) for row in rows_for(p))), None)
 
 
@@ -374,7 +376,7 @@ def choose(p: Problem) -> Backward:
     if form in ("rows", "lists") and bits and not why_no_bits(p, bits.tile_m, by_columns=True):
         return Backward(bits, None, DTYPES[str(p.dtype)], "bits")
     row, passes, form = chosen_row(p)
-    if traced == PLAIN:
+    if traced == PLAIN and not p.spec.everywhere:
         passes = one_pass(row, p, form, softcap) or passes
     return Backward(*passes, DTYPES[str(p.dtype)], form, "softcap" * softcap, p.packed, traced, dropout)
 

@@ -7,7 +7,14 @@ import math
 from tilewise import device as devices
 from tilewise import expr, sizes
 from tilewise.backends.hopper.config import DTYPES, LONG, band_of, cap_of
-from tilewise.backends.hopper.decoding.config import BOX_ROWS, SEGMENT_KEYS, TILES, DecodingConfig, rows_of
+from tilewise.backends.hopper.decoding.config import (
+    BOX_ROWS,
+    ONE_ORDER_TILES,
+    SEGMENT_KEYS,
+    TILES,
+    DecodingConfig,
+    rows_of,
+)
 from tilewise.backends.hopper.forward.paged_config import pool_reasons
 from tilewise.problem import Problem
 
@@ -31,13 +38,18 @@ def fitting(problem: Problem) -> DecodingConfig | None:
     score = "" if cap is None else "softcap"
     rows = next((n for n in rows_of(score) if problem.seqlen_q * problem.group <= n), 0)
     width = next((width for width, _ in TILES if problem.head_dim <= width), 0)
-    tiles, part, found = TILES.get((width, rows)), part_rows(problem), ends(problem)
+    everywhere = spec.everywhere
+    tiles, part, found = (
+        (ONE_ORDER_TILES if everywhere else TILES).get((width, rows)),
+        part_rows(problem),
+        ends(problem),
+    )
     if tiles is None or part is None or found is None or str(problem.dtype) not in DTYPES or not problem.seqlen_q:
         return None
     # A part of a block whose first rows no query sees must have keys to its end (pages.box_of).
     if 1 - found[0] < part or pool_reasons(problem):
         return None
-    return DecodingConfig(DTYPES[str(problem.dtype)], tiles, part, score)
+    return DecodingConfig(DTYPES[str(problem.dtype)], tiles, part, score, everywhere)
 
 
 def reads_ends(problem: Problem) -> bool:
@@ -81,5 +93,7 @@ def shares_of(problem: Problem, segment: int, tile_n: int) -> int:
 
 
 def segment_of(problem: Problem, tile_n: int) -> int:
-    """The blocks of every share where results may not depend on batch-mates; 1: shares are even."""
+    """The blocks of every share where results may not depend on batch-mates, or are those of a whole sequence; 1: shares are even."""
+    if problem.spec.everywhere:
+        return sizes.larger(2, -(-(problem.capacity if problem.paged else problem.seqlen_k) // tile_n))
     return SEGMENT_KEYS // tile_n if problem.spec.deterministic else 1

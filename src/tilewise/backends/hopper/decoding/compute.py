@@ -20,6 +20,7 @@ from tilewise.backends.hopper.decoding.params import DecodingParams
 from tilewise.backends.hopper.decoding.shares import (
     Place,
     batch_of,
+    block_at,
     blocks_of,
     columns_of,
     first_block_of,
@@ -89,8 +90,10 @@ def compute(
         operands.o.fill(0.0)
         operands.rows.m2.fill(-softmax.INF)
         operands.rows.l.fill(0.0)
-        for n in cutlass.range(begin + first, stop + first, unroll=1):
-            state = attend(operands, state, place, n, smem, params, config)
+        low, high = begin + first, stop + first
+        for n in cutlass.range(low, high, unroll=1):
+            block = block_at(n, low, high, config)
+            state = attend(operands, state, place, block, smem, params, config)
         following = next_place(place, params, config)
         load_query(operands, following.sequence, params, config)  # on its way while this sequence ends
         finish(operands, smem.told + turn, place, share, params, config)

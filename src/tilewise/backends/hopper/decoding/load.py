@@ -6,9 +6,11 @@ import cutlass
 import cutlass.cute as cute
 
 from tilewise.backends.hopper.config import ELEMENT_BYTES
+from tilewise.backends.hopper.decoding.config import DecodingConfig
 from tilewise.backends.hopper.decoding.params import DecodingParams, PoolMaps
 from tilewise.backends.hopper.decoding.shares import (
     Place,
+    block_at,
     blocks_of,
     first_block_of,
     first_key_of,
@@ -48,12 +50,12 @@ def load_blocks(
     seen = first_key_of(place.keys, params)
     lane, count = cute.arch.thread_idx()[0] % 32, config.boxes
     for begin in cutlass.range(first, last, 32 // count, unroll=1):
-        mine = row_of_box(place.sequence, begin * count + lane, params, config)
+        mine = row_of_box(place.sequence, box_at(begin, lane, blocks, config), params, config)
         for n in cutlass.range(PICK.smaller(last - begin, 32 // count), unroll=1):
             boxes = []
             for m in cutlass.range_constexpr(count):
                 start = cute.arch.make_warp_uniform(cute.arch.shuffle_sync(mine, n * count + m))
-                position = ((begin + n) * count + m) * config.paged
+                position = (block_at(begin + n, first, last, config) * count + m) * config.paged
                 boxes.append(box_of(start, config.paged, place.keys - position, seen - position))
             cute.arch.mbarrier_wait(smem.empty + state.index, state.phase)  # every computing warp
             size = ELEMENT_BYTES * config.tiles.block
@@ -67,6 +69,15 @@ def load_blocks(
                 copy_box(v, boxes[m], m, state.index, smem.full_v + state.index, config)
             state = state.advance(config.tiles.stages)
     return state
+
+
+def box_at(begin, lane, blocks: tuple, config: DecodingConfig):
+    """The box, of a sequence's, that a lane looks up where the n-th block of ``blocks`` from ``begin`` on comes first."""
+    count = config.boxes
+    if not config.down:
+        return begin * count + lane
+    block = PICK.larger(block_at(begin + lane // count, *blocks, config), 0)  # none before the first is read
+    return block * count + lane % count
 
 
 @cute.jit

@@ -26,11 +26,13 @@ from tilewise.backends.hopper.config import (
 from tilewise.backends.hopper.expected import Expected
 from tilewise.backends.hopper.forward.parameters import parameters
 from tilewise.backends.hopper.forward.tiles import (
+    ONE_ORDER_TILES,
     PAGED_TILES,
     SELECTED_TILES,
     TABLE,
     TileRow,
     Tiles,
+    one_order,
     row_of,
     rows_for,
     short,
@@ -178,7 +180,14 @@ def shipped() -> list[Config]:
     biased = [Config(tiles, dtype, form, score) for tiles, form, score in scored for dtype in dtypes_of(score)]
     packed += [replace(c, packed=True) for c in biased if (True, False) in SCORES[c.score].ways]
     gathers = [Config(t, dtype, "upper", selected=True) for t in SELECTED_TILES.values() for dtype in DTYPES.values()]
-    return list(dict.fromkeys((*whole, *split, *packed, *paged, *both, *bits, *dropped, *biased, *gathers)))
+    ordered = [
+        c
+        for c in (*plain, *packed)
+        if c.form in ONE_ORDER and c.tiles in ONE_ORDER_TILES and not (c.score or c.dropout)
+    ]
+    ordered += [c for c in paged if c.form == "upper"]
+    ordered = [replace(c, tiles=one_order(c.tiles)) for c in ordered]
+    return list(dict.fromkeys((*whole, *split, *packed, *paged, *both, *bits, *dropped, *biased, *gathers, *ordered)))
 
 
 @lru_cache(maxsize=1)
@@ -207,11 +216,32 @@ def smaller(config: Config) -> list[Config]:
 # -- What a call gets ----------------------------------------------------------------------------------------------
 
 
+ONE_ORDER = ("full", "upper", "rows")
+"""The forms of dense calls whose rows have one order of sums; packed ones have the first two, and those over pages the second."""
+
+
+def of_one_order(problem: Problem) -> Config:
+    """The kernel of a call that is deterministic everywhere: blocks of 128 keys from the sequence's first one on, which are not split."""
+    form = keys_of(problem)[0]
+    tiles = row_for(problem, capped=False, dropped=False).of_form(form)
+    return Config(one_order(tiles), DTYPES[str(problem.dtype)], form, packed=problem.packed)
+
+
+def one_order_of_rows(problem: Problem) -> list[Config]:
+    """The causal kernels of all ways that rows like a problem's may come, dense, packed and over pages."""
+    tiles, dtype = row_for(problem, capped=False, dropped=False).ends, DTYPES[str(problem.dtype)]
+    found = [Config(one_order(tiles), dtype, "upper", packed=packed) for packed in (False, True)]
+    over_pages = [(rows, one_order(x)) for (width, rows), x in PAGED_TILES.items() if width == tiles.width]
+    return found + [Config(x, dtype, "upper", packed=True, paged=rows) for rows, x in over_pages]
+
+
 def choose(problem: Problem) -> Config:
     """The kernel for a problem that has no reasons against it: of those shipped, the one with the fewest estimated clocks.
 
     Keys are split where tiles fill less than half of the machine, if that saves a third of the estimated time.
     """
+    if problem.spec.everywhere:
+        return of_one_order(problem)
     (form, band), traced, cores = keys_of(problem), Expressions.of(problem).traced, devices.of(problem.device).cores
     capped, dropout = problem.spec.score is not None and not traced.score, problem.spec.dropout_p > 0
     bits = bit_tiles_of(problem)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tilewise.backends.hopper.config import DTYPES, ELEMENT_BYTES, LONG, band_of, strides_addressable
 from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.forward.reasons import reasons as forward_reasons
-from tilewise.backends.hopper.forward.tiles import PAGE_ROWS, PAGED_TILES
+from tilewise.backends.hopper.forward.tiles import PAGE_ROWS, PAGED_TILES, one_order
 from tilewise.backends.hopper.latent import config as latent_config
 from tilewise.backends.hopper.latent.config import LatentConfig
 from tilewise.problem import Problem, TensorFacts
@@ -133,4 +133,5 @@ def choose(problem: Problem) -> Config | LatentConfig:
     tiles = next(tiles for (width, n), tiles in PAGED_TILES.items() if wide <= width and n == rows)
     # A row without an end ends far behind all keys.
     form = "upper" if band_of(problem).lo is None else "band"
+    tiles = one_order(tiles) if problem.spec.everywhere else tiles
     return Config(tiles, DTYPES[str(problem.dtype)], form, packed=True, paged=rows)

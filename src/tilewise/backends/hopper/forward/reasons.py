@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from tilewise.backends.hopper.config import (
     DROPPED,
     DTYPES,
@@ -15,7 +17,7 @@ from tilewise.backends.hopper.config import (
     reasons_of_slopes,
 )
 from tilewise.backends.hopper.forward.config import choose, leaves_idle, mean_seqlen_q
-from tilewise.backends.hopper.forward.tiles import MAX_HEAD_DIM, TABLE
+from tilewise.backends.hopper.forward.tiles import MAX_HEAD_DIM, ONE_ORDER_TILES, TABLE, rows_for
 from tilewise.problem import Problem
 
 
@@ -36,6 +38,25 @@ def reasons(problem: Problem, widest: int | None = None) -> list[str]:
     if problem.softmax_scale <= 0 and not is_traced(problem):
         found.append(f"softmax_scale {problem.softmax_scale} is not above 0")
     return found
+
+
+def reasons_of_order(problem: Problem) -> list[str]:
+    """Every reason why the sums of a row like this problem's have no one order in all calls. Lengths, pages and packing play no part."""
+    dims, text = (problem.head_dim, problem.head_dim_v), problem.spec.mask_text
+    found = [] if str(problem.dtype) in DTYPES else [f"{problem.dtype}"]
+    row = next(rows_for(*dims), None)
+    if row is None or row.ends not in ONE_ORDER_TILES or any(dim % MULTIPLE for dim in dims):
+        found.append(f"head dims {dims[0]} and {dims[1]}")
+    found += ["a score"] if problem.spec.score_text else []
+    # A window moves the first key of the blocks that a chunk of rows reads.
+    found += [] if all(_ORDERED.fullmatch(x) for x in filter(None, text.split(" & "))) else [f"the mask {text}"]
+    return [
+        f'deterministic="everywhere" with {x}: it has causal, key_lengths and no mask, 16 bits, up to 64 or 128'
+        for x in found
+    ]
+
+
+_ORDERED = re.compile(r"causal\(\)|key_range\(0, [^&]*\)")
 
 
 def _reasons_of_wide(problem: Problem) -> list[str]:

@@ -27,6 +27,7 @@ MEANINGS = {
     # The mask
     "masked": "some query does not see some key",
     "lists": "tiles to visit come as lists",
+    "ordered": "a row's key tiles, and a key's query tiles, come in the order of their positions",
     "partial_stages": "stages of the loop over a list of partial tiles",
     "varies": "the ends of intervals differ between heads or batch elements, or are read from tensors",
     "lo": "function: the first key of a query; None: unbounded, as all ends",

@@ -315,6 +315,7 @@ def _problem_facts(decisions: Decisions, emitted: Emitted) -> dict[str, object]:
         "general": spec.score is not None or not problem.softmax_scale > 0 or fp32,
         "natural": fp32,
         "masked": not region.everything,
+        "ordered": spec.everywhere,
         "sink": spec.sink_slot is not None,
         "dropout": spec.dropout_p > 0,
         "precision": "tf32" if decisions.config.products == "tf32" else "ieee",

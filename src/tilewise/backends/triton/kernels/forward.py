@@ -303,12 +303,23 @@ def bounded_exponentials(s, query, j, scales, work, FACTS: tl.constexpr):
 
 
 @triton.jit
+def lse_of(m, l, FACTS: tl.constexpr):
+    """m + log l, in natural units; with ``FACTS.ordered`` by a fused multiply-add, which the assembler would choose in some kernels."""
+    if FACTS.natural:
+        return m + log(l)
+    elif FACTS.ordered:
+        return tl.fma(m, tl.full(m.shape, LN2, tl.float32), log(l))
+    else:
+        return m * LN2 + log(l)
+
+
+@triton.jit
 def epilogue(m, l, acc, largest, m0, head, tensors, sizes, scales, work, FACTS: tl.constexpr):
     """Stores o = acc / l and lse = m + log l, (7), with the sink merged in, (18); and ``largest``, the rows' largest scores, in m's
     unit, where they are asked for."""
     i = m0 + tl.arange(0, FACTS.tile_m)
     left = work.seqlen_q - m0
-    lse = tl.where(l == 0, float("-inf"), (m if FACTS.natural else m * LN2) + log(l))
+    lse = tl.where(l == 0, float("-inf"), lse_of(m, l, FACTS))
     weight = 1.0 / tl.where(l == 0, 1.0, l)  # a row that saw no key: o = 0
     if FACTS.sink:
         sink = tl.load(tensors.sink + head).to(tl.float32)

@@ -80,7 +80,9 @@ def n_block_ranges(m0, head, work, FACTS: tl.constexpr):
     lo_b, hi_b = key_interval(end, head, work, FACTS)
     first, full, full_end, last = block_ranges(lo_a, hi_a, lo_b, hi_b, FACTS.tile_n)
     last = tl.where(end >= m0, last, first)  # a packed slot may hold no row
-    if FACTS.keep is not None:  # any block may hide a pair
+    if FACTS.keep is not None or (
+        FACTS.ordered and not FACTS.whole
+    ):  # any block may hide a pair; or one loop has all blocks
         full_end = tl.minimum(full, last)
     return first, tl.minimum(full, last), tl.minimum(full_end, last), last
 
@@ -93,7 +95,7 @@ def m_block_ranges(n0, head, work, FACTS: tl.constexpr):
     first_b, last_b = query_interval(end, head, work, FACTS)
     first, full, full_end, last = block_ranges(first_a, last_a, first_b, last_b, FACTS.tile_m)
     last = tl.where(end >= n0, last, first)  # a packed slot may hold no key
-    if FACTS.keep is not None:  # any block may hide a pair
+    if FACTS.keep is not None or (FACTS.ordered and not FACTS.whole):  # as above
         full_end = tl.minimum(full, last)
     return first, tl.minimum(full, last), tl.minimum(full_end, last), last
 

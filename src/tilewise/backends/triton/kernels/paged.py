@@ -197,7 +197,7 @@ def visible_blocks(tile, work, FACTS: tl.constexpr):
         valid = tile.rows < work.seqlen_q
         full = tl.cdiv(tl.max(tl.where(valid, tile.lo, 0), 0), FACTS.tile_n)
         full_end = tl.min(tl.where(valid, tile.hi, work.seqlen_k), 0) // FACTS.tile_n
-    if FACTS.keep is not None:  # any block may hide a pair
+    if FACTS.keep is not None or FACTS.ordered:  # any block may hide a pair; or one loop has all blocks
         full_end = full
     return first, full, full_end, last
 

@@ -2,8 +2,7 @@
 
 import triton
 import triton.language as tl
-from tilewise.backends.triton.kernels.forward import with_sink
-from tilewise.backends.triton.kernels.maths import log
+from tilewise.backends.triton.kernels.forward import lse_of, with_sink
 from tilewise.backends.triton.kernels.tile import LN2
 
 # P times the scale of a value is rounded to q's dtype. Times this power of two as well it keeps as many bits in fp16 as the value
@@ -57,7 +56,7 @@ def paged_epilogue(m, l, acc, tile, tensors, sizes, work, FACTS: tl.constexpr):
 @triton.jit
 def normaliser(m, l, FACTS: tl.constexpr):
     """The factor of acc that makes it o, and lse, of each row: fp32 (tile_m,)."""
-    lse = tl.where(l == 0, float("-inf"), (m if FACTS.natural else m * LN2) + log(l))
+    lse = tl.where(l == 0, float("-inf"), lse_of(m, l, FACTS))
     return 1.0 / tl.where(l == 0, 1.0, l), lse  # a row that saw no key: o = 0
 
 

@@ -1,0 +1,192 @@
+"""``deterministic="everywhere"``: the bits of a row follow from the row, whatever way its call has it."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import tilewise as tw
+from tests import ways
+from tests.ways import Scene
+from tilewise import dispatch
+from tilewise.backends.cpu import library
+from tilewise.backends.cpu.config import Config
+from tilewise.backends.triton import interpreting
+
+PAGE = Path(__file__).parents[1] / "docs" / "algorithm.md"
+BACKENDS = [
+    "portable",
+    pytest.param("cpu", marks=pytest.mark.skipif(isinstance(library.load(), str), reason="no native library")),
+]
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+
+# Heads (q, k), head dims (of k, of v), dtype and options. Of 150 rows a tile ends within a chunk. Decoding computes every tenth.
+CASES = {
+    "causal": ((4, 2), (64, 64), BF16, {}),
+    "fp32": ((4, 1), (64, 64), F32, {}),
+    "window": ((4, 2), (128, 128), BF16, {"window": 40}),
+    "sinks": ((4, 2), (64, 64), F16, {"with_sink": True}),
+    "softcap": ((4, 2), (64, 64), BF16, {"cap": 5.0}),
+    "wide": ((2, 2), (256, 256), F32, {}),
+    "latent": ((4, 1), (96, 64), BF16, {"latent": True}),
+    "not-causal": ((4, 2), (64, 64), BF16, {"causal": False}),
+}
+
+
+def scene(name: str, backend: str, seqlen: int = 150) -> Scene:
+    heads, dims, dtype, more = CASES[name]
+    return Scene.drawn(seqlen, heads, dims, dtype, backend=backend, every=10, **more)
+
+
+# -- The definition ----------------------------------------------------------------------------------------------------
+
+
+def defined() -> dict:
+    """Return what the page's program defines."""
+    section = PAGE.read_text(encoding="utf-8").partition("## 16. One order")[2]
+    made: dict = {}
+    exec(re.search(r"```python\n(.*?)```", section, re.DOTALL).group(1), made)
+    return made
+
+
+@pytest.mark.parametrize("window", [None, 60])
+def test_the_portable_backend_computes_the_page_s_program(window):
+    s = Scene.drawn(140, (2, 1), (16, 16), F32, window=window, backend="portable")
+    o, lse, _ = ways.dense(s)
+    one_row = defined()["one_row"]
+    for i in range(0, 140, 23):
+        seen = range(0 if window is None else max(0, i - window), i + 1)
+        for h in range(2):
+            expected = one_row(s.q[i, h] * 0.25, s.k[:, 0], s.v[:, 0], seen)
+            assert torch.equal(o[i, h], expected[0])
+            assert torch.equal(lse[h, i], expected[1])
+
+
+# -- All pairs of ways -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", CASES)
+def test_a_row_has_the_same_bits_in_every_way(name, backend):
+    s = scene(name, backend)
+    found = {way: ways.WAYS[way](s) for way in ways.ways_of(s)}
+    assert [(a, b) for a, b in itertools.combinations(found, 2) if ways.differing(s, found[a], found[b])] == []
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_have_the_same_bits_dense_packed_padded_and_as_a_document(name, backend):
+    s = scene(name, backend)
+    do, dlse = torch.randn_like(s.q[..., : s.v.shape[-1]]), torch.randn(s.q.shape[1], s.q.shape[0])
+    found = {way: ways.gradients(s, do, dlse, way) for way in ways.BACKWARD}
+    assert [(a, b) for a, b in itertools.combinations(found, 2) if ways.gradients_differ(found[a], found[b])] == []
+
+
+# The interpreter takes 5 ms for a pair of tiles: one scene, and the ways that have kernels of their own.
+@pytest.mark.skipif(not interpreting(), reason="kernels are not interpreted (tests/conftest.py)")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of infinities that the mathematics selects away
+@pytest.mark.parametrize("window", [None, 20])
+def test_triton_gives_a_row_the_same_bits(window):
+    s = Scene.drawn(100, (2, 1), (32, 32), F16, window=window, backend="triton", every=50)
+    found = {way: ways.WAYS[way](s) for way in ("dense", "packed", "document", "padded", "pages of 16", "decoded")}
+    assert [(a, b) for a, b in itertools.combinations(found, 2) if ways.differing(s, found[a], found[b])] == []
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_the_number_of_threads_plays_no_part(threads):
+    s, before = scene("causal", "portable"), torch.get_num_threads()
+    expected = ways.dense(s)
+    torch.set_num_threads(threads)
+    try:
+        assert not ways.differing(s, expected, ways.dense(s))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_batch_of_documents_has_the_queries_of_each():
+    """Chunks of queries, at the end of documents that lie differently in each batch element."""
+    q, k, v = (torch.randn(2, n, 2, 16) for n in (50, 120, 120))
+    ids = torch.tensor([[0] * 40 + [1] * 80, [0] * 100 + [1] * 20])
+    kept = tw.documents(ids) & tw.causal()
+    o = tw.attention(q, k, v, mask=kept, deterministic="everywhere")
+    torch.testing.assert_close(o, tw.attention(q, k, v, mask=kept), rtol=1e-5, atol=1e-5)  # the same attention
+
+
+# -- What is refused ---------------------------------------------------------------------------------------------------
+
+
+def attend(**options) -> torch.Tensor:
+    q = torch.randn(1, 20, 2, 16, dtype=options.pop("dtype", F32))
+    return tw.attention(q, q, q, deterministic="everywhere", **options)
+
+
+def quantised() -> torch.Tensor:
+    pages, one = torch.zeros(1, 16, 1, 16, dtype=torch.float8_e4m3fn), torch.ones(())
+    table, lengths = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([9], dtype=torch.int32)
+    cache = tw.paged(pages, pages, table, lengths, k_scale=one, v_scale=one)
+    return tw.attention_paged(torch.zeros(1, 1, 2, 16), cache, deterministic="everywhere")
+
+
+DOCUMENTS = torch.tensor([0] * 9 + [1] * 11)
+REFUSED = {
+    "dropout": (lambda: attend(dropout_p=0.5), "with dropout, which counts the batch"),
+    "8-bits": (quantised, "a cache in 8 bits"),
+    "left-padding": (lambda: attend(mask=tw.key_range(3, 20)), "padding before the keys"),
+    "documents-beside-a-prefix": (
+        lambda: attend(mask=tw.documents(DOCUMENTS) & tw.prefix(3)),
+        "prefix(3) reads positions",
+    ),
+    "documents-beside-a-score": (
+        lambda: attend(mask=tw.documents(DOCUMENTS), score=tw.alibi(torch.ones(2))),
+        "the score reads positions",
+    ),
+    "documents-in-a-union": (lambda: attend(mask=tw.documents(DOCUMENTS) | tw.window(3, 3)), "in a union"),
+    "reference": (lambda: attend(backend="reference"), "no one order of summation"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_call_that_cannot_keep_it_is_refused_by_name(name):
+    call, reason = REFUSED[name]
+    with pytest.raises(NotImplementedError, match=re.escape(reason)):
+        call()
+
+
+def test_lengths_do_not_choose_the_backend(monkeypatch):
+    """A backend that has the order of such rows runs all ways of them, or refuses: another one would have other bits."""
+    first = dispatch.BACKENDS[0].name
+    monkeypatch.setattr(
+        type(dispatch.backend(first)), "unsupported", lambda self, p: ["more than 10 rows"] * (p.seqlen_q > 10)
+    )
+    dispatch.forget()
+    try:
+        with pytest.raises(NotImplementedError, match="more than 10 rows"):
+            attend()
+    finally:
+        dispatch.forget()
+
+
+def test_explain_says_it():
+    q = torch.randn(1, 20, 2, 16)
+    told = tw.explain(q, q, q, mask=tw.documents(DOCUMENTS) & tw.causal(), deterministic="everywhere")
+    assert "packed, 2 sequences    deterministic everywhere" in str(told).replace("\n          ", "    ")
+
+
+# -- Drawn pairs ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(isinstance(library.load(), str), reason="no native library")
+def test_drawn_pairs_are_equal_and_those_of_another_kernel_are_not(monkeypatch):
+    found = ways.pairs(20, ways.CPU, backend="cpu")
+    assert (found["pairs"], found["failures"]) == (20, [])
+    made = Config.__init__
+    monkeypatch.setattr(Config, "__init__", lambda self, *a, **more: made(self, *a, **more | {"one_order": False}))
+    dispatch.forget()
+    s = replace(scene("causal", "cpu", seqlen=300), every=50)
+    assert ways.differing(s, ways.dense(s), ways.decoded(s))
+    dispatch.forget()

@@ -78,9 +78,8 @@ def candidates(p: Problem) -> list[str]:
     if p.spec.backend is not None:
         return [p.spec.backend]
     names = [row.name for row in BACKENDS if row.device_types is None or p.device.type in row.device_types]
-    if (
-        p.spec.everywhere
-    ):  # the same backend for all calls with such rows: neither sizes nor another way may choose the order of sums
+    if p.spec.everywhere:
+        # One backend for all calls with such rows: neither sizes nor another way may choose the order of sums.
         return [name for name in names if not backend(name).no_order(p)][:1] or names
     return sorted(names, key=lambda name: bool(backend(name).slow(p)))
 

@@ -89,16 +89,18 @@ What = Literal["attention", "forward mode", "second derivatives"]
 
 def _reasons(name: str, p: Problem, what: What) -> list[str]:
     """Return the reasons why a backend cannot run a problem, or derivatives of it beyond the first backward."""
-    reasons = backend(name).unsupported(p)
-    reasons = [*reasons, *_no_order(name, p)]
+    reasons = _refused(name, p)
     if what == "attention":
         return reasons
     return reasons + backend(name).without_tangents(p, what == "second derivatives")
 
 
-def _no_order(name: str, p: Problem) -> list[str]:
-    """Return the reasons why a row's sums would not have the one order that a call asks for."""
-    return [*everywhere_reasons(p), *backend(name).no_order(p)] if p.spec.everywhere else []
+def _refused(name: str, p: Problem) -> list[str]:
+    """Return the reasons why a backend cannot run a problem, each once, also those against the one order of sums that it may ask for."""
+    reasons = backend(name).unsupported(p)
+    if p.spec.everywhere:
+        reasons = [*reasons, *everywhere_reasons(p), *backend(name).no_order(p)]
+    return list(dict.fromkeys(reasons))
 
 
 def select(p: Problem, what: What = "attention") -> Backend:
@@ -403,8 +405,7 @@ def _heads_first(p: Problem) -> bool:
 
 def _why_not(row: Row, p: Problem, chosen: str | None) -> list[str]:
     """Return the reasons why a backend does not run a problem that another one runs."""
-    reasons = list(backend(row.name).unsupported(p))
-    reasons += _no_order(row.name, p)
+    reasons = _refused(row.name, p)
     if row.device_types is not None and p.device.type not in row.device_types:
         elsewhere = f"runs on {', '.join(row.device_types)}, q is on {p.device.type}"
         reasons = [elsewhere, *(reason for reason in reasons if reason != elsewhere)]

@@ -170,10 +170,10 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "autograd": ("derivatives", "dispatch", "backends.base", "problem", "spec", "untraced"),
     "batching": ("autograd", "derivatives", "mapped", "spec", "expr", "state", "untraced"),
     "cache": ("dispatch", "problem", "pages", "settings", "spec", "untraced"),
-    "shared_prefix": ("repeated", "cache", "pages", "settings", "state", "masks", "scores", "spec", "expr"),
+    "shared_prefix": ("repeated", "cache", "pages", "settings", "state", "masks", "scores", "spec"),
     "repeated": ("autograd", "dispatch", "masks", "spec"),
     "nested": ("spec",),
-    "documents": ("spec", "masks", "scores", "expr"),
+    "documents": ("spec", "masks", "scores"),
     "flops": ("spec",),
     "statistics": (
         "autograd",

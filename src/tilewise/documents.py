@@ -12,9 +12,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tilewise import expr
 from tilewise.masks import Mask, as_mask
-from tilewise.scores import as_score, expression
+from tilewise.scores import as_score, symbols_of
 from tilewise.spec import EVERYWHERE, Options
 
 _ATOM = "documents("
@@ -46,7 +45,7 @@ def packed_documents(q: Tensor, k: Tensor, v: Tensor, o: Options) -> tuple[tuple
         reasons.append("documents stand twice in the mask, or in a union")
     elif ids.shape[-1] != k.shape[1]:
         reasons.append(f"documents of {ids.shape[-1]} keys, k has {k.shape[1]}")
-    if _reads_positions(o.score):
+    if symbols_of(as_score(o.score)) & {"b", "i", "j", "off"}:
         reasons.append("beside documents, the score reads positions in the whole sequence")
     if q.shape[1] > k.shape[1]:
         reasons.append("documents with more queries than keys")
@@ -78,14 +77,6 @@ def _parted(mask: Mask) -> tuple[list[str], Tensor | None]:
     others = [x for x in terms if not (x.startswith(_ATOM) and x.count("(") == 1)]
     sources = mask.sources
     return others, sources[0] if len(terms) - len(others) == 1 and len(sources) == 1 else None
-
-
-def _reads_positions(score: object) -> bool:
-    if score is None:
-        return False
-    known = as_score(score)
-    found = expression(known.text, tuple(range(len(known.leaves))))
-    return found is not None and bool(expr.depends_on(found) & {"b", "i", "j", "off"})
 
 
 def _cu_seqlens(ids: Tensor, batch: int, seqlen_q: int, seqlen_k: int) -> tuple[Tensor, Tensor]:

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tilewise import expr, masks, pages, repeated, settings, state
+from tilewise import masks, pages, repeated, settings, state
 from tilewise.cache import PagedCache, QuantizedCache, SharedCache, cache_as_options
-from tilewise.scores import as_score, expression
+from tilewise.scores import as_score, symbols_of
 from tilewise.spec import Options
 
 POSITIONS = {"b", "h", "i", "j", "off"}
@@ -48,7 +48,7 @@ def why_apart(q: Tensor, shared: SharedCache, o: Options) -> list[str]:
         "packed queries": o.cu_seqlens_q is not None,
         "deterministic: the queries of other sequences would decide how its keys are split": _deterministic(o),
         "the mask reads positions": masks.as_mask(o.mask, False).text not in ("", masks.as_mask(None, True).text),
-        "the score reads positions": _reads_positions(o),
+        "the score reads positions": bool(symbols_of(as_score(o.score)) & POSITIONS),
         "the largest scores are asked for": o.max_logit,
         "each sequence has scales of its own": isinstance(shared.cache, QuantizedCache)
         and any(x.ndim == 2 for x in shared.cache[4:]),
@@ -67,14 +67,6 @@ def described(q: Tensor, shared: SharedCache, o: Options) -> str:
 
 def _deterministic(o: Options) -> bool:
     return torch.are_deterministic_algorithms_enabled() if o.deterministic is None else o.deterministic
-
-
-def _reads_positions(o: Options) -> bool:
-    if o.score is None:
-        return False
-    kept = as_score(o.score)
-    found = expression(kept.text, tuple(range(len(kept.leaves))))
-    return found is not None and bool(expr.depends_on(found) & POSITIONS)
 
 
 def attend(q: Tensor, shared: SharedCache, o: Options) -> state.State:

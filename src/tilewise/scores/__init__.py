@@ -2,6 +2,6 @@
 (:mod:`tilewise.scores.reading`). The names below are those that the rest of tilewise uses."""
 
 from tilewise.scores.catalogue import Score, ScoreFunction, as_score
-from tilewise.scores.reading import expression
+from tilewise.scores.reading import expression, symbols_of
 
-__all__ = ["Score", "ScoreFunction", "as_score", "expression"]
+__all__ = ["Score", "ScoreFunction", "as_score", "expression", "symbols_of"]

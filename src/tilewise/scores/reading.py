@@ -6,7 +6,13 @@ from functools import lru_cache
 
 from tilewise import expr
 from tilewise.expr import Expr, parse, symbol
-from tilewise.scores.catalogue import THEN
+from tilewise.scores.catalogue import THEN, Score
+
+
+def symbols_of(score: Score) -> frozenset[str]:
+    """Return the names of what a score reads beside its tensors: ``s``, positions, lengths."""
+    found = expression(score.text, tuple(range(len(score.leaves))))
+    return frozenset() if found is None else expr.depends_on(found)
 
 
 @lru_cache(maxsize=4096)

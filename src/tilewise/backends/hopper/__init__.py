@@ -95,20 +95,19 @@ class Hopper(Backend):
 
     def refused(self, p: Problem) -> list[str]:
         """Every reason why no machine runs this problem here."""
-        gathers = selected.asked(p)
-        reasons = selected.reasons(p) if gathers else [] if listed.serves(p) else _forward_reasons(p)
+        latent, lists = selected.asked(p), listed.serves(p)
+        reasons = selected.reasons(p) if latent else [] if lists else _forward_reasons(p)
         reasons += unknown_operations(p, operations.traceable() | {"selected"}) + piece_reasons(p) + wide_mask(p)
-        reasons += large_numbers(p)
-        reasons += long_expressions(p)
+        reasons += large_numbers(p) + long_expressions(p)
         if p.spec.max_logit:
             reasons.append("the largest score of each row (attention_with_stats): its kernels do not keep it")
-        if gathers:
+        if latent:  # its reasons speak of gradients too, and no tiles with bits are so wide
             return reasons
         # Whoever binds the backend to a kernel wants that one.
         bound = self.override or self.override_backward
         reasons += [] if bound else forward_reasons.reasons_of_few(p)
         reasons += backward_config.reasons(p) if p.spec.needs_grad else []
-        return reasons or ([] if listed.serves(p) else _reasons_of_selected(p))
+        return reasons or ([] if lists else _reasons_of_selected(p))
 
     def slow(self, p: Problem) -> str:
         if p.paged and decoding.choose(p) is None and paged_config.idles(p, devices.of(p.device).cores):
@@ -123,8 +122,9 @@ class Hopper(Backend):
     def config(self, p: Problem) -> Config | LatentConfig | DecodingConfig:
         if self.override is not None:
             return self.override
-        if selected.asked(p) or listed.serves(p):
-            return (selected if selected.asked(p) else listed).choose(p)
+        for gathered, takes in ((selected, selected.asked), (listed, listed.serves)):
+            if takes(p):
+                return gathered.choose(p)
         return decoding.choose(p) or (paged_config if p.paged else forward_config).choose(as_packed(p))
 
     def tile(self, p: Problem) -> tuple[int, int]:

@@ -324,10 +324,8 @@ MAX_HEAD_DIM = max(max(dims) for dims in TABLE)
 # registers for a loading warp that has many boxes (docs/decisions.md#hopper-pages).
 PAGED_TILES = {(t.width, 64): t for t in (_D64_128, _D128)}
 PAGED_TILES |= {(d, 16): replace(t, registers=232, registers_load=40) for (d, _), t in PAGED_TILES.items()}
-ONE_ORDER_TILES = (
-    _D64_192,
-    _D128,
-)  # of the calls that are deterministic everywhere, as dense and packed calls have them
+# Of dense and packed calls that are deterministic everywhere.
+ONE_ORDER_TILES = (_D64_192, _D128)
 PAGE_ROWS = (64, 16)  # of a page that one box brings; a call gets the first that divides the size of its pages
 
 

@@ -9,7 +9,6 @@ from tilewise import expr, sizes
 from tilewise.backends.hopper.config import DTYPES, LONG, band_of, cap_of
 from tilewise.backends.hopper.decoding.config import (
     BOX_ROWS,
-    ONE_ORDER_TILES,
     SEGMENT_KEYS,
     TILES,
     DecodingConfig,
@@ -38,14 +37,14 @@ def fitting(problem: Problem) -> DecodingConfig | None:
     score = "" if cap is None else "softcap"
     rows = next((n for n in rows_of(score) if problem.seqlen_q * problem.group <= n), 0)
     width = next((width for width, _ in TILES if problem.head_dim <= width), 0)
-    tiles = (ONE_ORDER_TILES if spec.everywhere else TILES).get((width, rows))
+    tiles = TILES.get((width, rows))
     part, found = part_rows(problem), ends(problem)
     if tiles is None or part is None or found is None or str(problem.dtype) not in DTYPES or not problem.seqlen_q:
         return None
     # A part of a block whose first rows no query sees must have keys to its end (pages.box_of).
     if 1 - found[0] < part or pool_reasons(problem):
         return None
-    return DecodingConfig(DTYPES[str(problem.dtype)], tiles, part, score, spec.everywhere)
+    return DecodingConfig(DTYPES[str(problem.dtype)], tiles, part, score)
 
 
 def reads_ends(problem: Problem) -> bool:

@@ -92,7 +92,7 @@ def compute(
         operands.rows.l.fill(0.0)
         low, high = begin + first, stop + first
         for n in cutlass.range(low, high, unroll=1):
-            block = block_at(n, low, high, config)
+            block = block_at(n, low, high)
             state = attend(operands, state, place, block, smem, params, config)
         following = next_place(place, params, config)
         load_query(operands, following.sequence, params, config)  # on its way while this sequence ends

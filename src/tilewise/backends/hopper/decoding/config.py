@@ -69,20 +69,19 @@ class DecodingTiles:
         return barriers + 2 * ELEMENT_BYTES * self.block * self.stages
 
 
-# Width and rows -> tiles, of which a head dim takes the first that holds it: blocks of 16 KiB, at head dim 256 of 32.
-TILES = {(d, rows): DecodingTiles(d, n, rows) for d, n in ((64, 128), (128, 64), (256, 64)) for rows in ROWS}
+# Width and rows -> tiles, of which a head dim takes the first that holds it. Blocks of 128 keys are those of the forward kernels, whose
+# order of sums calls that are deterministic everywhere have (docs/decisions.md#hopper-one-order).
+TILES = {(d, rows): DecodingTiles(d, n, rows) for d, n in ((64, 128), (128, 128), (256, 64)) for rows in ROWS}
 
 
 @dataclass(frozen=True)
 class DecodingConfig(Formed):
-    """The compile-time facts of one kernel. ``paged``: the rows of a page that one box brings. ``score``: none, or a softcap. ``down``: the
-    last block of a share comes first."""
+    """The compile-time facts of one kernel. ``paged``: the rows of a page that one box brings. ``score``: none, or a softcap."""
 
     dtype: str
     tiles: DecodingTiles
     paged: int = BOX_ROWS[0]
     score: str = ""
-    down: bool = False
     # The options of other kernels, which these have not. The ends of the band are numbers of the launch.
     form = "full"
     packed, traced, split = True, PLAIN, False
@@ -91,7 +90,7 @@ class DecodingConfig(Formed):
     def name(self) -> str:
         """The kernel's name: its symbol in the cubin, and its file."""
         paged = "" if self.paged == BOX_ROWS[0] else f"_paged{self.paged}"
-        return f"decoding_{self.dtype}_d{self.tiles.width}{self.words}{paged}_{self.tiles.name}" + "_down" * self.down
+        return f"decoding_{self.dtype}_d{self.tiles.width}{self.words}{paged}_{self.tiles.name}"
 
     @property
     def boxes(self) -> int:
@@ -131,17 +130,11 @@ class DecodingConfig(Formed):
         return ELEMENT_BYTES * rows * (problem.head_dim + problem.head_dim_v)
 
 
-# The same of calls that are deterministic everywhere, with the blocks of the forward kernels (docs/decisions.md#hopper-one-order).
-ONE_ORDER_TILES = {(d, rows): DecodingTiles(d, 128, rows) for d in (64, 128) for rows in ROWS}
-
-
 def shipped() -> list[DecodingConfig]:
     """Every kernel that is compiled ahead of time."""
     kinds = [(tiles, score) for tiles in TILES.values() for score in ("", "softcap") if tiles.rows in rows_of(score)]
     kinds = [(*kind, dtype) for kind in kinds for dtype in dtypes_of(kind[1])]
-    ordered = [(tiles, dtype) for tiles in ONE_ORDER_TILES.values() for dtype in dtypes_of("")]
-    found = [DecodingConfig(dtype, tiles, n, score) for n in BOX_ROWS for tiles, score, dtype in kinds]
-    return found + [DecodingConfig(dtype, tiles, n, down=True) for n in BOX_ROWS for tiles, dtype in ordered]
+    return [DecodingConfig(dtype, tiles, n, score) for n in BOX_ROWS for tiles, score, dtype in kinds]
 
 
 def rows_of(score: str) -> tuple[int, ...]:

@@ -55,7 +55,7 @@ def load_blocks(
             boxes = []
             for m in cutlass.range_constexpr(count):
                 start = cute.arch.make_warp_uniform(cute.arch.shuffle_sync(mine, n * count + m))
-                position = (block_at(begin + n, first, last, config) * count + m) * config.paged
+                position = (block_at(begin + n, first, last) * count + m) * config.paged
                 boxes.append(box_of(start, config.paged, place.keys - position, seen - position))
             cute.arch.mbarrier_wait(smem.empty + state.index, state.phase)  # every computing warp
             size = ELEMENT_BYTES * config.tiles.block
@@ -74,9 +74,7 @@ def load_blocks(
 def box_at(begin, lane, blocks: tuple, config: DecodingConfig):
     """The box, of a sequence's, that a lane looks up where the n-th block of ``blocks`` from ``begin`` on comes first."""
     count = config.boxes
-    if not config.down:
-        return begin * count + lane
-    block = PICK.larger(block_at(begin + lane // count, *blocks, config), 0)  # none before the first is read
+    block = PICK.larger(block_at(begin + lane // count, *blocks), 0)  # none before the first is read
     return block * count + lane % count
 
 

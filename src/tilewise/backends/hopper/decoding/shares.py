@@ -169,9 +169,9 @@ def each_of(total, params: DecodingParams, config: DecodingConfig) -> I32:
     return I32(cutlass.select_(params.segment > 1, I32(params.segment), I32(even)))
 
 
-def block_at(n, begin, end, config: DecodingConfig):
-    """The n-th block of a share's ``[begin, end)`` of a sequence: the others' order, or the forward's, from the last to the first."""
-    return begin + end - 1 - n if config.down else n
+def block_at(n, begin, end):
+    """The n-th block of a share's ``[begin, end)`` of a sequence: from the last to the first, as the forward's tiles visit them."""
+    return begin + end - 1 - n
 
 
 def next_place(place: Place, params: DecodingParams, config: DecodingConfig) -> Place:

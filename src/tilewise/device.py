@@ -159,6 +159,26 @@ def counts(device: torch.device, count: int) -> torch.Tensor:
     return found
 
 
+MOST_ZEROS = 1 << 20
+_zeros: dict[torch.device, torch.Tensor] = {}
+
+
+def zeros(device: torch.device, count: int) -> torch.Tensor:
+    """Return at least ``count`` zeros, fp32, which nobody may write: up to :data:`MOST_ZEROS` they are there before any call."""
+    if count > MOST_ZEROS:
+        return torch.zeros(count, device=device)
+    found = _zeros.get(device)
+    if found is None:
+        if is_captured():
+            return torch.zeros(count, device=device)
+        with torch.inference_mode(False):
+            found = lasting(lambda: torch.zeros(MOST_ZEROS, device=device))
+        if found.is_cuda:
+            torch.cuda.current_stream(device).synchronize()  # as of counts
+        _zeros[device] = found
+    return found
+
+
 MOST_WORKSPACE = 32 << 20
 
 

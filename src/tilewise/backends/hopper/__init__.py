@@ -21,7 +21,7 @@ Importing this imports no DSL. Where to look:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -29,6 +29,7 @@ from torch import Tensor
 from tilewise import device as devices
 from tilewise.backends.base import (
     Backend,
+    DirectBackward,
     DirectCall,
     ForwardCall,
     Grads,
@@ -162,6 +163,14 @@ class Hopper(Backend):
     def direct_of(self, planned: Any) -> DirectCall | None:
         make, values = planned
         return make(None, values).of_memory if isinstance(values, dict) and values.get("direct") else None
+
+    def direct_backward(self, p: Problem) -> DirectBackward | None:
+        plan = self._backward_plans.of(p)
+        return plan.of_memory if plan.direct else None
+
+    def direct_backward_of(self, structure: Hashable, sizes: Sequence[int]) -> DirectBackward | None:
+        planned = self._backward_plans.known(structure, sizes)
+        return None if planned is None else self.direct_of(planned)
 
     def backward(self, p: Problem, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads:
         return self._backward_plans.of(p).backward(t, out, do, dlse)

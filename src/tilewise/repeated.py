@@ -67,10 +67,10 @@ def attend(
         plan = None if like is None else _of_structure(like, sizes, key, grads)
         if plan is None:
             plan = _known(*(_heads_last(q, k, v) if heads_first else (q, k, v)), words, extras, beside, key)
-        if plan is None:
-            return None
-        if like is not None and like not in dispatch.of_structures:
-            dispatch.of_structures[like] = plan.problem.structure
+            if plan is None:
+                return None
+            if like is not None:
+                dispatch.of_structures[like] = plan.problem.structure
     if beside:
         dispatch.check_lengths(plan, extras)
     if grads:

@@ -199,6 +199,8 @@ class _Attention(torch.autograd.Function):
             plan = ctx.plan
             if plan is None or [x is not None and x.stride() for x in saved] != ctx.layout:
                 plan = dispatch.plan(q, k, v, extras, seed, ctx.spec)
+            elif extras:
+                dispatch.check_lengths(plan, extras)
             dq, dk, dv, dextras = plan.backward(do, dlse, saved)
         else:
             dlse = torch.zeros_like(lse) if dlse is None else dlse

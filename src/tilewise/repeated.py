@@ -46,9 +46,9 @@ def attend(
     if said is None or (score is not None and score.leaves):
         return None
     if mask is not None and mask.parts:
-        extras += mask.parts
         if type(mask) is not Mask:  # a prepared one
             return None
+        extras += mask.leaves if mask.derives else mask.parts
     if not (autograd.nobody_asks() and autograd.nobody_watches(q, k, v, *extras)):
         return None
     if extras and torch.is_grad_enabled() and any(x.requires_grad for x in extras):
@@ -71,7 +71,7 @@ def attend(
                 return None
             if like is not None:
                 dispatch.of_structures[like] = plan.problem.structure
-    if beside:
+    if extras:
         dispatch.check_lengths(plan, extras)
     if grads:
         return autograd.recorded(q, k, v, None, plan.spec, plan, *extras)

@@ -16,8 +16,9 @@ from tilewise.backends.hopper.backward.grids import TileParts, grids, tile_parts
 from tilewise.backends.hopper.config import Band, band_of, keys_of, strides_addressable
 from tilewise.backends.hopper.host import masks
 from tilewise.backends.hopper.host.backward_memory import SUMS, BackwardMemory
+from tilewise.backends.hopper.host.direct import PlacedPlan
 from tilewise.backends.hopper.host.draft import Draft, Late, Launches, View, given_views
-from tilewise.backends.hopper.host.plan import LOG2_E, LaunchPlan, ends_of
+from tilewise.backends.hopper.host.plan import LOG2_E, ends_of
 from tilewise.backends.hopper.host.portions import OF_KEYS, PackedPortions, Portion, Portions
 from tilewise.backends.hopper.pair_bias import ALIGNED, aligned
 from tilewise.caching import cached_property
@@ -36,11 +37,11 @@ PACKED = (
 
 
 @dataclass(eq=False)
-class BackwardDraft(LaunchPlan):
+class BackwardDraft(PlacedPlan):
     """The decisions for one problem's backward that follow from its sizes."""
 
     config: Backward
-    DECIDED = (*LaunchPlan.DECIDED, "keys", "sections")
+    DECIDED = (*PlacedPlan.DECIDED, "keys", "sections")
     PRODUCTS = ("k", "v")
 
     @property

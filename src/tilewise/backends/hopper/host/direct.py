@@ -1,4 +1,4 @@
-"""Forwards whose launches read a call's own tensors and what is kept of its mask: nothing of a tensor is looked at but its address."""
+"""Calls whose launches read a call's own tensors and what is kept of its mask: nothing of a tensor is looked at but its address."""
 
 from __future__ import annotations
 
@@ -9,10 +9,30 @@ from torch import Tensor
 
 from tilewise.backends.hopper.host.plan import LaunchPlan
 from tilewise.backends.hopper.pair_bias import ALIGNED
+from tilewise.caching import cached_property
 
 
 @dataclass(eq=False)
-class DirectPlan(LaunchPlan):
+class PlacedPlan(LaunchPlan):
+    """The part of a plan that says whether its launches read the call's own tensors, and where these are."""
+
+    DECIDED = (*LaunchPlan.DECIDED, "direct")
+
+    @cached_property
+    def direct(self) -> tuple[int, ...]:
+        """The :attr:`places` of what launches read; empty where some of it, or of the results, is made with other operations."""
+        places, launches = self.places, self.launches
+        made = launches is None or self.copied or not set(launches.given) <= set(places) or self.result_is_made
+        return () if made else tuple(places[name] for name in launches.given)
+
+    @property
+    def result_is_made(self) -> bool:
+        """Whether a result is made of something that the launches write."""
+        return False
+
+
+@dataclass(eq=False)
+class DirectPlan(PlacedPlan):
     """The part of a forward's plan that runs such calls, and all others by :meth:`forward`."""
 
     def kept(self, extras: Sequence[Tensor]) -> Sequence[Tensor] | None:

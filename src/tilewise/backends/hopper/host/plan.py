@@ -140,7 +140,7 @@ class LaunchPlan(ScorePlan):
         PRODUCTS: of k and v, those that P or dS is multiplied with.
     """
 
-    DECIDED: ClassVar[tuple[str, ...]] = ("copied", "zeroed", "launches", "direct")
+    DECIDED: ClassVar[tuple[str, ...]] = ("copied", "zeroed", "launches")
     PRODUCTS: ClassVar[tuple[str, ...]] = ()
 
     def drafted(self) -> Launches:
@@ -151,18 +151,6 @@ class LaunchPlan(ScorePlan):
     def launches(self) -> Launches | None:
         """The launches; None where no query sees a key."""
         return None if self.sees_nothing else self.drafted()
-
-    @cached_property
-    def direct(self) -> tuple[int, ...]:
-        """The :attr:`places` of what launches read; empty where some of it, or of the results, is made with other operations."""
-        places, launches = self.places, self.launches
-        made = launches is None or self.copied or not set(launches.given) <= set(places) or self.result_is_made
-        return () if made else tuple(places[name] for name in launches.given)
-
-    @property
-    def result_is_made(self) -> bool:
-        """Whether a result is made of something that the launches write."""
-        return False
 
     @cached_property
     def copied(self) -> tuple[str, ...]:

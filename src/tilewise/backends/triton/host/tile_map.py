@@ -78,8 +78,9 @@ def judged(grid: Grid, tile_m: int, tile_n: int, group: int | None = None) -> tu
 
 
 @dataclass(eq=False)
-class Launch:
-    """A launch that is kept for the masks of one text, in tensors of the same kinds and sizes: everything of it but the tensors.
+class MaskLaunch:
+    """A launch that is kept for the masks of one text, in tensors of the same kinds and sizes: everything of it but the tensors
+    (docs/decisions.md#repeated-calls).
 
     Attributes:
         grid: of programs. numbers: sizes and numbers, as kernels take them (:func:`runtime.opaque`).
@@ -133,7 +134,7 @@ class Kind(NamedTuple):
         return tuple(extents_of(*self.tensors[n][:2]) for n in emitted.slots)
 
 
-def judging(grid: Grid, tile_m: int, tile_n: int, group: int | None) -> tuple[Launch, Any]:
+def judging(grid: Grid, tile_m: int, tile_n: int, group: int | None) -> tuple[MaskLaunch, Any]:
     """The launch of :func:`judged`, and its tensors, the new ones among them."""
     launch = _judging(Kind.of(grid), (tile_m, tile_n), group, PROGRAMS)
     (status, seen), device = launch.made, grid.b.device
@@ -143,7 +144,7 @@ def judging(grid: Grid, tile_m: int, tile_n: int, group: int | None) -> tuple[La
 
 
 @lru_cache(maxsize=1024)
-def _judging(kind: Kind, tile: tuple[int, int], group: int | None, most: int) -> Launch:
+def _judging(kind: Kind, tile: tuple[int, int], group: int | None, most: int) -> MaskLaunch:
     emitted, predicate = emit_mask(kind.region, kind.leaves, kind.lengths), kind.region.predicate
     same = None if predicate is None else granularity(predicate, "i")
     step = math.gcd(tile[0], same or tile[0])  # the rows on which the predicate is the same
@@ -168,7 +169,7 @@ def _judging(kind: Kind, tile: tuple[int, int], group: int | None, most: int) ->
     )
     programs = batch * heads * -(-blocks[0] // sizes.span) * blocks[1]
     seen = None if group is None else (batch, heads // group, kind.lengths[1])
-    return Launch.of(kernels.tile_map, (programs,), sizes, facts, emitted, ((batch, heads, *blocks), seen))
+    return MaskLaunch.of(kernels.tile_map, (programs,), sizes, facts, emitted, ((batch, heads, *blocks), seen))
 
 
 def bits(tiles: BitTiles, status: Tensor, grid: Grid, crossing: int, by_columns: bool, sections: Sections) -> None:
@@ -182,7 +183,7 @@ def bits(tiles: BitTiles, status: Tensor, grid: Grid, crossing: int, by_columns:
 
 def listing(
     tiles: BitTiles, status: Tensor, grid: Grid, by_columns: bool, sections: Sections
-) -> tuple[tuple[Launch, Launch], Any]:
+) -> tuple[tuple[MaskLaunch, MaskLaunch], Any]:
     """The launches that write lists, and their tensors."""
     ragged, shapes = tiles.ragged(grid, by_columns), (tiles.blocks.shape, tiles.bits.shape)
     launches = _listing(shapes, ragged, by_columns, sections, status.device)
@@ -196,7 +197,7 @@ def listing(
 @lru_cache(maxsize=1024)
 def _listing(
     shapes: tuple[tuple[int, ...], ...], ragged: bool, by_columns: bool, sections: Sections, device: torch.device
-) -> tuple[Launch, ...]:
+) -> tuple[MaskLaunch, ...]:
     """``shapes``: of blocks and bits. ``device``: where kernels are compiled for."""
     ((batch, heads, lines, steps), (slots, threads, words)), kernels = shapes, runtime.kernels().lists
     sizes = kernels.ListSizes(
@@ -213,10 +214,10 @@ def _listing(
     )
     facts, each = Facts(by_columns=by_columns, overlap=None), (kernels.tile_lists_kernel, kernels.tile_order_kernel)
     made = ((batch, heads, lines, 2),)
-    return tuple(Launch.of(kernel, (batch * heads * lines,), sizes, facts, made=made) for kernel in each)
+    return tuple(MaskLaunch.of(kernel, (batch * heads * lines,), sizes, facts, made=made) for kernel in each)
 
 
-def writing_bits(tiles: BitTiles, grid: Grid, crossing: int, by_columns: bool) -> tuple[Launch, Any]:
+def writing_bits(tiles: BitTiles, grid: Grid, crossing: int, by_columns: bool) -> tuple[MaskLaunch, Any]:
     """The launch that writes bits, and its tensors."""
     shapes = tiles.blocks.shape, tiles.bits.shape[0]
     launch = _writing_bits(Kind.of(grid), *shapes, (crossing, by_columns), PROGRAMS)
@@ -225,7 +226,7 @@ def writing_bits(tiles: BitTiles, grid: Grid, crossing: int, by_columns: bool) -
 
 
 @lru_cache(maxsize=1024)
-def _writing_bits(kind: Kind, blocks: tuple[int, ...], slots: int, how: tuple[int, bool], most: int) -> Launch:
+def _writing_bits(kind: Kind, blocks: tuple[int, ...], slots: int, how: tuple[int, bool], most: int) -> MaskLaunch:
     region, (crossing, by_columns) = kind.region, how
     emitted = emit_mask(Region(lo=region.lo, hi=region.hi, predicate=region.predicate), kind.leaves, kind.lengths)
     functions = {name: emitted.functions.get(name) for name in ("lo", "hi", "keep")}
@@ -242,7 +243,7 @@ def _writing_bits(kind: Kind, blocks: tuple[int, ...], slots: int, how: tuple[in
         seqlen_k=kind.lengths[1],
         extents=kind.extents(emitted),
     )
-    return Launch.of(kernels.tile_bits, (batch * heads * lines * sizes.programs,), sizes, facts, emitted)
+    return MaskLaunch.of(kernels.tile_bits, (batch * heads * lines * sizes.programs,), sizes, facts, emitted)
 
 
 def _same_bits(predicate: Expr | None, crossing: int, by_columns: bool) -> int:
@@ -261,7 +262,7 @@ def ends(grid: Grid, lines: Tensor, by_columns: bool) -> tuple[Tensor, Tensor]:
 
 
 @lru_cache(maxsize=1024)
-def _ending(kind: Kind, count: int, by_columns: bool) -> Launch:
+def _ending(kind: Kind, count: int, by_columns: bool) -> MaskLaunch:
     names, parts = ("first", "last") if by_columns else ("lo", "hi"), _ends_of(kind.region, by_columns)
     emitted = emit_mask(Region(**dict(zip(names, parts, strict=True))), kind.leaves, kind.lengths)
     functions = {name: emitted.functions.get(name) for name in ("lo", "hi", "first", "last")}
@@ -276,7 +277,7 @@ def _ending(kind: Kind, count: int, by_columns: bool) -> Launch:
         extents=kind.extents(emitted),
     )
     programs = batch * heads, -(-count // _LINES)
-    return Launch.of(kernels.ends, programs, sizes, facts, emitted, ((2, batch, heads, count),))
+    return MaskLaunch.of(kernels.ends, programs, sizes, facts, emitted, ((2, batch, heads, count),))
 
 
 def _ends_of(region: Region, by_columns: bool) -> tuple[Expr | None, ...]:

@@ -184,3 +184,69 @@ def test_few_calls_are_kept(monkeypatch):
     for keys in range(60, 70):
         tw.attention(*drawn(keys))
     assert len(dispatch.of_calls) <= 3
+
+
+# -- Training steps ------------------------------------------------------------------------------------------------------
+
+
+STEPS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor | None, Tensor | None]]] = {
+    "o": lambda o, lse: (torch.cos(o), None),
+    "lse": lambda o, lse: (None, torch.sin(lse)),
+    "both": lambda o, lse: (torch.cos(o), torch.sin(lse)),
+    "expanded": lambda o, lse: (torch.ones(()).expand_as(o), None),
+    "columns-apart": lambda o, lse: (torch.cos(o).transpose(1, 3).contiguous().transpose(1, 3), None),
+}
+
+
+def gradients(q: Tensor, k: Tensor, v: Tensor, step: str, **options: object) -> tuple[Tensor, ...]:
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    o, lse = tw.attention_with_lse(*leaves, causal=True, **options)
+    given = [
+        (x, grad) for x, grad in zip((o, lse), STEPS[step](o.detach(), lse.detach()), strict=True) if grad is not None
+    ]
+    return torch.autograd.grad([x for x, _ in given], leaves, [grad for _, grad in given])
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_steps_of_known_and_of_new_lengths_have_the_gradients_of_the_reference(step):
+    for keys in (70, 70, 75, 80, 81, 81):
+        q, k, v = drawn(keys)
+        torch.testing.assert_close(gradients(q, k, v, step), gradients(q, k, v, step, backend="reference"))
+
+
+def test_only_gradients_that_are_wanted_come_and_others_are_not_kept():
+    q, k, v = drawn()
+    expected = gradients(q, k, v, "o")
+    for n in (0, 1, 2, 0):
+        given = [x.detach().requires_grad_(at == n) for at, x in enumerate((q, k, v))]
+        o = tw.attention(*given, causal=True)
+        o.backward(torch.cos(o.detach()))
+        assert [x.grad is None for x in given] == [at != n for at in range(3)]
+        torch.testing.assert_close(given[n].grad, expected[n])
+
+
+@pytest.mark.parametrize("written", range(4), ids=["q", "k", "v", "o"])
+def test_what_a_backward_reads_may_not_be_written_before(written):
+    for _ in range(2):
+        given = [x.requires_grad_() for x in drawn()]
+        o = tw.attention(*given, causal=True)
+        with torch.no_grad():
+            (*given, o)[written].add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            o.sum().backward()
+
+
+def test_hooks_of_saved_tensors_may_bring_them_in_another_layout():
+    q, k, v = drawn()
+    expected = gradients(q, k, v, "both")
+    turned = lambda x: x.transpose(0, -1).contiguous().transpose(0, -1)  # noqa: E731
+    with torch.autograd.graph.saved_tensors_hooks(turned, lambda x: x):
+        torch.testing.assert_close(gradients(q, k, v, "both"), expected)
+    with torch.autograd.graph.save_on_cpu():
+        torch.testing.assert_close(gradients(q, k, v, "both"), expected)
+
+
+def test_a_step_can_be_differentiated_again():
+    q, k, v = (x.double().requires_grad_() for x in drawn(7))
+    for _ in range(2):
+        assert torch.autograd.gradgradcheck(lambda *x: tw.attention(*x, causal=True), (q[:1], k[:1], v[:1]))

@@ -54,6 +54,19 @@ def test_a_recorded_decision_is_the_decision_or_says_that_it_is_another(n, m, ot
     assert found is MISSED or found == decide(other_n, other_m)
 
 
+@given(SIZES, SIZES)
+def test_neutral_operands_change_nothing_and_are_not_recorded(n, m):
+    def decide(n):
+        return n * 1, 1 * n, n + 0, 0 + n, n - 0, n // 1, 0 - n, 1 // (n + 1), n / 1, (n / 2) // 1, (n / 2) * 1
+
+    record = Record((n,))
+    symbol = record.symbols[0]
+    assert all(x is symbol for x in decide(symbol)[:6])
+    found = record.function(decide(symbol))(m)
+    assert found == decide(m)
+    assert list(map(type, found)) == list(map(type, decide(m)))
+
+
 def test_sizes_that_take_the_same_way_need_no_other_record():
     function = recorded(decide, 100, 4000)
     assert all(function(n, 4000) == decide(n, 4000) for n in range(65, 129))

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd import forward_ad, profiler
 
 from tilewise import derivatives, dispatch
-from tilewise.backends.base import Output, OutputGrads, empty_gradients, empty_output
+from tilewise.backends.base import Output, empty_gradients, empty_output
 from tilewise.problem import check
 from tilewise.spec import parse_spec
 from tilewise.untraced import untraced
@@ -89,12 +89,9 @@ class _BackwardCall(NamedTuple):
 def _backward(*arguments):
     do, dlse, q, k, v, o, lse, extras, seed, spec = arguments
     extras = extras or ()
-    plan = dispatch.plan(q, k, v, extras, seed, spec)
-    inputs = dispatch.inputs(plan, q, k, v, extras, seed)
-    grad = OutputGrads.of(do, dlse)
-    with torch._C._DisableAutocast():  # which is on here if the caller's loss.backward() is inside it
-        grads = plan.backend.backward(plan.problem, inputs, Output.of(o, lse), grad.do, grad.dlse)
-    return grads.dq, grads.dk, grads.dv, grads.extras(plan.problem, extras)
+    return dispatch.plan(q, k, v, extras, seed, spec).backward(
+        do, dlse, (q, k, v, *extras, seed, *Output.of(o, lse).tensors)
+    )
 
 
 def _fake_forward(q, k, v, extras, seed, spec):
@@ -175,10 +172,16 @@ def _gradients_are_mapped() -> bool:
 @untraced
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, seed, spec, run, *extras):
-        o, lse, *stats = outputs = run(q, k, v, extras, seed, spec)
-        ctx.save_for_backward(q, k, v, o, lse, seed, *extras)
-        ctx.spec = spec
+    def forward(ctx, q, k, v, seed, spec, plan, *extras):
+        if plan is None:
+            outputs = _below_autograd(q, k, v, extras, seed, spec)
+        else:
+            outputs = plan.forward(q, k, v, extras, seed)
+        o, lse, *stats = outputs
+        saved = q, k, v, *extras, seed, o, lse
+        ctx.save_for_backward(*saved)
+        # Hooks of saved tensors may bring others, in another layout.
+        ctx.spec, ctx.plan, ctx.layout = spec, plan, [x is not None and x.stride() for x in saved]
         ctx.set_materialize_grads(False)
         if stats:
             ctx.mark_non_differentiable(*stats)
@@ -186,19 +189,22 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, do, dlse, *_):
-        q, k, v, o, lse, seed, *extras = ctx.saved_tensors
+        q, k, v, *extras, seed, o, lse = saved = ctx.saved_tensors
         if do is None and dlse is None:
             return (None,) * (6 + len(extras))
         do = torch.zeros_like(o) if do is None else do
-        dlse = torch.zeros_like(lse) if dlse is None else dlse
         # Compiled autograd traces this.
-        quiet = not torch.compiler.is_compiling() and not torch.is_grad_enabled()
-        quiet = quiet and nobody_watches(q, k, v, *extras, do, dlse) and not _gradients_are_mapped()
-        arguments = do, dlse, q, k, v, o, lse, extras, seed, ctx.spec
-        if quiet:
-            dq, dk, dv, dextras = _backward(*arguments)
+        quiet = not torch.compiler.is_compiling() and not torch.is_grad_enabled() and not _gradients_are_mapped()
+        if quiet and nobody_watches(q, k, v, *extras, do, *(() if dlse is None else (dlse,))):
+            plan = ctx.plan
+            if plan is None or [x is not None and x.stride() for x in saved] != ctx.layout:
+                plan = dispatch.plan(q, k, v, extras, seed, ctx.spec)
+            elif extras:
+                dispatch.check_lengths(plan, extras)
+            dq, dk, dv, dextras = plan.backward(do, dlse, saved)
         else:
-            dq, dk, dv, *dextras = derivatives.gradients(*arguments)
+            dlse = torch.zeros_like(lse) if dlse is None else dlse
+            dq, dk, dv, *dextras = derivatives.gradients(do, dlse, q, k, v, o, lse, extras, seed, ctx.spec)
         if not extras:
             return dq, dk, dv, None, None, None
         by_slot = dict(zip(parse_spec(ctx.spec).grad_slots, dextras, strict=True))
@@ -207,7 +213,7 @@ class _Attention(torch.autograd.Function):
 
 # What Function.apply does where no transform of torch.func is active, but for taking tensors out of transforms that are over, which
 # the dispatcher has done above these kernels.
-_recorded = super(torch.autograd.Function, _Attention).apply
+recorded = super(torch.autograd.Function, _Attention).apply
 
 
 def _refuse_transforms(name: str) -> None:
@@ -222,18 +228,18 @@ def has_tangent(tensors: Sequence[Tensor]) -> bool:
     return forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
-def _differentiable(q, k, v, extras, seed, spec, run):
-    """Compute the forward by ``run``, and make a node of the graph if gradients are wanted."""
+def _differentiable(q, k, v, extras, seed, spec, plan):
+    """Compute the forward by a plan, or below autograd without one, and make a node of the graph if gradients are wanted."""
     if has_tangent((q, k, v, *extras)):
         return derivatives.Attention.apply(q, k, v, seed, spec, *extras)
     if torch.is_grad_enabled() and parse_spec(spec).needs_grad:
-        return _recorded(q, k, v, seed, spec, run, *extras)
-    return run(q, k, v, extras, seed, spec)
+        return recorded(q, k, v, seed, spec, plan, *extras)
+    return _below_autograd(q, k, v, extras, seed, spec) if plan is None else plan.forward(q, k, v, extras, seed)
 
 
 def _forward_autograd(q, k, v, extras, seed, spec):
     _refuse_transforms("tilewise.attention")
-    return _differentiable(q, k, v, extras or (), seed, spec, _below_autograd)
+    return _differentiable(q, k, v, extras or (), seed, spec, None)
 
 
 def _backward_autograd(name: str) -> Callable[..., tuple]:
@@ -299,7 +305,7 @@ def attention(
     With max_logit by the operator ``with_stats``, for a spec that asks for it.
     """
     if not torch.compiler.is_compiling() and nobody_asks() and nobody_watches(q, k, v, *extras):
-        return _differentiable(q, k, v, extras, seed, spec, _forward)
+        return _differentiable(q, k, v, extras, seed, spec, dispatch.plan(q, k, v, extras, seed, spec))
     if not _transforming():
         return operator(q, k, v, extras, seed, spec)
     return _transformed(q, k, v, extras, seed, spec)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, is_dataclass
 from functools import lru_cache
@@ -159,6 +159,26 @@ def counts(device: torch.device, count: int) -> torch.Tensor:
     return found
 
 
+MOST_ZEROS = 1 << 20
+_zeros: dict[torch.device, torch.Tensor] = {}
+
+
+def zeros(device: torch.device, count: int) -> torch.Tensor:
+    """Return at least ``count`` zeros, fp32, which nobody may write: up to :data:`MOST_ZEROS` they are there before any call."""
+    if count > MOST_ZEROS:
+        return torch.zeros(count, device=device)
+    found = _zeros.get(device)
+    if found is None:
+        if is_captured():
+            return torch.zeros(count, device=device)
+        with torch.inference_mode(False):
+            found = lasting(lambda: torch.zeros(MOST_ZEROS, device=device))
+        if found.is_cuda:
+            torch.cuda.current_stream(device).synchronize()  # as of counts
+        _zeros[device] = found
+    return found
+
+
 MOST_WORKSPACE = 32 << 20
 
 
@@ -210,19 +230,16 @@ class Ready:
         self._streams.add(stream.cuda_stream)
 
 
-def tensors_in(made: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of a value of tensors, containers and dataclasses."""
+def tensors_in(made: Any) -> list[torch.Tensor]:
+    """Return the tensors of a value of tensors, containers and dataclasses."""
+    parts: Iterable[Any] = made if isinstance(made, (list, tuple)) else ()
     if isinstance(made, torch.Tensor):
-        yield made
-    elif isinstance(made, dict):
-        for x in made.values():
-            yield from tensors_in(x)
-    elif isinstance(made, (list, tuple)):
-        for x in made:
-            yield from tensors_in(x)
+        return [made]
+    if isinstance(made, dict):
+        parts = made.values()
     elif is_dataclass(made) and not isinstance(made, type):
-        for field in fields(made):
-            yield from tensors_in(getattr(made, field.name))
+        parts = [getattr(made, field.name) for field in fields(made)]
+    return [x for part in parts for x in ([part] if isinstance(part, torch.Tensor) else tensors_in(part))]
 
 
 @lru_cache(maxsize=64)

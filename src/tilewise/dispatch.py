@@ -10,12 +10,25 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+import torch
 from torch import Tensor
 
 from tilewise import device as devices
 from tilewise import pages, settings, words
 from tilewise.amounts import in_bytes, in_flop
-from tilewise.backends.base import Backend, DirectCall, ForwardCall, Inputs, Pages, contiguous, everywhere_reasons
+from tilewise.backends.base import (
+    Backend,
+    DirectBackward,
+    DirectCall,
+    ForwardCall,
+    Inputs,
+    Output,
+    OutputGrads,
+    Pages,
+    Saved,
+    contiguous,
+    everywhere_reasons,
+)  # fmt: skip
 from tilewise.caching import cached_property
 from tilewise.planning import planner
 from tilewise.problem import Problem, Signature, check, check_values
@@ -140,20 +153,22 @@ class Plan:
 
     problem: Problem
     backend: Backend
+    first: tuple[Backend, Any] | None = None  # see _first
+
+    @cached_property
+    def spec(self) -> str:
+        return self.problem.spec.source
 
     @cached_property
     def of_forward(self) -> Plan:
-        """Return the forward's plan: that of the backend that runs the call without gradients, unless it would be slow.
-
-        All backends give o and lse by one rule of error, so that any backward goes on from them.
-        """
-        spec = self.problem.spec
-        if not spec.needs_grad or spec.backend is not None:
+        """Return the forward's plan."""
+        if self.first is None:
             return self
-        alone = replace(self.problem, spec=_without_gradients(spec.source))
-        key, backend = (self.backend.name, alone.structure), self.backend
-        first = _forwards.of(key, alone.sizes, lambda sizes: _before(backend, alone.with_sizes(sizes)))
-        return self if first is None else Plan(alone, first)
+        backend, planned = self.first
+        alone = _without_gradients(self.problem)
+        if planned is not None:
+            backend.keep(alone, planned)
+        return Plan(alone, backend)
 
     @cached_property
     def forward(self) -> ForwardCall:
@@ -166,6 +181,23 @@ class Plan:
         """The forward by the tensors' memory alone, or None if there is no such forward."""
         plan = self.of_forward
         return plan.backend.direct(plan.problem)
+
+    @cached_property
+    def direct_backward(self) -> DirectBackward | None:
+        """The backward by the tensors' memory alone, or None if there is no such backward."""
+        return None if self.problem.spec.grad_slots else self.backend.direct_backward(self.problem)
+
+    def backward(self, do: Tensor, dlse: Tensor | None, saved: Saved) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+        """Return dq, dk, dv, and the gradients of the extras that want one. ``dlse``: None where lse has no gradient."""
+        found = None if self.direct_backward is None else self.direct_backward(do, dlse, saved)
+        if found is not None:
+            return *found, []
+        q, k, v, *extras, seed, o, lse = saved
+        grad = OutputGrads.of(do, torch.zeros_like(lse) if dlse is None else dlse)
+        given = inputs(self, q, k, v, extras, seed)
+        with torch._C._DisableAutocast():  # which is on here if the caller's loss.backward() is inside it
+            grads = self.backend.backward(self.problem, given, Output.of(o, lse), grad.do, grad.dlse)
+        return grads.dq, grads.dk, grads.dv, grads.extras(self.problem, extras)
 
     @cached_property
     def reads_lengths(self) -> bool:
@@ -189,27 +221,40 @@ class Plan:
 
 
 @lru_cache(maxsize=512)
-def _without_gradients(spec: str) -> Spec:
-    """Return the spec of the same call where no gradient is wanted."""
+def _forward_only(spec: str) -> Spec:
     return parse_spec(replace(parse_spec(spec), needs_grad=False, grad_slots=()).text())
 
 
-def _before(backend: Backend, p: Problem) -> Backend | None:
-    """Return the backend that runs the forward before this one, or None."""
-    first = select(p)
-    return first if first is not backend and (p.spec.everywhere or not first.slow(p)) else None
+def _without_gradients(p: Problem) -> Problem:
+    """Return the same call where no gradient is wanted."""
+    return replace(p, spec=_forward_only(p.spec.source))
+
+
+def _first(p: Problem, backend: Backend) -> tuple[Backend, Any] | None:
+    """Return the backend that runs the forward before this one, that of the call without gradients unless it would be slow, and what it
+    has planned; None: there is none.
+
+    All backends give o and lse by one rule of error, so that any backward goes on from them.
+    """
+    if not p.spec.needs_grad or p.spec.backend is not None:
+        return None
+    alone = _without_gradients(p)
+    first = select(alone)
+    if first is backend or (first.slow(alone) and not p.spec.everywhere):
+        return None
+    return first, first.planned(alone)
 
 
 _plans: dict[tuple, Plan] = {}
 of_calls: dict[tuple, Any] = {}  # that the operator does not see: tilewise.repeated
 of_structures: dict[tuple, Hashable] = {}  # of the same calls, by what they say without their sizes
-_selected, _forwards = ByStructure(), ByStructure()
+_selected = ByStructure()
 PLANS_LIMIT = 512  # of calls that repeat; another one of a known structure takes little more
 
 
 def forget() -> None:
     """Forget what was decided: backends are asked again."""
-    for memory in (_plans, _selected, _forwards, of_calls, of_structures):
+    for memory in (_plans, _selected, of_calls, of_structures):
         memory.clear()
 
 
@@ -258,26 +303,31 @@ def decide(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tens
     """Make the :func:`plan` of a new call, without the checks of lengths' and tables' values."""
     call = Signature.of(q, k, v, extras, parse_spec(spec))
 
-    def decided(sizes: Sequence[Any]) -> tuple[Backend, Any]:
+    def decided(sizes: Sequence[Any]) -> tuple[Backend, Any, Any]:
         p = call.checked(seed, sizes)
         backend = select(p)
-        return backend, None if p.spec.needs_grad else backend.planned(p)
+        first = _first(p, backend)
+        return backend, first, None if first else backend.planned(p)
 
     of_seed = None if seed is None else (seed.dtype, seed.shape, seed.device)
-    backend, planned = _selected.of((call.structure, of_seed), call.sizes, decided)
+    backend, first, planned = _selected.of((call.structure, of_seed), call.sizes, decided)
     problem = call.problem()
     if planned is not None:
         backend.keep(problem, planned)
-    return Plan(problem, backend)
+    return Plan(problem, backend, first)
 
 
-def direct(structure: Hashable, sizes: Sequence[int]) -> DirectCall | None:
-    """Return the forward by memory of a call without extras and seed whose structure was decided for other sizes; None: decide it."""
+def direct(structure: Hashable, sizes: Sequence[int], grads: bool) -> tuple[DirectCall, DirectBackward | None] | None:
+    """Return the forward by memory of a call without extras and seed whose structure was decided for other sizes, and with ``grads`` its
+    backward; None: decide it."""
     found = _selected.known((structure, None), sizes)
-    if found is MISSED or found[1] is None:
+    if found is MISSED:
         return None
-    backend, planned = found
-    return backend.direct_of(planned)
+    backend, *ahead = found
+    first, planned = ahead[0] or (backend, ahead[1])
+    forward = None if planned is None else first.direct_of(planned)
+    backward = backend.direct_backward_of(structure, sizes) if grads else None
+    return None if forward is None or (grads and backward is None) else (forward, backward)
 
 
 def inputs(found: Plan, q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None) -> Inputs:
@@ -442,7 +492,7 @@ def explained(p: Problem, extras: Sequence[Tensor] = ()) -> Explanation:
     chosen, tangents, second = (next((x for x in names if not reasons[what][x]), None) for what in everything)
     refused = {row.name: _why_not(row, p, chosen) for row in every() if row.name != chosen}
     config = backend(chosen).config(p) if chosen else None
-    ahead = Plan(p, backend(chosen)).of_forward if chosen else None
+    ahead = Plan(p, backend(chosen), _first(p, backend(chosen))).of_forward if chosen else None
     flops = 2 * p.heads_q * p.seqlen_q * p.seqlen_k * (p.head_dim + p.head_dim_v) * (1 if p.packed else p.batch)
     return Explanation(
         p, chosen, config.describe() if config else "", flops, config.traffic(p) if config else 0, refused,

@@ -125,7 +125,7 @@ class Problem(Structured):
         """The most keys that a sequence of a paged call may have: ``max_pages * page_size``."""
         return self.extras[self.spec.page_slots[0]].shape[1] * self.page_size
 
-    @property
+    @cached_property
     def batch(self) -> int:
         return self.extras[self.spec.cu_slots[0]].shape[0] - 1 if self.packed else self.q.shape[0]
 
@@ -134,15 +134,15 @@ class Problem(Structured):
         """The size of the batch dimension. Packed sequences have none and count as one element."""
         return 1 if self.packed else self.batch
 
-    @property
+    @cached_property
     def seqlen_q(self) -> int:
         return self.q.shape[-3]
 
-    @property
+    @cached_property
     def seqlen_k(self) -> int:
         return self.capacity if self.paged else self.k.shape[-3]
 
-    @property
+    @cached_property
     def heads_q(self) -> int:
         return self.q.shape[-2]
 

@@ -1,4 +1,4 @@
-"""Calls without gradients that come again: their forward, found by their words and the sizes of their tensors.
+"""Calls that come again: their plan, found by their words and the sizes of their tensors.
 
 Between the other operations of a model little of a call lies in the processor's caches, so that each operation of PyTorch and each function
 takes several times what it takes in a loop. A call that was seen before makes no other operation than those that allocate its results,
@@ -6,6 +6,8 @@ and passes few functions (docs/decisions.md#repeated-calls).
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -21,7 +23,8 @@ Beside = tuple[Tensor | None, ...]
 def attend(
     q: Tensor, k: Tensor, v: Tensor, words: Words, lse: bool, heads_first: bool = False, beside: Beside = ()
 ) -> tuple | None:
-    """Return ``(o, lse)`` of a call without gradients and without tensors in its score; None if there is more to look at.
+    """Return ``(o, lse)`` of a call without tensors in its score, and without gradients but those of q, k and v; None if there is more to
+    look at.
 
     Args:
         q, k, v: ``(batch, seqlen, heads, head_dim)``, or ``(batch, heads, seqlen, head_dim)`` with ``heads_first``.
@@ -32,24 +35,26 @@ def attend(
     Raises:
         ValueError, NotImplementedError: as :func:`tilewise.attention`.
     """
+    grads = False
     if torch.is_grad_enabled():
         for x in (q, k, v):
-            if getattr(x, "requires_grad", False) is True:  # of a trace it is no truth value
-                return None
+            grads = grads or getattr(x, "requires_grad", False) is True  # of a trace it is no truth value
+        if grads and heads_first:
+            return None
     said, extras = texts_of(words), tuple([x for x in beside if x is not None])
     _, mask, score, *_ = words
     if said is None or (score is not None and score.leaves):
         return None
     if mask is not None and mask.parts:
-        extras += mask.parts
         if type(mask) is not Mask:  # a prepared one
             return None
+        extras += mask.leaves if mask.derives else mask.parts
     if not (autograd.nobody_asks() and autograd.nobody_watches(q, k, v, *extras)):
         return None
     if extras and torch.is_grad_enabled() and any(x.requires_grad for x in extras):
         return None
     # fmt: off
-    key = (said, heads_first, q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device,
+    key = (said, heads_first, grads, q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device,
            v.shape, v.stride(), v.dtype, v.device)
     # fmt: on
     if extras:
@@ -58,16 +63,18 @@ def attend(
         key = (*key, *given, *[(x.shape, x.stride(), x.dtype, x.device) for x in extras])
     plan = dispatch.of_calls.get(key)
     if plan is None:
-        like, sizes = (None, ()) if extras else _structure_and_sizes(said, q, k, v, heads_first)
-        plan = None if like is None else _of_structure(like, sizes, key)
+        like, sizes = (None, ()) if extras else _structure_and_sizes((said, grads), q, k, v, heads_first)
+        plan = None if like is None else _of_structure(like, sizes, key, grads)
         if plan is None:
             plan = _known(*(_heads_last(q, k, v) if heads_first else (q, k, v)), words, extras, beside, key)
-        if plan is None:
-            return None
-        if like is not None and like not in dispatch.of_structures:
-            dispatch.of_structures[like] = plan.problem.structure
-    if beside:
+            if plan is None:
+                return None
+            if like is not None:
+                dispatch.of_structures[like] = plan.problem.structure
+    if extras:
         dispatch.check_lengths(plan, extras)
+    if grads:
+        return autograd.recorded(q, k, v, None, plan.spec, plan, *extras)
     found = None if plan.direct is None else plan.direct(q, k, v, extras, lse)
     if found is not None:
         return found
@@ -98,15 +105,25 @@ def _heads_last(*tensors: Tensor) -> list[Tensor]:
 
 
 class _Sized:
-    """A call of a structure that was decided for other sizes, without a Problem until its forward reads more than memory."""
+    """A call of a structure that was decided for other sizes, without a Problem until it reads more than memory."""
 
-    __slots__ = ("direct", "spec")
+    __slots__ = ("direct", "direct_backward", "spec")
 
-    def __init__(self, direct: dispatch.DirectCall, spec: str):
-        self.direct, self.spec = direct, spec
+    def __init__(self, direct: dispatch.DirectCall, direct_backward: dispatch.DirectBackward | None, spec: str):
+        self.direct, self.direct_backward, self.spec = direct, direct_backward, spec
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, leaves: tuple[Tensor, ...], seed: Tensor | None) -> tuple:
-        return dispatch.decide(q, k, v, leaves, seed, self.spec).forward(q, k, v, leaves, seed)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None) -> tuple:
+        found = self.direct(q, k, v, extras, True)
+        return (
+            dispatch.decide(q, k, v, extras, seed, self.spec).forward(q, k, v, extras, seed) if found is None else found
+        )
+
+    def backward(self, do: Tensor, dlse: Tensor | None, saved: dispatch.Saved) -> tuple:
+        found = self.direct_backward(do, dlse, saved)
+        if found is not None:
+            return *found, []
+        q, k, v, *extras, seed, _, _ = saved
+        return dispatch.decide(q, k, v, extras, seed, self.spec).backward(do, dlse, saved)
 
 
 def _structure_and_sizes(said: tuple, q: Tensor, k: Tensor, v: Tensor, heads_first: bool) -> tuple[tuple | None, tuple]:
@@ -123,14 +140,14 @@ def _structure_and_sizes(said: tuple, q: Tensor, k: Tensor, v: Tensor, heads_fir
     return tuple(found), tuple(sizes)
 
 
-def _of_structure(like: tuple, sizes: tuple[int, ...], key: tuple) -> _Sized | None:
+def _of_structure(like: tuple, sizes: tuple[int, ...], key: tuple, grads: bool) -> _Sized | None:
     """Return a call of a known structure and remember it; None if it has to be decided."""
     structure = dispatch.of_structures.get(like)
-    direct = None if structure is None else dispatch.direct(structure, sizes)
+    direct = None if structure is None else dispatch.direct(structure, sizes, grads)
     if direct is None:
         return None
     _make_room()
-    found = dispatch.of_calls[key] = _Sized(direct, structure[0])
+    found = dispatch.of_calls[key] = _Sized(*direct, structure[0])
     return found
 
 

@@ -61,11 +61,11 @@ class Structured:
     spec: Spec
     latent: bool
 
-    @property
+    @cached_property
     def packed(self) -> bool:
         return self.spec.packed
 
-    @property
+    @cached_property
     def paged(self) -> bool:
         return self.spec.paged
 

@@ -31,6 +31,9 @@ _SIGNS = {
     "add": "+", "sub": "-", "mul": "*", "floordiv": "//", "truediv": "/", "mod": "%", "rshift": ">>", "lshift": "<<", "and_": "&",
     "or_": "|", "neg": "-", "lt": "<", "le": "<=", "eq": "==", "ne": "!=",
 }  # fmt: skip
+_ORDERS = {"min": "<", "max": ">"}
+# By operation on whole numbers: the right operand, and the left one, with which the other is the result.
+_NEUTRAL = {"mul": (1, 1), "add": (0, 0), "sub": (0, None), "floordiv": (1, None)}
 
 
 class Size:
@@ -178,6 +181,9 @@ class Record:
     def computed(self, name: str, *operands: Number | Size) -> Any:
         """Return the value of an operation."""
         self._check()
+        for x, other, neutral in zip(operands, operands[::-1], _NEUTRAL.get(name, ()), strict=False):
+            if type(other) is int and other == neutral and isinstance(x, Size) and type(x._value) is int:
+                return x
         key = name, *[_place(x) for x in operands]
         found = self._known.get(key)
         if found is None:
@@ -225,6 +231,9 @@ class Record:
         def expression(name: str, operands: Sequence[Any]) -> str:
             written = [text(x) for x in operands]
             sign = _SIGNS.get(name)
+            if name in _ORDERS:  # in half the time of a call
+                a, b = written
+                return f"{b} if {b} {_ORDERS[name]} {a} else {a}"
             return (
                 f"_{name}({', '.join(written)})"
                 if sign is None

@@ -119,8 +119,10 @@ def test_ends_of_rows_and_columns_are_those_of_the_expressions(name):
 def test_blocks_on_which_the_predicate_is_the_same_are_asked_once(monkeypatch):
     """One row of pairs stands for all rows of its block: the program holds one row, not 32."""
     held = []
-    launch = tile_map._launch
-    monkeypatch.setattr(tile_map, "_launch", lambda *given: held.append(given[-1].block_m) or launch(*given))
+    launch = tile_map.MaskLaunch.__call__
+    monkeypatch.setattr(
+        tile_map.MaskLaunch, "__call__", lambda self, tensors: held.append(self.facts.block_m) or launch(self, tensors)
+    )
     check(tw.block_sparse(torch.eye(3).bool(), 32, 8), 70, 24, (32, 24))
     assert held == [1]
 

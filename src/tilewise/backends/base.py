@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,7 +17,7 @@ from tilewise.caching import edition, is_tracked
 from tilewise.device import Ready, is_captured, is_warming_up, lasting, tensors_in
 from tilewise.expr import Expr
 from tilewise.problem import Problem
-from tilewise.sizes import ByStructure, Size
+from tilewise.sizes import MISSED, ByStructure, Size
 
 
 def contiguous(x: Tensor | None) -> Tensor | None:
@@ -177,6 +177,12 @@ DirectCall = Callable[[Tensor, Tensor, Tensor, Sequence[Tensor], bool], tuple[Te
 """The forward of one problem: of q, k and v, whatever the order of their dimensions, of the extras, and of whether lse is read, o and lse.
 None: it takes more than to read the tensors where they lie."""
 
+Saved = Sequence[Any]
+"""A forward's tensors that its backward reads: q, k, v, the extras, the seed or None, o and lse."""
+
+DirectBackward = Callable[[Tensor, Tensor | None, Saved], tuple[Tensor, Tensor, Tensor] | None]
+"""The backward of one problem: of dO, of dlse (None: zeros) and of what its forward saved, dq, dk and dv; None as above."""
+
 
 class Backend(Protocol):
     """The members that dispatch asks of a backend; the backends derive from it.
@@ -240,6 +246,14 @@ class Backend(Protocol):
         """:meth:`direct` of what :meth:`planned` gave for a problem without extras, from that alone."""
         return None
 
+    def direct_backward(self, p: Problem) -> DirectBackward | None:
+        """As :meth:`direct`, the backward of a problem where no extra wants a gradient."""
+        return None
+
+    def direct_backward_of(self, structure: Hashable, sizes: Sequence[int]) -> DirectBackward | None:
+        """:meth:`direct_backward` of a problem without extras, from its structure and sizes alone; None also where it is not known yet."""
+        return None
+
     def backward(self, p: Problem, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads: ...
 
     def append(self, cache: Pages, k: Tensor, v: Tensor | None, cu_seqlens_q: Tensor | None) -> bool:
@@ -283,6 +297,11 @@ class PerProblem:
         if found is _NOTHING:
             found = decided[self] = self._decided(p)
         return found
+
+    def known(self, structure: Hashable, sizes: Sequence[int]) -> tuple[Callable[[Problem, Any], Any], Any] | None:
+        """The ``(make, values)`` of a problem of a structure and sizes if they were recorded."""
+        found = self._ways.known(structure, sizes)
+        return None if found is MISSED else found
 
     def recorded(self, p: Problem) -> tuple[Callable[[Problem, Any], Any], Any] | None:
         """The ``(make, values)`` of a problem, for :meth:`keep`."""

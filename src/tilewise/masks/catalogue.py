@@ -8,6 +8,7 @@ A :class:`Mask` is text and tensors, so that ``torch.compile`` can build it and 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -38,6 +39,7 @@ class Mask:
     def __init__(self, text: str, parts: tuple[torch.Tensor | Derived, ...] = (), traced: bool | None = None):
         self.text = text
         self.parts = parts
+        self.derives = True in [isinstance(part, Derived) for part in parts]
         # Whether a trace made some of the parts.
         self.traced = len(parts) > 0 and torch.compiler.is_compiling() if traced is None else traced
         if not torch.compiler.is_compiling():
@@ -48,8 +50,7 @@ class Mask:
     @property
     def copied(self) -> bool:
         """Whether the leaves are copies, as in a trace, unless they are the caller's own tensors."""
-        derives = len([part for part in self.parts if isinstance(part, Derived)]) > 0
-        return torch.compiler.is_compiling() and (self.traced or derives)
+        return torch.compiler.is_compiling() and (self.traced or self.derives)
 
     @property
     def leaves(self) -> tuple[torch.Tensor, ...]:
@@ -255,7 +256,19 @@ def key_range(start: int | torch.Tensor, end: int | torch.Tensor) -> Mask:
 
 def key_lengths(n: int | torch.Tensor) -> Mask:
     """``key_range(0, n)``: the first ``n`` keys; with a tensor ``(batch,)``, right padding."""
+    if type(n) is torch.Tensor and n.ndim <= 2 and n.dtype in _COUNTS and not torch.compiler.is_compiling():
+        return Mask(_text_of_lengths(n.dtype, tuple([size == 1 for size in n.shape])), (n,))
     return _atom("key_range", number(0), _per_batch("key_lengths", n))
+
+
+_COUNTS = torch.int32, torch.int64
+
+
+@lru_cache(maxsize=16)
+def _text_of_lengths(dtype: torch.dtype, alone: tuple[bool, ...]) -> str:
+    """The text of :func:`key_lengths`, which batches of other lengths share; ``alone``: the dimensions of size 1."""
+    like = torch.empty([1 if one else 2 for one in alone], dtype=dtype, device="meta")
+    return _atom("key_range", number(0), _per_batch("key_lengths", like)).text
 
 
 def documents(ids: torch.Tensor) -> Mask:

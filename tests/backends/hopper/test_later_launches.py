@@ -21,14 +21,26 @@ from tilewise.backends.hopper import Hopper
 from tilewise.backends.hopper.host import masks as of_masks
 from tilewise.backends.hopper.host.padded_call import PaddedPlan
 from tilewise.backends.hopper.host.plan import Plan
+from tilewise.problem import TensorFacts
 from tilewise.reference import Reference
 
 Arguments = tuple[Tensor, ...]
+
+
+def packed_in_32_bits(name: str) -> Call:
+    """With starts of sequences as kernels read them."""
+    c, slots = packed_call(name), packed_call(name).p.spec.cu_slots
+    leaves = tuple(x.int() if n in slots else x for n, x in enumerate(c.t.leaves))
+    t = replace(c.t, leaves=leaves, cu_seqlens_q=leaves[slots[0]], cu_seqlens_k=leaves[slots[-1]])
+    return replace(c, t=t, p=replace(c.p, extras=tuple(map(TensorFacts.of, leaves))))
+
+
 LEARNED = torch.tensor([0.5, 0.1, 0.2, 0.3], requires_grad=True)
 TABLE = normal(4, 33, seed=9).requires_grad_()
 CALLS: dict[str, Callable[[], Call]] = {
     **{name: lambda x=x: call(*x[0], **x[1]) for name, x in (FORWARD | BACKWARD).items()},
     **{f"packed-{name}": lambda name=name: packed_call(name) for name in PACKED},
+    **{f"packed-{name}-32-bits": lambda name=name: packed_in_32_bits(name) for name in PACKED},
     "learned-slopes": lambda: call(*qkv(300, 300), score=tw.alibi(LEARNED), causal=True),
     "learned-table": lambda: call(
         *qkv(300, 300), score=lambda s, b, h, i, j: s + TABLE[h, (i - j).clamp(0, 32)], causal=True
@@ -161,6 +173,65 @@ def test_a_forward_by_its_memory_launches_the_same_or_leaves_it(name, monkeypatc
     if found is not None:
         same(*(read(x, c) for x in launches))
         same(found, expected.tensors)
+
+
+DIRECT = [
+    "alibi", "alibi-empty-rows", "alibi-wide", "bias", "bias-keys", "causal", "causal-empty-rows", "causal-wide", "curve", "decode",
+    "dropout", "dropout-bias", "dropout-softcap", "even", "fp16", "full", "large-scores", "narrow", "one", "scale", "score-hides", "sink",
+    "sink-16-bits", "softcap", "two-passes", "window",
+]  # fmt: skip
+DIRECT += [f"packed-{name}-32-bits" for name in PACKED if name != "no-keys-at-all"]
+
+
+def test_these_backwards_go_by_their_memory():
+    backend, calls = Hopper(), {name: c for name, made in CALLS.items() if not Hopper().refused((c := made()).p)}
+    assert {name for name, c in calls.items() if not c.p.spec.grad_slots and backend.direct_backward(c.p)} == {*DIRECT}
+
+
+@pytest.mark.parametrize("of_lse", [True, False], ids=["with-dlse", "without"])
+@pytest.mark.parametrize("name", DIRECT)
+def test_a_backward_by_its_memory_launches_the_same(name, of_lse, monkeypatch):
+    launches, c, backend = launches_of(monkeypatch), CALLS[name](), Hopper()
+    with torch.no_grad():
+        out = Reference().forward(c.p, c.t)
+    out, do = replace(out, o=out.o.to(c.p.dtype)), c.do.contiguous()
+    with poisoned():
+        expected = backend.backward(c.p, c.t, out, do, c.dlse if of_lse else torch.zeros_like(out.lse))
+        saved = (c.t.q, c.t.k, c.t.v, *c.t.leaves, c.t.seed, out.o, out.lse)
+        direct = backend.direct_backward(c.p)
+        assert direct(do.transpose(-1, -2), None, saved) is None
+        assert direct(torch.cat([do.flatten()[:1], do.flatten()])[1:].view_as(do), None, saved) is None
+        found = direct(do, c.dlse if of_lse else None, saved)
+    count = len(launches) // 2
+    for before, after in zip(launches[:count], launches[count:], strict=True):
+        # Of zeros that nobody writes there are more than one call reads.
+        same(before, tuple(y.flatten()[: x.numel()] for x, y in zip(before, after, strict=True)))
+    same(found, (expected.dq, expected.dk, expected.dv))
+
+
+def test_a_training_step_of_a_new_length_launches_what_the_others_do(monkeypatch):
+    """From the third length on its forward and backward are made from its sizes alone."""
+    launches, backend, steps = launches_of(monkeypatch), Hopper(), []
+    monkeypatch.setattr(dispatch, "select", lambda p, what="attention": backend)
+    dispatch.forget()
+    for n in (600, 608, 616, 624):
+        q, k, v = leaves = [normal(2, n, h, 64, dtype=torch.bfloat16, seed=h + n).requires_grad_() for h in (8, 2, 2)]
+        do = normal(2, n, 8, 64, dtype=torch.bfloat16, seed=n)
+        c = call(q, k, v, causal=True)
+        launches.clear()
+        with poisoned():
+            o = tw.attention(q, k, v, causal=True)
+            steps.append(type(o.grad_fn.plan))
+            found = torch.autograd.grad(o, leaves, do)
+            with torch.no_grad():
+                out = backend.forward(c.p, c.t)
+                expected = backend.backward(c.p, c.t, out, do, torch.zeros_like(out.lse))
+        count = len(launches) // 2
+        for before, after in zip(launches[:count], launches[count:], strict=True):
+            same(after, tuple(x.flatten()[: y.numel()] for x, y in zip(before, after, strict=True)))
+        same(found, (expected.dq, expected.dk, expected.dv))
+    assert steps == [dispatch.Plan, dispatch.Plan, repeated._Sized, repeated._Sized]
+    dispatch.forget()
 
 
 def test_padded_keys_are_left_to_the_packed_call_that_they_are():

@@ -21,7 +21,7 @@ Importing this imports no DSL. Where to look:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -29,6 +29,7 @@ from torch import Tensor
 from tilewise import device as devices
 from tilewise.backends.base import (
     Backend,
+    DirectBackward,
     DirectCall,
     ForwardCall,
     Grads,
@@ -110,14 +111,7 @@ class Hopper(Backend):
         return reasons or ([] if lists else _reasons_of_selected(p))
 
     def slow(self, p: Problem) -> str:
-        if p.paged and decoding.choose(p) is None and paged_config.idles(p, devices.of(p.device).cores):
-            return "neither splits the keys of few queries nor shares a tile among heads"
-        if not pair_lookups(p) or decoding.choose(p) is not None:
-            return ""
-        biased = forward_config.with_bias(p)
-        if biased is None or biased.score != "bias" or (p.spec.needs_grad and backward_config.with_bias(p) is None):
-            return "reads a tensor of the score number by number"  # which takes twice the time (docs/decisions.md#hopper-pair-bias)
-        return ""
+        return _slow(p)
 
     def config(self, p: Problem) -> Config | LatentConfig | DecodingConfig:
         if self.override is not None:
@@ -160,8 +154,15 @@ class Hopper(Backend):
         return plan.of_memory if plan.direct and not p.spec.dropout_p else None
 
     def direct_of(self, planned: Any) -> DirectCall | None:
-        make, values = planned
+        make, values = planned or (None, None)
         return make(None, values).of_memory if isinstance(values, dict) and values.get("direct") else None
+
+    def direct_backward(self, p: Problem) -> DirectBackward | None:
+        plan = self._backward_plans.of(p)
+        return plan.of_memory if plan.direct else None
+
+    def direct_backward_of(self, structure: Hashable, sizes: Sequence[int]) -> DirectBackward | None:
+        return self.direct_of(self._backward_plans.known(structure, sizes))
 
     def backward(self, p: Problem, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads:
         return self._backward_plans.of(p).backward(t, out, do, dlse)
@@ -183,6 +184,18 @@ class Hopper(Backend):
         from tilewise.backends.hopper.host.padded_call import PaddedPlan
 
         return PaddedPlan.of(p, plans)
+
+
+def _slow(p: Problem) -> str:
+    """What makes the kernels slower at a problem than at most others (:meth:`Backend.slow`)."""
+    if p.paged and decoding.choose(p) is None and paged_config.idles(p, devices.of(p.device).cores):
+        return "neither splits the keys of few queries nor shares a tile among heads"
+    if not pair_lookups(p) or decoding.choose(p) is not None:
+        return ""
+    biased = forward_config.with_bias(p)
+    if biased is None or biased.score != "bias" or (p.spec.needs_grad and backward_config.with_bias(p) is None):
+        return "reads a tensor of the score number by number"  # which takes twice the time (docs/decisions.md#hopper-pair-bias)
+    return ""
 
 
 def _forward_reasons(p: Problem) -> list[str]:

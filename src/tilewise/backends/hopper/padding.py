@@ -64,15 +64,12 @@ def starts(p: Problem, t: Inputs) -> tuple[Tensor, Tensor]:
     lo, hi = (
         end.flatten().expand(batch) for end in grid.key_interval(torch.zeros(1, dtype=torch.int64, device=device))
     )
-    element = torch.arange(batch, device=device)
     # Keys before those seen, if there may be any: no query. Then all queries, and after them none.
-    ends_q, ends_k = [0] * (parts - 2) + [p.seqlen_q] * 2, [lo] * (parts - 2) + [torch.maximum(lo, hi), p.seqlen_k]
-
-    def joined(ends: list, seqlen: int) -> Tensor:
-        each = torch.stack([element * seqlen + end for end in ends], -1)
-        return torch.nn.functional.pad(each.flatten(), (1, 0)).int()
-
-    return joined(ends_q, p.seqlen_q), joined(ends_k, p.seqlen_k)
+    element = torch.arange(batch * parts + 2, device=device, dtype=torch.int32) // parts
+    cu_q, cu_k = element[1:] * p.seqlen_q, element[:-1] * p.seqlen_k
+    for n, end in enumerate([hi] if parts == 2 else [lo, torch.maximum(lo, hi)], 1):
+        cu_k[n::parts] += end
+    return cu_q, cu_k
 
 
 def packed_inputs(t: Inputs, cu: tuple[Tensor, Tensor]) -> Inputs:

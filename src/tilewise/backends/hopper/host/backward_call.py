@@ -10,16 +10,17 @@ from torch import Tensor
 
 from tilewise import device as devices
 from tilewise import state
-from tilewise.backends.base import Grads, Inputs, Output, gradients_of_no_pair
+from tilewise.backends.base import Grads, Inputs, Output, Saved, gradients_of_no_pair
 from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.backward.grids import TileParts, grids, tile_parts
 from tilewise.backends.hopper.config import Band, band_of, keys_of, strides_addressable
 from tilewise.backends.hopper.host import masks
 from tilewise.backends.hopper.host.backward_memory import SUMS, BackwardMemory
+from tilewise.backends.hopper.host.direct import PlacedPlan
 from tilewise.backends.hopper.host.draft import Draft, Late, Launches, View, given_views
-from tilewise.backends.hopper.host.plan import LOG2_E, LaunchPlan, ends_of
+from tilewise.backends.hopper.host.plan import LOG2_E, ends_of
 from tilewise.backends.hopper.host.portions import OF_KEYS, PackedPortions, Portion, Portions
-from tilewise.backends.hopper.pair_bias import aligned
+from tilewise.backends.hopper.pair_bias import ALIGNED, aligned
 from tilewise.caching import cached_property
 
 PACKED = (
@@ -36,11 +37,11 @@ PACKED = (
 
 
 @dataclass(eq=False)
-class BackwardDraft(LaunchPlan):
+class BackwardDraft(PlacedPlan):
     """The decisions for one problem's backward that follow from its sizes."""
 
     config: Backward
-    DECIDED = (*LaunchPlan.DECIDED, "keys", "sections")
+    DECIDED = (*PlacedPlan.DECIDED, "keys", "sections")
     PRODUCTS = ("k", "v")
 
     @property
@@ -71,6 +72,15 @@ class BackwardDraft(LaunchPlan):
     def holes(self) -> bool:
         """Whether a sink's gradient reads rows that nobody writes: those between packed sequences."""
         return self.problem.packed and self.problem.spec.sink_slot is not None
+
+    @property
+    def result_is_made(self) -> bool:
+        return self.cut or bool(self.problem.spec.grad_slots)
+
+    @property
+    def places(self) -> dict[str, int]:
+        first = 4 + len(self.problem.extras)
+        return super().places | {name: first + n for n, name in enumerate(("o", "lse", "dlse", "do"))}
 
     @cached_property
     def portions(self) -> Portions | PackedPortions | None:
@@ -171,6 +181,17 @@ class BackwardPlan(BackwardDraft):
             rows = rows - sink_gradients(inputs, lse, delta)
         found[:, -1] = rows.sum((0, 2)) - found[:, :-1].sum(1)
         return {line.slot: line.gradient(found, inputs.leaves[line.slot])}
+
+    def of_memory(self, do: Tensor, dlse: Tensor | None, saved: Saved) -> tuple[Tensor, Tensor, Tensor] | None:
+        """The backward of a plan that is :attr:`direct` (:data:`tilewise.backends.base.DirectBackward`)."""
+        q, k, v, *_, o, lse = saved
+        at = q.data_ptr() | k.data_ptr() | v.data_ptr() | o.data_ptr() | do.data_ptr()
+        if at % ALIGNED or not do.is_contiguous() or not (dlse is None or dlse.is_contiguous()):
+            return None
+        dlse = devices.zeros(lse.device, lse.numel()) if dlse is None else dlse
+        tensors = *saved, dlse, do[None] if do.ndim == 3 else do
+        dq, dk, dv, *_ = self.launches.run([tensors[n] for n in self.direct])
+        return dq, dk, dv
 
     def backward(self, inputs: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads:
         if self.launches is None:

@@ -92,6 +92,6 @@ class DecodingPlan(PagedPlan):
 
     def tensors(self, inputs: Inputs) -> dict[str, Tensor]:
         found = super().tensors(inputs)
-        if reads_ends(self.problem):
+        if self.of_ends:
             found |= zip((FIRST, KEYS), self.of_mask(inputs, masks.own_keys, page_rows(self.problem.k)), strict=True)
         return found

@@ -1,4 +1,4 @@
-"""Forwards whose launches read a call's own tensors and what is kept of its mask: nothing of a tensor is looked at but its address."""
+"""Calls whose launches read a call's own tensors and what is kept of its mask: nothing of a tensor is looked at but its address."""
 
 from __future__ import annotations
 
@@ -13,45 +13,46 @@ from tilewise.caching import cached_property
 
 
 @dataclass(eq=False)
-class DirectPlan(LaunchPlan):
-    """The part of a forward's plan that runs such calls, and all others by :meth:`forward`."""
+class PlacedPlan(LaunchPlan):
+    """The part of a plan that says whether its launches read the call's own tensors, and where these are."""
 
     DECIDED = (*LaunchPlan.DECIDED, "direct")
 
     @cached_property
     def direct(self) -> tuple[int, ...]:
-        """The places of what launches read; empty where some of it is made by :meth:`tensors`, or something of what they write."""
+        """The :attr:`places` of what launches read; empty where some of it, or of the results, is made with other operations."""
         places, launches = self.places, self.launches
         made = launches is None or self.copied or not set(launches.given) <= set(places) or self.result_is_made
         return () if made else tuple(places[name] for name in launches.given)
 
     @property
     def result_is_made(self) -> bool:
-        """Whether the launches write something from which o or lse is made."""
+        """Whether a result is made of something that the launches write."""
         return False
+
+
+@dataclass(eq=False)
+class DirectPlan(PlacedPlan):
+    """The part of a forward's plan that runs such calls, and all others by :meth:`forward`."""
 
     def kept(self, extras: Sequence[Tensor]) -> Sequence[Tensor] | None:
         """What was made of the mask's tensors and lies behind the seed among :attr:`places`; None: it has to be made."""
         return ()
 
     def of_memory(
-        self, q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], lse: bool
+        self, q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], lse: bool, seed: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None] | None:
-        """The forward of a plan that is :attr:`direct` and has no seed (:data:`tilewise.backends.base.DirectCall`)."""
+        """The forward of a plan that is :attr:`direct` (:data:`tilewise.backends.base.DirectCall`, but for the seed)."""
         kept = self.kept(extras)
         at = [x.data_ptr() for x in (q, k, v, *extras)]
         if kept is None or (at[0] | at[1] | at[2]) % ALIGNED:
             return None
-        at += [0, *[x.data_ptr() for x in kept]]
+        at += [0 if seed is None else seed.data_ptr(), *[x.data_ptr() for x in kept]]
         o, *more = self.launches.run_memory([at[n] for n in self.direct], q, () if lse else ("lse",))
         return o, more[0] if lse else None
 
     def call(
         self, q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None
     ) -> tuple[Tensor, ...]:
-        direct, kept = self.direct, self.kept(extras)
-        if not direct or kept is None or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNED:
-            return super().call(q, k, v, extras, seed)
-        tensors = q, k, v, *extras, seed, *kept
-        o, lse, *_ = self.launches.run([tensors[n] for n in direct])
-        return o, lse
+        found = self.of_memory(q, k, v, extras, True, seed) if self.direct else None
+        return super().call(q, k, v, extras, seed) if found is None else found

@@ -228,21 +228,17 @@ def recorded(item: Launch) -> Iterator[tuple]:
     if plan.lists:
         shape = (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
         grid = Grid.whole(problem.spec.region, inputs.leaves, shape, q.device)
-        tensors, sizes, numbers, facts = tile_map.arguments_of(grid, 128, 128, problem.group)
-        arguments = tensors, runtime.opaque(sizes), runtime.opaque(numbers), facts
-        found.append(("tile_map", runtime.kernels().tile_map, tile_map.PROGRAM, arguments))
+        made = [("tile_map", *tile_map.judging(grid, 128, 128, problem.group))]
         new = partial(torch.empty, dtype=torch.int32, device="meta")
         tiles = BitTiles(new(1, 1, 2, 2), new(1, 1, 2, 4), new(5, THREADS, words_of(128)), new(1))
-        status, lists = torch.empty((1, 1, 2, 2), dtype=torch.uint8, device="meta"), runtime.kernels().lists
+        status = torch.empty((1, 1, 2, 2), dtype=torch.uint8, device="meta")
         for by_columns in (False, True):
-            tensors, sizes, facts = tile_map.list_arguments_of(tiles, status, grid, by_columns, Sections())
-            for kernel in (lists.tile_lists_kernel, lists.tile_order_kernel):
-                arguments = tensors, runtime.opaque(sizes), (), facts
-                name = kernel.fn.__name__.removesuffix("_kernel").replace("tile", "key" if by_columns else "tile")
-                found.append((name, kernel, tile_map.PROGRAM, arguments))
-        tensors, sizes, numbers, facts = tile_map.bit_arguments_of(tiles, grid, 128, False)
-        arguments = tensors, runtime.opaque(sizes), runtime.opaque(numbers), facts
-        found.append(("tile_bits", runtime.kernels().tile_bits, tile_map.PROGRAM, arguments))
+            launches, tensors = tile_map.listing(tiles, status, grid, by_columns, Sections())
+            for x in launches:
+                name = x.kernel.fn.__name__.removesuffix("_kernel")
+                made.append((name.replace("tile", "key" if by_columns else "tile"), x, tensors))
+        made.append(("tile_bits", *tile_map.writing_bits(tiles, grid, 128, False)))
+        found += [(name, x.kernel, x.tiles, (tensors, *x.numbers, x.facts)) for name, x, tensors in made]
     yield from found
 
 

@@ -70,10 +70,4 @@ class KernelLaunch:
 
     def __call__(self, named: Mapping[str, Any], aligned: bool) -> None:
         """Launches the kernel with these tensors, which are :func:`runtime.aligned` or not."""
-        arguments = self.arguments(named)
-        if not aligned:
-            runtime.run(self.kernel, self.grid, self.tiles, *arguments)
-        elif self.compiled is None:
-            self.compiled = runtime.start(self.kernel, self.grid, self.tiles, *arguments)
-        else:
-            runtime.run_compiled(self.compiled, self.grid, *arguments)
+        runtime.launch_again(self, aligned, *self.arguments(named))

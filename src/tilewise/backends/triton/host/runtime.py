@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from threading import RLock
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -177,6 +177,25 @@ def start(kernel, grid: tuple[int, ...], tiles: Tiles, *arguments: object) -> ob
     if compiled is not None:
         _COMPILED[key] = compiled
     return compiled
+
+
+class Launched(Protocol):
+    """A launch that is kept. ``compiled``: its kernel, once it is known."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    tiles: Tiles
+    compiled: Any
+
+
+def launch_again(kept: Launched, aligned: bool, *arguments: object) -> None:
+    """Launches a kernel with arguments of the same kinds as before; ``aligned``: whether their tensors are (:func:`aligned`)."""
+    if not aligned:
+        run(kept.kernel, kept.grid, kept.tiles, *arguments)
+    elif kept.compiled is None:
+        kept.compiled = start(kept.kernel, kept.grid, kept.tiles, *arguments)
+    else:
+        run_compiled(kept.compiled, kept.grid, *arguments)
 
 
 def kind_of(x: object, bundled: bool = False) -> object:

@@ -7,8 +7,9 @@ Their kernels are those of ``kernels.tile_map``, ``kernels.tile_lists`` and ``ke
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,112 +72,178 @@ def judged(grid: Grid, tile_m: int, tile_n: int, group: int | None = None) -> tu
     Returns:
         uint8 ``(b|1, h|1, query tiles, key tiles)``, and bool ``(b|1, heads_k|1, keys)`` or None.
     """
-    arguments = arguments_of(grid, tile_m, tile_n, group)
-    status, seen = arguments[0].status, arguments[0].seen
-    spans = -(-status.shape[2] // arguments[1].span)
-    _launch(runtime.kernels().tile_map, (status.shape[0] * status.shape[1] * spans * status.shape[3],), *arguments)
-    return status, None if seen is None else seen.view(torch.bool)
+    launch, tensors = judging(grid, tile_m, tile_n, group)
+    launch(tensors)
+    return tensors.status, None if tensors.seen is None else tensors.seen.view(torch.bool)
 
 
-def arguments_of(grid: Grid, tile_m: int, tile_n: int, group: int | None) -> tuple[Any, Any, tuple[float, ...], Facts]:
-    """The kernel's arguments: tensors, the new ones among them, plain sizes, plain numbers, and facts."""
-    region, device = grid.region, grid.b.device
-    leaves = tuple(TensorFacts.of(leaf) for leaf in grid.leaves)
-    emitted, facts, step = _functions(region, leaves, (grid.seqlen_q, grid.keys), tile_m)
-    batch, heads = _heads_of(region, False, True, grid.b.shape[0], grid.h.shape[0])
-    blocks = (-(-grid.seqlen_q // tile_m), -(-grid.keys // tile_n))
+@dataclass(eq=False)
+class MaskLaunch:
+    """A launch that is kept for the masks of one text, in tensors of the same kinds and sizes: everything of it but the tensors
+    (docs/decisions.md#repeated-calls).
+
+    Attributes:
+        grid: of programs. numbers: sizes and numbers, as kernels take them (:func:`runtime.opaque`).
+        slots: the mask's tensors that the kernel reads. made: the shapes of tensors that each launch makes.
+        compiled: the kernel, once it is known.
+    """
+
+    kernel: Any
+    grid: tuple[int, ...]
+    numbers: tuple[Any, Any]
+    facts: Facts
+    slots: tuple[int, ...] = ()
+    made: tuple[tuple[int, ...] | None, ...] = ()
+    compiled: Any = None
+    tiles: ClassVar[Tiles] = PROGRAM
+
+    @classmethod
+    def of(cls, kernel: Any, grid: tuple[int, ...], sizes: Any, facts: Facts, emitted: Emitted | None = None, made=()):
+        numbers, slots = ((), ()) if emitted is None else (emitted.numbers, emitted.slots)
+        return cls(kernel, grid, (runtime.opaque(sizes), runtime.opaque(numbers)), facts, slots, made)
+
+    def read(self, grid: Grid) -> tuple[Tensor, ...]:
+        """The mask's tensors that the kernel reads."""
+        return tuple([grid.leaves[n] for n in self.slots])
+
+    def __call__(self, tensors: Any) -> None:
+        runtime.launch_again(self, runtime.aligned(tensors), tensors, *self.numbers, self.facts)
+
+
+class Kind(NamedTuple):
+    """All of a grid that decides its launches: shape, strides and dtype of each tensor, and how many there are of b and h."""
+
+    region: Region
+    tensors: tuple[tuple, ...]
+    batch: int
+    heads: int
+    lengths: tuple[int, int]
+    device: torch.device
+
+    @classmethod
+    def of(cls, grid: Grid) -> Kind:
+        leaves = tuple([(x.shape, x.stride(), x.dtype) for x in grid.leaves])
+        return cls(grid.region, leaves, len(grid.b), len(grid.h), (grid.seqlen_q, grid.keys), grid.b.device)
+
+    @property
+    def leaves(self) -> tuple[TensorFacts, ...]:
+        return tuple(TensorFacts(tuple(shape), stride, dtype) for shape, stride, dtype in self.tensors)
+
+    def extents(self, emitted: Emitted) -> tuple[tuple[int, ...], ...]:
+        """Size and stride of each axis of what a kernel reads."""
+        return tuple(extents_of(*self.tensors[n][:2]) for n in emitted.slots)
+
+
+def judging(grid: Grid, tile_m: int, tile_n: int, group: int | None) -> tuple[MaskLaunch, Any]:
+    """The launch of :func:`judged`, and its tensors, the new ones among them."""
+    launch = _judging(Kind.of(grid), (tile_m, tile_n), group, PROGRAMS)
+    (status, seen), device = launch.made, grid.b.device
+    status = torch.empty(status, dtype=torch.uint8, device=device)
+    seen = None if seen is None else torch.zeros(seen, dtype=torch.uint8, device=device)
+    return launch, runtime.kernels().MapTensors(status, seen, grid.b, grid.h, launch.read(grid))
+
+
+@lru_cache(maxsize=1024)
+def _judging(kind: Kind, tile: tuple[int, int], group: int | None, most: int) -> MaskLaunch:
+    emitted, predicate = emit_mask(kind.region, kind.leaves, kind.lengths), kind.region.predicate
+    same = None if predicate is None else granularity(predicate, "i")
+    step = math.gcd(tile[0], same or tile[0])  # the rows on which the predicate is the same
+    rows = min(MOST_ROWS, 1 << (tile[0] // step - 1).bit_length())
+    functions = {name: emitted.functions.get(name) for name in ("first", "last", "keep", "some", "every")}
+    facts = Facts(**functions, block_m=rows, digest=emitted.digest, overlap=None)
+    batch, heads = _heads_of(kind.region, False, True, kind.batch, kind.heads)
+    blocks = [-(-n // size) for n, size in zip(kind.lengths, tile, strict=True)]
     group = group if group is None or heads > 1 else 1
-    status = torch.empty((batch, heads, *blocks), dtype=torch.uint8, device=device)
-    seen = None
-    if group is not None:
-        seen = torch.zeros((batch, heads // group, grid.keys), dtype=torch.uint8, device=device)
     kernels = runtime.kernels()
     sizes = kernels.MapSizes(
         heads=heads,
         seen_heads=heads // (group or 1),
         group=group or 1,
-        seqlen_q=grid.seqlen_q,
-        seqlen_k=grid.keys,
-        tile_m=tile_m,
-        tile_n=tile_n,
+        seqlen_q=kind.lengths[0],
+        seqlen_k=kind.lengths[1],
+        tile_m=tile[0],
+        tile_n=tile[1],
         step=step,
-        span=-(-batch * heads * blocks[0] * blocks[1] // PROGRAMS),
-        extents=tuple(extents_of(leaves[n].shape, leaves[n].stride) for n in emitted.slots),
+        span=-(-batch * heads * blocks[0] * blocks[1] // most),
+        extents=kind.extents(emitted),
     )
-    read = tuple(grid.leaves[n] for n in emitted.slots)
-    return kernels.MapTensors(status, seen, grid.b, grid.h, read), sizes, emitted.numbers, facts
+    programs = batch * heads * -(-blocks[0] // sizes.span) * blocks[1]
+    seen = None if group is None else (batch, heads // group, kind.lengths[1])
+    return MaskLaunch.of(kernels.tile_map, (programs,), sizes, facts, emitted, ((batch, heads, *blocks), seen))
 
 
 def bits(tiles: BitTiles, status: Tensor, grid: Grid, crossing: int, by_columns: bool, sections: Sections) -> None:
     """Writes all of ``tiles``, of 128 lines by ``crossing``, from the state of every tile, that of :func:`judged`."""
-    kernels, lines = runtime.kernels(), tiles.work.shape[0] * tiles.work.shape[1] * tiles.work.shape[2]
-    tensors, sizes, facts = list_arguments_of(tiles, status, grid, by_columns, sections)
-    for kernel in (kernels.lists.tile_lists_kernel, kernels.lists.tile_order_kernel):
-        _launch(kernel, (lines,), tensors, sizes, (), facts)
-    arguments = bit_arguments_of(tiles, grid, crossing, by_columns)
-    _launch(kernels.tile_bits, (lines * arguments[1].programs,), *arguments)
+    launches, tensors = listing(tiles, status, grid, by_columns, sections)
+    for launch in launches:
+        launch(tensors)
+    launch, tensors = writing_bits(tiles, grid, crossing, by_columns)
+    launch(tensors)
 
 
-def list_arguments_of(
+def listing(
     tiles: BitTiles, status: Tensor, grid: Grid, by_columns: bool, sections: Sections
-) -> tuple[Any, Any, Facts]:
-    """The arguments of the kernels that write lists, but for numbers, of which they have none."""
-    (batch, heads, lines, steps), kernels = tiles.blocks.shape, runtime.kernels().lists
-    slots, threads, words = tiles.bits.shape
+) -> tuple[tuple[MaskLaunch, MaskLaunch], Any]:
+    """The launches that write lists, and their tensors."""
+    ragged, shapes = tiles.ragged(grid, by_columns), (tiles.blocks.shape, tiles.bits.shape)
+    launches = _listing(shapes, ragged, by_columns, sections, status.device)
+    counts = torch.empty(launches[0].made[0], dtype=torch.int32, device=status.device)
+    tensors = runtime.kernels().lists.ListTensors(
+        status, counts, tiles.blocks, tiles.work, tiles.bits, tiles.section, status, ()
+    )
+    return launches, tensors
+
+
+@lru_cache(maxsize=1024)
+def _listing(
+    shapes: tuple[tuple[int, ...], ...], ragged: bool, by_columns: bool, sections: Sections, device: torch.device
+) -> tuple[MaskLaunch, ...]:
+    """``shapes``: of blocks and bits. ``device``: where kernels are compiled for."""
+    ((batch, heads, lines, steps), (slots, threads, words)), kernels = shapes, runtime.kernels().lists
     sizes = kernels.ListSizes(
         heads=heads,
         group=sections.group if heads > 1 else 1,
         lines=lines,
         steps=steps,
-        ragged=int(tiles.ragged(grid, by_columns)),
+        ragged=int(ragged),
         most=(slots - RESERVED) // (batch * heads),
         words=threads * words,
         all_heads=sections.heads,
         least=sections.least,
         ctas=sections.ctas,
     )
-    counts = torch.empty((batch, heads, lines, 2), dtype=torch.int32, device=status.device)
-    tensors = kernels.ListTensors(status, counts, tiles.blocks, tiles.work, tiles.bits, tiles.section, status, ())
-    return tensors, sizes, _list_facts(by_columns)
+    facts, each = Facts(by_columns=by_columns, overlap=None), (kernels.tile_lists_kernel, kernels.tile_order_kernel)
+    made = ((batch, heads, lines, 2),)
+    return tuple(MaskLaunch.of(kernel, (batch * heads * lines,), sizes, facts, made=made) for kernel in each)
 
 
-@lru_cache(maxsize=2)
-def _list_facts(by_columns: bool) -> Facts:
-    return Facts(by_columns=by_columns, overlap=None)
+def writing_bits(tiles: BitTiles, grid: Grid, crossing: int, by_columns: bool) -> tuple[MaskLaunch, Any]:
+    """The launch that writes bits, and its tensors."""
+    shapes = tiles.blocks.shape, tiles.bits.shape[0]
+    launch = _writing_bits(Kind.of(grid), *shapes, (crossing, by_columns), PROGRAMS)
+    tensors = runtime.kernels().BitTensors(tiles.bits, tiles.blocks, tiles.work, grid.b, grid.h, launch.read(grid))
+    return launch, tensors
 
 
-def bit_arguments_of(
-    tiles: BitTiles, grid: Grid, crossing: int, by_columns: bool
-) -> tuple[Any, Any, tuple[float, ...], Facts]:
-    """The arguments of the kernel that writes bits, as :func:`arguments_of` has them."""
-    leaves = tuple(TensorFacts.of(leaf) for leaf in grid.leaves)
-    emitted, facts = _bit_functions(grid.region, leaves, (grid.seqlen_q, grid.keys), crossing, by_columns)
-    kernels, (batch, heads, lines, steps) = runtime.kernels(), tiles.blocks.shape
+@lru_cache(maxsize=1024)
+def _writing_bits(kind: Kind, blocks: tuple[int, ...], slots: int, how: tuple[int, bool], most: int) -> MaskLaunch:
+    region, (crossing, by_columns) = kind.region, how
+    emitted = emit_mask(Region(lo=region.lo, hi=region.hi, predicate=region.predicate), kind.leaves, kind.lengths)
+    functions = {name: emitted.functions.get(name) for name in ("lo", "hi", "keep")}
+    same = _same_bits(region.predicate, crossing, by_columns)
+    facts = Facts(**functions, crossing=crossing, by_columns=by_columns, same=same, digest=emitted.digest, overlap=None)
+    kernels, (batch, heads, lines, steps) = runtime.kernels(), blocks
     sizes = kernels.BitSizes(
         heads=heads,
         lines=lines,
         steps=steps,
-        slots=tiles.bits.shape[0],
-        programs=min(steps, -(-PROGRAMS // (batch * heads * lines))),
-        seqlen_q=grid.seqlen_q,
-        seqlen_k=grid.keys,
-        extents=tuple(extents_of(leaves[n].shape, leaves[n].stride) for n in emitted.slots),
+        slots=slots,
+        programs=min(steps, -(-most // (batch * heads * lines))),
+        seqlen_q=kind.lengths[0],
+        seqlen_k=kind.lengths[1],
+        extents=kind.extents(emitted),
     )
-    read = tuple(grid.leaves[n] for n in emitted.slots)
-    tensors = kernels.BitTensors(tiles.bits, tiles.blocks, tiles.work, grid.b, grid.h, read)
-    return tensors, sizes, emitted.numbers, facts
-
-
-@lru_cache(maxsize=1024)
-def _bit_functions(
-    region: Region, leaves: tuple[TensorFacts, ...], lengths: tuple[int, int], crossing: int, by_columns: bool
-) -> tuple[Emitted, Facts]:
-    """The functions of a mask's pairs, and the facts of the launch."""
-    emitted = emit_mask(Region(lo=region.lo, hi=region.hi, predicate=region.predicate), leaves, lengths)
-    functions = {name: emitted.functions.get(name) for name in ("lo", "hi", "keep")}
-    same = _same_bits(region.predicate, crossing, by_columns)
-    facts = Facts(**functions, crossing=crossing, by_columns=by_columns, same=same, digest=emitted.digest, overlap=None)
-    return emitted, facts
+    return MaskLaunch.of(kernels.tile_bits, (batch * heads * lines * sizes.programs,), sizes, facts, emitted)
 
 
 def _same_bits(predicate: Expr | None, crossing: int, by_columns: bool) -> int:
@@ -188,53 +255,31 @@ def _same_bits(predicate: Expr | None, crossing: int, by_columns: bool) -> int:
 
 def ends(grid: Grid, lines: Tensor, by_columns: bool) -> tuple[Tensor, Tensor]:
     """Both ends of the intervals of these queries, or keys ``by_columns``: int64 ``(b|1, h|1, len(lines))``."""
-    leaves = tuple(TensorFacts.of(leaf) for leaf in grid.leaves)
-    emitted, facts = _end_functions(grid.region, leaves, (grid.seqlen_q, grid.keys), by_columns)
-    batch, heads = _heads_of(grid.region, True, by_columns, grid.b.shape[0], grid.h.shape[0])
-    start, end = torch.empty((2, batch, heads, len(lines)), dtype=torch.int64, device=grid.b.device)
-    kernels, read = runtime.kernels(), emitted.slots
+    launch = _ending(Kind.of(grid), len(lines), by_columns)
+    start, end = torch.empty(launch.made[0], dtype=torch.int64, device=grid.b.device)
+    launch(runtime.kernels().EndsTensors(start, end, lines, grid.b, grid.h, launch.read(grid)))
+    return start, end
+
+
+@lru_cache(maxsize=1024)
+def _ending(kind: Kind, count: int, by_columns: bool) -> MaskLaunch:
+    names, parts = ("first", "last") if by_columns else ("lo", "hi"), _ends_of(kind.region, by_columns)
+    emitted = emit_mask(Region(**dict(zip(names, parts, strict=True))), kind.leaves, kind.lengths)
+    functions = {name: emitted.functions.get(name) for name in ("lo", "hi", "first", "last")}
+    facts = Facts(**functions, by_columns=by_columns, digest=emitted.digest, overlap=None)
+    batch, heads = _heads_of(kind.region, True, by_columns, kind.batch, kind.heads)
+    kernels = runtime.kernels()
     sizes = kernels.EndsSizes(
         heads=heads,
-        count=len(lines),
-        seqlen_q=grid.seqlen_q,
-        seqlen_k=grid.keys,
-        extents=tuple(extents_of(leaves[n].shape, leaves[n].stride) for n in read),
+        count=count,
+        seqlen_q=kind.lengths[0],
+        seqlen_k=kind.lengths[1],
+        extents=kind.extents(emitted),
     )
-    tensors = kernels.EndsTensors(start, end, lines, grid.b, grid.h, tuple(grid.leaves[n] for n in read))
-    _launch(kernels.ends, (batch * heads, -(-len(lines) // _LINES)), tensors, sizes, emitted.numbers, facts)
-    return start, end
+    programs = batch * heads, -(-count // _LINES)
+    return MaskLaunch.of(kernels.ends, programs, sizes, facts, emitted, ((2, batch, heads, count),))
 
 
 def _ends_of(region: Region, by_columns: bool) -> tuple[Expr | None, ...]:
     """The ends of rows, or of columns."""
     return region.ends[2:] if by_columns else region.ends[:2]
-
-
-@lru_cache(maxsize=1024)
-def _end_functions(
-    region: Region, leaves: tuple[TensorFacts, ...], lengths: tuple[int, int], by_columns: bool
-) -> tuple[Emitted, Facts]:
-    """The functions of the ends, and the facts of the launch."""
-    names = ("first", "last") if by_columns else ("lo", "hi")
-    emitted = emit_mask(Region(**dict(zip(names, _ends_of(region, by_columns), strict=True))), leaves, lengths)
-    functions = {name: emitted.functions.get(name) for name in ("lo", "hi", "first", "last")}
-    return emitted, Facts(**functions, by_columns=by_columns, digest=emitted.digest, overlap=None)
-
-
-@lru_cache(maxsize=1024)
-def _functions(
-    region: Region, leaves: tuple[TensorFacts, ...], lengths: tuple[int, int], tile_m: int
-) -> tuple[Emitted, Facts, int]:
-    """The mask's functions, the facts of the launch, and the rows on which the predicate is the same."""
-    emitted = emit_mask(region, leaves, lengths)
-    same = None if region.predicate is None else granularity(region.predicate, "i")
-    step = math.gcd(tile_m, same or tile_m)
-    rows = min(MOST_ROWS, 1 << (tile_m // step - 1).bit_length())
-    functions = {name: emitted.functions.get(name) for name in ("first", "last", "keep", "some", "every")}
-    return emitted, Facts(**functions, block_m=rows, digest=emitted.digest, overlap=None), step
-
-
-def _launch(kernel, programs: tuple[int, ...], tensors, sizes, numbers: tuple[float, ...], facts: Facts) -> None:
-    """Launches a kernel with these plain numbers."""
-    arguments = tensors, runtime.opaque(sizes), runtime.opaque(numbers), facts
-    (runtime.start if runtime.aligned(tensors) else runtime.run)(kernel, programs, PROGRAM, *arguments)

@@ -62,15 +62,21 @@ class Decisions:
     def overlap(self, role: Role) -> dict[str, str]:
         """The role as an argument of ``facts``; empty where kernels do not overlap.
 
-        They do not where one of them may have no programs, nor with lists of tiles, which another kernel may have made just before.
+        They do not where one of them may have no programs, nor read lists of tiles, which another kernel may have made just before.
         """
         sizes = (self.problem.batch, self.problem.seqlen_q, self.problem.seqlen_k)
-        return {"overlap": role} if self.config.overlapping and all(sizes) and not self.lists else {}
+        early = self.config.overlapping and all(sizes) and (role == "leads" or not self.lists)
+        return {"overlap": role} if early else {}
 
     @property
     def lists(self) -> bool:
         """Whether kernels walk over lists of tiles, as they do for a predicate."""
         return self.problem.spec.region.predicate is not None and not self.problem.packed and not self.problem.paged
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """The columns of q and k, and those of v."""
+        return self.problem.head_dim, self.problem.head_dim_v
 
     @property
     def terms(self) -> int:
@@ -279,6 +285,7 @@ def all_facts(decisions: Decisions, tiles: Tiles, align: int, chosen: dict[str, 
         "pieces": pieces(decisions.problem.head_dim, tiles),
         "pieces_v": pieces(decisions.problem.head_dim_v, tiles),
         "align": align,
+        "unit": math.gcd(*decisions.dims, 8),
         "together": tiles.ahead,
         "partial_stages": min(2, tiles.num_stages) if PairReads.of(decisions.problem).bytes else 1,
     }

@@ -67,6 +67,7 @@ class Sizes(NamedTuple):
 
     Attributes:
         seqlen_q, seqlen_k: lengths of the sequences; packed, the totals.
+        dims: columns of q and k, and of v and o, for kernels that are one for all head dims.
         slots: programs of a head: its tiles; packed, at least as many (:func:`work_tile`).
         q, k, v, do: ``(batch, row, head)`` strides in units of ``FACTS.align`` elements.
         seqlen_q_rounded: rows from one head to the next in lse2 and delta.
@@ -85,6 +86,7 @@ class Sizes(NamedTuple):
     heads_k: int = 0
     seqlen_q: int = 0
     seqlen_k: int = 0
+    dims: tuple = (0, 0)
     slots: int = 0
     q: tuple = (0, 0, 0)
     k: tuple = (0, 0, 0)
@@ -175,6 +177,7 @@ def plain_sizes(sizes):
         heads_k=plain(sizes.heads_k),
         seqlen_q=plain(sizes.seqlen_q),
         seqlen_k=plain(sizes.seqlen_k),
+        dims=(plain(sizes.dims[0]), plain(sizes.dims[1])),
         slots=plain(sizes.slots),
         q=(plain(sizes.q[0]), plain(sizes.q[1]), plain(sizes.q[2])),
         k=(plain(sizes.k[0]), plain(sizes.k[1]), plain(sizes.k[2])),

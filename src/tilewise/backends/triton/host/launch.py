@@ -144,6 +144,7 @@ def _pass(call: Call, name: str, part: SheetPart | None = None, *, role: Role = 
     if over_keys:
         more, facts_of_them = _views_over_keys(call, name, part, tma)
         views, chosen = (*views, *more), chosen | facts_of_them | {"in_parts": plan.config.group_parts > 1}
+    chosen |= {"rows": None, "leaves": None, "row_grads": ()} if over_keys else {"columns": None}
     facts = plan.facts(tiles, call.align, tma=tma, whole=tma and plan.whole, **chosen)
     sizes = call.sizes(slots) if part is None else _sheet_sizes(call, slots, part)
     outer = (part.heads if part else problem.heads_k) * plan.config.group_parts if over_keys else problem.heads_q

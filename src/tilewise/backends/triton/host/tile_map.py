@@ -175,7 +175,7 @@ def _bit_functions(
     emitted = emit_mask(Region(lo=region.lo, hi=region.hi, predicate=region.predicate), leaves, lengths)
     functions = {name: emitted.functions.get(name) for name in ("lo", "hi", "keep")}
     same = _same_bits(region.predicate, crossing, by_columns)
-    facts = Facts(**functions, crossing=crossing, by_columns=by_columns, same=same, digest=emitted.digest, overlap=None)
+    facts = Facts(**functions, crossing=crossing, by_columns=by_columns, same=same, overlap=None)
     return emitted, facts
 
 
@@ -218,7 +218,7 @@ def _end_functions(
     names = ("first", "last") if by_columns else ("lo", "hi")
     emitted = emit_mask(Region(**dict(zip(names, _ends_of(region, by_columns), strict=True))), leaves, lengths)
     functions = {name: emitted.functions.get(name) for name in ("lo", "hi", "first", "last")}
-    return emitted, Facts(**functions, by_columns=by_columns, digest=emitted.digest, overlap=None)
+    return emitted, Facts(**functions, by_columns=by_columns, overlap=None)
 
 
 @lru_cache(maxsize=1024)
@@ -231,7 +231,7 @@ def _functions(
     step = math.gcd(tile_m, same or tile_m)
     rows = min(MOST_ROWS, 1 << (tile_m // step - 1).bit_length())
     functions = {name: emitted.functions.get(name) for name in ("first", "last", "keep", "some", "every")}
-    return emitted, Facts(**functions, block_m=rows, digest=emitted.digest, overlap=None), step
+    return emitted, Facts(**functions, block_m=rows, overlap=None), step
 
 
 def _launch(kernel, programs: tuple[int, ...], tensors, sizes, numbers: tuple[float, ...], facts: Facts) -> None:

@@ -143,7 +143,7 @@ def test_every_fact_that_a_kernel_reads_has_a_meaning_and_each_meaning_is_of_one
     folder = Path(compile_all.__file__).parents[1] / "kernels"
     read = {name for file in folder.glob("*.py") for name in re.findall(r"FACTS\.(\w+)", file.read_text())}
     assert read - MEANINGS.keys() == set()
-    assert MEANINGS.keys() - read == {"again", "read", "digest"}  # the host's own
+    assert MEANINGS.keys() - read == {"again", "read"}  # the host's own
 
 
 def test_a_fact_without_a_meaning_is_refused():
@@ -229,7 +229,8 @@ def test_kernels_that_know_nothing_of_mask_and_score_are_compiled_once_for_all(l
     names = ["terms", "forward", "terms", "delta", "dq", "dkdv", "group_parts"]
     compiled = [name for name, x in zip(names * len(calls), launches, strict=True) if not x.straight]
     own = ["forward", "dq", "dkdv"]
-    assert compiled == [*names, *own, *own, *own, "forward"]  # a backward reads no sink
+    first = ["terms", "forward", "delta", "dq", "dkdv", "group_parts"]
+    assert compiled == [*first, *own, *own, *own, "forward"]  # a backward reads no sink
 
 
 def test_a_number_beyond_32_bits_is_compiled_for():
@@ -353,7 +354,10 @@ LISTS = ("tile_lists", "tile_order", "key_lists", "key_order")
         ("causal", {"forward": None, "delta": "leads", "dq": "reads", "dkdv": "joins"}),
         ("parted", {"forward": None, "delta": "leads", "dq": "reads", "dkdv": "joins", "group_parts": "reads"}),
         ("bias", {"forward": None, "delta": "leads", "dkdv": "reads", "sheet": None}),
-        ("sparse", dict.fromkeys(("forward", "delta", "dq", "dkdv", "tile_map", *LISTS, "tile_bits"))),
+        (
+            "sparse",
+            {"forward": None, "delta": "leads", **dict.fromkeys(("dq", "dkdv", "tile_map", *LISTS, "tile_bits"))},
+        ),
     ],
 )
 def test_what_a_kernel_reads_is_there_although_kernels_overlap(feature, roles):
@@ -436,3 +440,48 @@ def test_descriptors_read_every_tile_where_every_key_is_seen(mask, lengths, whol
     q, k = (torch.randn(1, n, 1, 32) for n in lengths)
     c = call(q, k, k.clone(), mask=mask)
     assert Plan(c.p, TMA).whole == whole
+
+
+SHAPES = {
+    "pairs": [(70, 70), (1, 70, 70), (4, 70, 70), (1, 1, 70, 70), (2, 1, 70, 70), (1, 4, 70, 70), (2, 4, 70, 70)],
+    "columns": [(70,), (1, 70), (1, 1, 70), (4, 1, 70), (2, 1, 1, 70), (2, 4, 1, 70)],
+    "rows": [(70, 1), (4, 70, 1), (2, 1, 70, 1), (2, 4, 70, 1)],
+}
+
+
+@pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("of", ["mask", "bias"])
+def test_a_mask_or_a_bias_is_one_kernel_for_all_shapes_that_broadcast(launches, of, shapes):
+    for shape in shapes:
+        t = torch.ones(shape, dtype=torch.bool if of == "mask" else torch.bfloat16)
+        options = {"mask": tw.dense(t)} if of == "mask" else {"score": tw.bias(t)}
+        c = call(*qkv(nq=70, nk=70, d=64, dv=64, dtype=torch.bfloat16), **options)
+        plan = Plan(c.p, TMA)
+        out = launch.forward(plan, c.t)
+        launch.backward(plan, c.t, out, c.do, c.dlse)
+    assert [x.straight for x in launches] == [False] * 4 + [True] * 4 * (len(shapes) - 1)
+
+
+def test_selections_for_all_heads_and_for_each_are_one_kernel(launches):
+    for batch, heads in ((1, 2), (1, 1), (2, 1), (2, 2)):
+        mask = tw.selected(torch.zeros(batch, heads, 70, 3, dtype=torch.int32))
+        c = call(*qkv(nq=70, nk=70, d=64, dv=64, dtype=torch.bfloat16), mask=mask, causal=True)
+        launch.forward(Plan(c.p, TMA), c.t)
+    assert [x.straight for x in launches] == [False, True, True, True]
+
+
+def test_fp32_with_all_keys_and_with_causal_is_one_kernel(launches):
+    for causal in (False, True):
+        c = call(*qkv(nq=70, nk=70, d=64, dv=64), causal=causal)
+        plan = Plan(c.p, TMA)
+        out = launch.forward(plan, c.t)
+        launch.backward(plan, c.t, out, c.do, c.dlse)
+    assert [x.straight for x in launches] == [False] * 4 + [True] * 4
+
+
+def test_a_forward_is_one_kernel_with_gradients_of_leaves_and_without(launches):
+    for wanted in (False, True):
+        q, k, v = qkv(nq=70, nk=70, d=64, dv=64)
+        c = call(q, k, v, score=tw.alibi(normal(4).requires_grad_(wanted)))
+        launch.forward(Plan(c.p, TMA), c.t)
+    assert [x.straight for x in launches] == [False, True]

@@ -14,7 +14,7 @@ from tests.backends.contract import agree
 from tests.planning.test_tiles import HEADS, IDS, INTERVALS, MONOTONE, PREDICATES, grid_of, masks, matrix, true_status
 from tilewise.backends.triton import Triton, interpreting
 from tilewise.backends.triton.config import Config
-from tilewise.backends.triton.host import tile_map
+from tilewise.backends.triton.host import runtime, tile_map
 from tilewise.backends.triton.kernels import tile_map as tile_map_kernels
 from tilewise.backends.triton.planning import ends_of_lines, judged_tiles
 from tilewise.backends.triton.tiles import Tiles
@@ -125,6 +125,14 @@ def test_blocks_on_which_the_predicate_is_the_same_are_asked_once(monkeypatch):
     )
     check(tw.block_sparse(torch.eye(3).bool(), 32, 8), 70, 24, (32, 24))
     assert held == [1]
+
+
+def test_tensors_of_all_shapes_that_broadcast_are_judged_by_one_kernel():
+    shapes = [(33, 50), (HEADS, 33, 50), (2, 1, 33, 50), (1, HEADS, 33, 50), (2, HEADS, 33, 50)]
+    grids = [grid_of(tw.dense(torch.ones(shape, dtype=torch.bool)), 33, 50) for shape in shapes]
+    of_maps = [tile_map.arguments_of(grid, 16, 16, 2) for grid in grids]
+    kinds = {(runtime.kind_of(tuple(plain)), facts) for *plain, facts in of_maps}
+    assert len(kinds) == 1
 
 
 def test_plans_of_a_gpu_are_made_by_the_kernel(monkeypatch):

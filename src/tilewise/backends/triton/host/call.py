@@ -104,8 +104,7 @@ class Call:
             portion: as in :class:`kernels.arguments.Sizes`.
             chosen: fields of Sizes in place of the defaults.
         """
-        plan, problem = self.plan, self.plan.problem
-        config = plan.config
+        plan, problem, config = self.plan, self.plan.problem, self.plan.config
         chosen = {"beside": config.beside, "heads": (0, problem.heads_k), "group_parts": config.group_parts} | chosen
         sizes = runtime.kernels().Sizes(
             batch=problem.batch,
@@ -113,6 +112,7 @@ class Call:
             heads_k=problem.heads_k,
             seqlen_q=problem.seqlen_q,
             seqlen_k=problem.seqlen_k,
+            dims=plan.dims,
             slots=slots,
             **self.layout[1],
             seqlen_q_rounded=seqlen_q_rounded(problem),

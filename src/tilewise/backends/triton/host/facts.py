@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 MEANINGS = {
     # Tiles (plan.all_facts)
     "tile_m": "queries of a tile",
@@ -51,7 +53,7 @@ MEANINGS = {
     "near": "function: the distances at which a tensor's index changes",
     "heads": "function: the elements that a score reads at b and h alone",
     "row_grads": "places among the gradients' buffers of those that are summed by rows",
-    "pair": "leading indices of the leaf whose tiles a descriptor brings; None: none does",
+    "pair": "place among leaves, and leading indices, of the leaf whose tiles a descriptor brings; None: none does",
     "read": "which read of a leaf the launch sums; the host chooses functions by it",
     "tile": "function: the slope in the leaf of that read",
     "place": "function: where a pair of that read lies in the leaf",
@@ -64,7 +66,7 @@ MEANINGS = {
     "in_parts": "its programs have parts of a key head's query heads (Config.group_parts)",
     "sheet": "queries that are read at once of the sheet to which a pass leaves dS; 0: it leaves none",
     "strips": "queries of a strip, where a descriptor stores dS; else 0",
-    "unit": "a number that divides seqlen_k",
+    "unit": "a number that divides both head dims; of a sheet's kernel, seqlen_k",
     "overlap": "the kernel's Role beside its neighbours in the stream, or None",
     # Keys in pages (kernels.paged)
     "pages": "where the keys of a tile lie (paging.Addressing); None: not in pages",
@@ -90,8 +92,6 @@ MEANINGS = {
     "crossing": "keys, or queries, of a tile of 128 lines",
     "by_columns": "lines are keys, not queries",
     "same": "bits of a word, side by side, for which the predicate is the same",
-    # Caches
-    "digest": "hash of the emitted functions' source, which tells compiled kernels apart",
 }
 """The facts by name. Each kernel reads some of them as ``FACTS.name``; a launch gives those that its kernel reads."""
 
@@ -110,7 +110,11 @@ class Facts:
         if unknown:
             raise TypeError(f"no facts: {', '.join(sorted(unknown))}")
         self.__dict__.update(fields)
-        shown = {name: getattr(x, "cache_key", True) if callable(x) else x for name, x in fields.items()}
+        # The interpreter's functions have no key.
+        shown = {
+            name: getattr(x, "cache_key", None) or inspect.getsource(x.fn) if callable(x) else x
+            for name, x in fields.items()
+        }
         self._text = f"Facts({', '.join(f'{name}={x}' for name, x in shown.items())})"
 
     def __repr__(self) -> str:

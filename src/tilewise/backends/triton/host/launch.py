@@ -114,11 +114,11 @@ def _passes(call: Call) -> list[KernelLaunch]:
 def run_statistics(call: Call, out: Output, dlse: Tensor, buffers: BackwardBuffers, **chosen: object) -> None:
     """Computes the rows' statistics, lse in base 2 and delta; ``chosen`` are facts in place of the defaults."""
     plan, problem = call.plan, call.plan.problem
-    tiles = Tiles(64 if plan.terms == 1 else TERM_ROWS, 64, 4, 1, padded=True)
+    tiles = Tiles(64 if plan.terms == 1 else TERM_ROWS, 64, 4, 1)
     slots = -(-problem.seqlen_q // tiles.tile_m)
 
     def new(call: Call) -> list[KernelLaunch]:
-        only = ("tile_m", "head_dim_v", "pieces_v", "align", "natural", "terms", "overlap")
+        only = ("tile_m", "tile_n", "align", "unit", "natural", "terms", "overlap")
         facts = plan.facts(tiles, call.align, only=only, **plan.overlap("leads"), **chosen)
         grid = (slots * problem.heads_q * problem.batch_dim,)
         reads = ("o", "lse", "do", "dlse", "lse2", "delta")
@@ -144,6 +144,7 @@ def _pass(call: Call, name: str, part: SheetPart | None = None, *, role: Role = 
     if over_keys:
         more, facts_of_them = _views_over_keys(call, name, part, tma)
         views, chosen = (*views, *more), chosen | facts_of_them | {"in_parts": plan.config.group_parts > 1}
+    chosen |= {"rows": None, "leaves": None, "row_grads": ()} if over_keys else {"columns": None}
     facts = plan.facts(tiles, call.align, tma=tma, whole=tma and plan.whole, **chosen)
     sizes = call.sizes(slots) if part is None else _sheet_sizes(call, slots, part)
     outer = (part.heads if part else problem.heads_k) * plan.config.group_parts if over_keys else problem.heads_q
@@ -157,7 +158,7 @@ def _sum_group_parts(call: Call) -> KernelLaunch:
     problem, block = call.plan.problem, SUMMING.tile_m * SUMMING.tile_n
     rows = problem.seqlen_k * problem.heads_k * problem.batch_dim
     grid = (-(-rows * max(problem.head_dim, problem.head_dim_v) // block),)
-    only = ("tile_m", "tile_n", "head_dim", "head_dim_v", "packed", "overlap")
+    only = ("tile_m", "tile_n", "packed", "overlap")
     facts = call.plan.facts(SUMMING, 1, only=only, **call.plan.overlap("reads"))
     views = View("dk_sums"), View("dv_sums")
     return call.launch(kernels().group_parts, grid, SUMMING, call.sizes(1), facts, *views, reads=("dk", "dv"))

@@ -17,7 +17,7 @@ from tilewise.backends.triton.host import runtime
 from tilewise.backends.triton.host.facts import Facts
 from tilewise.backends.triton.host.launches import KernelLaunch
 from tilewise.backends.triton.kernels.emit import Emitted, emit
-from tilewise.backends.triton.kernels.leaf_reads import PairReads, described_lookup, is_wide
+from tilewise.backends.triton.kernels.leaf_reads import AXES, PairReads, all_axes, described_lookup, is_wide
 from tilewise.backends.triton.paging import PagedConfig
 from tilewise.backends.triton.sheet import SheetPart, sheet_parts
 from tilewise.backends.triton.tiles import Tiles, pieces
@@ -62,15 +62,21 @@ class Decisions:
     def overlap(self, role: Role) -> dict[str, str]:
         """The role as an argument of ``facts``; empty where kernels do not overlap.
 
-        They do not where one of them may have no programs, nor with lists of tiles, which another kernel may have made just before.
+        They do not where one of them may have no programs, nor read lists of tiles, which another kernel may have made just before.
         """
         sizes = (self.problem.batch, self.problem.seqlen_q, self.problem.seqlen_k)
-        return {"overlap": role} if self.config.overlapping and all(sizes) and not self.lists else {}
+        early = self.config.overlapping and all(sizes) and (role == "leads" or not self.lists)
+        return {"overlap": role} if early else {}
 
     @property
     def lists(self) -> bool:
         """Whether kernels walk over lists of tiles, as they do for a predicate."""
         return self.problem.spec.region.predicate is not None and not self.problem.packed and not self.problem.paged
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """The columns of q and k, and those of v."""
+        return self.problem.head_dim, self.problem.head_dim_v
 
     @property
     def terms(self) -> int:
@@ -124,12 +130,13 @@ class Decisions:
         return lasting(lambda: torch.tensor([piece.q_start, piece.k_start], device=self.problem.device))
 
     @cached_property
-    def pair_leaf(self) -> tuple[int, tuple] | None:
-        """The leaf whose tiles a descriptor may bring to the score: ``(slot, leading indices)``, each index a name or a number."""
+    def pair_leaf(self) -> tuple[int, tuple[int | str, ...]] | None:
+        """The leaf whose tiles a descriptor may bring to the score: ``(slot, (its place, leading indices))``; each a name or number."""
         lookup = described_lookup(self.problem)
         if lookup is None:
             return None
-        return lookup.args[0][1], (0,) * (5 - len(lookup.args)) + tuple(x.args[0] for x in lookup.args[1:-2])
+        slot, index = lookup.args[0][1], all_axes(lookup, self.problem.extras).args[1:-2]
+        return slot, (self.emitted.slots.index(slot), *(0,) * (2 - len(index)), *[x.args[0] for x in index])
 
     @cached_property
     def whole(self) -> bool:
@@ -214,8 +221,8 @@ class Plan(Decisions):
 
 
 def extents_of(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
-    """Size and stride of every axis, one after the other."""
-    return tuple(n for axis in zip(shape, stride, strict=True) for n in axis)
+    """Size and stride of every axis, one after the other; of fewer than AXES they are the last ones."""
+    return (1, 0) * (AXES - len(shape)) + tuple(n for axis in zip(shape, stride, strict=True) for n in axis)
 
 
 def kept_sheet(decisions: Decisions) -> tuple[SheetPart, ...]:
@@ -241,22 +248,8 @@ def kept_sheet(decisions: Decisions) -> tuple[SheetPart, ...]:
     return sheet_parts(problem, over_heads, decisions.config.beside[1], gradient)
 
 
-_EMITTED = (
-    "lo",
-    "hi",
-    "first",
-    "last",
-    "keep",
-    "score",
-    "weights",
-    "slope",
-    "rows",
-    "leaves",
-    "columns",
-    "near",
-    "heads",
-    "exponent",
-)
+_EMITTED = ("lo", "hi", "first", "last", "keep", "score", "weights", "near", "heads")
+_OF_GRADIENTS = ("slope", "rows", "leaves", "columns", "exponent")
 
 
 def all_facts(decisions: Decisions, tiles: Tiles, align: int, chosen: dict[str, object]) -> dict[str, object]:
@@ -268,9 +261,13 @@ def all_facts(decisions: Decisions, tiles: Tiles, align: int, chosen: dict[str, 
             ``emitted.reads[read]``. ``pair``: the leading indices of the leaf whose tiles a descriptor brings.
     """
     emitted = decisions.emitted if chosen.get("pair") is None else decisions.emitted_for_pairs
-    functions = {name: emitted.functions.get(name) for name in _EMITTED}
+    # No kernel has functions that it does not read: a forward is one kernel with gradients of leaves and without.
+    row_grads = ()
+    functions = dict.fromkeys((*_EMITTED, *_OF_GRADIENTS)) | {name: emitted.functions.get(name) for name in _EMITTED}
     if chosen.get("again"):
-        functions["score"] = emitted.functions.get("again")
+        functions |= {name: emitted.functions.get(name) for name in _OF_GRADIENTS}
+        functions |= {"score": emitted.functions.get("again"), "weights": None}
+        row_grads = tuple(n for n, read in enumerate(emitted.reads) if read.how == ROWS)
     for name in ("tile", "place", "start"):
         functions[name] = emitted.functions.get(f"{name}_{chosen['read']}") if chosen.get("read") is not None else None
     of_tiles = {
@@ -279,6 +276,8 @@ def all_facts(decisions: Decisions, tiles: Tiles, align: int, chosen: dict[str, 
         "pieces": pieces(decisions.problem.head_dim, tiles),
         "pieces_v": pieces(decisions.problem.head_dim_v, tiles),
         "align": align,
+        "row_grads": row_grads,
+        "unit": math.gcd(*decisions.dims, 8),
         "together": tiles.ahead,
         "partial_stages": min(2, tiles.num_stages) if PairReads.of(decisions.problem).bytes else 1,
     }
@@ -314,7 +313,7 @@ def _problem_facts(decisions: Decisions, emitted: Emitted) -> dict[str, object]:
         "lists": decisions.lists,
         "general": spec.score is not None or not problem.softmax_scale > 0 or fp32,
         "natural": fp32,
-        "masked": not region.everything,
+        "masked": not emitted.functions.keys().isdisjoint(("lo", "hi", "keep")),
         "ordered": spec.everywhere,
         "sink": spec.sink_slot is not None,
         "dropout": spec.dropout_p > 0,
@@ -322,11 +321,9 @@ def _problem_facts(decisions: Decisions, emitted: Emitted) -> dict[str, object]:
         "terms": decisions.terms,
         "products": TERM_PRODUCTS if decisions.terms > 1 else ((0, 0),),
         "upcast": (problem.dtype == torch.bfloat16 or decisions.terms > 1) and problem.device.type == "cpu",
-        "row_grads": tuple(n for n, read in enumerate(emitted.reads) if read.how == ROWS),
         "varies": bool(expr.lookups(*ends) or expr.depends_on(*ends) & {"b", "h"}),
         "hides": emitted.hides,
         "binary": emitted.binary,
         "bounded": emitted.bounded,
-        "digest": emitted.digest,
         "corner": emitted.corner,
     }

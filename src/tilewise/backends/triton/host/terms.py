@@ -28,19 +28,20 @@ def split_into_terms(plan: Plan, operands: dict[str, Tensor]) -> dict[str, Tenso
     }
     key = ("terms", *[x.stride() for x in operands.values()])
     (launch,) = plan.launches.of(key, lambda: [_launch(plan, operands)])
-    named = operands | {WRITTEN[name]: x for name, x in terms.items()} | {"leaves": (), "grads": ()}
-    plan.start(launch, named, runtime.aligned(operands.values()))
+    # One kernel, with dO and without: it reads no dO for which there are no programs.
+    named = {"do": operands["q"], "o": terms["q"], "leaves": (), "grads": ()} | operands
+    plan.start(launch, named | {WRITTEN[name]: x for name, x in terms.items()}, runtime.aligned(operands.values()))
     return terms
 
 
 def _launch(plan: Plan, operands: dict[str, Tensor]) -> KernelLaunch:
     """The launch that makes the terms of operands with these strides."""
-    problem, tiles = plan.problem, Tiles(TERM_ROWS, TERM_ROWS, 4, 1, padded=True)
+    problem, tiles = plan.problem, Tiles(TERM_ROWS, 64, 4, 1)
     lengths = {name: getattr(problem, name) for name in ("heads_q", "heads_k", "seqlen_q", "seqlen_k")}
     strides = {name: operand_strides(x) for name, x in operands.items()}
-    sizes = runtime.opaque(runtime.kernels().Sizes(batch=problem.batch_dim, **lengths, **strides))
+    sizes = runtime.opaque(runtime.kernels().Sizes(batch=problem.batch_dim, dims=plan.dims, **lengths, **strides))
     programs = max(-(-x.shape[-3] // TERM_ROWS) * x.shape[-2] for x in operands.values()) * problem.batch_dim
-    only = ("tile_m", "head_dim", "head_dim_v", "pieces", "pieces_v", "terms", "overlap")
+    only = ("tile_m", "tile_n", "unit", "terms", "overlap")
     grid, facts = (programs, len(operands)), plan.facts(tiles, 1, only=only)
     scales = plan.scales._replace(numbers=())
     return KernelLaunch(runtime.kernels().terms, grid, tiles, sizes, scales, (), facts)

@@ -150,7 +150,7 @@ def _judging(kind: Kind, tile: tuple[int, int], group: int | None, most: int) ->
     step = math.gcd(tile[0], same or tile[0])  # the rows on which the predicate is the same
     rows = min(MOST_ROWS, 1 << (tile[0] // step - 1).bit_length())
     functions = {name: emitted.functions.get(name) for name in ("first", "last", "keep", "some", "every")}
-    facts = Facts(**functions, block_m=rows, digest=emitted.digest, overlap=None)
+    facts = Facts(**functions, block_m=rows, overlap=None)
     batch, heads = _heads_of(kind.region, False, True, kind.batch, kind.heads)
     blocks = [-(-n // size) for n, size in zip(kind.lengths, tile, strict=True)]
     group = group if group is None or heads > 1 else 1
@@ -231,7 +231,7 @@ def _writing_bits(kind: Kind, blocks: tuple[int, ...], slots: int, how: tuple[in
     emitted = emit_mask(Region(lo=region.lo, hi=region.hi, predicate=region.predicate), kind.leaves, kind.lengths)
     functions = {name: emitted.functions.get(name) for name in ("lo", "hi", "keep")}
     same = _same_bits(region.predicate, crossing, by_columns)
-    facts = Facts(**functions, crossing=crossing, by_columns=by_columns, same=same, digest=emitted.digest, overlap=None)
+    facts = Facts(**functions, crossing=crossing, by_columns=by_columns, same=same, overlap=None)
     kernels, (batch, heads, lines, steps) = runtime.kernels(), blocks
     sizes = kernels.BitSizes(
         heads=heads,
@@ -266,7 +266,7 @@ def _ending(kind: Kind, count: int, by_columns: bool) -> MaskLaunch:
     names, parts = ("first", "last") if by_columns else ("lo", "hi"), _ends_of(kind.region, by_columns)
     emitted = emit_mask(Region(**dict(zip(names, parts, strict=True))), kind.leaves, kind.lengths)
     functions = {name: emitted.functions.get(name) for name in ("lo", "hi", "first", "last")}
-    facts = Facts(**functions, by_columns=by_columns, digest=emitted.digest, overlap=None)
+    facts = Facts(**functions, by_columns=by_columns, overlap=None)
     batch, heads = _heads_of(kind.region, True, by_columns, kind.batch, kind.heads)
     kernels = runtime.kernels()
     sizes = kernels.EndsSizes(

@@ -67,6 +67,7 @@ class Sizes(NamedTuple):
 
     Attributes:
         seqlen_q, seqlen_k: lengths of the sequences; packed, the totals.
+        dims: columns of q and k, and of v and o, for kernels that are one for all head dims.
         slots: programs of a head: its tiles; packed, at least as many (:func:`work_tile`).
         q, k, v, do: ``(batch, row, head)`` strides in units of ``FACTS.align`` elements.
         seqlen_q_rounded: rows from one head to the next in lse2 and delta.
@@ -85,6 +86,7 @@ class Sizes(NamedTuple):
     heads_k: int = 0
     seqlen_q: int = 0
     seqlen_k: int = 0
+    dims: tuple = (0, 0)
     slots: int = 0
     q: tuple = (0, 0, 0)
     k: tuple = (0, 0, 0)
@@ -175,6 +177,7 @@ def plain_sizes(sizes):
         heads_k=plain(sizes.heads_k),
         seqlen_q=plain(sizes.seqlen_q),
         seqlen_k=plain(sizes.seqlen_k),
+        dims=(plain(sizes.dims[0]), plain(sizes.dims[1])),
         slots=plain(sizes.slots),
         q=(plain(sizes.q[0]), plain(sizes.q[1]), plain(sizes.q[2])),
         k=(plain(sizes.k[0]), plain(sizes.k[1]), plain(sizes.k[2])),
@@ -293,14 +296,15 @@ def with_pair_tile(work, view, head, m0, n0, OVER_KEYS: tl.constexpr, FACTS: tl.
     """The WorkTile with the leaf's tile at (m0, n0) in ``pair``, where a descriptor brings one.
 
     Args:
-        view: a descriptor of four axes; the first two are indexed by ``FACTS.pair``: each "b", "h" or a number.
+        view: a descriptor of four axes; the first two are indexed by ``FACTS.pair``: each "b", "h" or a number. An axis of one element
+            is read at it.
         OVER_KEYS: the tile is turned to (tile_n, tile_m).
     """
     if FACTS.pair is None:
         return work
     else:
         # The leaf's tile, (tile_m, tile_n) in its own dtype, from global to shared memory: the load waits on a barrier of its own.
-        first, second = _leading_index(work.b, head, 0, FACTS), _leading_index(work.b, head, 1, FACTS)
+        first, second = _leading_index(work, head, 0, FACTS), _leading_index(work, head, 1, FACTS)
         pair = view.load([first, second, m0, n0]).reshape(FACTS.tile_m, FACTS.tile_n)
         return _replaced(work, tl.trans(pair) if OVER_KEYS else pair, work.heads, work.corner, work.far)
 
@@ -357,15 +361,13 @@ def _replaced(work, pair, heads, corner, far):
 
 
 @triton.jit
-def _leading_index(b, head, AXIS: tl.constexpr, FACTS: tl.constexpr):
+def _leading_index(work, head, AXIS: tl.constexpr, FACTS: tl.constexpr):
     """The index at which the described leaf is read on one of its first two axes."""
-    INDICES: tl.constexpr = FACTS.pair
-    if INDICES[AXIS] == "b":
-        return b
-    elif INDICES[AXIS] == "h":
-        return head
+    INDEX: tl.constexpr = FACTS.pair[1 + AXIS]
+    if INDEX == "b" or INDEX == "h":
+        return tl.minimum(work.b if INDEX == "b" else head, plain(work.extents[FACTS.pair[0]][2 * AXIS]) - 1)
     else:
-        return head * 0 + INDICES[AXIS]
+        return head * 0 + INDEX
 
 
 # -- Kernels that overlap ------------------------------------------------------------------------------------------

@@ -51,13 +51,12 @@ from tilewise.backends.triton.kernels.mask import (
     partial_block,
     query_interval,
 )
-from tilewise.backends.triton.kernels.maths import PARTIAL, here
+from tilewise.backends.triton.kernels.maths import PARTIAL, here, multiple
 from tilewise.backends.triton.kernels.tile import (
     LOG2E,
     accumulate,
     dot_transposed,
     exponential,
-    load_piece,
     load_rows,
     load_streamed,
     sheet_pointers,
@@ -138,28 +137,26 @@ def delta_kernel(tensors, sizes, scales, FACTS: tl.constexpr):
     m0 = (pid % sizes.slots) * FACTS.tile_m
     head = (pid // sizes.slots) % sizes.heads_q
     b = pid // sizes.slots // sizes.heads_q
-    left = sizes.seqlen_q - m0
     token = tl.cast(b, tl.int64) * sizes.seqlen_q
-    row = sizes.heads_q * FACTS.head_dim_v
-    # O and dO: (tile_m, head_dim_v) in one piece. Where dO comes as bf16 terms, they are added up again.
-    o = tensors.o + token * row + head * FACTS.head_dim_v
-    o = load_piece(o, row, m0, left, None, FACTS.tile_m, OF_V=True, PIECE=0, MASKED=True, FACTS=FACTS)
-    do_row = sizes.do[1] * FACTS.align
-    base = (tl.cast(sizes.do[2], tl.int64) * head + tl.cast(sizes.do[0], tl.int64) * b) * FACTS.align
-    do = load_piece(
-        tensors.do + base, do_row, m0, left, None, FACTS.tile_m, OF_V=True, PIECE=0, MASKED=True, FACTS=FACTS
-    ).to(tl.float32)
-    TERMS: tl.constexpr = FACTS.terms
-    for term in tl.static_range(1, TERMS):
-        do += load_piece(
-            tensors.do + base, do_row, m0, left, None, FACTS.tile_m, OF_V=True, PIECE=term, MASKED=True, FACTS=FACTS
-        ).to(tl.float32)
+    dim, columns = multiple(sizes.dims[1], FACTS.unit), tl.arange(0, FACTS.tile_n)
     i = m0 + tl.arange(0, FACTS.tile_m)
+    o = tensors.o + (token + i)[:, None] * (sizes.heads_q * dim) + (head * dim + columns)[None, :]
+    base = (tl.cast(sizes.do[2], tl.int64) * head + tl.cast(sizes.do[0], tl.int64) * b) * FACTS.align
+    do = tensors.do + base + i.to(tl.int64)[:, None] * (sizes.do[1] * FACTS.align) + columns[None, :]
+    delta = tl.full([FACTS.tile_m], 0.0, tl.float32)
+    TERMS: tl.constexpr = FACTS.terms
+    for first in range(0, dim, FACTS.tile_n):
+        # O and dO: (tile_m, tile_n). Where dO comes as bf16 terms, they are added up again.
+        ok = (i < sizes.seqlen_q)[:, None] & (first + columns < dim)[None, :]
+        total = tl.load(do + first, mask=ok, other=0.0).to(tl.float32)
+        for term in tl.static_range(1, TERMS):
+            total += tl.load(do + first + term * dim, mask=ok, other=0.0).to(tl.float32)
+        delta += tl.sum(tl.load(o + first, mask=ok, other=0.0).to(tl.float32) * total, 1)
     line = (tl.cast(b, tl.int64) * sizes.heads_q + head) * sizes.seqlen_q + i
     ok = i < sizes.seqlen_q
     lse = tl.load(tensors.lse + line, mask=ok, other=0.0)
     dlse = tl.load(tensors.dlse + line, mask=ok, other=0.0)
-    delta = tl.sum(o.to(tl.float32) * do, 1) - dlse  # fp32 (tile_m,)
+    delta -= dlse  # fp32 (tile_m,)
     shift = shift_of_rows(lse, FACTS)
     line = (tl.cast(b, tl.int64) * sizes.heads_q + head) * sizes.seqlen_q_rounded + i
     tl.store(tensors.delta + line, tl.where(shift == float("inf"), 0.0, delta), mask=ok)

@@ -33,13 +33,13 @@ import torch
 from tilewise import expr
 from tilewise.backends.triton.kernels.distant import near_of_all, parts_of, read_at_distance, with_lines
 from tilewise.backends.triton.kernels.factors import LOG2E, Factors
-from tilewise.backends.triton.kernels.leaf_reads import is_wide, leaf_layouts
+from tilewise.backends.triton.kernels.leaf_reads import all_axes, is_wide, leaf_layouts
 from tilewise.backends.triton.kernels.writer import Ways, Writer, is_scaled_tanh
 from tilewise.distances import reads_by_distance
 from tilewise.expr import Expr
 from tilewise.leaf_gradients import COLUMNS, DIAGONALS, ROWS, SCATTER, STORE, TILES, Read, classify
 from tilewise.masks.facts import conditions, joined
-from tilewise.masks.regions import Region
+from tilewise.masks.regions import ATOMS, Region
 from tilewise.problem import Problem, TensorFacts
 
 SMALL = 1 << 20  # eight positions below it add up to less than 2**24, which fp32 holds exactly
@@ -63,7 +63,6 @@ class Emitted:
         hides: whether the score may be -inf, or its slope not finite, where s is finite.
         binary: whether the score is in units of log2.
         bounded: whether it is binary and at most BOUND, for inputs in bf16.
-        digest: of the source, so that compiled kernels are told apart.
         lines: int32 tensors that ``work.leaves`` holds behind the extras (:func:`with_lines`).
         corner: whether functions read ``work.corner``.
     """
@@ -75,7 +74,6 @@ class Emitted:
     hides: bool
     binary: bool
     bounded: bool
-    digest: str
     lines: tuple[torch.Tensor, ...] = ()
     corner: bool = False
 
@@ -108,6 +106,8 @@ def emit(
     simple = tangents is None and not mixed_rows
     distances = near_of_all(problem) if simple else None
     score, lines = (spec.score, ()) if distances is None else with_lines(problem, distances)
+    score = None if score is None else all_axes(score, problem.extras)
+    region = kernel_region(region, problem.extras, far=problem.dtype == torch.float32 and not mixed_rows)
     distant, heads = [] if simple and reads_by_distance(problem) else None, [] if simple else None
     # The tensors of lines lie behind the leaves.
     of_lines = range(len(problem.extras), len(problem.extras) + len(lines))
@@ -135,10 +135,9 @@ def emit(
         source += [f"@triton.jit\ndef at_head_{n}(b, h, work):\n{body}" for n, body in enumerate(heads)]
         results = "".join(f"at_head_{n}(b, h, work), " for n in range(len(heads)))
         source.append(_function("heads", "b, h, work", [f"return ({results})"]))
-    functions, digest = _module("\n\n".join(source)) if source else ({}, "plain")
-    reads = tuple(chain.from_iterable(parts))
-    corner = any("work.corner" in x for x in source)
-    return Emitted(functions, tuple(numbers), slots, reads, hides, binary, bounded, digest, lines, corner)
+    functions = _module(tuple(source)) if source else {}
+    corner, reads = any("work.corner" in x for x in source), tuple(chain.from_iterable(parts))
+    return Emitted(functions, tuple(numbers), slots, reads, hides, binary, bounded, lines, corner)
 
 
 def _of_score(
@@ -196,13 +195,26 @@ def emit_mask(region: Region, leaves: Sequence[TensorFacts], lengths: tuple[int,
     slots = tuple(dict.fromkeys(x.args[0][1] for x in lookups))
     position = {slot: n for n, slot in enumerate(slots)}
     wide, small = frozenset(n for n in slots if is_wide(leaves[n])), max(lengths) < SMALL
-    layouts = leaf_layouts({n: leaves[n] for n in slots}, lengths, lookups)
+    layouts, region = leaf_layouts({n: leaves[n] for n in slots}, lengths, lookups), kernel_region(region, leaves)
     of_lines = partial(Writer, position, {}, wide, small)
     source = _mask_functions(region, of_lines, partial(Writer, position, layouts, wide, small), numbers)
     if region.predicate is not None:
         source += _corner_functions(region, of_lines, numbers)
-    functions, digest = _module("\n\n".join(source))
-    return Emitted(functions, tuple(numbers), slots, (), False, False, False, digest)
+    return Emitted(_module(tuple(source)), tuple(numbers), slots, (), False, False, False)
+
+
+def kernel_region(region: Region, leaves: Sequence[TensorFacts], far: bool = False) -> Region:
+    """The mask as kernels read it, so that many masks share one: its predicate's tensors at all axes (:func:`all_axes`).
+
+    Args:
+        far: an open end of rows is one beyond all keys, which a full tile pays for (docs/decisions.md#triton-all-axes).
+    """
+    if region.predicate is not None:
+        region = replace(region, predicate=all_axes(region.predicate, leaves))
+    if region.hi is None and far:
+        beyond = ATOMS["window"](None, expr.number(expr.LARGEST_NUMBER - 1))
+        region = replace(region, hi=beyond.hi, first=beyond.first)
+    return region
 
 
 # -- Functions of a module -----------------------------------------------------------------------------------------
@@ -420,7 +432,7 @@ def _gradients(
 def _where_summed(n: int, read: Read, lookup: Expr, numbers: list[float], writer: Writer) -> str:
     """A function for the kernel that sums the n-th read: ``place_N``, where a pair is read, or ``start_N``, the least distance."""
     if read.pairs:
-        head = "0" if "h" in read.loops or "h" not in expr.depends_on(*lookup.args[1:]) else "h"
+        head = "0" if "h" in read.loops or "h" not in expr.depends_on(*read.expr.args[1:]) else "h"
         return _function(f"place_{n}", _KEEP, [f"return ({head} * work.seqlen_q + i) * work.seqlen_k + j"])
     if read.how == TILES:
         offset = writer.offset(lookup, "grad_extents")
@@ -513,25 +525,23 @@ def _bound_of(e: Expr, inner: list[float]) -> float:
 
 # -- A module ------------------------------------------------------------------------------------------------------
 
-_HEADER = "import triton\nimport triton.language as tl\n\nfrom tilewise.backends.triton.kernels import maths\n\n\n"
+_HEADER = "import triton\nimport triton.language as tl\n\nfrom tilewise.backends.triton.kernels import maths\n"
 
 
 @lru_cache(maxsize=1024)
-def _module(source: str) -> tuple[dict[str, object], str]:
-    """The functions of a module, by name, and its digest.
+def _module(source: tuple[str, ...]) -> dict[str, object]:
+    """The functions of a module, by name, from their sources.
 
-    The module needs no file: Triton reads a function's source through ``linecache``.
+    It needs no file: Triton reads a function's source through ``linecache``. Each source is a text of its own: Triton's key of a function
+    holds its line, which would tell of the functions above it.
     """
     # Here and not above: explain and the choice of tiles import this module on machines without Triton.
     from triton.runtime.jit import KernelInterface
 
-    # Equal sources are one module and one set of compiled kernels: the digest is a part of their key.
-    source = f"{_HEADER}{source}\n"
-    digest = hashlib.sha256(source.encode()).hexdigest()[:16]
-    filename = f"<tilewise {digest}>"
-    linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
-    module = types.ModuleType(f"tilewise_emitted_{digest}")
-    module.__file__ = filename
-    exec(compile(source, filename, "exec"), module.__dict__)
-    functions = {name: f for name, f in vars(module).items() if isinstance(f, KernelInterface)}
-    return functions, digest
+    module = types.ModuleType("tilewise_emitted")
+    exec(_HEADER, module.__dict__)
+    for text in source:
+        filename = f"<tilewise {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
+        linecache.cache[filename] = (len(text), None, text.splitlines(True), filename)
+        exec(compile(text, filename, "exec"), module.__dict__)
+    return {name: f for name, f in vars(module).items() if isinstance(f, KernelInterface)}

@@ -23,8 +23,8 @@ def group_parts_kernel(tensors, sizes, scales, dk, dv, FACTS: tl.constexpr):
     begin_overlap(FACTS)
     # Partner: the passes over key tiles; the grid is as large as the larger of both gradients asks.
     rows = keys_of_all(sizes, FACTS) * sizes.heads_k
-    _add_up(tensors.dk, dk, rows * FACTS.head_dim, sizes, FACTS)
-    _add_up(tensors.dv, dv, rows * FACTS.head_dim_v, sizes, FACTS)
+    _add_up(tensors.dk, dk, rows * sizes.dims[0], sizes, FACTS)
+    _add_up(tensors.dv, dv, rows * sizes.dims[1], sizes, FACTS)
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tilewise import expr
@@ -43,6 +43,43 @@ def described_lookup(problem: Problem) -> Expr | None:
     unit = 16 // leaf.dtype.itemsize
     strided = leaf.stride[-1] == 1 and all(x and x % unit == 0 for x in leaf.stride[:-1])
     return lookup if fits and strided and leaf.dtype.is_floating_point else None
+
+
+AXES = 4  # of a leaf's extents at least: those before its own have one element
+
+
+def all_axes(root: Expr, leaves: Sequence[TensorFacts]) -> Expr:
+    """``root`` with tensors of pairs, of rows and of columns read at [b, h, i, j], [b, h, i, 0] and [b, h, 0, j].
+
+    Kernels clamp an index into its axis, so they read an axis of one element at it, and one kernel serves masks of every shape that
+    broadcasts to another's (docs/decisions.md#triton-all-axes).
+    """
+
+    def made(e: Expr, inner: list[Expr]) -> Expr:
+        head = e.args[:1] if e.op in expr.READS else ()
+        if head and head[0][1] < len(leaves):
+            inner = _at_all_axes(inner, e.op, leaves[head[0][1]].shape)
+        return Expr(e.op, (*head, *inner)) if inner else e
+
+    return expr.fold(root, made)
+
+
+_FIRST = expr.symbol("b"), expr.symbol("h"), expr.ZERO, expr.ZERO
+
+
+def _at_all_axes(index: list[Expr], op: str, shape: tuple[int, ...]) -> list[Expr]:
+    """The indices of one read as :func:`all_axes` has them; as they are where they are of another form."""
+    missing = AXES - len(index)
+    found, sizes = [*_FIRST[: max(missing, 0)], *index], (1,) * missing + shape
+    found[:2] = [
+        new if size == 1 and expr.is_number(x, 0) else x for new, x, size in zip(_FIRST, found, sizes, strict=False)
+    ][:2]
+    b, h, i, j, *more = map(expr.depends_on, found)
+    if more or not index or (b, h) != ({"b"}, {"h"}) or not (i <= {"i"} and j <= {"j"}):
+        return index
+    if op == "selected" and found[1].op != "floordiv":  # the rows of a group of heads
+        found[1] = Expr("floordiv", (found[1], expr.number(1)))
+    return found
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,9 @@ class Writer:
         slot = lookup.args[0][1]
         sizes, layout = f"work.{extents}[{self.position[slot]}]", layout or self.layouts.get(slot, LeafLayout())
         terms = []
-        for axis, index in enumerate(lookup.args[1:]):
+        for axis, index in enumerate(
+            lookup.args[1:], 1 - len(lookup.args)
+        ):  # from the last, -1, as there may be more before the first
             value, stride = self.value(index), f"maths.plain({sizes}[{2 * axis + 1}])"
             if not layout.holds(index):
                 # As the reference does with an index out of range.
@@ -122,7 +124,7 @@ class Writer:
             if layout.unit > 1:
                 # The last axis lies side by side and rows begin at multiples of 16 bytes: said so, a load takes 16
                 # bytes at a time.
-                stride = "1" if axis == len(lookup.args) - 2 else f"maths.multiple({stride}, {layout.unit})"
+                stride = "1" if axis == -1 else f"maths.multiple({stride}, {layout.unit})"
             # 64 bits only where the tensor needs them, since each such product is several instructions for every pair.
             value = f"({value}).to(tl.int64)" if slot in self.wide else value
             terms.append(value if stride == "1" else f"{value} * {stride}")
@@ -141,11 +143,11 @@ class Writer:
         """Whether a tile's i and j, which are never negative, lie within the axes that they index without a clamp; "" if there are none."""
         slot = lookup.args[0][1]
         layout, terms = self.layouts.get(slot, LeafLayout()), []
-        for axis, index in enumerate(lookup.args[1:]):
+        for axis, index in enumerate(lookup.args[1:], 1 - len(lookup.args)):
             if layout.holds(index):
                 size = f"maths.plain(work.{extents}[{self.position[slot]}][{2 * axis}])"
                 # The size said to be a multiple of the unit: one mask then holds for all elements of a vector.
-                last = axis == len(lookup.args) - 2 and layout.unit > 1
+                last = axis == -1 and layout.unit > 1
                 terms.append(f"({self.value(index)} < {f'maths.multiple({size}, {layout.unit})' if last else size})")
         return " & ".join(terms)
 

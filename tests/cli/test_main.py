@@ -28,8 +28,7 @@ def test_help_names_every_command(capsys):
     assert cli.main(["--help"]) == 0
     page = capsys.readouterr().out
     assert all(
-        command in page
-        for command in ("demo", "train", "sample", "explain", "show", "verify", "doctor", "kernels", "bench", "tune")
+        command in page for command in ("demo", "explain", "show", "verify", "doctor", "kernels", "bench", "tune")
     )
 
 

@@ -3,7 +3,7 @@
 A user's mistake is one line on stderr and exit code 2, never a traceback; what a command judges and finds wanting (a goal
 that falls short, a check that is red) is exit code 1.
 
-Commands: ``bench``, ``demo``, ``doctor``, ``explain``, ``io``, ``kernels``, ``sample``, ``show``, ``train``, ``tune``, ``verify``. What
+Commands: ``bench``, ``demo``, ``doctor``, ``explain``, ``io``, ``kernels``, ``show``, ``tune``, ``verify``. What
 they share: ``options``, ``page`` (tables and progress), ``figure`` (plots) and ``checkout``, which finds ``bench/`` and ``examples/``.
 """
 
@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from tilewise.cli import bench, demo, doctor, explain, io, kernels, sample, show, train, tune, verify
+from tilewise.cli import bench, demo, doctor, explain, io, kernels, show, tune, verify
 from tilewise.cli.options import from_dataclass
 
 app = typer.Typer(
@@ -45,8 +45,6 @@ def _options(
 
 for command in (
     demo.demo,
-    train.train,
-    sample.sample,
     explain.explain,
     show.show,
     verify.verify,

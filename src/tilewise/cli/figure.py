@@ -1,4 +1,4 @@
-"""The demo's figure, time and memory against N and the two loss curves; and the loss of `tilewise train`."""
+"""The demo's figure, time and memory against N and the two loss curves."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -20,23 +20,6 @@ def draw(record: dict, path: Path) -> None:
     machine = record["machine"]
     where = f"{machine['device']}, {machine['threads']} threads, torch {machine['versions']['torch']}"
     figure.suptitle(f"{record['scaling']['shape']}   ·   {where}   ·   tilewise demo", fontsize=9, color="#555555")
-    figure.savefig(path, dpi=160)
-    plt.close(figure)
-
-
-def draw_loss(settings: dict, losses: list[float], path: Path) -> None:
-    """Write a PNG of a run's loss at each step and its mean over the last few."""
-    plt = _pyplot()
-    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
-    span = max(1, len(losses) // 20)
-    smooth = [sum(losses[max(0, n - span + 1) : n + 1]) / (n + 1 - max(0, n - span + 1)) for n in range(len(losses))]
-    axes.plot(losses, color=COLOURS["tilewise"], linewidth=1, alpha=0.35, label="each step")
-    axes.plot(smooth, color=COLOURS["tilewise"], linewidth=2, label=f"mean of {span}")
-    axes.set(xlabel="training step", ylabel="loss, nats per byte")
-    axes.set_title(f"{settings['attention']} attention, context {settings['context']}, batch {settings['batch_size']}")
-    axes.grid(True, color="#e6e6e6", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.legend(frameon=False)
     figure.savefig(path, dpi=160)
     plt.close(figure)
 

@@ -313,7 +313,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "backends.*.config": ("torch",),
     "backends.triton*": ("torch", "triton"),
     "backends.hopper*": ("torch", "cutlass", "cuda"),
-    "cli*": ("torch", "typer", "rich", "matplotlib", "bench", "tilewise_papers"),
+    "cli*": ("torch", "typer", "rich", "tilewise_papers"),
     "compat.transformers*": ("torch", "transformers"),
     "compat.cuequivariance": ("torch", "cuequivariance_torch"),
     "compat.diffusers": ("torch", "diffusers"),
@@ -393,7 +393,7 @@ def rule(table: dict[str, tuple[str, ...]], module: str) -> tuple[str, ...] | No
 
 
 def folder(module: str) -> str:
-    """``backends.portable`` of ``backends.portable.step``, ``cli`` of ``cli.demo``."""
+    """``backends.portable`` of ``backends.portable.step``, ``cli`` of ``cli.show``."""
     parts = module.split(".")
     return ".".join(parts[: 2 if parts[0] == "backends" else 1])
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import tilewise as tw
+from bench import bench
 from tilewise import cli
-from tilewise.cli import bench, checkout
+from tilewise.cli import checkout
 from tilewise.cli.options import from_dataclass
 
 

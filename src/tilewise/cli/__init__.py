@@ -3,8 +3,8 @@
 A user's mistake is one line on stderr and exit code 2, never a traceback; what a command judges and finds wanting (a goal
 that falls short, a check that is red) is exit code 1.
 
-Commands: ``bench``, ``demo``, ``doctor``, ``explain``, ``io``, ``kernels``, ``show``, ``tune``, ``verify``. What
-they share: ``options``, ``page`` (tables and progress), ``figure`` (plots) and ``checkout``, which finds ``bench/`` and ``examples/``.
+Commands: ``doctor``, ``explain``, ``io``, ``kernels``, ``show``, ``verify``; ``bench``, ``demo`` and ``tune`` live in ``bench/``, which
+pip does not install. What they share: ``options``, ``page`` (tables and progress) and ``checkout``, which finds ``bench/``.
 """
 
 import sys
@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from tilewise.cli import bench, demo, doctor, explain, io, kernels, show, tune, verify
+from tilewise.cli import checkout, doctor, explain, io, kernels, show, verify
 from tilewise.cli.options import from_dataclass
 
 app = typer.Typer(
@@ -43,18 +43,11 @@ def _options(
     """Exact attention for PyTorch: try it, ask which backend runs a call, check this machine, measure it."""
 
 
-for command in (
-    demo.demo,
-    explain.explain,
-    show.show,
-    verify.verify,
-    doctor.doctor,
-    kernels.kernels,
-    bench.bench,
-    tune.tune,
-):
+for command in (explain.explain, show.show, verify.verify, doctor.doctor, kernels.kernels):
     app.command()(from_dataclass(command))
 app.command()(io.io)
+for name, said in checkout.COMMANDS.items():
+    app.command(name, help=said, add_help_option=False, context_settings=checkout.EVERY_OPTION)(checkout.run)
 
 # typer's own usage errors, under whichever name the installed version of typer carries them.
 UsageError = typer.BadParameter.__base__

@@ -121,7 +121,7 @@ docs: $(VENV)/ready-docs-$(TORCH)
 
 # The pages that commands write: what runs where, what the algorithms move, how fast it is (docs/README.md).
 pages: setup
-	@$(BIN)/python -m tests.support --write && $(BIN)/python -m tilewise_papers.docs docs && $(BIN)/python -m tilewise.pictures.catalogue docs && \
+	@$(BIN)/python -m tests.support --write && $(BIN)/python -m tilewise_papers.docs docs && $(BIN)/python -m bench.catalogue docs && \
 	  $(BIN)/python -m bench.page --write && $(BIN)/python -m tilewise_papers.evidence --write
 
 bench: setup

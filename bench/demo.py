@@ -24,9 +24,11 @@ from tilewise import device as devices
 from tilewise import dispatch, problem
 from tilewise.backends.hopper import driver_reasons
 from tilewise.cli import checkout, kernels
-from tilewise.cli.io import missing, show
 from tilewise.cli.page import console, heading, note, progress, status_text, table
 from tilewise.spec import Options, assemble, parse_spec
+from tilewise_papers import devices as paper_devices
+from tilewise_papers import report, tables
+from tilewise_papers.command import show
 
 NAMES = {"tilewise": "tilewise", "eager": "standard", "sdpa": "PyTorch SDPA"}
 TIGHT = 1e-3
@@ -200,18 +202,13 @@ def counted(place: Place) -> None:
     heading(
         "2. What attention moves, counted", "the papers' algorithms on this machine's memories: forward and backward"
     )
-    if missing():
-        print(missing())
-        return
-    from tilewise_papers import devices, report, tables
-
     case = next(c for c in tagged("demo", place.device.split(":")[0]) if c.seqlen_q == 4096)
     setting = report.Setting(
         case.seqlen_q,
         case.head_dim,
         case.heads_q,
         case.batch,
-        devices.device("h200" if "cuda" in place.device else "cpu"),
+        paper_devices.device("h200" if "cuda" in place.device else "cpu"),
     )
     show(setting, [tables.sum_table(setting, report.table(setting))])
 

@@ -1,22 +1,9 @@
 """Finds the checkout: `bench/` and `examples/` are beside the package's sources and are not installed with it."""
 
 import sys
-from importlib import import_module
 from pathlib import Path
 
-import typer
-
-from tilewise.cli.options import from_dataclass
-
 URL_HINT = "clone the repository and run `make demo`, or run this command inside a clone"
-
-
-COMMANDS = {
-    "demo": "Try it: errors against float64, time and memory over N, a small GPT trained twice (inside a clone).",
-    "bench": "Measure attention beside its peers, and judge speed claims (inside a clone).",
-    "tune": "Measure the tiles of the Triton kernels and keep the fastest for this machine (inside a clone).",
-}
-EVERY_OPTION = {"allow_extra_args": True, "ignore_unknown_options": True}  # the command in bench/ reads them
 
 
 def root() -> Path:
@@ -37,15 +24,6 @@ def use_bench() -> Path:
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
     return folder
-
-
-def run(context: typer.Context) -> int:
-    """Run the command of that name in ``bench/``, which knows its options."""
-    use_bench()
-    module, name = import_module(f"bench.{context.command.name}"), context.command.name
-    found = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
-    found.command()(from_dataclass(getattr(module, name)))
-    return found(context.args, prog_name=f"tilewise {name}", standalone_mode=False)
 
 
 def choose_device(wanted: str) -> str:

@@ -311,8 +311,7 @@ def attention_with_stats(
     if others or more:
         raise words.refused("attention_with_stats", others, more)
     reasons = stats_reasons(per, stats)
-    if reasons:
-        raise ValueError("attention_with_stats was called wrongly" + "".join(f"\n  {reason}" for reason in reasons))
+    words.raise_wrong("attention_with_stats", reasons)
     if _is_dtensor(q):
         raise NotImplementedError(
             "attention_with_stats does not support DTensors; pass x.to_local(), and parallel= if the sequence is sharded"
@@ -502,8 +501,7 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     Source: docs/algorithm.md, (8).
     """
     reasons = state.merge_reasons(parts)
-    if reasons:
-        raise ValueError("merge was called wrongly" + "".join(f"\n  {reason}" for reason in reasons))
+    words.raise_wrong("merge", reasons)
     return state.merge_parts(parts)
 
 
@@ -560,8 +558,7 @@ def show_mask(
     shown = region(kept.text, tuple(range(len(leaves))))
     at = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "batch": batch, "head": head}
     reasons = show_reasons(shown, [tuple(leaf.shape) for leaf in leaves], at)
-    if reasons:
-        raise ValueError("show_mask was called wrongly" + "".join(f"\n  {reason}" for reason in reasons))
+    words.raise_wrong("show_mask", reasons)
     b, h = torch.tensor([batch]), torch.tensor([head])
     grid = Grid(shown, leaves, seqlen_q, seqlen_k, b, h, seqlen_k)
     pairs = grid.kept(torch.arange(seqlen_q), torch.arange(seqlen_k))

@@ -21,6 +21,7 @@ from tilewise.caching import cached_property
 from tilewise.masks import Region, readers
 from tilewise.signature import Shaped, Structured, TensorFacts, tensors_with_sizes
 from tilewise.spec import Spec
+from tilewise.words import raise_wrong
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -566,8 +567,7 @@ def check_values(p: Problem, extras: Sequence[Tensor]) -> None:
     if p.paged:
         reasons += pages.value_reasons(*[extras[n] for n in p.spec.page_slots], p.k.shape[0], p.page_size)
     reasons = reasons or selections.value_reasons(p, extras)
-    if reasons:
-        raise ValueError(f"{p.spec.call} was called wrongly" + "".join(f"\n  {reason}" for reason in reasons))
+    raise_wrong(p.spec.call, reasons)
 
 
 def _cu_value_reasons(cu_seqlens: Sequence[Tensor], totals: Sequence[int]) -> list[str]:

@@ -10,13 +10,13 @@ import typer
 
 from bench import cases
 from bench import measure as clock
+from bench.testing import of_case
 from tilewise import accuracy
 from tilewise.backends import triton
 from tilewise.backends.triton import Triton, config
 from tilewise.backends.triton.host import tuned
 from tilewise.cli import checkout
 from tilewise.cli.page import console, heading, note, progress, status_text, table
-from tilewise.testing import of_case
 
 CASES = ("h200-d64-n4096-causal", "h200-d128-n4096-causal", "h200-d256-n4096-causal")
 WRITES = {"forward": ("o", "lse"), "dkdv": ("dk", "dv"), "dk": ("dk",), "dv": ("dv",), "dq": ("dq",)}

@@ -223,7 +223,6 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "jax.handler": ("autograd", "masks.catalogue", "problem", "signature", "spec"),
     "jax.gpu": ("jax.handler", "backends.hopper.host.xla", "dispatch", "settings"),
     "accuracy": ("reference", "gather", "backends.base", "problem"),
-    "testing": ("", "accuracy", "backends.base", "problem", "spec"),
     "selfcheck": (
         "accuracy",
         "dispatch",
@@ -652,7 +651,7 @@ import tilewise
 new = {name.split(".")[0] for name in set(sys.modules) - before}
 print(sorted(new - {"tilewise"} - sys.stdlib_module_names))
 print(sorted(name for name in set(sys.modules) - before if name.startswith(("torch._dynamo", "torch._inductor", "torch.fx"))))
-not_needed = ("cli", "compat", "jax", "parallel", "selfcheck", "accuracy", "testing")
+not_needed = ("cli", "compat", "jax", "parallel", "selfcheck", "accuracy")
 print(sorted(n for n in sys.modules if n.startswith("tilewise.") and n.split(".")[1] in not_needed))
 """
     assert run_python(code) == "[]\n[]\n[]"

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import tilewise as tw
-from tilewise import problem, state, testing
+from bench import testing
+from tilewise import problem, state
 from tilewise.backends.base import Inputs
 from tilewise.dispatch import backend as backend_named
 from tilewise.spec import Options, assemble, parse_spec

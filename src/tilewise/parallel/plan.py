@@ -141,7 +141,8 @@ def _gathered(wish: Wish, call: Agreed, whole: Problem) -> gathered.Gathered:
         return gathered.Gathered(
             exchange, nothing, (), (), spec.grad_slots, wish.sum_leaf_gradients, spec.max_logit, 0, False
         )
-    grid = _grid(whole, call)
+    shape = whole.batch, whole.heads_q, whole.seqlen_q, whole.seqlen_k
+    grid = Grid.whole(spec.region, extras, shape, q.device)
     low, high = key_ends(grid, queries.seqlen)
     route = joined.route_of(low, high, queries, keys) if joined.suits(spec) else None
     if route is not None:
@@ -167,12 +168,6 @@ def _gathered(wish: Wish, call: Agreed, whole: Problem) -> gathered.Gathered:
         exchange, route, tuple(near), tuple(far), spec.grad_slots, wish.sum_leaf_gradients, spec.max_logit,
         route.digest if _reads_tensors(spec) else 0, not wish.compiled,
     )  # fmt: skip
-
-
-def _grid(whole: Problem, call: Agreed) -> Grid:
-    """Return the number of pairs that the whole attention keeps."""
-    shape = whole.batch, whole.heads_q, whole.seqlen_q, whole.seqlen_k
-    return Grid.whole(call.spec.region, call.extras, shape, call.q.device)
 
 
 CAPTURED = (

@@ -21,7 +21,6 @@ from tilewise import dropout, expr
 from tilewise.backends.base import Inputs, unit_last
 from tilewise.backends.cpu import library, program
 from tilewise.backends.cpu.config import Config
-from tilewise.caching import cached_property
 from tilewise.leaf_gradients import classify
 from tilewise.masks.facts import Band, as_band, every_key_seen, granularity, monotone_terms
 from tilewise.masks.regions import Region as MaskRegion
@@ -81,7 +80,9 @@ class Prepared:
     def __init__(self, p: Problem, decided: Decided):
         self.p, self.decided, self.config = p, decided, decided.config
         self.loaded = library.load()
+        self._passes: dict[bool, tuple[program.Code, library.Call]] = {}
         self._tangents: dict[tuple[int, ...], tuple[program.Code, library.Call]] = {}
+        self._regions: dict[bool, Region] = {}
 
     def tangent(self, moving: Mapping[int, int]) -> tuple[program.Code, library.Call]:
         """Return the program and the call of forward mode for leaves of these slots with tangents (:attr:`Directions.slots`)."""
@@ -93,21 +94,12 @@ class Prepared:
             self._tangents[key] = code, call
         return self._tangents[key]
 
-    @cached_property
-    def forward_code(self) -> program.Code:
-        return _compiled(self.p.spec.source, self.decided.dtypes, False)[0]
-
-    @cached_property
-    def backward_code(self) -> program.Code:
-        return _compiled(self.p.spec.source, self.decided.dtypes, True)[0]
-
-    @cached_property
-    def forward_call(self) -> library.Call:
-        return self._call(_compiled(self.p.spec.source, self.decided.dtypes, False)[1], "forward")
-
-    @cached_property
-    def backward_call(self) -> library.Call:
-        return self._call(_compiled(self.p.spec.source, self.decided.dtypes, True)[1], "backward")
+    def of_pass(self, backward: bool) -> tuple[program.Code, library.Call]:
+        """Return the program and the call of a pass."""
+        if backward not in self._passes:
+            code, shared = _compiled(self.p.spec.source, self.decided.dtypes, backward)
+            self._passes[backward] = code, self._call(shared, "backward" if backward else "forward")
+        return self._passes[backward]
 
     def _call(self, shared: library.Call, which: str) -> library.Call:
         """The native call of a pass without the addresses of tensors, which each call adds."""
@@ -122,18 +114,12 @@ class Prepared:
         numbers = self.decided.numbers["backward" if backward else "forward"]
         return numbers["tile_m"], numbers["tile_n"]
 
-    @cached_property
-    def forward_region(self) -> Region:
-        return self._region((), None, False)
-
-    @cached_property
-    def backward_region(self) -> Region:
-        return self._region((), None, True)
-
     def region(self, t: Inputs, backward: bool) -> Region:
-        if self.decided.constant:
-            return self.backward_region if backward else self.forward_region
-        return self._region(t.leaves, t, backward)
+        if not self.decided.constant:
+            return self._region(t.leaves, t, backward)
+        if backward not in self._regions:
+            self._regions[backward] = self._region((), None, backward)
+        return self._regions[backward]
 
     def _region(self, leaves: Sequence[Tensor], t: Inputs | None, backward: bool) -> Region:
         p = self.p
@@ -355,12 +341,7 @@ class Bound:
     def __init__(self, prepared: Prepared, t: Inputs, backward: bool, moving: Mapping[int, int] | None = None):
         self.prepared, self.t, p = prepared, t, prepared.p
         self.packed, self.region = p.packed, prepared.region(t, backward)
-        if moving is not None:
-            self.code, shared = prepared.tangent(moving)
-        elif backward:
-            self.code, shared = prepared.backward_code, prepared.backward_call
-        else:
-            self.code, shared = prepared.forward_code, prepared.forward_call
+        self.code, shared = prepared.of_pass(backward) if moving is None else prepared.tangent(moving)
         call = self.call = library.Call.from_buffer_copy(shared)
         self.keep: list[object] = []
         call.threads = torch.get_num_threads()

@@ -492,7 +492,11 @@ def show_reasons(
     region: Region, shapes: Sequence[tuple[int, ...]], at: Mapping[str, int], score: expr.Expr | None = None
 ) -> list[str]:
     """Return why a mask or a score cannot be shown ``at`` this ``seqlen_q, seqlen_k, batch, head``; ``shapes`` are the leaves' by slot."""
-    reasons = [f"{name} must be a whole number >= 0, got {n!r}" for name, n in at.items() if not _is_size(n)]
+    reasons = [
+        f"{name} must be a whole number >= 0, got {n!r}"
+        for name, n in at.items()
+        if not (isinstance(n, int) and n >= 0)
+    ]
     if reasons:
         return reasons
     for e in expr.lookups(*region.parts, *([] if score is None else [score])):
@@ -504,10 +508,6 @@ def show_reasons(
     return list(
         dict.fromkeys(reasons + read_reasons(region, score, shapes, {"i": at["seqlen_q"], "j": at["seqlen_k"]}))
     )
-
-
-def _is_size(n: object) -> bool:
-    return isinstance(n, int) and n >= 0
 
 
 _AXES = {"b": "batch", "h": "heads_q", "i": "seqlen_q", "j": "seqlen_k"}

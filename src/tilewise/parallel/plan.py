@@ -148,7 +148,8 @@ def _gathered(wish: Wish, call: Agreed, whole: Problem) -> gathered.Gathered:
     if route is not None:
         mask = joined.mask_of(route, exchange.rank, low, high, queries, q.device)
         count, rows = sum(b - a for a, b in route.wanted[exchange.rank]), queries.lengths[exchange.rank]
-        text = joined.spec_of(spec, mask, len(extras)).text()
+        slots = tuple(range(len(extras), len(extras) + len(mask.leaves)))  # its tensors follow the extras
+        text = replace(spec, mask_text=mask.text, mask_slots=slots).text()
         every = (gathered.LocalPiece(slice(0, rows), slice(0, count), text),) if rows else ()
         return gathered.Gathered(
             exchange, route, (), every, spec.grad_slots, wish.sum_leaf_gradients, spec.max_logit,

@@ -332,9 +332,8 @@ def _is_brief(o: Options) -> bool:
     )  # fmt: skip
 
 
-_deterministic = (
-    torch._C._get_deterministic_algorithms
-)  # torch.are_deterministic_algorithms_enabled, without a frame of Python
+# Torch.are_deterministic_algorithms_enabled, without a frame of Python.
+_deterministic = torch._C._get_deterministic_algorithms
 Words = tuple[bool, object, object, float | None, Deterministic, str | None, bool]
 """causal, mask, score, softmax_scale, deterministic, backend and max_logit as the user gave them."""
 

@@ -41,12 +41,10 @@ class Region:
     status_at: Tensor | None = None
     status_head: Tensor | None = None
     seen: Tensor | None = None
-    unlisted: Blocks | None = (
-        None  # status is partly known and seen is empty: the library asks one pair of each such block
-    )
-    listing: threading.RLock = field(
-        default_factory=threading.RLock
-    )  # a mask that follows from the shapes serves all threads
+    # Of a status that is partly known, with no key marked as seen: the library asks one pair of each such block.
+    unlisted: Blocks | None = None
+    # A mask that follows from the shapes serves all threads.
+    listing: threading.RLock = field(default_factory=threading.RLock)
 
 
 @dataclass(frozen=True)
@@ -199,18 +197,11 @@ def _region_of_band(band: Band, p: Problem, backward: bool) -> Region:
     if (cut.start, cut.stop) != (0, p.seqlen_k):  # a row sees one key further than the row before
         seen = torch.zeros((1, 1, p.seqlen_k), dtype=torch.uint8)
         seen[..., cut.start : cut.stop] = 1
-    if backward:
-        moved = {"first": band.hi, "last": band.lo}
-        ends = {name: _counted(1 - n, p.seqlen_k, p.seqlen_q) for name, n in moved.items() if n is not None}
-    else:
-        moved = {"lo": band.lo, "hi": band.hi}
-        ends = {name: _counted(n, p.seqlen_q, p.seqlen_k) for name, n in moved.items() if n is not None}
-    return Region(ends, seen=seen)
-
-
-def _counted(start: int, count: int, limit: int) -> Tensor:
-    """Return ``count`` numbers from ``start`` on, clamped to 0 and a limit: int32 ``(1, 1, count)``."""
-    return torch.arange(start, start + count, dtype=torch.int32).clamp_(0, limit).view(1, 1, count)
+    moved = {"first": band.hi, "last": band.lo} if backward else {"lo": band.lo, "hi": band.hi}
+    starts = {name: 1 - n if backward else n for name, n in moved.items() if n is not None}
+    count, limit = (p.seqlen_k, p.seqlen_q) if backward else (p.seqlen_q, p.seqlen_k)
+    lines = {name: torch.arange(start, start + count, dtype=torch.int32) for name, start in starts.items()}
+    return Region({name: x.clamp_(0, limit).view(1, 1, count) for name, x in lines.items()}, seen=seen)
 
 
 def _lengths(p: Problem, t: Inputs) -> list[tuple[int, int]]:
@@ -258,29 +249,22 @@ def _blocks_to_list(kept: MaskRegion) -> Blocks | None:
     return (1, 1) if 1 in (queries, keys) else (queries, keys)
 
 
-@dataclass
-class _Part:
+def _region_of(grid: Grid, p: Problem, tile: tuple[int, int], backward: bool, native: Blocks | None) -> Region:
     """Return the arrays of one grid, each ``(b|1, heads|1, ...)``."""
-
-    ends: dict[str, Tensor]
-    status: Tensor | None
-    seen: Tensor | None
-
-
-def _region_of(grid: Grid, p: Problem, tile: tuple[int, int], backward: bool, native: Blocks | None) -> _Part:
     ends = {}
     if backward:
         ends["first"], ends["last"] = grid.query_interval(torch.arange(grid.keys))
     if native is not None or not backward:  # listing reads rows
         ends["lo"], ends["hi"] = grid.key_interval(torch.arange(grid.seqlen_q))
     if native is not None:
-        return _Part(ends, *_unlisted(grid, p, tile, native))
+        status, seen = _unlisted(grid, p, tile, native)
+        return Region(ends, status, seen=seen)
     status = None
     if grid.region.predicate is not None:
         status = TileMap.build(grid, *tile, by_columns=backward).status
     every = not p.packed and not p.paged and every_key_seen(grid.region, grid.seqlen_q, grid.seqlen_k)
     seen = None if every else seen_keys(grid, p.group)
-    return _Part(ends, status, seen)
+    return Region(ends, status, seen=seen)
 
 
 def _unlisted(grid: Grid, p: Problem, tile: tuple[int, int], native: Blocks) -> tuple[Tensor, Tensor]:
@@ -297,7 +281,7 @@ def _unlisted(grid: Grid, p: Problem, tile: tuple[int, int], native: Blocks) -> 
     return status, torch.zeros((batch, max(1, heads // p.group), grid.keys), dtype=torch.uint8)
 
 
-def _stacked(parts: list[_Part], batch: int, unlisted: Blocks | None) -> Region:
+def _stacked(parts: list[Region], batch: int, unlisted: Blocks | None) -> Region:
     """Return one grid of the whole batch, or one of each packed sequence with their lines concatenated."""
     if not parts:
         return Region({})

@@ -121,7 +121,7 @@ docs: $(VENV)/ready-docs-$(TORCH)
 
 # The pages that commands write: what runs where, what the algorithms move, how fast it is (docs/README.md).
 pages: setup
-	@$(BIN)/python -m tests.support --write && $(BIN)/python -m tilewise_papers.docs docs && $(BIN)/python -m tilewise.pictures.catalogue docs && \
+	@$(BIN)/python -m tests.support --write && $(BIN)/python -m tilewise_papers.docs docs && $(BIN)/python -m bench.catalogue docs && \
 	  $(BIN)/python -m bench.page --write && $(BIN)/python -m tilewise_papers.evidence --write
 
 bench: setup
@@ -140,7 +140,7 @@ COMMA := ,
 replay = $(CMAKE) -S . -B build/$(1) -DTILEWISE_SANITIZE=$(2) -DCMAKE_CXX_FLAGS=-g > build/$(1).log && \
          $(CMAKE) --build build/$(1) --parallel --target replay >> build/$(1).log
 
-$(CASES): $(LIBRARY) $(EMULATED) tests/native/record.py tests/backends/contract.py tests/backends/test_cpu.py bench/cases.py bench/kinds.py src/tilewise/testing.py
+$(CASES): $(LIBRARY) $(EMULATED) tests/native/record.py tests/backends/contract.py tests/backends/test_cpu.py bench/cases.py bench/kinds.py bench/testing.py
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:xdist -p tests.native.record --record $(CASES) \
 	  tests/backends/test_cpu.py -k "not Avx and not Portable and not billion"
 

@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
-from bench import records
+from bench import records, testing
 from bench.cases import Inputs, draw, tagged
 from bench.measure import in_turns
-from tilewise import testing
 from tilewise.backends.base import PerTensors
 from tilewise.backends.hopper import Hopper
 from tilewise.backends.hopper.host import masks as host_masks

@@ -10,6 +10,7 @@ models bench/results/hopper-calls.jsonl docs/img/models.png                  # w
 
 import argparse
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -259,6 +260,59 @@ def derivatives(rows: list[dict]) -> Figure:
     return titled(
         figure, f"{run['device']}, {shape['dtype']}, {shape['heads_q']} heads, torch {run['versions']['torch']}"
     )
+
+
+# ---- the demo -------------------------------------------------------------------------------------------------------
+
+CONTESTANTS = {"eager": (RED, "standard"), "sdpa": (GREY, "PyTorch SDPA"), "tilewise": (BLUE, "tilewise")}
+
+
+def demo(record: dict) -> Figure:
+    """Time and memory against N, and the two loss curves: three panels from the demo's record."""
+    figure = Figure(figsize=(13, 4.2), layout="constrained")
+    left, middle, right = figure.subplots(1, 3)
+    points = record["scaling"]["points"]
+    _against_n(left, points, lambda r: r["both"]["median_ms"] / 1e3, "seconds, forward + backward")
+    left.set_title("Time")
+    _against_n(middle, points, lambda r: r["memory"]["peak_bytes"] / 2**20, "MiB at the peak, beyond the inputs")
+    middle.set_title("Memory")
+    _losses(right, record["training"])
+    machine = record["machine"]
+    where = f"{machine['device']}, {machine['threads']} threads, torch {machine['versions']['torch']}"
+    return titled(figure, f"{record['scaling']['shape']}   ·   {where}   ·   tilewise demo")
+
+
+def _against_n(axes, points: list[dict], value: Callable[[dict], float], label: str) -> None:
+    """One line a contestant in log-log axes; a cross where standard attention stops."""
+    for name, (colour, known_as) in CONTESTANTS.items():
+        reached = [p for p in points if "both" in p["results"].get(name, {})]
+        xs, ys = [p["seqlen"] for p in reached], [value(p["results"][name]) for p in reached]
+        axes.plot(xs, ys, marker="o", markersize=4, linewidth=2, color=colour, label=known_as)
+        if 0 < len(reached) < len(points):
+            _stops(axes, (xs[-1], ys[-1]), points[len(reached)], colour)
+    styled(axes, [p["seqlen"] for p in points], yscale="log", xlabel="sequence length N", ylabel=label)
+    axes.margins(y=0.18)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.0f}" if y >= 1 else f"{y:g}"))
+    axes.legend(frameon=False, loc="upper left")
+
+
+def _stops(axes, last: tuple[float, float], following: dict, colour: str) -> None:
+    """Mark the last point of a line that ends early, and say what the next one would have taken."""
+    need = following["standard_bytes"] / 2**30
+    text = f"stops: the next\nneeds {need:.0f} GiB"
+    axes.plot(*last, marker="x", markersize=9, markeredgewidth=2, color=colour)
+    axes.annotate(text, last, (0, 8), textcoords="offset points", ha="center", va="bottom", fontsize=8, color=colour)
+
+
+def _losses(axes, training: dict) -> None:
+    """Standard attention as a broad line, tilewise as a thin one upon it."""
+    axes.plot(training["loss"]["standard"], color=RED, label="standard", linewidth=5, alpha=0.45)
+    axes.plot(training["loss"]["tilewise"], color=BLUE, label="tilewise", linewidth=1.5)
+    axes.set(xlabel="training step", ylabel="loss, nats per byte", title="A small GPT, trained twice")
+    gap = f"largest difference {training['largest_gap']:.0e}"
+    axes.annotate(gap, (0.97, 0.72), xycoords="axes fraction", ha="right", fontsize=9, color=GREY)
+    axes.grid(True, color="#e6e6e6", linewidth=0.8)
+    axes.legend(frameon=False)
 
 
 # ---- whole models ----------------------------------------------------------------------------------------------------

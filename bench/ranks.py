@@ -35,11 +35,11 @@ from torch.profiler import ProfilerActivity, profile
 import tilewise as tw
 from bench import measure, ranks_torch, records
 from bench.check import verdict
+from bench.testing import call, normal
 from tilewise.masks import Mask
 from tilewise.parallel import ContextParallel, balanced, calls, heads
 from tilewise.parallel.exchange import Group
 from tilewise.spec import Options, assemble
-from tilewise.testing import call, normal
 
 HEAD_DIM = 128
 SAMPLE_MS = 150

@@ -28,8 +28,8 @@ from torch.nn.attention.bias import causal_lower_right
 import tilewise as tw
 from bench import measure, records
 from bench.measure import seconds_per_call
+from bench.testing import paged_call
 from tilewise import pages
-from tilewise.testing import paged_call
 
 PAGE_SIZES = (16, 64, 256)
 PEERS = {

@@ -6,7 +6,7 @@ Every step packs what all running requests bring, a whole prompt or the last byt
     o = tw.attention_paged(q, cache, cu_seqlens, causal=True)           # prompts and single bytes in one call
 
 Prompts that begin alike share the pages that they fill alike: those are computed once and attended where they lie. The bytes are
-those of one request at a time (`examples/gpt/sample.py`), which this program checks.
+those of one request at a time (`examples/gpt/run.py`), which this program checks.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from torch import Tensor
 import tilewise as tw
 from examples.gpt.checkpoint import load
 from examples.gpt.model import GPT, GPTConfig
-from examples.gpt.sample import generate
+from examples.gpt.run import generate
 
 SYSTEM = b"You write short and plain functions. Answer in code alone, without comments.\n"
 QUESTIONS = (

@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
+from bench.testing import Call, call, paged_call, poisoned, results
 from tests import ways
 from tests.backends.paged import random_case
 from tests.mapped import MappedCall, named
@@ -45,7 +46,6 @@ from tilewise.backends.cpu import Cpu, library
 from tilewise.backends.cpu import call as cpu_call
 from tilewise.backends.cpu.config import Config
 from tilewise.problem import Problem
-from tilewise.testing import Call, call, paged_call, poisoned, results
 
 FACTOR = 4
 PAGED = 0.2  # of all calls

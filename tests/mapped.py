@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.func import jvp, vjp, vmap
 
+from bench.testing import Call
 from tests.backends.tangents import found as tangents_of
 from tests.backends.tangents import in_float64
 from tilewise import accuracy, autograd, derivatives
@@ -17,7 +18,6 @@ from tilewise.backends.base import Backend, Inputs
 from tilewise.backends.portable import Portable
 from tilewise.problem import check
 from tilewise.spec import parse_spec
-from tilewise.testing import Call
 
 ORDERS = 4  # of the sums of plain tiles: one may be lucky on few numbers
 Found = list[dict[str, Tensor]]  # results by name, of each example

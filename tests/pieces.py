@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
+from bench.testing import Call, call, normal, poisoned, qkv
 from tilewise import accuracy, state
 from tilewise.backends.base import Backend, Output
 from tilewise.piece import Piece
-from tilewise.testing import Call, call, normal, poisoned, qkv
 
 TOTAL_Q, TOTAL_K = 37, 50
 ALL = (0, None)

@@ -21,10 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilewise as tw
 from bench import cases
+from bench.testing import of_case
+from examples import architectures
 from tilewise import dispatch, problem
-from tilewise.cli import checkout
 from tilewise.spec import parse_spec
-from tilewise.testing import of_case
 
 ROOT = Path(__file__).parent.parent
 FILE = ROOT / "tests" / "support.json"
@@ -32,8 +32,6 @@ README = ROOT / "README.md"
 PAGE = ROOT / "docs" / "support.md"
 ARCHITECTURES = ROOT / "docs" / "architectures.md"
 RUNS, FORWARD = "runs", "runs without gradients"
-
-architectures = checkout.load_example("architectures.py")
 
 ARCHITECTURES_HEAD = """# Attention as models call it
 

@@ -7,7 +7,7 @@ import torch
 from torch.func import grad, hessian, jacfwd, jacrev, vmap
 
 import tilewise as tw
-from tilewise.testing import normal
+from bench.testing import normal
 
 F64 = torch.float64
 EXAMPLES = 3

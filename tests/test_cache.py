@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import tilewise as tw
+from bench.testing import normal
 from tests.backends.paged import CASES, Case
 from tilewise import reference
-from tilewise.testing import normal
 
 CAUSAL = Case(8, (20, 3, 0, 33), rows=3, options=lambda: {"causal": True})
 

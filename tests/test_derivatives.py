@@ -5,7 +5,7 @@ import torch
 from torch.autograd import forward_ad
 
 import tilewise as tw
-from tilewise.testing import normal, qkv
+from bench.testing import normal, qkv
 
 F64 = torch.float64
 CU = torch.tensor([0, 4, 4, 9])

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import tilewise as tw
+from bench.testing import call, normal, qkv
 from tilewise.distances import by_distance, near, visible
 from tilewise.expr import lookups, parse
-from tilewise.testing import call, normal, qkv
 
 # The text of an index, and whether it depends on i - j alone.
 INDICES = {

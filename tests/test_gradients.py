@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tilewise as tw
-from tilewise.testing import normal, qkv
+from bench.testing import normal, qkv
 
 F64 = torch.float64
 HALF = torch.bfloat16

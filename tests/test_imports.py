@@ -56,7 +56,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "pages": ("spec",),
     "sizes": (),
     "signature": ("spec", "caching"),
-    "problem": ("signature", "spec", "selections", "masks", "expr", "dropout", "pages", "caching"),
+    "problem": ("words", "signature", "spec", "selections", "masks", "expr", "dropout", "pages", "caching"),
     "distances": ("problem", "masks.facts", "expr"),
     "leaf_gradients": ("distances", "problem", "expr"),
     "backends.base": ("sizes", "problem", "device", "expr", "caching"),
@@ -169,13 +169,14 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "derivatives": ("dispatch", "backends.base", "problem", "spec", "untraced"),
     "autograd": ("derivatives", "dispatch", "backends.base", "problem", "spec", "untraced"),
     "batching": ("autograd", "derivatives", "mapped", "spec", "expr", "state", "untraced"),
-    "cache": ("dispatch", "problem", "pages", "settings", "spec", "untraced"),
-    "shared_prefix": ("repeated", "cache", "pages", "settings", "state", "masks", "scores", "spec"),
+    "cache": ("words", "dispatch", "problem", "pages", "settings", "spec", "untraced"),
+    "shared_prefix": ("words", "repeated", "cache", "pages", "settings", "state", "masks", "scores", "spec"),
     "repeated": ("autograd", "dispatch", "masks", "spec"),
-    "nested": ("spec",),
+    "nested": ("spec", "words"),
     "documents": ("spec", "masks", "scores"),
     "flops": ("spec",),
     "statistics": (
+        "words",
         "autograd",
         "backends.base",
         "expr",
@@ -197,11 +198,9 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "repeated",
         "shared_prefix",
         "cache",
-        "problem",
         "spec",
         "scores",
         "masks",
-        "planning.tiles",
         "dropout",
         "state",
         "statistics",
@@ -222,7 +221,6 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "jax.handler": ("autograd", "masks.catalogue", "problem", "signature", "spec"),
     "jax.gpu": ("jax.handler", "backends.hopper.host.xla", "dispatch", "settings"),
     "accuracy": ("reference", "gather", "backends.base", "problem"),
-    "testing": ("", "accuracy", "backends.base", "problem", "spec"),
     "selfcheck": (
         "accuracy",
         "dispatch",
@@ -260,6 +258,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "compat.vllm": ("compat.refusals", "settings", ""),
     "compat.torch_provider": ("compat.refusals", "compat.sdpa", "untraced", ""),
     "compat.flex_attention": (
+        "words",
         "compat.sdpa",
         "masks.catalogue",
         "masks.derived",
@@ -268,7 +267,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "device",
         "",
     ),
-    "compat*": ("own", "api", "repeated", "spec", "masks.catalogue", "scores.catalogue", "expr", ""),
+    "compat*": ("own", "words", "api", "repeated", "spec", "masks.catalogue", "scores.catalogue", "expr", ""),
     "pictures*": (
         "own",
         "amounts",
@@ -293,6 +292,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "masks.catalogue",
         "masks.patterns",
         "scores.catalogue",
+        "pictures.view",
         "statistics",
     ),
 }
@@ -313,7 +313,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "backends.*.config": ("torch",),
     "backends.triton*": ("torch", "triton"),
     "backends.hopper*": ("torch", "cutlass", "cuda"),
-    "cli*": ("torch", "typer", "rich", "matplotlib", "bench", "tilewise_papers"),
+    "cli*": ("torch", "typer", "rich"),
     "compat.transformers*": ("torch", "transformers"),
     "compat.cuequivariance": ("torch", "cuequivariance_torch"),
     "compat.diffusers": ("torch", "diffusers"),
@@ -393,7 +393,7 @@ def rule(table: dict[str, tuple[str, ...]], module: str) -> tuple[str, ...] | No
 
 
 def folder(module: str) -> str:
-    """``backends.portable`` of ``backends.portable.step``, ``cli`` of ``cli.demo``."""
+    """``backends.portable`` of ``backends.portable.step``, ``cli`` of ``cli.show``."""
     parts = module.split(".")
     return ".".join(parts[: 2 if parts[0] == "backends" else 1])
 
@@ -428,6 +428,7 @@ def test_every_import_follows_an_arrow():
 PAPERS = {  # the packages that the papers read; the counted machine reads none of tilewise
     "evidence": {"bench"},
     "traffic": {"bench", "tilewise"},
+    "command": {"typer", "rich"},
     "flash1_triton": {"triton"},
     "gpt_*": {"bench", "examples", "tilewise"},
     "pathfinder*": {"bench", "examples", "tilewise"},
@@ -587,7 +588,7 @@ def test_imports_along_the_arrows_are_allowed(tmp_path):
         "masks/catalogue.py": "from tilewise import expr\ndef prepare():\n    from tilewise.planning import tiles",
         "backends/cpu/forward.py": "import math\nimport torch\nfrom tilewise.backends.cpu.config import Config\nfrom . import config",
         "backends/hopper/forward.py": "import cutlass\nfrom tilewise.backends.base import Inputs",
-        "cli/io.py": "from tilewise_papers import machine\nfrom rich.table import Table",
+        "cli/show.py": "import torch\nfrom rich.table import Table",
     }
     assert violations(write(tmp_path, files)) == []
 
@@ -649,7 +650,7 @@ import tilewise
 new = {name.split(".")[0] for name in set(sys.modules) - before}
 print(sorted(new - {"tilewise"} - sys.stdlib_module_names))
 print(sorted(name for name in set(sys.modules) - before if name.startswith(("torch._dynamo", "torch._inductor", "torch.fx"))))
-not_needed = ("cli", "compat", "jax", "parallel", "selfcheck", "accuracy", "testing")
+not_needed = ("cli", "compat", "jax", "parallel", "selfcheck", "accuracy")
 print(sorted(n for n in sys.modules if n.startswith("tilewise.") and n.split(".")[1] in not_needed))
 """
     assert run_python(code) == "[]\n[]\n[]"

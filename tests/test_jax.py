@@ -19,8 +19,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 import tilewise
 import tilewise.jax as tw
-from bench import cases
-from tilewise import testing
+from bench import cases, testing
 from tilewise.backends.hopper.host import driver, xla
 
 calls = sys.modules["tilewise.jax.handler"]  # whose name in the package is the handler's

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from bench import records
+from bench.testing import call, qkv
 from tests.judge import __main__ as judge
 from tests.judge import check, hopper, jobs, stress, triton
 from tests.judge.jobs import Job, Run, Worker
@@ -15,7 +16,6 @@ from tests.judge.subject import SCALES, Kernel, Subject, subject
 from tilewise.backends.base import Output
 from tilewise.backends.hopper.forward import config
 from tilewise.backends.portable import Portable
-from tilewise.testing import call, qkv
 
 # ---- processes with a time limit ------------------------------------------------------------------------------------
 

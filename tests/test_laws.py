@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import tilewise as tw
-from tilewise import accuracy, problem, state
+from bench import testing
+from tilewise import problem, state
 from tilewise.backends.base import Inputs
 from tilewise.dispatch import backend as backend_named
 from tilewise.spec import Options, assemble, parse_spec
@@ -181,8 +182,8 @@ def test_low_precision_errs_hardly_more_than_eager(dtype, call):
     p = problem.check(q, k, v, extras, seed, parse_spec(text))
     with torch.no_grad():
         t = Inputs.of(p, q, k, v, [x.detach() for x in extras], seed)
-        errors = accuracy.check(backend_named("portable"), p, t, do, call.dlse.float())
-    assert [str(e) for e in errors if not e.ok] == []
+        checked = testing.Call(p, t, do, call.dlse.float())
+        assert testing.wrong(backend_named("portable"), checked) == []
 
 
 # -- Splitting the keys --------------------------------------------------------------------------------------------

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import tilewise as tw
+from bench.testing import call, normal, qkv
 from tests.test_expr import COMPUTED_INDEX, NAMES, SHAPE, environment
 from tilewise.expr import evaluate, parse, trace
 from tilewise.leaf_gradients import COLUMNS, DIAGONALS, ROWS, SCATTER, STORE, TILES, classify, read_adjoint
-from tilewise.testing import call, normal, qkv
 
 # Shape, score, how its gradient is summed, the indices over which it is broadcast.
 CLASSES = {

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tilewise as tw
+from bench.testing import normal
 from tilewise.compat.sdpa import patch, scaled_dot_product_attention
-from tilewise.testing import normal
 
 LENGTHS_Q, LENGTHS_K = [5, 0, 9, 1], [7, 3, 9, 4]
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
+from bench.testing import call, normal, qkv
 from tilewise.accuracy import Expected
-from tilewise.testing import call, normal, qkv
 
 F64 = torch.float64
 

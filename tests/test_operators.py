@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from torch.utils.flop_counter import FlopCounterMode
 
 import tilewise as tw
+from bench.testing import normal, qkv
 from tilewise.backends.cpu import Cpu
 from tilewise.spec import parse_spec
-from tilewise.testing import normal, qkv
 
 F64 = torch.float64
 

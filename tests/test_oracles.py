@@ -3,9 +3,9 @@
 import torch
 
 import tilewise as tw
+from bench.testing import call, qkv
 from tests.oracles import remember
 from tilewise.accuracy import Expected
-from tilewise.testing import call, qkv
 
 
 def test_the_same_call_has_the_same_results_and_another_has_its_own():

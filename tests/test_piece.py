@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tilewise as tw
+from bench.testing import call, qkv
 from tests.masks.test_catalogue import BATCH, CASES, HEADS
 from tests.pieces import OPTIONS, wrong
 from tilewise import expr
@@ -20,7 +21,6 @@ from tilewise.masks.facts import as_band, every_key_seen
 from tilewise.piece import Piece
 from tilewise.planning.tiles import Grid
 from tilewise.reference import Reference
-from tilewise.testing import call, qkv
 
 
 @pytest.mark.parametrize("name", OPTIONS)

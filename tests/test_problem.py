@@ -18,13 +18,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 import tilewise as tw
+from bench.testing import normal, qkv
 from tilewise import dispatch, dropout, problem, spec
 from tilewise.backends.base import Backend
 from tilewise.backends.portable import Portable
 from tilewise.problem import Key, Problem
 from tilewise.reference import ReferenceConfig
 from tilewise.spec import Options, Spec, assemble, parse_spec
-from tilewise.testing import normal, qkv
 
 
 def inputs(**sizes) -> dict:

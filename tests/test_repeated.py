@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
+from bench.testing import normal
 from tilewise import dispatch, repeated
-from tilewise.testing import normal
 
 Qkv = tuple[Tensor, Tensor, Tensor]
 

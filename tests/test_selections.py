@@ -9,10 +9,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import tilewise as tw
+from bench.testing import call, normal, qkv
 from tilewise import selections
 from tilewise.expr import number, symbol
 from tilewise.masks import region
-from tilewise.testing import call, normal, qkv
 
 NQ = NK = 70
 

@@ -62,11 +62,7 @@ PUBLIC = {
     "statistics.py": ("probabilities",),
     "compat/flash_attn/__init__.py": (
         "flash_attn_func",
-        "flash_attn_kvpacked_func",
-        "flash_attn_qkvpacked_func",
         "flash_attn_varlen_func",
-        "flash_attn_varlen_kvpacked_func",
-        "flash_attn_varlen_qkvpacked_func",
         "flash_attn_with_kvcache",
     ),
 }

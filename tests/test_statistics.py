@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 import tilewise as tw
+from bench.testing import Call, call, normal, qkv
 from tilewise import accuracy, reference
 from tilewise.reference import Arithmetic, attend
-from tilewise.testing import Call, call, normal, qkv
 
 BACKENDS = ["reference", "portable", "cpu"]
 BF16, F64 = torch.bfloat16, torch.float64

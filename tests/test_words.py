@@ -12,10 +12,10 @@ import torch
 
 import tilewise as tw
 import tilewise.parallel
+from bench.testing import qkv
 from tilewise import words
 from tilewise.compat.flash_attn import flash_attn_func
 from tilewise.pictures import reading
-from tilewise.testing import qkv
 
 PUBLIC = (
     tw.attention,

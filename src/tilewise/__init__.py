@@ -17,7 +17,6 @@ from tilewise.api import (
     dropout_mask,
     explain,
     merge,
-    show_mask,
 )
 from tilewise.cache import PagedCache, QuantizedCache, SharedCache, append, dense_cache, paged
 from tilewise.expr import lookup
@@ -36,6 +35,7 @@ from tilewise.masks.catalogue import (
     window,
 )
 from tilewise.masks.patterns import butterfly, local_global, strided
+from tilewise.pictures.view import show_mask
 from tilewise.scores.catalogue import OFF as offset
 from tilewise.scores.catalogue import Score, alibi, bias, score, softcap
 from tilewise.statistics import probabilities

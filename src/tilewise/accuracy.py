@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tilewise import gather, reference
-from tilewise.backends.base import Backend, Grads, Inputs, Output, OutputGrads
+from tilewise.backends.base import Grads, Inputs, Output
 from tilewise.problem import Problem
 from tilewise.reference import Arithmetic
 
@@ -156,12 +156,3 @@ def _in_layout_of(p: Problem, results: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the outputs of packed queries in the layout of the paged problem p."""
     statistics = {name: gather.statistic_in_layout_of(p, x) for name, x in results.items() if name != "o"}
     return {"o": results["o"].view(p.output_shapes[0]), **statistics} if "o" in results else statistics
-
-
-def check(backend: Backend, p: Problem, t: Inputs, do: Tensor | None = None, dlse: Tensor | None = None) -> list[Error]:
-    """Judge a backend's forward and, with ``do`` and ``dlse``, its backward."""
-    out, grads = backend.forward(p, t), None
-    if do is not None:
-        grad = OutputGrads.of(do, dlse)
-        grads = backend.backward(p, t, out, grad.do, grad.dlse)
-    return Expected.of(p, t, do, dlse).judge(tensors(out, grads))

@@ -12,9 +12,7 @@ from torch import Tensor
 from tilewise import autograd, batching, dispatch, dropout, flops, nested, repeated, shared_prefix, state, words  # noqa: F401  (batching registers rules)
 from tilewise.cache import PagedCache, QuantizedCache, SharedCache, cache_as_options, not_a_cache
 from tilewise.documents import in_layout_of, packed_documents, run_packed
-from tilewise.masks import Mask, MaskFunction, as_mask, region
-from tilewise.planning.tiles import Grid
-from tilewise.problem import show_reasons
+from tilewise.masks import Mask, MaskFunction
 from tilewise.scores import Score, ScoreFunction
 from tilewise.spec import Deterministic, Options, Words, assemble, brief
 from tilewise.statistics import key_mass, stats_reasons
@@ -311,8 +309,7 @@ def attention_with_stats(
     if others or more:
         raise words.refused("attention_with_stats", others, more)
     reasons = stats_reasons(per, stats)
-    if reasons:
-        raise ValueError("attention_with_stats was called wrongly" + "".join(f"\n  {reason}" for reason in reasons))
+    words.raise_wrong("attention_with_stats", reasons)
     if _is_dtensor(q):
         raise NotImplementedError(
             "attention_with_stats does not support DTensors; pass x.to_local(), and parallel= if the sequence is sharded"
@@ -502,8 +499,7 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     Source: docs/algorithm.md, (8).
     """
     reasons = state.merge_reasons(parts)
-    if reasons:
-        raise ValueError("merge was called wrongly" + "".join(f"\n  {reason}" for reason in reasons))
+    words.raise_wrong("merge", reasons)
     return state.merge_parts(parts)
 
 
@@ -544,31 +540,6 @@ def explain(
             "explain does not support DTensors; pass x.to_local(), and parallel= if the sequence is sharded"
         )
     return dispatch.explain(q, k, v, o) if parallel is None else _ranks(parallel).explain(q, k, v, o)
-
-
-def show_mask(
-    mask: Mask | Tensor | MaskFunction, seqlen_q: int, seqlen_k: int | None = None, *, batch: int = 0, head: int = 0
-) -> str:
-    """Return the 0/1 matrix of a mask as text: one line a query, ``1`` for a kept key, ``.`` for a hidden one.
-
-    Raises:
-        ValueError: the mask does not fit these lengths, or has no such batch element or head.
-    """
-    kept = as_mask(mask)
-    seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
-    leaves = [leaf.cpu() for leaf in kept.leaves]
-    shown = region(kept.text, tuple(range(len(leaves))))
-    at = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "batch": batch, "head": head}
-    reasons = show_reasons(shown, [tuple(leaf.shape) for leaf in leaves], at)
-    if reasons:
-        raise ValueError("show_mask was called wrongly" + "".join(f"\n  {reason}" for reason in reasons))
-    b, h = torch.tensor([batch]), torch.tensor([head])
-    grid = Grid(shown, leaves, seqlen_q, seqlen_k, b, h, seqlen_k)
-    pairs = grid.kept(torch.arange(seqlen_q), torch.arange(seqlen_k))
-    pairs = (
-        torch.ones(seqlen_q, seqlen_k, dtype=torch.bool) if pairs is None else pairs[0, 0].expand(seqlen_q, seqlen_k)
-    )
-    return "\n".join(" ".join("1" if kept else "." for kept in row) for row in pairs.tolist())
 
 
 def dropout_mask(

@@ -19,6 +19,7 @@ from tilewise import dispatch, pages, settings
 from tilewise.problem import DTYPES
 from tilewise.spec import Options, not_tensors
 from tilewise.untraced import untraced
+from tilewise.words import raise_wrong
 
 _library = torch.library.Library("tilewise", "FRAGMENT")
 _library.define(
@@ -214,8 +215,7 @@ def append(cache: Cache, k: Tensor, v: Tensor | None = None, cu_seqlens_q: Tenso
     k_pages, v_pages, block_table, seqlens_k, *scales = cache
     named = *zip(cache._fields, cache, strict=True), ("k", k), ("v", v), ("cu_seqlens_q", cu_seqlens_q)
     reasons = not_tensors(named, ("k", "k_pages", "v_pages"))
-    if reasons:
-        raise ValueError("append was called wrongly" + "".join(f"\n  {reason}" for reason in reasons))
+    raise_wrong("append", reasons)
     _append(k_pages, v_pages, k, v, block_table, seqlens_k, cu_seqlens_q, *scales)
     new = k.shape[1] if cu_seqlens_q is None else cu_seqlens_q.diff().to(torch.int32)
     return cache._replace(seqlens_k=cache.seqlens_k + new)
@@ -280,8 +280,7 @@ def _check(
         new = k.shape[1] if cu_seqlens_q is None else cu_seqlens_q.diff()
         pools = cache.k_pages.shape[:2]
         reasons = pages.value_reasons(cache.block_table, cache.seqlens_k + new, *pools, " with the new keys")
-    if reasons:
-        raise ValueError("append was called wrongly" + "".join(f"\n  {reason}" for reason in reasons))
+    raise_wrong("append", reasons)
 
 
 def _append_into(k_pages, v_pages, k, v, block_table, seqlens_k, cu_seqlens_q, *scales) -> None:

@@ -26,7 +26,9 @@ def gathered(p: Problem, t: Inputs, dtype: torch.dtype = torch.float64) -> tuple
     accelerator's unchecked call can have, are brought into it.
     """
     lengths = t.seqlens_k.clamp(0, p.capacity)
-    q, cu_q = (t.q, t.cu_seqlens_q) if p.packed else _packed_rows(t.q)
+    q, cu_q = t.q, t.cu_seqlens_q
+    if not p.packed:
+        q, cu_q = q.flatten(0, 1), torch.arange(q.shape[0] + 1, device=q.device) * q.shape[1]
     cu_k = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int64), (1, 0))
     places = _places(p, t.block_table, lengths)
     k, v = t.k[places[1:]], t.v[places[1:]]
@@ -50,11 +52,6 @@ def statistic_in_layout_of(p: Problem, x: Tensor) -> Tensor:
         return x
     batch, heads, seqlen = p.output_shapes[1]
     return x.view(heads, batch, seqlen).transpose(0, 1).contiguous()
-
-
-def _packed_rows(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries ``(batch, seqlen_q, heads, head_dim)`` as packed ones, and their cu_seqlens."""
-    return q.flatten(0, 1), torch.arange(q.shape[0] + 1, device=q.device) * q.shape[1]
 
 
 def _places(p: Problem, table: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:

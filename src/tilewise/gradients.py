@@ -72,8 +72,7 @@ def attention_backward(
 def _run(q: Tensor, k: Tensor, v: Tensor, results: dict[str, Any], options: Options) -> tuple[Tensor, ...]:
     """Return the gradients; ``results``: do, o, lse and dlse."""
     reasons = _result_reasons(q, v, results, options.cu_seqlens_q is not None) + _option_reasons(options)
-    if reasons:
-        raise ValueError("attention_backward was called wrongly" + "".join([f"\n  {reason}" for reason in reasons]))
+    words.raise_wrong("attention_backward", reasons)
     do, o, lse, dlse = results.values()
     keys, values = for_each(q, k, v)
     extras, seed, spec = assemble(q, keys, values, options)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tilewise.spec import Options
+from tilewise.words import raise_wrong
 
 
 def packed_call(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[tuple[Tensor, Tensor, Tensor], Options]:
@@ -27,8 +28,7 @@ def packed_call(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[tupl
         reasons.append(f"batch differs: q {q.shape[0]}, k {k.shape[0]}, v {v.shape[0]}")
     if not reasons and k.offsets() is not v.offsets() and not torch.equal(k.offsets(), v.offsets()):
         reasons.append("k and v have sequences of different lengths")
-    if reasons:
-        raise ValueError("attention was called wrongly" + "".join(f"\n  {reason}" for reason in reasons))
+    raise_wrong("attention", reasons)
     packed = replace(options, cu_seqlens_q=q.offsets(), cu_seqlens_k=k.offsets())
     return (q.values(), k.values(), v.values()), packed
 

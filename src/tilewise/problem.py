@@ -21,6 +21,7 @@ from tilewise.caching import cached_property
 from tilewise.masks import Region, readers
 from tilewise.signature import Shaped, Structured, TensorFacts, tensors_with_sizes
 from tilewise.spec import Spec
+from tilewise.words import raise_wrong
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -491,7 +492,11 @@ def show_reasons(
     region: Region, shapes: Sequence[tuple[int, ...]], at: Mapping[str, int], score: expr.Expr | None = None
 ) -> list[str]:
     """Return why a mask or a score cannot be shown ``at`` this ``seqlen_q, seqlen_k, batch, head``; ``shapes`` are the leaves' by slot."""
-    reasons = [f"{name} must be a whole number >= 0, got {n!r}" for name, n in at.items() if not _is_size(n)]
+    reasons = [
+        f"{name} must be a whole number >= 0, got {n!r}"
+        for name, n in at.items()
+        if not (isinstance(n, int) and n >= 0)
+    ]
     if reasons:
         return reasons
     for e in expr.lookups(*region.parts, *([] if score is None else [score])):
@@ -503,10 +508,6 @@ def show_reasons(
     return list(
         dict.fromkeys(reasons + read_reasons(region, score, shapes, {"i": at["seqlen_q"], "j": at["seqlen_k"]}))
     )
-
-
-def _is_size(n: object) -> bool:
-    return isinstance(n, int) and n >= 0
 
 
 _AXES = {"b": "batch", "h": "heads_q", "i": "seqlen_q", "j": "seqlen_k"}
@@ -566,8 +567,7 @@ def check_values(p: Problem, extras: Sequence[Tensor]) -> None:
     if p.paged:
         reasons += pages.value_reasons(*[extras[n] for n in p.spec.page_slots], p.k.shape[0], p.page_size)
     reasons = reasons or selections.value_reasons(p, extras)
-    if reasons:
-        raise ValueError(f"{p.spec.call} was called wrongly" + "".join(f"\n  {reason}" for reason in reasons))
+    raise_wrong(p.spec.call, reasons)
 
 
 def _cu_value_reasons(cu_seqlens: Sequence[Tensor], totals: Sequence[int]) -> list[str]:

@@ -130,9 +130,8 @@ def _line(grid: Grid, lines: range, step: int) -> Tensor:
 
 def seen_by_entries(grid: Grid, selections: Sequence[Expr]) -> Tensor:
     """Return the keys that the mask shows to a query that selected them: bool ``(b|1, h|1, keys)``."""
-    seen = torch.zeros(
-        1, 1, grid.keys + 1, dtype=torch.bool, device=grid.b.device
-    )  # and a place for pairs that are hidden
+    # One place more, for pairs that are hidden.
+    seen = torch.zeros(1, 1, grid.keys + 1, dtype=torch.bool, device=grid.b.device)
     origin = 0 if grid.key_origin is None else grid.key_origin.view(-1, 1, 1, 1)
     for selection in selections:
         inside, block = assume(grid.region.inside, {id(selection): True}), keys_of_entry(selection)[0]

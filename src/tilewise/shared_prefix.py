@@ -16,6 +16,7 @@ from tilewise import masks, pages, repeated, settings, state
 from tilewise.cache import PagedCache, QuantizedCache, SharedCache, cache_as_options
 from tilewise.scores import as_score, symbols_of
 from tilewise.spec import Options
+from tilewise.words import raise_wrong
 
 POSITIONS = {"b", "h", "i", "j", "off"}
 
@@ -77,8 +78,7 @@ def attend(q: Tensor, shared: SharedCache, o: Options) -> state.State:
             pages, are looked for on the CPU, and on an accelerator with ``TILEWISE_CHECK=1``.
     """
     reasons = _wrong(q, shared)
-    if reasons:
-        raise ValueError("attention_paged was called wrongly" + "".join(f"\n  {reason}" for reason in reasons))
+    raise_wrong("attention_paged", reasons)
     return over(q, shared.cache, o) if why_apart(q, shared, o) else attend_once(q, shared, o)
 
 

@@ -332,9 +332,8 @@ def _is_brief(o: Options) -> bool:
     )  # fmt: skip
 
 
-_deterministic = (
-    torch._C._get_deterministic_algorithms
-)  # torch.are_deterministic_algorithms_enabled, without a frame of Python
+# Torch.are_deterministic_algorithms_enabled, without a frame of Python.
+_deterministic = torch._C._get_deterministic_algorithms
 Words = tuple[bool, object, object, float | None, Deterministic, str | None, bool]
 """causal, mask, score, softmax_scale, deterministic, backend and max_logit as the user gave them."""
 
@@ -437,18 +436,8 @@ def _as_tensor(name: str, x: object, needed: Sequence[str]) -> str:
 
 
 def _type_reasons(q: Tensor, k: Tensor, v: Tensor, o: Options) -> list[str]:
-    named = (
-        ("q", q),
-        ("k", k),
-        ("v", v),
-        ("sink", o.sink),
-        ("cu_seqlens_q", o.cu_seqlens_q),
-        ("cu_seqlens_k", o.cu_seqlens_k),
-        ("block_table", o.block_table),
-        ("seqlens_k", o.seqlens_k),
-        ("k_scale", o.k_scale),
-        ("v_scale", o.v_scale),
-    )
+    others = ("sink", "cu_seqlens_q", "cu_seqlens_k", "block_table", "seqlens_k", "k_scale", "v_scale")
+    named = (("q", q), ("k", k), ("v", v), *((name, getattr(o, name)) for name in others))
     reasons = not_tensors(named, ("q", "k", "v"))
     for name, x in named[:3]:
         if isinstance(x, Tensor) and x.is_nested:

@@ -19,6 +19,7 @@ from tilewise.planning.tiles import Grid
 from tilewise.problem import Problem, check, check_values
 from tilewise.scores import Score, ScoreFunction
 from tilewise.spec import Options, assemble, parse_spec
+from tilewise.words import raise_wrong
 
 _CHUNK_ELEMENTS = 1 << 22  # gathered numbers, or pairs, that are held at once
 
@@ -94,8 +95,7 @@ def probabilities(
         extras, seed, text = assemble(q, k, k, options)
         p = check(q, k, k, extras, seed, parse_spec(text))
         reasons = _reasons(p, lse, indices, reduce)
-        if reasons:
-            raise ValueError("probabilities was called wrongly" + "".join(f"\n  {reason}" for reason in reasons))
+        raise_wrong("probabilities", reasons)
         if q.device.type == "cpu" or settings.check_values():
             check_values(p, extras)
         entries, order = indices.expand(p.batch, -1, -1, -1).sort(dim=-1, stable=True)

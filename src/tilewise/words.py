@@ -5,6 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
+
+def raise_wrong(call: str, reasons: Iterable[str]) -> None:
+    """Raise ValueError with every reason why ``call`` was called wrongly; without reasons do nothing."""
+    told = "".join(f"\n  {reason}" for reason in reasons)
+    if told:
+        raise ValueError(f"{call} was called wrongly{told}")
+
+
 _NO_LENGTH = "leave it out: no maximum length is needed"
 _WITH_LSE = "call tw.attention_with_lse"
 _PAGED = "call tw.attention_paged(q, tw.paged(k_pages, v_pages, block_table, seqlens_k))"

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
-from bench import cases
+from bench import cases, testing
+from bench.testing import HIDING, Call, call, normal, of_case, paged_call, poisoned, qkv
 from tests import pieces
-from tilewise import accuracy, expr, testing
+from tilewise import accuracy, expr
 from tilewise.backends.base import Backend, Grads, Output, OutputGrads
-from tilewise.testing import HIDING, Call, call, normal, of_case, paged_call, poisoned, qkv
 
 
 def run(backend: Backend, c: Call) -> dict[str, Tensor]:

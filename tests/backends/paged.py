@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
+from bench.testing import Call, normal, paged_call, poisoned
 from tilewise import accuracy, pages
 from tilewise.backends.base import Backend
-from tilewise.testing import Call, normal, paged_call, poisoned
 
 STEP = 1 / 64  # of the scales that are drawn
 ANYTHING = torch.tensor([-1, 2**30, 0, 3], dtype=torch.int32)  # what stands in a table behind a sequence's last page

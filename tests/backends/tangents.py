@@ -3,11 +3,11 @@
 import torch
 
 import tilewise as tw
+from bench.testing import Call, call, normal, poisoned, qkv
 from tilewise import accuracy
 from tilewise.backends.base import Backend, Directions, Inputs, OutputGrads
 from tilewise.backends.portable import Portable
 from tilewise.problem import check
-from tilewise.testing import Call, call, normal, poisoned, qkv
 
 CU = torch.tensor([0, 17, 17, 40])
 # Each option that a kernel of tangents reads in at least one case; 40 queries and 70 keys are tiles of every kind.

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
-from tilewise import testing
+from bench import testing
+from bench.testing import Call, call, normal, qkv
 from tilewise.backends.cpu import Cpu, gathered, library
-from tilewise.testing import Call, call, normal, qkv
 
 if isinstance(library.load(), str):
     pytest.skip("no native library", allow_module_level=True)

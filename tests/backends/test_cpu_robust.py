@@ -36,7 +36,7 @@ def in_a_new_process(script: str) -> str:
 INTERRUPTED = """
 import os, signal, threading, time
 import torch
-from tilewise.testing import call, qkv
+from bench.testing import call, qkv
 from tilewise.backends.base import Output
 from tilewise.backends.cpu import Cpu
 
@@ -116,7 +116,7 @@ def test_a_handler_that_attends_does_not_disturb_the_call_that_it_interrupts(thr
 WITHOUT_MEMORY = """
 import resource
 import torch
-from tilewise.testing import call, qkv
+from bench.testing import call, qkv
 from tilewise.backends.cpu import Cpu
 
 def limited(mebibytes, c):
@@ -230,7 +230,7 @@ def test_each_call_follows_torchs_number_of_threads(threads, monkeypatch):
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts this process's threads in /proc")
 def test_the_library_makes_no_more_threads_than_it_is_told():
     script = (
-        "import os, torch\nfrom tilewise.testing import call, qkv\nfrom tilewise.backends.cpu import Cpu\n"
+        "import os, torch\nfrom bench.testing import call, qkv\nfrom tilewise.backends.cpu import Cpu\n"
         "torch.set_num_threads(1)\nc = call(*qkv(nq=500, nk=500))\ncount = lambda: len(os.listdir('/proc/self/task'))\n"
         "before = count()\n"
         "for n in (1, 3, 1, 2):\n    torch.set_num_threads(n)\n    Cpu().forward(c.p, c.t)\n    print(count() - before)\n"
@@ -243,7 +243,7 @@ def test_the_library_makes_no_more_threads_than_it_is_told():
 @pytest.mark.skipif(library.openmp() is None, reason="torch computes on no OpenMP that is known here")
 def test_the_work_is_done_by_torchs_own_threads():
     script = (
-        "import os, torch\nfrom tilewise.testing import call, qkv\nfrom tilewise.backends.cpu import Cpu\n"
+        "import os, torch\nfrom bench.testing import call, qkv\nfrom tilewise.backends.cpu import Cpu\n"
         "count = lambda: len(os.listdir('/proc/self/task'))\n"
         "torch.set_num_threads(3)\ntorch.rand(1 << 20).exp()\nbefore = count()\n"
         "c = call(*qkv(nq=500, nk=500))\nCpu().forward(c.p, c.t)\nprint(count() - before)\n"

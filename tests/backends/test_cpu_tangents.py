@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import tilewise as tw
+from bench.testing import call, normal, qkv
 from tests.backends.tangents import CASES, found, worse_than_eager, worse_than_plain_tiles
 from tests.backends.test_cpu import need_isa
 from tilewise.backends.cpu import Cpu, library
-from tilewise.testing import call, normal, qkv
 
 LOADED = library.load()
 SETS = () if isinstance(LOADED, str) else LOADED.isas

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import tilewise as tw
+from bench.testing import call
 from tilewise.backends.base import Backend
 from tilewise.backends.hopper import Hopper
 from tilewise.backends.triton import Triton, installed
-from tilewise.testing import call
 
 LENGTH, HEADS = 48, 2
 # What each option may be beside its default, that of a dense causal call in bf16 whose q, k, v want gradients.

@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("triton", reason="the package triton is not installed")
 
 import tilewise as tw
+from bench.testing import call, normal, qkv
 from tests.backends.contract import agree, run
 from tests.test_distances import t5
 from tilewise.backends.triton import Triton, interpreting, sheet
@@ -19,7 +20,6 @@ from tilewise.backends.triton.host.leaf_sums import Strips
 from tilewise.backends.triton.host.plan import Plan
 from tilewise.backends.triton.tiles import Tiles
 from tilewise.leaf_gradients import DIAGONALS, ROWS
-from tilewise.testing import call, normal, qkv
 
 pytestmark = [
     pytest.mark.skipif(not interpreting(), reason="kernels are not interpreted (tests/conftest.py)"),

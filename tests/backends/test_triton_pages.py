@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("triton", reason="the package triton is not installed")
 
 import tilewise as tw
+from bench.testing import normal, paged_call
 from tests.backends.paged import CASES, Case, PagedContract, run, tree
 from tilewise import cache as caches
 from tilewise.backends.triton import Triton, interpreting
@@ -24,7 +25,6 @@ from tilewise.backends.triton.paging import (
 )
 from tilewise.backends.triton.tiles import Tiles
 from tilewise.problem import Problem
-from tilewise.testing import normal, paged_call
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # NumPy's, of infinities that the mathematics selects away

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 import tilewise as tw
+from bench.testing import call, normal, qkv
 from tests.backends.tangents import CASES, found, worse_than_eager, worse_than_plain_tiles
 from tilewise.backends.portable import Portable
 from tilewise.backends.triton import Triton, interpreting
 from tilewise.backends.triton.host import tangent
 from tilewise.backends.triton.tiles import Tiles
-from tilewise.testing import call, normal, qkv
 
 pytestmark = pytest.mark.skipif(not interpreting(), reason="kernels are not interpreted (tests/conftest.py)")
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 pytest.importorskip("triton", reason="the package triton is not installed")
 
 import tilewise as tw
+from bench.testing import call, qkv
 from tests.backends.contract import agree
 from tests.planning.test_tiles import HEADS, IDS, INTERVALS, MONOTONE, PREDICATES, grid_of, masks, matrix, true_status
 from tilewise.backends.triton import Triton, interpreting
@@ -21,7 +22,6 @@ from tilewise.backends.triton.tiles import Tiles
 from tilewise.masks import Mask
 from tilewise.planning import tiles
 from tilewise.planning.tiles import EMPTY, FULL, PARTIAL, Grid
-from tilewise.testing import call, qkv
 
 pytestmark = pytest.mark.skipif(not interpreting(), reason="kernels are not interpreted (tests/conftest.py)")
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from bench.testing import normal
 from tilewise import reference
 from tilewise.compat import flash_attn as fa
 from tilewise.compat.flash_attn import interface_3 as fa3
-from tilewise.testing import normal
 
 B, ROWS, H, HK, D, CAPACITY, PAGE = 3, 2, 4, 2, 16, 24, 4
 LENGTHS = torch.tensor([0, 13, 20], dtype=torch.int32)

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import tilewise as tw
+from bench.testing import normal
 from examples.gpt.model import GPTConfig
 from examples.gpt.train import TrainConfig
 from examples.sparse import BLOCK, IndexedAttention, best_blocks, block_attention, by_cubes, train_language, train_video
-from tilewise.testing import normal
 
 SMALL = GPTConfig(layers=1, d_model=32, heads_q=2, heads_k=1, d_hidden=32, context=48)
 TEXT = b"def tile(row, column):\n    return row * column\n" * 40

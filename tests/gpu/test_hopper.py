@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import tilewise as tw
+from bench.testing import call, other_bits, paged_call, qkv, results
 from tests.judge import check
 from tests.judge.hopper import Kind, check_calls, kernel_of
 from tilewise import accuracy
@@ -20,7 +21,6 @@ from tilewise.backends.hopper.decoding import config as decoding_config
 from tilewise.backends.hopper.forward.config import Config, shipped
 from tilewise.backends.hopper.host import library, portions
 from tilewise.backends.hopper.host.portions import Portions
-from tilewise.testing import call, other_bits, paged_call, qkv, results
 
 pytestmark = [
     pytest.mark.gpu,
@@ -211,7 +211,7 @@ def test_a_graph_over_pages_replays_with_other_lengths_tables_and_queries(page_s
 FIRST = """
     import sys, threading, torch
     import tilewise as tw
-    from tilewise.testing import qkv
+    from bench.testing import qkv
     q, k, v = (x.cuda() for x in qkv(nq=500, nk=500, d=64, dv=64, dtype=torch.bfloat16))
     run = lambda: tw.attention(q, k, v, causal=True, backend="hopper")
     torch.cuda.synchronize()

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 import tilewise.jax as tw
-from bench import cases
+from bench import cases, testing
 from tests.test_jax import (  # noqa: F401  collected here too
     array,
     equal,
@@ -27,7 +27,6 @@ from tests.test_jax import (  # noqa: F401  collected here too
     test_wrong_calls_raise_while_tracing_with_every_reason,
     through_the_door,
 )
-from tilewise import testing
 from tilewise.jax import gpu
 
 

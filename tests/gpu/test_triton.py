@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import tilewise as tw
+from bench.testing import call, normal, qkv
 from tests.backends.contract import agree
 from tests.planning.test_tiles import (
     BATCH,
@@ -26,7 +27,6 @@ from tilewise.backends.triton import Triton
 from tilewise.backends.triton.host import runtime
 from tilewise.masks import region
 from tilewise.planning import tiles
-from tilewise.testing import call, normal, qkv
 
 pytestmark = [
     pytest.mark.gpu,

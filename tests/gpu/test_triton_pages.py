@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import tilewise as tw
+from bench.testing import paged_call, wrong
 from tests.backends.paged import Case, normal, tree
 from tilewise import cache as caches
 from tilewise.backends.triton import Triton
 from tilewise.backends.triton.paging import choose_paged
-from tilewise.testing import paged_call, wrong
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

@@ -18,15 +18,15 @@ from itertools import groupby, islice
 import torch
 from torch import Tensor
 
-from bench import cases, records
+from bench import cases, records, testing
 from bench import check as rule
+from bench.testing import Call, far_off, other_bits, poisoned
 from tests.judge import stress
 from tests.judge.jobs import Item, Job, Run, Worker, pytest_job
 from tests.judge.subject import Kernel, Subject
-from tilewise import accuracy, testing
+from tilewise import accuracy
 from tilewise.backends.base import Backend, Output
 from tilewise.reference import Reference
-from tilewise.testing import Call, far_off, other_bits, poisoned
 
 PARTS = ("contract", "features", "kernels", "dropout", "launches", "busy", "fuzz", "tests", "sanitize")
 RUNS = 3  # of a call: from the second on some backends go straight to what the first compiled

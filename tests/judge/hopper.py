@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
+from bench.testing import HIDING, Call, call, of_case, paged_call, qkv
 from tests.judge.subject import Kernel, Named, Scale, Subject, in_16_bits
 from tilewise import pages
 from tilewise.backends.hopper import Hopper
@@ -22,7 +23,6 @@ from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.host import kernel_files, proven
 from tilewise.backends.hopper.latent import config as latent_config
 from tilewise.backends.hopper.latent.config import LatentConfig
-from tilewise.testing import HIDING, Call, call, of_case, paged_call, qkv
 
 PROBES = (
     "forward_bf16_d128_upper_128", "forward_bf16_d64_full_192", "forward_bf16_d256_band_128",

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
+from bench.testing import Call, call, other_bits
 from tests.judge.jobs import Item, Job, Run, Worker
 from tests.judge.subject import Subject
 from tilewise import accuracy, dispatch
 from tilewise.backends.base import Backend
 from tilewise.problem import TensorFacts
-from tilewise.testing import Call, call, other_bits
 
 PER_ITEM = 140  # launches
 REPEATS = {"forward": 5, "backward": 2}  # of a call, on each stream

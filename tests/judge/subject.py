@@ -8,9 +8,9 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
 
 from bench import cases
+from bench.testing import Call, of_case
 from tilewise import dispatch
 from tilewise.backends.base import Backend
-from tilewise.testing import Call, of_case
 
 Named = Iterator[tuple[str, Call]]
 

@@ -5,11 +5,11 @@ from functools import partial
 import torch
 
 from bench import cases
+from bench.testing import call, of_case
 from tests.judge.subject import Kernel, Named, Scale, Subject
 from tilewise.backends.triton import Triton
 from tilewise.backends.triton.config import CANDIDATES, Config
 from tilewise.backends.triton.tiles import Tiles
-from tilewise.testing import call, of_case
 
 PASSES = ("forward", "dq", "dkdv", "dk", "dv")
 # Calls beside the contract's: batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim, head_dim_v; dtype, mask, score.

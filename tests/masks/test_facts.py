@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import tilewise as tw
+from bench.testing import call, normal
 from tilewise.expr import Expr, apply, number, parse, symbol
 from tilewise.masks.catalogue import Mask, _atom
 from tilewise.masks.facts import as_band, constant_on_blocks, every_key_seen, every_pair_kept, granularity
 from tilewise.masks.regions import ATOMS, OFF, I, J, Region
-from tilewise.testing import call, normal
 
 IDS = torch.tensor([0] * 9 + [4] + [2] * 20 + [3] * 40)
 

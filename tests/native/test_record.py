@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import tilewise as tw
+from bench.testing import call, normal, qkv
 from tests.native.record import Recording
 from tilewise.backends.cpu import Cpu, library
-from tilewise.testing import call, normal, qkv
 
 if isinstance(library.load(), str):
     pytest.skip("no native library", allow_module_level=True)

@@ -9,8 +9,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from tilewise.cli.io import io
 from tilewise_papers import docs
+from tilewise_papers.command import io
 from tilewise_papers.devices import device
 from tilewise_papers.report import Setting, table
 from tilewise_papers.tables import PAPER_SETTING, Table, tables

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
+from bench.testing import call, normal, qkv
 from tests.pieces import IDS, OPTIONS, TOTAL_K, TOTAL_Q
 from tilewise.parallel.context import ContextParallel
 from tilewise.spec import Options, assemble
-from tilewise.testing import call, normal, qkv
 
 SINK = "sink"
 CALLS = OPTIONS | {SINK: lambda: {"causal": True, "sink": normal(4).requires_grad_()}}

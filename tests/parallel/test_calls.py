@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
+from bench.testing import normal
 from tilewise.parallel import simulate
 from tilewise.parallel.context import ContextParallel
 from tilewise.parallel.exchange import Simulated
-from tilewise.testing import normal
 
 SEQLEN, RANKS = 256, 2
 

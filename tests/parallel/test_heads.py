@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import tilewise as tw
+from bench.testing import normal
 from tilewise.parallel import Layout, context_parallel, cost, exchange, heads, plan, simulate
 from tilewise.parallel.exchange import Simulated
 from tilewise.parallel.heads import head_axes
@@ -16,7 +17,6 @@ from tilewise.parallel.plan import Wish, chosen, refusals
 from tilewise.parallel.symmetric import SymmetricGroup
 from tilewise.problem import check
 from tilewise.spec import Options, assemble, parse_spec
-from tilewise.testing import normal
 
 ROWS, HEADS_Q, HEADS_K = 24, 8, 4
 LAYOUTS = {

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 import tilewise as tw
+from bench.testing import call, normal
 from tilewise.backends import base
 from tilewise.masks import derived
 from tilewise.parallel import balanced, plan, simulate
 from tilewise.parallel.gathered import Gathered
 from tilewise.parallel.layout import zigzag
 from tilewise.spec import Options
-from tilewise.testing import call, normal
 
 SEQLEN = 300
 IDS = torch.cat([torch.full((n,), i) for i, n in enumerate((37, 100, 5, 80, 78))])

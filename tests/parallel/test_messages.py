@@ -9,10 +9,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import tilewise as tw
+from bench.testing import normal
 from tilewise.parallel.exchange import Silent
 from tilewise.parallel.layout import Layout
 from tilewise.parallel.messages import Given, Place, Sum, Taken, line_of, shaped, widths
-from tilewise.testing import normal
 
 
 def test_lines_are_put_together_of_any_pieces_of_others():

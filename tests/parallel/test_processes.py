@@ -15,9 +15,9 @@ import torch.multiprocessing as mp
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import tilewise as tw
+from bench.testing import normal
 from tests.parallel.ranks import on_this_rank, together, wrong
 from tests.parallel.test_simulated import _Alone
-from tilewise.testing import normal
 
 CALLS = ("causal", "documents", "blocks", "causal-bias", "dropout-window-alibi", "sink")
 

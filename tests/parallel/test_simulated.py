@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import tilewise as tw
+from bench.testing import normal, qkv
 from tests.parallel.ranks import CALLS, inputs, on_this_rank, together, wrong
 from tests.pieces import TOTAL_K, TOTAL_Q
 from tilewise.parallel import Layout, balanced, simulate
 from tilewise.piece import Piece
 from tilewise.spec import Options
-from tilewise.testing import normal, qkv
 
 UNEQUAL = Layout((((0, 3), (30, 40)), ((3, 30),), ()))
 

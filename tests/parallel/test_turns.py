@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import tilewise as tw
+from bench.testing import normal, qkv
 from tilewise.parallel import simulate
-from tilewise.testing import normal, qkv
 
 SCHEMES = ["gather", "heads"]
 

@@ -9,7 +9,7 @@ from torch.utils import flop_counter
 from torch.utils.flop_counter import FlopCounterMode
 
 import tilewise as tw
-from tilewise.testing import normal
+from bench.testing import normal
 
 B, NQ, NK, HQ, HK, D, DV = 2, 17, 33, 4, 2, 16, 8
 

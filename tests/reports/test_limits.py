@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import tilewise as tw
+from bench.testing import call, normal, qkv
 from tests.backends.contract import run
 from tilewise import device as devices
 from tilewise.backends.cpu import Cpu
@@ -14,7 +15,6 @@ from tilewise.backends.portable import Portable
 from tilewise.backends.triton import Triton, interpreting, launches, runtime
 from tilewise.backends.triton.host import tangent
 from tilewise.device import MOST_BLOCKS, beyond_grid
-from tilewise.testing import call, normal, qkv
 
 
 @pytest.mark.parametrize("axis", range(3))

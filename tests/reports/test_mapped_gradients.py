@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.func import hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import tilewise as tw
-from tilewise.testing import normal
+from bench.testing import normal
 
 EXAMPLES = 3
 BACKENDS = ("portable", "cpu", "triton")

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.func import jacfwd, jacrev
 
 import tilewise as tw
-from tilewise.testing import normal
+from bench.testing import normal
 
 F64 = torch.float64
 pytestmark = pytest.mark.filterwarnings(

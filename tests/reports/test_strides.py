@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
+from bench.testing import normal
 from tilewise.spec import Options, assemble, parse_spec
-from tilewise.testing import normal
 
 BACKENDS = ("portable", "cpu", "triton")
 pytestmark = pytest.mark.filterwarnings(

@@ -3,8 +3,8 @@
 A user's mistake is one line on stderr and exit code 2, never a traceback; what a command judges and finds wanting (a goal
 that falls short, a check that is red) is exit code 1.
 
-Commands: ``bench``, ``demo``, ``doctor``, ``explain``, ``io``, ``kernels``, ``sample``, ``show``, ``train``, ``tune``, ``verify``. What
-they share: ``options``, ``page`` (tables and progress), ``figure`` (plots) and ``checkout``, which finds ``bench/`` and ``examples/``.
+Commands: ``doctor``, ``explain``, ``kernels``, ``show``, ``verify``. What they share: ``options``, ``page`` (tables and progress) and
+``checkout``, which finds ``bench/``. ``elsewhere`` runs the commands of ``bench/`` and of ``tilewise_papers``.
 """
 
 import sys
@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from tilewise.cli import bench, demo, doctor, explain, io, kernels, sample, show, train, tune, verify
+from tilewise.cli import doctor, elsewhere, explain, kernels, show, verify
 from tilewise.cli.options import from_dataclass
 
 app = typer.Typer(
@@ -43,20 +43,10 @@ def _options(
     """Exact attention for PyTorch: try it, ask which backend runs a call, check this machine, measure it."""
 
 
-for command in (
-    demo.demo,
-    train.train,
-    sample.sample,
-    explain.explain,
-    show.show,
-    verify.verify,
-    doctor.doctor,
-    kernels.kernels,
-    bench.bench,
-    tune.tune,
-):
+for command in (explain.explain, show.show, verify.verify, doctor.doctor, kernels.kernels):
     app.command()(from_dataclass(command))
-app.command()(io.io)
+for name, (_, said) in elsewhere.COMMANDS.items():
+    app.command(name, help=said, add_help_option=False, context_settings=elsewhere.EVERY_OPTION)(elsewhere.run)
 
 # typer's own usage errors, under whichever name the installed version of typer carries them.
 UsageError = typer.BadParameter.__base__

@@ -1,9 +1,7 @@
 """Finds the checkout: `bench/` and `examples/` are beside the package's sources and are not installed with it."""
 
-import importlib.util
 import sys
 from pathlib import Path
-from types import ModuleType
 
 URL_HINT = "clone the repository and run `make demo`, or run this command inside a clone"
 
@@ -26,19 +24,6 @@ def use_bench() -> Path:
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
     return folder
-
-
-def load_example(*parts: str) -> ModuleType:
-    """Return a file below examples/ as a module, by its path: `load_example("gpt", "model.py")`."""
-    path = root().joinpath("examples", *parts)
-    if not path.is_file():
-        raise ValueError(f"{path} is missing from this checkout")
-    name = "tilewise_examples_" + "_".join(parts).removesuffix(".py")
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up by its name
-    spec.loader.exec_module(module)
-    return module
 
 
 def choose_device(wanted: str) -> str:

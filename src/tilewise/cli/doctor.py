@@ -41,7 +41,8 @@ def doctor(options: DoctorOptions) -> int:
         report = {name: _section(look) for name, look in SECTIONS.items()}
     lines = (line for name, section in report.items() for line in _lines(name, section))
     print(_without_home(json.dumps(report) if options.as_json else "\n".join(lines)))
-    return 0 if _right(report["check"]) else 1
+    check = report["check"]
+    return 1 if "error" in check or any("wrong" in str(said) for said in check.values()) else 0
 
 
 def _section(look: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -50,10 +51,6 @@ def _section(look: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         return look()
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
-
-
-def _right(check: dict[str, Any]) -> bool:
-    return "error" not in check and not any("wrong" in str(said) for said in check.values())
 
 
 # -- The sections --------------------------------------------------------------------------------------------------

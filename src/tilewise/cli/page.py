@@ -57,11 +57,6 @@ def status_text(word: str) -> str:
     return f"[{STYLES[word]}]{word}[/]" if word in STYLES else word
 
 
-def three_digits(number: float) -> str:
-    """Return a positive number with three significant digits: 0.0416, 8.20, 1,230."""
-    return f"{float(f'{number:.3g}'):,.0f}" if number >= 99.95 else f"{number:#.3g}"
-
-
 def progress(bar: bool = False) -> "Progress":
     """Return a spinner with what is being done, the time it has taken and, with ``bar``, its share; on stderr, gone when finished,
     silent in a log."""

@@ -22,6 +22,7 @@ import tilewise as tw
 from tilewise.compat.refusals import refuse
 from tilewise.compat.sdpa import pairs_of
 from tilewise.compat.stand_in import StandIn, put_module
+from tilewise.words import raise_wrong
 
 __version__ = "0.13.0+tilewise"  # whose interface this is
 
@@ -89,8 +90,7 @@ def _check(given: dict[str, Tensor]) -> None:
         reasons.append(f"bias is {given['bias'].dtype}; it must be floating: hide keys by mask")
     if "mask" in given and "kv_lengths" in given:
         reasons.append("mask and kv_lengths exclude each other; put the lengths into the mask")
-    if reasons:
-        raise ValueError("triangle_attention was called wrongly" + "".join(f"\n  {reason}" for reason in reasons))
+    raise_wrong("triangle_attention", reasons)
 
 
 def _rows(call: dict[str, Tensor], scale: float | None, return_aux: bool) -> tuple[Tensor, ...]:
@@ -183,8 +183,7 @@ def _check_layer(given: dict) -> None:
         reasons += [f"{name}: rms_norm has no bias" for name in _NORM_BIASES if given[name] is not None]
     if given["inf"] < 1e4:
         reasons.append(f"inf {given['inf']} leaves weight on masked keys, which this leaves out; give at least 1e4")
-    if reasons:
-        raise ValueError("attention_pair_bias was called wrongly" + "".join(f"\n  {reason}" for reason in reasons))
+    raise_wrong("attention_pair_bias", reasons)
     if mask is not None and mask.requires_grad:
         raise NotImplementedError("attention_pair_bias\n  mask wants a gradient; it selects keys: pass mask.detach()")
 
@@ -249,8 +248,7 @@ def triangle_multiplicative_update(
     reasons = [f"{name} is missing" for name, w in weights.items() if w is None]
     if direction not in ("outgoing", "incoming"):
         reasons.append(f'direction takes "outgoing" or "incoming", got {direction!r}')
-    if reasons:
-        raise ValueError("triangle_multiplicative_update was called wrongly" + "".join(f"\n  {r}" for r in reasons))
+    raise_wrong("triangle_multiplicative_update", reasons)
     instead = {"precision": "leave it out and call torch.set_float32_matmul_precision"}
     refuse(
         "triangle_multiplicative_update",

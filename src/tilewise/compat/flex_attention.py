@@ -32,6 +32,7 @@ from tilewise.device import Ready
 from tilewise.masks.catalogue import MaskFunction, keep_wrapping
 from tilewise.masks.derived import is_recorded, outside_inference
 from tilewise.scores.catalogue import ScoreFunction, score_wrapping
+from tilewise.words import raise_wrong
 
 __all__ = [
     "AuxOutput",
@@ -122,8 +123,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, both: bo
         reasons.append(f"batch differs: query {len(query)}, key {len(key)}, value {len(value)}")
     if both:
         reasons.append("return_lse and return_aux exclude each other; write return_aux=AuxRequest(lse=True)")
-    if reasons:
-        raise ValueError("flex_attention was called wrongly" + "".join(f"\n  {reason}" for reason in reasons))
+    raise_wrong("flex_attention", reasons)
 
 
 def _mask(block_mask: object, query: Tensor, key: Tensor) -> object:

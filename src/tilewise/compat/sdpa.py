@@ -444,9 +444,8 @@ def _multi_head(*arguments) -> tuple[Tensor, Tensor | None]:
         _waiting.modules = []
     _waiting.modules.append([])
     try:
-        o, _ = original(
-            **given | {"need_weights": False, "is_causal": False}
-        )  # then attn_mask, which both have, is read
+        # Then attn_mask, which both have, is read.
+        o, _ = original(**given | {"need_weights": False, "is_causal": False})
     finally:
         found = _waiting.modules.pop()
     if not found:  # this attention cannot run here, and a warning has said so

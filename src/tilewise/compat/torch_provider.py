@@ -40,9 +40,8 @@ class _Active:
 
     def __init__(self) -> None:
         self.library = torch.library.Library("aten", "IMPL")
-        with (
-            warnings.catch_warnings()
-        ):  # PyTorch warns of kernels that take another's place, which is what was asked for
+        # PyTorch warns of kernels that take another's place, which is what was asked for.
+        with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
             for key, kernels in (("CPU", _OF_CPU | _OF_CUDA), ("CUDA", _OF_CUDA)):
                 for name, kernel in kernels.items():
@@ -200,9 +199,8 @@ def _flash_attention_forward(
     given = {"return_debug_mask": return_debug_mask, "alibi_slopes": alibi_slopes}
     refuse("_flash_attention_forward", given | {"dropout_p": dropout_p if keys.in_cache else None}, _REFUSED)
     options = _options(dropout_p, is_causal, scale, (window_size_left, window_size_right))
-    options["deterministic"] = (
-        True if num_splits == 1 else None
-    )  # what its caller wants of it: results without batch-mates
+    # What its caller wants of it: results without batch-mates.
+    options["deterministic"] = True if num_splits == 1 else None
     o, lse, rng_state = _forward((query, key, value), cum_seq_q, keys, options)
     unused = torch.zeros((), dtype=torch.uint64, device=query.device)
     return _in_strides_of(query, o), lse, rng_state, unused, query.new_empty(0)

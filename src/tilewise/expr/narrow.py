@@ -23,7 +23,11 @@ def wrapping(root: Expr) -> Expr:
     found: dict[int, tuple[Expr, torch.dtype | None]] = {}
     for e in nodes(root):
         head = e.args[:1] if e.op == "lookup" else ()
-        inner = [found[id(a)] for a in (e.args[1:] if e.op == "lookup" else e.args)] if _has_arguments(e) else []
+        inner = (
+            [found[id(a)] for a in (e.args[1:] if e.op == "lookup" else e.args)]
+            if e.op not in ("number", "symbol", "param")
+            else []
+        )
         dtype = None if e.op in ("lookup", "int") else _promoted([d for _, d in inner[e.op == "where" :]])
         args = [x if dtype not in _BITS else _fitting(e.op, x, dtype) for x, _ in inner]
         new = Expr(e.op, (*head, *args)) if inner else e
@@ -31,10 +35,6 @@ def wrapping(root: Expr) -> Expr:
             new = _wrapped(new, dtype)
         found[id(e)] = new, _dtype(e, dtype)
     return found[id(root)][0]
-
-
-def _has_arguments(e: Expr) -> bool:
-    return e.op not in ("number", "symbol", "param")
 
 
 def _leaf(lookup: Expr) -> torch.Tensor:

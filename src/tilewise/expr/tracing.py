@@ -122,14 +122,6 @@ def _constant(value):
     return made
 
 
-def _new_full(x, size, fill_value, *, dtype=None, device=None):
-    return _constant(fill_value)(x, size, dtype=dtype)
-
-
-def _full_like(x, fill_value, *, dtype=None, device=None):
-    return _constant(fill_value)(x, dtype=dtype)
-
-
 def _gelu(x, approximate="none"):
     if approximate == "none":
         return 0.5 * x * (1 + apply("erf", x * math.sqrt(0.5)))
@@ -143,18 +135,6 @@ def _softplus(x, beta=1, threshold=20):
 
 
 # -- Functions of torch that are made of operations, so that every backend has them ------------------------------------
-
-
-def _sinh(x):
-    return 0.5 * (apply("expm1", x) - apply("expm1", -x))  # near 0 both are near 0 and nothing cancels
-
-
-def _cosh(x):
-    return 0.5 * (apply("exp", x) + apply("exp", -x))
-
-
-def _hypot(x, y):
-    return apply("sqrt", apply("mul", x, x) + apply("mul", y, y))
 
 
 def _div(x, y, rounding_mode=None):
@@ -178,13 +158,10 @@ def _detach(x):
     new: dict[int, Expr] = {}
     for e in nodes(x):
         inner = [new[id(a)] for a in children(e)]
-        head = (_detached(e.args[0]),) if e.op == "lookup" else ()
+        leaf = e.args[0] if e.op == "lookup" else None
+        head = () if leaf is None else (Fitted(leaf.tensor.detach()) if isinstance(leaf, Fitted) else leaf.detach(),)
         new[id(e)] = Expr(e.op, (*head, *inner)) if head or inner else e
     return new[id(x)]
-
-
-def _detached(leaf):
-    return Fitted(leaf.tensor.detach()) if isinstance(leaf, Fitted) else leaf.detach()
 
 
 def _fmod(x, y):
@@ -197,22 +174,6 @@ def _logaddexp(x, y):
     larger, difference = apply("maximum", x, y), apply("abs", apply("sub", x, y))
     # Of two infinities of one sign the difference is no number.
     return larger + apply("where", apply("eq", x, y), math.log(2), apply("log1p", apply("exp", -difference)))
-
-
-def _lerp(start, end, weight):
-    return start + as_expr(weight) * (as_expr(end) - start)
-
-
-def _isfinite(x):
-    return apply("abs", x) < math.inf if kind(x) == "float" else number(True)
-
-
-def _isinf(x):
-    return apply("abs", x) == math.inf if kind(x) == "float" else number(False)
-
-
-def _isnan(x):
-    return apply("ne", x, x) if kind(x) == "float" else number(False)
 
 
 _REFLECTED = (
@@ -254,22 +215,22 @@ _COMPOSED = {
     "new_ones": _constant(1),
     "zeros_like": _constant(0),
     "new_zeros": _constant(0),
-    "full_like": _full_like,
-    "new_full": _new_full,
+    "full_like": lambda x, fill_value, *, dtype=None, device=None: _constant(fill_value)(x, dtype=dtype),
+    "new_full": lambda x, size, fill_value, *, dtype=None, device=None: _constant(fill_value)(x, size, dtype=dtype),
     "gelu": _gelu,
     "silu": lambda x, inplace=False: x * apply("sigmoid", x),
     "softplus": _softplus,
     "log_sigmoid": lambda x: -_softplus(-x),
     "tan": lambda x: apply("sin", x) / apply("cos", x),
-    "sinh": _sinh,
-    "cosh": _cosh,
-    "hypot": _hypot,
+    "sinh": lambda x: 0.5 * (apply("expm1", x) - apply("expm1", -x)),  # near 0 both are near 0 and nothing cancels
+    "cosh": lambda x: 0.5 * (apply("exp", x) + apply("exp", -x)),
+    "hypot": lambda x, y: apply("sqrt", apply("mul", x, x) + apply("mul", y, y)),
     "fmod": _fmod,
     "logaddexp": _logaddexp,
-    "lerp": _lerp,
-    "isfinite": _isfinite,
-    "isinf": _isinf,
-    "isnan": _isnan,
+    "lerp": lambda start, end, weight: start + as_expr(weight) * (as_expr(end) - start),
+    "isfinite": lambda x: apply("abs", x) < math.inf if kind(x) == "float" else number(True),
+    "isinf": lambda x: apply("abs", x) == math.inf if kind(x) == "float" else number(False),
+    "isnan": lambda x: apply("ne", x, x) if kind(x) == "float" else number(False),
 }
 
 

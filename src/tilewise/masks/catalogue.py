@@ -419,9 +419,8 @@ def _sorted_rows(indices: torch.Tensor) -> tuple[torch.Tensor]:
     """Return the entries as int32 rows that never decrease, at least one a row. -1 becomes NO_ENTRY, and what is below it WRONG_ENTRY."""
     if indices.shape[-1] == 0:
         indices = indices.new_full((*indices.shape[:-1], 1), -1)
-    entries = (
-        indices.clamp(-2, expr.WRONG_ENTRY - 1).int() & expr.NO_ENTRY
-    )  # without their sign, -1 and -2 are the largest numbers
+    # Without their sign, -1 and -2 are the largest numbers.
+    entries = indices.clamp(-2, expr.WRONG_ENTRY - 1).int() & expr.NO_ENTRY
     return (entries.sort(-1).values,)
 
 

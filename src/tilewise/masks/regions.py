@@ -208,18 +208,15 @@ def _selected_region(row: Expr, key: Expr) -> Region:
     return Region(predicate=expr.selected(Expr("lookup", (row.args[0], *index)), key))
 
 
-def _intervals_region(lo: Expr, hi: Expr, first: Expr, last: Expr) -> Region:
-    return Region(lo=lo, hi=hi, first=first, last=last)
-
-
+_ENDS = ("lo", "hi", "first", "last")
 ATOMS: dict[str, Callable[..., Region]] = {
     "causal": lambda: _window_region(None, number(0)),
     "window": _window_region,
     "prefix": _prefix_region,
     "key_range": _key_range_region,
     "documents": _documents_region,
-    "intervals": _intervals_region,
-    "covering": lambda *ends: replace(_intervals_region(*ends), covers=True),
+    "intervals": lambda *ends: Region(**dict(zip(_ENDS, ends, strict=True))),
+    "covering": lambda *ends: Region(**dict(zip(_ENDS, ends, strict=True)), covers=True),
     "keep": lambda predicate: Region(predicate=predicate),
     "selected": _selected_region,
 }

@@ -38,9 +38,8 @@ class Plans(PerTensors):
 
     def __init__(self) -> None:
         super().__init__()
-        self._agreed: dict[
-            int, tuple[object, Sizes]
-        ] = {}  # by the hash of a call: the key of its last plan, and its sizes
+        # By the hash of a call: the key of its last plan, and its sizes.
+        self._agreed: dict[int, tuple[object, Sizes]] = {}
         self._prepared: dict[int, Tensor] = {}  # by id, which is no other's while the tensor lies here
 
     def prepare(self, mask: Mask) -> None:
@@ -178,11 +177,6 @@ def _call(parallel: ContextParallel, call: plan.Agreed, key: tuple, with_lse: bo
     return parallel.plans.of(key, leaves, lambda: plan.planned(wish(parallel, with_lse, compiled), call))
 
 
-def _text_of(layout: str | Layout) -> str:
-    """Return the layout as ranks compare it."""
-    return layout.text if isinstance(layout, Layout) else layout
-
-
 def wish(parallel: ContextParallel, with_lse: bool, compiled: bool = False, silent: bool = False) -> plan.Wish:
     """Return the wishes of a group, besides the attention itself."""
     exchange: Exchange = Silent(parallel.rank, parallel.size) if silent else parallel.exchange
@@ -201,7 +195,8 @@ def agreed(
         ValueError: on every rank, if the call is wrong or ranks disagree.
         NotImplementedError: the batch is empty.
     """
-    also = also | {"layout": _text_of(parallel.layout), "sum_leaf_gradients": str(parallel.sum_leaf_gradients)}
+    layout = parallel.layout.text if isinstance(parallel.layout, Layout) else parallel.layout
+    also = also | {"layout": layout, "sum_leaf_gradients": str(parallel.sum_leaf_gradients)}
     agreement = agreed_lengths(
         parallel.exchange, q, k, v, assembled, (*also.items(), ("scheme", parallel.scheme)), device.of(q.device).memory,
         parallel.plans.mark,

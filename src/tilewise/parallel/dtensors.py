@@ -103,7 +103,9 @@ def _refuse(cut: dict[int, str], extras: list[Tensor], seed: Tensor | None, text
     """Refuse parts of a call that depend on a sharded index, and placements other than shards or replicas of rows."""
     reads = _reads(text)
     found = (
-        ["a mask, score or sink tensor is a DTensor; pass its full_tensor()"] if any(map(_is_sharded, extras)) else []
+        ["a mask, score or sink tensor is a DTensor; pass its full_tensor()"]
+        if any(hasattr(x, "device_mesh") for x in extras)
+        else []
     )
     if list(cut.values()).count("sequence") > 1:
         found.append("the sequence is sharded over several mesh dimensions; flatten them into one")
@@ -122,10 +124,6 @@ def _reads(text: str) -> list[str]:
     spec = parse_spec(text)
     roots = [*spec.whole_region.parts, *(() if spec.whole_score is None else (spec.whole_score,))]
     return [*sorted(expr.depends_on(*roots)), *(() if spec.sink_slot is None else ("sink",))]
-
-
-def _is_sharded(x: Tensor) -> bool:
-    return hasattr(x, "device_mesh")
 
 
 @torch.compiler.assume_constant_result  # as above

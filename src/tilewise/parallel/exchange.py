@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,8 +27,8 @@ Gradients = tuple[Tensor | None, Tensor | None]
 """do and dlse, or None if nothing depends on o, or on lse."""
 
 
-class Exchange(Protocol):
-    """One rank's end of a group of ranks.
+class Exchange:
+    """One rank's end of a group of ranks. Rows and heads are exchanged by one collective, :meth:`swap`.
 
     Attributes:
         nodes: the number of machines.
@@ -38,34 +38,34 @@ class Exchange(Protocol):
     rank: int
     size: int
     received: int
-    nodes: int
-    carrier: str
+    nodes: int = 1
+    carrier: str = "nothing: ranks of one process"
 
     def split(self, within: int) -> tuple[Exchange, Exchange]:
         """Return two smaller groups of the rank: so many neighbouring ranks, and all ranks with its place among their neighbours."""
-        ...
+        raise NotImplementedError
 
     def numbers(self, values: list[int]) -> list[list[int]]:
         """Return every rank's int64 numbers, equally many, by rank, on the host."""
-        ...
+        raise NotImplementedError
 
     def objects(self, value: Any) -> list[Any]:
         """Return one picklable object of every rank, by rank. It is slow, and meant for errors."""
-        ...
+        raise NotImplementedError
 
     def gather(self, x: Tensor) -> list[Tensor]:
         """Return a tensor from every rank, by rank. All have one shape and dtype."""
-        ...
+        raise NotImplementedError
 
     def broadcast(self, x: Tensor) -> Tensor:
         """Return the first rank's tensor."""
-        ...
+        return self.gather(x)[0]
 
     def swap(self, sent: Tensor, counts: Sequence[int], received: Sequence[int]) -> Callable[[], Tensor]:
         """Start to send ``counts[r]`` rows to each rank r, in order, and to receive ``received[r]`` rows from it.
 
         The result waits for the rows of all ranks, and returns them in order."""
-        ...
+        raise NotImplementedError
 
     def room(self, name: str, shape: Sequence[int], like: Tensor, most: int) -> Tensor:
         """Return uninitialised memory for data that :meth:`to_heads` or :meth:`to_rows` sends. The next call with this name may reuse it.
@@ -73,7 +73,7 @@ class Exchange(Protocol):
         Args:
             most: the elements in the room of any rank.
         """
-        ...
+        return like.new_empty(shape)
 
     def to_heads(self, name: str, sent: Tensor, layout: Layout) -> Callable[[], Tensor]:
         """Start the exchange from rows of all heads to all rows of some heads, and return the function that waits for it.
@@ -84,7 +84,13 @@ class Exchange(Protocol):
         Returns:
             A function that returns ``(seqlen, ...)``, this rank's columns of the rows of all ranks, in the order of positions.
         """
-        ...
+        finish = self.swap(sent.flatten(0, 1), [sent.shape[1]] * self.size, layout.lengths)
+
+        def in_order() -> Tensor:
+            rows = finish()
+            return rows if layout.in_order else layout.unshard(rows.split(layout.lengths), 0)
+
+        return in_order
 
     def to_rows(self, name: str, sent: Tensor, layout: Layout) -> Callable[[], Tensor]:
         """Start the exchange from all rows of some heads to rows of all heads, the inverse of :meth:`to_heads`.
@@ -95,34 +101,6 @@ class Exchange(Protocol):
         Returns:
             A function that returns ``(ranks, lengths[rank], ...)``: this rank's rows of the columns of each rank's heads.
         """
-        ...
-
-
-class AllToAll:
-    """:meth:`Exchange.to_heads` and its inverse by one collective, ``swap``, in which every rank sends rows to every other."""
-
-    rank: int
-    size: int
-    nodes: int = 1
-    carrier: str = "nothing: ranks of one process"
-
-    def swap(self, sent: Tensor, counts: Sequence[int], received: Sequence[int]) -> Callable[[], Tensor]:
-        """The collective: :meth:`Exchange.swap`."""
-        raise NotImplementedError
-
-    def room(self, name: str, shape: Sequence[int], like: Tensor, most: int) -> Tensor:
-        return like.new_empty(shape)
-
-    def to_heads(self, name: str, sent: Tensor, layout: Layout) -> Callable[[], Tensor]:
-        finish = self.swap(sent.flatten(0, 1), [sent.shape[1]] * self.size, layout.lengths)
-
-        def in_order() -> Tensor:
-            rows = finish()
-            return rows if layout.in_order else layout.unshard(rows.split(layout.lengths), 0)
-
-        return in_order
-
-    def to_rows(self, name: str, sent: Tensor, layout: Layout) -> Callable[[], Tensor]:
         own = layout.lengths[self.rank]
         if not layout.in_order:
             sent = torch.cat([sent[start:stop] for held in layout.pieces for start, stop in held])
@@ -144,7 +122,7 @@ def split_ranks(rank: int, size: int, within: int) -> tuple[range, range]:
     return range(first, first + within), range(place, size, within)
 
 
-class Group(AllToAll):
+class Group(Exchange):
     """The ranks of a :class:`torch.distributed.ProcessGroup`: NCCL on GPUs, gloo on CPUs.
 
     Args:
@@ -194,9 +172,6 @@ class Group(AllToAll):
         self.received += (self.size - 1) * x.nbytes
         return list(out.unbind(0))
 
-    def broadcast(self, x: Tensor) -> Tensor:
-        return self.gather(x)[0]
-
     def split(self, within: int) -> tuple[Exchange, Exchange]:
         ranks, backend = dist.get_process_group_ranks(self.group or dist.group.WORLD), dist.get_backend(self.group)
         neighbours, alike = ([ranks[n] for n in found] for found in split_ranks(self.rank, self.size, within))
@@ -226,7 +201,7 @@ class Group(AllToAll):
         return finish
 
 
-class Silent(AllToAll):
+class Silent(Exchange):
     """A rank without peers. Received tensors have their shape and no content; fake kernels compute shapes with it."""
 
     def __init__(self, rank: int, size: int):
@@ -244,14 +219,11 @@ class Silent(AllToAll):
     def gather(self, x: Tensor) -> list[Tensor]:
         return [x] * self.size
 
-    def broadcast(self, x: Tensor) -> Tensor:
-        return x
-
     def swap(self, sent: Tensor, counts: Sequence[int], received: Sequence[int]) -> Callable[[], Tensor]:
         return lambda: sent.new_empty((sum(received), *sent.shape[1:]))
 
 
-class Simulated(AllToAll):
+class Simulated(Exchange):
     """All ranks as threads of one process, for tests and demonstrations. Each collective is a meeting of all threads."""
 
     def __init__(self, rank: int, meeting: Meeting):
@@ -273,9 +245,6 @@ class Simulated(AllToAll):
     def gather(self, x: Tensor) -> list[Tensor]:
         self.received += (self.size - 1) * x.nbytes
         return self.objects(x.clone())
-
-    def broadcast(self, x: Tensor) -> Tensor:
-        return self.gather(x)[0]
 
     def swap(self, sent: Tensor, counts: Sequence[int], received: Sequence[int]) -> Callable[[], Tensor]:
         parts = [theirs[self.rank] for theirs in self.objects(list(sent.clone().split(list(counts))))]

@@ -7,7 +7,6 @@ several, and no results are copied.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import accumulate
 
 import torch
@@ -62,8 +61,3 @@ def mask_of(route: Route, rank: int, low: Tensor, high: Tensor, queries: Layout,
     columns = torch.arange(int(firsts[-1]))
     first, last = torch.searchsorted(hi, columns, right=True), torch.searchsorted(lo, columns, right=True)
     return intervals([x.int().to(device) for x in (lo, hi, first, last)], bool((first < last).all()))
-
-
-def spec_of(spec: Spec, mask: Mask, extras: int) -> Spec:
-    """Return the call with another mask, whose tensors follow so many extras."""
-    return replace(spec, mask_text=mask.text, mask_slots=tuple(range(extras, extras + len(mask.leaves))))

@@ -97,15 +97,10 @@ class Taken:
         sizes = self.sizes[first : first + len(lines)]
         return [piece for line, each in zip(lines, sizes, strict=True) for piece in line.split_with_sizes(each)]
 
-    def line(self, number: int, pieces: Sequence[Tensor]) -> Tensor:
-        """Return a new line from the pieces of all lines. A whole given line is returned as it is."""
-        picks = self.picks[number]
-        return pieces[picks[0]] if self.whole[number] else torch.cat([pieces[n] for n in picks])
-
-    def narrowed(self, number: int, pieces: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """Return the new line in a dtype. The pieces are rounded to it before they are copied."""
+    def line(self, number: int, pieces: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
+        """Return a new line from the pieces of all lines; a whole given line is not copied. Pieces are rounded to ``dtype`` before."""
         picks = [pieces[n] for n in self.picks[number]]
-        picks = [x if x.dtype == dtype else x.to(dtype) for x in picks]
+        picks = [x if dtype in (None, x.dtype) else x.to(dtype) for x in picks]
         return picks[0] if self.whole[number] else torch.cat(picks)
 
     def __call__(self, *lines: Tensor) -> list[Tensor]:
@@ -172,7 +167,7 @@ class Sum:
             pieces += self.taken.pieces([like.new_zeros(self.zeros, dtype=dtype)], self.total + 1)
         if not pieces:  # of no rows
             return [like.new_empty(0, dtype=dtype) for _ in range(2)]
-        return [self.taken.narrowed(len(self.rounds) + m, pieces, dtype) for m in (0, 1)]
+        return [self.taken.line(len(self.rounds) + m, pieces, dtype) for m in (0, 1)]
 
 
 def _addends(run: Run, given: Sequence[Given], m: int) -> list[Place]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,22 +40,9 @@ def named(group: ContextParallel) -> str:
     return name
 
 
-def forward(
-    call: Call, q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Return ``(outputs, saved)`` of a scheme."""
-    if isinstance(call, heads.Heads):
-        return heads.forward(call, q, k, v, extras, seed)
-    return gathered.forward(call, q, k, v, extras, seed)
-
-
-def backward(
-    call: Call, of: Gradients, saved: Sequence[Tensor], extras: Sequence[Tensor], seed: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:
-    """Return ``(dq, dk, dv, dextras)`` of a scheme; ``saved`` begins with q, k, v, o and lse if the scheme reads them."""
-    if isinstance(call, heads.Heads):
-        return heads.backward(call, of, saved, extras, seed)
-    return gathered.backward(call, of, saved, extras, seed)
+def scheme_of(call: Call) -> Any:
+    """Return the module of a call's scheme: ``forward`` gives ``(outputs, saved)``, ``backward`` ``(dq, dk, dv, dextras)``."""
+    return heads if isinstance(call, heads.Heads) else gathered
 
 
 def given(turn: Turn, of: Gradients, q: Sequence[int], v: Sequence[int], like: Tensor) -> Gradients:
@@ -121,7 +108,7 @@ class _Once(torch.autograd.Function):
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, turn: Turn, call: Call, origin, q, k, v, seed, *extras):
-        outputs, saved = forward(call, q, k, v, extras, seed)
+        outputs, saved = scheme_of(call).forward(call, q, k, v, extras, seed)
         rows = () if isinstance(call, heads.Heads) else (q, k, v, *outputs[:2])
         ctx.turn, ctx.call, ctx.extras, ctx.shapes = turn, call, len(extras), (q.shape, v.shape)
         ctx.save_for_backward(origin, seed, *extras, *rows, *saved)
@@ -137,7 +124,7 @@ class _Attention(torch.autograd.Function):
         if do is None and dlse is None:
             return (None,) * (7 + ctx.extras)
         with torch.no_grad():
-            dq, dk, dv, dextras = backward(ctx.call, (do, dlse), rows, extras, seed)
+            dq, dk, dv, dextras = scheme_of(ctx.call).backward(ctx.call, (do, dlse), rows, extras, seed)
         if torch.is_grad_enabled():
             dq, dk, dv, *dextras = _Once.apply(origin, do, dlse, dq, dk, dv, *dextras)
         return None, None, None, dq, dk, dv, None, *dextras
@@ -170,13 +157,13 @@ def compiled(
 def _kernel(q, k, v, extras, seed, spec, ranks, with_lse):
     extras = extras or []  # AOTInductor hands an empty list over as None
     agreed, call = calls.agreed_call(_group(ranks), q, k, v, lambda: (extras, seed, spec), with_lse, True)
-    outputs, saved = forward(call, q, k, v, extras, agreed.seed)
+    outputs, saved = scheme_of(call).forward(call, q, k, v, extras, agreed.seed)
     return outputs, saved if agreed.seed is None else [agreed.seed.clone(), *saved]
 
 
 def _fake(q, k, v, extras, seed, spec, ranks, with_lse):
     call = calls.compiled_call(_group(ranks), q, k, v, extras, seed, spec, with_lse)
-    outputs, saved = forward(call, q, k, v, extras, seed)
+    outputs, saved = scheme_of(call).forward(call, q, k, v, extras, seed)
     return outputs, saved if seed is None else [torch.empty_like(seed), *saved]
 
 
@@ -207,7 +194,7 @@ def _backward_kernel(*arguments):
     if not isinstance(c.saved[0], FakeTensor):
         q, _, v = c.whole()
         of = given(Turn(_group(c.ranks).exchange, 0), of, q.shape, v.shape, q)
-    dq, dk, dv, dextras = backward(call, of, c.saved, c.extras, c.seed)
+    dq, dk, dv, dextras = scheme_of(call).backward(call, of, c.saved, c.extras, c.seed)
     return dq, dk, dv, [dextras[slot] for slot in call.grad_slots]
 
 

@@ -141,13 +141,15 @@ def _gathered(wish: Wish, call: Agreed, whole: Problem) -> gathered.Gathered:
         return gathered.Gathered(
             exchange, nothing, (), (), spec.grad_slots, wish.sum_leaf_gradients, spec.max_logit, 0, False
         )
-    grid = _grid(whole, call)
+    shape = whole.batch, whole.heads_q, whole.seqlen_q, whole.seqlen_k
+    grid = Grid.whole(spec.region, extras, shape, q.device)
     low, high = key_ends(grid, queries.seqlen)
     route = joined.route_of(low, high, queries, keys) if joined.suits(spec) else None
     if route is not None:
         mask = joined.mask_of(route, exchange.rank, low, high, queries, q.device)
         count, rows = sum(b - a for a, b in route.wanted[exchange.rank]), queries.lengths[exchange.rank]
-        text = joined.spec_of(spec, mask, len(extras)).text()
+        slots = tuple(range(len(extras), len(extras) + len(mask.leaves)))  # its tensors follow the extras
+        text = replace(spec, mask_text=mask.text, mask_slots=slots).text()
         every = (gathered.LocalPiece(slice(0, rows), slice(0, count), text),) if rows else ()
         return gathered.Gathered(
             exchange, route, (), every, spec.grad_slots, wish.sum_leaf_gradients, spec.max_logit,
@@ -167,12 +169,6 @@ def _gathered(wish: Wish, call: Agreed, whole: Problem) -> gathered.Gathered:
         exchange, route, tuple(near), tuple(far), spec.grad_slots, wish.sum_leaf_gradients, spec.max_logit,
         route.digest if _reads_tensors(spec) else 0, not wish.compiled,
     )  # fmt: skip
-
-
-def _grid(whole: Problem, call: Agreed) -> Grid:
-    """Return the number of pairs that the whole attention keeps."""
-    shape = whole.batch, whole.heads_q, whole.seqlen_q, whole.seqlen_k
-    return Grid.whole(call.spec.region, call.extras, shape, call.q.device)
 
 
 CAPTURED = (

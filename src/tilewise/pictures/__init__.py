@@ -2,7 +2,6 @@
 
 - :mod:`tilewise.pictures.reading`: a mask or a score from text, without running any of it as code.
 - :mod:`tilewise.pictures.view`: what a picture shows, taken from :mod:`tilewise.planning.tiles`.
-- :mod:`tilewise.pictures.terminal`, :mod:`tilewise.pictures.figure`, :mod:`tilewise.pictures.svg`: it, drawn.
+- :mod:`tilewise.pictures.terminal`, :mod:`tilewise.pictures.figure`: it, drawn.
 - :mod:`tilewise.pictures.explained`: ``explain(...).plot()``.
-- :mod:`tilewise.pictures.catalogue`, :mod:`tilewise.pictures.explorer`: docs/catalogue.md and docs/explorer.html.
 """

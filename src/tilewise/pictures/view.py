@@ -11,10 +11,11 @@ from torch import Tensor
 from tilewise import expr
 from tilewise.amounts import in_bytes
 from tilewise.expr import Expr
-from tilewise.masks import Mask, Region, region
+from tilewise.masks import Mask, MaskFunction, Region, as_mask, region
 from tilewise.planning.tiles import EMPTY, FULL, PARTIAL, Grid, TileMap
 from tilewise.problem import show_reasons
 from tilewise.scores import Score, expression
+from tilewise.words import raise_wrong
 
 NAMES = {FULL: "full", PARTIAL: "partial", EMPTY: "skipped"}
 MOST_TILES = 1 << 22
@@ -67,9 +68,7 @@ class View:
     @property
     def kept(self) -> Tensor:
         """Whether each pair is kept, bool ``(queries, keys)``."""
-        queries, keys = self.lengths
-        found = self.grid.kept(torch.arange(queries), torch.arange(keys))
-        return torch.ones(queries, keys, dtype=torch.bool) if found is None else found[0, 0].expand(queries, keys)
+        return _kept(self.grid)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -113,6 +112,33 @@ def _extents(length: int, tile: int) -> Tensor:
     return (length - torch.arange(0, length, tile)).clamp(max=tile)
 
 
+def _kept(grid: Grid) -> Tensor:
+    """Return whether each pair of a grid of one head is kept, bool ``(queries, keys)``."""
+    lengths = grid.seqlen_q, grid.keys
+    found = grid.kept(*map(torch.arange, lengths))
+    return torch.ones(lengths, dtype=torch.bool) if found is None else found[0, 0].expand(lengths)
+
+
+def _grid(call: str, mask: Mask, lengths: tuple[int, int], at: tuple[int, int]) -> Grid:
+    leaves = [leaf.cpu() for leaf in mask.leaves]
+    kept = region(mask.text, tuple(range(len(leaves))))
+    _check(call, kept, leaves, lengths, at)
+    return Grid(kept, leaves, *lengths, torch.tensor(at[:1]), torch.tensor(at[1:]), lengths[1])
+
+
+def show_mask(
+    mask: Mask | Tensor | MaskFunction, seqlen_q: int, seqlen_k: int | None = None, *, batch: int = 0, head: int = 0
+) -> str:
+    """Return the 0/1 matrix of a mask as text: one line a query, ``1`` for a kept key, ``.`` for a hidden one.
+
+    Raises:
+        ValueError: the mask does not fit these lengths, or has no such batch element or head.
+    """
+    lengths = seqlen_q, seqlen_q if seqlen_k is None else seqlen_k
+    pairs = _kept(_grid("show_mask", as_mask(mask), lengths, (batch, head)))
+    return "\n".join(" ".join("1" if kept else "." for kept in row) for row in pairs.tolist())
+
+
 def mask_view(
     mask: Mask, lengths: tuple[int, int], tile: tuple[int, int], at: tuple[int, int] = (0, 0), title: str = ""
 ) -> View:
@@ -121,21 +147,16 @@ def mask_view(
     Raises:
         ValueError: the mask is not for these lengths, or has no such batch element or head.
     """
-    leaves = [leaf.cpu() for leaf in mask.leaves]
-    kept = region(mask.text, tuple(range(len(leaves))))
-    _check(kept, leaves, lengths, at)
-    grid = Grid(kept, leaves, *lengths, torch.tensor(at[:1]), torch.tensor(at[1:]), lengths[1])
-    return View.of(title or mask.text or "every pair", grid, tile)
+    return View.of(title or mask.text or "every pair", _grid("show", mask, lengths, at), tile)
 
 
 def _check(
-    kept: Region, leaves: Sequence[Tensor], lengths: tuple[int, int], at: tuple[int, int], score: Expr | None = None
-) -> None:
+    call: str, kept: Region, leaves: Sequence[Tensor], lengths: tuple[int, int], at: tuple[int, int],
+    score: Expr | None = None,
+) -> None:  # fmt: skip
     """Raise ValueError, with every reason, where a mask's or a score's tensors do not fit."""
     places = dict(zip(("seqlen_q", "seqlen_k", "batch", "head"), (*lengths, *at), strict=True))
-    reasons = show_reasons(kept, [tuple(leaf.shape) for leaf in leaves], places, score)
-    if reasons:
-        raise ValueError("; ".join(reasons))
+    raise_wrong(call, show_reasons(kept, [tuple(leaf.shape) for leaf in leaves], places, score))
 
 
 @dataclass(frozen=True)
@@ -162,7 +183,7 @@ class ScoreView:
         """
         leaves = [leaf.detach().cpu() for leaf in score.leaves]
         found = expression(score.text, tuple(range(len(leaves))))
-        _check(Region(), leaves, lengths, at, found)
+        _check("show", Region(), leaves, lengths, at, found)
         return cls(title or score.text, expr.symbol("s") if found is None else found, leaves, at)
 
     @property

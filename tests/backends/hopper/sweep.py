@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 
+from bench.testing import Call
 from tests.backends.hopper.test_backward import emulate_kernels, wrong
 from tests.backends.hopper.test_decoding import emulate as emulate_decoding
 from tests.backends.hopper.test_forward import emulate_kernel
@@ -26,7 +27,6 @@ from tilewise.backends.hopper.forward import config
 from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.latent import config as latent_config
 from tilewise.backends.hopper.latent.config import LatentConfig
-from tilewise.testing import Call
 
 EMULATED = Sizes(
     shapes=[(2, 150, 400, 4, 2), (1, 300, 130, 3, 1), (1, 333, 333, 2, 2), (1, 5, 700, 8, 1)],

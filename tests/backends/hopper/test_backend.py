@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import tilewise as tw
+from bench.testing import wrong
 from tests.backends.contract import ASINH, NEW_OPERATION, call, normal
 from tests.backends.hopper.launches import seen, stand_in
 from tilewise import dispatch, expr
@@ -19,7 +20,6 @@ from tilewise.backends.hopper import Hopper, kernels
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.forward import config
 from tilewise.backends.hopper.host import aot, driver, kernel_files, library, sass
-from tilewise.testing import wrong
 
 
 def plain(*tensors, **options):

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import tilewise as tw
+from bench.testing import Call, call, normal, paged_call
 from tests.backends.hopper import emulated_decoding
 from tests.backends.hopper.launches import stand_in
 from tests.backends.hopper.test_pages import emulate_pages
@@ -22,7 +23,6 @@ from tilewise.backends.hopper.config import cap_of
 from tilewise.backends.hopper.decoding import choice, config
 from tilewise.backends.hopper.forward import paged_config
 from tilewise.backends.hopper.forward.paged_config import page_rows
-from tilewise.testing import Call, call, normal, paged_call
 
 KIND = {"heads": (4, 2), "dims": (128, 128), "dtype": torch.bfloat16}
 

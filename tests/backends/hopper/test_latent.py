@@ -12,6 +12,7 @@ import torch
 
 import tilewise as tw
 from bench import records
+from bench.testing import Call, call, normal, paged_call
 from tests.backends.hopper import emulated, emulated_latent
 from tests.backends.paged import Case
 from tilewise import accuracy, dispatch
@@ -25,7 +26,6 @@ from tilewise.backends.hopper.parameters import names_of
 from tilewise.gather import in_layout_of
 from tilewise.problem import Problem, Signature
 from tilewise.spec import Options, assemble, parse_spec
-from tilewise.testing import Call, call, normal, paged_call
 
 KIND = {"dims": (576, 512), "dtype": torch.bfloat16, "latent": True}
 

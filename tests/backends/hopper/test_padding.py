@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import tilewise as tw
+from bench.testing import Call, call, normal, wrong
 from tests.backends.hopper.test_backward import emulate_kernels
 from tests.backends.hopper.test_forward import emulate_kernel
 from tilewise.backends.hopper import Hopper, padding
@@ -16,7 +17,6 @@ from tilewise.backends.hopper.forward import config as forward_config
 from tilewise.backends.hopper.host.padded_call import PaddedPlan
 from tilewise.backends.portable import Portable
 from tilewise.problem import Problem
-from tilewise.testing import Call, call, normal, wrong
 
 LENGTHS, STARTS = torch.tensor([5, 0, 17, 29]), torch.tensor([1, 0, 3, 9])
 PADDED = {

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import tilewise as tw
+from bench.testing import Call, normal, paged_call
 from tests.backends.hopper import emulated
 from tests.backends.hopper.launches import values_of
 from tests.backends.paged import Case
@@ -22,7 +23,6 @@ from tilewise.backends.hopper.host.draft import Draft
 from tilewise.backends.hopper.host.paged_call import PagedPlan
 from tilewise.gather import in_layout_of
 from tilewise.problem import Problem
-from tilewise.testing import Call, normal, paged_call
 
 SMALL = Tiles(64, 64, 2, 128, 3, 1, 240)  # the smallest ring
 STEADY = replace(SMALL, q_stages=2, stages=4, pingpong=True, steady=True)

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 import tilewise as tw
+from bench.testing import Call, call, normal
 from tests.backends.hopper import emulated
 from tilewise import accuracy
 from tilewise.backends.hopper import Hopper
 from tilewise.backends.hopper.host import masks
 from tilewise.backends.hopper.host.selected_call import ListedPlan
 from tilewise.piece import Piece
-from tilewise.testing import Call, call, normal
 
 
 def mqa_call(

@@ -21,7 +21,6 @@ from tilewise import dropout, expr
 from tilewise.backends.base import Inputs, unit_last
 from tilewise.backends.cpu import library, program
 from tilewise.backends.cpu.config import Config
-from tilewise.caching import cached_property
 from tilewise.leaf_gradients import classify
 from tilewise.masks.facts import Band, as_band, every_key_seen, granularity, monotone_terms
 from tilewise.masks.regions import Region as MaskRegion
@@ -42,12 +41,10 @@ class Region:
     status_at: Tensor | None = None
     status_head: Tensor | None = None
     seen: Tensor | None = None
-    unlisted: Blocks | None = (
-        None  # status is partly known and seen is empty: the library asks one pair of each such block
-    )
-    listing: threading.RLock = field(
-        default_factory=threading.RLock
-    )  # a mask that follows from the shapes serves all threads
+    # Of a status that is partly known, with no key marked as seen: the library asks one pair of each such block.
+    unlisted: Blocks | None = None
+    # A mask that follows from the shapes serves all threads.
+    listing: threading.RLock = field(default_factory=threading.RLock)
 
 
 @dataclass(frozen=True)
@@ -81,7 +78,9 @@ class Prepared:
     def __init__(self, p: Problem, decided: Decided):
         self.p, self.decided, self.config = p, decided, decided.config
         self.loaded = library.load()
+        self._passes: dict[bool, tuple[program.Code, library.Call]] = {}
         self._tangents: dict[tuple[int, ...], tuple[program.Code, library.Call]] = {}
+        self._regions: dict[bool, Region] = {}
 
     def tangent(self, moving: Mapping[int, int]) -> tuple[program.Code, library.Call]:
         """Return the program and the call of forward mode for leaves of these slots with tangents (:attr:`Directions.slots`)."""
@@ -93,21 +92,12 @@ class Prepared:
             self._tangents[key] = code, call
         return self._tangents[key]
 
-    @cached_property
-    def forward_code(self) -> program.Code:
-        return _compiled(self.p.spec.source, self.decided.dtypes, False)[0]
-
-    @cached_property
-    def backward_code(self) -> program.Code:
-        return _compiled(self.p.spec.source, self.decided.dtypes, True)[0]
-
-    @cached_property
-    def forward_call(self) -> library.Call:
-        return self._call(_compiled(self.p.spec.source, self.decided.dtypes, False)[1], "forward")
-
-    @cached_property
-    def backward_call(self) -> library.Call:
-        return self._call(_compiled(self.p.spec.source, self.decided.dtypes, True)[1], "backward")
+    def of_pass(self, backward: bool) -> tuple[program.Code, library.Call]:
+        """Return the program and the call of a pass."""
+        if backward not in self._passes:
+            code, shared = _compiled(self.p.spec.source, self.decided.dtypes, backward)
+            self._passes[backward] = code, self._call(shared, "backward" if backward else "forward")
+        return self._passes[backward]
 
     def _call(self, shared: library.Call, which: str) -> library.Call:
         """The native call of a pass without the addresses of tensors, which each call adds."""
@@ -122,18 +112,12 @@ class Prepared:
         numbers = self.decided.numbers["backward" if backward else "forward"]
         return numbers["tile_m"], numbers["tile_n"]
 
-    @cached_property
-    def forward_region(self) -> Region:
-        return self._region((), None, False)
-
-    @cached_property
-    def backward_region(self) -> Region:
-        return self._region((), None, True)
-
     def region(self, t: Inputs, backward: bool) -> Region:
-        if self.decided.constant:
-            return self.backward_region if backward else self.forward_region
-        return self._region(t.leaves, t, backward)
+        if not self.decided.constant:
+            return self._region(t.leaves, t, backward)
+        if backward not in self._regions:
+            self._regions[backward] = self._region((), None, backward)
+        return self._regions[backward]
 
     def _region(self, leaves: Sequence[Tensor], t: Inputs | None, backward: bool) -> Region:
         p = self.p
@@ -213,18 +197,11 @@ def _region_of_band(band: Band, p: Problem, backward: bool) -> Region:
     if (cut.start, cut.stop) != (0, p.seqlen_k):  # a row sees one key further than the row before
         seen = torch.zeros((1, 1, p.seqlen_k), dtype=torch.uint8)
         seen[..., cut.start : cut.stop] = 1
-    if backward:
-        moved = {"first": band.hi, "last": band.lo}
-        ends = {name: _counted(1 - n, p.seqlen_k, p.seqlen_q) for name, n in moved.items() if n is not None}
-    else:
-        moved = {"lo": band.lo, "hi": band.hi}
-        ends = {name: _counted(n, p.seqlen_q, p.seqlen_k) for name, n in moved.items() if n is not None}
-    return Region(ends, seen=seen)
-
-
-def _counted(start: int, count: int, limit: int) -> Tensor:
-    """Return ``count`` numbers from ``start`` on, clamped to 0 and a limit: int32 ``(1, 1, count)``."""
-    return torch.arange(start, start + count, dtype=torch.int32).clamp_(0, limit).view(1, 1, count)
+    moved = {"first": band.hi, "last": band.lo} if backward else {"lo": band.lo, "hi": band.hi}
+    starts = {name: 1 - n if backward else n for name, n in moved.items() if n is not None}
+    count, limit = (p.seqlen_k, p.seqlen_q) if backward else (p.seqlen_q, p.seqlen_k)
+    lines = {name: torch.arange(start, start + count, dtype=torch.int32) for name, start in starts.items()}
+    return Region({name: x.clamp_(0, limit).view(1, 1, count) for name, x in lines.items()}, seen=seen)
 
 
 def _lengths(p: Problem, t: Inputs) -> list[tuple[int, int]]:
@@ -272,29 +249,22 @@ def _blocks_to_list(kept: MaskRegion) -> Blocks | None:
     return (1, 1) if 1 in (queries, keys) else (queries, keys)
 
 
-@dataclass
-class _Part:
+def _region_of(grid: Grid, p: Problem, tile: tuple[int, int], backward: bool, native: Blocks | None) -> Region:
     """Return the arrays of one grid, each ``(b|1, heads|1, ...)``."""
-
-    ends: dict[str, Tensor]
-    status: Tensor | None
-    seen: Tensor | None
-
-
-def _region_of(grid: Grid, p: Problem, tile: tuple[int, int], backward: bool, native: Blocks | None) -> _Part:
     ends = {}
     if backward:
         ends["first"], ends["last"] = grid.query_interval(torch.arange(grid.keys))
     if native is not None or not backward:  # listing reads rows
         ends["lo"], ends["hi"] = grid.key_interval(torch.arange(grid.seqlen_q))
     if native is not None:
-        return _Part(ends, *_unlisted(grid, p, tile, native))
+        status, seen = _unlisted(grid, p, tile, native)
+        return Region(ends, status, seen=seen)
     status = None
     if grid.region.predicate is not None:
         status = TileMap.build(grid, *tile, by_columns=backward).status
     every = not p.packed and not p.paged and every_key_seen(grid.region, grid.seqlen_q, grid.seqlen_k)
     seen = None if every else seen_keys(grid, p.group)
-    return _Part(ends, status, seen)
+    return Region(ends, status, seen=seen)
 
 
 def _unlisted(grid: Grid, p: Problem, tile: tuple[int, int], native: Blocks) -> tuple[Tensor, Tensor]:
@@ -311,7 +281,7 @@ def _unlisted(grid: Grid, p: Problem, tile: tuple[int, int], native: Blocks) -> 
     return status, torch.zeros((batch, max(1, heads // p.group), grid.keys), dtype=torch.uint8)
 
 
-def _stacked(parts: list[_Part], batch: int, unlisted: Blocks | None) -> Region:
+def _stacked(parts: list[Region], batch: int, unlisted: Blocks | None) -> Region:
     """Return one grid of the whole batch, or one of each packed sequence with their lines concatenated."""
     if not parts:
         return Region({})
@@ -355,12 +325,7 @@ class Bound:
     def __init__(self, prepared: Prepared, t: Inputs, backward: bool, moving: Mapping[int, int] | None = None):
         self.prepared, self.t, p = prepared, t, prepared.p
         self.packed, self.region = p.packed, prepared.region(t, backward)
-        if moving is not None:
-            self.code, shared = prepared.tangent(moving)
-        elif backward:
-            self.code, shared = prepared.backward_code, prepared.backward_call
-        else:
-            self.code, shared = prepared.forward_code, prepared.forward_call
+        self.code, shared = prepared.of_pass(backward) if moving is None else prepared.tangent(moving)
         call = self.call = library.Call.from_buffer_copy(shared)
         self.keep: list[object] = []
         call.threads = torch.get_num_threads()

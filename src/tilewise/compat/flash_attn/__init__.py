@@ -18,8 +18,9 @@ differences:
 
 from __future__ import annotations
 
+import inspect
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Never
 
@@ -89,28 +90,27 @@ def _unpacked(packed: Tensor, count: int, name: str) -> tuple[Tensor, ...]:
 def _run(
     attend: Callable, q: Tensor, sizes: tuple[int, int, int, int], options: dict, return_attn_probs: bool
 ) -> Result:
-    """Run ``attend``, which gives out and lse; ``sizes`` are those of S_dmask. The seed is drawn here, so that the mask can be shown."""
+    """Run ``attend``, which gives out and lse; ``sizes`` are those of S_dmask."""
     p = options["dropout_p"]
-    seed = torch.randint(-(2**63), 2**63 - 1, (1,), device=q.device) if p else None
+    seed = _seed(p, q)
     out, lse = attend(dropout_seed=seed, **options)
     if not return_attn_probs:
         return out
     if seed is None:
         return out, lse, NoProbabilities()
+    return out, lse, _signs(seed, p, sizes, q.dtype)
+
+
+def _seed(p: float, q: Tensor) -> Tensor | None:
+    """Draw a seed of dropout here, so that the mask can be shown; None without dropout."""
+    return torch.randint(-(2**63), 2**63 - 1, (1,), device=q.device) if p else None
+
+
+def _signs(seed: Tensor, p: float, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return S_dmask of ``sizes (batch, heads, longest queries, longest keys)``."""
     batch, heads, *lengths = sizes
     longest = [_whole("max_seqlen", n) for n in lengths]
-    return out, lse, torch.where(tw.dropout_mask(seed, p, batch, heads, *longest), 1.0, -1.0).to(q.dtype)
-
-
-def _dense(q: Tensor, k: Tensor, v: Tensor, options: dict, return_attn_probs: bool) -> Result:
-    sizes = (q.shape[0], q.shape[-2], q.shape[1], k.shape[1])
-    return _run(partial(tw.attention_with_lse, q, k, v), q, sizes, options, return_attn_probs)
-
-
-def _varlen(qkv: tuple[Tensor, ...], cu: tuple[Tensor, Tensor], longest: tuple, options: dict, probs: bool) -> Result:
-    q, _, _ = qkv
-    sizes = (cu[0].shape[0] - 1, q.shape[-2], *longest)
-    return _run(partial(tw.attention_varlen, *qkv, *cu, return_lse=True), q, sizes, options, probs)
+    return torch.where(tw.dropout_mask(seed, p, batch, heads, *longest), 1.0, -1.0).to(dtype)
 
 
 def _over_pages(q: Tensor, cache: tw.PagedCache, cu_seqlens_q: Tensor, options: dict, probs: bool) -> Result:
@@ -167,40 +167,28 @@ def flash_attn_func(
         ``(batch, heads, seqlen_q)`` and S_dmask ``(batch, heads, seqlen_q, seqlen_k)``.
     """
     options = _keywords(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    return _dense(q, k, v, options, return_attn_probs)
+    sizes = (q.shape[0], q.shape[-2], q.shape[1], k.shape[1])
+    return _run(partial(tw.attention_with_lse, q, k, v), q, sizes, options, return_attn_probs)
 
 
-def flash_attn_kvpacked_func(
-    q,
-    kv,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-    return_attn_probs=False,
-) -> Result:
+def _with_its_options(function: Callable[..., Result]) -> Callable[..., Result]:
+    """Give a function of other tensors the options of :func:`flash_attn_func`, which it hands on, in its signature."""
+    named = [p for p in inspect.signature(function).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    options = list(inspect.signature(flash_attn_func).parameters.values())[3:]
+    function.__signature__ = inspect.Signature([*named, *options], return_annotation="Result")
+    return function
+
+
+@_with_its_options
+def flash_attn_kvpacked_func(q, kv, *options, **more) -> Result:
     """Compute :func:`flash_attn_func` of ``kv (batch, seqlen_k, 2, heads_k, head_dim)``."""
-    options = _keywords(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    return _dense(q, *_unpacked(kv, 2, "kv"), options, return_attn_probs)
+    return flash_attn_func(q, *_unpacked(kv, 2, "kv"), *options, **more)
 
 
-def flash_attn_qkvpacked_func(
-    qkv,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-    return_attn_probs=False,
-) -> Result:
+@_with_its_options
+def flash_attn_qkvpacked_func(qkv, *options, **more) -> Result:
     """Compute :func:`flash_attn_func` of ``qkv (batch, seqlen, 3, heads, head_dim)``."""
-    options = _keywords(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    return _dense(*_unpacked(qkv, 3, "qkv"), options, return_attn_probs)
+    return flash_attn_func(*_unpacked(qkv, 3, "qkv"), *options, **more)
 
 
 def flash_attn_varlen_func(
@@ -236,49 +224,25 @@ def flash_attn_varlen_func(
     if block_table is not None:
         cache = tw.paged(k, v, block_table, cu_seqlens_k.diff().to(torch.int32))
         return _over_pages(q, cache, cu_seqlens_q, options, return_attn_probs)
-    cu, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
-    return _varlen((q, k, v), cu, longest, options, return_attn_probs)
+    sizes = (cu_seqlens_q.shape[0] - 1, q.shape[-2], max_seqlen_q, max_seqlen_k)
+    attend = partial(tw.attention_varlen, q, k, v, cu_seqlens_q, cu_seqlens_k, return_lse=True)
+    return _run(attend, q, sizes, options, return_attn_probs)
 
 
+@_with_its_options
 def flash_attn_varlen_kvpacked_func(
-    q,
-    kv,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    max_seqlen_q,
-    max_seqlen_k,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-    return_attn_probs=False,
+    q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *options, **more
 ) -> Result:
     """Compute :func:`flash_attn_varlen_func` of ``kv (total_k, 2, heads_k, head_dim)``."""
-    options = _keywords(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    cu, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
-    return _varlen((q, *_unpacked(kv, 2, "kv")), cu, longest, options, return_attn_probs)
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    return flash_attn_varlen_func(q, *_unpacked(kv, 2, "kv"), *lengths, *options, **more)
 
 
-def flash_attn_varlen_qkvpacked_func(
-    qkv,
-    cu_seqlens,
-    max_seqlen,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-    return_attn_probs=False,
-) -> Result:
+@_with_its_options
+def flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, *options, **more) -> Result:
     """Compute :func:`flash_attn_varlen_func` of ``qkv (total, 3, heads, head_dim)``."""
-    options = _keywords(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    cu, longest = (cu_seqlens, cu_seqlens), (max_seqlen, max_seqlen)
-    return _varlen(_unpacked(qkv, 3, "qkv"), cu, longest, options, return_attn_probs)
+    lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
+    return flash_attn_varlen_func(*_unpacked(qkv, 3, "qkv"), *lengths, *options, **more)
 
 
 def flash_attn_with_kvcache(

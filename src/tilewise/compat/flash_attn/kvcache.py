@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
+from tilewise.words import raise_wrong
 
 FLOAT8 = torch.float8_e4m3fn
 
@@ -104,10 +105,7 @@ class CacheCall:
             and (self.cu_seqlens_q is not None or self.cu_seqlens_new is not None),
         }
         reasons = [reason for reason, is_wrong in wrong.items() if is_wrong]
-        if reasons:
-            raise ValueError(
-                "flash_attn_with_kvcache was called wrongly" + "".join(f"\n  {reason}" for reason in reasons)
-            )
+        raise_wrong("flash_attn_with_kvcache", reasons)
 
 
 class Rotary:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
-from tilewise.compat.flash_attn import _keywords, _whole
+from tilewise.compat.flash_attn import _keywords, _seed, _signs
 from tilewise.compat.refusals import refuse
 
 _PAGES = {
@@ -27,7 +27,7 @@ _PAGES = {
 def _forward(qkv: tuple[Tensor, ...], cu: tuple[Tensor, ...], lengths: tuple, options: dict, signs: bool) -> tuple:
     """``(out, softmax_lse, S_dmask, rng_state)``; ``lengths`` are the last two sizes of S_dmask."""
     q, p = qkv[0], options["dropout_p"]
-    seed = torch.randint(-(2**63), 2**63 - 1, (1,), device=q.device) if p else None
+    seed = _seed(p, q)
     rng_state = torch.zeros(2, dtype=torch.int64, device=q.device) if seed is None else torch.cat([seed, seed * 0])
     with torch.no_grad():
         if cu:
@@ -36,8 +36,7 @@ def _forward(qkv: tuple[Tensor, ...], cu: tuple[Tensor, ...], lengths: tuple, op
             out, lse = tw.attention_with_lse(*qkv, dropout_seed=seed, **options)
     shown = q.new_empty(0)
     if signs and p:
-        sizes = (cu[0].shape[0] - 1 if cu else q.shape[0], q.shape[-2], *[_whole("max_seqlen", n) for n in lengths])
-        shown = torch.where(tw.dropout_mask(seed, p, *sizes), 1.0, -1.0).to(q.dtype)
+        shown = _signs(seed, p, (cu[0].shape[0] - 1 if cu else q.shape[0], q.shape[-2], *lengths), q.dtype)
     return out, lse, shown, rng_state
 
 

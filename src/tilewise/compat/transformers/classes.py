@@ -35,37 +35,39 @@ def prepare(model: torch.nn.Module, name: str, attend: Callable) -> bool:
     return True
 
 
-def _watching(base: type) -> type:
-    """Return ``base`` with :attr:`watched`: whether the layer's caller asked for probabilities."""
+def _watching(base: type, attend: Callable) -> type:
+    """Return ``base`` with :attr:`watched`, whether the layer's caller asked for probabilities, and the attention of a layer."""
 
     class Watching(base):
         def forward(self, *arguments, output_attentions: bool | None = False, **options):
             self.watched = bool(output_attentions)
             return super().forward(*arguments, output_attentions=output_attentions, **options)
 
+        def attend(
+            self, query: Tensor, key: Tensor, value: Tensor, mask, scaling: float
+        ) -> tuple[Tensor, Tensor | None]:
+            dropout = self.attn_dropout.p if self.training else 0.0
+            asked = {"scaling": scaling, "dropout": dropout, "output_attentions": self.watched}
+            o, weights = attend(self, query.to(value), key.to(value), value, mask, **asked)
+            return o.transpose(1, 2), weights
+
     return Watching
 
 
 def _gptj(module: ModuleType, name: str, attend: Callable) -> None:
-    class TilewiseGPTJAttention(_watching(module.GPTJAttention)):
+    class TilewiseGPTJAttention(_watching(module.GPTJAttention, attend)):
         def _attn(self, query: Tensor, key: Tensor, value: Tensor, attention_mask=None) -> tuple[Tensor, Tensor | None]:
-            dropout = self.attn_dropout.p if self.training else 0.0
-            asked = {"scaling": 1 / self.scale_attn, "dropout": dropout, "output_attentions": self.watched}
-            o, weights = attend(self, query.to(value), key.to(value), value, attention_mask, **asked)
-            return o.transpose(1, 2), weights
+            return self.attended(query, key, value, attention_mask, 1 / self.scale_attn)
 
     module.GPTJ_ATTENTION_CLASSES.setdefault(name, TilewiseGPTJAttention)
 
 
 def _gpt_neo(module: ModuleType, name: str, attend: Callable) -> None:
-    class TilewiseGPTNeoSelfAttention(_watching(module.GPTNeoSelfAttention)):
+    class TilewiseGPTNeoSelfAttention(_watching(module.GPTNeoSelfAttention, attend)):
         def _attn(self, query: Tensor, key: Tensor, value: Tensor, attention_mask=None) -> tuple[Tensor, Tensor | None]:
             if self.attention_type == "local":
                 attention_mask = _windowed(attention_mask, self.config.window_size)
-            dropout = self.attn_dropout.p if self.training else 0.0
-            asked = {"scaling": 1.0, "dropout": dropout, "output_attentions": self.watched}
-            o, weights = attend(self, query.to(value), key.to(value), value, attention_mask, **asked)
-            return o.transpose(1, 2), weights
+            return self.attended(query, key, value, attention_mask, 1.0)
 
     module.GPT_NEO_ATTENTION_CLASSES.setdefault(name, TilewiseGPTNeoSelfAttention)
 

@@ -42,47 +42,23 @@ class Band:
         return kept if self.right is None else kept & (distance <= self.right)
 
 
-def _everything(bias: object) -> Band:
-    return Band()
-
-
-def _causal(bias: object) -> Band:
-    return Band(None, 0)
-
-
-def _causal_from_first(bias: object) -> Band:
-    return Band(None, 0, from_last=False)
-
-
-def _last_few(bias: object) -> Band:
-    return Band(bias._window_size - 1, 0)
-
-
-def _last_few_from_first(bias: object) -> Band:
-    return Band(bias._window_size - 1, 0, from_last=False)
-
-
-def _around(bias: object) -> Band:
-    return Band(bias.window_left, bias.window_right)
-
-
 BANDS: dict[str, Callable[[object], Band]] = {
-    "LowerTriangularMask": _causal_from_first,
-    "LowerTriangularMaskWithTensorBias": _causal_from_first,
-    "LowerTriangularFromBottomRightMask": _causal,
-    "LowerTriangularFromBottomRightLocalAttentionMask": _last_few,
-    "LocalAttentionFromBottomRightMask": _around,
-    "BlockDiagonalMask": _everything,
-    "BlockDiagonalCausalMask": _causal_from_first,
-    "BlockDiagonalCausalFromBottomRightMask": _causal,
-    "BlockDiagonalCausalLocalAttentionMask": _last_few_from_first,
-    "BlockDiagonalCausalLocalAttentionFromBottomRightMask": _last_few,
-    "BlockDiagonalPaddedKeysMask": _everything,
-    "BlockDiagonalCausalWithOffsetPaddedKeysMask": _causal,
-    "BlockDiagonalLocalAttentionPaddedKeysMask": _around,
-    "BlockDiagonalCausalLocalAttentionPaddedKeysMask": _last_few,
-    "BlockDiagonalGappyKeysMask": _everything,
-    "BlockDiagonalCausalWithOffsetGappyKeysMask": _causal,
+    "LowerTriangularMask": lambda bias: Band(None, 0, from_last=False),
+    "LowerTriangularMaskWithTensorBias": lambda bias: Band(None, 0, from_last=False),
+    "LowerTriangularFromBottomRightMask": lambda bias: Band(None, 0),
+    "LowerTriangularFromBottomRightLocalAttentionMask": lambda bias: Band(bias._window_size - 1, 0),
+    "LocalAttentionFromBottomRightMask": lambda bias: Band(bias.window_left, bias.window_right),
+    "BlockDiagonalMask": lambda bias: Band(),
+    "BlockDiagonalCausalMask": lambda bias: Band(None, 0, from_last=False),
+    "BlockDiagonalCausalFromBottomRightMask": lambda bias: Band(None, 0),
+    "BlockDiagonalCausalLocalAttentionMask": lambda bias: Band(bias._window_size - 1, 0, from_last=False),
+    "BlockDiagonalCausalLocalAttentionFromBottomRightMask": lambda bias: Band(bias._window_size - 1, 0),
+    "BlockDiagonalPaddedKeysMask": lambda bias: Band(),
+    "BlockDiagonalCausalWithOffsetPaddedKeysMask": lambda bias: Band(None, 0),
+    "BlockDiagonalLocalAttentionPaddedKeysMask": lambda bias: Band(bias.window_left, bias.window_right),
+    "BlockDiagonalCausalLocalAttentionPaddedKeysMask": lambda bias: Band(bias._window_size - 1, 0),
+    "BlockDiagonalGappyKeysMask": lambda bias: Band(),
+    "BlockDiagonalCausalWithOffsetGappyKeysMask": lambda bias: Band(None, 0),
 }
 
 

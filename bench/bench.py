@@ -9,6 +9,11 @@ from typing import Annotated
 
 import typer
 
+from bench import records, run
+from bench.cases import CASES, named, tagged
+from bench.compare import asked, judge, load_goals, read_results
+from bench.peers import all_contestants
+from bench.run import Lineup, describe, pick
 from tilewise.cli import checkout
 from tilewise.cli.page import console, heading, note, progress, status_text, table
 
@@ -44,13 +49,12 @@ def bench(options: BenchOptions) -> int:
     Each case is checked against float64 first and never timed when wrong. Without --tag or --case, the cases of
     bench/goals.toml for this device are measured and judged. Exit code 1: a goal falls short, or a check is red.
     """
-    checkout.use_bench()
     if options.check:
         return _judge(options.check, options.as_json)
     if options.list_cases:
         return _list(options.tag or [], options.as_json)
     device = checkout.choose_device(options.device)
-    named = options.tag or options.case
+    chosen = options.tag or options.case
     groups = _groups(options, device)
     out = options.out or Path("out") / f"bench-{datetime.now(UTC):%Y%m%d-%H%M%S}.jsonl"
     records = _measure(groups, out, device, options)
@@ -63,17 +67,13 @@ def bench(options: BenchOptions) -> int:
         return 1
     return (
         0
-        if named or options.as_json
+        if chosen or options.as_json
         else _judge(out, as_json=False, only={x.case.name for group in groups for x in group})
     )
 
 
 def _groups(options: BenchOptions, device: str) -> list[list]:
     """Return the cases asked for with the contestants that can run some of them, or the goals' cases with theirs."""
-    from bench.cases import named, tagged
-    from bench.compare import asked, load_goals
-    from bench.run import Lineup, pick
-
     tags, chosen = options.tag or [], pick(options.contestant or [])
     if tags or options.case:
         found = [named(name) for name in options.case or []] + (_meant_for(device, tagged(*tags)) if tags else [])
@@ -99,8 +99,6 @@ def _meant_for(device: str, cases: list) -> list:
 
 
 def _measure(groups: list[list], out: Path, device: str, options: BenchOptions) -> list[dict]:
-    from bench import records, run
-
     seconds, cases = _limit(options, device), sum(map(len, groups))
     budget = 10.0 if seconds is None else min(10.0, seconds / (2 * cases))
     plan = run.Plan(device=device, budget=budget if options.budget is None else options.budget)
@@ -125,8 +123,6 @@ def _measure(groups: list[list], out: Path, device: str, options: BenchOptions) 
 
 def _how_long(groups: list[list], plan, seconds: float | None) -> str:
     """Return how long the cases will take on a CPU, in words; where there is an end, their time is predicted case by case."""
-    from bench import run
-
     if seconds is not None:
         return f"the short ones first, as many as fit {seconds / 60:g} min"
     minutes = max(1, round(run.predicted_seconds(groups, plan) / 60))
@@ -143,8 +139,6 @@ def _limit(options: BenchOptions, device: str) -> float | None:
 
 def _who_can_run(cases: list, device: str) -> list:
     """tilewise's backends by name, and every peer that does not refuse all of the cases."""
-    from bench.peers import all_contestants
-
     elsewhere = {"tilewise"} if device.startswith("cuda") else {"tilewise", "hopper", "triton"}
     by_name = [c for c in all_contestants().values() if c.name not in elsewhere]
     return [c for c in by_name if any(not c.unsupported(case, device) for case in cases)]
@@ -197,8 +191,6 @@ def _spread(timing: dict) -> str:
 
 def _judge(path: Path, as_json: bool, only: set[str] | None = None) -> int:
     """Print every goal's verdict; 1 if one falls short. Raises ValueError (Refused) for a file that cannot be judged."""
-    from bench.compare import judge, load_goals, read_results
-
     goals = [g for g in load_goals() if only is None or only.issuperset(g.cases)]
     verdicts = judge(goals, read_results(path))
     if all(v.says == "not measured" for v in verdicts):
@@ -238,9 +230,6 @@ def _print_verdicts(verdicts: list) -> None:
 
 
 def _list(tags: list[str], as_json: bool) -> int:
-    from bench.cases import CASES, tagged
-    from bench.run import describe
-
     cases = tagged(*tags) if tags else list(CASES.values())
     if as_json:
         print(json.dumps([{"name": c.name, "source": c.source, "tags": sorted(c.tags), **describe(c)} for c in cases]))

@@ -5,16 +5,16 @@ from types import SimpleNamespace
 
 import pytest
 
+from bench import demo, plots
 from tilewise import cli
 from tilewise import device as devices
 from tilewise.backends.hopper import Hopper
 from tilewise.backends.hopper.host import compiler, library
-from tilewise.cli import checkout, demo, figure, page
 
 
 @pytest.fixture
 def place(tmp_path):
-    return demo.Place(checkout.use_bench(), "cpu", tmp_path)
+    return demo.Place("cpu", tmp_path)
 
 
 def point(seqlen, standard=True):
@@ -70,7 +70,7 @@ def test_the_table_says_where_standard_attention_stops_and_why(capsys):
     [(0.04164, "0.0416"), (8.2, "8.20"), (99.96, "100"), (0.9996, "1.00"), (99.94, "99.9"), (12345, "12,300")],
 )
 def test_times_have_three_digits(number, text):
-    assert page.three_digits(number) == text
+    assert demo.three_digits(number) == text
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ def test_the_figure_survives_a_contestant_that_never_ran(tmp_path):
     machine = {"device": "a machine", "threads": 2, "versions": {"torch": "2"}}
     training = {"loss": {"standard": [1.0], "tilewise": [1.0]}, "largest_gap": 0.0}
     record = {"machine": machine, "scaling": {"shape": "", "points": points}, "training": training}
-    figure.draw(record, tmp_path / "f.png")
+    plots.demo(record).savefig(tmp_path / "f.png")
     assert (tmp_path / "f.png").stat().st_size > 10_000
 
 

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
-from tilewise.amounts import in_bytes
-from tilewise.cli.checkout import URL_HINT
-
-
-def missing() -> str:
-    """Return the reason why nothing can be counted here; empty: it can."""
-    if importlib.util.find_spec("tilewise_papers"):
-        return ""
-    return f"the papers' algorithms are in the package tilewise_papers, which is not installed here: {URL_HINT}"
+from tilewise_papers import devices, plots, tables
+from tilewise_papers.report import Setting, table
 
 
 def io(
@@ -33,13 +27,6 @@ def io(
 
     Defaults: GPT-2 medium's attention, the setting of the FlashAttention paper's Figure 2.
     """
-    from rich.console import Console
-
-    if missing():
-        raise ValueError(missing())
-    from tilewise_papers import devices, plots, tables
-    from tilewise_papers.report import Setting, table
-
     machine = devices.device(device)
     if sram is not None:
         machine = machine.with_sram(devices.parse_bytes(sram))
@@ -57,13 +44,10 @@ def io(
 
 def show(setting, found) -> None:
     """Print the tables, as wide as they need where the output is no terminal."""
-    from rich.console import Console
-    from rich.table import Table
-
     console = Console()
     if not console.is_terminal:
         console = Console(width=150)
-    levels = ", ".join(f"{level.name} {in_bytes(level.bytes)}" for level in setting.device.levels)
+    levels = ", ".join(f"{level.name} {_in_bytes(level.bytes)}" for level in setting.device.levels)
     sizes = f"N {setting.seqlen:,}, d {setting.head_dim}, {setting.heads} heads, batch {setting.batch}"
     console.print(f"{sizes} on {setting.device.name} ({levels}; {setting.device.source})", highlight=False)
     for one in found:
@@ -73,3 +57,9 @@ def show(setting, found) -> None:
         for row in one.rows:
             grid.add_row(*row)
         console.print(grid)
+
+
+def _in_bytes(size: int) -> str:
+    """Return a size with a binary unit: ``1536`` is ``1.5 KiB``."""
+    power = (size.bit_length() - 1) // 10
+    return f"{size / 2 ** (10 * power):,.4g} {('bytes', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"

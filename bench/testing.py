@@ -3,7 +3,7 @@
     c = call(q, k, v, causal=True)
     assert not wrong(Portable(), c)
 
-Nothing that users need; of the package only the command ``tilewise tune``, which judges candidates, imports it.
+The command ``tilewise tune``, which judges candidates, uses them too.
 """
 
 from __future__ import annotations

@@ -8,6 +8,13 @@ from typing import Annotated
 
 import typer
 
+from bench import cases
+from bench import measure as clock
+from bench.testing import of_case
+from tilewise import accuracy
+from tilewise.backends import triton
+from tilewise.backends.triton import Triton, config
+from tilewise.backends.triton.host import tuned
 from tilewise.cli import checkout
 from tilewise.cli.page import console, heading, note, progress, status_text, table
 
@@ -44,10 +51,6 @@ def tune(options: TuneOptions) -> int:
     folder (TILEWISE_CACHE) and used from the next call on, for the same device, dtype and head dims. Exit code 1: a candidate
     is wrong.
     """
-    checkout.use_bench()
-    from bench import cases
-    from tilewise.backends.triton.host import tuned
-
     device = _device(options.device)
     trials, rows = [], []
     with progress() as bar:
@@ -66,8 +69,6 @@ def tune(options: TuneOptions) -> int:
 
 def _device(wanted: str) -> str:
     """Raise ValueError where there is no GPU, unless the interpreter takes CPU tensors."""
-    from tilewise.backends import triton
-
     device = checkout.choose_device(wanted)
     if device == "cpu" and not (triton.installed() and triton.interpreting()):
         raise ValueError(
@@ -79,10 +80,6 @@ def _device(wanted: str) -> str:
 
 def measure(case, device: str, say: Callable[[str], None] = lambda _: None) -> tuple[list[Trial], list]:
     """Return the trials of a case, and a tuned.Tuning for each of its passes."""
-    from tilewise.backends.triton import Triton, config
-    from tilewise.backends.triton.host import tuned
-    from tilewise.testing import of_case
-
     full, small = (of_case(c, device) for c in (case, _shrunk(case)))
     expected = small.expected()
     chosen = config.choose(full.p).passes
@@ -117,9 +114,6 @@ def _kept(best: dict[str, Trial]) -> list[Trial]:
 
 def _try(trial: Trial, backend, small, full, expected) -> Trial:
     """Check a candidate on the small call, then time it on the full one."""
-    from bench import measure as clock
-    from tilewise import accuracy
-
     try:
         out = backend.forward(small.p, small.t)
         results = accuracy.tensors(out, backend.backward(small.p, small.t, out, small.do, small.dlse))

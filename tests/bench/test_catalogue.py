@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import tilewise as tw
-from tilewise.pictures import explorer
-from tilewise.pictures.catalogue import MASK_ENTRIES, SCORE_ENTRIES, files
+from bench import explorer
+from bench.catalogue import MASK_ENTRIES, SCORE_ENTRIES, files
 from tilewise.pictures.reading import MASKS, PATTERNS, SCORES, read_mask, read_score
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -23,7 +23,7 @@ CATALOGUE = (DOCS / "catalogue.md").read_text(encoding="utf-8")
 def test_the_pages_are_what_the_sources_say():
     found = files(DOCS)
     stale = [path.name for path, text in found.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
-    assert stale == [], "python -m tilewise.pictures.catalogue docs"
+    assert stale == [], "python -m bench.catalogue docs"
     assert set((DOCS / "img" / "catalogue").iterdir()) <= set(found)
 
 

@@ -1,6 +1,6 @@
 """docs/catalogue.md: every mask and score of the catalogue as a picture with its code, and docs/explorer.html's cases.
 
-``python -m tilewise.pictures.catalogue docs`` writes them; tests hold them equal to what it would write.
+``python -m bench.catalogue docs`` writes them; tests hold them equal to what it would write.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from tilewise.pictures.explorer import with_cases
+from bench.explorer import with_cases
+from bench.svg import mask_svg, score_svg
 from tilewise.pictures.reading import MASKS, PATTERNS, SCORES, read_mask, read_score
-from tilewise.pictures.svg import mask_svg, score_svg
 from tilewise.pictures.view import ScoreView, mask_view
 
 SIZE, TILE = 64, 8

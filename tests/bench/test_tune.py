@@ -10,13 +10,13 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 
 from bench import cases
 from bench import measure as clock
+from bench.testing import call, poisoned, qkv
 from tilewise import cli
 from tilewise.backends import triton
 from tilewise.backends.triton import config
 from tilewise.backends.triton.host import tuned
 from tilewise.backends.triton.host.plan import Plan
 from tilewise.backends.triton.tiles import Tiles
-from tilewise.testing import call, poisoned, qkv
 
 SMALL, OTHER, WRONG = Tiles(32, 32, 4, 1), Tiles(16, 32, 4, 1), Tiles(32, 16, 4, 1)
 SECONDS = {config.INTERPRETED.dq: 3.0, SMALL: 1.0, OTHER: 2.0, WRONG: 0.5}

@@ -9,12 +9,26 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Annotated
 
+import torch
 import typer
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from bench import check, measure, peers, plots, records
+from bench.cases import draw, named, tagged
+from examples.gpt import model as gpt
+from examples.gpt import train as loop
+from tilewise import device as devices
+from tilewise import dispatch, problem
+from tilewise.backends.hopper import driver_reasons
 from tilewise.cli import checkout, kernels
-from tilewise.cli.page import console, heading, note, progress, status_text, table, three_digits
+from tilewise.cli.page import console, heading, note, progress, status_text, table
+from tilewise.spec import Options, assemble, parse_spec
+from tilewise_papers import devices as paper_devices
+from tilewise_papers import report, tables
+from tilewise_papers.command import show
 
 NAMES = {"tilewise": "tilewise", "eager": "standard", "sdpa": "PyTorch SDPA"}
 TIGHT = 1e-3
@@ -41,7 +55,6 @@ EXACT = {
 class Place:
     """The devices and the output folder of the demo."""
 
-    checkout: Path
     device: str
     out: Path
 
@@ -59,12 +72,8 @@ class DemoOptions:
 def demo(options: DemoOptions) -> int:
     """Try it: errors against float64, time and memory over N, a small GPT trained twice. Takes under 4 minutes on 2 cores."""
     began = time.perf_counter()
-    place = Place(checkout.use_bench(), checkout.choose_device(options.device), options.out)
+    place = Place(checkout.choose_device(options.device), options.out)
     options.out.mkdir(parents=True, exist_ok=True)
-    import torch
-
-    from bench import measure
-
     machine = measure.machine(place.device)
     if place.device != "cpu":  # gives autograd's thread its context, of whose lack the first product would warn
         torch.ones(1, device=place.device, requires_grad=True).square().backward()
@@ -85,9 +94,7 @@ def demo(options: DemoOptions) -> int:
     record = {"machine": machine, "exactness": exact, "scaling": scaling, "training": training, "green": green}
     json_path, png_path = options.out / "demo.json", options.out / "demo.png"
     json_path.write_text(json.dumps(record, indent=1) + "\n")
-    from tilewise.cli.figure import draw
-
-    draw(record, png_path)
+    plots.demo(record).savefig(png_path, dpi=160)
     seconds = time.perf_counter() - began
     console().print(f"Figure: {png_path}   Numbers: {json_path}   ({seconds:.0f} s)", highlight=False, soft_wrap=True)
     return 0 if green else 1
@@ -110,12 +117,6 @@ def busy_hint(load: float, threads: int, environment: Mapping[str, str]) -> str:
 
 def hopper_kernels(place: Place, longest: int) -> None:
     """Build the demo's missing kernels on a Hopper GPU, or say what keeps them from being built."""
-    import torch
-
-    from tilewise import device as devices
-    from tilewise import dispatch
-    from tilewise.backends.hopper import driver_reasons
-
     if devices.of(torch.device(place.device)).capability != (9, 0) or driver_reasons():
         return
     backend = dispatch.backend("hopper")
@@ -129,13 +130,6 @@ def hopper_kernels(place: Place, longest: int) -> None:
 
 def problems(device: str, longest: int) -> list:
     """Return the demo's calls in 16 bits, all of them causal, as problems without tensors."""
-    import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    from bench.cases import named, tagged
-    from tilewise.problem import check
-    from tilewise.spec import Options, assemble, parse_spec
-
     found = []
     for case in [*(c for c in tagged("demo", "cuda") if c.seqlen_q <= longest), named("exact-bf16")]:
         heads = (case.heads_q, case.heads_k, case.heads_k)
@@ -143,15 +137,12 @@ def problems(device: str, longest: int) -> list:
         with FakeTensorMode(allow_non_fake_inputs=True):
             q, k, v = (torch.empty(case.batch, case.seqlen_q, h, case.head_dim, **make) for h in heads)
             extras, seed, text = assemble(q, k, v, Options(causal=True))
-            found.append(check(q, k, v, extras, seed, parse_spec(text)))
+            found.append(problem.check(q, k, v, extras, seed, parse_spec(text)))
     return found
 
 
 def exactness(place: Place) -> list[dict]:
     """tilewise and eager attention against float64 on small cases: the forward and the worst gradient."""
-    from bench import check, peers
-    from bench.cases import draw, named
-
     rows = []
     for name, label in EXACT.items():
         x = draw(named(name), place.device)
@@ -191,9 +182,6 @@ def _print_exactness(rows: list[dict]) -> None:
 
 def time_and_memory(place: Place, longest: int) -> dict:
     """tilewise, standard attention and SDPA, forward and backward, each N in a process of its own."""
-    from bench.cases import tagged
-    from bench.peers import eager_bytes
-
     cases = [c for c in tagged("demo", place.device.split(":")[0]) if c.seqlen_q <= longest]
     points = []
     with progress() as bar:
@@ -201,7 +189,7 @@ def time_and_memory(place: Place, longest: int) -> dict:
         for case in cases:
             bar.update(task, description=f"N = {case.seqlen_q}: time and memory")
             results = measured_apart(place, case.name)
-            points.append({"seqlen": case.seqlen_q, "standard_bytes": eager_bytes(case), "results": results})
+            points.append({"seqlen": case.seqlen_q, "standard_bytes": peers.eager_bytes(case), "results": results})
     first = cases[0]
     shape = f"batch {first.batch}, {first.heads_q} heads, head_dim {first.head_dim}, {first.dtype}, causal"
     found = {"shape": shape, "points": points}
@@ -211,33 +199,23 @@ def time_and_memory(place: Place, longest: int) -> dict:
 
 def counted(place: Place) -> None:
     """Count what the algorithms of the papers move at the demo's own shape (`tilewise io` for more)."""
-    from bench.cases import tagged
-    from tilewise.cli.io import missing, show
-
     heading(
         "2. What attention moves, counted", "the papers' algorithms on this machine's memories: forward and backward"
     )
-    if missing():
-        print(missing())
-        return
-    from tilewise_papers import devices, report, tables
-
     case = next(c for c in tagged("demo", place.device.split(":")[0]) if c.seqlen_q == 4096)
     setting = report.Setting(
         case.seqlen_q,
         case.head_dim,
         case.heads_q,
         case.batch,
-        devices.device("h200" if "cuda" in place.device else "cpu"),
+        paper_devices.device("h200" if "cuda" in place.device else "cpu"),
     )
     show(setting, [tables.sum_table(setting, report.table(setting))])
 
 
 def measured_apart(place: Place, case: str) -> dict[str, dict]:
     """Measure one case with bench in a fresh process: the results by contestant. Raises ValueError if the process dies."""
-    from bench import records
-
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(place.checkout), *sys.path])}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(measure.ROOT), *sys.path])}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "result.jsonl"
         command = [sys.executable, "-m", "bench.run", "--case", case, "--out", str(file), "--device", place.device]
@@ -249,6 +227,11 @@ def measured_apart(place: Place, case: str) -> dict[str, dict]:
             last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
             raise ValueError(f"measuring {case} stopped: {last}")
         return {entry["contestant"]: entry for entry in records.entries(records.read(file))}
+
+
+def three_digits(number: float) -> str:
+    """Return a positive number with three significant digits: 0.0416, 8.20, 1,230."""
+    return f"{float(f'{number:.3g}'):,.0f}" if number >= 99.95 else f"{number:#.3g}"
 
 
 def _print_scaling(found: dict) -> None:
@@ -277,7 +260,6 @@ def _print_scaling(found: dict) -> None:
 
 def train_twice(place: Place, steps: int) -> dict:
     """Train two GPTs from the same weights on the same batches, step by step in turn; only their attention differs."""
-    gpt, loop = checkout.load_example("gpt", "model.py"), checkout.load_example("gpt", "train.py")
     config = loop.TrainConfig(steps=steps)
     text = loop.load_text(None)
     runs = {}
@@ -304,8 +286,6 @@ def train_twice(place: Place, steps: int) -> dict:
 
 
 def _print_training(found: dict) -> None:
-    from statistics import median
-
     loss, speed = found["loss"], found["tokens_per_s"]
     page = table(("step", "standard\nloss", "tilewise\nloss", "difference", "standard\ntokens/s", "tilewise\ntokens/s"))
     steps = len(loss["standard"])

@@ -130,8 +130,8 @@ def test_blocks_on_which_the_predicate_is_the_same_are_asked_once(monkeypatch):
 def test_tensors_of_all_shapes_that_broadcast_are_judged_by_one_kernel():
     shapes = [(33, 50), (HEADS, 33, 50), (2, 1, 33, 50), (1, HEADS, 33, 50), (2, HEADS, 33, 50)]
     grids = [grid_of(tw.dense(torch.ones(shape, dtype=torch.bool)), 33, 50) for shape in shapes]
-    of_maps = [tile_map.arguments_of(grid, 16, 16, 2) for grid in grids]
-    kinds = {(runtime.kind_of(tuple(plain)), facts) for *plain, facts in of_maps}
+    launches = [tile_map.judging(grid, 16, 16, 2) for grid in grids]
+    kinds = {(runtime.kind_of((tensors, *launch.numbers)), launch.facts) for launch, tensors in launches}
     assert len(kinds) == 1
 
 

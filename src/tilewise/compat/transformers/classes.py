@@ -43,7 +43,7 @@ def _watching(base: type, attend: Callable) -> type:
             self.watched = bool(output_attentions)
             return super().forward(*arguments, output_attentions=output_attentions, **options)
 
-        def attend(
+        def attended(
             self, query: Tensor, key: Tensor, value: Tensor, mask, scaling: float
         ) -> tuple[Tensor, Tensor | None]:
             dropout = self.attn_dropout.p if self.training else 0.0

@@ -105,6 +105,7 @@ class Kind(NamedTuple):
     decoding: int = 0  # the rows of a decoding kernel
     trained: bool = False
     biased_backward: bool = False  # whether a backward with a bias by pair takes the calls
+    selected: bool = False  # whether each query has a list of keys
 
     @classmethod
     def of(cls, x: Config | Backward) -> "Kind":
@@ -123,6 +124,7 @@ class Kind(NamedTuple):
             t.rows if isinstance(x, DecodingConfig) else 0,
             x.trained,
             isinstance(x, Backward) and x.score == "bias",
+            getattr(x, "selected", False),
         )
 
     @property
@@ -195,6 +197,9 @@ def check_calls(x: Config | Backward, sizes: Sizes | None = None) -> Named:
     def new(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=sizes.device).to(dtype)
 
+    if kind.selected:
+        yield from selected_calls(kind, new)
+        return
     calls = paged_calls if kind.paged else packed_calls if kind.packed else unpacked_calls
     yield from (decoding_calls if kind.decoding else calls)(kind, new, sizes)
 
@@ -228,6 +233,32 @@ def unpacked_calls(kind: Kind, new: Callable[..., Tensor], sizes: Sizes) -> Name
     yield "strided", call(q, k, v, **kind.score_options(q, 333), **first(1, 200, 333))
     odd = [torch.cat([x, x], -1)[..., 1 : 1 + x.shape[-1]] for x in (q, k, v)]
     yield "unaligned", call(*odd, **kind.score_options(q, 333), **first(1, 200, 333))
+
+
+# Batch, queries, keys, query heads, entries of a list, and keys of an entry.
+SELECTED = (
+    (2, 150, 400, 16, 40, 1),
+    (1, 70, 300, 64, 9, 8),
+    (1, 200, 200, 3, 20, 1),
+    (2, 33, 500, 80, 130, 1),
+    (1, 1, 900, 128, 200, 4),
+)
+
+
+def selected_calls(kind: Kind, new: Callable[..., Tensor]) -> Named:
+    """Lists in which some entries stand twice and others name no key, beside keys of NaN that no list names."""
+    width, width_v = kind.dims
+    for n, (batch, rows, keys, heads, entries, block) in enumerate(SELECTED):
+        q, k = new(batch, rows, heads, width), new(batch, keys, 1, width)
+        v = k[..., :width_v] if kind.latent else new(batch, keys, 1, width_v)
+        named = keys // block - 1
+        k[:, named * block :], v[:, named * block :] = torch.nan, torch.nan
+        places = torch.arange(batch * rows * entries, device=q.device).mul(7919).remainder(named).int()
+        places = places.view(batch, 1, rows, entries)
+        places[..., 1], places[..., 2::7] = places[..., 0], -1
+        mask = tw.selected(places, block) if n % 2 else tw.causal() & tw.selected(places, block)
+        sink = torch.randn(heads, device=q.device) if n == 1 else None
+        yield f"selected-{n}", call(q, k, v, mask=mask, sink=sink).forward_only()
 
 
 def packed_calls(kind: Kind, new: Callable[..., Tensor], sizes: Sizes) -> Named:

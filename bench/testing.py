@@ -86,7 +86,8 @@ def _moved_together(
     q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None, text: str, device: str
 ) -> list[Tensor]:
     """Return the tensors of a call on ``device``; a v that lies in k's memory does so there too, where that is told of a call."""
-    latent = problem.check(q, k, v, extras, seed, parse_spec(text)).latent
+    beside = [_moved(x, q.device.type) for x in extras]  # a mask's tensors may be on the device already
+    latent = problem.check(q, k, v, beside, seed, parse_spec(text)).latent
     q, k, v, *extras = (_moved(x, device) for x in (q, k, v, *extras))
     return [q, k, k[..., : v.shape[-1]] if latent else v, *extras]
 

@@ -575,6 +575,9 @@ def test_a_bounded_score_needs_no_maximum(dtype, cap, bounded):
     plan = Plan(c.p, INTERPRETED)
     assert plan.facts(INTERPRETED.forward, 8).bounded == bounded
     agree(Triton(), c)
+    # One way to a power of a tanh, and thus its bits, would depend on the pairs beside it.
+    c = call(q, k, v, causal=True, score=tw.softcap(cap), deterministic="everywhere")
+    assert not Plan(c.p, INTERPRETED).facts(INTERPRETED.forward, 8).bounded
 
 
 def test_a_softcaps_slope_is_not_multiplied_by_its_cap_and_its_inverse():

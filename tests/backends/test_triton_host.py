@@ -79,6 +79,21 @@ def test_a_setting_of_triton_counts_as_its_variable_does(monkeypatch, assembler)
     assert of_hopper() == own
 
 
+def test_the_code_of_an_assembler_that_makes_faults_is_read(monkeypatch, assembler):
+    hooks, heard = runtime.kernels().triton.knobs.runtime, []
+    monkeypatch.setattr(hooks, "add_stages_inspection_hook", lambda *x: heard.append(x))
+    own = hooks.add_stages_inspection_hook
+    with runtime.assembled_by(assembler("13.0")), runtime.read_where_faulty() as options:
+        assert (options, hooks.add_stages_inspection_hook) == ({}, own)
+    monkeypatch.setattr(runtime.machine_code, "read_in_stages", lambda *x: heard.append(x))
+    with runtime.assembled_by(assembler("12.9")), runtime.read_where_faulty() as options:
+        hooks.add_stages_inspection_hook("compiler", {}, "options", "language", 90)
+    assert options == {"ptx_options": "-O3"}
+    assert heard[0] == ("compiler", {}, "options", "language", 90)  # of somebody else, whose hook stays
+    assert heard[1][1:] == ("compiler", {}, "options")
+    assert hooks.add_stages_inspection_hook is own
+
+
 def test_the_newer_assembler_is_taken_where_the_driver_loads_its_code(monkeypatch):
     nvidia = runtime.kernels().triton.knobs.nvidia
     major = int(nvidia.ptxas_blackwell.version.partition(".")[0])

@@ -2,10 +2,22 @@
 
 import struct
 import sys
+from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 
-from tilewise.backends.triton.host.machine_code import code_of, instructions, listings, serialised, unset_registers
+from tilewise.backends.triton.host import machine_code
+from tilewise.backends.triton.host.machine_code import (
+    Control,
+    code_of,
+    instructions,
+    listings,
+    overwritten,
+    read_in_stages,
+    serialised,
+    unset_registers,
+)
 
 
 def listing(*lines: str, start: int = 0) -> str:
@@ -50,6 +62,80 @@ def test_a_branch_is_followed_wherever_a_kernel_lies():
     code = START, f"@!P0 BRA {start + 0x30:#x}", BASE, NEXT, "EXIT"
     assert unset_registers(listing(*code, start=start)) == [NEXT]
     assert unset_registers(listing(*code[:1], *code[2:], start=start)) == []
+
+
+LOAD, LATER = "@P3 LDG.E.64 R6, desc[UR38][R18.64]", "LDC R18, c[0x0][0x330]"
+OTHER = "I2F.RP R2, R5"
+
+
+def encoded(written: int = 7, read: int = 7, waits: int = 0) -> bytes:
+    """The 16 bytes of an instruction with these counters, beside other bits."""
+    code = (((waits << 3 | read) << 3 | written) << 110 | (1 << 105) - 1 | 1 << 122).to_bytes(16, "little")
+    assert Control.of(code) == Control(written, read, waits)
+    return code
+
+
+@pytest.mark.parametrize(
+    ("lines", "faults"),
+    [
+        # As ptxas 12.9 makes it; with a wait for the counter of the read operands, and with one for that of the result.
+        ([(LOAD, encoded(3, 1)), (OTHER, encoded(2)), (LATER, encoded(4))], [LATER]),
+        ([(LOAD, encoded(3, 1)), (OTHER, encoded(2)), (LATER, encoded(4, waits=0b10))], []),
+        ([(LOAD, encoded(3, 1)), (OTHER, encoded(2, waits=0b1000)), (LATER, encoded(4))], []),
+        ([(LOAD, encoded(3, 1)), (OTHER, encoded(2, waits=0b100)), (LATER, encoded(4))], [LATER]),
+        ([(LOAD, encoded(3, 1)), ("LDC.64 R16, c[0x0][0x330]", encoded(4))], []),
+        ([(LOAD, encoded(3, 1)), ("IMAD.WIDE R18, R2, R3, R4", encoded())], ["IMAD.WIDE R18, R2, R3, R4"]),
+        (
+            [(LOAD, encoded(3, 1)), ("MOV R19, R2", encoded())],
+            ["MOV R19, R2"],
+        ),  # an address of 64 bits is two registers
+        ([(LOAD, encoded(3, 1)), ("LDS R18, [R4]", encoded())], []),  # behind the first one, in the same queue
+        ([(LOAD, encoded(3, 1)), ("ISETP.GE.AND P1, PT, R18, R4, PT", encoded())], []),  # reads it, too
+        ([("STS.128 [R4+0x10], R8", encoded(7, 0)), ("FADD R11, R1, R2", encoded())], ["FADD R11, R1, R2"]),
+        ([("STS.128 [R4+0x10], R8", encoded(7, 0)), ("FADD R12, R1, R2", encoded())], []),
+        ([("SHFL.BFLY PT, R9, R7, 0x1, 0x1f", encoded(1, 0)), ("@P0 MOV R7, R1", encoded())], ["MOV R7, R1"]),
+        # Around a loop, and past a branch that skips the wait.
+        (
+            [("MOV R4, R2", encoded()), ("STG.E desc[UR4][R4.64], R6", encoded(7, 0)), ("@P0 BRA 0x0", encoded())],
+            ["MOV R4, R2"],
+        ),
+        (
+            [(LOAD, encoded(3, 1)), ("@P1 BRA 0x30", encoded()), (OTHER, encoded(waits=0b10)), (LATER, encoded())],
+            [LATER],
+        ),
+    ],
+)
+def test_writes_of_registers_that_an_operation_on_memory_has_still_to_read_are_found(lines, faults):
+    texts, codes = zip(*lines, ("EXIT", encoded()), strict=True)
+    assert overwritten(b"".join(codes), listing(*texts)) == faults
+
+
+def test_a_kernel_that_is_assembled_wrong_is_assembled_with_fewer_optimisations(monkeypatch):
+    @dataclass(frozen=True)
+    class Options:
+        ptx_options: str = "-O3"
+
+    def made_by(wrong: tuple[str, ...]) -> tuple[list[str], dict]:
+        """The levels that one kernel was assembled at, where some make wrong code."""
+        levels = []
+
+        def make_cubin(ptx, metadata, options, arch):
+            levels.append(options.ptx_options)
+            return options.ptx_options.encode()
+
+        monkeypatch.setattr(machine_code, "listings", lambda cubins, tool: [tool])
+        monkeypatch.setattr(machine_code, "faults", lambda code, sass: ["LDC"] * (code.decode() in wrong))
+        compiler = SimpleNamespace(make_cubin=make_cubin, target=SimpleNamespace(arch=90))
+        stages = {"cubin": lambda ptx, metadata: make_cubin(ptx, metadata, Options(), 90)}
+        read_in_stages("nvdisasm", compiler, stages, Options())
+        return levels, stages
+
+    levels, stages = made_by(())
+    assert (stages["cubin"]("ptx", {}), levels) == (b"-O3", ["-O3"])
+    levels, stages = made_by(("-O3",))
+    assert (stages["cubin"]("ptx", {}), levels) == (b"-O1", ["-O3", "-O1"])
+    with pytest.raises(RuntimeError, match=r"wrong kernel \(LDC\).*CUDA 13 by TRITON_PTXAS_PATH"):
+        made_by(("-O3", "-O1"))[1]["cubin"]("ptx", {})
 
 
 def cubin(*sections: tuple[str, bytes]) -> bytes:

@@ -11,6 +11,7 @@ import torch
 
 import tilewise as tw
 from bench.testing import call, normal, qkv
+from tests import ways
 from tests.backends.contract import agree
 from tests.planning.test_tiles import (
     BATCH,
@@ -45,6 +46,11 @@ def test_narrow_values_beside_wide_keys_and_the_other_way_round(d, dv):
     mask = tw.keep(lambda b, h, i, j: (i * 6 + j * 3 + h) % 9 < 2)
     for masked in ({"mask": mask}, {"mask": tw.prefix(64) | tw.prefix(85)}, {}):
         agree(Triton(), call(*on_gpu(*qkv(batch=1, nq=384, nk=384, d=d, dv=dv, dtype=torch.bfloat16)), **masked))
+
+
+def test_a_row_has_the_same_bits_in_every_way():
+    found = ways.pairs(12, ways.CUDA, "cuda", "triton", seed=3000)
+    assert (found["pairs"], found["refused"], found["failures"]) == (12, {}, [])
 
 
 def test_a_graph_is_captured_and_replayed_with_other_lengths():

@@ -224,7 +224,6 @@ def _order_reasons(problem: Problem) -> list[str]:
     reasons = reasons or device_reasons(problem.device)
     interpreted, wide = problem.device.type == "cpu", max(problem.head_dim, problem.head_dim_v)
     has = {
-        "compiled kernels: on a GPU, rows with a softcap differed from way to way, and a launch failed": not interpreted,
         f"{problem.dtype}: 16 bits have it": problem.dtype.itemsize != 2 and not interpreted,
         f"head_dim {wide}: those up to {ONE_ORDER[-1].head_dim} have it": wide > ONE_ORDER[-1].head_dim,
         "v in the memory of k": problem.latent,

@@ -25,7 +25,7 @@ from tilewise.backends.base import Directions, Inputs, Output, OutputGrads, empt
 from tilewise.backends.triton import config
 from tilewise.backends.triton.host import launch, runtime, tangent, tile_map
 from tilewise.backends.triton.host.facts import Facts
-from tilewise.backends.triton.host.machine_code import listings, serialised, unset_registers
+from tilewise.backends.triton.host.machine_code import faults, listings, serialised
 from tilewise.backends.triton.host.plan import Plan
 from tilewise.backends.triton.kernels.distant import distances_read
 from tilewise.backends.triton.paging import Machine, paged_config, paged_memory
@@ -345,10 +345,10 @@ def compile_item(item: Launch) -> list[str]:
         used, spills = x.made.metadata.shared, _registers(x.made, item.arch)
         allowed = min(shared_memory(item, x.name, x.tiles), TARGETS[item.arch].shared)
         sass = next(codes, "")
-        serial, unset = serialised(sass), unset_registers(sass)
-        state = "ok  " if used <= allowed and not serial and not unset else "FAIL"
+        serial, wrong = serialised(sass), faults(x.made.asm["cubin"], sass) if sass else []
+        state = "ok  " if used <= allowed and not serial and not wrong else "FAIL"
         spills += ", wgmma serialised" if serial else ""
-        spills += f", reads what nothing wrote: {unset[0]}" if unset else ""
+        spills += f", wrong code: {wrong[0]}" if wrong else ""
         tiles = x.tiles.describe()
         lines.append(f"{state} {head}{x.name:8} {tiles:32} shared {used:6} of {allowed:6}  {spills}  {x.seconds:.1f} s")
     return lines

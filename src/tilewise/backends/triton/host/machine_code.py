@@ -11,16 +11,42 @@ import struct
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from typing import Any
 
 INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z][A-Za-z0-9_.]*)\s*([^;]*);", re.MULTILINE)
 ADDRESS = re.compile(r"\s+/\*([0-9a-f]{4,})\*/")
+GENERAL = re.compile(r"\bR(\d+)\b(\.64)?")
 UNIFORM = re.compile(r"\bUR(\d+)\b")
 TARGET = re.compile(r"0x([0-9a-f]+)\s*$")
 COPIES = ("MOV", "IMAD.U32", "IMAD.MOV.U32", "UMOV")
 WRITERS = ("R2UR", "S2UR", "VOTEU", "REDUX", "ELECT")  # beside those of the uniform path, which begin with U
 READERS = ("UTMA", "UBLK", "UCGA")  # begin with U and write none
+MEMORY = (
+    "LDG",
+    "LDS",
+    "LDL",
+    "LD.",
+    "ST",
+    "ATOM",
+    "RED.",
+    "REDG",
+    "SHFL",
+)  # read their operands late, one after another
+NO_RESULT = (
+    "ST",
+    "RED.",
+    "REDG",
+    "BAR",
+    "SYNCS",
+    "WARP",
+    "HGMMA",
+    "BMOV",
+    "BRX",
+    "R2P",
+    "LDGSTS",
+)  # of general registers
 
 
 @dataclass(frozen=True)
@@ -57,6 +83,45 @@ class Instruction:
                 else:
                     read.add(number)
         return written, set() if operation in COPIES else read
+
+    def general(self) -> tuple[set[int], set[int]]:
+        """``(written, read)`` general registers; of the read ones those alone that an operation on memory names."""
+        operation, parts = self.operation, [x.strip() for x in self.operands.split(",")]
+        width = 4 if ".128" in operation else 2 if ".64" in operation or ".WIDE" in operation else 1
+        if operation.startswith("LDSM"):
+            width = int(operation[-1]) if operation[-1].isdigit() else 1
+        while parts and re.fullmatch(r"!?U?P\w+", parts[0]):  # what is true of the result comes before it
+            del parts[0]
+        result = parts and re.fullmatch(r"R(\d+)", parts[0])
+        written, read = set(), set()
+        if result and not operation.startswith(NO_RESULT) and "SETP" not in operation and "CHK" not in operation:
+            written = set(range(int(result[1]), int(result[1]) + width))
+            del parts[0]
+        for part in parts if operation.startswith(MEMORY) else ():
+            for number, wide in GENERAL.findall(part):
+                count = 1 + bool(wide) if "[" in part else width
+                read |= set(range(int(number), int(number) + count))
+        return written, read
+
+
+@dataclass(frozen=True)
+class Control:
+    """What an instruction's encoding says of the six counters by which it and others wait.
+
+    Attributes:
+        written, read: the counter that falls when its results are there, and the one when its operands have been read; 7: none.
+        waits: a bit for each counter that has to be at 0 before it starts.
+    """
+
+    written: int
+    read: int
+    waits: int
+
+    @classmethod
+    def of(cls, encoded: bytes) -> Control:
+        """Of the 16 bytes of an instruction, from Volta on."""
+        bits = int.from_bytes(encoded, "little") >> 110
+        return cls(bits & 7, bits >> 3 & 7, bits >> 6 & 63)
 
 
 def code_of(cubin: bytes) -> bytes:
@@ -129,6 +194,72 @@ def unset_registers(sass: str) -> list[str]:
     return [
         x.text for x, ready, (_, read) in zip(code, before, uses, strict=True) if ready is not None and read - ready
     ]
+
+
+Pending = frozenset[tuple[int, int, int]]
+"""Registers that are still to be read: of each its number, and the counters of which either says that it has been read."""
+
+
+def overwritten(code: bytes, sass: str) -> list[str]:
+    """The instructions that write a register which an operation on memory before them may still have to read.
+
+    Such a kernel is wrong though its source is right, and only now and then: where the operation is kept waiting, it takes its address
+    from the new value. ptxas 12.8 and 12.9, which Triton up to 3.6 brings, let ``LDC R18, c[0x0][0x330]`` follow
+    ``LDG.E.64 R6, [R18.64]`` without a wait; 12.6 and 13.0 do not (docs/decisions.md#triton-ptxas). Operations on memory wait in one
+    queue: each reads its operands before the next one writes a result.
+    """
+    found = instructions(sass)
+    after, uses = followers(found), [x.general() for x in found]
+    controls = [Control.of(code[n : n + 16]) for n in range(0, 16 * len(found), 16)]
+
+    def left(n: int, pending: Pending) -> Pending:
+        """What an instruction leaves to be read, itself included."""
+        control, (written, read) = controls[n], uses[n]
+        rest = {x for x in pending if not any(counter < 6 and control.waits >> counter & 1 for counter in x[1:])}
+        late = {(x, control.read, control.written) for x in read - written} if control.read != 7 else set()
+        return frozenset(rest | late)
+
+    before: list[Pending | None] = [frozenset() if n == 0 else None for n in range(len(found))]
+    work = [0] if found else []
+    while work:
+        n = work.pop()
+        here = left(n, before[n] or frozenset())
+        for m in after[n]:
+            joined = here | (before[m] or frozenset())
+            if joined != before[m]:
+                before[m] = joined
+                work.append(m)
+    wrong = []
+    for n, x in enumerate(found):
+        waits = controls[n].waits
+        late = {y[0] for y in before[n] or () if not any(c < 6 and waits >> c & 1 for c in y[1:])}
+        if uses[n][0] & late and not x.operation.startswith(MEMORY):
+            wrong.append(x.text)
+    return wrong
+
+
+def read_in_stages(nvdisasm: str, compiler: Any, stages: dict[str, Any], options: Any) -> None:
+    """Has Triton's last stage, of its stages for Hopper, assemble with few optimisations what ptxas else makes wrong.
+
+    Raises:
+        RuntimeError: in that stage, where that is wrong too.
+    """
+    assemble = stages["cubin"]
+
+    def sound(ptx: str, metadata: dict) -> bytes:
+        made = assemble(ptx, metadata)
+        if faults(made, *listings([made], nvdisasm)):
+            made = compiler.make_cubin(ptx, metadata, replace(options, ptx_options="-O1"), compiler.target.arch)
+            if wrong := faults(made, *listings([made], nvdisasm)):
+                raise RuntimeError(f"ptxas makes a wrong kernel ({wrong[0]}); name one of CUDA 13 by TRITON_PTXAS_PATH")
+        return made
+
+    stages["cubin"] = sound
+
+
+def faults(cubin: bytes, sass: str) -> list[str]:
+    """The instructions of a cubin's one kernel that make it wrong; ``sass``: its listing."""
+    return unset_registers(sass) + overwritten(code_of(cubin), sass)
 
 
 def serialised(sass: str) -> bool:

@@ -12,12 +12,15 @@ from typing import Any, Protocol
 import torch
 
 from tilewise import device as devices
+from tilewise.backends.triton.host import machine_code
 from tilewise.backends.triton.host.facts import Facts
 from tilewise.backends.triton.tiles import Tiles
 from tilewise.settings import triton_ptxas, triton_ptxas_blackwell
 
 # 12.8 makes wrong kernels of narrow values: some read a tile at an address that comes from a register which nothing has written.
 RIGHT_PTXAS = (12, 9)
+# Before 13.0, a register is now and then overwritten that is still to be read (machine_code.overwritten).
+SOUND_PTXAS = (13, 0)
 PTXAS = "ptxas", "ptxas_blackwell"  # Triton's settings of one
 _ASSEMBLING = RLock()  # the setting of an assembler is the process's
 
@@ -102,8 +105,8 @@ def run(kernel, grid: tuple[int, ...], tiles: Tiles, *arguments: object) -> obje
     early = {"launch_pdl": True} if arguments[-1].overlap in ("reads", "joins") else {}
     if not on_hopper():
         return kernel[grid](*arguments, **tiles.options, **early)
-    with assembled_by(newer_ptxas()):
-        return kernel[grid](*arguments, **tiles.options, **early)
+    with assembled_by(newer_ptxas()), read_where_faulty() as read:
+        return kernel[grid](*arguments, **tiles.options, **early, **read)
 
 
 def on_hopper(device: torch.device | None = None) -> bool:
@@ -133,6 +136,39 @@ def assembled_by(ptxas: str) -> Iterator[None]:
             settings |= before
 
 
+@contextmanager
+def read_where_faulty() -> Iterator[dict[str, str]]:
+    """A context in which the machine code of an assembler before :data:`SOUND_PTXAS` is read for its faults when it is made.
+
+    Yields options for Triton that change no code, but part such kernels from those of a cache that nobody has read.
+    """
+    if hopper_ptxas() >= SOUND_PTXAS:
+        yield {}
+        return
+    knobs = kernels().triton.knobs
+    hooks, nvdisasm = knobs.runtime, knobs.nvidia.nvdisasm.path
+    before = hooks.add_stages_inspection_hook
+
+    def hook(*arguments) -> None:
+        if before is not None:
+            before(*arguments)
+        machine_code.read_in_stages(nvdisasm, *arguments[:3])
+
+    with _ASSEMBLING:
+        hooks.add_stages_inspection_hook = hook
+        try:
+            yield {"ptx_options": "-O3"}  # the level that ptxas takes anyway
+        finally:
+            hooks.add_stages_inspection_hook = before
+
+
+def hopper_ptxas() -> tuple[int, ...]:
+    """The version of the ptxas that Hopper's kernels get now, as ``(12, 9)``."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    return tuple(map(int, get_ptxas(90).version.split(".")[:2]))
+
+
 @lru_cache(maxsize=1)
 def newer_ptxas() -> str:
     """The path of the newer of the two ptxas that Triton brings; of the other where the driver is too old for the newer one's code."""
@@ -143,11 +179,9 @@ def newer_ptxas() -> str:
 
 def wrong_ptxas() -> str:
     """The version of the ptxas that Hopper's kernels get, where that one makes wrong ones (:data:`RIGHT_PTXAS`); else ""."""
-    from triton.backends.nvidia.compiler import get_ptxas
-
     with assembled_by(newer_ptxas()):
-        version = get_ptxas(90).version
-    return "" if tuple(map(int, version.split(".")[:2])) >= RIGHT_PTXAS else version
+        version = hopper_ptxas()
+    return "" if version >= RIGHT_PTXAS else ".".join(map(str, version))
 
 
 def listening() -> bool:

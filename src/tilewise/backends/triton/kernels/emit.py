@@ -158,8 +158,10 @@ def _of_score(
     # Where the score has a factor anyway, log2 e becomes a part of it: no multiplication more. fp32 stays in base e
     # (maths.exp).
     binary = half and factors.in_log2(root) is not None
-    # Exponents within BOUND need no maximum: the forward subtracts 0 (docs/decisions.md#triton-softcap).
+    # Exponents within BOUND need no maximum: the forward subtracts 0 (docs/decisions.md#triton-softcap). Such a tile's power of a tanh
+    # depends on the pairs beside it.
     bounded = binary and problem.dtype == torch.bfloat16 and LOG2E * _bound(problem.spec.score) <= BOUND
+    bounded = bounded and not problem.spec.everywhere
     root = factors.in_log2(root) if binary else root
     source = [_returning(writer(), "score", _SCORE, root)]
     if bounded and is_scaled_tanh(root):

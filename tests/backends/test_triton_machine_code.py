@@ -10,6 +10,7 @@ import pytest
 from tilewise.backends.triton.host import machine_code
 from tilewise.backends.triton.host.machine_code import (
     Control,
+    Instruction,
     code_of,
     instructions,
     listings,
@@ -71,7 +72,7 @@ OTHER = "I2F.RP R2, R5"
 def encoded(written: int = 7, read: int = 7, waits: int = 0) -> bytes:
     """The 16 bytes of an instruction with these counters, beside other bits."""
     code = (((waits << 3 | read) << 3 | written) << 110 | (1 << 105) - 1 | 1 << 122).to_bytes(16, "little")
-    assert Control.of(code) == Control(written, read, waits)
+    assert Control.of(code, Instruction(0, False, "MOV", "R1, R2")) == Control(written, read, waits)
     return code
 
 
@@ -83,6 +84,9 @@ def encoded(written: int = 7, read: int = 7, waits: int = 0) -> bytes:
         ([(LOAD, encoded(3, 1)), (OTHER, encoded(2)), (LATER, encoded(4, waits=0b10))], []),
         ([(LOAD, encoded(3, 1)), (OTHER, encoded(2, waits=0b1000)), (LATER, encoded(4))], []),
         ([(LOAD, encoded(3, 1)), (OTHER, encoded(2, waits=0b100)), (LATER, encoded(4))], [LATER]),
+        ([(LOAD, encoded(3, 1)), ("DEPBAR.LE SB1, 0x0", encoded()), (LATER, encoded(4))], []),
+        ([(LOAD, encoded(3, 1)), ("DEPBAR.LE SB0, 0x0, {1,2}", encoded()), (LATER, encoded(4))], []),
+        ([(LOAD, encoded(3, 1)), ("DEPBAR.LE SB0, 0x1, {2}", encoded()), (LATER, encoded(4))], [LATER]),
         ([(LOAD, encoded(3, 1)), ("LDC.64 R16, c[0x0][0x330]", encoded(4))], []),
         ([(LOAD, encoded(3, 1)), ("IMAD.WIDE R18, R2, R3, R4", encoded())], ["IMAD.WIDE R18, R2, R3, R4"]),
         (

@@ -118,10 +118,14 @@ class Control:
     waits: int
 
     @classmethod
-    def of(cls, encoded: bytes) -> Control:
-        """Of the 16 bytes of an instruction, from Volta on."""
+    def of(cls, encoded: bytes, x: Instruction) -> Control:
+        """Of the 16 bytes of an instruction, from Volta on. ``DEPBAR.LE SB2, 0x0, {3}`` waits for what it names."""
         bits = int.from_bytes(encoded, "little") >> 110
-        return cls(bits & 7, bits >> 3 & 7, bits >> 6 & 63)
+        waits = bits >> 6 & 63
+        if x.operation.startswith("DEPBAR"):
+            named = re.sub(r"0x[0-9a-f]+", "", x.operands)  # but how many may be left, which counts as none
+            waits |= sum(1 << n for n in {int(n) for n in re.findall(r"\d", named)})
+        return cls(bits & 7, bits >> 3 & 7, waits)
 
 
 def code_of(cubin: bytes) -> bytes:
@@ -210,7 +214,7 @@ def overwritten(code: bytes, sass: str) -> list[str]:
     """
     found = instructions(sass)
     after, uses = followers(found), [x.general() for x in found]
-    controls = [Control.of(code[n : n + 16]) for n in range(0, 16 * len(found), 16)]
+    controls = [Control.of(code[16 * n : 16 * n + 16], x) for n, x in enumerate(found)]
 
     def left(n: int, pending: Pending) -> Pending:
         """What an instruction leaves to be read, itself included."""

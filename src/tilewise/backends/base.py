@@ -321,6 +321,7 @@ class PerProblem:
 
 
 _NOTHING = object()  # what was made may be None
+_NEVER = _NOTHING, (), None  # of tensors of which nothing was made
 
 
 class PerTensors:
@@ -339,39 +340,48 @@ class PerTensors:
 
     def __init__(self):
         # By key and the tensors' ids, so that masks of one text take turns.
-        self._found: dict[Any, tuple[Any, list, Ready]] = {}
+        self._found: dict[Hashable, tuple[Any, list, Ready]] = {}
         self.captured: dict[int, Any] = {}
 
     def of(self, key: Any, tensors: Sequence[Tensor], make: Callable[[], Any]) -> Any:
-        capturing = is_captured()
-        anew = bool(tensors) and (capturing or is_warming_up())
-        found = _NOTHING if anew else self.kept(key, tensors, _NOTHING)
+        capturing, warming, place = is_captured(), is_warming_up(), (key, *map(id, tensors))
+        anew = bool(tensors) and (capturing or warming)
+        found = _NOTHING if anew else self._kept(place, tensors)
         if found is not _NOTHING:
             if capturing:
                 self.captured[id(found)] = found
             return found
-        made = make() if anew else lasting(make)
-        editions = [edition(t) for t in tensors]
-        if not (capturing or anew or None in editions) and all(map(is_tracked, tensors)):
-            place = (key, *[id(t) for t in tensors])
-            if len(self._found) >= self.LIMIT:
-                self._found.clear()
-            gone = [weakref.ref(t, lambda _: self._found.pop(place, None)) for t in tensors]
-            known = list(zip(gone, editions, strict=True))
-            self._found[place] = made, known, Ready(tensors_in(made))
+        made = lasting(make) if warming and not anew else make()
+        if not (capturing or anew):
+            self._keep(place, tensors, made)
         return made
 
-    def ready(self, key: Any, tensors: Sequence[Tensor]) -> Any:
-        """The thing that :meth:`of` would return without making it; None: it would make it."""
-        return None if is_captured() or is_warming_up() else self.kept(key, tensors)
+    def kept(self, key: Any, tensors: Sequence[Tensor]) -> Any:
+        """The thing that was made of these tensors, unchanged since; None: nothing is kept."""
+        found = self._kept((key, *map(id, tensors)), tensors)
+        return None if found is _NOTHING else found
 
-    def kept(self, key: Any, tensors: Sequence[Tensor], default: Any = None) -> Any:
-        """The thing that was made of these tensors, unchanged since, or the default: nothing is kept."""
-        found = self._found.get((key, *[id(t) for t in tensors]))
-        if found and all(x() is t and known == edition(t) for t, (x, known) in zip(tensors, found[1], strict=True)):
-            found[2].await_here()
-            return found[0]
-        return default
+    def _kept(self, place: Hashable, tensors: Sequence[Tensor]) -> Any:
+        """The thing that was made of these tensors, unchanged since, or _NOTHING."""
+        made, known, ready = self._found.get(place, _NEVER)
+        for t, (x, then) in zip(tensors, known, strict=False):
+            if x() is not t or edition(t) != then:
+                return _NOTHING
+        if ready is not None:
+            ready.await_here()
+        return made
+
+    def _keep(self, place: Hashable, tensors: Sequence[Tensor], made: Any) -> None:
+        """Keeps what was made of tensors, if editions tell when these change."""
+        known, found = [], self._found
+        for t in tensors:
+            now = edition(t)
+            if now is None or not is_tracked(t):
+                return
+            known.append((weakref.ref(t, lambda _: found.pop(place, None)), now))
+        if len(found) >= self.LIMIT:
+            found.clear()
+        found[place] = made, known, Ready(tensors_in(made))
 
 
 def piece_reasons(problem: Problem, dropout: int = 0) -> list[str]:

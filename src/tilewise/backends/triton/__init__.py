@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
 
@@ -69,16 +68,6 @@ def interpreting() -> bool:
     import triton
 
     return triton.knobs.runtime.interpret
-
-
-_HERE = nullcontext()
-
-
-def on_device(x: Tensor):
-    """Return a context with x's GPU as the current one, where Triton launches. It costs nothing if that is so already."""
-    if x.device.type == "cpu" or x.device.index == torch._C._cuda_getDevice():
-        return _HERE
-    return torch.cuda.device(x.device)
 
 
 LEAST_TILE = 16  # keys of the smallest tiles
@@ -144,11 +133,11 @@ class Triton(Backend):
         return tiles.tile_m, tiles.tile_n
 
     def forward(self, problem: Problem, inputs: Inputs) -> Output:
-        with on_device(inputs.q):
+        with runtime.on_device(inputs.q):
             return launch.forward(self._plan_of(problem), inputs)
 
     def backward(self, problem: Problem, inputs: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads:
-        with on_device(inputs.q):
+        with runtime.on_device(inputs.q):
             return launch.backward(self._plan_of(problem), inputs, out, do, dlse)
 
     def without_tangents(self, problem: Problem, second: bool) -> list[str]:
@@ -164,13 +153,13 @@ class Triton(Backend):
         return reasons
 
     def jvp(self, problem: Problem, inputs: Inputs, out: Output, along: Directions) -> Output:
-        with on_device(inputs.q):
+        with runtime.on_device(inputs.q):
             return tangent.jvp(self._tangent_plan(problem, along), inputs, out, along)
 
     def backward_jvp(
         self, problem: Problem, inputs: Inputs, out: Output, grad: OutputGrads, along: Directions, moved: Output
     ) -> Grads:
-        with on_device(inputs.q):
+        with runtime.on_device(inputs.q):
             return tangent.backward_jvp(self._tangent_plan(problem, along), inputs, out, grad, along, moved)
 
     def _tangent_plan(self, problem: Problem, along: Directions) -> tangent.TangentPlan:
@@ -187,7 +176,7 @@ class Triton(Backend):
             or any(x is not None and x.stride(-1) != 1 for x in (*cache[:2], k, v))
         ):
             return False
-        with on_device(k):
+        with runtime.on_device(k):
             append(cache, k, v, cu_seqlens_q)
         return True
 

@@ -170,7 +170,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "derivatives": ("dispatch", "backends.base", "problem", "spec", "untraced"),
     "autograd": ("derivatives", "dispatch", "backends.base", "problem", "spec", "untraced"),
     "batching": ("autograd", "derivatives", "mapped", "spec", "expr", "state", "untraced"),
-    "cache": ("words", "dispatch", "problem", "pages", "settings", "spec", "untraced"),
+    "cache": ("words", "autograd", "dispatch", "problem", "pages", "settings", "spec", "untraced"),
     "shared_prefix": ("words", "repeated", "cache", "pages", "settings", "state", "masks", "scores", "spec"),
     "repeated": ("autograd", "dispatch", "masks", "spec"),
     "nested": ("spec", "words"),

@@ -177,6 +177,9 @@ DirectCall = Callable[[Tensor, Tensor, Tensor, Sequence[Tensor], bool], tuple[Te
 """The forward of one problem: of q, k and v, whatever the order of their dimensions, of the extras, and of whether lse is read, o and lse.
 None: it takes more than to read the tensors where they lie."""
 
+Appender = Callable[[Pages, Tensor, Tensor | None, Tensor | None], None]
+"""What writes new rows k and v of sequences, or packed with cu_seqlens_q, into a cache."""
+
 Saved = Sequence[Any]
 """A forward's tensors that its backward reads: q, k, v, the extras, the seed or None, o and lse."""
 
@@ -256,9 +259,10 @@ class Backend(Protocol):
 
     def backward(self, p: Problem, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads: ...
 
-    def append(self, cache: Pages, k: Tensor, v: Tensor | None, cu_seqlens_q: Tensor | None) -> bool:
-        """Writes checked new rows behind the keys of each sequence, as :func:`tilewise.append` says; False: it has no kernel for that."""
-        return False
+    def appender(self, cache: Pages, k: Tensor, v: Tensor | None, cu_seqlens_q: Tensor | None) -> Appender | None:
+        """What writes checked new rows behind the keys of each sequence, as :func:`tilewise.append` says, of tensors of these shapes,
+        strides and dtypes, whatever their values; None: it has no kernel for that."""
+        return None
 
     def without_tangents(self, p: Problem, second: bool) -> list[str]:
         """Every reason why :meth:`jvp` cannot run this problem here or, if ``second``, :meth:`backward_jvp`."""

@@ -20,6 +20,7 @@ from torch import Tensor
 from tilewise import device as devices
 from tilewise import expr
 from tilewise.backends.base import (
+    Appender,
     Backend,
     Directions,
     Grads,
@@ -45,7 +46,7 @@ from tilewise.backends.triton.config import (
     tf32_allowed,
 )
 from tilewise.backends.triton.host import launch, runtime, tangent, tuned
-from tilewise.backends.triton.host.append import append
+from tilewise.backends.triton.host.append import AppendLaunch
 from tilewise.backends.triton.host.plan import Memo, Plan
 from tilewise.backends.triton.kernels.distant import distances_read, parts_of
 from tilewise.backends.triton.kernels.leaf_reads import PairReads, described_lookup, predicate_blocks
@@ -169,16 +170,14 @@ class Triton(Backend):
         plans = self._tangent_plans.of(problem)
         return plans.of((moving, tf32), lambda: tangent.new_plan(problem, self.config(problem), moving))
 
-    def append(self, cache: Pages, k: Tensor, v: Tensor | None, cu_seqlens_q: Tensor | None) -> bool:
+    def appender(self, cache: Pages, k: Tensor, v: Tensor | None, cu_seqlens_q: Tensor | None) -> Appender | None:
         if (
             not installed()
             or device_reasons(k.device)
             or any(x is not None and x.stride(-1) != 1 for x in (*cache[:2], k, v))
         ):
-            return False
-        with runtime.on_device(k):
-            append(cache, k, v, cu_seqlens_q)
-        return True
+            return None
+        return AppendLaunch.of(cache, k, v, cu_seqlens_q)
 
     def _plan_of(self, problem: Problem) -> Plan:
         """Return the plan of a problem under PyTorch's present tf32 setting, which may change between two calls."""

@@ -6,6 +6,7 @@ import torch
 import tilewise as tw
 from bench.testing import normal
 from tests.backends.paged import CASES, Case
+from tilewise import cache as caches
 from tilewise import reference
 
 CAUSAL = Case(8, (20, 3, 0, 33), rows=3, options=lambda: {"causal": True})
@@ -247,6 +248,48 @@ def test_appended_keys_lie_behind_those_of_their_sequence(packed):
             assert whole[0, : before[b]].isnan().all()
             assert torch.equal(whole[0, before[b] :], part[cu[b] : cu[b + 1]])
     assert sum(int((~pool.isnan()).all(-1).all(-1).sum()) for pool in cache[:2]) == 2 * sum(news)  # and nothing else
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_an_append_like_an_earlier_one_is_told_from_it_by_where_values_lie(order):
+    """Pools of one shape and stride whose values have memory of their own, or lie in that of the keys."""
+    both = torch.full((24, 8, 2, 24), torch.nan)
+    latent = both[..., :16], both[..., :8]
+    apart = latent[0], torch.full_like(both, torch.nan)[..., :8]
+    rest = empty_cache()[2:]
+    k, v = normal(4, 5, 2, 16), normal(4, 5, 2, 8)
+    for n in order * 2:
+        cache = tw.paged(*(apart, latent)[n], *rest)
+        with pytest.raises(ValueError, match="leave v out" if n else "give v"):
+            tw.append(cache, k, v if n else None)
+        tw.append(cache, k, None if n else v)
+    assert int((~apart[1].isnan()).all(-1).all(-1).sum()) == 20
+
+
+def test_known_appends_write_the_rows_and_lengths_of_their_own_call():
+    k, v = normal(4, 5, 2, 16), normal(4, 5, 2, 8)
+    for lengths in ((20, 3, 0, 33), (0, 1, 2, 3), (7, 7, 7, 40)):
+        cache, other = empty_cache(lengths), empty_cache(lengths)
+        grown = tw.append(cache, k, v)
+        assert grown.seqlens_k.tolist() == [n + 5 for n in lengths]
+        caches._write(other, k, v, None)
+        for pool, expected in zip(cache[:2], other[:2], strict=True):
+            torch.testing.assert_close(pool, expected, rtol=0, atol=0, equal_nan=True)
+        k, v = k + 1, v + 1
+
+
+@pytest.mark.parametrize("mode", ["grad", "no_grad", "inference"])
+def test_an_append_refuses_what_requires_a_gradient_where_one_is_recorded(mode):
+    cache, k = empty_cache(), normal(4, 5, 2, 16).requires_grad_()
+    v = normal(4, 5, 2, 8)
+    tw.append(cache, k.detach(), v)
+    if mode == "grad":
+        with pytest.raises(ValueError, match="a cache has no gradient"):
+            tw.append(cache, k, v)
+        return
+    with torch.no_grad() if mode == "no_grad" else torch.inference_mode():
+        tw.append(cache, k, v)
+    assert not cache.k_pages.requires_grad
 
 
 def test_rows_without_a_place_are_not_written_where_nobody_checks(monkeypatch):

@@ -9,13 +9,13 @@ tilewise::append(k_pages, v_pages, k, v, block_table, seqlens_k, cu_seqlens_q, k
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeVar, overload
 
 import torch
 from torch import Tensor
 
-from tilewise import dispatch, pages, settings
+from tilewise import autograd, dispatch, pages, settings
 from tilewise.problem import DTYPES
 from tilewise.spec import Options, not_tensors
 from tilewise.untraced import untraced
@@ -213,12 +213,23 @@ def append(cache: Cache, k: Tensor, v: Tensor | None = None, cu_seqlens_q: Tenso
     if not hasattr(cache, "k_pages"):
         raise ValueError(f"append was called wrongly\n  {not_a_cache(cache)}")
     k_pages, v_pages, block_table, seqlens_k, *scales = cache
-    named = *zip(cache._fields, cache, strict=True), ("k", k), ("v", v), ("cu_seqlens_q", cu_seqlens_q)
-    reasons = not_tensors(named, ("k", "k_pages", "v_pages"))
-    raise_wrong("append", reasons)
-    _append(k_pages, v_pages, k, v, block_table, seqlens_k, cu_seqlens_q, *scales)
+    tensors = k_pages, v_pages, k, v, block_table, seqlens_k, cu_seqlens_q, *scales
+    if _is_plain(tensors):
+        _append_into(*tensors)
+    else:
+        named = *zip(cache._fields, cache, strict=True), ("k", k), ("v", v), ("cu_seqlens_q", cu_seqlens_q)
+        raise_wrong("append", not_tensors(named, ("k", "k_pages", "v_pages")))
+        _append(*tensors)
     new = k.shape[1] if cu_seqlens_q is None else cu_seqlens_q.diff().to(torch.int32)
     return cache._replace(seqlens_k=cache.seqlens_k + new)
+
+
+def _is_plain(tensors: Sequence[Tensor | None]) -> bool:
+    """Return whether the operator would only call its kernel (docs/decisions.md#repeated-calls)."""
+    given = [x for x in tensors if x is not None]
+    if torch.compiler.is_compiling() or not (autograd.nobody_asks() and autograd.nobody_watches(*given)):
+        return False
+    return not (torch.is_grad_enabled() and any(x.requires_grad for x in given))
 
 
 def _append_reasons(
@@ -284,10 +295,25 @@ def _check(
 
 
 def _append_into(k_pages, v_pages, k, v, block_table, seqlens_k, cu_seqlens_q, *scales) -> None:
+    cu_seqlens_q = None if cu_seqlens_q is None else cu_seqlens_q.contiguous()
     cache = _cache_of(k_pages, v_pages, block_table, seqlens_k, *scales)
-    _check(cache, k, v, cu_seqlens_q, values=k.device.type == "cpu" or settings.check_values())
-    if k.numel() and k_pages.numel() and block_table.numel() and not dispatch.append(cache, k, v, cu_seqlens_q):
-        _write(cache, k, v, cu_seqlens_q)
+    tensors = k_pages, v_pages, k, v, block_table, seqlens_k, cu_seqlens_q, *scales
+    # Values may lie in the memory of keys, or not; so may their scales.
+    pairs = (k_pages, v_pages), scales
+    key = (
+        *[None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors],
+        *[len({x.data_ptr() for x in pair}) for pair in pairs],
+    )
+    write, values = dispatch.of_appends.get(key), k.device.type == "cpu" or settings.check_values()
+    if write is None or values:
+        _check(cache, k, v, cu_seqlens_q, values)
+    if write is None:
+        if len(dispatch.of_appends) >= dispatch.PLANS_LIMIT:
+            dispatch.of_appends.clear()
+        some = k.numel() and k_pages.numel() and block_table.numel()
+        write = (dispatch.appender(cache, k, v, cu_seqlens_q) or _write) if some else _write_nothing
+        dispatch.of_appends[key] = write
+    write(cache, k, v, cu_seqlens_q)
 
 
 def _fake_append(k_pages, v_pages, k, v, block_table, seqlens_k, cu_seqlens_q, *scales) -> None:
@@ -317,6 +343,10 @@ def _mapped_append(*_: object) -> None:
 
 
 torch.library.register_vmap("tilewise::append", untraced(_mapped_append), lib=_library)
+
+
+def _write_nothing(*_: object) -> None:
+    """Write no row into no page."""
 
 
 def _write(cache: PagedCache | QuantizedCache, k: Tensor, v: Tensor | None, cu_seqlens_q: Tensor | None) -> None:

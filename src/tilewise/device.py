@@ -71,7 +71,7 @@ def beyond_grid(launches: Mapping[str, Sequence[int]]) -> list[str]:
 
 def is_captured() -> bool:
     """Return whether what is launched now goes into a CUDA graph."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and _capturing()
 
 
 # is_captured for whoever holds a tensor on a GPU, so that CUDA is known to be initialised.
@@ -179,6 +179,23 @@ def zeros(device: torch.device, count: int) -> torch.Tensor:
     return found
 
 
+_indices: dict[torch.device, torch.Tensor] = {}
+
+
+def indices(device: torch.device, count: int) -> torch.Tensor:
+    """Return the numbers from 0 on, at least ``count`` of them, int64, which nobody may write; on a GPU they are kept."""
+    found = _indices.get(device)
+    if found is not None and len(found) >= count:
+        return found
+    if device.type != "cuda" or torch._C._len_torch_dispatch_stack() or _capturing():
+        return torch.arange(count, device=device)
+    with torch.inference_mode(False):
+        found = lasting(lambda: torch.arange(max(1024, 1 << (count - 1).bit_length()), device=device))
+    torch.cuda.current_stream(device).synchronize()  # as of counts
+    _indices[device] = found
+    return found
+
+
 MOST_WORKSPACE = 32 << 20
 
 
@@ -232,9 +249,9 @@ class Ready:
 
 def tensors_in(made: Any) -> list[torch.Tensor]:
     """Return the tensors of a value of tensors, containers and dataclasses."""
-    parts: Iterable[Any] = made if isinstance(made, (list, tuple)) else ()
     if isinstance(made, torch.Tensor):
         return [made]
+    parts: Iterable[Any] = made if isinstance(made, (list, tuple)) else ()
     if isinstance(made, dict):
         parts = made.values()
     elif is_dataclass(made) and not isinstance(made, type):

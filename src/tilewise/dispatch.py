@@ -17,6 +17,7 @@ from tilewise import device as devices
 from tilewise import pages, settings, words
 from tilewise.amounts import in_bytes, in_flop
 from tilewise.backends.base import (
+    Appender,
     Backend,
     DirectBackward,
     DirectCall,
@@ -26,7 +27,6 @@ from tilewise.backends.base import (
     OutputGrads,
     Pages,
     Saved,
-    contiguous,
     everywhere_reasons,
 )  # fmt: skip
 from tilewise.caching import cached_property
@@ -248,13 +248,14 @@ def _first(p: Problem, backend: Backend) -> tuple[Backend, Any] | None:
 _plans: dict[tuple, Plan] = {}
 of_calls: dict[tuple, Any] = {}  # that the operator does not see: tilewise.repeated
 of_structures: dict[tuple, Hashable] = {}  # of the same calls, by what they say without their sizes
+of_appends: dict[tuple, Appender] = {}  # by what decides an append: tilewise.cache
 _selected = ByStructure()
 PLANS_LIMIT = 512  # of calls that repeat; another one of a known structure takes little more
 
 
 def forget() -> None:
     """Forget what was decided: backends are asked again."""
-    for memory in (_plans, _selected, of_calls, of_structures):
+    for memory in (_plans, _selected, of_calls, of_structures, of_appends):
         memory.clear()
 
 
@@ -334,10 +335,11 @@ def inputs(found: Plan, q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor
     return Inputs.of(found.problem, q, k, v, extras, seed)
 
 
-def append(cache: Pages, k: Tensor, v: Tensor | None, cu_seqlens_q: Tensor | None) -> bool:
-    """Return whether a backend of the device has written new rows into the pages of a cache."""
+def appender(cache: Pages, k: Tensor, v: Tensor | None, cu_seqlens_q: Tensor | None) -> Appender | None:
+    """Return what a backend of the device has to write new rows like these into the pages of a cache, or None if none has a kernel."""
     rows = [row for row in BACKENDS if row.device_types is not None and k.device.type in row.device_types]
-    return any(backend(row.name).append(cache, k, v, contiguous(cu_seqlens_q)) for row in rows)
+    each = (backend(row.name).appender(cache, k, v, cu_seqlens_q) for row in rows)
+    return next((found for found in each if found is not None), None)
 
 
 # -- Explaining ----------------------------------------------------------------------------------------------------

@@ -130,6 +130,30 @@ def test_an_older_assembler_is_not_given_narrow_values_on_hopper(monkeypatch, di
         assert [f"head dims {d} and {dv}: ptxas {version} makes wrong" in x for x in reasons] == [True] * refused
 
 
+def test_an_append_of_a_known_kind_starts_the_kernel_that_is_compiled(monkeypatch):
+    """Unless a tensor begins elsewhere than at 16 bytes: the kernel was compiled for those."""
+    calls, append = [], runtime.kernels().append
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda tensors, *rest, **options: calls.append(("compiles", grid, tensors.k, rest)) or "compiled"
+
+    monkeypatch.setattr(append, "append_kernel", Kernel())
+    monkeypatch.setattr(
+        runtime, "run_compiled", lambda f, grid, tensors, *rest: calls.append((f, grid, tensors.k, rest))
+    )
+    pools = [torch.zeros(4, 16, 1, 32) for _ in "kv"]
+    pages = tw.paged(*pools, torch.arange(4, dtype=torch.int32).view(2, 2), torch.zeros(2, dtype=torch.int32))
+    rows, v = torch.zeros(200), torch.ones(2, 3, 1, 32)
+    launch = triton.Triton().appender(pages, v, v, None)
+    each = [rows[n:][:192].view(2, 3, 1, 32) for n in (1, 0, 4, 1)]
+    for k in each:
+        launch(pages, k, v, None)
+    assert [x[0] for x in calls] == ["compiles", "compiles", "compiled", "compiles"]
+    assert [x[2] is k for x, k in zip(calls, each, strict=True)] == [True] * 4
+    assert len({(x[1], x[3]) for x in calls}) == 1
+
+
 def test_every_launch_says_that_a_product_and_a_sum_are_fused(monkeypatch):
     """Triton 3.10 takes another default than the versions before it, and 3.9 warns where nobody says so."""
     from triton.runtime import interpreter
@@ -149,7 +173,8 @@ def test_every_launch_says_that_a_product_and_a_sum_are_fused(monkeypatch):
         torch.arange(4, dtype=torch.int32).view(2, 2),
         torch.zeros(2, dtype=torch.int32),
     )
-    triton.append(pages, *(torch.ones(2, 3, 1, 32) for _ in "kv"), None)
+    rows = pages, *(torch.ones(2, 3, 1, 32) for _ in "kv"), None
+    triton.Triton().appender(*rows)(*rows)
     assert {name for name, _ in named} >= {"forward_kernel", "delta_kernel", "dq_kernel", "append_kernel"}
     assert {fused for _, fused in named} == {True}
 

@@ -159,7 +159,7 @@ def test_the_kernel_that_appends_writes_what_torch_writes(packed):
     if not packed:
         k, v = (x[:20].unflatten(0, (4, 5)).transpose(0, 1).contiguous().transpose(0, 1) for x in (k, v))
     other = cache._replace(k_pages=cache.k_pages.clone(), v_pages=cache.v_pages.clone())
-    assert Triton().append(cache, k, v, cu)
+    Triton().appender(cache, k, v, cu)(cache, k, v, cu)
     caches._write(other, k, v, cu)
     for pool, expected in zip(cache[:2], other[:2], strict=True):
         torch.testing.assert_close(pool, expected, rtol=0, atol=0, equal_nan=True)
@@ -181,7 +181,7 @@ def test_the_kernel_that_appends_quantises_as_torch_does(scales, latent):
     written = [cache._replace(**{x: getattr(cache, x).clone() for x in POOLS}) for _ in range(2)]
     if latent:
         v, written = None, [x._replace(v_pages=x.k_pages[..., :10], v_scale=x.k_scale) for x in written]
-    assert Triton().append(written[0], k, v, cu)
+    Triton().appender(written[0], k, v, cu)(written[0], k, v, cu)
     caches._write(written[1], k, v, cu)
     for name in POOLS:
         x, y = (getattr(each, name).float() for each in written)

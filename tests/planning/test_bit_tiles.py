@@ -11,18 +11,22 @@ from torch import Tensor
 
 import tilewise as tw
 from tests.planning.test_tiles import BATCH, HEADS, grid_of, matrix
+from tilewise import device
 from tilewise.masks import Mask
 from tilewise.planning import bit_tiles, tiles
 from tilewise.planning.bit_tiles import (
+    ALONE,
     EVERYTHING,
     LINES,
     NOTHING,
     RESERVED,
     BitTiles,
+    Layout,
     Sections,
     bits_bytes,
     most_partial,
 )
+from tilewise.planning.planner import Kind
 from tilewise.planning.tiles import PARTIAL, Grid, TileMap, each_head
 
 IDS = torch.tensor([0] * 130 + [7] + [2] * 70 + [1] * 199)
@@ -151,6 +155,55 @@ def test_kernels_write_the_same_lists_bits_and_sections(name, crossing, by_colum
     assert torch.equal(again.section, expected.section)
     assert torch.equal(again.bits[: EVERYTHING + 1], expected.bits[: EVERYTHING + 1])
     check(name, lengths, crossing, by_columns, again)
+    grid = grid_of(MASKS[name](), *lengths)
+    sections = Sections(BATCH * HEADS * 4, 2, 6, HEADS // 2)
+    layout = Layout.of(grid.region, (BATCH, HEADS, *lengths), crossing, by_columns, grid.leaves, sections.group)
+    making = planning.all_of_bits(Kind.of(grid), layout, crossing, by_columns, sections)
+    assert (making is None) == (name == "head-pairs")  # heads that see the same pairs are not told apart
+    if making is not None:
+        kept = layout.tiles(making(grid.leaves, grid.b.device))
+        monkeypatch.setattr(tiles, "_by_kernel", planning.judged_tiles)  # whose states are exact
+        expected = BitTiles.build(grid, crossing, by_columns, sections)
+        assert torch.equal(kept.work, expected.work)
+        assert torch.equal(kept.section, expected.section)
+        check(name, lengths, crossing, by_columns, kept)
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="the package triton is not installed")
+def test_kept_launches_get_the_addresses_of_the_tensors_that_the_first_ones_got(monkeypatch):
+    from tilewise.backends.triton import interpreting, planning
+    from tilewise.backends.triton.host import runtime
+
+    if not interpreting():
+        pytest.skip("kernels are not interpreted (tests/conftest.py)")
+    grids = [grid_of(tw.causal() & tw.documents(torch.arange(300) // n), 300, 300) for n in (70, 40)]
+    layout, seen = Layout.of(grids[0].region, (BATCH, HEADS, 300, 300), 128), []
+    making = planning.all_of_bits(Kind.of(grids[0]), layout, 128, False, ALONE)
+    shared = torch.empty(4096, dtype=torch.uint8), torch.arange(8)
+    monkeypatch.setattr(device, "workspace", lambda *_: shared[0])
+    monkeypatch.setattr(device, "indices", lambda *_: shared[1])
+    monkeypatch.setattr(
+        runtime, "start", lambda kernel, grid, tiles, tensors, *rest: seen.append(tensors) or "compiled"
+    )
+    monkeypatch.setattr(runtime, "run_compiled", lambda compiled, grid, tensors, *rest: seen.append(tensors))
+    memories = [making(grid.leaves, grid.b.device) for grid in grids]
+
+    def places(tensors: tuple, memory: torch.Tensor, leaves: tuple) -> tuple:
+        """Where each tensor lies: of which memory, and at which byte there."""
+        found = []
+        for x in tensors:
+            if x is None or isinstance(x, tuple):
+                found.append(x and places(x, memory, leaves))
+                continue
+            address = x if isinstance(x, int) else x.data_ptr()
+            inside = [0 <= address - m.data_ptr() < m.nbytes for m in (memory, *shared, *leaves)]
+            found.append((inside.index(True), address - (memory, *shared, *leaves)[inside.index(True)].data_ptr()))
+        return tuple(found)
+
+    of_each = [[places(x, memories[n], grids[n].leaves) for x in seen[4 * n : 4 * n + 4]] for n in range(2)]
+    assert len(seen) == 8
+    assert of_each[0] == of_each[1]
+    assert [len(set(x[:-1]) - {None}) for x in of_each[0]] == [2, 6, 6, 4]
 
 
 @pytest.mark.parametrize("by_columns", [False, True])

@@ -177,6 +177,9 @@ DirectCall = Callable[[Tensor, Tensor, Tensor, Sequence[Tensor], bool], tuple[Te
 """The forward of one problem: of q, k and v, whatever the order of their dimensions, of the extras, and of whether lse is read, o and lse.
 None: it takes more than to read the tensors where they lie."""
 
+Appender = Callable[[Pages, Tensor, Tensor | None, Tensor | None], None]
+"""What writes new rows k and v of sequences, or packed with cu_seqlens_q, into a cache."""
+
 Saved = Sequence[Any]
 """A forward's tensors that its backward reads: q, k, v, the extras, the seed or None, o and lse."""
 
@@ -256,9 +259,10 @@ class Backend(Protocol):
 
     def backward(self, p: Problem, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads: ...
 
-    def append(self, cache: Pages, k: Tensor, v: Tensor | None, cu_seqlens_q: Tensor | None) -> bool:
-        """Writes checked new rows behind the keys of each sequence, as :func:`tilewise.append` says; False: it has no kernel for that."""
-        return False
+    def appender(self, cache: Pages, k: Tensor, v: Tensor | None, cu_seqlens_q: Tensor | None) -> Appender | None:
+        """What writes checked new rows behind the keys of each sequence, as :func:`tilewise.append` says, of tensors of these shapes,
+        strides and dtypes, whatever their values; None: it has no kernel for that."""
+        return None
 
     def without_tangents(self, p: Problem, second: bool) -> list[str]:
         """Every reason why :meth:`jvp` cannot run this problem here or, if ``second``, :meth:`backward_jvp`."""
@@ -321,6 +325,7 @@ class PerProblem:
 
 
 _NOTHING = object()  # what was made may be None
+_NEVER = _NOTHING, (), None  # of tensors of which nothing was made
 
 
 class PerTensors:
@@ -339,39 +344,48 @@ class PerTensors:
 
     def __init__(self):
         # By key and the tensors' ids, so that masks of one text take turns.
-        self._found: dict[Any, tuple[Any, list, Ready]] = {}
+        self._found: dict[Hashable, tuple[Any, list, Ready]] = {}
         self.captured: dict[int, Any] = {}
 
     def of(self, key: Any, tensors: Sequence[Tensor], make: Callable[[], Any]) -> Any:
-        capturing = is_captured()
-        anew = bool(tensors) and (capturing or is_warming_up())
-        found = _NOTHING if anew else self.kept(key, tensors, _NOTHING)
+        capturing, warming, place = is_captured(), is_warming_up(), (key, *map(id, tensors))
+        anew = bool(tensors) and (capturing or warming)
+        found = _NOTHING if anew else self._kept(place, tensors)
         if found is not _NOTHING:
             if capturing:
                 self.captured[id(found)] = found
             return found
-        made = make() if anew else lasting(make)
-        editions = [edition(t) for t in tensors]
-        if not (capturing or anew or None in editions) and all(map(is_tracked, tensors)):
-            place = (key, *[id(t) for t in tensors])
-            if len(self._found) >= self.LIMIT:
-                self._found.clear()
-            gone = [weakref.ref(t, lambda _: self._found.pop(place, None)) for t in tensors]
-            known = list(zip(gone, editions, strict=True))
-            self._found[place] = made, known, Ready(tensors_in(made))
+        made = lasting(make) if warming and not anew else make()
+        if not (capturing or anew):
+            self._keep(place, tensors, made)
         return made
 
-    def ready(self, key: Any, tensors: Sequence[Tensor]) -> Any:
-        """The thing that :meth:`of` would return without making it; None: it would make it."""
-        return None if is_captured() or is_warming_up() else self.kept(key, tensors)
+    def kept(self, key: Any, tensors: Sequence[Tensor]) -> Any:
+        """The thing that was made of these tensors, unchanged since; None: nothing is kept."""
+        found = self._kept((key, *map(id, tensors)), tensors)
+        return None if found is _NOTHING else found
 
-    def kept(self, key: Any, tensors: Sequence[Tensor], default: Any = None) -> Any:
-        """The thing that was made of these tensors, unchanged since, or the default: nothing is kept."""
-        found = self._found.get((key, *[id(t) for t in tensors]))
-        if found and all(x() is t and known == edition(t) for t, (x, known) in zip(tensors, found[1], strict=True)):
-            found[2].await_here()
-            return found[0]
-        return default
+    def _kept(self, place: Hashable, tensors: Sequence[Tensor]) -> Any:
+        """The thing that was made of these tensors, unchanged since, or _NOTHING."""
+        made, known, ready = self._found.get(place, _NEVER)
+        for t, (x, then) in zip(tensors, known, strict=False):
+            if x() is not t or edition(t) != then:
+                return _NOTHING
+        if ready is not None:
+            ready.await_here()
+        return made
+
+    def _keep(self, place: Hashable, tensors: Sequence[Tensor], made: Any) -> None:
+        """Keeps what was made of tensors, if editions tell when these change."""
+        known, found = [], self._found
+        for t in tensors:
+            now = edition(t)
+            if now is None or not is_tracked(t):
+                return
+            known.append((weakref.ref(t, lambda _: found.pop(place, None)), now))
+        if len(found) >= self.LIMIT:
+            found.clear()
+        found[place] = made, known, Ready(tensors_in(made))
 
 
 def piece_reasons(problem: Problem, dropout: int = 0) -> list[str]:

@@ -37,15 +37,15 @@ class Mask:
     """
 
     def __init__(self, text: str, parts: tuple[torch.Tensor | Derived, ...] = (), traced: bool | None = None):
-        self.text = text
-        self.parts = parts
-        self.derives = True in [isinstance(part, Derived) for part in parts]
+        compiling = torch.compiler.is_compiling()
+        self.text, self.parts, self.derives = text, parts, False
         # Whether a trace made some of the parts.
-        self.traced = len(parts) > 0 and torch.compiler.is_compiling() if traced is None else traced
-        if not torch.compiler.is_compiling():
-            for part in parts:
-                if isinstance(part, torch.Tensor):
-                    keep_track(part)
+        self.traced = len(parts) > 0 and compiling if traced is None else traced
+        for part in parts:
+            if isinstance(part, Derived):
+                self.derives = True
+            elif not compiling:
+                keep_track(part)
 
     @property
     def copied(self) -> bool:
@@ -56,6 +56,8 @@ class Mask:
     def leaves(self) -> tuple[torch.Tensor, ...]:
         """The tensors that the text reads, in the order of the text, with their values of now."""
         self._ask()
+        if not self.derives and not self.traced:
+            return self.parts  # type: ignore[return-value]  # none of them derives
         found: list[torch.Tensor] = []
         for part in self.parts:
             found += part.tensors() if isinstance(part, Derived) else [part]
@@ -171,6 +173,8 @@ class _Prepared(Mask):
 
 def _unprepared(mask: object) -> Mask:
     """Return a prepared mask without its lists. The lists of two masks do not give those of their combination."""
+    if type(mask) is Mask:
+        return mask
     if not isinstance(mask, Mask):
         raise ValueError(f"a mask is combined with masks, got {type(mask).__name__}; wrap it: tw.keep(fn), tw.dense(t)")
     return mask.of if isinstance(mask, _Prepared) else mask

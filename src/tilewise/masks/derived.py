@@ -63,15 +63,19 @@ class Derived:
         self.held = False
         self._made: tuple[tuple[int, int], tuple[Tensor, ...], Ready] | None = None  # with the source's edition
         if not torch.compiler.is_compiling():
-            self.tensors()  # now: threads that share the mask then have the same ones
+            self._current()  # now: threads that share the mask then have the same ones
 
     def __getstate__(self) -> dict[str, Any]:
         """Drop what was made, because the versions of a copy count from 0."""
         return {**self.__dict__, "_made": None}
 
     def tensors(self) -> tuple[Tensor, ...]:
-        # A trace makes them in its graph; under a dispatcher's mode they may be fake.
-        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        # A trace makes them in its graph.
+        return self._make(self.source) if torch.compiler.is_compiling() else self._current()
+
+    def _current(self) -> tuple[Tensor, ...]:
+        """Return :meth:`tensors` outside of a trace."""
+        if torch._C._len_torch_dispatch_stack():  # under a dispatcher's mode they may be fake
             return self._make(self.source)
         made, now = self._made, edition(self.source)
         if now is None:
@@ -82,7 +86,8 @@ class Derived:
         if is_captured() and (made is None or not self.held):
             return self._make(self.source)
         if made is None:
-            found = outside_inference(self._make, self.source)
+            inside = torch.is_inference_mode_enabled()
+            found = outside_inference(self._make, self.source) if inside else self._make(self.source)
             for t in found:
                 keep_track(t)
             made = self._made = now, found, Ready(found)

@@ -10,9 +10,10 @@ wgmma accumulators of 64 lines each: thread t holds two lines of it (:func:`line
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -130,13 +131,7 @@ def bits_bytes(
 
     They are known before any tile is judged, so that nothing has to be read from the device; ``leaves`` are as in :func:`most_partial`.
     """
-    needs = expr.depends_on(*region.parts)
-    alike = heads_alike(region) if shape[1] % heads_alike(region) == 0 else 1
-    heads = (shape[0] if "b" in needs else 1) * (shape[1] // alike if "h" in needs else 1)
-    lengths = shape[:1:-1] if by_columns else shape[2:]
-    counts = -(-lengths[0] // LINES), -(-lengths[1] // crossing)
-    most = most_partial(region, *counts, (LINES, crossing), by_columns, leaves)
-    return slot_bytes(crossing) * (heads * most + RESERVED)
+    return slot_bytes(crossing) * Layout.of(region, shape, crossing, by_columns, leaves).slots
 
 
 # -- The tiles -----------------------------------------------------------------------------------------------------
@@ -159,6 +154,73 @@ class Sections(NamedTuple):
 ALONE = Sections()  # of one head, for whom sections make no difference
 
 
+class Layout(NamedTuple):
+    """The shapes of :class:`BitTiles`, and where they lie in one int32 tensor.
+
+    Attributes:
+        batch, heads: batch elements and heads with lists of their own. alike: so many of these heads side by side have the same.
+        lines, steps: of tiles. slots, words: of bits.
+    """
+
+    batch: int
+    heads: int
+    alike: int
+    lines: int
+    steps: int
+    slots: int
+    words: int
+
+    @classmethod
+    def of(
+        cls,
+        region: Region,
+        shape: tuple[int, int, int, int],
+        crossing: int,
+        by_columns: bool = False,
+        leaves: Sequence[Any] = (),
+        group: int = 1,
+    ) -> Layout:
+        """Return the layout of a mask over an attention of ``shape`` (batch, heads_q, seqlen_q, seqlen_k).
+
+        Args:
+            leaves: as in :func:`most_partial`. group: query heads that take their lines in one order (:class:`Sections`).
+        """
+        needs, alike = expr.depends_on(*region.parts), heads_alike(region)
+        if shape[1] % alike or (alike % group and group % alike):
+            alike = 1
+        batch, heads = shape[0] if "b" in needs else 1, shape[1] if "h" in needs else 1
+        lengths = shape[:1:-1] if by_columns else shape[2:]
+        counts = -(-lengths[0] // LINES), -(-lengths[1] // crossing)
+        most = most_partial(region, *counts, (LINES, crossing), by_columns, leaves)
+        return cls(batch, heads, alike, *counts, batch * (heads // alike) * most + RESERVED, words_of(crossing))
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes by name, in the order in which they lie."""
+        lines = self.batch, self.heads, self.lines
+        return {
+            "bits": (self.slots, THREADS, self.words),
+            "work": (*lines, 4),
+            "blocks": (*lines, self.steps),
+            "section": (1,),
+        }
+
+    @property
+    def places(self) -> dict[str, int]:
+        """The first element of each; and under "" how many there are. Each begins at 16 bytes."""
+        found, place = {}, 0
+        for name, shape in self.shapes.items():
+            found[name] = place
+            place = place + -(-math.prod(shape) // 4) * 4
+        return found | {"": place}
+
+    def tiles(self, memory: Tensor) -> BitTiles:
+        """Return the tiles that lie in this memory, int32."""
+        places, shapes = self.places, self.shapes
+        found = {name: memory[places[name] :][: math.prod(x)].view(x) for name, x in shapes.items()}
+        return BitTiles(**found, memory=memory)
+
+
 @dataclass(frozen=True)
 class BitTiles:
     """The tiles of each line of tiles, and the order in which kernels take lines.
@@ -172,12 +234,14 @@ class BitTiles:
             where none is visited those of NOTHING, one past the last tile, whose keys kernels read as zeros.
         bits: int32 ``(slot, THREADS, words)``: a bit for each pair of a partial tile.
         section: int32 ``(1,)``, the heads of a section (:func:`even_section`).
+        memory: int32, in which they lie as a :class:`Layout` says.
     """
 
     blocks: Tensor
     work: Tensor
     bits: Tensor
     section: Tensor
+    memory: Tensor | None = None
 
     @classmethod
     def build(cls, grid: Grid, crossing: int, by_columns: bool = False, sections: Sections = ALONE) -> BitTiles:
@@ -186,20 +250,27 @@ class BitTiles:
         Everything is made on the grid's device, and nothing is read back from there.
         """
         of_kinds, count = grid.alike()
-        if count > 1 and (count % sections.group == 0 or sections.group % count == 0):
-            found = cls.build(of_kinds, crossing, by_columns, sections._replace(group=max(1, sections.group // count)))
-            return replace(found, blocks=each_head(found.blocks, count), work=each_head(found.work, count))
-        tile_map = TileMap.build(grid, *((crossing, LINES) if by_columns else (LINES, crossing)), by_columns)
-        status = tile_map.status.mT if by_columns else tile_map.status
-        most = most_partial(grid.region, *status.shape[2:], (LINES, crossing), by_columns, grid.leaves)
-        new = partial(torch.empty, dtype=torch.int32, device=status.device)
-        slots = status.shape[0] * status.shape[1] * most + RESERVED
-        lines = status.shape[:3]
-        found = cls(new(status.shape), new((*lines, 4)), new((slots, THREADS, words_of(crossing))), new(1))
-        if not found._by_kernels(tile_map.status, grid, crossing, by_columns, sections):
-            found._list(tile_map, grid, by_columns, sections)
-            found._fill(grid, crossing, by_columns)
+        shape = len(grid.b), len(grid.h), grid.seqlen_q, grid.keys
+        layout = Layout.of(grid.region, shape, crossing, by_columns, grid.leaves, sections.group)
+        if count == 1 and layout.alike > 1:  # of heads that do not count from 0 on
+            layout = layout._replace(alike=1, slots=(layout.slots - RESERVED) * layout.alike + RESERVED)
+        found = layout.tiles(torch.empty(layout.places[""], dtype=torch.int32, device=grid.b.device))
+        if layout.alike == 1:
+            found._write(grid, crossing, by_columns, sections)
+            return found
+        one = replace(found, blocks=found.blocks[:, ::count].contiguous(), work=found.work[:, ::count].contiguous())
+        one._write(of_kinds, crossing, by_columns, sections._replace(group=max(1, sections.group // count)))
+        found.blocks.copy_(each_head(one.blocks, count))
+        found.work.copy_(each_head(one.work, count))
         return found
+
+    def _write(self, grid: Grid, crossing: int, by_columns: bool, sections: Sections) -> None:
+        """Write all of it, for a grid whose heads are told apart."""
+        tile_map = TileMap.build(grid, *((crossing, LINES) if by_columns else (LINES, crossing)), by_columns)
+        tile_map = replace(tile_map, status=tile_map.status.expand(*self.blocks.shape[:2], -1, -1).contiguous())
+        if not self._by_kernels(tile_map.status, grid, crossing, by_columns, sections):
+            self._list(tile_map, grid, by_columns, sections)
+            self._fill(grid, crossing, by_columns)
 
     def ragged(self, grid: Grid, by_columns: bool) -> bool:
         """Return whether the last key tiles end past the last key: keys there are zeros, not hidden, and such a tile counts as partial."""
@@ -211,7 +282,7 @@ class BitTiles:
         kernels = planner.of(grid)
         if kernels is None:
             return False
-        return kernels.bits_of_tiles(self, status.contiguous(), grid, crossing, by_columns, sections)
+        return kernels.bits_of_tiles(self, status, grid, crossing, by_columns, sections)
 
     def _list(self, tile_map: TileMap, grid: Grid, by_columns: bool, sections: Sections) -> None:
         """Write ``blocks``, ``work`` and ``section``, and the bits of NOTHING and EVERYTHING."""

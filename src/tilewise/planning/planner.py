@@ -2,16 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from tilewise.masks import Region
+
 if TYPE_CHECKING:
-    from tilewise.planning.bit_tiles import BitTiles, Sections
+    from tilewise.planning.bit_tiles import BitTiles, Layout, Sections
     from tilewise.planning.tiles import Grid
+
+
+class Kind(NamedTuple):
+    """All of a grid that decides its launches: shape, strides and dtype of each tensor, and how many there are of b and h."""
+
+    region: Region
+    tensors: tuple[tuple, ...]
+    batch: int
+    heads: int
+    lengths: tuple[int, int]
+    device: torch.device
+
+    @classmethod
+    def of(cls, grid: Grid) -> Kind:
+        leaves = tuple([(x.shape, x.stride(), x.dtype) for x in grid.leaves])
+        return cls(grid.region, leaves, len(grid.b), len(grid.h), (grid.seqlen_q, grid.keys), grid.b.device)
+
+
+Making = Callable[[Sequence[Tensor], torch.device], Tensor]
+"""Launches that are kept for masks of one :class:`Kind`: of its tensors, by slot, they make one tensor on a device."""
 
 
 class Planner(Protocol):
@@ -33,6 +55,22 @@ class Planner(Protocol):
         """Write ``tiles`` from the state of every tile, and return whether kernels could do that."""
         ...
 
+    def all_of_bits(
+        self, kind: Kind, layout: Layout, crossing: int, by_columns: bool, sections: Sections
+    ) -> Making | None:
+        """Return what makes the memory of :class:`tilewise.planning.bit_tiles.BitTiles` of a whole mask; None: kernels cannot."""
+        ...
+
+    def starts(self, kind: Kind, parts: int) -> Making | None:
+        """Return what makes the first row and the first key of the ``parts`` sequences that each batch element becomes
+        (:mod:`tilewise.backends.hopper.padding`): int32 ``(2, batch · parts + 1)``, with those past the last one; None: no kernel can."""
+        ...
+
+    def own_keys(self, kind: Kind, page_rows: int) -> Making | None:
+        """Return what makes the keys that the first query of each batch element sees: int32 ``(2, batch)``, the number of the first one's
+        row, where those of two elements are ``page_rows`` apart, and how many there are; None: no kernel can."""
+        ...
+
 
 _LOADED: dict[str, Callable[[], Planner]] = {}  # by device type
 
@@ -49,3 +87,10 @@ def of(grid: Grid) -> Planner | None:
     if load is None or torch.compiler.is_compiling() or type(grid.b) is not Tensor or grid.dtype != torch.float32:
         return None
     return load() if all(leaf.device == device for leaf in grid.leaves) else None
+
+
+def of_kind(kind: Kind) -> Planner | None:
+    """Return the kernels for grids of a kind, as :func:`of`, where all tensors lie on its device; else None."""
+    load = _LOADED.get(kind.device.type)
+    wide = any(kind.tensors[n][2] == torch.float64 for n in kind.region.slots)
+    return None if load is None or wide else load()

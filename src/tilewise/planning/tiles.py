@@ -15,6 +15,7 @@ from functools import partial, reduce
 import torch
 from torch import Tensor
 
+from tilewise import device as devices
 from tilewise import expr, selections
 from tilewise.caching import cached_property
 from tilewise.expr import Expr
@@ -64,7 +65,7 @@ class Grid:
     def whole(cls, kept: Region, leaves: Sequence[Tensor], shape: tuple[int, int, int, int], device) -> Grid:
         """Return the grid of a whole attention of ``shape`` (batch, heads_q, seqlen_q, seqlen_k)."""
         batch, heads, seqlen_q, seqlen_k = shape
-        index = torch.arange(max(batch, heads), device=device)  # one launch for both
+        index = devices.indices(torch.device(device), max(batch, heads))
         return cls(kept, leaves, seqlen_q, seqlen_k, index[:batch], index[:heads], seqlen_k, all_heads=True)
 
     def alike(self) -> tuple[Grid, int]:

@@ -453,7 +453,7 @@ def test_keys_that_no_query_sees_never_touch_a_gradient(hiding, form):
         pytest.skip("these tiles judge pairs one by one, and selected keys are no operation of Hopper's kernels")
     tensors = [x.bfloat16() for x in contract_qkv()]
     clean = call(*tensors, mask=HIDING[hiding]())
-    hidden = ~seen_keys(grid_of(clean.p, clean.t), clean.p.group).mT.unsqueeze(-1)
+    hidden = ~seen_keys(grid_of(clean.p, clean.t.leaves), clean.p.group).mT.unsqueeze(-1)
     k, v = (x.masked_fill(hidden, torch.nan) for x in tensors[1:])
     dirty = call(tensors[0], k, v, mask=HIDING[hiding]())
     good, got = (emulate(c, KEYS[form], ctas=3) for c in (clean, dirty))

@@ -234,12 +234,22 @@ def test_a_training_step_of_a_new_length_launches_what_the_others_do(monkeypatch
     dispatch.forget()
 
 
-def test_padded_keys_are_left_to_the_packed_call_that_they_are():
+@pytest.mark.parametrize("lse", [True, False])
+def test_padded_keys_are_left_to_the_packed_call_that_they_are(lse, monkeypatch):
+    launches, backend = launches_of(monkeypatch), Hopper()
     q, k, v = (normal(2, n, 2, 64, dtype=torch.bfloat16) for n in (600, 600, 600))
-    c = call(q, k, v, mask=tw.key_lengths(torch.tensor([70, 600]))).forward_only()
-    backend = Hopper()
-    assert isinstance(backend._plans.of(c.p), PaddedPlan)
-    assert backend.direct(c.p) is None
+    calls = [call(q, k, v, mask=tw.key_lengths(torch.tensor(n))).forward_only() for n in ([70, 600], [3, 9])]
+    plan = backend._plans.of(calls[0].p)
+    assert isinstance(plan, PaddedPlan)
+    for c in calls:
+        launches.clear()
+        with poisoned():
+            expected = plan.forward(c.t)
+            o, found = backend.direct(c.p)(q, k, v, c.t.leaves, lse)
+        same(*(read(x, c) for x in launches))
+        same((o,), (expected.o,))
+        assert o.shape == expected.o.shape
+        assert found is None if not lse else found.shape == expected.lse.shape
 
 
 def test_only_calls_of_which_nothing_else_is_read_go_by_their_memory():
@@ -257,21 +267,39 @@ def test_only_calls_of_which_nothing_else_is_read_go_by_their_memory():
     assert direct(q, k, v)(q, shifted, v, (), True) is None  # the copy engine cannot read it there
 
 
-def test_a_step_over_keys_with_ends_goes_by_its_memory_once_these_are_known(monkeypatch):
+def test_a_step_over_keys_with_ends_goes_by_its_memory_and_keeps_what_these_say(monkeypatch):
     launches, backend = launches_of(monkeypatch), Hopper()
     q, k, v = (normal(2, n, 2, 64, dtype=torch.bfloat16) for n in (1, 600, 600))
     c = call(q, k, v, mask=tw.key_lengths(torch.tensor([5, 599]))).forward_only()
-    direct = backend.direct(c.p)
-    assert direct(q, k, v, c.t.leaves, False) is None
+    direct, made = backend.direct(c.p), []
+    monkeypatch.setattr(of_masks, "own_keys", lambda *given, make=of_masks.own_keys: made.append(1) or make(*given))
     with poisoned():
-        backend.forward(c.p, c.t)
-        assert direct(q, k, v, c.t.leaves, False) is not None
-        same(*(read(x, c) for x in launches))
+        for captured in (False, True, False):
+            monkeypatch.setattr(base, "is_captured", lambda captured=captured: captured)
+            launches.clear()
+            direct(q, k, v, c.t.leaves, False)
+            backend.forward(c.p, c.t)
+            same(*(read(x, c) for x in launches))
+            made.append(0)
         c.t.leaves[0].add_(1)
-        assert direct(q, k, v, c.t.leaves, False) is None
+        direct(q, k, v, c.t.leaves, False)
         backend.forward(c.p, c.t)
-        monkeypatch.setattr(base, "is_captured", lambda: True)
-        assert direct(q, k, v, c.t.leaves, False) is None  # a graph makes what it reads
+        new = Hopper()
+        new.forward(c.p, c.t)
+    assert made == [
+        1,
+        0,
+        1,
+        1,
+        0,
+        0,
+        1,
+        1,
+    ]  # once; a graph makes what it reads; once more of what was written; by the new plan
+    same(*(read(x, c) for x in launches[-2:]))
+    assert any(
+        not torch.equal(x, y) for x, y in zip(launches[0], launches[-1], strict=True) if not x.is_floating_point()
+    )
 
 
 @pytest.mark.parametrize("run", [forward, backward], ids=["forward", "backward"])

@@ -14,6 +14,7 @@ from tests.backends.hopper.test_forward import emulate_kernel
 from tilewise.backends.hopper import Hopper, padding
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.forward import config as forward_config
+from tilewise.backends.hopper.host import masks
 from tilewise.backends.hopper.host.padded_call import PaddedPlan
 from tilewise.backends.portable import Portable
 from tilewise.problem import Problem
@@ -74,6 +75,40 @@ class Emulated(Padded):
 def padded_call(mask: tw.Mask, nq: int = 7, **options) -> Call:
     q, k, v = (normal(4, n, heads, 8, seed=n + heads) for n, heads in ((nq, 4), (17, 2), (17, 2)))
     return call(q, k, v, mask=mask, **options)
+
+
+@pytest.mark.parametrize("name", PADDED)
+@pytest.mark.parametrize("of", ["starts", "own_keys"])
+def test_a_kernel_makes_what_other_operations_make(of, name):
+    planning = pytest.importorskip("tilewise.backends.triton.planning", reason="the package triton is not installed")
+    p, extras = padded_call(PADDED[name]).p, PADDED[name].leaves
+    size, other = (padding.parts(p), padding.starts) if of == "starts" else (24, masks.own_keys)
+    making = getattr(planning, of)(masks.kind_of(p), size)
+    expected = other(p, extras, size)
+    assert expected.unique().numel() > 4
+    assert torch.equal(making(extras, p.device), expected)
+
+
+def test_a_kept_launch_gets_the_addresses_of_what_its_first_one_got(monkeypatch):
+    """Where the kernel is compiled: the result, and the mask's tensors where they begin at multiples of 16 bytes."""
+    planning = pytest.importorskip("tilewise.backends.triton.planning", reason="the package triton is not installed")
+    from tilewise.backends.triton.host import runtime
+
+    lengths, seen = torch.arange(9), []
+    p = padded_call(tw.key_lengths(lengths[:4])).p
+    making = planning.starts(masks.kind_of(p), 2)
+    monkeypatch.setattr(
+        runtime, "start", lambda kernel, grid, tiles, tensors, *rest: seen.append(tensors) or "compiled"
+    )
+    monkeypatch.setattr(runtime, "run", lambda kernel, grid, tiles, tensors, *rest: seen.append(tensors))
+    monkeypatch.setattr(runtime, "run_compiled", lambda compiled, grid, tensors, *rest: seen.append(tensors))
+    made = [making((x,), p.device) for x in (lengths[:4], lengths[2:6], lengths[1:5])]
+    (first, (leaf,)), again, (unaligned, (other,)) = seen
+    assert first.data_ptr() == made[0].data_ptr()
+    assert leaf.data_ptr() == lengths.data_ptr()
+    assert again == (made[1].data_ptr(), (lengths[2:].data_ptr(),))
+    assert unaligned.data_ptr() == made[2].data_ptr()
+    assert other.data_ptr() == lengths[1:].data_ptr()
 
 
 @pytest.mark.parametrize("name", PADDED)

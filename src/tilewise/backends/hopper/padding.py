@@ -8,6 +8,7 @@ with the keys that they see; and the keys behind these. No row of q, k or v move
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -38,14 +39,14 @@ def as_packed(p: Problem) -> Problem:
     """The packed problem that a padded one equals; any other one as it is. The starts of sequences are its last extras."""
     if not is_padded(p):
         return p
-    count, extras = p.q.shape[0] * _parts(p) + 1, len(p.extras)
+    count, extras = p.q.shape[0] * parts(p) + 1, len(p.extras)
     starts = TensorFacts((count,), (1,), torch.int32)
     spec = replace(p.spec, mask_text="", mask_slots=(), cu_slots=(extras, extras + 1))
     facts = (_rows(p.q), _rows(p.k), _rows(p.v), (*p.extras, starts, starts))
     return replace(p, **dict(zip(("q", "k", "v", "extras"), facts, strict=True)), spec=parse_spec(spec.text()))
 
 
-def _parts(p: Problem) -> int:
+def parts(p: Problem) -> int:
     """How many sequences a batch element becomes."""
     return 2 + (p.spec.region.lo is not None)
 
@@ -57,22 +58,21 @@ def _rows(x: TensorFacts) -> TensorFacts:
     return TensorFacts((batch * seqlen, *rest), (x.stride[0] if seqlen == 1 else x.stride[1], *x.stride[2:]), x.dtype)
 
 
-def starts(p: Problem, t: Inputs) -> tuple[Tensor, Tensor]:
-    """The first row and the first key of each sequence, and one past the last: int32 (batch · parts + 1,) each."""
-    batch, device, parts = p.batch, t.q.device, _parts(p)
-    grid = Grid.whole(p.spec.region, t.leaves, (batch, 1, p.seqlen_q, p.seqlen_k), device)
+def starts(p: Problem, extras: Sequence[Tensor], parts: int) -> Tensor:
+    """The first row and the first key of each sequence, and one past the last: int32 (2, batch · parts + 1)."""
+    batch, device = p.batch, p.device
+    grid = Grid.whole(p.spec.region, extras, (batch, 1, p.seqlen_q, p.seqlen_k), device)
     lo, hi = (
         end.flatten().expand(batch) for end in grid.key_interval(torch.zeros(1, dtype=torch.int64, device=device))
     )
-    # Keys before those seen, if there may be any: no query. Then all queries, and after them none.
     element = torch.arange(batch * parts + 2, device=device, dtype=torch.int32) // parts
     cu_q, cu_k = element[1:] * p.seqlen_q, element[:-1] * p.seqlen_k
     for n, end in enumerate([hi] if parts == 2 else [lo, torch.maximum(lo, hi)], 1):
         cu_k[n::parts] += end
-    return cu_q, cu_k
+    return torch.stack([cu_q, cu_k])
 
 
-def packed_inputs(t: Inputs, cu: tuple[Tensor, Tensor]) -> Inputs:
+def packed_inputs(t: Inputs, cu: Sequence[Tensor]) -> Inputs:
     """The tensors of :func:`as_packed`'s problem; ``cu`` are :func:`starts`."""
     q, k, v = (x.flatten(0, 1) for x in (t.q, t.k, t.v))
     return replace(t, q=q, k=k, v=v, leaves=(*t.leaves, *cu), cu_seqlens_q=cu[0], cu_seqlens_k=cu[1])

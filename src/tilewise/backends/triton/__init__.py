@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
 
@@ -21,6 +20,7 @@ from torch import Tensor
 from tilewise import device as devices
 from tilewise import expr
 from tilewise.backends.base import (
+    Appender,
     Backend,
     Directions,
     Grads,
@@ -46,7 +46,7 @@ from tilewise.backends.triton.config import (
     tf32_allowed,
 )
 from tilewise.backends.triton.host import launch, runtime, tangent, tuned
-from tilewise.backends.triton.host.append import append
+from tilewise.backends.triton.host.append import AppendLaunch
 from tilewise.backends.triton.host.plan import Memo, Plan
 from tilewise.backends.triton.kernels.distant import distances_read, parts_of
 from tilewise.backends.triton.kernels.leaf_reads import PairReads, described_lookup, predicate_blocks
@@ -69,16 +69,6 @@ def interpreting() -> bool:
     import triton
 
     return triton.knobs.runtime.interpret
-
-
-_HERE = nullcontext()
-
-
-def on_device(x: Tensor):
-    """Return a context with x's GPU as the current one, where Triton launches. It costs nothing if that is so already."""
-    if x.device.type == "cpu" or x.device.index == torch._C._cuda_getDevice():
-        return _HERE
-    return torch.cuda.device(x.device)
 
 
 LEAST_TILE = 16  # keys of the smallest tiles
@@ -144,11 +134,11 @@ class Triton(Backend):
         return tiles.tile_m, tiles.tile_n
 
     def forward(self, problem: Problem, inputs: Inputs) -> Output:
-        with on_device(inputs.q):
+        with runtime.on_device(inputs.q):
             return launch.forward(self._plan_of(problem), inputs)
 
     def backward(self, problem: Problem, inputs: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads:
-        with on_device(inputs.q):
+        with runtime.on_device(inputs.q):
             return launch.backward(self._plan_of(problem), inputs, out, do, dlse)
 
     def without_tangents(self, problem: Problem, second: bool) -> list[str]:
@@ -164,13 +154,13 @@ class Triton(Backend):
         return reasons
 
     def jvp(self, problem: Problem, inputs: Inputs, out: Output, along: Directions) -> Output:
-        with on_device(inputs.q):
+        with runtime.on_device(inputs.q):
             return tangent.jvp(self._tangent_plan(problem, along), inputs, out, along)
 
     def backward_jvp(
         self, problem: Problem, inputs: Inputs, out: Output, grad: OutputGrads, along: Directions, moved: Output
     ) -> Grads:
-        with on_device(inputs.q):
+        with runtime.on_device(inputs.q):
             return tangent.backward_jvp(self._tangent_plan(problem, along), inputs, out, grad, along, moved)
 
     def _tangent_plan(self, problem: Problem, along: Directions) -> tangent.TangentPlan:
@@ -180,16 +170,14 @@ class Triton(Backend):
         plans = self._tangent_plans.of(problem)
         return plans.of((moving, tf32), lambda: tangent.new_plan(problem, self.config(problem), moving))
 
-    def append(self, cache: Pages, k: Tensor, v: Tensor | None, cu_seqlens_q: Tensor | None) -> bool:
+    def appender(self, cache: Pages, k: Tensor, v: Tensor | None, cu_seqlens_q: Tensor | None) -> Appender | None:
         if (
             not installed()
             or device_reasons(k.device)
             or any(x is not None and x.stride(-1) != 1 for x in (*cache[:2], k, v))
         ):
-            return False
-        with on_device(k):
-            append(cache, k, v, cu_seqlens_q)
-        return True
+            return None
+        return AppendLaunch.of(cache, k, v, cu_seqlens_q)
 
     def _plan_of(self, problem: Problem) -> Plan:
         """Return the plan of a problem under PyTorch's present tf32 setting, which may change between two calls."""

@@ -7,9 +7,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from tilewise.backends.triton import device_reasons, installed, on_device
+from tilewise.backends.triton import device_reasons, installed
 from tilewise.backends.triton.host import tile_map
-from tilewise.planning.bit_tiles import BitTiles, Sections
+from tilewise.backends.triton.host.runtime import on_device
+from tilewise.planning.bit_tiles import BitTiles, Layout, Sections
+from tilewise.planning.planner import Kind, Making
 from tilewise.planning.tiles import Grid
 
 
@@ -38,6 +40,28 @@ def bits_of_tiles(
     with on_device(grid.b):
         tile_map.bits(tiles, status, grid, crossing, by_columns, sections)
     return True
+
+
+def starts(kind: Kind, parts: int) -> Making | None:
+    """Return the launch that makes the starts of sequences (:class:`tilewise.planning.planner.Planner`), or None if no kernel can run."""
+    return tile_map.of_elements(kind, "starts", parts, kind.lengths[1]) if _plans_kind(kind) else None
+
+
+def own_keys(kind: Kind, page_rows: int) -> Making | None:
+    """Return the launch that makes the keys of single queries, or None if no kernel can run."""
+    return tile_map.of_elements(kind, "own_keys", 0, page_rows) if _plans_kind(kind) else None
+
+
+def all_of_bits(kind: Kind, layout: Layout, crossing: int, by_columns: bool, sections: Sections) -> Making | None:
+    """Return the launches that make the tiles of a whole mask in their memory, or None if kernels cannot make all of it."""
+    if not _plans_kind(kind) or not (kind.batch and kind.heads and all(kind.lengths)):
+        return None
+    return tile_map.all_of_bits(kind, layout, (crossing, by_columns), sections)
+
+
+def _plans_kind(kind: Kind) -> bool:
+    """Return whether kernels can plan the masks of a kind here."""
+    return _launches_on(kind.device) and tile_map.can_be_written(kind.region, kind.batch, kind.heads, *kind.lengths)
 
 
 def _plans(grid: Grid) -> bool:

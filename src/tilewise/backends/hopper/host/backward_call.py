@@ -22,7 +22,9 @@ from tilewise.backends.hopper.host.plan import LOG2_E, ends_of
 from tilewise.backends.hopper.host.portions import OF_KEYS, PackedPortions, Portion, Portions
 from tilewise.backends.hopper.pair_bias import ALIGNED, aligned
 from tilewise.caching import cached_property
+from tilewise.planning.planner import Making
 
+KEYS, QUERIES = "keys_", "queries_"
 PACKED = (
     "q",
     "k",
@@ -47,6 +49,12 @@ class BackwardDraft(PlacedPlan):
     @property
     def tiles(self) -> masks.Sized:
         return self.config.keys
+
+    @property
+    def passes(self) -> dict[str, masks.Sized]:
+        """The tiles of the pass over keys, and of one over queries if there is one, by what the names of their parameters begin with."""
+        queries = {QUERIES: self.config.queries} if self.config.queries else {}
+        return {KEYS: self.config.keys} | queries
 
     @cached_property
     def band(self) -> Band:
@@ -135,6 +143,9 @@ class BackwardDraft(PlacedPlan):
         problem = self.problem
         sizes = {"batch": problem.batch_dim, "heads_q": problem.heads_q, "seqlen_q": problem.seqlen_q}
         found = given_views(self.config, problem.dtype, sizes | {"starts": problem.batch + 1}) | self.drafted_leaves()
+        if self.config.form == "bits":
+            for x, tiles in self.passes.items():
+                found |= masks.BitsOf.of(problem, tiles, x == KEYS).views(f"{x}tiles", x)
         if problem.packed:
             counts = (self.portions.count, 1) if self.portions else (1,)
             found |= {name: draft.result(name, torch.int32, *counts, fill=0) for name in ("counts_k", "counts_q")}
@@ -152,15 +163,21 @@ class BackwardPlan(BackwardDraft):
         found = self.read(inputs)
         found |= {"o": aligned(out.o), "do": do[None] if packed else do}
         found |= {"lse": out.lse, "dlse": dlse}
-        if config.mask_fields:
-            of_keys, of_queries = self.sections
-            of_mask = self.of_mask_fields(inputs, config.keys, of_keys, by_columns=True)
-            found |= {f"keys_{name}": x for name, x in zip(config.mask_fields, of_mask, strict=True)}
-            if config.queries:
-                of_mask = self.of_mask_fields(inputs, config.queries, of_queries)
-                found |= {f"queries_{name}": x for name, x in zip(config.mask_fields, of_mask, strict=True)}
+        for prefix, tiles in self.passes.items():
+            by_columns, memory = prefix == KEYS, f"{prefix}tiles"
+            if config.form == "bits":
+                found[memory] = self.of_leaves(memory, inputs.leaves, self.makings[prefix])
+            elif config.mask_fields:
+                of_mask = self.of_mask_fields(inputs, tiles, by_columns)
+                found |= {prefix + name: x for name, x in zip(config.mask_fields, of_mask, strict=True)}
         found |= self.tensors_beside(inputs)
         return found | self.portions.late(found) if self.portions else found
+
+    @cached_property
+    def makings(self) -> dict[str, Making]:
+        """What makes the tiles of a mask for each of the :attr:`passes`."""
+        each = zip(self.passes.items(), self.sections, strict=False)
+        return {x: masks.BitsOf.of(self.problem, tiles, x == KEYS).making(*section) for (x, tiles), section in each}
 
     def slope_gradient(self, parts: Tensor) -> dict[int, Tensor]:
         """The gradient of ALiBi's slopes, (heads_q,), by their slot, of its parts (batch, heads_q, warp); fp32."""

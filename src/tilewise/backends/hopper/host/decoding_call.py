@@ -21,8 +21,9 @@ from tilewise.backends.hopper.host.direct import DirectPlan
 from tilewise.backends.hopper.host.draft import Draft, View
 from tilewise.backends.hopper.host.paged_call import PagedPlan
 from tilewise.caching import cached_property
+from tilewise.planning.planner import Making
 
-FIRST, KEYS = "first_rows", "own_keys"  # of :func:`masks.own_keys`
+KEYS = "own_keys"  # of :func:`masks.own_keys`
 
 
 @dataclass(eq=False)
@@ -69,29 +70,27 @@ class DecodingPlan(PagedPlan):
         if problem.paged:
             return super().extra_view(name, n)
         if reads_ends(problem):
-            found = {"seqlens_k": (KEYS, problem.batch), "block_table": (FIRST, problem.batch, 1)}[name]
-        else:  # neither is read
-            count = self.sizes["counts"]
-            found = {"seqlens_k": ("counts", count), "block_table": ("counts", 1, count)}[name]
-        return View.contiguous(found[0], torch.int32, *found[1:])
+            first = View.contiguous(KEYS, torch.int32, problem.batch, 1)
+            return first if name == "block_table" else View(KEYS, torch.int32, first.shape[:1], (1,), problem.batch)
+        count = self.sizes["counts"]  # neither is read
+        return View.contiguous("counts", torch.int32, *((1,) if name == "block_table" else ()), count)
 
     @property
     def places(self) -> dict[str, int]:
         found = super().places
-        first = 4 + len(self.problem.extras)
-        return found | {FIRST: first, KEYS: first + 1} if reads_ends(self.problem) else found
+        return found | {KEYS: 4 + len(self.problem.extras)} if self.of_ends else found
 
     @cached_property
-    def of_ends(self) -> tuple[int, ...]:
-        """The slots of the tensors that say which keys are seen."""
-        return self.problem.spec.mask_slots if reads_ends(self.problem) else ()
+    def of_ends(self) -> bool:
+        """Whether tensors say which keys are seen."""
+        return reads_ends(self.problem)
 
-    def kept(self, extras: Sequence[Tensor]) -> Sequence[Tensor] | None:
-        slots = self.of_ends
-        return self.made.ready((masks.own_keys, False), [extras[n] for n in slots]) if slots else ()
+    @cached_property
+    def making(self) -> Making:
+        return masks.making(self.problem, "own_keys", page_rows(self.problem.k), masks.own_keys)
+
+    def kept(self, extras: Sequence[Tensor]) -> Sequence[Tensor]:
+        return (self.of_leaves(KEYS, extras, self.making),) if self.of_ends else ()
 
     def tensors(self, inputs: Inputs) -> dict[str, Tensor]:
-        found = super().tensors(inputs)
-        if self.of_ends:
-            found |= zip((FIRST, KEYS), self.of_mask(inputs, masks.own_keys, page_rows(self.problem.k)), strict=True)
-        return found
+        return super().tensors(inputs) | dict(zip((KEYS,), self.kept(inputs.leaves), strict=False))

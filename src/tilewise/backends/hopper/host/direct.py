@@ -35,8 +35,8 @@ class PlacedPlan(LaunchPlan):
 class DirectPlan(PlacedPlan):
     """The part of a forward's plan that runs such calls, and all others by :meth:`forward`."""
 
-    def kept(self, extras: Sequence[Tensor]) -> Sequence[Tensor] | None:
-        """What was made of the mask's tensors and lies behind the seed among :attr:`places`; None: it has to be made."""
+    def kept(self, extras: Sequence[Tensor]) -> Sequence[Tensor]:
+        """What is made of the mask's tensors and lies behind the seed among :attr:`places`."""
         return ()
 
     def of_memory(
@@ -45,7 +45,7 @@ class DirectPlan(PlacedPlan):
         """The forward of a plan that is :attr:`direct` (:data:`tilewise.backends.base.DirectCall`, but for the seed)."""
         kept = self.kept(extras)
         at = [x.data_ptr() for x in (q, k, v, *extras)]
-        if kept is None or (at[0] | at[1] | at[2]) % ALIGNED:
+        if (at[0] | at[1] | at[2]) % ALIGNED:
             return None
         at += [0 if seed is None else seed.data_ptr(), *[x.data_ptr() for x in kept]]
         o, *more = self.launches.run_memory([at[n] for n in self.direct], q, () if lse else ("lse",))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,9 @@ from tilewise.backends.hopper.host.draft import Draft, Launches, View, facts_of,
 from tilewise.backends.hopper.host.plan import ends_of
 from tilewise.backends.hopper.host.recipe import flat
 from tilewise.caching import cached_property
+from tilewise.planning.planner import Making
+
+TILES = "tiles"  # of a mask (:class:`masks.BitsOf`)
 
 
 @dataclass(eq=False)
@@ -92,6 +95,8 @@ class ForwardPlan(DirectPlan):
     def beside(self, draft: Draft) -> dict[str, Any]:
         """What a launch gets beside q, k, v, o, lse and sinks, by name: Views, Lates and numbers."""
         found = given_views(self.config, self.problem.dtype, self.sizes) | self.drafted_leaves() | self.numbers
+        if self.config.form == "bits":
+            found |= masks.BitsOf.of(self.problem, self.config.tiles).views(TILES)
         return found | written(draft, self.config, self.problem.dtype, self.sizes)
 
     def tensors(self, inputs: Inputs) -> dict[str, Tensor]:
@@ -100,10 +105,24 @@ class ForwardPlan(DirectPlan):
         found = self.read(inputs)
         if inputs.sink is not None:
             found["sink"] = inputs.sink.detach().float()
-        if config.mask_fields:
-            of_mask = self.of_mask_fields(inputs, config.tiles, (self.grid.section, self.grid.ctas))
-            found |= zip(config.mask_fields, of_mask, strict=True)
+        if config.form == "bits":
+            found[TILES] = self.of_leaves(TILES, inputs.leaves, self.making)
+        elif config.mask_fields:
+            found |= zip(config.mask_fields, self.of_mask_fields(inputs, config.tiles), strict=True)
         return found | self.tensors_beside(inputs)
+
+    @cached_property
+    def making(self) -> Making:
+        """What makes the tiles of a mask."""
+        return masks.BitsOf.of(self.problem, self.config.tiles).making(self.grid.section, self.grid.ctas)
+
+    @property
+    def places(self) -> dict[str, int]:
+        found = super().places
+        return found | {TILES: 4 + len(self.problem.extras)} if self.config.form == "bits" else found
+
+    def kept(self, extras: Sequence[Tensor]) -> Sequence[Tensor]:
+        return (self.of_leaves(TILES, extras, self.making),) if self.config.form == "bits" else ()
 
     def forward(self, inputs: Inputs) -> Output:
         if self.launches is None:

@@ -3,6 +3,8 @@ sees. All are made on the device."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -11,9 +13,12 @@ from torch.nn.functional import pad
 
 from tilewise import expr
 from tilewise.backends.base import Inputs
+from tilewise.backends.hopper.host.draft import View, contiguous_strides
 from tilewise.backends.hopper.latent.selected import rows_of
 from tilewise.masks.facts import every_key_seen
-from tilewise.planning.bit_tiles import BitTiles, Sections, only_seen_keys
+from tilewise.planning import planner
+from tilewise.planning.bit_tiles import BitTiles, Layout, Sections, only_seen_keys
+from tilewise.planning.planner import Kind, Making
 from tilewise.planning.tiles import PARTIAL, Grid, TileMap, seen_keys
 from tilewise.problem import Problem
 
@@ -25,42 +30,61 @@ class Sized(Protocol):
     tile_n: int
 
 
-def grid_of(problem: Problem, inputs: Inputs) -> Grid:
+def grid_of(problem: Problem, extras: Sequence[Tensor]) -> Grid:
     """The pairs of a problem and the mask over them."""
     shape = (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
-    return Grid.whole(problem.spec.region, inputs.leaves, shape, inputs.q.device)
+    return Grid.whole(problem.spec.region, extras, shape, problem.device)
 
 
 def row_ends(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """``(lo, hi)`` of every row, within 0 and seqlen_k: int32 (batch, heads_q, seqlen_q), expanded where they are shared."""
     rows = torch.arange(problem.seqlen_q, device=inputs.q.device)
     return tuple(
-        x.int().expand(problem.batch, problem.heads_q, -1) for x in grid_of(problem, inputs).key_interval(rows)
+        x.int().expand(problem.batch, problem.heads_q, -1) for x in grid_of(problem, inputs.leaves).key_interval(rows)
     )
 
 
-def own_keys(problem: Problem, inputs: Inputs, page_rows: int) -> tuple[Tensor, Tensor]:
-    """The keys that the one query of each sequence sees, as a cache has them whose pages are single rows: the number of its first row,
-    (batch, 1), where those of two sequences are ``page_rows`` apart, and how many, (batch,); both int32."""
-    row = torch.zeros(1, dtype=torch.int64, device=inputs.q.device)
-    lo, hi = (x[:, 0] for x in grid_of(problem, inputs).key_interval(row))  # (batch or 1, 1)
-    first = torch.arange(0, problem.batch * page_rows, page_rows, device=lo.device).unsqueeze(1)
-    count = (hi - lo).clamp_(min=0).int().expand(problem.batch, 1)
-    return (first + lo).int(), count.contiguous().view(-1)
+def kind_of(problem: Problem) -> Kind:
+    """All of a problem that decides the launches which plan its mask."""
+    leaves = tuple((x.shape, x.stride, x.dtype) for x in problem.extras)
+    lengths = problem.seqlen_q, problem.seqlen_k
+    return Kind(problem.spec.region, leaves, problem.batch, problem.heads_q, lengths, problem.device)
+
+
+def _kernels_for(problem: Problem) -> planner.Planner | None:
+    return None if problem.spec.region.prepared else planner.of_kind(kind_of(problem))
+
+
+def making(problem: Problem, name: str, size: int, otherwise: Callable[..., Tensor]) -> Making:
+    """What makes ``starts`` or ``own_keys`` (:class:`tilewise.planning.planner.Planner`) of a call's extras, without kernels by another
+    function of the problem, its extras and a size, of which the kernels are asked too."""
+    kernels = _kernels_for(problem)
+    found = None if kernels is None else getattr(kernels, name)(kind_of(problem), size)
+    return found or (lambda extras, device: otherwise(problem, extras, size))
+
+
+def own_keys(problem: Problem, extras: Sequence[Tensor], page_rows: int) -> Tensor:
+    """The keys that the one query of each sequence sees, as a cache has them whose pages are single rows: int32 (2, batch), the number of
+    its first row, where those of two sequences are ``page_rows`` apart, and how many."""
+    row = torch.zeros(1, dtype=torch.int64, device=problem.device)
+    lo, hi = (x[:, 0, 0] for x in grid_of(problem, extras).key_interval(row))  # (batch or 1,)
+    first = torch.arange(0, problem.batch * page_rows, page_rows, device=lo.device) + lo
+    return torch.stack([first, (hi - lo).clamp_(min=0).expand_as(first)]).int()
 
 
 def column_ends(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """``(first, last)``, the queries that see each key, within 0 and seqlen_q: int32 (batch, heads_q, seqlen_k), expanded."""
     columns = torch.arange(problem.seqlen_k, device=inputs.q.device)
     return tuple(
-        x.int().expand(problem.batch, problem.heads_q, -1) for x in grid_of(problem, inputs).query_interval(columns)
+        x.int().expand(problem.batch, problem.heads_q, -1)
+        for x in grid_of(problem, inputs.leaves).query_interval(columns)
     )
 
 
 def column_ends_of_rows(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """:func:`column_ends`, counted of the ends of rows, so that a backward that keeps dS reads no block that it has not written. A key's
     queries begin with the first that ends past it, and end with the last that begins no later. Ends of rows never decrease."""
-    lo, hi = grid_of(problem, inputs).key_interval(torch.arange(problem.seqlen_q, device=inputs.q.device))
+    lo, hi = grid_of(problem, inputs.leaves).key_interval(torch.arange(problem.seqlen_q, device=inputs.q.device))
     columns = torch.arange(problem.seqlen_k, device=inputs.q.device, dtype=torch.int32)
     shape = problem.batch, problem.heads_q, -1
 
@@ -75,26 +99,59 @@ def column_ends_of_rows(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tenso
 def visits(problem: Problem, inputs: Inputs, tiles: Sized, by_columns: bool = False) -> tuple[Tensor, Tensor]:
     """``(blocks, counts)`` as :meth:`tilewise.planning.tiles.TileMap.visits` has them, expanded to every batch element and head; the query
     blocks of every key tile ``by_columns``."""
-    tile_map = TileMap.build(grid_of(problem, inputs), tiles.tile_m, tiles.tile_n, by_columns)
+    tile_map = TileMap.build(grid_of(problem, inputs.leaves), tiles.tile_m, tiles.tile_n, by_columns)
     if problem.seqlen_k % tiles.tile_n:  # a ragged end is cut off where a block is partial
         tile_map.status[..., -1:].clamp_(max=PARTIAL)
     return tuple(x.expand(problem.batch, problem.heads_q, -1, -1) for x in tile_map.visits(transposed=by_columns))
 
 
-def tiles_with_bits(
-    problem: Problem, inputs: Inputs, tiles: Sized, section: int, ctas: int, by_columns: bool = False
-) -> tuple[Tensor, ...]:
-    """``(blocks, work, bits, section)`` of :class:`tilewise.planning.bit_tiles.BitTiles`, the first two expanded to every batch element and
-    head.
+@dataclass(frozen=True)
+class BitsOf:
+    """The tiles of a problem's mask with a bit for each pair, as one pass reads them (:class:`tilewise.planning.bit_tiles.BitTiles`).
 
-    Args:
-        section: heads that a section has at least. ctas: of the launch.
+    Attributes:
+        crossing: lines of a tile. by_columns: for the pass over keys of a backward.
     """
-    crossing, group = (tiles.tile_m, problem.group) if by_columns else (tiles.tile_n, 1)
-    sections = Sections(problem.batch * problem.heads_q // group, section, ctas, group)
-    found = BitTiles.build(grid_of(problem, inputs), crossing, by_columns, sections)
-    each = (x.expand(problem.batch, problem.heads_q, -1, -1) for x in (found.blocks, found.work))
-    return *each, found.bits, found.section
+
+    problem: Problem
+    crossing: int
+    by_columns: bool = False
+
+    @classmethod
+    def of(cls, problem: Problem, tiles: Sized, by_columns: bool = False) -> BitsOf:
+        return cls(problem, tiles.tile_m if by_columns else tiles.tile_n, by_columns)
+
+    @property
+    def group(self) -> int:
+        """Query heads that take their lines in one order."""
+        return self.problem.group if self.by_columns else 1
+
+    @property
+    def layout(self) -> Layout:
+        p = self.problem
+        shape = p.batch, p.heads_q, p.seqlen_q, p.seqlen_k
+        return Layout.of(p.spec.region, shape, self.crossing, self.by_columns, p.extras, self.group)
+
+    def views(self, memory: str, prefix: str = "") -> dict[str, View]:
+        """The tensors by the names of a launch's parameters; lists are expanded to every batch element and head."""
+        layout, found = self.layout, {}
+        places = layout.places
+        for name, shape in layout.shapes.items():
+            strides = contiguous_strides(shape)
+            if len(shape) == 4:
+                heads = self.problem.batch, self.problem.heads_q
+                strides = (*[0 if n == 1 else step for n, step in zip(shape[:2], strides, strict=False)], *strides[2:])
+                shape = (*heads, *shape[2:])
+            found[prefix + name] = View(memory, torch.int32, shape, strides, places[name])
+        return found
+
+    def making(self, section: int, ctas: int) -> Making:
+        """What makes them of a call's extras. ``section``: heads that a section has at least. ``ctas``: of the launch."""
+        p, how = self.problem, (self.crossing, self.by_columns)
+        sections = Sections(p.batch * p.heads_q // self.group, section, ctas, self.group)
+        kernels = _kernels_for(p)
+        found = None if kernels is None else kernels.all_of_bits(kind_of(p), self.layout, *how, sections)
+        return found or (lambda extras, device: BitTiles.build(grid_of(p, extras), *how, sections).memory)
 
 
 def lines(problem: Problem, inputs: Inputs) -> Tensor:
@@ -141,4 +198,4 @@ def may_hide_keys(problem: Problem, tile: tuple[int, int] | None = None) -> bool
 def seen(problem: Problem, inputs: Inputs) -> Tensor:
     """The keys that some query of their batch and head group sees, where a mask :func:`may_hide_keys`: bool (batch|1, seqlen_k, heads_k|1,
     1)."""
-    return seen_keys(grid_of(problem, inputs), problem.group).mT.unsqueeze(-1)
+    return seen_keys(grid_of(problem, inputs.leaves), problem.group).mT.unsqueeze(-1)

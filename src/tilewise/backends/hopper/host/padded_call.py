@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from tilewise.backends.base import Grads, Inputs, Output, PerProblem
 from tilewise.backends.hopper import padding
+from tilewise.backends.hopper.host import masks
 from tilewise.backends.hopper.host.backward_call import BackwardPlan
 from tilewise.backends.hopper.host.forward_call import ForwardPlan
 from tilewise.backends.hopper.host.plan import Plan
+from tilewise.caching import cached_property
+from tilewise.planning.planner import Making
 from tilewise.problem import Problem
 
 
@@ -20,14 +24,37 @@ class PaddedPlan(Plan):
 
     packed: ForwardPlan | BackwardPlan
 
+    @property
+    def direct(self) -> tuple[int, ...]:
+        """The places of :class:`tilewise.backends.hopper.host.direct.PlacedPlan`, of a forward."""
+        return self.packed.direct if isinstance(self.packed, ForwardPlan) else ()
+
     @classmethod
     def of(cls, problem: Problem, plans: PerProblem) -> PaddedPlan:
         """The plan of a padded problem; ``plans``: of packed ones."""
         return cls(problem, plans.of(padding.as_packed(problem)))
 
+    @cached_property
+    def making(self) -> Making:
+        return masks.making(self.problem, "starts", padding.parts(self.problem), padding.starts)
+
+    def starts(self, extras: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The first row and the first key of each sequence: int32."""
+        return self.of_leaves("starts", extras, self.making).unbind()
+
     def inputs(self, inputs: Inputs) -> Inputs:
         """The tensors of the packed problem."""
-        return padding.packed_inputs(inputs, self.of_mask(inputs, padding.starts))
+        return padding.packed_inputs(inputs, self.starts(inputs.leaves))
+
+    def of_memory(
+        self, q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], lse: bool, seed: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """The forward by that of the packed problem (:class:`tilewise.backends.hopper.host.direct.DirectPlan`)."""
+        found = self.packed.of_memory(q, k, v, (*extras, *self.starts(extras)), lse, seed)
+        if found is None:
+            return None
+        o, of_rows = found
+        return o.view(self.problem.output_shapes[0]), padding.by_batch(self.problem, of_rows) if lse else None
 
     def forward(self, inputs: Inputs) -> Output:
         out, p = self.packed.forward(self.inputs(inputs)), self.problem

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -22,6 +23,7 @@ from tilewise.backends.hopper.parameters import SCORES
 from tilewise.backends.hopper.tables import Line, line_of
 from tilewise.caching import cached_property
 from tilewise.dropout import keep_scale, threshold
+from tilewise.planning.planner import Making
 from tilewise.problem import Problem, TensorFacts
 
 LOG2_E = math.log2(math.e)
@@ -49,6 +51,11 @@ class Plan:
     def mask_leaves(self, inputs: Inputs) -> list[Tensor]:
         """The tensors that the mask reads."""
         return [inputs.leaves[n] for n in self.problem.spec.mask_slots]
+
+    def of_leaves(self, key: str, extras: Sequence[Tensor], making: Making) -> Tensor:
+        """What is made of the mask's tensors among the extras, kept while they are the same."""
+        leaves = [extras[n] for n in self.problem.spec.mask_slots]
+        return self.made.of(key, leaves, partial(making, extras, self.problem.device))
 
     def of_mask(self, inputs: Inputs, make: Callable[..., Any], *more: Any, by_columns: bool = False) -> Any:
         """The result of a function of the mask's tensors, kept while they are the same. ``more`` is one thing in each plan, and no key."""
@@ -228,14 +235,11 @@ class LaunchPlan(ScorePlan):
         plan.__dict__.update(values)
         return plan
 
-    def of_mask_fields(
-        self, inputs: Inputs, tiles: masks.Sized, grid: tuple[int, int], by_columns: bool = False
-    ) -> tuple[Tensor, ...]:
-        """The tensors of ``config.mask_fields``.
+    def of_mask_fields(self, inputs: Inputs, tiles: masks.Sized, by_columns: bool = False) -> tuple[Tensor, ...]:
+        """The tensors of ``config.mask_fields``, but those of :class:`masks.BitsOf`.
 
         Args:
-            tiles: of the pass. grid: the heads of a section and the CTAs of its launch.
-            by_columns: for the pass over keys of a backward, which reads masks by columns.
+            tiles: of the pass. by_columns: for the pass over keys of a backward, which reads masks by columns.
         """
         config, found = self.config, ()
         if config.by_rows:
@@ -243,8 +247,6 @@ class LaunchPlan(ScorePlan):
             found += self.of_mask(inputs, columns if by_columns else masks.row_ends)
         if config.form == "lists":
             found += self.of_mask(inputs, masks.visits, tiles, by_columns, by_columns=by_columns)
-        if config.form == "bits":
-            found += self.of_mask(inputs, masks.tiles_with_bits, tiles, *grid, by_columns, by_columns=by_columns)
         return found
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -12,44 +15,61 @@ from tilewise.backends.triton.host.plan import operand_strides
 from tilewise.backends.triton.tiles import FUSION
 
 
-def append(cache: Pages, k: Tensor, v: Tensor | None, cu_seqlens_q: Tensor | None) -> None:
-    """Writes k and v ``(batch, rows, heads, head_dim)``, or packed, behind the keys of each sequence; unit last strides.
+@dataclass(eq=False)
+class AppendLaunch:
+    """The launch for tensors of the same shapes, strides and dtypes: everything of it but the tensors
+    (docs/decisions.md#repeated-calls).
 
-    ``cache``: as :class:`tilewise.PagedCache`, or :class:`tilewise.QuantizedCache`.
+    Attributes:
+        rows: new ones of all sequences. sizes: as the kernel takes them (:func:`runtime.opaque`). constants: behind them.
+        compiled: the kernel, once it is known.
     """
-    kernels = runtime.kernels()
-    k_pages, v_pages, block_table, seqlens_k, *scales = cache
-    if scales:
-        k_pages, v_pages = k_pages.view(torch.uint8), v_pages.view(torch.uint8)
-    (num_pages, page_size), (batch, max_pages) = k_pages.shape[:2], block_table.shape
-    v_pages = None if v is None else v_pages
-    named = (("k_pages", k_pages), ("v_pages", v_pages), ("k", k), ("v", v))
-    strides = {name: (0, 0, 0) if x is None else operand_strides(x) for name, x in named}
-    unit = 16 // k.element_size()
-    if any(n % unit for each in strides.values() for n in each):
-        unit = 1
-    strides = {name: tuple(n // unit for n in each) for name, each in strides.items()}
-    tensors = kernels.append.AppendTensors(k_pages, v_pages, k, v, block_table, seqlens_k, cu_seqlens_q, *scales)
-    sizes = kernels.append.AppendSizes(
-        batch=batch,
-        new=k.shape[1],
-        num_pages=num_pages,
-        page_size=page_size,
-        max_pages=max_pages,
-        table=block_table.stride(),
-        length=seqlens_k.stride(0),
-        **strides,
-        **{name: scale_strides(x) for name, x in zip(("k_scale", "v_scale"), scales, strict=False)},
-    )
-    rows = k.shape[0] * (k.shape[1] if cu_seqlens_q is None else 1)
-    each = [x.ndim == 3 for x in scales] or [False, False]
-    kernels.append.append_kernel[rows,](
-        tensors,
-        runtime.opaque(sizes),
-        *k.shape[-2:],
-        0 if v is None else v.shape[-1],
-        unit,
-        *each,
-        num_warps=4,
-        **FUSION,
-    )
+
+    rows: int
+    sizes: Any
+    constants: tuple[int | bool, ...]
+    compiled: Any = None
+
+    @classmethod
+    def of(cls, cache: Pages, k: Tensor, v: Tensor | None, cu_seqlens_q: Tensor | None) -> AppendLaunch:
+        """The launch for k and v ``(batch, rows, heads, head_dim)``, or packed, with unit last strides.
+
+        ``cache``: as :class:`tilewise.PagedCache`, or :class:`tilewise.QuantizedCache`.
+        """
+        k_pages, v_pages, block_table, seqlens_k, *scales = cache
+        (num_pages, page_size), (batch, max_pages) = k_pages.shape[:2], block_table.shape
+        named = (("k_pages", k_pages), ("v_pages", None if v is None else v_pages), ("k", k), ("v", v))
+        strides = {name: (0, 0, 0) if x is None else operand_strides(x) for name, x in named}
+        unit = 16 // k.element_size()
+        if any(n % unit for each in strides.values() for n in each):
+            unit = 1
+        strides = {name: tuple(n // unit for n in each) for name, each in strides.items()}
+        sizes = runtime.kernels().append.AppendSizes(
+            batch=batch,
+            new=k.shape[1],
+            num_pages=num_pages,
+            page_size=page_size,
+            max_pages=max_pages,
+            table=block_table.stride(),
+            length=seqlens_k.stride(0),
+            **strides,
+            **{name: scale_strides(x) for name, x in zip(("k_scale", "v_scale"), scales, strict=False)},
+        )
+        rows = k.shape[0] * (k.shape[1] if cu_seqlens_q is None else 1)
+        each = [x.ndim == 3 for x in scales] or [False, False]
+        return cls(rows, runtime.opaque(sizes), (*k.shape[-2:], 0 if v is None else v.shape[-1], unit, *each))
+
+    def __call__(self, cache: Pages, k: Tensor, v: Tensor | None, cu_seqlens_q: Tensor | None) -> None:
+        """Writes k and v behind the keys of each sequence."""
+        k_pages, v_pages, block_table, seqlens_k, *scales = cache
+        if scales:
+            k_pages, v_pages = k_pages.view(torch.uint8), v_pages.view(torch.uint8)
+        kernels, v_pages = runtime.kernels().append, None if v is None else v_pages
+        tensors = kernels.AppendTensors(k_pages, v_pages, k, v, block_table, seqlens_k, cu_seqlens_q, *scales)
+        aligned = runtime.aligned(tensors)
+        with runtime.on_device(k):
+            if aligned and self.compiled is not None:
+                runtime.run_compiled(self.compiled, (self.rows,), tensors, self.sizes, *self.constants)
+                return
+            found = kernels.append_kernel[self.rows,](tensors, self.sizes, *self.constants, num_warps=4, **FUSION)
+        self.compiled = found if aligned else self.compiled

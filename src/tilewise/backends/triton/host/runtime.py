@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from threading import RLock
 from types import SimpleNamespace
@@ -66,16 +66,11 @@ def kernels() -> SimpleNamespace:
         dq_tangent=tangent.dq_tangent_kernel,
         dkdv_tangent=tangent.dkdv_tangent_kernel,
         Moved=tangent_tiles.Moved,
-        tile_map=tile_map.tile_map_kernel,
         tile_bits=tile_bits.tile_bits_kernel,
         BitTensors=tile_bits.BitTensors,
         BitSizes=tile_bits.BitSizes,
         lists=tile_lists,
-        ends=tile_map.ends_kernel,
-        EndsTensors=tile_map.EndsTensors,
-        EndsSizes=tile_map.EndsSizes,
-        MapTensors=tile_map.MapTensors,
-        MapSizes=tile_map.MapSizes,
+        maps=tile_map,
         append=append,
         Tensors=arguments.Tensors,
         Sizes=arguments.Sizes,
@@ -107,6 +102,16 @@ def run(kernel, grid: tuple[int, ...], tiles: Tiles, *arguments: object) -> obje
         return kernel[grid](*arguments, **tiles.options, **early)
     with assembled_by(newer_ptxas()), read_where_faulty() as read:
         return kernel[grid](*arguments, **tiles.options, **early, **read)
+
+
+_HERE = nullcontext()
+
+
+def on_device(x: torch.Tensor):
+    """A context with x's GPU as the current one, where Triton launches. It costs nothing if that is so already."""
+    if x.device.type == "cpu" or x.device.index == torch._C._cuda_getDevice():
+        return _HERE
+    return torch.cuda.device(x.device)
 
 
 def on_hopper(device: torch.device | None = None) -> bool:

@@ -7,6 +7,7 @@ Their kernels are those of ``kernels.tile_map``, ``kernels.tile_lists`` and ``ke
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
@@ -14,6 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise import device as devices
 from tilewise import expr
 from tilewise.backends.base import MOST_BYTES, argument_bytes
 from tilewise.backends.triton.host import runtime
@@ -22,10 +24,12 @@ from tilewise.backends.triton.host.plan import extents_of
 from tilewise.backends.triton.kernels.emit import Emitted, emit_mask
 from tilewise.backends.triton.kernels.writer import OPERATIONS
 from tilewise.backends.triton.tiles import Tiles
+from tilewise.caching import cached_property
 from tilewise.expr import Expr
 from tilewise.masks.facts import granularity
 from tilewise.masks.regions import Region
-from tilewise.planning.bit_tiles import RESERVED, BitTiles, Sections
+from tilewise.planning.bit_tiles import LINES, RESERVED, BitTiles, Layout, Sections
+from tilewise.planning.planner import Kind
 from tilewise.planning.tiles import Grid
 from tilewise.problem import TensorFacts
 
@@ -44,11 +48,11 @@ _LINES = 128  # of a program that writes ends
 def can_judge(grid: Grid) -> bool:
     """Whether kernels take a grid: keys from 0 on, pairs at all, operations that can all be written, and numbers of 32 bits."""
     sizes = grid.b.shape[0], grid.h.shape[0], grid.seqlen_q, grid.keys
-    return grid.key_origin is None and all(sizes) and _can_be_written(grid.region, *sizes)
+    return grid.key_origin is None and all(sizes) and can_be_written(grid.region, *sizes)
 
 
 @lru_cache(maxsize=1024)
-def _can_be_written(region: Region, b: int, h: int, i: int, j: int) -> bool:
+def can_be_written(region: Region, b: int, h: int, i: int, j: int) -> bool:
     """Whether kernels have every operation of a mask, and compute it in 32 bits for these sizes."""
     known = expr.operations_of(*region.parts) <= OPERATIONS
     short = argument_bytes(region.parts) <= MOST_BYTES
@@ -110,28 +114,127 @@ class MaskLaunch:
         runtime.launch_again(self, runtime.aligned(tensors), tensors, *self.numbers, self.facts)
 
 
-class Kind(NamedTuple):
-    """All of a grid that decides its launches: shape, strides and dtype of each tensor, and how many there are of b and h."""
+class Place(NamedTuple):
+    """A tensor of a launch: the number of its memory (:class:`MaskLaunches`), its first byte there, a multiple of 16, its dtype and its
+    shape."""
 
-    region: Region
-    tensors: tuple[tuple, ...]
-    batch: int
-    heads: int
-    lengths: tuple[int, int]
-    device: torch.device
-
-    @classmethod
-    def of(cls, grid: Grid) -> Kind:
-        leaves = tuple([(x.shape, x.stride(), x.dtype) for x in grid.leaves])
-        return cls(grid.region, leaves, len(grid.b), len(grid.h), (grid.seqlen_q, grid.keys), grid.b.device)
+    memory: int
+    first: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
 
     @property
-    def leaves(self) -> tuple[TensorFacts, ...]:
-        return tuple(TensorFacts(tuple(shape), stride, dtype) for shape, stride, dtype in self.tensors)
+    def size(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
-    def extents(self, emitted: Emitted) -> tuple[tuple[int, ...], ...]:
-        """Size and stride of each axis of what a kernel reads."""
-        return tuple(extents_of(*self.tensors[n][:2]) for n in emitted.slots)
+    def of(self, memories: Sequence[Tensor]) -> Tensor:
+        return memories[self.memory][self.first : self.first + self.size].view(self.dtype).view(self.shape)
+
+
+MADE, SCRATCH, INDEX, LEAVES = range(4)  # the first memories of a launch
+
+
+@dataclass(eq=False)
+class MaskLaunches:
+    """Launches that make one tensor of a mask's tensors, kept as each of them is.
+
+    Memories are that of the result, one for what nobody reads afterwards, the numbers from 0 on, and the mask's tensors by slot.
+
+    Attributes:
+        result: the place of what is made, all of its memory. scratch: bytes of the second memory. numbers: how many there are.
+        steps: each launch with the tuple of its tensors, a :class:`Place` each; the last is of the mask's tensors, and empty.
+        compiled: whether the kernels are known.
+    """
+
+    result: Place
+    scratch: int
+    numbers: int
+    steps: tuple[tuple[MaskLaunch, Any], ...]
+    compiled: bool = False
+
+    @cached_property
+    def reads(self) -> tuple[int, ...]:
+        """The slots of the tensors that launches read."""
+        return tuple(dict.fromkeys(n for launch, _ in self.steps for n in launch.slots))
+
+    def __call__(self, leaves: Sequence[Tensor], device: torch.device) -> Tensor:
+        result = torch.empty(self.result.shape, dtype=self.result.dtype, device=device)
+        space = devices.workspace(device, self.scratch) if self.scratch else result
+        numbers = devices.indices(device, self.numbers) if self.numbers else result
+        at, places = [x.data_ptr() for x in (result, space, numbers, *leaves)], 0
+        for n in self.reads:
+            places |= at[LEAVES + n]
+        with runtime.on_device(result):
+            if places % 16 or not self.compiled:
+                self._first((result, space, numbers), leaves)
+                return result
+            for launch, (*places, _) in self.steps:
+                tensors = (
+                    *[None if x is None else at[x.memory] + x.first for x in places],
+                    tuple([at[LEAVES + n] for n in launch.slots]),
+                )
+                runtime.run_compiled(launch.compiled, launch.grid, tensors, *launch.numbers, launch.facts)
+        return result
+
+    def _first(self, memories: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
+        """Launches with tensors, of which Triton learns what to compile."""
+        memories = [x.view(-1).view(torch.uint8) for x in memories]
+        for launch, places in self.steps:
+            *found, _ = places
+            found = [None if x is None else x.of(memories) for x in found]
+            launch(type(places)(*found, tuple([leaves[n] for n in launch.slots])))
+        self.compiled = all(launch.compiled is not None for launch, _ in self.steps)
+
+
+def of_elements(kind: Kind, kernel: str, parts: int, rows: int) -> MaskLaunches:
+    """The launch of ``starts`` or ``own_keys`` (:class:`tilewise.planning.planner.Planner`), with ``rows`` of k for each element."""
+    launch = _of_elements(kind, kernel, parts, rows)
+    result = Place(MADE, 0, torch.int32, launch.made[0])
+    return MaskLaunches(result, 0, 0, ((launch, runtime.kernels().maps.KeysTensors(result, ())),))
+
+
+@lru_cache(maxsize=1024)
+def _of_elements(kind: Kind, kernel: str, parts: int, rows: int) -> MaskLaunch:
+    emitted = emit_mask(Region(lo=kind.region.lo, hi=kind.region.hi), _leaves(kind), kind.lengths)
+    facts = Facts(**{name: emitted.functions.get(name) for name in ("lo", "hi")}, overlap=None)
+    kernels = runtime.kernels()
+    count = kind.batch * parts + 1 if parts else kind.batch
+    sizes = kernels.maps.KeysSizes(count, parts, rows, *kind.lengths, _extents(kind, emitted))
+    return MaskLaunch.of(getattr(kernels.maps, f"{kernel}_kernel"), (kind.batch,), sizes, facts, emitted, ((2, count),))
+
+
+def all_of_bits(kind: Kind, layout: Layout, how: tuple[int, bool], sections: Sections) -> MaskLaunches | None:
+    """The launches that make the tiles of a whole mask (:class:`BitTiles`) as they lie in their memory, ``how``: in tiles of so many
+    crossing lines, by columns or not; None: the states of tiles are not told apart as the layout does."""
+    (crossing, by_columns), kernels = how, runtime.kernels()
+    tile = (crossing, LINES) if by_columns else (LINES, crossing)
+    judge = _judging(kind, tile, None, PROGRAMS)
+    if judge.made[0][:2] != (layout.batch, layout.heads) or layout.alike > 1:
+        return None
+    places, shapes = layout.places, layout.shapes
+    made = {name: Place(MADE, 4 * places[name], torch.int32, shape) for name, shape in shapes.items()}
+    ragged = kind.lengths[1] % tile[1] > 0
+    of_lists = _listing((shapes["blocks"], shapes["bits"]), ragged, by_columns, sections, kind.device)
+    status = Place(SCRATCH, 0, torch.uint8, judge.made[0])
+    counts = Place(SCRATCH, -(-status.size // 16) * 16, torch.int32, of_lists[0].made[0])
+    index = Place(INDEX, 0, torch.int64, (max(kind.batch, kind.heads),))
+    lists = kernels.lists.ListTensors(
+        status, counts, **{x: made[x] for x in ("blocks", "work", "bits", "section")}, b=status, leaves=()
+    )
+    bits = kernels.BitTensors(made["bits"], made["blocks"], made["work"], index, index, ())
+    steps = ((judge, kernels.maps.MapTensors(status, None, index, index, ())), *[(x, lists) for x in of_lists])
+    steps += ((_writing_bits(kind, shapes["blocks"], layout.slots, how, PROGRAMS), bits),)
+    result = Place(MADE, 0, torch.int32, (places[""],))
+    return MaskLaunches(result, counts.first + counts.size, index.shape[0], steps)
+
+
+def _leaves(kind: Kind) -> tuple[TensorFacts, ...]:
+    return tuple(TensorFacts(tuple(shape), stride, dtype) for shape, stride, dtype in kind.tensors)
+
+
+def _extents(kind: Kind, emitted: Emitted) -> tuple[tuple[int, ...], ...]:
+    """Size and stride of each axis of what a kernel reads."""
+    return tuple(extents_of(*kind.tensors[n][:2]) for n in emitted.slots)
 
 
 def judging(grid: Grid, tile_m: int, tile_n: int, group: int | None) -> tuple[MaskLaunch, Any]:
@@ -140,12 +243,12 @@ def judging(grid: Grid, tile_m: int, tile_n: int, group: int | None) -> tuple[Ma
     (status, seen), device = launch.made, grid.b.device
     status = torch.empty(status, dtype=torch.uint8, device=device)
     seen = None if seen is None else torch.zeros(seen, dtype=torch.uint8, device=device)
-    return launch, runtime.kernels().MapTensors(status, seen, grid.b, grid.h, launch.read(grid))
+    return launch, runtime.kernels().maps.MapTensors(status, seen, grid.b, grid.h, launch.read(grid))
 
 
 @lru_cache(maxsize=1024)
 def _judging(kind: Kind, tile: tuple[int, int], group: int | None, most: int) -> MaskLaunch:
-    emitted, predicate = emit_mask(kind.region, kind.leaves, kind.lengths), kind.region.predicate
+    emitted, predicate = emit_mask(kind.region, _leaves(kind), kind.lengths), kind.region.predicate
     same = None if predicate is None else granularity(predicate, "i")
     step = math.gcd(tile[0], same or tile[0])  # the rows on which the predicate is the same
     rows = min(MOST_ROWS, 1 << (tile[0] // step - 1).bit_length())
@@ -155,7 +258,7 @@ def _judging(kind: Kind, tile: tuple[int, int], group: int | None, most: int) ->
     blocks = [-(-n // size) for n, size in zip(kind.lengths, tile, strict=True)]
     group = group if group is None or heads > 1 else 1
     kernels = runtime.kernels()
-    sizes = kernels.MapSizes(
+    sizes = kernels.maps.MapSizes(
         heads=heads,
         seen_heads=heads // (group or 1),
         group=group or 1,
@@ -165,11 +268,13 @@ def _judging(kind: Kind, tile: tuple[int, int], group: int | None, most: int) ->
         tile_n=tile[1],
         step=step,
         span=-(-batch * heads * blocks[0] * blocks[1] // most),
-        extents=kind.extents(emitted),
+        extents=_extents(kind, emitted),
     )
     programs = batch * heads * -(-blocks[0] // sizes.span) * blocks[1]
     seen = None if group is None else (batch, heads // group, kind.lengths[1])
-    return MaskLaunch.of(kernels.tile_map, (programs,), sizes, facts, emitted, ((batch, heads, *blocks), seen))
+    return MaskLaunch.of(
+        kernels.maps.tile_map_kernel, (programs,), sizes, facts, emitted, ((batch, heads, *blocks), seen)
+    )
 
 
 def bits(tiles: BitTiles, status: Tensor, grid: Grid, crossing: int, by_columns: bool, sections: Sections) -> None:
@@ -228,7 +333,7 @@ def writing_bits(tiles: BitTiles, grid: Grid, crossing: int, by_columns: bool) -
 @lru_cache(maxsize=1024)
 def _writing_bits(kind: Kind, blocks: tuple[int, ...], slots: int, how: tuple[int, bool], most: int) -> MaskLaunch:
     region, (crossing, by_columns) = kind.region, how
-    emitted = emit_mask(Region(lo=region.lo, hi=region.hi, predicate=region.predicate), kind.leaves, kind.lengths)
+    emitted = emit_mask(Region(lo=region.lo, hi=region.hi, predicate=region.predicate), _leaves(kind), kind.lengths)
     functions = {name: emitted.functions.get(name) for name in ("lo", "hi", "keep")}
     same = _same_bits(region.predicate, crossing, by_columns)
     facts = Facts(**functions, crossing=crossing, by_columns=by_columns, same=same, overlap=None)
@@ -241,7 +346,7 @@ def _writing_bits(kind: Kind, blocks: tuple[int, ...], slots: int, how: tuple[in
         programs=min(steps, -(-most // (batch * heads * lines))),
         seqlen_q=kind.lengths[0],
         seqlen_k=kind.lengths[1],
-        extents=kind.extents(emitted),
+        extents=_extents(kind, emitted),
     )
     return MaskLaunch.of(kernels.tile_bits, (batch * heads * lines * sizes.programs,), sizes, facts, emitted)
 
@@ -257,27 +362,27 @@ def ends(grid: Grid, lines: Tensor, by_columns: bool) -> tuple[Tensor, Tensor]:
     """Both ends of the intervals of these queries, or keys ``by_columns``: int64 ``(b|1, h|1, len(lines))``."""
     launch = _ending(Kind.of(grid), len(lines), by_columns)
     start, end = torch.empty(launch.made[0], dtype=torch.int64, device=grid.b.device)
-    launch(runtime.kernels().EndsTensors(start, end, lines, grid.b, grid.h, launch.read(grid)))
+    launch(runtime.kernels().maps.EndsTensors(start, end, lines, grid.b, grid.h, launch.read(grid)))
     return start, end
 
 
 @lru_cache(maxsize=1024)
 def _ending(kind: Kind, count: int, by_columns: bool) -> MaskLaunch:
     names, parts = ("first", "last") if by_columns else ("lo", "hi"), _ends_of(kind.region, by_columns)
-    emitted = emit_mask(Region(**dict(zip(names, parts, strict=True))), kind.leaves, kind.lengths)
+    emitted = emit_mask(Region(**dict(zip(names, parts, strict=True))), _leaves(kind), kind.lengths)
     functions = {name: emitted.functions.get(name) for name in ("lo", "hi", "first", "last")}
     facts = Facts(**functions, by_columns=by_columns, overlap=None)
     batch, heads = _heads_of(kind.region, True, by_columns, kind.batch, kind.heads)
     kernels = runtime.kernels()
-    sizes = kernels.EndsSizes(
+    sizes = kernels.maps.EndsSizes(
         heads=heads,
         count=count,
         seqlen_q=kind.lengths[0],
         seqlen_k=kind.lengths[1],
-        extents=kind.extents(emitted),
+        extents=_extents(kind, emitted),
     )
     programs = batch * heads, -(-count // _LINES)
-    return MaskLaunch.of(kernels.ends, programs, sizes, facts, emitted, ((2, batch, heads, count),))
+    return MaskLaunch.of(kernels.maps.ends_kernel, programs, sizes, facts, emitted, ((2, batch, heads, count),))
 
 
 def _ends_of(region: Region, by_columns: bool) -> tuple[Expr | None, ...]:

@@ -230,3 +230,65 @@ def ends_kernel(tensors, sizes, numbers, FACTS: tl.constexpr):
     to = outer.to(tl.int64) * count + at
     tl.store(tensors.start + to, start.to(tl.int64), mask=at < count)
     tl.store(tensors.end + to, end.to(tl.int64), mask=at < count)
+
+
+# -- The keys that all queries of a batch element see --------------------------------------------------------------
+
+
+class KeysTensors(NamedTuple):
+    """The pointers of a launch.
+
+    Attributes:
+        made: int32 (2, ``apart``), written: what :meth:`tilewise.planning.planner.Planner.starts` or ``own_keys`` says.
+        leaves: as in :class:`MapTensors`.
+    """
+
+    made: Any
+    leaves: Any
+
+
+class KeysSizes(NamedTuple):
+    """The whole numbers of a launch, passed as those of :class:`arguments.Sizes`.
+
+    Attributes:
+        apart: numbers of a line of what is written. parts: the sequences that a batch element becomes.
+        rows: of k, from those of one batch element to those of the next.
+    """
+
+    apart: int
+    parts: int
+    rows: int
+    seqlen_q: int
+    seqlen_k: int
+    extents: tuple
+
+
+@triton.jit
+def starts_kernel(tensors, sizes, numbers, FACTS: tl.constexpr):
+    """Writes where the sequences of one batch element begin: the keys before those seen, if there may be any, without a query; then all
+    queries; and after them none. Grid: (batch)."""
+    b, parts = tl.program_id(0), plain(sizes.parts)
+    work = whole_sequence(b, tensors, sizes, numbers)
+    lo, hi = key_interval(b * 0, b * 0, work, FACTS)
+    row, key = b * work.seqlen_q, b * plain(sizes.rows)
+    rows = tensors.made + b * parts
+    keys = rows + plain(sizes.apart)
+    tl.store(rows, row)
+    tl.store(keys, key)
+    tl.store(rows + 1, row, mask=parts > 2)
+    tl.store(keys + 1, key + lo, mask=parts > 2)
+    tl.store(rows + parts - 1, row + work.seqlen_q)
+    tl.store(keys + parts - 1, key + tl.maximum(lo, hi))
+    if b == tl.num_programs(0) - 1:
+        tl.store(rows + parts, row + work.seqlen_q)
+        tl.store(keys + parts, key + plain(sizes.rows))
+
+
+@triton.jit
+def own_keys_kernel(tensors, sizes, numbers, FACTS: tl.constexpr):
+    """Writes the row of the first key that the first query of one batch element sees, and how many it sees. Grid: (batch)."""
+    b = tl.program_id(0)
+    work = whole_sequence(b, tensors, sizes, numbers)
+    lo, hi = key_interval(b * 0, b * 0, work, FACTS)
+    tl.store(tensors.made + b, b * plain(sizes.rows) + lo)
+    tl.store(tensors.made + plain(sizes.apart) + b, tl.maximum(hi - lo, 0))

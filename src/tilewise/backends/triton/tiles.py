@@ -9,9 +9,6 @@ MIN_WIDTH = 16  # of a side of tl.dot
 WIDEST_PIECE = 512  # columns of a head dim
 # a * b + c rounds once: the default of Triton up to 3.9, but not of 3.10.
 FUSION = {"enable_fp_fusion": True}
-# Batch elements that a program takes beside one tile of a bias that they share, by the largest head dim: a thread's registers hold dQ of
-# them all. docs/decisions.md#triton-shared-bias
-BATCHES = {32: 4, 64: 2}
 OVER_KEYS = ("dkdv", "dk", "dv")  # the passes whose programs own key tiles
 
 
@@ -107,7 +104,7 @@ def shared_memory(
     """Return the bytes that a kernel may need: its resident tiles, and ``num_stages`` of the tiles that its loop streams.
 
     Args:
-        kernel: "forward", "paged", "latent", "merge_rows", "dkdv", "dk", "dv", "dq", "dq_dbias",
+        kernel: "forward", "paged", "latent", "merge_rows", "dkdv", "dk", "dv", "dq",
             "group_parts", "delta", "tile", "strip", "sheet" or "sheet_strip".
         widths: :func:`columns` of q, k and of v.
     """
@@ -126,7 +123,6 @@ def shared_memory(
         "dk": n * (w + wv) + over_keys,
         "dv": n * w + over_keys,
         "dq": m * (w + wv) + stages * n * (w + wv),
-        "dq_dbias": batches_beside(max(widths)) * (m + stages * n) * (w + wv) + passed,
         "delta": 0,
         "merge_rows": 8 * wv,
         "group_parts": 0,
@@ -147,11 +143,6 @@ def shared_memory(
         scratch = max(scratch, 4096) if w & (w - 1) else scratch
         scratch += 128 if w > WIDEST_PIECE else 0
     return itemsize * rows[kernel] + statistics + pairs + scratch
-
-
-def batches_beside(widest: int) -> int:
-    """Return the batch elements that a program takes beside one tile of a bias, of head dims up to this; 0 where they are too wide."""
-    return next((n for width, n in BATCHES.items() if widest <= width), 0)
 
 
 def program_limit(tiles: Tiles, limit: int, arch: str, itemsize: int) -> int:

@@ -428,7 +428,6 @@ def items() -> list[Launch]:
         ]
         if arch == "sm90":
             found += [Launch(arch, torch.float16, 128, feature) for feature in QUANTISED[:2]]
-            found.append(Launch(arch, torch.bfloat16, 32, "bias"))  # more batch elements beside a tile than at 64
             found.append(Launch(arch, torch.bfloat16, 80, "fp8-chunk"))  # 40 pairs, a piece of them 8
             found += [Launch(arch, torch.bfloat16, config.MAX_LATENT_DIM, feature) for feature in LATENT]
             found += [Launch(arch, torch.bfloat16, limit, "paged") for limit in (64, 96, 256, config.MAX_LATENT_DIM)]

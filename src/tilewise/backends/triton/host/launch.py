@@ -25,10 +25,8 @@ from tilewise.backends.triton.host.leaf_sums import LeafSums, Strips
 from tilewise.backends.triton.host.paged import attend_pages, merge_rows
 from tilewise.backends.triton.host.plan import Plan, Role
 from tilewise.backends.triton.host.runtime import kernels
-from tilewise.backends.triton.host.shared_bias import SharedBiasSums
 from tilewise.backends.triton.host.terms import TERM_ROWS
 from tilewise.backends.triton.paging import PagedConfig
-from tilewise.backends.triton.shared_bias import shared_tiles
 from tilewise.backends.triton.sheet import SHEET_STRIP, SheetPart, sheet_tiles, summed_beside
 from tilewise.backends.triton.tiles import OVER_KEYS, Tiles
 from tilewise.leaf_gradients import DIAGONALS, TILES, Read
@@ -83,9 +81,7 @@ def backward(plan: Plan, inputs: Inputs, out: Output, do: Tensor, dlse: Tensor) 
         return gradients_of_no_pair(problem, inputs, dlse)
     call = Call.of(plan, inputs, do)
     buffers = BackwardBuffers.empty(problem, inputs, plan.config.group_parts)
-    sums = (SharedBiasSums if plan.shared else LeafSums)(
-        plan, inputs
-    )  # may launch kernels; what overlaps follows one another in the stream
+    sums = LeafSums(plan, inputs)  # may launch kernels; what overlaps follows one another in the stream
     run_statistics(call, out, dlse, buffers)
     (lse2, delta), (dk, dv) = buffers.statistics.unbind(), buffers.over_keys
     written = {"lse2": lse2, "delta": delta, "dq": buffers.dq, "dk": dk, "dv": dv, "grads": sums.buffers}
@@ -102,12 +98,7 @@ def backward(plan: Plan, inputs: Inputs, out: Output, do: Tensor, dlse: Tensor) 
 def _passes(call: Call) -> list[KernelLaunch]:
     """The launches of a backward behind that of the statistics."""
     plan, reads = call.plan, call.plan.emitted.reads
-    if plan.shared:
-        passes = [
-            _shared_sum(call),
-            *[_pass(call, name, role="joins") for name in plan.config.passes if name in OVER_KEYS],
-        ]
-    elif plan.sheet:
+    if plan.sheet:
         passes = _passes_over_sheets(call, reads[0])
     else:
         # dQ first: where its programs have a multiprocessor each, two of the next pass's fill one that has no more of them.
@@ -198,23 +189,6 @@ def _pair_sum(call: Call, n: int, read: Read) -> KernelLaunch:
     grid = (-(-problem.seqlen_q // tiles.tile_m), -(-problem.seqlen_k // tiles.tile_n), outer)
     facts = plan.facts(tiles, call.align, lists=False, again=True, read=n)
     return call.launch(kernels().tile, grid, tiles, call.sizes(1), facts, n, *loops)
-
-
-def _shared_sum(call: Call) -> KernelLaunch:
-    """Makes dQ, and the sums of dS that are the gradient of a bias which the batch shares."""
-    plan, problem, sums = call.plan, call.plan.problem, call.plan.shared
-    tiles = shared_tiles(problem, plan.config)
-    slots = tile_slots(problem, problem.seqlen_q, tiles.tile_m)
-    views, pair = operand_views(call, tiles, "k", "v"), pair_view(call, tiles)
-    tma = views[0] is not None
-    chosen = {"again": True, "sink": False, "batches": sums.batches, **plan.overlap("reads")}
-    chosen |= {"rows": None, "leaves": None, "row_grads": (), "columns": None}
-    if pair is not None:
-        chosen["pair"] = plan.pair_leaf[1]
-    facts = plan.facts(tiles, call.align, tma=tma, whole=tma and plan.whole, **chosen)
-    sizes = call.sizes(slots, portion=sums.of_copy)
-    grid = (slots * problem.heads_q * sums.copies,)
-    return call.launch(kernels().dq_dbias, grid, tiles, sizes, facts, *views, pair, 0)
 
 
 def _strip_sum(call: Call, n: int, read: Read) -> KernelLaunch:

@@ -19,12 +19,11 @@ from tilewise.backends.triton.host.launches import KernelLaunch
 from tilewise.backends.triton.kernels.emit import Emitted, emit
 from tilewise.backends.triton.kernels.leaf_reads import AXES, PairReads, all_axes, described_lookup, is_wide
 from tilewise.backends.triton.paging import PagedConfig
-from tilewise.backends.triton.shared_bias import SharedSums, shared_sums
 from tilewise.backends.triton.sheet import SheetPart, sheet_parts
 from tilewise.backends.triton.tiles import Tiles, pieces
 from tilewise.caching import cached_property
 from tilewise.device import lasting
-from tilewise.leaf_gradients import DIAGONALS, ROWS, TILES, Read
+from tilewise.leaf_gradients import DIAGONALS, ROWS, TILES
 from tilewise.masks.facts import every_key_seen
 from tilewise.problem import Problem
 
@@ -149,11 +148,6 @@ class Decisions:
         return not problem.packed and every_key_seen(problem.spec.region, problem.seqlen_q, problem.seqlen_k)
 
     @cached_property
-    def shared(self) -> SharedSums | None:
-        """How the gradient of a bias that the batch shares is summed beside dQ; None where it is summed otherwise, or there is none."""
-        return _shared_sums(self)
-
-    @cached_property
     def sheet(self) -> tuple[SheetPart, ...]:
         """The parts of dS that the backward keeps, one after the other (:func:`kept_sheet`)."""
         return kept_sheet(self)
@@ -237,8 +231,13 @@ def kept_sheet(decisions: Decisions) -> tuple[SheetPart, ...]:
     There are none unless that is the one tensor that wants a gradient, dS is that gradient, and a sheet can hold a part of it; nor where
     tiles come as lists, since a sheet is read wherever the ends of rows allow, and listed tiles alone would be written.
     """
-    problem, read = decisions.problem, _sole_read(decisions)
-    if decisions.shared or not decisions.whole or read is None or read.how not in (TILES, DIAGONALS):
+    problem, emitted = decisions.problem, decisions.emitted
+    if len(emitted.reads) != 1 or {"slope", "tile_0"} & set(emitted.functions):
+        return ()
+    if decisions.lists or not decisions.whole:
+        return ()
+    read = emitted.reads[0]
+    if read.how not in (TILES, DIAGONALS):
         return ()
     leaf = problem.extras[read.slot]
     # dS is kept in the problem's dtype, which has to hold what the leaf's gradient does: bf16 has fp32's range.
@@ -247,32 +246,6 @@ def kept_sheet(decisions: Decisions) -> tuple[SheetPart, ...]:
     over_heads = "h" in read.loops
     gradient = 0 if read.pairs or read.how == DIAGONALS else math.prod(leaf.shape) * leaf.dtype.itemsize
     return sheet_parts(problem, over_heads, decisions.config.beside[1], gradient)
-
-
-def _sole_read(decisions: Decisions) -> Read | None:
-    """The one read of a tensor that wants a gradient, where dS is that gradient and tiles come as no lists; else None."""
-    emitted = decisions.emitted
-    if len(emitted.reads) != 1 or {"slope", "tile_0"} & set(emitted.functions) or decisions.lists:
-        return None
-    return emitted.reads[0]
-
-
-def _shared_sums(decisions: Decisions) -> SharedSums | None:
-    read, problem = _sole_read(decisions), decisions.problem
-    if read is None or read.how != TILES or read.pairs or read.loops != ("b",):
-        return None
-    # [.., i, j] with h or numbers before, and no element read by two pairs.
-    index, lengths = read.expr.args[1:], {"h": problem.heads_q, "i": problem.seqlen_q, "j": problem.seqlen_k}
-    fits = all(
-        0 <= x.args[0] < size if x.op == "number" else lengths[x.args[0]] <= size
-        for x, size in zip(index, problem.extras[read.slot].shape, strict=True)
-    )
-    if not fits or [x.args[0] for x in index[-2:]] != ["i", "j"]:
-        return None
-    # By descriptor, tiles that one batch element visits and another does not would be read for both.
-    if decisions.whole and varies(problem):
-        return None
-    return shared_sums(problem, decisions.config)
 
 
 _EMITTED = ("lo", "hi", "first", "last", "keep", "score", "weights", "near", "heads")
@@ -318,7 +291,6 @@ def all_facts(decisions: Decisions, tiles: Tiles, align: int, chosen: dict[str, 
         "whole": False,
         "pages": None,
         "sheet": 0,
-        "batches": 1,
         "strips": 0,
         "overlap": None,
         "max_logit": False,
@@ -329,15 +301,10 @@ def all_facts(decisions: Decisions, tiles: Tiles, align: int, chosen: dict[str, 
     return functions | of_tiles | _problem_facts(decisions, emitted) | defaults | chosen
 
 
-def varies(problem: Problem) -> bool:
-    """Whether the ends of rows differ between heads or batch elements, or are read from tensors."""
-    ends = [e for e in problem.spec.region.ends if e is not None]
-    return bool(expr.lookups(*ends) or expr.depends_on(*ends) & {"b", "h"})
-
-
 def _problem_facts(decisions: Decisions, emitted: Emitted) -> dict[str, object]:
     """The facts that are the same in every launch of a problem."""
-    problem, spec = decisions.problem, decisions.problem.spec
+    problem, spec, region = decisions.problem, decisions.problem.spec, decisions.problem.spec.region
+    ends = [e for e in region.ends if e is not None]
     fp32 = problem.dtype == torch.float32
     return {
         "head_dim": problem.head_dim,
@@ -354,7 +321,7 @@ def _problem_facts(decisions: Decisions, emitted: Emitted) -> dict[str, object]:
         "terms": decisions.terms,
         "products": TERM_PRODUCTS if decisions.terms > 1 else ((0, 0),),
         "upcast": (problem.dtype == torch.bfloat16 or decisions.terms > 1) and problem.device.type == "cpu",
-        "varies": varies(problem),
+        "varies": bool(expr.lookups(*ends) or expr.depends_on(*ends) & {"b", "h"}),
         "hides": emitted.hides,
         "binary": emitted.binary,
         "bounded": emitted.bounded,

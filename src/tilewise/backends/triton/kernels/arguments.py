@@ -71,8 +71,7 @@ class Sizes(NamedTuple):
         slots: programs of a head: its tiles; packed, at least as many (:func:`work_tile`).
         q, k, v, do: ``(batch, row, head)`` strides in units of ``FACTS.align`` elements.
         seqlen_q_rounded: rows from one head to the next in lse2 and delta.
-        portion: where a part of dS is kept, its first key; of sums by distance, the query tiles of a part; of a shared bias' sums, the
-            batch elements of a copy.
+        portion: where a part of dS is kept, its first key; of sums by distance, the query tiles of a part.
         threshold: dropout keeps a pair whose 16-bit value is below it.
         beside: batch elements and heads whose programs of one tile run side by side (:func:`scheduled`).
         heads: the first and the number of the key heads that the launch is for.
@@ -308,12 +307,6 @@ def with_pair_tile(work, view, head, m0, n0, OVER_KEYS: tl.constexpr, FACTS: tl.
         first, second = _leading_index(work, head, 0, FACTS), _leading_index(work, head, 1, FACTS)
         pair = view.load([first, second, m0, n0]).reshape(FACTS.tile_m, FACTS.tile_n)
         return _replaced(work, tl.trans(pair) if OVER_KEYS else pair, work.heads, work.corner, work.far)
-
-
-@triton.jit
-def with_pair(work, pair):
-    """The WorkTile with another one's ``pair``."""
-    return _replaced(work, pair, work.heads, work.corner, work.far)
 
 
 @triton.jit

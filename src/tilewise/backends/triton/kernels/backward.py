@@ -512,8 +512,37 @@ def dq_block(n0, dq, sums, query, rows, keys, tensors, sizes, scales, work, part
     """
     i = query.m0 + tl.arange(0, FACTS.tile_m)
     j = n0 + tl.arange(0, FACTS.tile_n)
+    left = work.seqlen_k - n0
+    alive = None
+    if not FACTS.whole and partial:
+        kept = visible_pairs(query, i, j, rows.head, work, FACTS)
+        if FACTS.keep is not None:
+            alive = tl.max(kept.to(tl.int32), 0) > 0
+        elif FACTS.masked:
+            first, last = query_interval(j, rows.head, work, FACTS)
+            alive = first < last
+    # K: (tile_n, head_dim), V: (tile_n, head_dim_v), in the inputs' dtype.
+    # A key that no row here sees has dS = 0, and its row of K is not read: it may hold NaN.
+    k = load_streamed(keys[0], n0, left, alive, FACTS.tile_n, OF_V=False, partial=partial, FACTS=FACTS)
+    v = load_streamed(keys[1], n0, left, alive, FACTS.tile_n, OF_V=True, partial=partial, FACTS=FACTS)
+    s = dot_transposed(query.q, k, FACTS)  # S = Q Kᵀ, (tile_m, tile_n) fp32
     work = with_tile(work, query.m0, n0, FACTS)
-    ds, p, s, k = score_gradients(n0, query, rows, keys, tensors, sizes, scales, work, partial, FACTS)
+    x = exponent(s, query.lse2[:, None], rows.head, i[:, None], j[None, :], scales, work, FACTS)
+    p = exponential(x, FACTS)
+    dp = dot_transposed(query.do, v, FACTS)  # dP = dO Vᵀ, (tile_m, tile_n) fp32
+    if FACTS.dropout:
+        z = dropout_keep(query.m0, n0, work.b, rows.head, tensors, sizes, FACTS.tile_m, FACTS.tile_n)
+        dp = tl.where(z, dp * scales.keep, 0.0)
+    if partial:
+        if FACTS.whole:
+            kept = visible_pairs(query, i, here(j, FACTS), rows.head, work, FACTS)
+        p = tl.where(kept, p, 0.0)
+    ds = p * (dp - query.delta[:, None])
+    if FACTS.score is not None and not FACTS.whole:  # 0 times what is not finite
+        ds = tl.where(p == 0.0, 0.0, ds)
+    elif FACTS.keep is not None:  # noqa: SIM102 - `partial` is of run time where FACTS.whole, and then there is no predicate
+        if partial:
+            ds = tl.where(p == 0.0, 0.0, ds)
     if FACTS.leaves is not None:
         # Gradients that are stored where the leaf was read, or scattered with atomic additions.
         inside = (i[:, None] < work.seqlen_q) & (j[None, :] < work.seqlen_k)
@@ -531,45 +560,3 @@ def dq_block(n0, dq, sums, query, rows, keys, tensors, sizes, scales, work, part
         if FACTS.hides or not FACTS.whole:
             ds = tl.where(p == 0.0, 0.0, ds)
     return accumulate(ds, k, dq, FACTS), sums  # dQ += dS K, (tile_m, head_dim) fp32; scaled when it is stored
-
-
-@triton.jit
-def score_gradients(n0, query, rows, keys, tensors, sizes, scales, work, partial, FACTS: tl.constexpr):
-    """``(dZ, P, S, K)`` of the key tile at ``n0``: three of fp32 (tile_m, tile_n), and a tile of rows.
-
-    Args:
-        work: with the tile at hand (:func:`with_tile`). keys, partial: as in :func:`dq_block`.
-    """
-    i = query.m0 + tl.arange(0, FACTS.tile_m)
-    j = n0 + tl.arange(0, FACTS.tile_n)
-    left = work.seqlen_k - n0
-    alive = None
-    if not FACTS.whole and partial:
-        kept = visible_pairs(query, i, j, rows.head, work, FACTS)
-        if FACTS.keep is not None:
-            alive = tl.max(kept.to(tl.int32), 0) > 0
-        elif FACTS.masked:
-            first, last = query_interval(j, rows.head, work, FACTS)
-            alive = first < last
-    # K: (tile_n, head_dim), V: (tile_n, head_dim_v), in the inputs' dtype.
-    # A key that no row here sees has dS = 0, and its row of K is not read: it may hold NaN.
-    k = load_streamed(keys[0], n0, left, alive, FACTS.tile_n, OF_V=False, partial=partial, FACTS=FACTS)
-    v = load_streamed(keys[1], n0, left, alive, FACTS.tile_n, OF_V=True, partial=partial, FACTS=FACTS)
-    s = dot_transposed(query.q, k, FACTS)  # S = Q Kᵀ, (tile_m, tile_n) fp32
-    x = exponent(s, query.lse2[:, None], rows.head, i[:, None], j[None, :], scales, work, FACTS)
-    p = exponential(x, FACTS)
-    dp = dot_transposed(query.do, v, FACTS)  # dP = dO Vᵀ, (tile_m, tile_n) fp32
-    if FACTS.dropout:
-        z = dropout_keep(query.m0, n0, work.b, rows.head, tensors, sizes, FACTS.tile_m, FACTS.tile_n)
-        dp = tl.where(z, dp * scales.keep, 0.0)
-    if partial:
-        if FACTS.whole:
-            kept = visible_pairs(query, i, here(j, FACTS), rows.head, work, FACTS)
-        p = tl.where(kept, p, 0.0)
-    ds = p * (dp - query.delta[:, None])
-    if FACTS.score is not None and not FACTS.whole:  # 0 times what is not finite
-        ds = tl.where(p == 0.0, 0.0, ds)
-    elif FACTS.keep is not None:  # noqa: SIM102 - `partial` is of run time where FACTS.whole, and then there is no predicate
-        if partial:
-            ds = tl.where(p == 0.0, 0.0, ds)
-    return ds, p, s, k

@@ -214,6 +214,8 @@ def _order_reasons(problem: Problem) -> list[str]:
     has = {
         f"{problem.dtype}: 16 bits have it": problem.dtype.itemsize != 2 and not interpreted,
         f"head_dim {wide}: those up to {ONE_ORDER[-1].head_dim} have it": wide > ONE_ORDER[-1].head_dim,
+        f"head dims {problem.head_dim} and {problem.head_dim_v}: of compiled kernels those of 64 and 128 alone have it": not interpreted
+        and (problem.head_dim, problem.head_dim_v) not in ((64, 64), (128, 128)),
         "v in the memory of k": problem.latent,
         "a mask of pairs": problem.spec.region.predicate is not None,
         "a score that reads tensors or positions": problem.spec.score is not None

@@ -207,12 +207,12 @@ class TileRow:
 
     def of_form(self, form: str, softcap: bool = False, traced: Traced = PLAIN, dropout: bool = False) -> Tiles:
         """The tiles of a kernel of this form."""
-        # Dropout alone has tiles of its own; beside anything that is traced its words take the registers of fewer keys.
-        if dropout and self.dropout and not softcap and traced == PLAIN:
+        # A softcap beside two ends of a row is too much for the registers that three warpgroups leave (docs/decisions.md#hopper-softcap).
+        tight = softcap and form in ("band", "rows") and self.ends.warpgroups > 2
+        # So is dropout, which has tiles of its own; beside anything that is traced its words take the registers of fewer keys.
+        if traced == PLAIN and self.dropout and ((dropout and not softcap) or (tight and not dropout)):
             return self.dropout
         more = traced.reads + dropout
-        # A softcap beside two ends of a row is too much for the registers that three warpgroups leave each other.
-        tight = softcap and form in ("band", "rows") and self.ends.warpgroups > 2
         # What a pair reads waits for memory: more keys in a tile would only hold more registers meanwhile.
         if more > 1 or form == "lists":
             return self.listed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from threading import RLock
 from typing import Any
 
 from torch import Tensor
@@ -45,6 +46,7 @@ def edition(t: Tensor) -> tuple[int, int] | None:
 
 _tracked: dict[int, StorageWeakRef] = {}  # a storage's address is no other's while a reference to it lies here
 _few = 1024
+_sweeping = RLock()
 
 
 def keep_track(t: Tensor) -> None:
@@ -58,10 +60,11 @@ def keep_track(t: Tensor) -> None:
         found = StorageWeakRef(storage)
         _tracked[found.cdata] = found
     if len(_tracked) > _few:
-        for address, kept in list(_tracked.items()):
-            if kept.expired():
-                _tracked.pop(address, None)
-        _few = 2 * len(_tracked) + 1024
+        with _sweeping:  # of two sweeps, one could drop what has come to an address since the other looked
+            for address, kept in _tracked.copy().items():  # in one step: other threads make masks meanwhile
+                if kept.expired():
+                    _tracked.pop(address, None)
+            _few = 2 * len(_tracked) + 1024
 
 
 def is_tracked(t: Tensor) -> bool:

@@ -1,6 +1,7 @@
 """The host side of the Triton backend: what later calls repeat of the first, descriptors, and how kernels overlap."""
 
 import re
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -94,6 +95,14 @@ def test_the_code_of_an_assembler_that_makes_faults_is_read(monkeypatch, assembl
     assert hooks.add_stages_inspection_hook is own
 
 
+def test_kernels_for_hopper_are_read_and_others_are_not(monkeypatch, assembler):
+    monkeypatch.setattr(runtime, "newer_ptxas", lambda: assembler("12.9"))
+    for hopper, options in ((True, {"ptx_options": "-O3"}), (False, {})):
+        monkeypatch.setattr(runtime, "on_hopper", lambda hopper=hopper: hopper)
+        with runtime.assembling() as found:
+            assert found == options
+
+
 def test_the_newer_assembler_is_taken_where_the_driver_loads_its_code(monkeypatch):
     nvidia = runtime.kernels().triton.knobs.nvidia
     major = int(nvidia.ptxas_blackwell.version.partition(".")[0])
@@ -154,16 +163,24 @@ def test_an_append_of_a_known_kind_starts_the_kernel_that_is_compiled(monkeypatc
     assert len({(x[1], x[3]) for x in calls}) == 1
 
 
-def test_every_launch_says_that_a_product_and_a_sum_are_fused(monkeypatch):
+def test_every_launch_chooses_its_assembler_and_says_that_a_product_and_a_sum_are_fused(monkeypatch):
     """Triton 3.10 takes another default than the versions before it, and 3.9 warns where nobody says so."""
     from triton.runtime import interpreter
 
-    launched, named = interpreter.GridExecutor.__call__, []
+    launched, named, within = interpreter.GridExecutor.__call__, [], []
+
+    @contextmanager
+    def assembling():
+        within.append(True)
+        yield {}
+        within.pop()
 
     def launch(self, *arguments, **options):
         named.append((self.fn.__name__, options.get("enable_fp_fusion")))
+        assert within, f"{self.fn.__name__} gets whichever assembler Triton takes"
         return launched(self, *arguments, **options)
 
+    monkeypatch.setattr(runtime, "assembling", assembling)
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch)
     q, k, v = (x.requires_grad_() for x in qkv(nk=70, d=32, dv=32))
     mask = tw.keep(lambda b, h, i, j: (i + j) % 3 > 0).prepare(q, k)

@@ -71,5 +71,7 @@ class AppendLaunch:
             if aligned and self.compiled is not None:
                 runtime.run_compiled(self.compiled, (self.rows,), tensors, self.sizes, *self.constants)
                 return
-            found = kernels.append_kernel[self.rows,](tensors, self.sizes, *self.constants, num_warps=4, **FUSION)
+            with runtime.assembling() as read:
+                kernel = kernels.append_kernel[self.rows,]
+                found = kernel(tensors, self.sizes, *self.constants, num_warps=4, **FUSION, **read)
         self.compiled = found if aligned else self.compiled

@@ -98,10 +98,19 @@ def run(kernel, grid: tuple[int, ...], tiles: Tiles, *arguments: object) -> obje
     if too_many:
         raise NotImplementedError("; ".join(too_many))
     early = {"launch_pdl": True} if arguments[-1].overlap in ("reads", "joins") else {}
-    if not on_hopper():
-        return kernel[grid](*arguments, **tiles.options, **early)
-    with assembled_by(newer_ptxas()), read_where_faulty() as read:
+    with assembling() as read:
         return kernel[grid](*arguments, **tiles.options, **early, **read)
+
+
+@contextmanager
+def assembling() -> Iterator[dict[str, str]]:
+    """A context in which Triton may compile kernels; yields options for it. Hopper's are assembled by the newer ptxas, and read where that
+    one makes faults."""
+    if not on_hopper():
+        yield {}
+        return
+    with assembled_by(newer_ptxas()), read_where_faulty() as read:
+        yield read
 
 
 _HERE = nullcontext()

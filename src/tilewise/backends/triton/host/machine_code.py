@@ -10,7 +10,7 @@ import re
 import struct
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -23,30 +23,9 @@ TARGET = re.compile(r"0x([0-9a-f]+)\s*$")
 COPIES = ("MOV", "IMAD.U32", "IMAD.MOV.U32", "UMOV")
 WRITERS = ("R2UR", "S2UR", "VOTEU", "REDUX", "ELECT")  # beside those of the uniform path, which begin with U
 READERS = ("UTMA", "UBLK", "UCGA")  # begin with U and write none
-MEMORY = (
-    "LDG",
-    "LDS",
-    "LDL",
-    "LD.",
-    "ST",
-    "ATOM",
-    "RED.",
-    "REDG",
-    "SHFL",
-)  # read their operands late, one after another
-NO_RESULT = (
-    "ST",
-    "RED.",
-    "REDG",
-    "BAR",
-    "SYNCS",
-    "WARP",
-    "HGMMA",
-    "BMOV",
-    "BRX",
-    "R2P",
-    "LDGSTS",
-)  # of general registers
+# Operations on memory, which read their operands late, one after another; and those with no result among the general registers.
+MEMORY = ("LDG", "LDS", "LDL", "LD.", "ST", "ATOM", "RED.", "REDG", "SHFL")
+NO_RESULT = ("ST", "RED.", "REDG", "BAR", "SYNCS", "WARP", "HGMMA", "BMOV", "BRX", "R2P", "LDGSTS")
 
 
 @dataclass(frozen=True)
@@ -176,6 +155,31 @@ def followers(code: list[Instruction]) -> list[list[int]]:
     return found
 
 
+def on_every_way(
+    code: list[Instruction],
+    after: Callable[[int, frozenset], frozenset],
+    join: Callable[[frozenset, frozenset], frozenset],
+) -> list[frozenset | None]:
+    """What holds before each instruction, joined over all ways to it from the first one, before which nothing does; None where no way is.
+
+    Args:
+        after: what holds after the instruction of a number, of what held before it.
+    """
+    follow = followers(code)
+    before: list[frozenset | None] = [frozenset() if n == 0 else None for n in range(len(code))]
+    work = [0] if code else []
+    while work:
+        n = work.pop()
+        here = after(n, before[n] or frozenset())
+        for m in follow[n]:
+            known = before[m]
+            joined = here if known is None else join(known, here)
+            if joined != known:
+                before[m] = joined
+                work.append(m)
+    return before
+
+
 def unset_registers(sass: str) -> list[str]:
     """The instructions that read a uniform register which some way from the kernel's entry has not written.
 
@@ -183,18 +187,8 @@ def unset_registers(sass: str) -> list[str]:
     address of a v of 16 columns, where nothing has written UR50; ptxas 12.9 makes right code of it (docs/decisions.md#triton-ptxas).
     """
     code = instructions(sass)
-    after, uses = followers(code), [x.uniform() for x in code]
-    # The registers that every way to an instruction has written; None where no way is known yet.
-    before: list[frozenset[int] | None] = [frozenset() if n == 0 else None for n in range(len(code))]
-    work = [0] if code else []
-    while work:
-        n = work.pop()
-        here = (before[n] or frozenset()) | uses[n][0]
-        for m in after[n]:
-            joined = here if before[m] is None else before[m] & here
-            if joined != before[m]:
-                before[m] = joined
-                work.append(m)
+    uses = [x.uniform() for x in code]
+    before = on_every_way(code, lambda n, written: written | uses[n][0], frozenset.intersection)
     return [
         x.text for x, ready, (_, read) in zip(code, before, uses, strict=True) if ready is not None and read - ready
     ]
@@ -213,33 +207,26 @@ def overwritten(code: bytes, sass: str) -> list[str]:
     queue: each reads its operands before the next one writes a result.
     """
     found = instructions(sass)
-    after, uses = followers(found), [x.general() for x in found]
+    uses = [x.general() for x in found]
     controls = [Control.of(code[16 * n : 16 * n + 16], x) for n, x in enumerate(found)]
+
+    def unread(n: int, pending: Pending) -> Pending:
+        """What of this is still to be read once an instruction has waited."""
+        waits = controls[n].waits
+        return frozenset(x for x in pending if not any(counter < 6 and waits >> counter & 1 for counter in x[1:]))
 
     def left(n: int, pending: Pending) -> Pending:
         """What an instruction leaves to be read, itself included."""
         control, (written, read) = controls[n], uses[n]
-        rest = {x for x in pending if not any(counter < 6 and control.waits >> counter & 1 for counter in x[1:])}
         late = {(x, control.read, control.written) for x in read - written} if control.read != 7 else set()
-        return frozenset(rest | late)
+        return unread(n, pending) | late
 
-    before: list[Pending | None] = [frozenset() if n == 0 else None for n in range(len(found))]
-    work = [0] if found else []
-    while work:
-        n = work.pop()
-        here = left(n, before[n] or frozenset())
-        for m in after[n]:
-            joined = here | (before[m] or frozenset())
-            if joined != before[m]:
-                before[m] = joined
-                work.append(m)
-    wrong = []
-    for n, x in enumerate(found):
-        waits = controls[n].waits
-        late = {y[0] for y in before[n] or () if not any(c < 6 and waits >> c & 1 for c in y[1:])}
-        if uses[n][0] & late and not x.operation.startswith(MEMORY):
-            wrong.append(x.text)
-    return wrong
+    before = on_every_way(found, left, frozenset.union)
+    return [
+        x.text
+        for n, (x, pending) in enumerate(zip(found, before, strict=True))
+        if not x.operation.startswith(MEMORY) and uses[n][0] & {each[0] for each in unread(n, pending or frozenset())}
+    ]
 
 
 def read_in_stages(nvdisasm: str, compiler: Any, stages: dict[str, Any], options: Any) -> None:

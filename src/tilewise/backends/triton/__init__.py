@@ -39,7 +39,7 @@ from tilewise.backends.base import (
 from tilewise.backends.triton.config import (
     MAX_HEAD_DIM,
     MAX_LATENT_DIM,
-    ONE_ORDER,
+    ONE_ORDER_DIMS,
     Config,
     choose,
     pair_sum_tiles,
@@ -210,12 +210,10 @@ def _order_reasons(problem: Problem) -> list[str]:
     """Return why the sums of a row like this problem's have no one order in all calls. Lengths, pages and packing play no part."""
     reasons = [] if installed() else ["the package triton is not installed; pip install 'tilewise[triton]'"]
     reasons = reasons or device_reasons(problem.device)
-    interpreted, wide = problem.device.type == "cpu", max(problem.head_dim, problem.head_dim_v)
+    interpreted, dims = problem.device.type == "cpu", (problem.head_dim, problem.head_dim_v)
     has = {
         f"{problem.dtype}: 16 bits have it": problem.dtype.itemsize != 2 and not interpreted,
-        f"head_dim {wide}: those up to {ONE_ORDER[-1].head_dim} have it": wide > ONE_ORDER[-1].head_dim,
-        f"head dims {problem.head_dim} and {problem.head_dim_v}: of compiled kernels those of 64 and 128 alone have it": not interpreted
-        and (problem.head_dim, problem.head_dim_v) not in ((64, 64), (128, 128)),
+        f"head dims {dims}: 64 and 128 have it": not interpreted and dims not in ONE_ORDER_DIMS,
         "v in the memory of k": problem.latent,
         "a mask of pairs": problem.spec.region.predicate is not None,
         "a score that reads tensors or positions": problem.spec.score is not None

@@ -135,10 +135,9 @@ def make_tensors(plan: Plan, c: testing.Call) -> None:
     if isinstance(plan, PaddedPlan):
         plan.inputs(c.t)
         return
-    plan.made_of_mask(c.t)
-    if not plan.config.of_numbers:
-        tile = getattr(plan.config, "keys", None) or plan.config.tiles
-        plan.of_mask(c.t, host_masks.seen, *([(tile.tile_m, tile.tile_n)] if plan.config.form == "bits" else []))
+    plan.mask_tensors(c.t)
+    if plan.zeroed:
+        plan.of_mask(c.t, host_masks.seen)
 
 
 def time_cases(tag: str, run: dict, out: Path) -> None:

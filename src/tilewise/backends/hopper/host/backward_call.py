@@ -157,21 +157,26 @@ class BackwardPlan(BackwardDraft):
 
     def tensors(self, inputs: Inputs, out: Output, do: Tensor, dlse: Tensor) -> dict[str, Tensor]:
         """The tensors that launches read, by name."""
-        config, packed = self.config, self.problem.packed
+        packed = self.problem.packed
         good = strides_addressable(do.shape, do.stride())
         do = aligned(do if good else do.clone(memory_format=torch.contiguous_format))
         found = self.read(inputs)
         found |= {"o": aligned(out.o), "do": do[None] if packed else do}
         found |= {"lse": out.lse, "dlse": dlse}
-        for prefix, tiles in self.passes.items():
-            by_columns, memory = prefix == KEYS, f"{prefix}tiles"
-            if config.form == "bits":
-                found[memory] = self.of_leaves(memory, inputs.leaves, self.makings[prefix])
-            elif config.mask_fields:
-                of_mask = self.of_mask_fields(inputs, tiles, by_columns)
-                found |= {prefix + name: x for name, x in zip(config.mask_fields, of_mask, strict=True)}
-        found |= self.tensors_beside(inputs)
+        found |= self.mask_tensors(inputs) | self.tensors_beside(inputs)
         return found | self.portions.late(found) if self.portions else found
+
+    def mask_tensors(self, inputs: Inputs) -> dict[str, Tensor]:
+        """Those of them that are made of the mask."""
+        found, fields = {}, self.config.mask_fields
+        for prefix, tiles in self.passes.items():
+            memory = f"{prefix}tiles"
+            if self.config.form == "bits":
+                found[memory] = self.of_leaves(memory, inputs.leaves, self.makings[prefix])
+            else:
+                of_mask = self.of_mask_fields(inputs, tiles, prefix == KEYS)
+                found |= {prefix + name: x for name, x in zip(fields, of_mask, strict=True)}
+        return found
 
     @cached_property
     def makings(self) -> dict[str, Making]:

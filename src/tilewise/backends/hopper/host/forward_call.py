@@ -101,15 +101,16 @@ class ForwardPlan(DirectPlan):
 
     def tensors(self, inputs: Inputs) -> dict[str, Tensor]:
         """The tensors that the launch reads, by name."""
-        config = self.config
         found = self.read(inputs)
         if inputs.sink is not None:
             found["sink"] = inputs.sink.detach().float()
-        if config.form == "bits":
-            found[TILES] = self.of_leaves(TILES, inputs.leaves, self.making)
-        elif config.mask_fields:
-            found |= zip(config.mask_fields, self.of_mask_fields(inputs, config.tiles), strict=True)
-        return found | self.tensors_beside(inputs)
+        return found | self.mask_tensors(inputs) | self.tensors_beside(inputs)
+
+    def mask_tensors(self, inputs: Inputs) -> dict[str, Tensor]:
+        """Those of them that are made of the mask."""
+        if self.config.form == "bits":
+            return {TILES: self.of_leaves(TILES, inputs.leaves, self.making)}
+        return dict(zip(self.config.mask_fields, self.of_mask_fields(inputs, self.config.tiles), strict=True))
 
     @cached_property
     def making(self) -> Making:

@@ -410,19 +410,28 @@ def test_programs_take_turns_at_a_sum_that_three_or_four_or_all_share(shape, til
     agree(Triton(OTHER_TILES[tiles]), c)
 
 
+NARROW, SQUARE = Config(*[Tiles(32, 64, 4, 1)] * 3), Config(*[Tiles(32, 32, 4, 1, tma=True)] * 3)
+
+
 @pytest.mark.parametrize(
     ("shape", "override", "kept"),
     [
-        ((3, 48, 136), Config(*[Tiles(32, 64, 4, 1)] * 3), [(0, 1, 0, 256), (1, 1, 0, 256), (2, 1, 0, 256)]),
-        ((48, 136), Config(*[Tiles(32, 32, 4, 1, tma=True)] * 3), [(0, 3, 0, 128), (0, 3, 128, 128)]),
+        ((3, 48, 136), NARROW, [(b, min(2, 3 - b), h, 1, 0, 256) for h in range(3) for b in (0, 2)]),
+        ((3, 48, 136), SQUARE, [(b, min(2, 3 - b), h, 1, 0, 256) for h in range(3) for b in (0, 2)]),
+        ((3, 1, 48, 136), NARROW, [(0, 3, 0, 3, 0, 128), (0, 3, 0, 3, 128, 128)]),
+        ((48, 136), SQUARE, [(0, 3, 0, 3, 0, 128), (0, 3, 0, 3, 128, 128)]),
     ],
-    ids=["heads", "shared"],
+    ids=["batch", "batch-by-descriptor", "heads", "both"],
 )
-def test_ds_is_kept_of_some_heads_or_keys_at_a_time(shape, override, kept, monkeypatch):
-    monkeypatch.setattr(sheet, "sheet_memory", lambda p: 3 * 128 * 128 * 4)  # one head's, or half of the keys of all
+def test_ds_is_kept_of_some_batch_elements_or_keys_at_a_time(shape, override, kept, monkeypatch):
+    # Half of the keys of all heads and batch elements, or two batch elements of a head.
+    monkeypatch.setattr(sheet, "sheet_memory", lambda p: 9 * 128 * 128 * 4)
+    monkeypatch.setattr(sheet, "BATCH_SHARE", 2)
     monkeypatch.setattr(sheet, "SHEET_KEYS", 128)
+    empty = torch.Tensor.new_empty
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *size, **more: empty(x, *size, **more).fill_(torch.nan))
     score = tw.bias(normal(*shape).requires_grad_())
-    c = call(*qkv(batch=2, nq=48, nk=136, hq=3, hk=3, d=8, dv=8), mask=tw.causal() & tw.window(100), score=score)
+    c = call(*qkv(batch=3, nq=48, nk=136, hq=3, hk=3, d=8, dv=8), mask=tw.causal() & tw.window(100), score=score)
     assert [astuple(part) for part in Plan(c.p, override).sheet] == kept
     agree(Triton(override), c)
 

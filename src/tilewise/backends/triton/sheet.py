@@ -16,6 +16,7 @@ from tilewise.problem import Problem
 SHEET_STRIP = 64  # adjacent queries in a sheet of dS: docs/decisions.md#triton-kept-ds
 SHEET_UNIT = 128  # its rows and columns are multiples of this
 SHEET_KEYS = 512  # the fewest keys of a part: dQ is read and written once a part, in fp32
+BATCH_SHARE = 16  # of that memory, for a part of the batch: the gradient is read and written once a part, in fp32
 SUMMED_BESIDE = 32  # an eighth of the programs that an H200 runs at a time
 SHEET_HEAD_DIM = 256  # the largest with which a GPU has run its kernels
 
@@ -27,22 +28,28 @@ def sheet_memory(problem: Problem) -> int:
 
 @dataclass(frozen=True)
 class SheetPart:
-    """The key heads and the keys whose dS a backward keeps at a time: the first and the number of each."""
+    """The batch elements, the key heads and the keys whose dS a backward keeps at a time: the first and the number of each."""
 
+    first_batch: int
+    batches: int
     first_head: int
     heads: int
     first_key: int
     keys: int
 
 
-def sheet_parts(problem: Problem, over_heads: bool, together: int, gradient: int) -> tuple[SheetPart, ...]:
+def sheet_parts(
+    problem: Problem, loops: Sequence[str], beside: tuple[int, int], gradient: int
+) -> tuple[SheetPart, ...]:
     """Return the parts of dS that are kept in turn, or none if dS is not kept.
 
-    A part has all numbers whose sum is one number of the gradient: some keys of all heads if the sum is ``over_heads``, else all keys of
-    some heads. It takes no more memory than the gradient of the bias or :func:`sheet_memory`; the smallest may take twice as much.
+    A part has some keys of all heads if the sum runs over heads, so that it has all numbers of a sum; else all keys of some heads, and
+    of some batch elements if the sum runs over these. It takes no more memory than the gradient of the bias or :func:`sheet_memory`, of
+    some batch elements a BATCH_SHARE of it; the smallest may take twice as much.
 
     Args:
-        together: the heads that run side by side; a part has a multiple of them.
+        loops: "b" and "h", if the sum runs over them.
+        beside: the batch elements and the heads that run side by side; a part has a multiple of them.
         gradient: bytes of the bias.
     """
     if max(problem.head_dim, problem.head_dim_v) > SHEET_HEAD_DIM:
@@ -50,27 +57,40 @@ def sheet_parts(problem: Problem, over_heads: bool, together: int, gradient: int
     queries, keys = (-(-n // SHEET_UNIT) * SHEET_UNIT for n in (problem.seqlen_q, problem.seqlen_k))
     most, heads = max(gradient, sheet_memory(problem)), problem.heads_k
     key_of_head = problem.batch * problem.group * queries * problem.dtype.itemsize
-    if over_heads:
+    if "h" in loops:
         least = min(SHEET_KEYS, keys)
         if heads * key_of_head * least > 2 * most:
             return ()
         count = -(-keys // max(most // (heads * key_of_head), least))
         length = -(-keys // count // SHEET_UNIT) * SHEET_UNIT
-        return tuple(SheetPart(0, heads, n, min(length, keys - n)) for n in range(0, keys, length))
-    if together * key_of_head * keys > 2 * most:
+        return tuple(SheetPart(0, problem.batch, 0, heads, n, min(length, keys - n)) for n in range(0, keys, length))
+    some_b, together = beside
+    batch = batches = problem.batch
+    of_batch = together * key_of_head * keys // batch
+    if "b" in loops:
+        most = max(gradient, sheet_memory(problem) // BATCH_SHARE)
+        count = -(-batch // max(most // of_batch, some_b))
+        batches = -(-batch // count // some_b) * some_b
+    if batches * of_batch > 2 * most:
         return ()
-    counts = (n for n in range(together, heads + 1, together) if heads % n == 0 and n * key_of_head * keys <= most)
-    number = max(counts, default=together)
-    return tuple(SheetPart(n, number, 0, keys) for n in range(0, heads, number))
+    number = together
+    if batches == batch:
+        fits = (n for n in range(together, heads + 1, together) if heads % n == 0 and n * key_of_head * keys <= most)
+        number = max(fits, default=together)
+    return tuple(
+        SheetPart(b, min(batches, batch - b), n, number, 0, keys)
+        for n in range(0, heads, number)
+        for b in range(0, batch, batches)
+    )
 
 
-def summed_beside(problem: Problem, heads: int, loops: Sequence[str]) -> tuple[int, int]:
+def summed_beside(batch: int, heads: int, loops: Sequence[str]) -> tuple[int, int]:
     """Return the batch elements and the query heads whose programs take turns at a sum of dS and run side by side.
 
     Args:
-        loops: "b" and "h", if the sum runs over them.
+        loops: as in :func:`sheet_parts`.
     """
-    some_b = divisor(problem.batch, SUMMED_BESIDE) if "b" in loops else 1
+    some_b = divisor(batch, SUMMED_BESIDE) if "b" in loops else 1
     return some_b, divisor(heads, SUMMED_BESIDE // some_b) if "h" in loops else 1
 
 

@@ -73,7 +73,7 @@ def sheet_shape(plan: Plan) -> tuple[int, ...]:
     """The shape of a part of dS: (batch, heads, strips, keys, queries of a strip)."""
     problem, part = plan.problem, plan.sheet[0]  # no later part is larger
     strips = -(-problem.seqlen_q // SHEET_UNIT) * SHEET_UNIT // SHEET_STRIP
-    return problem.batch, part.heads * problem.group, strips, part.keys, SHEET_STRIP
+    return part.batches, part.heads * problem.group, strips, part.keys, SHEET_STRIP
 
 
 def new_sheet(plan: Plan, q: Tensor) -> dict[str, Tensor | None]:

@@ -105,7 +105,8 @@ class Call:
             chosen: fields of Sizes in place of the defaults.
         """
         plan, problem, config = self.plan, self.plan.problem, self.plan.config
-        chosen = {"beside": config.beside, "heads": (0, problem.heads_k), "group_parts": config.group_parts} | chosen
+        all_of = {"batches": (0, problem.batch), "heads": (0, problem.heads_k)}
+        chosen = {"beside": config.beside, "group_parts": config.group_parts} | all_of | chosen
         sizes = runtime.kernels().Sizes(
             batch=problem.batch,
             heads_q=problem.heads_q,

@@ -129,7 +129,7 @@ def run_statistics(call: Call, out: Output, dlse: Tensor, buffers: BackwardBuffe
 
 
 def _pass(call: Call, name: str, part: SheetPart | None = None, *, role: Role = "reads") -> KernelLaunch:
-    """One of ``Config.passes`` of the backward: for a ``part`` of heads and keys alone, it leaves their dS in a sheet."""
+    """One of ``Config.passes`` of the backward: for a ``part`` of dS alone, it leaves that in a sheet."""
     plan, problem, over_keys = call.plan, call.plan.problem, name in OVER_KEYS
     tiles = plan.config.passes[name]
     length, tile = (problem.seqlen_k, tiles.tile_n) if over_keys else (problem.seqlen_q, tiles.tile_m)
@@ -149,7 +149,7 @@ def _pass(call: Call, name: str, part: SheetPart | None = None, *, role: Role = 
     sizes = call.sizes(slots) if part is None else _sheet_sizes(call, slots, part)
     outer = (part.heads if part else problem.heads_k) * plan.config.group_parts if over_keys else problem.heads_q
     kernel = kernels().dkdv if over_keys else kernels().dq
-    grid = (slots * outer * problem.batch_dim,)
+    grid = (slots * outer * (part.batches if part else problem.batch_dim),)
     return call.launch(kernel, grid, tiles, sizes, facts, *views, lists=over_keys)
 
 
@@ -222,8 +222,8 @@ def _passes_over_sheets(call: Call, read: Read) -> list[KernelLaunch]:
 
 def _sheet_sizes(call: Call, slots: int, part: SheetPart, **chosen: tuple[int, int]):
     """The whole numbers of a launch for a part of dS; ``chosen`` as in :meth:`Call.sizes`."""
-    sheet = sheet_shape(call.plan)[2:4]
-    return call.sizes(slots, portion=part.first_key, heads=(part.first_head, part.heads), sheet=sheet, **chosen)
+    of_part = {"batches": (part.first_batch, part.batches), "heads": (part.first_head, part.heads)}
+    return call.sizes(slots, portion=part.first_key, sheet=sheet_shape(call.plan)[2:4], **of_part, **chosen)
 
 
 def _sum_sheet(call: Call, read: Read, part: SheetPart) -> KernelLaunch:
@@ -234,10 +234,10 @@ def _sum_sheet(call: Call, read: Read, part: SheetPart) -> KernelLaunch:
     tma = views[0] is not None
     unit = math.gcd(problem.seqlen_k, 16 // problem.dtype.itemsize)
     facts = plan.facts(tiles, call.align, tma=tma, whole=tma and plan.whole, read=0, unit=unit)
-    grid = (slots * part.heads * problem.group * problem.batch,)
+    grid = (slots * part.heads * problem.group * part.batches,)
     grad, loops = (0 if read.how == TILES else None), ("b" in read.loops, "h" in read.loops)
     more, last = part.first_key > 0, part.first_key == plan.sheet[-1].first_key
-    together = summed_beside(problem, part.heads * problem.group, read.loops)
+    together = summed_beside(part.batches, part.heads * problem.group, read.loops)
     sizes = _sheet_sizes(call, slots, part, beside=together)
     return call.launch(kernels().sheet, grid, tiles, sizes, facts, *views, View("dq_sums"), grad, *loops, more, last)
 
@@ -246,7 +246,7 @@ def _sum_sheet_strips(call: Call, read: Read, part: SheetPart) -> KernelLaunch:
     """Adds up the gradient of a tensor that is read by distance, from a part of dS that has all keys of its heads."""
     plan, problem = call.plan, call.plan.problem
     strips = Strips.of(plan, read)
-    grid = (strips.number, strips.parts, part.heads * problem.group * problem.batch)
+    grid = (strips.number, strips.parts, part.heads * problem.group * part.batches)
     facts = plan.facts(strips.tiles, call.align, lists=False, read=0)
     sizes = _sheet_sizes(call, strips.slots_of_part, part)
     return call.launch(kernels().sheet_strip, grid, strips.tiles, sizes, facts, 0)

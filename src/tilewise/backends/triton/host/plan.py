@@ -243,9 +243,8 @@ def kept_sheet(decisions: Decisions) -> tuple[SheetPart, ...]:
     # dS is kept in the problem's dtype, which has to hold what the leaf's gradient does: bf16 has fp32's range.
     if leaf.dtype != problem.dtype != torch.bfloat16:
         return ()
-    over_heads = "h" in read.loops
     gradient = 0 if read.pairs or read.how == DIAGONALS else math.prod(leaf.shape) * leaf.dtype.itemsize
-    return sheet_parts(problem, over_heads, decisions.config.beside[1], gradient)
+    return sheet_parts(problem, read.loops, decisions.config.beside, gradient)
 
 
 _EMITTED = ("lo", "hi", "first", "last", "keep", "score", "weights", "near", "heads")

@@ -74,7 +74,7 @@ class Sizes(NamedTuple):
         portion: where a part of dS is kept, its first key; of sums by distance, the query tiles of a part.
         threshold: dropout keeps a pair whose 16-bit value is below it.
         beside: batch elements and heads whose programs of one tile run side by side (:func:`scheduled`).
-        heads: the first and the number of the key heads that the launch is for.
+        batches, heads: the first and the number of the batch elements, and of the key heads, that the launch is for.
         group_parts: programs that share the query heads of a key tile (:mod:`group_parts`).
         sheet: strips, and rows of a strip, of one head's sheet of dS.
         list_strides: ``(batch, head, block)`` strides of a list of tiles, and ``(batch, head)`` strides of its counts.
@@ -96,6 +96,7 @@ class Sizes(NamedTuple):
     portion: int = 0
     threshold: int = 0
     beside: tuple = (1, 1)
+    batches: tuple = (0, 0)
     heads: tuple = (0, 0)
     group_parts: int = 1
     sheet: tuple = (0, 0)
@@ -187,6 +188,7 @@ def plain_sizes(sizes):
         portion=plain(sizes.portion),
         threshold=plain(sizes.threshold),
         beside=(plain(sizes.beside[0]), plain(sizes.beside[1])),
+        batches=(plain(sizes.batches[0]), plain(sizes.batches[1])),
         heads=(plain(sizes.heads[0]), plain(sizes.heads[1])),
         group_parts=plain(sizes.group_parts),
         sheet=(plain(sizes.sheet[0]), plain(sizes.sheet[1])),
@@ -222,7 +224,7 @@ def scheduled(group, sizes):
     others = heads * group // some_h
     # `first` and `heads` count key heads, of which each has `group` heads of the grid; what is left of pid runs over
     # the rest.
-    return slot, first * group + pid % others * some_h + head, pid // others * some_b + b
+    return slot, first * group + pid % others * some_h + head, sizes.batches[0] + pid // others * some_b + b
 
 
 @triton.jit

@@ -65,7 +65,7 @@ def sheet_strip_kernel(tensors, sizes, scales, GRAD: tl.constexpr, FACTS: tl.con
     pid, part, outer = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     group = sizes.heads_q // sizes.heads_k
     heads = sizes.heads[1] * group
-    head, b = sizes.heads[0] * group + outer % heads, outer // heads
+    head, b = sizes.heads[0] * group + outer % heads, sizes.batches[0] + outer // heads
     work = work_tile(pid * 0, b, tensors, sizes, scales, OVER_KEYS=False, FACTS=FACTS)
     strip = (FACTS.start(work) & -T) // T + pid  # rounded down
     # Of the strip's tiles those that lie within both sequences.

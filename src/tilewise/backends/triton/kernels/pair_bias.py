@@ -74,7 +74,7 @@ def sheet_kernel(
     k = source_of(tensors.k, (k_view, k_rest), sizes.k, work, work.start_k, head // group, FACTS)
     dq = zeros(FACTS.tile_m, OF_V=False, FACTS=FACTS)
 
-    to_b, batches = (b * 0, sizes.batch) if LOOP_B else (b, b * 0 + 1)
+    to_b, batches = (sizes.batches[0] + b * 0, sizes.batches[1]) if LOOP_B else (b, b * 0 + 1)
     to_h, heads = (sizes.heads[0] * group, sizes.heads[1] * group) if LOOP_H else (head, head * 0 + 1)
     # Of the `turns` programs that share a sum, this one stores the tiles n with n % turns == turn.
     turn, turns = (b - to_b) * heads + (head - to_h), batches * heads
@@ -135,7 +135,7 @@ def added_rows(tiles, pointer, row, first, left, FACTS: tl.constexpr):
 
 @triton.jit
 def store_sheet_sum(m0, n0, b, head, count, step, tensors, sizes, work, GRAD: tl.constexpr, FACTS: tl.constexpr):
-    """Stores the sum of ``count`` tiles of dS at (m0, n0), each ``step`` elements behind the one before.
+    """Stores the sum of ``count`` tiles of dS at (m0, n0), each ``step`` elements behind the one before, beside that of earlier elements.
 
     Args:
         b, head: the first batch element and the first head of the sum.
@@ -151,6 +151,7 @@ def store_sheet_sum(m0, n0, b, head, count, step, tensors, sizes, work, GRAD: tl
     grad = work.grads[GRAD]
     pointers = grad + FACTS.place(b, head, i[None, :], j[:, None], work)
     inside = (i[None, :] < sizes.seqlen_q) & (j[:, None] < multiple(sizes.seqlen_k, FACTS.unit))
+    total += tl.load(pointers, mask=inside & (sizes.batches[0] > 0), other=0.0).to(tl.float32)
     # (tile_n, tile_m), rounded to the gradient's dtype; along j its elements lie side by side.
     tl.store(pointers, total.to(grad.dtype.element_ty), mask=inside)
 

@@ -167,15 +167,15 @@ def store_rows(pointer, row, first, left, tiles, factor, TILE: tl.constexpr, OF_
 def sheet_pointers(tensors, sizes, b, head, m0, n0, FACTS: tl.constexpr):
     """Pointers to the tile at (m0, n0) of dSᵀ, (tile_n, tile_m), in the sheet that the pass over key tiles leaves behind.
 
-    ``tensors.sheet`` is (batch, heads, strips, rows, STRIP) for the heads and keys of a launch, with room for whole tiles: a strip holds
-    STRIP queries, its rows are the keys. So what lies side by side in memory is read and written at once.
+    ``tensors.sheet`` is (batch, heads, strips, rows, STRIP) for the batch elements, heads and keys of a launch, with room for whole tiles:
+    a strip holds STRIP queries, its rows are the keys. So what lies side by side in memory is read and written at once.
     """
     strips, rows = sizes.sheet
     first, heads = sizes.heads
     group = sizes.heads_q // sizes.heads_k
-    first_key = sizes.portion
+    first_key, first_b = sizes.portion, sizes.batches[0]
     n, m = n0 - first_key + tl.arange(0, FACTS.tile_n), m0 + tl.arange(0, FACTS.tile_m)
-    base = (tl.cast(b, tl.int64) * (heads * group) + (head - first * group)) * strips * rows * STRIP
+    base = (tl.cast(b - first_b, tl.int64) * (heads * group) + (head - first * group)) * strips * rows * STRIP
     return tensors.sheet + base + ((m // STRIP)[None, :] * rows + n[:, None]) * STRIP + (m % STRIP)[None, :]
 
 

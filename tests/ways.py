@@ -323,7 +323,11 @@ CPU = Drawn(
     ((64, 64), (128, 128), (80, 80), (256, 256), (96, 64), (33, 40)),
     (torch.float32, torch.bfloat16, torch.float16),
 )
-CUDA = Drawn((17, 64, 129, 300, 777, 1111, 2049), ((64, 64), (128, 128)), (torch.bfloat16, torch.float16))
+CUDA = Drawn(
+    (17, 64, 129, 300, 777, 1111, 2049),
+    ((64, 64), (128, 128), (80, 80), (96, 64), (32, 32), (33, 40), (72, 128)),
+    (torch.bfloat16, torch.float16),
+)
 INTERPRETED = Drawn((17, 64, 65, 129, 150), ((32, 32), (64, 64)), (torch.float32, torch.float16))
 
 

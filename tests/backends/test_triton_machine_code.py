@@ -1,6 +1,7 @@
 """Faults that show in machine code, of listings as ``nvdisasm`` prints them; and the machine code of a cubin."""
 
 import struct
+import subprocess
 import sys
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from tilewise.backends.triton.host.machine_code import (
     read_in_stages,
     serialised,
     unset_registers,
+    without_idle_waits,
 )
 
 
@@ -140,6 +142,50 @@ def test_a_kernel_that_is_assembled_wrong_is_assembled_with_fewer_optimisations(
     assert (stages["cubin"]("ptx", {}), levels) == (b"-O1", ["-O3", "-O1"])
     with pytest.raises(RuntimeError, match=r"wrong kernel \(LDC\).*CUDA 13 by TRITON_PTXAS_PATH"):
         made_by(("-O3", "-O1"))[1]["cubin"]("ptx", {})
+
+
+IDLE_WAIT = """\
+.version 8.7
+.target sm_90a
+.address_size 64
+.visible .entry kernel(.param .u64 to, .param .u32 n)
+{
+	.reg .pred %p<2>;
+	.reg .b32 %r<3>;
+	.reg .b64 %d<2>;
+	ld.param.b64 %d1, [to];
+	ld.param.b32 %r2, [n];
+	setp.gt.s32 %p1, %r2, 0;
+	mov.b32 %r1, 0;
+	bar.sync 0;
+	fence.proxy.async.shared::cta;
+	wgmma.wait_group.sync.aligned 0;
+	@%p1 st.global.v4.b32 [%d1], {%r1, %r1, %r1, %r1};
+	ret;
+}
+"""
+
+
+def test_a_wait_for_no_wgmma_at_which_ptxas_crashes_is_left_out(tmp_path):
+    pytest.importorskip("triton")
+    from triton import knobs
+
+    def assembled(ptx: str) -> int:
+        (tmp_path / "kernel.ptx").write_text(ptx)
+        arguments = "--gpu-name=sm_90a", str(tmp_path / "kernel.ptx"), "-o", str(tmp_path / "kernel.cubin")
+        return subprocess.run([knobs.nvidia.ptxas.path, *arguments], check=False, capture_output=True).returncode
+
+    assert assembled(without_idle_waits(IDLE_WAIT)) == 0
+    if knobs.nvidia.ptxas.version.startswith("12.8"):
+        assert assembled(IDLE_WAIT) != 0
+
+
+@pytest.mark.parametrize("before", ["$L__BB0_1:\n", "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {%r1};\n"])
+def test_a_wait_behind_a_label_or_a_wgmma_stays(before):
+    wait, fence = "\twgmma.wait_group.sync.aligned \t0;\n", "\tfence.proxy.async.shared::cta;\n"
+    ptx = fence + before + wait
+    assert without_idle_waits(ptx) == ptx
+    assert without_idle_waits(wait + ptx) == "\t\n" + ptx
 
 
 def cubin(*sections: tuple[str, bytes]) -> bytes:

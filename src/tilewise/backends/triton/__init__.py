@@ -39,10 +39,11 @@ from tilewise.backends.base import (
 from tilewise.backends.triton.config import (
     MAX_HEAD_DIM,
     MAX_LATENT_DIM,
-    ONE_ORDER_DIMS,
+    ONE_ORDER,
     Config,
     choose,
     pair_sum_tiles,
+    row_for,
     tf32_allowed,
 )
 from tilewise.backends.triton.host import launch, runtime, tangent, tuned
@@ -213,7 +214,7 @@ def _order_reasons(problem: Problem) -> list[str]:
     interpreted, dims = problem.device.type == "cpu", (problem.head_dim, problem.head_dim_v)
     has = {
         f"{problem.dtype}: 16 bits have it": problem.dtype.itemsize != 2 and not interpreted,
-        f"head dims {dims}: 64 and 128 have it": not interpreted and dims not in ONE_ORDER_DIMS,
+        f"head dims {dims}: up to 128 have it": not interpreted and row_for(ONE_ORDER, problem) is None,
         "v in the memory of k": problem.latent,
         "a mask of pairs": problem.spec.region.predicate is not None,
         "a score that reads tensors or positions": problem.spec.score is not None

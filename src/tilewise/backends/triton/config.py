@@ -413,8 +413,7 @@ def divisor(n: int, most: int) -> int:
 
 
 # Queries and keys of a tile of all calls that are deterministic everywhere; on a GPU with products of 64 rows, however few count. Half
-# precision.
-ONE_ORDER_DIMS = (64, 64), (128, 128)  # of q and k, and of v, that were compared on a GPU in all ways
+# precision; wider heads had other bits over pages than dense.
 ONE_ORDER = (Choices(128, forward=_tmas((64, 64, 4, 3))),)
 
 

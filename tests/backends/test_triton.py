@@ -411,22 +411,24 @@ def test_programs_take_turns_at_a_sum_that_three_or_four_or_all_share(shape, til
 
 
 NARROW, SQUARE = Config(*[Tiles(32, 64, 4, 1)] * 3), Config(*[Tiles(32, 32, 4, 1, tma=True)] * 3)
+ELEMENT = 3 * 128 * 256 * 4  # bytes of dS of a batch element below
+SOME_KEYS = [(0, 3, 0, 3, 0, 128), (0, 3, 0, 3, 128, 128)]
 
 
 @pytest.mark.parametrize(
-    ("shape", "override", "kept"),
+    ("shape", "override", "memory", "kept"),
     [
-        ((3, 48, 136), NARROW, [(b, min(2, 3 - b), h, 1, 0, 256) for h in range(3) for b in (0, 2)]),
-        ((3, 48, 136), SQUARE, [(b, min(2, 3 - b), h, 1, 0, 256) for h in range(3) for b in (0, 2)]),
-        ((3, 1, 48, 136), NARROW, [(0, 3, 0, 3, 0, 128), (0, 3, 0, 3, 128, 128)]),
-        ((48, 136), SQUARE, [(0, 3, 0, 3, 0, 128), (0, 3, 0, 3, 128, 128)]),
+        ((3, 48, 136), NARROW, 2 * ELEMENT, [(0, 2, 0, 3, 0, 256), (2, 1, 0, 3, 0, 256)]),
+        ((3, 48, 136), SQUARE, 2 * ELEMENT, [(0, 2, 0, 3, 0, 256), (2, 1, 0, 3, 0, 256)]),
+        ((3, 48, 136), NARROW, ELEMENT - 1, [(0, 3, n, 1, 0, 256) for n in range(3)]),
+        ((3, 1, 48, 136), NARROW, 1.5 * ELEMENT, SOME_KEYS),
+        ((48, 136), SQUARE, 1.5 * ELEMENT, SOME_KEYS),
     ],
-    ids=["batch", "batch-by-descriptor", "heads", "both"],
+    ids=["batch", "batch-by-descriptor", "few", "heads", "both"],
 )
-def test_ds_is_kept_of_some_batch_elements_or_keys_at_a_time(shape, override, kept, monkeypatch):
-    # Half of the keys of all heads and batch elements, or two batch elements of a head.
-    monkeypatch.setattr(sheet, "sheet_memory", lambda p: 9 * 128 * 128 * 4)
-    monkeypatch.setattr(sheet, "BATCH_SHARE", 2)
+def test_ds_is_kept_of_some_batch_elements_or_heads_or_keys_at_a_time(shape, override, memory, kept, monkeypatch):
+    monkeypatch.setattr(sheet, "sheet_memory", lambda p: int(memory))
+    monkeypatch.setattr(sheet, "BATCH_SHARE", 1)
     monkeypatch.setattr(sheet, "SHEET_KEYS", 128)
     empty = torch.Tensor.new_empty
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *size, **more: empty(x, *size, **more).fill_(torch.nan))

@@ -43,9 +43,10 @@ def sheet_parts(
 ) -> tuple[SheetPart, ...]:
     """Return the parts of dS that are kept in turn, or none if dS is not kept.
 
-    A part has some keys of all heads if the sum runs over heads, so that it has all numbers of a sum; else all keys of some heads, and
-    of some batch elements if the sum runs over these. It takes no more memory than the gradient of the bias or :func:`sheet_memory`, of
-    some batch elements a BATCH_SHARE of it; the smallest may take twice as much.
+    A part has some keys of all heads if the sum runs over heads, so that it has all numbers of a sum; some batch elements if it runs over
+    these alone, added to those of earlier parts; else, or where few batch elements take too much, all keys of some heads. It takes no more
+    memory than the gradient of the bias or :func:`sheet_memory`, of some batch elements a BATCH_SHARE of it; the smallest may take twice
+    as much.
 
     Args:
         loops: "b" and "h", if the sum runs over them.
@@ -65,23 +66,16 @@ def sheet_parts(
         length = -(-keys // count // SHEET_UNIT) * SHEET_UNIT
         return tuple(SheetPart(0, problem.batch, 0, heads, n, min(length, keys - n)) for n in range(0, keys, length))
     some_b, together = beside
-    batch = batches = problem.batch
-    of_batch = together * key_of_head * keys // batch
-    if "b" in loops:
-        most = max(gradient, sheet_memory(problem) // BATCH_SHARE)
-        count = -(-batch // max(most // of_batch, some_b))
+    batch, of_batch = problem.batch, heads * key_of_head * keys // problem.batch
+    if "b" in loops and some_b * of_batch <= most:
+        count = -(-batch // max(max(gradient, sheet_memory(problem) // BATCH_SHARE) // of_batch, some_b))
         batches = -(-batch // count // some_b) * some_b
-    if batches * of_batch > 2 * most:
+        return tuple(SheetPart(n, min(batches, batch - n), 0, heads, 0, keys) for n in range(0, batch, batches))
+    if together * key_of_head * keys > 2 * most:
         return ()
-    number = together
-    if batches == batch:
-        fits = (n for n in range(together, heads + 1, together) if heads % n == 0 and n * key_of_head * keys <= most)
-        number = max(fits, default=together)
-    return tuple(
-        SheetPart(b, min(batches, batch - b), n, number, 0, keys)
-        for n in range(0, heads, number)
-        for b in range(0, batch, batches)
-    )
+    counts = (n for n in range(together, heads + 1, together) if heads % n == 0 and n * key_of_head * keys <= most)
+    number = max(counts, default=together)
+    return tuple(SheetPart(0, batch, n, number, 0, keys) for n in range(0, heads, number))
 
 
 def summed_beside(batch: int, heads: int, loops: Sequence[str]) -> tuple[int, int]:

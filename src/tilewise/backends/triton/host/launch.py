@@ -236,10 +236,12 @@ def _sum_sheet(call: Call, read: Read, part: SheetPart) -> KernelLaunch:
     facts = plan.facts(tiles, call.align, tma=tma, whole=tma and plan.whole, read=0, unit=unit)
     grid = (slots * part.heads * problem.group * part.batches,)
     grad, loops = (0 if read.how == TILES else None), ("b" in read.loops, "h" in read.loops)
-    more, last = part.first_key > 0, part.first_key == plan.sheet[-1].first_key
+    adds, more, last = part.first_batch > 0, part.first_key > 0, part.first_key == plan.sheet[-1].first_key
     together = summed_beside(part.batches, part.heads * problem.group, read.loops)
     sizes = _sheet_sizes(call, slots, part, beside=together)
-    return call.launch(kernels().sheet, grid, tiles, sizes, facts, *views, View("dq_sums"), grad, *loops, more, last)
+    return call.launch(
+        kernels().sheet, grid, tiles, sizes, facts, *views, View("dq_sums"), grad, *loops, adds, more, last
+    )
 
 
 def _sum_sheet_strips(call: Call, read: Read, part: SheetPart) -> KernelLaunch:

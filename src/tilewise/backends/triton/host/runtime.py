@@ -216,7 +216,7 @@ def start(kernel, grid: tuple[int, ...], tiles: Tiles, *arguments: object) -> ob
     Returns:
         The compiled kernel, for :func:`run_compiled` with arguments of the same kinds; None where there is none.
     """
-    key = kernel, tiles, kind_of(arguments)
+    key = kernel, tiles, *map(kind_of, arguments)
     compiled = _COMPILED.get(key)
     if compiled is not None:
         run_compiled(compiled, grid, *arguments)

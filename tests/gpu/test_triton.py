@@ -24,8 +24,9 @@ from tests.planning.test_tiles import (
     matrix,
     true_status,
 )
-from tilewise.backends.triton import Triton
+from tilewise.backends.triton import Triton, sheet
 from tilewise.backends.triton.host import runtime
+from tilewise.backends.triton.host.plan import Plan
 from tilewise.masks import region
 from tilewise.planning import tiles
 
@@ -51,6 +52,21 @@ def test_narrow_values_beside_wide_keys_and_the_other_way_round(d, dv):
 def test_a_row_has_the_same_bits_in_every_way():
     found = ways.pairs(12, ways.CUDA, "cuda", "triton", seed=3000)
     assert (found["pairs"], found["refused"], found["failures"]) == (12, {}, [])
+
+
+@pytest.mark.parametrize(
+    ("shape", "memory"),
+    [((520, 1100), 1 << 22), ((4, 520, 1100), 1 << 24), ((6, 1, 520, 1100), 1 << 22)],
+    ids=["keys", "batch", "keys-of-each"],
+)
+def test_sums_over_parts_of_ds_agree_with_the_oracle(shape, memory, monkeypatch):
+    monkeypatch.setattr(sheet, "sheet_memory", lambda p: memory)
+    bias = normal(*shape, dtype=torch.bfloat16).cuda().requires_grad_()
+    q, k, v = on_gpu(*qkv(batch=6, nq=520, nk=1100, hq=4, hk=4, d=64, dv=64, dtype=torch.bfloat16))
+    c = call(q, k, v, score=tw.bias(bias), causal=True)
+    backend = Triton()
+    assert len(Plan(c.p, backend.config(c.p)).sheet) > 2
+    agree(backend, c)
 
 
 def test_a_graph_is_captured_and_replayed_with_other_lengths():

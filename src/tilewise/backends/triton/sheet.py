@@ -16,7 +16,7 @@ from tilewise.problem import Problem
 SHEET_STRIP = 64  # adjacent queries in a sheet of dS: docs/decisions.md#triton-kept-ds
 SHEET_UNIT = 128  # its rows and columns are multiples of this
 SHEET_KEYS = 512  # the fewest keys of a part: dQ is read and written once a part, in fp32
-BATCH_SHARE = 16  # of that memory, for a part of the batch: the gradient is read and written once a part, in fp32
+BATCH_SHARE = 8  # of that memory, for a part of the batch: the gradient is read and written once a part, in fp32
 SUMMED_BESIDE = 32  # an eighth of the programs that an H200 runs at a time
 SHEET_HEAD_DIM = 256  # the largest with which a GPU has run its kernels
 

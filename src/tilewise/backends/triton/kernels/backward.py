@@ -413,14 +413,15 @@ def dkdv_block(m0, dk, dv, keys, rows, tensors, sizes, scales, work, partial, FA
 @triton.jit
 def store_sheet(ds, m0, n0, keys, rows, tensors, sizes, work, FACTS: tl.constexpr):
     """Stores a tile of dSᵀ, fp32 (tile_n, tile_m), in the sheet, rounded to its dtype, for :mod:`pair_bias`."""
+    b = work.b - sizes.batches[0]
     if FACTS.strips:
         head = rows.head - sizes.heads[0] * (sizes.heads_q // sizes.heads_k)
         strip = ds.to(tensors.sheet.dtype.element_ty).reshape(1, 1, 1, FACTS.tile_n, FACTS.tile_m)
         # By TMA from shared to global memory; Triton waits before it writes the shared tile again.
-        first_key, first_b = sizes.portion, sizes.batches[0]
-        keys.sheet.store([work.b - first_b, head, m0 // FACTS.strips, n0 - first_key, m0 % FACTS.strips], strip)
+        first_key = sizes.portion
+        keys.sheet.store([b, head, m0 // FACTS.strips, n0 - first_key, m0 % FACTS.strips], strip)
     else:
-        to = sheet_pointers(tensors, sizes, work.b, rows.head, m0, n0, FACTS)
+        to = sheet_pointers(tensors, sizes, b, rows.head, m0, n0, FACTS)
         tl.store(to, ds.to(tensors.sheet.dtype.element_ty))
 
 

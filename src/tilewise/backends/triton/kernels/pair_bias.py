@@ -76,10 +76,11 @@ def sheet_kernel(
     k = source_of(tensors.k, (k_view, k_rest), sizes.k, work, work.start_k, head // group, FACTS)
     dq = zeros(FACTS.tile_m, OF_V=False, FACTS=FACTS)
 
-    to_b, batches = (sizes.batches[0] + b * 0, sizes.batches[1]) if LOOP_B else (b, b * 0 + 1)
+    at = b - sizes.batches[0]
+    to_b, batches = (at * 0, sizes.batches[1]) if LOOP_B else (at, at * 0 + 1)
     to_h, heads = (sizes.heads[0] * group, sizes.heads[1] * group) if LOOP_H else (head, head * 0 + 1)
     # Of the `turns` programs that share a sum, this one stores the tiles n with n % turns == turn.
-    turn, turns = (b - to_b) * heads + (head - to_h), batches * heads
+    turn, turns = (at - to_b) * heads + (head - to_h), batches * heads
     # From one of their tiles of dS to the next, in elements: over all heads of the sheet, or over batch elements alone.
     step = tl.cast(sizes.sheet[0], tl.int64) * sizes.sheet[1] * STRIP
     step = step if LOOP_H else step * (sizes.heads[1] * group)
@@ -93,7 +94,7 @@ def sheet_kernel(
     for n in range(first, last):
         n0 = n * FACTS.tile_n
         ds = tl.load(
-            sheet_pointers(tensors, sizes, b, head, m0, n0, FACTS)
+            sheet_pointers(tensors, sizes, at, head, m0, n0, FACTS)
         )  # dSᵀ, (tile_n, tile_m), in the sheet's dtype
         tile = load_streamed(
             k, n0, work.seqlen_k - n0, None, FACTS.tile_n, OF_V=False, partial=True, FACTS=FACTS
@@ -142,7 +143,7 @@ def store_sheet_sum(
     """Stores the sum of ``count`` tiles of dS at (m0, n0), each ``step`` elements behind the one before.
 
     Args:
-        b, head: the first batch element and the first head of the sum.
+        b, head: the first batch element of the sum, of those of the launch, and its first head.
         ADDS: as in :func:`sheet_kernel`.
     """
     i = m0 + tl.arange(0, FACTS.tile_m)
@@ -154,7 +155,7 @@ def store_sheet_sum(
     lo, hi = key_interval(i, head, work, FACTS)
     total = tl.where((j[:, None] >= lo[None, :]) & (j[:, None] < hi[None, :]), total, 0.0)
     grad = work.grads[GRAD]
-    pointers = grad + FACTS.place(b, head, i[None, :], j[:, None], work)
+    pointers = grad + FACTS.place(sizes.batches[0] + b, head, i[None, :], j[:, None], work)
     inside = (i[None, :] < sizes.seqlen_q) & (j[:, None] < multiple(sizes.seqlen_k, FACTS.unit))
     if ADDS:
         total += tl.load(pointers, mask=inside, other=0.0).to(tl.float32)

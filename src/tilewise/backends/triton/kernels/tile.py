@@ -169,13 +169,16 @@ def sheet_pointers(tensors, sizes, b, head, m0, n0, FACTS: tl.constexpr):
 
     ``tensors.sheet`` is (batch, heads, strips, rows, STRIP) for the batch elements, heads and keys of a launch, with room for whole tiles:
     a strip holds STRIP queries, its rows are the keys. So what lies side by side in memory is read and written at once.
+
+    Args:
+        b: a batch element of the launch, from 0 on. head: one of all heads.
     """
     strips, rows = sizes.sheet
     first, heads = sizes.heads
     group = sizes.heads_q // sizes.heads_k
-    first_key, first_b = sizes.portion, sizes.batches[0]
+    first_key = sizes.portion
     n, m = n0 - first_key + tl.arange(0, FACTS.tile_n), m0 + tl.arange(0, FACTS.tile_m)
-    base = (tl.cast(b - first_b, tl.int64) * (heads * group) + (head - first * group)) * strips * rows * STRIP
+    base = (tl.cast(b, tl.int64) * (heads * group) + (head - first * group)) * strips * rows * STRIP
     return tensors.sheet + base + ((m // STRIP)[None, :] * rows + n[:, None]) * STRIP + (m % STRIP)[None, :]
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from tilewise_papers import block_sparse, flash1, flash2, nested, split, standard, warps
+from tilewise_papers import flash1, flash2, nested, split, standard, warps
 from tilewise_papers.blocks import largest, paper_blocks
 from tilewise_papers.devices import Device
 from tilewise_papers.head import Blocks, Head
@@ -188,13 +188,13 @@ def sparse(density: float) -> Algorithm:
 
     def pattern(head: Head, blocks: Blocks) -> np.ndarray:
         seqlen_q, seqlen_k = head.sizes
-        return block_sparse.band_pattern(-(-seqlen_q // blocks.rows), -(-seqlen_k // blocks.cols), density)
+        return flash1.band_pattern(-(-seqlen_q // blocks.rows), -(-seqlen_k // blocks.cols), density)
 
     return Algorithm(
         f"block-sparse, {density:.0%}",
         "FA Alg. 5",
-        lambda machine, head, blocks: block_sparse.forward(machine, head, blocks, pattern(head, blocks)),
-        lambda machine, head, out, do, b: block_sparse.backward(machine, head, out, do, b, pattern(head, b)),
+        lambda machine, head, blocks: flash1.forward(machine, head, blocks, pattern(head, blocks)),
+        lambda machine, head, out, do, b: flash1.backward(machine, head, out, do, b, pattern(head, b)),
         KEYS_OUTSIDE,
     )
 
@@ -203,7 +203,7 @@ def splitting(num_splits: int, seqlen: int) -> Algorithm:
     """FlashAttention-2's forward with seqlen keys split among num_splits work items."""
 
     def forward(machine: Machine, head: Head, blocks: Blocks):
-        return split.forward(machine, head, blocks, split.keys_per_split(seqlen, num_splits))
+        return split.forward(machine, head, blocks, -(-seqlen // num_splits))
 
     return Algorithm(f"{num_splits} key splits + merge", "split keys", forward, None, QUERIES_OUTSIDE)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
@@ -96,19 +97,12 @@ def long_block(size: int, head_dim: int) -> Blocks:
     return Blocks(size, min(size, STREAMED))
 
 
-def fused_forward(machine: Machine, head: Head, blocks: Blocks) -> standard.Forward:
-    return standard.forward(machine, head, blocks, fused=True)
-
-
-def fused_backward(machine: Machine, head: Head, out: standard.Forward, do: np.ndarray, blocks: Blocks):
-    return standard.backward(machine, head, out, do, blocks, fused=True)
-
-
 MASKED = {"causal": True, "dropout": True}
 PRODUCTS, KEYS_OUTSIDE, QUERIES_OUTSIDE = (long_block, long_block), (long_cols, long_cols), (long_rows, long_cols)
 STANDARD = Algorithm("standard", "FA Alg. 0, 3", standard.forward, standard.backward, PRODUCTS)
 SEPARATE = Algorithm("+ mask, dropout", "eager kernels", standard.forward, standard.backward, PRODUCTS, MASKED)
-FUSED = Algorithm("+ mask, dropout, fused", "fusion alone", fused_forward, fused_backward, PRODUCTS, MASKED)
+_FUSED = partial(standard.forward, fused=True), partial(standard.backward, fused=True)
+FUSED = Algorithm("+ mask, dropout, fused", "fusion alone", *_FUSED, PRODUCTS, MASKED)
 FLASH = Algorithm("FlashAttention", "FA Alg. 1, 4", flash1.forward, flash1.backward, KEYS_OUTSIDE)
 FLASH2 = Algorithm("FlashAttention-2", "FA-2 Alg. 1, 2", flash2.forward, flash2.backward, QUERIES_OUTSIDE)
 # The largest blocks that fit would leave nothing above the diagonal to skip.

@@ -207,7 +207,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "statistics",
         "words",
     ),
-    "gradients": ("api", "autograd", "spec", "scores", "masks", "words"),
+    "gradients": ("api", "autograd", "spec", "scores", "words"),
     "jax": (
         "jax.handler",
         "jax.gpu",

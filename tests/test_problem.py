@@ -1,4 +1,4 @@
-"""Problems: every wrong call is refused with every reason, and a Key holds what a kernel is compiled for, nothing else."""
+"""Problems: every wrong call is refused with every reason, and kernels are compiled for no number of a call."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from torch.utils._pytree import tree_map_only
 
 import tilewise as tw
 from bench.testing import normal, qkv
-from tilewise import dispatch, dropout, problem, spec
+from tilewise import dispatch, dropout, expr, problem, spec
 from tilewise.backends.base import Backend
 from tilewise.backends.portable import Portable
-from tilewise.problem import Key, Problem
+from tilewise.problem import Problem
 from tilewise.reference import ReferenceConfig
 from tilewise.spec import Options, Spec, assemble, parse_spec
 
@@ -561,62 +561,17 @@ def test_no_backend_of_another_device_is_proposed(picky, monkeypatch):
     assert "Drop backend=" not in str(error.value)
 
 
-# -- The key -------------------------------------------------------------------------------------------------------
+# -- What kernels are compiled of ----------------------------------------------------------------------------------
 
 
-def key(sizes: dict | None = None, dtype=torch.float32, device="cpu", **options) -> Key:
-    x = {name: t.to(device, dtype) for name, t in inputs(**(sizes or {})).items()}
-    return problem_of(**x, **{name: make() for name, make in options.items()}).key
-
-
-def bias(*shape: int, dtype=torch.float32, grad: bool = False):
-    return lambda: tw.bias(normal(*shape, dtype=dtype).requires_grad_(grad))
-
-
-# (what changes, the call before, the call after, the fields that must differ)
-CHANGES = [
-    ("dtype", {}, {"dtype": torch.bfloat16}, {"dtype"}),
-    ("device", {}, {"device": "meta"}, {"device"}),
-    ("head_dim", {}, {"sizes": {"d": 24}}, {"head_dim"}),
-    ("head_dim_v", {}, {"sizes": {"dv": 24}}, {"head_dim_v"}),
-    ("gqa", {"sizes": {"hk": 4}}, {"sizes": {"hk": 2}}, {"grouped"}),
-    ("left", {}, {"mask": lambda: tw.window(left=3)}, {"lo", "last"}),
-    ("right", {}, {"mask": lambda: tw.window(right=3)}, {"hi", "first"}),
-    ("prefix", {"mask": tw.causal}, {"mask": lambda: tw.prefix(3)}, {"hi", "first"}),
-    ("predicate", {}, {"mask": lambda: tw.keep(lambda b, h, i, j: i != j)}, {"predicate"}),
-    ("score", {}, {"score": lambda: tw.softcap(30.0)}, {"score"}),
-    ("score-order", {"score": lambda: tw.softcap(30.0) >> tw.alibi(normal(4))},
-     {"score": lambda: tw.alibi(normal(4)) >> tw.softcap(30.0)}, {"score"}),
-    ("bias", {}, {"score": bias(8)}, {"score", "leaves"}),
-    ("bias-dtype", {"score": bias(8)}, {"score": bias(8, dtype=torch.bfloat16)}, {"leaves"}),
-    ("bias-broadcast", {"score": bias(4, 8, 8)}, {"score": bias(1, 8, 8)}, {"score"}),
-    ("bias-gradient", {"score": bias(8)}, {"score": bias(8, grad=True)}, {"grad_slots"}),
-    ("sink", {}, {"sink": lambda: normal(4)}, {"sink"}),
-    ("sink-gradient", {"sink": lambda: normal(4)}, {"sink": lambda: normal(4).requires_grad_()}, {"grad_slots"}),
-    ("dropout", {}, {"dropout_p": lambda: 0.1}, {"dropout"}),
-    ("deterministic", {}, {"deterministic": lambda: True}, {"deterministic"}),
-    ("max-logit", {}, {"max_logit": lambda: True}, {"max_logit"}),
-]  # fmt: skip
-
-
-def differing(a: Key, b: Key) -> set[str]:
-    return {f.name for f in dataclasses.fields(Key) if getattr(a, f.name) != getattr(b, f.name)}
-
-
-@pytest.mark.parametrize(("before", "after", "fields"), [c[1:] for c in CHANGES], ids=[c[0] for c in CHANGES])
-def test_what_a_kernel_is_compiled_for_changes_its_fields_of_the_key(before, after, fields):
-    a, b = key(**before), key(**after)
-    assert differing(a, b) == fields
-    assert a != b
-
-
-def test_packed_sequences_have_a_key_of_their_own():
-    assert differing(problem_of(**inputs()).key, problem_of(**packed()).key) == {"packed"}
-
-
-def test_every_field_of_the_key_is_changed_by_some_test():
-    changed = set().union(*[fields for *_, fields in CHANGES]) | {"packed"}
-    assert changed == {f.name for f in dataclasses.fields(Key)}
+def forms(sizes: dict | None = None, **options) -> list[str]:
+    """The mask's parts and the score of a call, with names in the place of numbers."""
+    spec = problem_of(**inputs(**(sizes or {})), **{name: make() for name, make in options.items()}).spec
+    numbers: list[float] = []
+    return [
+        "" if e is None else str(expr.abstract(e, numbers))
+        for e in (*spec.region.ends, spec.region.predicate, spec.score)
+    ]
 
 
 # Calls that one kernel serves.
@@ -653,30 +608,19 @@ SAME = {
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_numbers_and_lengths_are_no_part_of_the_key(name):
+def test_numbers_and_lengths_are_no_part_of_what_kernels_are_compiled_of(name):
     a, b = SAME[name]
-    assert differing(key(**a), key(**b)) == set()
-    assert hash(key(**a)) == hash(key(**b))
+    assert forms(**a) == forms(**b)
 
 
-def test_strides_are_no_part_of_the_key_but_of_the_problem():
-    x = inputs()
-    turned = {name: t.transpose(1, 2).contiguous().transpose(1, 2) for name, t in x.items()}
-    a, b = problem_of(**x), problem_of(**turned)
-    assert a.key == b.key
-    assert a.q.stride != b.q.stride
-
-
-def test_a_hundred_equal_lambdas_give_one_key():
+def test_a_hundred_equal_lambdas_give_one_form():
     table = normal(4, 15)
     make = lambda: tw.score(lambda s, b, h, i, j: s + table[h, (i - j).clamp(-7, 7) + 7])  # noqa: E731
     keep = lambda n: lambda: tw.keep(lambda b, h, i, j: (i - j) % 3 != n)  # noqa: E731
-    assert len({key(score=make, mask=keep(n)) for n in range(100)}) == 1
+    assert len({tuple(forms(score=make, mask=keep(n))) for n in range(100)}) == 1
 
 
-def test_a_key_cannot_be_changed():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        key().head_dim = 3
+def test_a_problem_cannot_be_changed():
     with pytest.raises(dataclasses.FrozenInstanceError):
         problem_of(**inputs()).device = "cuda"
 

@@ -54,7 +54,6 @@ PUBLIC = {
         "attention_with_lse",
         "attention_with_stats",
         "attention_varlen",
-        "attention_varlen_with_lse",
         "attention_paged",
         "attention_paged_with_lse",
     ),

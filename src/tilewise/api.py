@@ -34,6 +34,21 @@ class Keywords(TypedDict, total=False):
     backend: str | None
 
 
+_KEYWORDS = frozenset(Keywords.__annotations__)
+
+
+def options_of(function: str, more: Sequence[object], given: Keywords, **others: Any) -> Options:
+    """Return the options of a call of ``function``: ``given`` beside ``others``, which no user names.
+
+    Raises:
+        TypeError: arguments by position, or a keyword that :func:`attention` lacks.
+    """
+    unknown = [name for name in given if name not in _KEYWORDS]
+    if unknown or more:
+        raise words.refused(function, unknown, more)
+    return Options(**given, **others)
+
+
 class Parallel(Protocol):
     """The ranks over which a sequence is sharded: what :func:`tilewise.context_parallel` makes."""
 
@@ -274,17 +289,8 @@ def attention_with_stats(
     stats: Sequence[Literal["max_logit", "key_mass"]] = ("max_logit",),
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
-    causal: bool = False,
-    mask: Mask | Tensor | MaskFunction | None = None,
-    score: Score | Tensor | ScoreFunction | None = None,
-    softmax_scale: float | None = None,
-    sink: Tensor | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: int | Tensor | None = None,
-    deterministic: Deterministic = None,
-    backend: str | None = None,
     parallel: Parallel | None = None,
-    **others: Never,
+    **options: Unpack[Keywords],
 ) -> AttentionStats:
     """Compute :func:`attention_with_lse` and statistics, for training recipes such as QK-clip (Kimi K2, 2025, Algorithm 1).
 
@@ -293,6 +299,7 @@ def attention_with_stats(
         per: ``"row"``, or ``"head"`` for the largest score over batch and rows (and over ranks, with ``parallel``), found on the device.
         stats: the statistics to compute. ``"key_mass"`` takes the time of a backward.
         cu_seqlens_q, cu_seqlens_k: for packed sequences, as in :func:`attention_varlen`.
+        options: the other keywords of :func:`attention`.
 
     Returns:
         ``(o, lse, max_logit, key_mass)``, the first two as from :func:`attention_with_lse`, the others None if ``stats`` lacks them. They
@@ -306,19 +313,15 @@ def attention_with_stats(
         ValueError: the call is wrong; the message has every reason. NotImplementedError: no backend, or not the named one, supports
             the call; key_mass of a cache or over ranks.
     """
-    if others or more:
-        raise words.refused("attention_with_stats", others, more)
+    o = options_of("attention_with_stats", more, options, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     reasons = stats_reasons(per, stats)
     words.raise_wrong("attention_with_stats", reasons)
     if _is_dtensor(q):
         raise NotImplementedError(
             "attention_with_stats does not support DTensors; pass x.to_local(), and parallel= if the sequence is sharded"
         )
-    # fmt: off
-    options = Options(causal, mask, score, softmax_scale, sink, dropout_p, dropout_seed, deterministic, backend,
-                      cu_seqlens_q, cu_seqlens_k, max_logit="max_logit" in stats)
-    # fmt: on
-    return _run_with_stats(q, k, v, options, parallel, (per, "key_mass" in stats))
+    o.max_logit = "max_logit" in stats
+    return _run_with_stats(q, k, v, o, parallel, (per, "key_mass" in stats))
 
 
 @overload
@@ -343,18 +346,9 @@ def attention_varlen(
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor | None = None,
     *more: Never,
-    causal: bool = False,
-    mask: Mask | Tensor | MaskFunction | None = None,
-    score: Score | Tensor | ScoreFunction | None = None,
-    softmax_scale: float | None = None,
-    sink: Tensor | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: int | Tensor | None = None,
-    deterministic: Deterministic = None,
-    backend: str | None = None,
     parallel: Parallel | None = None,
     return_lse: bool = False,
-    **others: Never,
+    **options: Unpack[Keywords],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute :func:`attention` of packed sequences. Sequence b is rows ``cu_seqlens[b]:cu_seqlens[b + 1]``.
 
@@ -362,6 +356,7 @@ def attention_varlen(
         q: ``(total_q, heads_q, head_dim)``. k: ``(total_k, heads_k, head_dim)``. v: ``(total_k, heads_k, head_dim_v)``.
         cu_seqlens_q, cu_seqlens_k: int32 or int64, ``(batch + 1,)``, starting at 0, never decreasing;
             ``cu_seqlens_k=None``: the same. No maximum length is needed.
+        options: the other keywords of :func:`attention`.
 
     Masks and scores see indices within the sequence. Rows past ``cu_seqlens[-1]`` give ``o = 0``, ``lse = -inf``. The CPU checks
     the values of ``cu_seqlens``; an accelerator does so only with ``TILEWISE_CHECK=1``. ``parallel=`` shards the packed rows, and
@@ -370,12 +365,7 @@ def attention_varlen(
     Returns:
         o ``(total_q, heads_q, head_dim_v)``; with ``return_lse`` also lse ``(heads_q, total_q)``.
     """
-    if others or more:
-        raise words.refused("attention_varlen", others, more)
-    # fmt: off
-    o = Options(causal, mask, score, softmax_scale, sink, dropout_p, dropout_seed, deterministic, backend,
-                cu_seqlens_q, cu_seqlens_k)
-    # fmt: on
+    o = options_of("attention_varlen", more, options, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     out = _run_packed(q, k, v, o, parallel, with_lse=return_lse)
     return out if return_lse else out[0]
 
@@ -387,29 +377,15 @@ def attention_varlen_with_lse(
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor | None = None,
     *more: Never,
-    causal: bool = False,
-    mask: Mask | Tensor | MaskFunction | None = None,
-    score: Score | Tensor | ScoreFunction | None = None,
-    softmax_scale: float | None = None,
-    sink: Tensor | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: int | Tensor | None = None,
-    deterministic: Deterministic = None,
-    backend: str | None = None,
     parallel: Parallel | None = None,
-    **others: Never,
+    **options: Unpack[Keywords],
 ) -> tuple[Tensor, Tensor]:
     """Compute :func:`attention_varlen` and its log-sum-exp. Both are differentiable.
 
     Returns:
         o ``(total_q, heads_q, head_dim_v)``, and lse ``(heads_q, total_q)``: natural log, fp32 (fp64 for fp64), with the sink.
     """
-    if others or more:
-        raise words.refused("attention_varlen_with_lse", others, more)
-    # fmt: off
-    o = Options(causal, mask, score, softmax_scale, sink, dropout_p, dropout_seed, deterministic, backend,
-                cu_seqlens_q, cu_seqlens_k)
-    # fmt: on
+    o = options_of("attention_varlen_with_lse", more, options, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     return _run_packed(q, k, v, o, parallel)
 
 
@@ -522,10 +498,8 @@ def explain(
         options: the keywords of :func:`attention`. ``cu_seqlens_*`` for a packed call, ``max_logit`` for
             :func:`attention_with_stats`.
     """
-    unknown = [name for name in options if name not in Keywords.__annotations__]
-    if unknown:
-        raise words.refused("explain", unknown)
-    o = Options(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_logit=max_logit, **options)
+    lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    o = options_of("explain", (), options, max_logit=max_logit, **lengths)
     if isinstance(k, Tensor) and isinstance(v, Tensor) and _is_nested(q, k, v):
         (q, k, v), o = nested.packed_call(q, k, v, o)
     else:

@@ -145,7 +145,11 @@ def paged(
 
     The calls that use the cache check it; this function reads nothing.
     """
-    return _cache_of(k_pages, v_pages, block_table, seqlens_k, k_scale, v_scale)
+    if (k_scale is None) != (v_scale is None):
+        raise ValueError("a quantised cache needs both k_scale and v_scale")
+    if k_scale is None:
+        return PagedCache(k_pages, v_pages, block_table, seqlens_k)
+    return QuantizedCache(k_pages, v_pages, block_table, seqlens_k, k_scale, v_scale)
 
 
 @overload
@@ -165,22 +169,7 @@ def dense_cache(
         k_scale, v_scale: as in :func:`paged`; for each token and head ``(batch, capacity, heads_k)``.
     """
     rows = torch.arange(k.shape[0], dtype=torch.int32, device=k.device)
-    return _cache_of(k, v, rows.unsqueeze(1), seqlens_k, k_scale, v_scale)
-
-
-def _cache_of(
-    k: Tensor,
-    v: Tensor,
-    table: Tensor,
-    seqlens_k: Tensor,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-) -> PagedCache | QuantizedCache:
-    if (k_scale is None) != (v_scale is None):
-        raise ValueError("a quantised cache needs both k_scale and v_scale")
-    if k_scale is None:
-        return PagedCache(k, v, table, seqlens_k)
-    return QuantizedCache(k, v, table, seqlens_k, k_scale, v_scale)
+    return paged(k, v, rows.unsqueeze(1), seqlens_k, k_scale=k_scale, v_scale=v_scale)
 
 
 # -- Writing -------------------------------------------------------------------------------------------------------
@@ -296,7 +285,7 @@ def _check(
 
 def _append_into(k_pages, v_pages, k, v, block_table, seqlens_k, cu_seqlens_q, *scales) -> None:
     cu_seqlens_q = None if cu_seqlens_q is None else cu_seqlens_q.contiguous()
-    cache = _cache_of(k_pages, v_pages, block_table, seqlens_k, *scales)
+    cache = (QuantizedCache if scales else PagedCache)(k_pages, v_pages, block_table, seqlens_k, *scales)
     tensors = k_pages, v_pages, k, v, block_table, seqlens_k, cu_seqlens_q, *scales
     # Values may lie in the memory of keys, or not; so may their scales.
     pairs = (k_pages, v_pages), scales
@@ -317,7 +306,7 @@ def _append_into(k_pages, v_pages, k, v, block_table, seqlens_k, cu_seqlens_q, *
 
 
 def _fake_append(k_pages, v_pages, k, v, block_table, seqlens_k, cu_seqlens_q, *scales) -> None:
-    cache = _cache_of(k_pages, v_pages, block_table, seqlens_k, *scales)
+    cache = (QuantizedCache if scales else PagedCache)(k_pages, v_pages, block_table, seqlens_k, *scales)
     _check(cache, k, v, cu_seqlens_q, values=False)
 
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Never
+from typing import Any, Never, Unpack
 
 import torch
 from torch import Tensor
 
 from tilewise import autograd, words
-from tilewise.api import for_each
-from tilewise.masks import Mask, MaskFunction
-from tilewise.scores import Score, ScoreFunction, as_score
-from tilewise.spec import Deterministic, Options, assemble, not_tensors
+from tilewise.api import Keywords, for_each, options_of
+from tilewise.scores import as_score
+from tilewise.spec import Options, assemble, not_tensors
 
 
 def attention_backward(
@@ -27,16 +26,7 @@ def attention_backward(
     wrt: Sequence[Tensor] = (),
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
-    causal: bool = False,
-    mask: Mask | Tensor | MaskFunction | None = None,
-    score: Score | Tensor | ScoreFunction | None = None,
-    softmax_scale: float | None = None,
-    sink: Tensor | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: int | Tensor | None = None,
-    deterministic: Deterministic = None,
-    backend: str | None = None,
-    **others: Never,
+    **options: Unpack[Keywords],
 ) -> tuple[Tensor, ...]:
     """Compute the gradients of :func:`attention` from its results, without autograd.
 
@@ -49,7 +39,7 @@ def attention_backward(
         o, lse: the forward's: o ``(batch, seqlen_q, heads_q, head_dim_v)`` in q's dtype, lse ``(batch, heads_q, seqlen_q)``, packed
             ``(heads_q, total_q)``, natural log, fp32 (fp64 for fp64).
         wrt: further tensors to differentiate by: the sink, or tensors that the score reads. ``requires_grad`` plays no part.
-        causal, mask, score, softmax_scale, sink, dropout_p, dropout_seed, deterministic, backend: the forward's, the seed too.
+        options: the other keywords of :func:`attention`, as the forward had them, the seed too.
 
     Returns:
         ``(dq, dk, dv)`` and a gradient for each tensor of ``wrt``, in the shapes and dtypes of the tensors. They are differentiable
@@ -60,13 +50,10 @@ def attention_backward(
 
     Source: Dao 2023, Algorithm 2; docs/algorithm.md, (13) to (19).
     """
-    if others or more:
-        raise words.refused("attention_backward", others, more)
-    # fmt: off
-    options = Options(causal, mask, as_score(score), softmax_scale, sink, dropout_p, dropout_seed, deterministic, backend,
-                      cu_seqlens_q, cu_seqlens_k, wrt=wrt)
-    # fmt: on
-    return _run(q, k, v, {"do": do, "o": o, "lse": lse, "dlse": dlse}, options)
+    lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    call = options_of("attention_backward", more, options, wrt=wrt, **lengths)
+    call.score = as_score(call.score)
+    return _run(q, k, v, {"do": do, "o": o, "lse": lse, "dlse": dlse}, call)
 
 
 def _run(q: Tensor, k: Tensor, v: Tensor, results: dict[str, Any], options: Options) -> tuple[Tensor, ...]:

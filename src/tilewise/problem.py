@@ -1,8 +1,6 @@
-"""A call without its tensors: the checked problem and its compile-time key.
+"""A call without its tensors: a :class:`Problem` has its sizes, dtypes and strides beside its Spec.
 
-- :class:`Problem`: a call's sizes, dtypes and strides beside its Spec. Only :func:`check` makes one. It holds every input check of
-  the package, and raises with all reasons at once.
-- :class:`Key`: the part of a Problem that a compiled kernel depends on, without numbers and lengths.
+Only :func:`check` makes one. It holds every input check of the package, and raises with all reasons at once.
 """
 
 from __future__ import annotations
@@ -24,61 +22,6 @@ from tilewise.spec import Spec
 from tilewise.words import raise_wrong
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
-@dataclass(frozen=True)
-class Key:
-    """The part of a call that a compiled kernel depends on: types, widths and structure, but no length, stride or number of the user's."""
-
-    dtype: torch.dtype
-    device: str
-    head_dim: int
-    head_dim_v: int
-    grouped: bool
-    packed: bool
-    lo: str
-    hi: str
-    first: str
-    last: str
-    predicate: str
-    score: str
-    leaves: tuple[tuple[torch.dtype, int], ...]
-    grad_slots: tuple[int, ...]
-    sink: bool
-    dropout: bool
-    deterministic: bool
-    max_logit: bool
-
-    @classmethod
-    def of(cls, problem: Problem) -> Key:
-        spec, region = problem.spec, problem.spec.region
-        numbers: list[float] = []
-
-        def text(e: expr.Expr | None) -> str:
-            return "" if e is None else str(expr.abstract(e, numbers))
-
-        return cls(
-            dtype=problem.dtype,
-            device=problem.device.type,
-            head_dim=problem.head_dim,
-            head_dim_v=problem.head_dim_v,
-            grouped=problem.group > 1,
-            packed=problem.packed,
-            lo=text(region.lo),
-            hi=text(region.hi),
-            first=text(region.first),
-            last=text(region.last),
-            predicate=text(region.predicate),
-            score=text(spec.score),
-            leaves=tuple(
-                (problem.extras[n].dtype, len(problem.extras[n].shape)) for n in (*spec.mask_slots, *spec.score_slots)
-            ),
-            grad_slots=spec.grad_slots,
-            sink=spec.sink_slot is not None,
-            dropout=spec.dropout_p > 0,
-            deterministic=spec.deterministic,
-            max_logit=spec.max_logit,
-        )
 
 
 @dataclass(frozen=True)
@@ -194,10 +137,6 @@ class Problem(Structured):
     @property
     def softmax_scale(self) -> float:
         return 1 / math.sqrt(max(self.head_dim, 1)) if self.spec.softmax_scale is None else self.spec.softmax_scale
-
-    @cached_property
-    def key(self) -> Key:
-        return Key.of(self)
 
     def describe(self) -> str:
         """Return the call in one or two lines, as error messages and ``explain`` show it."""

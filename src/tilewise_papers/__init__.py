@@ -1,10 +1,10 @@
 """The papers, executable: attention algorithms as programs on a machine that counts every number moved between memories.
 
 machine     levels of memory, tiles, counts           devices   facts of real machines
-standard    Algorithms 0 and 3 (FlashAttention)       flash1    Algorithms 1, 2 and 4
-block_sparse   Algorithm 5                            flash2    Algorithms 1 and 2 of FlashAttention-2
-split       split keys and merge                      warps     Figure 3 of FlashAttention-2
-nested      tiles within tiles, any number of levels  bounds    the same counts as closed forms
+standard    Algorithms 0 and 3 (FlashAttention)       flash1    Algorithms 1, 2, 4 and 5
+flash2      Algorithms 1 and 2 of FlashAttention-2    warps     Figure 3 of FlashAttention-2
+split       split keys and merge                      bounds    the same counts as closed forms
+nested      tiles within tiles, any number of levels
 blocks      the paper's blocks, and the largest       head      one head, as every program takes it
 report      every algorithm at one setting, predicted times
 tables      the report as text                        plots     sweeps

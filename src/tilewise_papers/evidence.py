@@ -31,7 +31,7 @@ QUOTING = ROOT / "docs" / "training.md"
 DECODING = "h200-decode"
 """The run of one query over a dense cache."""
 CLAIMS = Path(__file__).with_name("claims.toml")
-HOLDS, FAILS, UNSEEN = "holds", "does not hold", "not measured here"
+HOLDS, FAILS = "holds", "does not hold"
 EAGER, SPARSE = "be2142459054", "bf64f25f9387"
 """Runs of a CPU: beside standard attention, and a block pattern beside the whole."""
 PARTS = "h200-step-parts"
@@ -55,14 +55,14 @@ INTRO = (
 
 @dataclass(frozen=True)
 class Found:
-    """Our figure for a claim, and whether the claim holds; ``holds`` is None where there is nothing to judge by."""
+    """Our figure for a claim, and whether the claim holds."""
 
     ours: str
-    holds: bool | None
+    holds: bool
 
     @property
     def verdict(self) -> str:
-        return UNSEEN if self.holds is None else HOLDS if self.holds else FAILS
+        return HOLDS if self.holds else FAILS
 
 
 # ---- counted ----------------------------------------------------------------------------------------------------------
@@ -142,10 +142,9 @@ def speed() -> Found:
     """Standard attention's time over ours, on a CPU and on an H200."""
     both = ratios("cpu-calls", EAGER, "cpu", "eager", "both")
     text = f"{between(both)} × forward and backward on a CPU, 2 threads, over {len(both)} shapes"
-    gpu = traffic_times(128, "standard", "flash2")
-    if gpu:
-        text += f"; {gpu[0] / gpu[1]:.1f} × by Triton on an H200, forward, N 8192, D 64"
-    return Found(text, min([*both, *([gpu[0] / gpu[1]] if gpu else [])]) > 1)
+    eager, ours = traffic_times(128, "standard", "flash2")
+    text += f"; {eager / ours:.1f} × by Triton on an H200, forward, N 8192, D 64"
+    return Found(text, min(*both, eager / ours) > 1)
 
 
 def memory() -> Found:
@@ -176,11 +175,10 @@ def sparse_time() -> Found:
         over.append(mine / whole / kept)
     text = f"{kept:.1%} of the blocks take {' and '.join(said)} of the time on a CPU at N 16,384"
     for density in traffic.DENSITIES:
-        times = traffic_times(128, f"flash2-sparse-{traffic.percent(density)}", "flash2")
-        if times:
-            kept = traffic.pattern(density).float().mean().item()
-            text += f"; {kept:.1%} take {times[0] / times[1]:.1%} by Triton on an H200, forward"
-            over.append(times[0] / times[1] / kept)
+        mine, whole = traffic_times(128, f"flash2-sparse-{traffic.percent(density)}", "flash2")
+        kept = traffic.pattern(density).float().mean().item()
+        text += f"; {kept:.1%} take {mine / whole:.1%} by Triton on an H200, forward"
+        over.append(mine / whole / kept)
     return Found(text, max(over) <= 1.25)
 
 
@@ -188,15 +186,12 @@ def sparse_bytes() -> Found:
     """Bytes of block patterns over the whole's by a GPU's counters, beside the shares of the blocks that they keep."""
     whole, said, over = moved("flash2", "l2"), [], []
     for density in traffic.DENSITIES:
-        mine, kept = (
-            moved(f"flash2-sparse-{traffic.percent(density)}", "l2"),
-            traffic.pattern(density).float().mean().item(),
-        )
-        if mine and whole:
-            said.append(f"{kept:.1%} of the blocks move {mine / whole:.1%}")
-            over.append(mine / whole / kept)
+        mine = moved(f"flash2-sparse-{traffic.percent(density)}", "l2")
+        kept = traffic.pattern(density).float().mean().item()
+        said.append(f"{kept:.1%} of the blocks move {mine / whole:.1%}")
+        over.append(mine / whole / kept)
     text = f"{', '.join(said)} of the bytes between multiprocessors and L2, N 8192, D 64, H200"
-    return Found(text, max(abs(x - 1) for x in over) <= 0.1) if over else Found("not measured", None)
+    return Found(text, max(abs(x - 1) for x in over) <= 0.1)
 
 
 def share_of_peak() -> Found:
@@ -224,9 +219,6 @@ def path_x() -> Found:
     """How far our Pathfinder went: the rungs of src/tilewise_papers/pathfinder/ladder.py that were tested on new images."""
     rungs = [r for key, r in load("hopper-calls").found.items() if key[0] in LADDER and key[-1] == "accuracy"]
     tested = [r for r in rungs if r["tested_images"]]
-    if not tested:
-        found = json.loads((RESULTS / "pathfinder-cpu.json").read_text(encoding="utf-8"))
-        return Found(f"{found['test_accuracy']:.1%} of 32 × 32 on a CPU; nothing larger was trained", None)
     said = [f"{r['value']:.1%} of {r['shape']['side']} × {r['shape']['side']}" for r in tested]
     last, seconds = tested[-1], " and ".join(f"{r['ended_s']:.0f}" for r in tested)
     told = ", pixels told of their paths" if all(r["paths"] for r in tested) else ""
@@ -246,10 +238,7 @@ def several_gpus() -> Found:
     for gpus, run in RANKS.items():
         rates = [r for key, r in found.found.items() if key[0] == run and r.get("tokens_per_s")]
         rate = {r["contestant"]: r["tokens_per_s"] for r in rates}
-        if rate:
-            times[gpus] = gpus * rate["fsdp"] / rate["alone"]
-    if 4 not in times:
-        return Found("Not run: it needs 4 GPUs. Attention alone over two is in [parallel.md](parallel.md)", None)
+        times[gpus] = gpus * rate["fsdp"] / rate["alone"]
     said = " and ".join(f"{x:.2f} × with {gpus} GPUs" for gpus, x in times.items())
     text = f"{said} the tokens a second of one, a GPT of 1.3B, a sequence of 8,192 tokens a GPU, FSDP2, H200 ([parallel.md](parallel.md))"
     return Found(text, times[4] > 3)
@@ -258,22 +247,19 @@ def several_gpus() -> Found:
 # ---- measured by this page's own commands --------------------------------------------------------------------------------
 
 
-def moved(name: str, who: str) -> float | None:
+def moved(name: str, who: str) -> float:
     """MB of one head by an order of the loops, as ``who`` saw or counted them."""
     return load("triton-calls").value(TRAFFIC, f"traffic-{name}-h128", who, "forward", "traffic")
 
 
 def traffic_times(heads: int, *names: str) -> list[float]:
-    """Milliseconds of orders of the loops on so many heads; empty where one of them was not timed."""
-    times = [load("triton-calls").value(TRAFFIC, f"traffic-{n}-h{heads}", "kernel", "forward", "time") for n in names]
-    return times if all(times) else []
+    """Milliseconds of orders of the loops on so many heads."""
+    return [load("triton-calls").value(TRAFFIC, f"traffic-{n}-h{heads}", "kernel", "forward", "time") for n in names]
 
 
 def io_complexity() -> Found:
     """Bytes of FlashAttention's order with key blocks of 64 and 128, by counters."""
     mb = [moved(f"flash1-{cols}", "dram") for cols in traffic.WIDTHS]
-    if not all(mb):
-        return Found("not measured", None)
     text = (
         f"{', '.join(f'{x:.0f}' for x in mb)} MB of DRAM a head with blocks of 64, 128 and 256 keys, N 8192, D 64, H200"
     )
@@ -283,8 +269,6 @@ def io_complexity() -> Found:
 def loop_order() -> Found:
     """Bytes and time of both orders with the same tile."""
     mb, times = [moved(name, "dram") for name in ("flash1-128", "flash2")], traffic_times(128, "flash1-128", "flash2")
-    if not all(mb) or not times:
-        return Found("not measured", None)
     text = (
         f"{mb[0]:.0f} MB of DRAM a head with keys outside, {mb[1]:.1f} with queries outside; {times[0]:.2f} and {times[1]:.2f} ms for "
         "128 heads, N 8192, D 64, H200"
@@ -295,8 +279,6 @@ def loop_order() -> Found:
 def over_the_sequence() -> Found:
     """One head by one program and by many."""
     times = traffic_times(1, "flash1-128", "flash2")
-    if not times:
-        return Found("not measured", None)
     text = f"one head, N 8192, D 64: {times[0]:.2f} ms by one program, {times[1]:.3f} by a program for each query tile, H200"
     return Found(text, times[1] < times[0])
 
@@ -304,8 +286,6 @@ def over_the_sequence() -> Found:
 def training() -> Found:
     """Training steps of large GPTs."""
     rows = training_rows()
-    if not rows:
-        return Found("not measured", None)
     gains = {case: rates["tilewise"] / rates["standard"] for case, rates in rows.items() if rates.get("standard")}
     text = f"{between(list(gains.values()))} × standard attention; the table below"
     holds = min(gains.values()) > 1 and all(gains[c] > gains[c.replace("8192", "2048")] for c in gains if "8192" in c)
@@ -315,9 +295,9 @@ def training() -> Found:
 def training_rows() -> dict[str, dict[str, float | None]]:
     """TFLOP/s of each contestant of each model and context."""
     found = load("hopper-calls")
-    cases = [case for case in found.cases(*(TABLE or ())) if case.startswith("gpt-") and "B-n" in case]
+    cases = [case for case in found.cases(*TABLE) if case.startswith("gpt-") and "B-n" in case]
     who = ("standard", "fa2", "cudnn", "tilewise", "matmul")
-    runs = {case: run for run in TABLE or () for case in found.cases(run)}
+    runs = {case: run for run in TABLE for case in found.cases(run)}
     return {case: {name: found.value(runs[case], case, name, "step", "rate") for name in who} for case in cases}
 
 
@@ -330,7 +310,7 @@ def contexts() -> list[dict]:
 def context_table() -> list[str]:
     """The held-out loss of each context, whole and by position in the row."""
     rows = contexts()
-    spans = list(rows[-1]["by_position"]) if rows else []
+    spans = list(rows[-1]["by_position"])
     losses = [[f"{r['by_position'][s]:.3f}" if s in r["by_position"] else "" for r in rows] for s in spans]
     lines = [["all", *(f"**{r['value']:.4f}**" for r in rows)]]
     lines += [[span.replace("-", " to "), *line] for span, line in zip(spans, losses, strict=True)]
@@ -346,11 +326,7 @@ def quoted(text: str) -> str:
 
 def longer_context() -> Found:
     """Held-out losses over the context."""
-    rows = contexts()
-    if not rows:
-        runs = json.loads((RESULTS / "context-cpu.json").read_text(encoding="utf-8"))["runs"]
-        rows = [{"shape": {"context": run["context"]}, "value": run["held_out_loss"]} for run in runs]
-    losses = {r["shape"]["context"]: r["value"] for r in rows}
+    losses = {r["shape"]["context"]: r["value"] for r in contexts()}
     text = ", ".join(f"{loss:.3f} at {context:,}" for context, loss in losses.items())
     return Found(
         f"{text}, nats a byte; [training.md](training.md#longer-context-better-model)", losses[4096] < losses[1024]
@@ -370,10 +346,15 @@ def claim_table() -> list[str]:
     rows = []
     for claim in claims():
         found = globals()[claim["found"]]()
-        verdict = f"**{found.verdict}**" if found.holds is not None else found.verdict
         who = f"{claim['claim']} *{claim['paper']}, {claim['where']}*"
         rows.append(
-            [who, claim["theirs"], found.ours, f"{verdict}; holds if {claim['holds']}", f"`{claim['command']}`"]
+            [
+                who,
+                claim["theirs"],
+                found.ours,
+                f"**{found.verdict}**; holds if {claim['holds']}",
+                f"`{claim['command']}`",
+            ]
         )
     head = ["claim", "the paper's", "here", "verdict", "again"]
     return [
@@ -386,9 +367,7 @@ def claim_table() -> list[str]:
 def text() -> str:
     """The whole page."""
     verdicts = [globals()[claim["found"]]().verdict for claim in claims()]
-    said = ", ".join(
-        f"{verdicts.count(v)} {w}" for v, w in ((HOLDS, "hold"), (FAILS, "do not"), (UNSEEN, "not measured here"))
-    )
+    said = f"{verdicts.count(HOLDS)} hold, {verdicts.count(FAILS)} do not"
     lines = ["# Evidence", "", *wrapped(INTRO), "", f"There are {len(verdicts)} claims: {said}.", "", *claim_table()]
     for part in (training_section, parts_section, traffic_section, newcomer_section):
         lines += part()
@@ -397,11 +376,8 @@ def text() -> str:
 
 def training_section() -> list[str]:
     """FlashAttention-2's Table 1."""
-    rows = training_rows()
-    if not rows:
-        return []
     found, lines = load("hopper-calls"), []
-    for case, rates in rows.items():
+    for case, rates in training_rows().items():
         shape = found.cases(*TABLE)[case]
         title = f"{case.split('-')[1]}, context {shape['context']:,} × {shape['batch']}"
         limit = rates["matmul"]
@@ -475,11 +451,9 @@ def traffic_section() -> list[str]:
 
 
 def newcomer_section() -> list[str]:
-    """The first commands in an empty folder, by the newest run of bench.newcomer; nothing where there is none."""
+    """The first commands in an empty folder, by the newest run of bench.newcomer."""
     found = load("cpu-calls")
     runs = [name for name, record in found.runs.items() if record["command"] == NEWCOMER]
-    if not runs:
-        return []
     run = max(runs, key=lambda name: found.runs[name]["when"])
     rows = [
         [f"`{shape['command']}`", clock(found.value(run, case, "newcomer", "step", "time"))]

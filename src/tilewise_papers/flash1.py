@@ -3,10 +3,14 @@
 Forward: Algorithm 2, which is Algorithm 1 with softmax scale, mask and dropout. O and its statistics m, l (row maximum and
 row sum so far) live in slow memory and are read, rescaled and written once for each key block. Backward: Algorithm 4.
 Line numbers in the margins are those of Algorithms 2 and 4. Each head is one work item.
+
+A pattern (⌈seqlen_q / Br⌉, ⌈seqlen_k / Bc⌉), bool, says which blocks take part: Algorithm 5, whose line 8 leaves out the others. Their
+pairs count as masked, so a row of blocks that is all zero gives o = 0.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,18 +28,35 @@ class Forward:
     m: np.ndarray
 
 
-def forward(machine: Machine, head: Head, blocks: Blocks) -> Forward:
+def chosen(head: Head, blocks: Blocks, pattern: np.ndarray | None) -> Callable[[slice, slice], bool]:
+    """Whether a block of rows and cols takes part. Raises ValueError unless the pattern has one entry for each block."""
+    made = tuple(-(-n // size) for n, size in zip(head.sizes, (blocks.rows, blocks.cols), strict=True))
+    if pattern is not None and pattern.shape != made:
+        raise ValueError(f"the pattern is {pattern.shape}, but blocks of {blocks.rows} × {blocks.cols} make {made}")
+    return lambda rows, cols: pattern is None or pattern[rows.start // blocks.rows, cols.start // blocks.cols]
+
+
+def band_pattern(rows: int, cols: int, density: float) -> np.ndarray:
+    """A pattern of about `density`: bands around the diagonal, wide enough, so that each row and column has a block."""
+    i, j = np.arange(rows)[:, None] / rows, np.arange(cols) / cols
+    distance = np.minimum((i - j) % 1, (j - i) % 1)
+    return distance <= np.quantile(distance, density)
+
+
+def forward(machine: Machine, head: Head, blocks: Blocks, pattern: np.ndarray | None = None) -> Forward:
     """Algorithm 2. Returns o and the statistics l, m that the backward needs."""
+    takes_part = chosen(head, blocks, pattern)
     q, k, v = head.place(machine)
     seqlen_q, seqlen_k = head.sizes
     o = machine.fill("O", (seqlen_q, v.shape[1]), 0.0)  # line 3
     l = machine.fill("l", (seqlen_q, 1), 0.0)
     m = machine.fill("m", (seqlen_q, 1), -np.inf)
     for one in machine.launch("flash forward", [head]):
-        for cols in machine.loop(tiles(seqlen_k, blocks.cols), alike=True):  # line 6
+        for cols in machine.loop(tiles(seqlen_k, blocks.cols), alike=pattern is None):  # line 6
             k_j, v_j = machine.load(k[cols]), machine.load(v[cols])  # line 7
-            for rows in machine.loop(tiles(seqlen_q, blocks.rows), alike=True):  # line 8
-                update_tile(machine, one, (rows, cols), (q, k_j, v_j), (o, l, m))
+            for rows in machine.loop(tiles(seqlen_q, blocks.rows), alike=pattern is None):  # line 8
+                if takes_part(rows, cols):
+                    update_tile(machine, one, (rows, cols), (q, k_j, v_j), (o, l, m))
     return Forward(o.read(), l.read(), m.read())
 
 
@@ -61,18 +82,22 @@ def update_tile(machine: Machine, head: Head, where: tuple[slice, slice], qkv: t
     machine.store(m[rows], m_new)
 
 
-def backward(machine: Machine, head: Head, out: Forward, do: np.ndarray, blocks: Blocks) -> Gradients:
+def backward(
+    machine: Machine, head: Head, out: Forward, do: np.ndarray, blocks: Blocks, pattern: np.ndarray | None = None
+) -> Gradients:
     """Algorithm 4: P is recomputed from l and m; dQ is read and written once for each key block."""
+    takes_part = chosen(head, blocks, pattern)
     q, k, v = head.place(machine)
     inputs = (q, *(machine.place(n, x) for n, x in (("O", out.o), ("dO", do), ("l", out.l), ("m", out.m))))
     dq, dk, dv = (machine.fill(n, x.shape, 0.0) for n, x in (("dQ", q), ("dK", k), ("dV", v)))  # line 5
     seqlen_q, seqlen_k = head.sizes
     for one in machine.launch("flash backward", [head]):
-        for cols in machine.loop(tiles(seqlen_k, blocks.cols), alike=True):  # line 6
+        for cols in machine.loop(tiles(seqlen_k, blocks.cols), alike=pattern is None):  # line 6
             k_j, v_j = machine.load(k[cols]), machine.load(v[cols])  # line 7
             dk_j, dv_j = (machine.hold(n, 0.0, x.shape) for n, x in (("dK", k_j), ("dV", v_j)))  # line 8
-            for rows in machine.loop(tiles(seqlen_q, blocks.rows), alike=True):  # line 9
-                backward_tile(machine, one, (rows, cols), (*inputs, dq), (k_j, v_j, dk_j, dv_j))
+            for rows in machine.loop(tiles(seqlen_q, blocks.rows), alike=pattern is None):  # line 9
+                if takes_part(rows, cols):
+                    backward_tile(machine, one, (rows, cols), (*inputs, dq), (k_j, v_j, dk_j, dv_j))
             machine.store(dk[cols], dk_j)  # line 24
             machine.store(dv[cols], dv_j)
     return Gradients(dq.read(), dk.read(), dv.read())

@@ -66,20 +66,26 @@ def finish_state(machine: Machine, out: tuple[Tile, Tile], state: tuple[Tile, Ti
     machine.store(lse, m_i)  # line 15
 
 
+def forward_tile(
+    machine: Machine, head: Head, where: tuple[slice, Iterable[slice]], qkv: tuple[Tile, ...], out: tuple[Tile, Tile]
+) -> None:
+    """Lines 4 to 15: one tile of queries over some tiles of keys. qkv in slow memory; out: the rows of o and lse."""
+    (rows, key_tiles), (q, k, v) = where, qkv
+    q_i = machine.load(q[rows])  # line 4
+    state = start_state(machine, q_i.shape[0], v.shape[1])  # line 5
+    for cols in machine.loop(visible_tiles(head, rows, key_tiles), alike=not head.causal):  # line 6
+        k_j, v_j = machine.load(k[cols]), machine.load(v[cols])  # line 7
+        update_state(machine, head, (rows, cols), (q_i, k_j, v_j), state)
+    finish_state(machine, out, state)
+
+
 def forward(machine: Machine, head: Head, blocks: Blocks) -> Forward:
     """Algorithm 1. Returns o and lse."""
-    q, k, v = head.place(machine)
+    qkv = head.place(machine)
     seqlen_q, seqlen_k = head.sizes
-    o, lse = machine.empty("O", (seqlen_q, v.shape[1])), machine.empty("lse", (seqlen_q, 1))
+    o, lse = machine.empty("O", (seqlen_q, qkv[2].shape[1])), machine.empty("lse", (seqlen_q, 1))
     for rows in machine.launch("flash2 forward", tiles(seqlen_q, blocks.rows), alike=not head.causal):  # line 3
-        q_i = machine.load(q[rows])  # line 4
-        state = start_state(machine, q_i.shape[0], v.shape[1])  # line 5
-        for cols in machine.loop(
-            visible_tiles(head, rows, tiles(seqlen_k, blocks.cols)), alike=not head.causal
-        ):  # line 6
-            k_j, v_j = machine.load(k[cols]), machine.load(v[cols])  # line 7
-            update_state(machine, head, (rows, cols), (q_i, k_j, v_j), state)
-        finish_state(machine, (o[rows], lse[rows]), state)
+        forward_tile(machine, head, (rows, tiles(seqlen_k, blocks.cols)), qkv, (o[rows], lse[rows]))
     return Forward(o.read(), lse.read())
 
 

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from tilewise_papers import bounds
-from tilewise_papers.block_sparse import band_pattern
+from tilewise_papers.flash1 import band_pattern
 from tilewise_papers.head import Blocks
 from tilewise_papers.machine import DoesNotFit
 from tilewise_papers.report import FLASH, FLASH2, SEPARATE, STANDARD, Row, Setting, best, count, forecast, sparse

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
-from tilewise_papers import block_sparse, flash1, flash2, nested, split, standard, warps
+from tilewise_papers import flash1, flash2, nested, split, standard, warps
 from tilewise_papers.blocks import largest, paper_blocks
 from tilewise_papers.devices import Device
 from tilewise_papers.head import Blocks, Head
@@ -96,19 +97,12 @@ def long_block(size: int, head_dim: int) -> Blocks:
     return Blocks(size, min(size, STREAMED))
 
 
-def fused_forward(machine: Machine, head: Head, blocks: Blocks) -> standard.Forward:
-    return standard.forward(machine, head, blocks, fused=True)
-
-
-def fused_backward(machine: Machine, head: Head, out: standard.Forward, do: np.ndarray, blocks: Blocks):
-    return standard.backward(machine, head, out, do, blocks, fused=True)
-
-
 MASKED = {"causal": True, "dropout": True}
 PRODUCTS, KEYS_OUTSIDE, QUERIES_OUTSIDE = (long_block, long_block), (long_cols, long_cols), (long_rows, long_cols)
 STANDARD = Algorithm("standard", "FA Alg. 0, 3", standard.forward, standard.backward, PRODUCTS)
 SEPARATE = Algorithm("+ mask, dropout", "eager kernels", standard.forward, standard.backward, PRODUCTS, MASKED)
-FUSED = Algorithm("+ mask, dropout, fused", "fusion alone", fused_forward, fused_backward, PRODUCTS, MASKED)
+_FUSED = partial(standard.forward, fused=True), partial(standard.backward, fused=True)
+FUSED = Algorithm("+ mask, dropout, fused", "fusion alone", *_FUSED, PRODUCTS, MASKED)
 FLASH = Algorithm("FlashAttention", "FA Alg. 1, 4", flash1.forward, flash1.backward, KEYS_OUTSIDE)
 FLASH2 = Algorithm("FlashAttention-2", "FA-2 Alg. 1, 2", flash2.forward, flash2.backward, QUERIES_OUTSIDE)
 # The largest blocks that fit would leave nothing above the diagonal to skip.
@@ -188,13 +182,13 @@ def sparse(density: float) -> Algorithm:
 
     def pattern(head: Head, blocks: Blocks) -> np.ndarray:
         seqlen_q, seqlen_k = head.sizes
-        return block_sparse.band_pattern(-(-seqlen_q // blocks.rows), -(-seqlen_k // blocks.cols), density)
+        return flash1.band_pattern(-(-seqlen_q // blocks.rows), -(-seqlen_k // blocks.cols), density)
 
     return Algorithm(
         f"block-sparse, {density:.0%}",
         "FA Alg. 5",
-        lambda machine, head, blocks: block_sparse.forward(machine, head, blocks, pattern(head, blocks)),
-        lambda machine, head, out, do, b: block_sparse.backward(machine, head, out, do, b, pattern(head, b)),
+        lambda machine, head, blocks: flash1.forward(machine, head, blocks, pattern(head, blocks)),
+        lambda machine, head, out, do, b: flash1.backward(machine, head, out, do, b, pattern(head, b)),
         KEYS_OUTSIDE,
     )
 
@@ -203,7 +197,7 @@ def splitting(num_splits: int, seqlen: int) -> Algorithm:
     """FlashAttention-2's forward with seqlen keys split among num_splits work items."""
 
     def forward(machine: Machine, head: Head, blocks: Blocks):
-        return split.forward(machine, head, blocks, split.keys_per_split(seqlen, num_splits))
+        return split.forward(machine, head, blocks, -(-seqlen // num_splits))
 
     return Algorithm(f"{num_splits} key splits + merge", "split keys", forward, None, QUERIES_OUTSIDE)
 

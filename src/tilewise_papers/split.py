@@ -8,28 +8,22 @@ from __future__ import annotations
 
 from itertools import product
 
-import numpy as np
-
-from tilewise_papers.flash2 import Forward, finish_state, start_state, update_state, visible_tiles
+from tilewise_papers.flash2 import Forward, finish_state, forward_tile, start_state
 from tilewise_papers.head import Blocks, Head, tiles
 from tilewise_papers.machine import Machine, Tile
 
 
 def forward(machine: Machine, head: Head, blocks: Blocks, split_keys: int) -> Forward:
     """split_keys: keys of one work item. Returns o and lse, as flash2.forward does."""
-    q, k, v = head.place(machine)
+    qkv = head.place(machine)
     seqlen_q, seqlen_k = head.sizes
     splits = list(tiles(seqlen_k, split_keys))
-    o_parts = [machine.empty(f"O part {c}", (seqlen_q, v.shape[1])) for c in range(len(splits))]
+    o_parts = [machine.empty(f"O part {c}", (seqlen_q, qkv[2].shape[1])) for c in range(len(splits))]
     lse_parts = [machine.empty(f"lse part {c}", (seqlen_q, 1)) for c in range(len(splits))]
     pairs = product(list(tiles(seqlen_q, blocks.rows)), enumerate(splits))
     for rows, (c, keys) in machine.launch("split", pairs, alike=not head.causal):
-        q_i = machine.load(q[rows])
-        state = start_state(machine, q_i.shape[0], v.shape[1])
-        for cols in machine.loop(visible_tiles(head, rows, tiles_of(keys, blocks.cols)), alike=not head.causal):
-            k_j, v_j = machine.load(k[cols]), machine.load(v[cols])
-            update_state(machine, head, (rows, cols), (q_i, k_j, v_j), state)
-        finish_state(machine, (o_parts[c][rows], lse_parts[c][rows]), state)
+        out = o_parts[c][rows], lse_parts[c][rows]
+        forward_tile(machine, head, (rows, tiles_of(keys, blocks.cols)), qkv, out)
     return merge(machine, o_parts, lse_parts, blocks)
 
 
@@ -54,8 +48,3 @@ def merge(machine: Machine, o_parts: list[Tile], lse_parts: list[Tile], blocks: 
 def tiles_of(keys: slice, size: int) -> list[slice]:
     """The tiles of one split of the keys."""
     return [slice(keys.start + t.start, keys.start + t.stop) for t in tiles(keys.stop - keys.start, size)]
-
-
-def keys_per_split(seqlen_k: int, num_splits: int) -> int:
-    """Keys of a split when there are num_splits of them."""
-    return int(np.ceil(seqlen_k / num_splits))

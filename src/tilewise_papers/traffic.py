@@ -31,7 +31,6 @@ from torch import Tensor
 import tilewise as tw
 from bench import records
 from bench.measure import in_turns
-from tilewise_papers import block_sparse as sparse_order
 from tilewise_papers import bounds, devices, flash1, flash2, report, standard
 from tilewise_papers.head import Blocks, Head
 
@@ -93,7 +92,7 @@ def orders() -> list[Order]:
 
 def pattern(density: float) -> Tensor:
     """Bands of about so many of the blocks of ROWS queries and COLS keys, bool (seqlen / ROWS, seqlen / COLS)."""
-    return torch.from_numpy(sparse_order.band_pattern(SEQLEN // ROWS, SEQLEN // COLS, density))
+    return torch.from_numpy(flash1.band_pattern(SEQLEN // ROWS, SEQLEN // COLS, density))
 
 
 def percent(share: float) -> str:
@@ -158,9 +157,7 @@ def count_standard() -> tuple[int, int]:
 
 def count_flash1(cols: int, pattern: Tensor | None) -> tuple[int, int]:
     """Algorithm 1, or 5 with a pattern."""
-    if pattern is None:
-        return slow(flash1.forward, Blocks(ROWS, cols))
-    return slow(sparse_order.forward, Blocks(ROWS, cols), pattern.numpy())
+    return slow(flash1.forward, Blocks(ROWS, cols), None if pattern is None else pattern.numpy())
 
 
 def count_flash2(pattern: Tensor | None) -> tuple[int, int]:

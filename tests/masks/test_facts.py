@@ -9,7 +9,7 @@ import tilewise as tw
 from bench.testing import call, normal
 from tilewise.expr import Expr, apply, number, parse, symbol
 from tilewise.masks.catalogue import Mask, _atom
-from tilewise.masks.facts import as_band, constant_on_blocks, every_key_seen, every_pair_kept, granularity
+from tilewise.masks.facts import as_band, constant_on_blocks, every_key_seen, granularity
 from tilewise.masks.regions import ATOMS, OFF, I, J, Region
 
 IDS = torch.tensor([0] * 9 + [4] + [2] * 20 + [3] * 40)
@@ -74,16 +74,6 @@ def test_a_mask_that_is_added_has_the_facts_of_a_built_in_one():
     added, built_in = (region_of(mask, 70, 70) for mask in (_atom("chunks", number(70)), tw.causal()))
     assert every_key_seen(added, 70, 70)
     assert every_key_seen(built_in, 70, 70)
-    assert every_pair_kept(added, 70, 70)
-    assert not every_pair_kept(region_of(_atom("chunks", number(69)), 70, 70), 70, 70)
-
-
-def test_every_pair_counts_as_kept_only_where_it_is():
-    masks = {"all": Mask(""), "causal": tw.causal(), "window": tw.window(49, 0), "short": tw.window(48, 0)}
-    masks["lengths"] = tw.key_lengths(torch.tensor([50, 50]))
-    masks["chunks"] = _atom("chunks", number(50))
-    known = {name: every_pair_kept(region_of(mask, 1, 50), 1, 50) for name, mask in masks.items()}
-    assert known == {"all": True, "causal": True, "window": True, "short": False, "lengths": False, "chunks": True}
 
 
 @pytest.mark.parametrize("mask", [tw.causal(align="first"), tw.window(9, 2, align="first")], ids=str)

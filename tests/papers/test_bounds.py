@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.papers.cases import CASES, WORD, Case, machine
-from tilewise_papers import block_sparse, bounds, flash1, flash2, nested, split, standard, warps
+from tilewise_papers import bounds, flash1, flash2, nested, split, standard, warps
 from tilewise_papers.bounds import Exact, Sizes
 from tilewise_papers.head import Blocks, Head
 from tilewise_papers.machine import Counts, Level, Machine
@@ -68,10 +68,10 @@ def test_block_sparse_attention_moves_what_its_pattern_says(case: Case):
     head, blocks = case.head(), case.blocks
     grid = -(-case.seqlen_q // blocks.rows), -(-case.seqlen_k // blocks.cols)
     pattern = np.random.default_rng(2).random(grid) < 0.5
-    out = block_sparse.forward(machine(), head, blocks, pattern)
-    counts = both_ways(lambda m: block_sparse.forward(m, head, blocks, pattern))
+    out = flash1.forward(machine(), head, blocks, pattern)
+    counts = both_ways(lambda m: flash1.forward(m, head, blocks, pattern))
     same(counts[0], bounds.flash1_forward(sizes(case), blocks.rows, blocks.cols, pattern))
-    counts = both_ways(lambda m: block_sparse.backward(m, head, out, case.do(), blocks, pattern))
+    counts = both_ways(lambda m: flash1.backward(m, head, out, case.do(), blocks, pattern))
     same(counts[0], bounds.flash1_backward(sizes(case), blocks.rows, blocks.cols, pattern))
 
 
@@ -175,9 +175,9 @@ def test_standard_attention_grows_with_n_squared_and_not_with_m():
 def test_block_sparse_accesses_fall_with_the_share_of_blocks():
     def accesses(density: float) -> int:
         m = Machine([Level("slow", 1e15), Level("sram", 1e15)], dry=True)
-        pattern = block_sparse.band_pattern(32, 32, density)
+        pattern = flash1.band_pattern(32, 32, density)
         assert pattern.mean() == pytest.approx(density, abs=0.05)
-        block_sparse.forward(m, Head.blank(1024, 32), Blocks(32, 32), pattern)
+        flash1.forward(m, Head.blank(1024, 32), Blocks(32, 32), pattern)
         return m.counts.slow.elements
 
     full, half, quarter = (accesses(s) for s in (1.0, 0.5, 0.25))

@@ -33,22 +33,7 @@ def test_a_claim_says_whose_it_is_what_is_claimed_and_how_to_see_it(claim):
         assert any((ROOT / place / file).exists() for place in ("", "src"))
 
 
-def test_a_verdict_is_one_of_three():
-    assert [evidence.Found("", holds).verdict for holds in (True, False, None)] == [
-        evidence.HOLDS,
-        evidence.FAILS,
-        evidence.UNSEEN,
-    ]
-
-
 def test_what_is_counted_is_what_the_closed_forms_say():
     sizes = bounds.Sizes(1024, 1024, 64, 64)
     for program, formula in ((evidence.flash1, bounds.flash1_forward), (evidence.flash2, bounds.flash2_forward)):
         assert evidence.counted(program.forward, 64, 128).other_flops == formula(sizes, 64, 128).other_flops
-
-
-def test_no_figure_is_judged_that_was_not_measured(monkeypatch):
-    monkeypatch.setattr(evidence, "TRAFFIC", "a run that is nowhere")
-    monkeypatch.setattr(evidence, "TABLE", ())
-    for name in ("io_complexity", "loop_order", "over_the_sequence", "training"):
-        assert getattr(evidence, name)().holds is None

@@ -15,7 +15,7 @@ from tilewise import problem
 from tilewise.accuracy import Expected
 from tilewise.backends.base import Inputs
 from tilewise.spec import Options, assemble, parse_spec
-from tilewise_papers import block_sparse, flash1, flash2, nested, split, standard, warps
+from tilewise_papers import flash1, flash2, nested, split, standard, warps
 from tilewise_papers.head import Blocks, Dropout, Head
 
 Results = dict[str, np.ndarray]
@@ -100,8 +100,8 @@ def test_block_sparse_attention_masks_the_blocks_it_leaves_out(case: Case):
     allowed = np.repeat(np.repeat(pattern, blocks.rows, 0), blocks.cols, 1)[: case.seqlen_q, : case.seqlen_k]
 
     def run(head: Head, do: np.ndarray) -> dict[str, np.ndarray]:
-        out = block_sparse.forward(machine(), head, blocks, pattern)
-        return {"o": out.o, **gradients(block_sparse.backward(machine(), head, out, do, blocks, pattern))}
+        out = flash1.forward(machine(), head, blocks, pattern)
+        return {"o": out.o, **gradients(flash1.backward(machine(), head, out, do, blocks, pattern))}
 
     check(case, run, allowed)
 
@@ -152,7 +152,7 @@ def test_scores_of_thousands_do_not_overflow(program):
 def test_block_sparse_refuses_a_pattern_of_another_grid():
     case = CASES[0]
     with pytest.raises(ValueError, match=r"blocks of 16 × 16 make \(4, 4\)"):
-        block_sparse.forward(machine(), case.head(), case.blocks, np.ones((4, 3), bool))
+        flash1.forward(machine(), case.head(), case.blocks, np.ones((4, 3), bool))
 
 
 def test_nested_needs_blocks_for_each_boundary():

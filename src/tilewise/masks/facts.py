@@ -42,7 +42,7 @@ def _every_key_seen(region: Region, seqlen_q: int, seqlen_k: int) -> bool:
     """:func:`every_key_seen` for masks that are no bands."""
     if seqlen_q >= seqlen_k and _diagonal_kept(region, seqlen_q, seqlen_k):
         return True
-    interval = _interval(region, "j", seqlen_q, seqlen_k)
+    interval = queries_of_keys(region, seqlen_q, seqlen_k)
     return interval is not None and bool((interval[0].clamp(min=0) < interval[1].clamp(max=seqlen_q)).all())
 
 
@@ -50,23 +50,13 @@ def queries_of_keys(region: Region, seqlen_q: int, seqlen_k: int) -> tuple[Tenso
     """Return the queries ``[first, last)`` of every key, unclamped: int64 (seqlen_k,).
 
     Return None if heads or batch elements differ, or if a predicate or a tensor decides."""
-    return _interval(region, "j", seqlen_q, seqlen_k)
-
-
-def every_pair_kept(region: Region, seqlen_q: int, seqlen_k: int) -> bool:
-    """Return whether every query is certain to see every key, in every batch element and head."""
-    band = as_band(region, seqlen_k - seqlen_q, seqlen_k)
-    if band is None:
-        return _every_pair_kept(region, int(seqlen_q), int(seqlen_k))
-    first, last = band.lo is None or seqlen_q - 1 + band.lo <= 0, band.hi is None or band.hi >= seqlen_k
-    return seqlen_q == 0 or seqlen_k == 0 or (first and last and band.start == 0 and band.stop == seqlen_k)
-
-
-@lru_cache(maxsize=4096)
-def _every_pair_kept(region: Region, seqlen_q: int, seqlen_k: int) -> bool:
-    """:func:`every_pair_kept` for masks that are no bands."""
-    interval = _interval(region, "i", seqlen_q, seqlen_k)
-    return interval is not None and bool(((interval[0] <= 0) & (interval[1] >= seqlen_k)).all())
+    first, last = region.first, region.last
+    if region.predicate is not None or not _follows_from_shapes(*[e for e in (first, last) if e is not None]):
+        return None
+    keys = torch.arange(seqlen_k, device="cpu")
+    starts = torch.zeros_like(keys) if first is None else _evaluated(first, seqlen_q, seqlen_k, j=keys)
+    ends = torch.full_like(keys, seqlen_q) if last is None else _evaluated(last, seqlen_q, seqlen_k, j=keys)
+    return starts.expand_as(keys), ends.expand_as(keys)
 
 
 def _follows_from_shapes(*parts: Expr) -> bool:
@@ -86,22 +76,6 @@ def _diagonal_kept(region: Region, seqlen_q: int, seqlen_k: int) -> bool:
         return False
     j = torch.arange(seqlen_k, device="cpu")  # whatever device is the default
     return bool(_evaluated(region.inside, seqlen_q, seqlen_k, i=j - (seqlen_k - seqlen_q), j=j).all())
-
-
-def _interval(region: Region, index: str, seqlen_q: int, seqlen_k: int) -> tuple[Tensor, Tensor] | None:
-    """Return the keys ``[lo, hi)`` of every query i, or the queries ``[first, last)`` of every key j, unclamped: int64.
-
-    Return None if heads or batch elements differ, or if a predicate or a tensor decides.
-    """
-    (start, end), length, others = (
-        (region.ends[:2], seqlen_q, seqlen_k) if index == "i" else (region.ends[2:], seqlen_k, seqlen_q)
-    )
-    if region.predicate is not None or not _follows_from_shapes(*[e for e in (start, end) if e is not None]):
-        return None
-    line = torch.arange(length, device="cpu")
-    starts = torch.zeros_like(line) if start is None else _evaluated(start, seqlen_q, seqlen_k, **{index: line})
-    ends = torch.full_like(line, others) if end is None else _evaluated(end, seqlen_q, seqlen_k, **{index: line})
-    return starts.expand_as(line), ends.expand_as(line)
 
 
 def _evaluated(e: Expr, seqlen_q: int, seqlen_k: int, **lines: Tensor) -> Tensor:

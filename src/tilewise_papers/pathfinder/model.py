@@ -41,11 +41,6 @@ class EncoderConfig:
         return self.d_model // self.heads
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Every pixel sees every pixel."""
-    return tw.attention(q, k, v)
-
-
 def pixel_angles(side: int, head_dim: int, still: int = 0, base: float = 100.0) -> Tensor:
     """Angles (side², head_dim / 2): the first half of the pairs turn with the row, the others with the column.
 
@@ -68,7 +63,7 @@ def angles_on(device: torch.device, side: int, head_dim: int, still: int = 0) ->
 class PathTransformer(nn.Module):
     """The whole model; the weights follow from the seed and fit images of any side."""
 
-    def __init__(self, config: EncoderConfig, attention: Attention = attention, seed: int = 0):
+    def __init__(self, config: EncoderConfig, attention: Attention = tw.attention, seed: int = 0):
         super().__init__()
         self.config = config
         sizes = GPTConfig(config.layers, config.d_model, config.heads, config.heads, config.d_hidden)

@@ -49,10 +49,6 @@ CURRICULUM = (
 """The last stage is the target."""
 
 
-def images_in(curriculum: tuple[Stage, ...]) -> int:
-    return sum(stage.steps * stage.batch_size for stage in curriculum)
-
-
 @dataclass(frozen=True)
 class TrainConfig:
     """How to train."""
@@ -225,7 +221,7 @@ def main(arguments: list[str] | None = None):
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
     if options.cost:
-        rows = costs(images_in(CURRICULUM))
+        rows = costs(sum(stage.steps * stage.batch_size for stage in CURRICULUM))
         (options.out / "costs.json").write_text(json.dumps(rows) + "\n")
         print(*rows, sep="\n")
         return

@@ -87,7 +87,8 @@ class Triton(Backend):
     def __init__(self, override: Config | None = None):
         self.override = override
         self._plans, self._tf32_plans = (PerProblem(self._plan, lambda p: self._plan(p).decided()) for _ in range(2))
-        self._tangent_plans = PerProblem(_no_plans)
+        # By the leaves with tangents and the tf32 setting.
+        self._tangent_plans = PerProblem(lambda problem: Memo())
 
     def unsupported(self, problem: Problem) -> list[str]:
         if not installed():
@@ -187,11 +188,6 @@ class Triton(Backend):
 
     def _plan(self, problem: Problem) -> Plan:
         return Plan(problem, self.config(problem))
-
-
-def _no_plans(problem: Problem) -> Memo:
-    """Return an empty store for the plans of a problem's tangents, by the leaves with tangents and the tf32 setting."""
-    return Memo()
 
 
 def device_reasons(device: torch.device) -> list[str]:

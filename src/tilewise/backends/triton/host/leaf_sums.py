@@ -120,7 +120,8 @@ class LeafSums:
                 self._add_distances(read, buffer)
                 continue
             if read.pairs:
-                grad, env = self.grads[read.slot], _pair_env(self.plan.problem, buffer)
+                grad, axes = self.grads[read.slot], zip("bhij", map(range, buffer.shape), strict=True)
+                env = _indices(self.plan.problem, buffer.device, **dict(axes))
                 read_adjoint(grad, read.expr, env, self.inputs.leaves, buffer.to(grad.dtype))
             if read.how not in (ROWS, COLUMNS):
                 continue
@@ -158,31 +159,24 @@ class LeafSums:
 
     def _lines(self, how: str, buffer: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         """The indices of a buffer of row or column sums, and the buffer, on axes ``(b, h, i, j)``."""
-        problem, device = self.plan.problem, buffer.device
+        problem, sums = self.plan.problem, buffer.unsqueeze(0) if self.plan.problem.packed else buffer
+        axes = {"h": range(problem.heads_q)}
+        if not problem.packed:
+            axes |= {"b": range(problem.batch), "i" if how == ROWS else "j": range(buffer.shape[-1])}
+        env = _indices(problem, buffer.device, **axes)
         if problem.packed:
-            env, sums = self._packed_lines(how, buffer.shape[-1]), buffer.unsqueeze(0)
-        else:
-            line = torch.arange(buffer.shape[-1], device=device)
-            # Numbers are filled in where they are needed: a copy would wait for the GPU.
-            env = {name: torch.full((), getattr(problem, name), device=device) for name in ("seqlen_q", "seqlen_k")}
-            env["b"], sums = torch.arange(problem.batch, device=device).view(-1, 1, 1, 1), buffer
-            env["i" if how == ROWS else "j"] = line.view(_line_shape(how))
-        env["h"] = torch.arange(problem.heads_q, device=device).view(1, -1, 1, 1)
-        env["off"] = env["seqlen_k"] - env["seqlen_q"]
+            env |= self._packed_lines(how, buffer.shape[-1])
         return env, sums.unsqueeze(-1) if how == ROWS else sums.unsqueeze(-2)
 
     def _packed_lines(self, how: str, total: int) -> dict[str, Tensor]:
         """Each packed row's sequence, its index within it, and that sequence's lengths."""
         cu_q, cu_k = self.inputs.cu_seqlens_q.long(), self.inputs.cu_seqlens_k.long()
-        cu, shape = cu_q if how == ROWS else cu_k, _line_shape(how)
+        cu, shape = (cu_q, (1, 1, -1, 1)) if how == ROWS else (cu_k, (1, 1, 1, -1))
         line = torch.arange(total, device=cu.device)
         b = torch.searchsorted(cu[1:].contiguous(), line, right=True).clamp(max=len(cu) - 2)
-        return {
-            "b": b.view(shape),
-            "i" if how == ROWS else "j": (line - cu[b]).view(shape),
-            "seqlen_q": (cu_q[1:] - cu_q[:-1])[b].view(shape),
-            "seqlen_k": (cu_k[1:] - cu_k[:-1])[b].view(shape),
-        }
+        seqlen_q, seqlen_k = (x.diff()[b].view(shape) for x in (cu_q, cu_k))
+        at = {"b": b.view(shape), "i" if how == ROWS else "j": (line - cu[b]).view(shape)}
+        return at | {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "off": seqlen_k - seqlen_q}
 
 
 def _of_distances(read: Read) -> bool:
@@ -190,36 +184,27 @@ def _of_distances(read: Read) -> bool:
     return read.distances != (None, None)
 
 
-def _distance_env(problem: Problem, first: int, last: int, device: torch.device) -> dict[str, Tensor]:
-    """The indices, on axes ``(b, h, i, j)``, of a pair of each distance in ``[first, last)``."""
-    sizes = {"seqlen_q": problem.seqlen_q, "seqlen_k": problem.seqlen_k, "j": 0}
-    sizes["off"] = 0 if problem.packed else problem.seqlen_k - problem.seqlen_q
-    batch = problem.batch_dim
-    return {name: torch.full((1, 1, 1, 1), size, device=device) for name, size in sizes.items()} | {
-        "b": torch.arange(batch, device=device).view(-1, 1, 1, 1),
-        "h": torch.arange(problem.heads_q, device=device).view(1, -1, 1, 1),
-        "i": torch.arange(first, last, device=device).view(1, 1, -1, 1),
-    }
-
-
-def _pair_env(problem: Problem, buffer: Tensor) -> dict[str, Tensor]:
-    """The indices of a buffer of sums of pairs, on axes ``(b, h, i, j)``."""
-    device = buffer.device
+def _indices(problem: Problem, device: torch.device, **axes: range) -> dict[str, Tensor]:
+    """The lengths, and the indices along some of the axes ``(b, h, i, j)``. They are made where they are needed: a copy would wait for
+    the GPU."""
     env = {name: torch.full((), getattr(problem, name), device=device) for name in ("seqlen_q", "seqlen_k")}
-    for axis, name in enumerate("bhij"):
-        env[name] = torch.arange(buffer.shape[axis], device=device).view([-1 if n == axis else 1 for n in range(4)])
+    for name, line in axes.items():
+        shape = [-1 if name == axis else 1 for axis in "bhij"]
+        env[name] = torch.arange(line.start, line.stop, device=device).view(shape)
     return env | {"off": env["seqlen_k"] - env["seqlen_q"]}
+
+
+def _distance_env(problem: Problem, first: int, last: int, device: torch.device) -> dict[str, Tensor]:
+    """The indices, on axes ``(b, h, i, j)``, of a pair of each distance in ``[first, last)``: of key 0, without an offset if packed."""
+    axes = {"b": range(problem.batch_dim), "h": range(problem.heads_q), "i": range(first, last), "j": range(1)}
+    env = _indices(problem, device, **axes)
+    return env | {"off": torch.zeros_like(env["off"])} if problem.packed else env
 
 
 def _index(problem: Problem, e: expr.Expr, first: int, last: int, grad: Tensor) -> list[Tensor]:
     """The indices of a read by distance that reads no tensor for them, on ``grad``'s device."""
     env = _distance_env(problem, first, last, torch.device("cpu"))
     return [x.to(grad.device) for x in expr.clamp_index(grad, expr.evaluate(e.args[1:], env, (), torch.float32))]
-
-
-def _line_shape(how: str) -> tuple[int, ...]:
-    """The shape on axes ``(b, h, i, j)`` of a line of rows or of columns."""
-    return (1, 1, -1, 1) if how == ROWS else (1, 1, 1, -1)
 
 
 def _reads_every_element(problem: Problem, read: Read) -> bool:

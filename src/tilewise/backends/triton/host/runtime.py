@@ -27,7 +27,7 @@ _ASSEMBLING = RLock()  # the setting of an assembler is the process's
 
 @lru_cache(maxsize=1)
 def kernels() -> SimpleNamespace:
-    """The kernels and the bundles of their arguments, by name. Triton is imported here, at the first launch."""
+    """The kernels, ``forward`` for ``forward_kernel``, and the bundles of their arguments. Triton is imported here, at the first launch."""
     import triton
     from tilewise.backends.triton.kernels import (
         append,
@@ -48,25 +48,12 @@ def kernels() -> SimpleNamespace:
     )
     from triton.tools.tensor_descriptor import TensorDescriptor
 
+    modules = forward, paged, merge_rows, backward, group_parts, pair_bias, diagonals, terms, tangent, tile_bits
+    found = {n.removesuffix("_kernel"): x for m in modules for n, x in vars(m).items() if n.endswith("_kernel")}
     return SimpleNamespace(
         triton=triton,
-        forward=forward.forward_kernel,
-        paged=paged.paged_kernel,
-        merge_rows=merge_rows.merge_rows_kernel,
-        delta=backward.delta_kernel,
-        dkdv=backward.dkdv_kernel,
-        dq=backward.dq_kernel,
-        group_parts=group_parts.group_parts_kernel,
-        tile=pair_bias.tile_kernel,
-        sheet=pair_bias.sheet_kernel,
-        strip=diagonals.strip_kernel,
-        sheet_strip=diagonals.sheet_strip_kernel,
-        terms=terms.terms_kernel,
-        tangent=tangent.tangent_kernel,
-        dq_tangent=tangent.dq_tangent_kernel,
-        dkdv_tangent=tangent.dkdv_tangent_kernel,
+        **found,
         Moved=tangent_tiles.Moved,
-        tile_bits=tile_bits.tile_bits_kernel,
         BitTensors=tile_bits.BitTensors,
         BitSizes=tile_bits.BitSizes,
         lists=tile_lists,

@@ -49,8 +49,8 @@ def query_interval(j, head, work, FACTS: tl.constexpr):
 
 
 @triton.jit
-def block_ranges(start_a, stop_a, start_b, stop_b, TILE: tl.constexpr):
-    """The blocks of TILE that a tile visits, from the intervals of its first row (a) and of its last row (b).
+def block_ranges(at, end, start_a, stop_a, start_b, stop_b, TILE: tl.constexpr, FACTS: tl.constexpr):
+    """The blocks of TILE that a tile visits, from the intervals of its first row, ``at`` (a), and of its last row, ``end`` (b).
 
     That suffices, as ends of intervals never decrease from row to row.
 
@@ -63,7 +63,11 @@ def block_ranges(start_a, stop_a, start_b, stop_b, TILE: tl.constexpr):
     # A full block begins at or after the last row's start, and ends at or before the first row's stop.
     full = tl.minimum(tl.maximum((start_b + TILE - 1) // TILE, first), last)
     full_end = tl.minimum(tl.maximum(stop_a // TILE, full), last)
-    return first, full, full_end, last
+    last = tl.where(end >= at, last, first)  # a packed slot may hold no row
+    if FACTS.keep is not None or (FACTS.ordered and not FACTS.whole):
+        # Any block may hide a pair; or one loop has all blocks.
+        full_end = tl.minimum(full, last)
+    return first, tl.minimum(full, last), tl.minimum(full_end, last), last
 
 
 @triton.jit
@@ -76,28 +80,18 @@ def partial_block(t, first, full, full_end):
 def n_block_ranges(m0, head, work, FACTS: tl.constexpr):
     """The :func:`block_ranges` of keys that the query tile at ``m0`` visits."""
     end = tl.minimum(m0 + FACTS.tile_m, work.seqlen_q) - 1
-    lo_a, hi_a = key_interval(m0, head, work, FACTS)
-    lo_b, hi_b = key_interval(end, head, work, FACTS)
-    first, full, full_end, last = block_ranges(lo_a, hi_a, lo_b, hi_b, FACTS.tile_n)
-    last = tl.where(end >= m0, last, first)  # a packed slot may hold no row
-    if FACTS.keep is not None or (
-        FACTS.ordered and not FACTS.whole
-    ):  # any block may hide a pair; or one loop has all blocks
-        full_end = tl.minimum(full, last)
-    return first, tl.minimum(full, last), tl.minimum(full_end, last), last
+    start_a, stop_a = key_interval(m0, head, work, FACTS)
+    start_b, stop_b = key_interval(end, head, work, FACTS)
+    return block_ranges(m0, end, start_a, stop_a, start_b, stop_b, FACTS.tile_n, FACTS)
 
 
 @triton.jit
 def m_block_ranges(n0, head, work, FACTS: tl.constexpr):
     """The :func:`block_ranges` of queries that the key tile at ``n0`` visits."""
     end = tl.minimum(n0 + FACTS.tile_n, work.seqlen_k) - 1
-    first_a, last_a = query_interval(n0, head, work, FACTS)
-    first_b, last_b = query_interval(end, head, work, FACTS)
-    first, full, full_end, last = block_ranges(first_a, last_a, first_b, last_b, FACTS.tile_m)
-    last = tl.where(end >= n0, last, first)  # a packed slot may hold no key
-    if FACTS.keep is not None or (FACTS.ordered and not FACTS.whole):  # as above
-        full_end = tl.minimum(full, last)
-    return first, tl.minimum(full, last), tl.minimum(full_end, last), last
+    start_a, stop_a = query_interval(n0, head, work, FACTS)
+    start_b, stop_b = query_interval(end, head, work, FACTS)
+    return block_ranges(n0, end, start_a, stop_a, start_b, stop_b, FACTS.tile_m, FACTS)
 
 
 @triton.jit

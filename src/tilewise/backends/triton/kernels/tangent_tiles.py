@@ -83,17 +83,33 @@ class MovingKeys(NamedTuple):
 @triton.jit
 def contiguous_source(tensor, view, heads, seqlen, work, start, head, OF_V: tl.constexpr, FACTS: tl.constexpr):
     """The Source of a head of a contiguous tensor (batch, seqlen, heads, head_dim), packed without batch; ``view`` is its descriptor,
-    or None."""
-    DIM: tl.constexpr = FACTS.head_dim_v if OF_V else FACTS.head_dim
-    # The base is 64-bit: a tensor may exceed 2**31 elements.
-    token = tl.cast(start, tl.int64)
-    if not FACTS.packed:
-        token += tl.cast(work.b, tl.int64) * seqlen
-    row = heads * DIM
-    if view is None:
-        view = tensor
-    b = work.b * 0 if FACTS.packed else work.b  # a packed tensor's descriptor has a batch of one
-    return Source(tensor + (token * row + head * DIM), row, (view, view), b, head, start)
+    or None. () of a tangent that is zero."""
+    if tensor is None:
+        return ()
+    else:
+        DIM: tl.constexpr = FACTS.head_dim_v if OF_V else FACTS.head_dim
+        # The base is 64-bit: a tensor may exceed 2**31 elements.
+        token = tl.cast(start, tl.int64)
+        if not FACTS.packed:
+            token += tl.cast(work.b, tl.int64) * seqlen
+        row = heads * DIM
+        if view is None:
+            view = tensor
+        b = work.b * 0 if FACTS.packed else work.b  # a packed tensor's descriptor has a batch of one
+        return Source(tensor + (token * row + head * DIM), row, (view, view), b, head, start)
+
+
+@triton.jit
+def load_tile(source, first, left, alive, TILE: tl.constexpr, OF_V: tl.constexpr, partial, FACTS: tl.constexpr):
+    """A tile of a Source, () of (). ``partial`` is that of a loop, whose tiles come by descriptor where one may read them; None: by
+    pointers."""
+    if len(source) == 0:
+        return ()
+    elif partial is None:
+        return load_rows(source, first, left, alive, TILE, OF_V, MASKED=True, FACTS=FACTS)
+    else:
+        # By TMA or cp.async to shared memory. Partner: the barrier of this stage of the loop, on which the first product waits.
+        return load_streamed(source, first, left, alive, TILE, OF_V, partial, FACTS)
 
 
 @triton.jit
@@ -103,11 +119,8 @@ def moving_keys(tensors, moved, sizes, work, head_k, views, FACTS: tl.constexpr)
     k_view, v_view, moved_k_view, moved_v_view = views
     k, v = key_sources(tensors, sizes, work, head_k, (k_view, None), (v_view, None), FACTS)
     heads, length, start = sizes.heads_k, sizes.seqlen_k, work.start_k
-    moved_k, moved_v = (), ()
-    if FACTS.moved_k:
-        moved_k = contiguous_source(moved.k, moved_k_view, heads, length, work, start, head_k, OF_V=False, FACTS=FACTS)
-    if FACTS.moved_v:
-        moved_v = contiguous_source(moved.v, moved_v_view, heads, length, work, start, head_k, OF_V=True, FACTS=FACTS)
+    moved_k = contiguous_source(moved.k, moved_k_view, heads, length, work, start, head_k, OF_V=False, FACTS=FACTS)
+    moved_v = contiguous_source(moved.v, moved_v_view, heads, length, work, start, head_k, OF_V=True, FACTS=FACTS)
     return MovingKeys(k, v, moved_k, moved_v)
 
 
@@ -120,16 +133,9 @@ def moving_head(tensors, moved, sizes, work, head, views, statistics, FACTS: tl.
     """
     q_view, do_view, moved_q_view, moved_do_view = views
     rows = query_head(tensors, sizes, work, head, (q_view, None), (do_view, None), None, FACTS)
-    length, start = sizes.seqlen_q, work.start_q
-    moved_q, moved_do = (), ()
-    if FACTS.moved_q:
-        moved_q = contiguous_source(
-            moved.q, moved_q_view, sizes.heads_q, length, work, start, head, OF_V=False, FACTS=FACTS
-        )
-    if FACTS.moved_do:
-        moved_do = contiguous_source(
-            moved.do, moved_do_view, sizes.heads_q, length, work, start, head, OF_V=True, FACTS=FACTS
-        )
+    heads, length, start = sizes.heads_q, sizes.seqlen_q, work.start_q
+    moved_q = contiguous_source(moved.q, moved_q_view, heads, length, work, start, head, OF_V=False, FACTS=FACTS)
+    moved_do = contiguous_source(moved.do, moved_do_view, heads, length, work, start, head, OF_V=True, FACTS=FACTS)
     # Without a descriptor the argument must still be some tensor: it is never read.
     lse, delta = statistics
     return MovingHead(
@@ -149,12 +155,10 @@ def load_tangent_rows(m0, head, tensors, moved, sizes, work, FACTS: tl.constexpr
     lo, hi = key_interval(i, head, work, FACTS)
     # Q and its tangent: (tile_m, head_dim), in the inputs' dtype.
     q = load_rows(q, m0, left, None, FACTS.tile_m, OF_V=False, MASKED=True, FACTS=FACTS)
-    moved_q = ()
-    if FACTS.moved_q:
-        source = contiguous_source(
-            moved.q, None, sizes.heads_q, sizes.seqlen_q, work, work.start_q, head, OF_V=False, FACTS=FACTS
-        )
-        moved_q = load_rows(source, m0, left, None, FACTS.tile_m, OF_V=False, MASKED=True, FACTS=FACTS)
+    moved_q = contiguous_source(
+        moved.q, None, sizes.heads_q, sizes.seqlen_q, work, work.start_q, head, OF_V=False, FACTS=FACTS
+    )
+    moved_q = load_tile(moved_q, m0, left, None, FACTS.tile_m, OF_V=False, partial=None, FACTS=FACTS)
     return MovingRows(m0, head, lo, hi, q, (), moved_q, (), lse2, lse2, lse2, lse2)
 
 
@@ -173,7 +177,7 @@ def load_moving_rows(m0, head, tensors, moved, sizes, work, FACTS: tl.constexpr)
     """The :class:`MovingRows` at ``m0`` of a :class:`MovingHead`; rows past the last are zero, and their P is 0."""
     i = m0 + tl.arange(0, FACTS.tile_m)
     lo, hi = key_interval(i, head.rows.head, work, FACTS)
-    q, do, moved_q, moved_do = load_moving_tiles(m0, head, work, partial=True, STREAMED=False, FACTS=FACTS)
+    q, do, moved_q, moved_do = load_moving_tiles(m0, head, work, partial=None, FACTS=FACTS)
     # lse2 and delta and their tangents: fp32 (tile_m,), a few numbers a thread, since a row lies along the warp's columns.
     start, ok = head.rows.statistics_start, i < work.seqlen_q
     lse2, delta = load_statistics(tensors, start, i, work.seqlen_q, MASKED=True)
@@ -183,28 +187,15 @@ def load_moving_rows(m0, head, tensors, moved, sizes, work, FACTS: tl.constexpr)
 
 
 @triton.jit
-def load_moving_tiles(m0, head, work, partial, STREAMED: tl.constexpr, FACTS: tl.constexpr):
+def load_moving_tiles(m0, head, work, partial, FACTS: tl.constexpr):
     """q, dO and their tangents at ``m0`` of a :class:`MovingHead`, () for a tangent that is zero; (tile_m, head_dim) and
-    (tile_m, head_dim_v), in the inputs' dtype, zero past the last row. STREAMED in a loop: by descriptor where one may read them."""
-    moved_q, moved_do = (), ()
-    q = load_moving_tile(head.rows.q, m0, work, partial, OF_V=False, STREAMED=STREAMED, FACTS=FACTS)
-    if FACTS.moved_q:
-        moved_q = load_moving_tile(head.moved_q, m0, work, partial, OF_V=False, STREAMED=STREAMED, FACTS=FACTS)
-    do = load_moving_tile(head.rows.do, m0, work, partial, OF_V=True, STREAMED=STREAMED, FACTS=FACTS)
-    if FACTS.moved_do:
-        moved_do = load_moving_tile(head.moved_do, m0, work, partial, OF_V=True, STREAMED=STREAMED, FACTS=FACTS)
-    return q, do, moved_q, moved_do
-
-
-@triton.jit
-def load_moving_tile(source, m0, work, partial, OF_V: tl.constexpr, STREAMED: tl.constexpr, FACTS: tl.constexpr):
-    """The tile at ``m0`` of a Source; the arguments are those of :func:`load_moving_tiles`."""
+    (tile_m, head_dim_v), in the inputs' dtype, zero past the last row; ``partial`` is that of :func:`load_tile`."""
     left = work.seqlen_q - m0
-    if STREAMED:
-        # By TMA or cp.async to shared memory. Partner: the barrier of this stage of the loop, on which the first product waits.
-        return load_streamed(source, m0, left, None, FACTS.tile_m, OF_V, partial, FACTS)
-    else:
-        return load_rows(source, m0, left, None, FACTS.tile_m, OF_V, MASKED=True, FACTS=FACTS)
+    q = load_tile(head.rows.q, m0, left, None, FACTS.tile_m, OF_V=False, partial=partial, FACTS=FACTS)
+    moved_q = load_tile(head.moved_q, m0, left, None, FACTS.tile_m, OF_V=False, partial=partial, FACTS=FACTS)
+    do = load_tile(head.rows.do, m0, left, None, FACTS.tile_m, OF_V=True, partial=partial, FACTS=FACTS)
+    moved_do = load_tile(head.moved_do, m0, left, None, FACTS.tile_m, OF_V=True, partial=partial, FACTS=FACTS)
+    return q, do, moved_q, moved_do
 
 
 @triton.jit
@@ -235,13 +226,10 @@ def stream_moving_keys(n0, i, j, query, keys, work, partial, FACTS: tl.constexpr
             first, last = query_interval(j, query.head, work, FACTS)
             alive = first < last
     # K, V and their tangents: (tile_n, head_dim) and (tile_n, head_dim_v), in the inputs' dtype, in the order of their use.
-    k = load_streamed(keys.k, n0, left, alive, FACTS.tile_n, OF_V=False, partial=partial, FACTS=FACTS)
-    moved_k, moved_v = (), ()
-    if FACTS.moved_k:
-        moved_k = load_streamed(keys.moved_k, n0, left, alive, FACTS.tile_n, OF_V=False, partial=partial, FACTS=FACTS)
-    v = load_streamed(keys.v, n0, left, alive, FACTS.tile_n, OF_V=True, partial=partial, FACTS=FACTS)
-    if FACTS.moved_v:
-        moved_v = load_streamed(keys.moved_v, n0, left, alive, FACTS.tile_n, OF_V=True, partial=partial, FACTS=FACTS)
+    k = load_tile(keys.k, n0, left, alive, FACTS.tile_n, OF_V=False, partial=partial, FACTS=FACTS)
+    moved_k = load_tile(keys.moved_k, n0, left, alive, FACTS.tile_n, OF_V=False, partial=partial, FACTS=FACTS)
+    v = load_tile(keys.v, n0, left, alive, FACTS.tile_n, OF_V=True, partial=partial, FACTS=FACTS)
+    moved_v = load_tile(keys.moved_v, n0, left, alive, FACTS.tile_n, OF_V=True, partial=partial, FACTS=FACTS)
     return kept, k, v, moved_k, moved_v
 
 
@@ -250,14 +238,8 @@ def load_moving_keys(n0, tensors, moved, sizes, work, head_k, FACTS: tl.constexp
     """The :class:`MovingKeys` at ``n0`` as tiles; rows past the last are zero."""
     keys = moving_keys(tensors, moved, sizes, work, head_k, (None, None, None, None), FACTS)
     left = work.seqlen_k - n0
-    moved_k, moved_v = (), ()
-    if FACTS.moved_k:
-        moved_k = load_rows(keys.moved_k, n0, left, None, FACTS.tile_n, OF_V=False, MASKED=True, FACTS=FACTS)
-    if FACTS.moved_v:
-        moved_v = load_rows(keys.moved_v, n0, left, None, FACTS.tile_n, OF_V=True, MASKED=True, FACTS=FACTS)
-    return MovingKeys(
-        load_rows(keys.k, n0, left, None, FACTS.tile_n, OF_V=False, MASKED=True, FACTS=FACTS),
-        load_rows(keys.v, n0, left, None, FACTS.tile_n, OF_V=True, MASKED=True, FACTS=FACTS),
-        moved_k,
-        moved_v,
-    )
+    moved_k = load_tile(keys.moved_k, n0, left, None, FACTS.tile_n, OF_V=False, partial=None, FACTS=FACTS)
+    moved_v = load_tile(keys.moved_v, n0, left, None, FACTS.tile_n, OF_V=True, partial=None, FACTS=FACTS)
+    k = load_tile(keys.k, n0, left, None, FACTS.tile_n, OF_V=False, partial=None, FACTS=FACTS)
+    v = load_tile(keys.v, n0, left, None, FACTS.tile_n, OF_V=True, partial=None, FACTS=FACTS)
+    return MovingKeys(k, v, moved_k, moved_v)

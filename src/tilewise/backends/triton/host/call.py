@@ -105,8 +105,7 @@ class Call:
             chosen: fields of Sizes in place of the defaults.
         """
         plan, problem, config = self.plan, self.plan.problem, self.plan.config
-        all_of = {"batches": (0, problem.batch), "heads": (0, problem.heads_k)}
-        chosen = {"beside": config.beside, "group_parts": config.group_parts} | all_of | chosen
+        default = {"beside": config.beside, "batches": (0, problem.batch), "heads": (0, problem.heads_k)}
         sizes = runtime.kernels().Sizes(
             batch=problem.batch,
             heads_q=problem.heads_q,
@@ -119,7 +118,8 @@ class Call:
             seqlen_q_rounded=seqlen_q_rounded(problem),
             portion=portion,
             threshold=dropout.threshold(problem.spec.dropout_p) if problem.spec.dropout_p else 0,
-            **chosen,
+            group_parts=config.group_parts,
+            **default | chosen,
             extents=plan.extents,
             grad_extents=plan.grad_extents,
         )

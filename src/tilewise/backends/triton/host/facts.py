@@ -66,6 +66,7 @@ MEANINGS = {
     "in_parts": "its programs have parts of a key head's query heads (Config.group_parts)",
     "sheet": "queries that are read at once of the sheet to which a pass leaves dS; 0: it leaves none",
     "strips": "queries of a strip, where a descriptor stores dS; else 0",
+    "adds": "of a sheet's kernel: earlier sheets had other batch elements of the sums, which stand in the gradient",
     "unit": "a number that divides both head dims; of a sheet's kernel, seqlen_k",
     "overlap": "the kernel's Role beside its neighbours in the stream, or None",
     # Keys in pages (kernels.paged)

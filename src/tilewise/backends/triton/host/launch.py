@@ -233,15 +233,15 @@ def _sum_sheet(call: Call, read: Read, part: SheetPart) -> KernelLaunch:
     views = operand_views(call, tiles, "k")
     tma = views[0] is not None
     unit = math.gcd(problem.seqlen_k, 16 // problem.dtype.itemsize)
-    facts = plan.facts(tiles, call.align, tma=tma, whole=tma and plan.whole, read=0, unit=unit)
+    facts = plan.facts(
+        tiles, call.align, tma=tma, whole=tma and plan.whole, read=0, unit=unit, adds=part.first_batch > 0
+    )
     grid = (slots * part.heads * problem.group * part.batches,)
     grad, loops = (0 if read.how == TILES else None), ("b" in read.loops, "h" in read.loops)
-    adds, more, last = part.first_batch > 0, part.first_key > 0, part.first_key == plan.sheet[-1].first_key
+    more, last = part.first_key > 0, part.first_key == plan.sheet[-1].first_key
     together = summed_beside(part.batches, part.heads * problem.group, read.loops)
     sizes = _sheet_sizes(call, slots, part, beside=together)
-    return call.launch(
-        kernels().sheet, grid, tiles, sizes, facts, *views, View("dq_sums"), grad, *loops, adds, more, last
-    )
+    return call.launch(kernels().sheet, grid, tiles, sizes, facts, *views, View("dq_sums"), grad, *loops, more, last)
 
 
 def _sum_sheet_strips(call: Call, read: Read, part: SheetPart) -> KernelLaunch:

@@ -50,7 +50,6 @@ def sheet_kernel(
     GRAD: tl.constexpr,
     LOOP_B: tl.constexpr,
     LOOP_H: tl.constexpr,
-    ADDS: tl.constexpr,
     MORE: tl.constexpr,
     LAST: tl.constexpr,
     FACTS: tl.constexpr,
@@ -65,7 +64,6 @@ def sheet_kernel(
         k_view, k_rest: descriptors for the first and the second piece of the head dim, None where there is none.
         dq_sums: fp32, laid out as dQ: the sums over the keys of earlier sheets, and of this one. None where one sheet has all keys.
         GRAD, LOOP_B, LOOP_H: as in :func:`tile_kernel`; GRAD is None where dQ alone is wanted.
-        ADDS: earlier sheets had other batch elements of the sums, which stand in the gradient.
         MORE: earlier sheets had other keys. LAST: no later sheet has, so that dQ is complete.
     """
     sizes = plain_sizes(sizes)
@@ -102,12 +100,12 @@ def sheet_kernel(
         dq = accumulate(tl.trans(ds), tile, dq, FACTS)  # dQ += dS K, (tile_m, head_dim) fp32
         if GRAD is not None:  # noqa: SIM102 - of compile time
             if n % turns == turn:
-                store_sheet_sum(m0, n0, to_b, to_h, turns, step, tensors, sizes, work, GRAD, ADDS, FACTS)
+                store_sheet_sum(m0, n0, to_b, to_h, turns, step, tensors, sizes, work, GRAD, FACTS)
     if GRAD is not None:
         for t in range(first - start + stop - last):  # tiles that no row sees: zeros
             n = tl.where(t < first - start, start + t, last + t - (first - start))
             if n % turns == turn:
-                store_sheet_sum(m0, n * FACTS.tile_n, to_b, to_h, 0, step, tensors, sizes, work, GRAD, ADDS, FACTS)
+                store_sheet_sum(m0, n * FACTS.tile_n, to_b, to_h, 0, step, tensors, sizes, work, GRAD, FACTS)
 
     token = tl.cast(b, tl.int64) * sizes.seqlen_q
     row = sizes.heads_q * FACTS.head_dim
@@ -137,14 +135,11 @@ def added_rows(tiles, pointer, row, first, left, FACTS: tl.constexpr):
 
 
 @triton.jit
-def store_sheet_sum(
-    m0, n0, b, head, count, step, tensors, sizes, work, GRAD: tl.constexpr, ADDS: tl.constexpr, FACTS: tl.constexpr
-):
+def store_sheet_sum(m0, n0, b, head, count, step, tensors, sizes, work, GRAD: tl.constexpr, FACTS: tl.constexpr):
     """Stores the sum of ``count`` tiles of dS at (m0, n0), each ``step`` elements behind the one before.
 
     Args:
         b, head: the first batch element of the sum, of those of the launch, and its first head.
-        ADDS: as in :func:`sheet_kernel`.
     """
     i = m0 + tl.arange(0, FACTS.tile_m)
     j = n0 + tl.arange(0, FACTS.tile_n)
@@ -157,7 +152,7 @@ def store_sheet_sum(
     grad = work.grads[GRAD]
     pointers = grad + FACTS.place(sizes.batches[0] + b, head, i[None, :], j[:, None], work)
     inside = (i[None, :] < sizes.seqlen_q) & (j[:, None] < multiple(sizes.seqlen_k, FACTS.unit))
-    if ADDS:
+    if FACTS.adds:
         total += tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
     # (tile_n, tile_m), rounded to the gradient's dtype; along j its elements lie side by side.
     tl.store(pointers, total.to(grad.dtype.element_ty), mask=inside)

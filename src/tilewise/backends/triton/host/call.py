@@ -96,13 +96,12 @@ class Call:
             lists = {} if launch.lists is None else self.tile_lists(*launch.lists)
             self.plan.start(launch, tensors | lists if lists else tensors, aligned)
 
-    def sizes(self, slots: int, *, portion: int = 0, **chosen: tuple[int, ...]):
+    def sizes(self, slots: int, **chosen: int | tuple[int, ...]):
         """The whole numbers of a launch.
 
         Args:
             slots: programs of a head (:func:`tile_slots`).
-            portion: as in :class:`kernels.arguments.Sizes`.
-            chosen: fields of Sizes in place of the defaults.
+            chosen: fields of :class:`kernels.arguments.Sizes` in place of the defaults.
         """
         plan, problem, config = self.plan, self.plan.problem, self.plan.config
         default = {"beside": config.beside, "batches": (0, problem.batch), "heads": (0, problem.heads_k)}
@@ -116,7 +115,6 @@ class Call:
             slots=slots,
             **self.layout[1],
             seqlen_q_rounded=seqlen_q_rounded(problem),
-            portion=portion,
             threshold=dropout.threshold(problem.spec.dropout_p) if problem.spec.dropout_p else 0,
             group_parts=config.group_parts,
             **default | chosen,

@@ -139,7 +139,8 @@ _fresh: dict[torch.device, _Counts] = {}
 
 
 def fresh(device: torch.device, count: int) -> torch.Tensor:
-    """Return ``count`` zeros, int32, of the call's own: on a GPU, the next of many that are made zero at once."""
+    """Return ``count`` zeros, int32, of the call's own: on a GPU, the next of many that are made zero at once
+    (docs/decisions.md#repeated-calls)."""
     if device.type != "cuda" or count > 1024 or is_captured():
         return torch.zeros(count, dtype=torch.int32, device=device)
     own = _fresh[device].take(count) if device in _fresh else None

@@ -140,7 +140,7 @@ class ScorePlan(Plan):
 
 @dataclass(eq=False)
 class MaskPlan(ScorePlan):
-    """The decisions about what is kept of a mask's tensors, and which copies of k and v a call reads.
+    """The decisions about what is kept of a mask's tensors, and which copies of k and v a call reads (docs/decisions.md#repeated-calls).
 
     Attributes:
         PRODUCTS: of k and v, those that P or dS is multiplied with, where kernels are not kept from keys that no query sees otherwise.

@@ -353,7 +353,7 @@ def seen_rows_kernel(tensors, sizes, numbers, FACTS: tl.constexpr):
 
 # -- Runs of equal numbers ---------------------------------------------------------------------------------------------
 
-RUNS = tl.constexpr(1024)  # places that a program looks at at a time
+RUNS = tl.constexpr(1024)  # places that a program looks at at a time (docs/decisions.md#repeated-calls)
 
 
 class RunsSizes(NamedTuple):

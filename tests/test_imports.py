@@ -302,7 +302,6 @@ LAZY = {
     ("expr.operations", "expr.text"),
     ("expr.operations", "expr.tracing"),
     ("masks.catalogue", "planning.tiles"),
-    ("masks.catalogue", "planning.planner"),  # its registry, for documents
     ("", "selfcheck"),
     ("", "parallel"),
     ("", "parallel.context"),

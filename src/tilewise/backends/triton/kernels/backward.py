@@ -42,13 +42,9 @@ from tilewise.backends.triton.kernels.arguments import (
 )
 from tilewise.backends.triton.kernels.group_parts import keys_of_all
 from tilewise.backends.triton.kernels.mask import (
-    block_lists,
     dropout_keep,
     key_interval,
-    listed_block,
-    m_block_ranges,
-    n_block_ranges,
-    partial_block,
+    over_tiles,
     query_interval,
 )
 from tilewise.backends.triton.kernels.maths import PARTIAL, here, multiple
@@ -286,39 +282,10 @@ def dkdv_kernel(
         head = head_k * group + part * heads + g
         of_head = with_heads(work, head, FACTS)
         rows = query_head(tensors, sizes, work, head, (q_view, q_rest), (do_view, do_rest), statistics, FACTS)
-        if FACTS.lists:
-            partial, partials, full, fulls, ahead = block_lists(tensors, sizes, work.b, head, work.block, FACTS)
-            for t in range(fulls):
-                m0 = ahead * FACTS.tile_m
-                ahead = listed_block(full, fulls, t + 1)
-                dk, dv = dkdv_block(m0, dk, dv, keys, rows, tensors, sizes, scales, of_head, partial=False, FACTS=FACTS)
-            for t in tl.range(partials, num_stages=FACTS.partial_stages):
-                m0 = tl.load(partial + t) * FACTS.tile_m
-                dk, dv = dkdv_block(m0, dk, dv, keys, rows, tensors, sizes, scales, of_head, partial=True, FACTS=FACTS)
-        else:
-            first, full, full_end, last = m_block_ranges(n0, head, work, FACTS)
-            if FACTS.sheet:  # sheet_kernel reads `FACTS.sheet` queries at a time, so all of these are written
-                UNIT: tl.constexpr = max(FACTS.sheet // FACTS.tile_m, 1)
-                first, last = first // UNIT * UNIT, (last + UNIT - 1) // UNIT * UNIT
-                # Past the last key dS has to be 0, so those tiles are partial: it may be infinite, and dQ multiplies it by zeros.
-                full_end = tl.where(left < FACTS.tile_n, full, full_end)
-            if FACTS.whole:
-                for n in range(first, last):
-                    partial = (n < full) | (n >= full_end)
-                    m0 = n * FACTS.tile_m
-                    dk, dv = dkdv_block(m0, dk, dv, keys, rows, tensors, sizes, scales, of_head, partial, FACTS)
-            else:
-                if FACTS.keep is None:
-                    for n in range(full, full_end):
-                        m0 = n * FACTS.tile_m
-                        dk, dv = dkdv_block(
-                            m0, dk, dv, keys, rows, tensors, sizes, scales, of_head, partial=False, FACTS=FACTS
-                        )
-                for t in range((full - first) + (last - full_end)):
-                    m0 = partial_block(t, first, full, full_end) * FACTS.tile_m
-                    dk, dv = dkdv_block(
-                        m0, dk, dv, keys, rows, tensors, sizes, scales, of_head, partial=True, FACTS=FACTS
-                    )
+        beside = keys, rows, tensors, sizes, scales, of_head
+        dk, dv = over_tiles(
+            dkdv_block, (dk, dv), n0, head, beside, tensors, sizes, of_head, OF_QUERIES=True, FACTS=FACTS
+        )
 
     token = tl.cast(work.start_k, tl.int64)
     if not FACTS.packed:
@@ -338,14 +305,13 @@ def dkdv_kernel(
 
 
 @triton.jit
-def dkdv_block(m0, dk, dv, keys, rows, tensors, sizes, scales, work, partial, FACTS: tl.constexpr):
+def dkdv_block(m0, state, beside, partial, FACTS: tl.constexpr):
     """``(dk, dv)`` after the query tile at ``m0`` of head ``rows.head``; () for the one that is not wanted.
 
-    All tiles of pairs are (tile_n, tile_m).
-
-    Args:
-        partial: whether some row may not see some key of the tile; known at compile time unless ``FACTS.whole``.
+    All tiles of pairs are (tile_n, tile_m). The arguments are those of :func:`mask.over_tiles`.
     """
+    dk, dv = state
+    keys, rows, tensors, sizes, scales, work = beside
     i = m0 + tl.arange(0, FACTS.tile_m)
     n0, k, v, _, _ = keys
     j = n0 + tl.arange(0, FACTS.tile_n)
@@ -450,38 +416,10 @@ def dq_kernel(tensors, sizes, scales, k_view, k_rest, v_view, v_rest, FACTS: tl.
     for _ in tl.static_range(len(FACTS.row_grads)):
         sums = sums + (tl.full([FACTS.tile_m, PARTIAL], 0.0, tl.float32),)
 
-    if FACTS.lists:
-        partial, partials, full, fulls, ahead = block_lists(tensors, sizes, work.b, head, work.block, FACTS)
-        for t in range(fulls):
-            n0 = ahead * FACTS.tile_n
-            ahead = listed_block(full, fulls, t + 1)
-            dq, sums = dq_block(
-                n0, dq, sums, query, rows, keys, tensors, sizes, scales, work, partial=False, FACTS=FACTS
-            )
-        for t in tl.range(partials, num_stages=FACTS.partial_stages):
-            n0 = tl.load(partial + t) * FACTS.tile_n
-            dq, sums = dq_block(
-                n0, dq, sums, query, rows, keys, tensors, sizes, scales, work, partial=True, FACTS=FACTS
-            )
-    else:
-        first, full, full_end, last = n_block_ranges(query.m0, head, work, FACTS)
-        if FACTS.whole:
-            for n in range(first, last):
-                partial = (n < full) | (n >= full_end)
-                n0 = n * FACTS.tile_n
-                dq, sums = dq_block(n0, dq, sums, query, rows, keys, tensors, sizes, scales, work, partial, FACTS)
-        else:
-            if FACTS.keep is None:
-                for n in range(full, full_end):
-                    n0 = n * FACTS.tile_n
-                    dq, sums = dq_block(
-                        n0, dq, sums, query, rows, keys, tensors, sizes, scales, work, partial=False, FACTS=FACTS
-                    )
-            for t in range((full - first) + (last - full_end)):
-                n0 = partial_block(t, first, full, full_end) * FACTS.tile_n
-                dq, sums = dq_block(
-                    n0, dq, sums, query, rows, keys, tensors, sizes, scales, work, partial=True, FACTS=FACTS
-                )
+    beside = query, rows, keys, tensors, sizes, scales, work
+    dq, sums = over_tiles(
+        dq_block, (dq, sums), query.m0, head, beside, tensors, sizes, work, OF_QUERIES=False, FACTS=FACTS
+    )
 
     token = tl.cast(work.start_q, tl.int64)
     if not FACTS.packed:
@@ -505,12 +443,10 @@ def visible_pairs(query, i, j, head, work, FACTS: tl.constexpr):
 
 
 @triton.jit
-def dq_block(n0, dq, sums, query, rows, keys, tensors, sizes, scales, work, partial, FACTS: tl.constexpr):
-    """``(dq, sums)`` after the key tile at ``n0``.
-
-    Args:
-        keys: the sources of k and v. partial: as in :func:`dkdv_block`.
-    """
+def dq_block(n0, state, beside, partial, FACTS: tl.constexpr):
+    """``(dq, sums)`` after the key tile at ``n0``; the arguments are those of :func:`mask.over_tiles`, with the sources of k and v."""
+    dq, sums = state
+    query, rows, keys, tensors, sizes, scales, work = beside
     i = query.m0 + tl.arange(0, FACTS.tile_m)
     j = n0 + tl.arange(0, FACTS.tile_n)
     left = work.seqlen_k - n0

@@ -40,12 +40,9 @@ from tilewise.backends.triton.kernels.arguments import (
     work_tile,
 )
 from tilewise.backends.triton.kernels.mask import (
-    block_lists,
     dropout_keep,
     key_interval,
-    listed_block,
-    n_block_ranges,
-    partial_block,
+    over_tiles,
     query_interval,
 )
 from tilewise.backends.triton.kernels.maths import exp, here, log
@@ -105,30 +102,10 @@ def forward_kernel(tensors, sizes, scales, k_view, k_rest, v_view, v_rest, pairs
     l = tl.full([FACTS.tile_m], 0.0, tl.float32)
     acc = zeros(FACTS.tile_m, OF_V=True, FACTS=FACTS)
 
-    if FACTS.lists:
-        partial, partials, full, fulls, ahead = block_lists(tensors, sizes, work.b, head, work.block, FACTS)
-        for t in range(fulls):
-            n0 = ahead * FACTS.tile_n
-            ahead = listed_block(full, fulls, t + 1)
-            m, l, acc = key_block(n0, m, l, acc, query, tensors, sizes, scales, work, partial=False, FACTS=FACTS)
-        for t in tl.range(partials, num_stages=FACTS.partial_stages):
-            n0 = tl.load(partial + t) * FACTS.tile_n
-            m, l, acc = key_block(n0, m, l, acc, query, tensors, sizes, scales, work, partial=True, FACTS=FACTS)
-    else:
-        first, full, full_end, last = n_block_ranges(query.m0, head, work, FACTS)
-        if FACTS.whole:
-            for n in range(first, last):
-                partial = (n < full) | (n >= full_end)
-                m, l, acc = key_block(n * FACTS.tile_n, m, l, acc, query, tensors, sizes, scales, work, partial, FACTS)
-        else:
-            if FACTS.keep is None:
-                for n in range(full, full_end):
-                    m, l, acc = key_block(
-                        n * FACTS.tile_n, m, l, acc, query, tensors, sizes, scales, work, partial=False, FACTS=FACTS
-                    )
-            for t in range((full - first) + (last - full_end)):
-                n0 = partial_block(t, first, full, full_end) * FACTS.tile_n
-                m, l, acc = key_block(n0, m, l, acc, query, tensors, sizes, scales, work, partial=True, FACTS=FACTS)
+    beside = query, tensors, sizes, scales, work
+    m, l, acc = over_tiles(
+        key_block, (m, l, acc), query.m0, head, beside, tensors, sizes, work, OF_QUERIES=False, FACTS=FACTS
+    )
     epilogue(m, l, acc, m, query.m0, head, tensors, sizes, scales, work, FACTS)
 
 
@@ -182,12 +159,10 @@ def load_key_value(query, n0, left, partial, FACTS: tl.constexpr):
 
 
 @triton.jit
-def key_block(n0, m, l, acc, query, tensors, sizes, scales, work, partial, FACTS: tl.constexpr):
-    """The state (m, l, acc) after the key tile at ``n0``, by (6).
-
-    Args:
-        partial: whether some row may not see some key of the tile; known at compile time unless ``FACTS.whole``.
-    """
+def key_block(n0, state, beside, partial, FACTS: tl.constexpr):
+    """The state (m, l, acc) after the key tile at ``n0``, by (6); the arguments are those of :func:`mask.over_tiles`."""
+    m, l, acc = state
+    query, tensors, sizes, scales, work = beside
     j = n0 + tl.arange(0, FACTS.tile_n)
     left = work.seqlen_k - n0
     work = with_tile(

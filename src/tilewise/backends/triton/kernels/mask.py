@@ -118,6 +118,49 @@ def listed_block(blocks, count, t):
     return tl.load(blocks + tl.maximum(tl.minimum(t, count - 1), 0))
 
 
+@triton.jit
+def over_tiles(
+    block: tl.constexpr, state, at, head, beside, tensors, sizes, work, OF_QUERIES: tl.constexpr, FACTS: tl.constexpr
+):
+    """The ``state`` of a pass after every key tile that the query tile at ``at`` sees; OF_QUERIES: after every query tile that sees the
+    key tile at ``at``. Full tiles come first, unless descriptors may read every tile.
+
+    Args:
+        block: the state after one more tile: ``block(first, state, beside, partial, FACTS)``; ``partial`` says whether some row may not
+            see some key of it, at compile time unless ``FACTS.whole``.
+        beside: what else ``block`` reads.
+    """
+    TILE: tl.constexpr = FACTS.tile_m if OF_QUERIES else FACTS.tile_n
+    if FACTS.lists:
+        partial, partials, full, fulls, ahead = block_lists(tensors, sizes, work.b, head, work.block, FACTS)
+        for t in range(fulls):
+            first = ahead * TILE
+            ahead = listed_block(full, fulls, t + 1)
+            state = block(first, state, beside, partial=False, FACTS=FACTS)
+        for t in tl.range(partials, num_stages=FACTS.partial_stages):
+            state = block(tl.load(partial + t) * TILE, state, beside, partial=True, FACTS=FACTS)
+    else:
+        if OF_QUERIES:
+            first, full, full_end, last = m_block_ranges(at, head, work, FACTS)
+            if FACTS.sheet:  # sheet_kernel reads `FACTS.sheet` queries at a time, so all of these are written
+                UNIT: tl.constexpr = max(FACTS.sheet // TILE, 1)
+                first, last = first // UNIT * UNIT, (last + UNIT - 1) // UNIT * UNIT
+                # Past the last key dS has to be 0, so those tiles are partial: it may be infinite, and dQ multiplies it by zeros.
+                full_end = tl.where(work.seqlen_k - at < FACTS.tile_n, full, full_end)
+        else:
+            first, full, full_end, last = n_block_ranges(at, head, work, FACTS)
+        if FACTS.whole:
+            for n in range(first, last):
+                state = block(n * TILE, state, beside, (n < full) | (n >= full_end), FACTS)
+        else:
+            if FACTS.keep is None:  # a predicate may hide any pair: no tile is full
+                for n in range(full, full_end):
+                    state = block(n * TILE, state, beside, partial=False, FACTS=FACTS)
+            for t in range((full - first) + (last - full_end)):  # the tiles before the full ones, and those behind
+                state = block(partial_block(t, first, full, full_end) * TILE, state, beside, partial=True, FACTS=FACTS)
+    return state
+
+
 # -- Dropout -------------------------------------------------------------------------------------------------------
 
 

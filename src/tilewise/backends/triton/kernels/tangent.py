@@ -20,11 +20,8 @@ import triton.language as tl
 from tilewise.backends.triton.kernels.arguments import plain_sizes, scheduled, work_tile
 from tilewise.backends.triton.kernels.backward import score_exponent, visible_pairs
 from tilewise.backends.triton.kernels.mask import (
-    block_lists,
     dropout_keep,
-    m_block_ranges,
-    n_block_ranges,
-    partial_block,
+    over_tiles,
     query_interval,
 )
 from tilewise.backends.triton.kernels.maths import PARTIAL, exp, here
@@ -103,42 +100,6 @@ def through_score(dz, moved_dz, p, s, ds, head, i, j, scales, work, FACTS: tl.co
 # -- Walking over tiles --------------------------------------------------------------------------------------------
 
 
-@triton.jit
-def over_tiles(
-    block: tl.constexpr, a, b, at, head, query, keys, call, work, OF_QUERIES: tl.constexpr, FACTS: tl.constexpr
-):
-    """The two sums of a pass, ``a`` and ``b``, after every key tile that the query tile at ``at`` sees; OF_QUERIES: after every query
-    tile that sees the key tile at ``at``. ``block`` adds one. Full tiles come first, unless descriptors may read every tile.
-
-    Args:
-        call: ``tensors, moved, sizes, scales``.
-    """
-    TILE: tl.constexpr = FACTS.tile_m if OF_QUERIES else FACTS.tile_n
-    if FACTS.lists:
-        partial, partials, full, fulls, _ = block_lists(call[0], call[2], work.b, head, work.block, FACTS)
-        for t in range(fulls):
-            a, b = block(tl.load(full + t) * TILE, a, b, query, keys, call, work, partial=False, FACTS=FACTS)
-        for t in range(partials):
-            a, b = block(tl.load(partial + t) * TILE, a, b, query, keys, call, work, partial=True, FACTS=FACTS)
-    else:
-        if OF_QUERIES:
-            first, full, full_end, last = m_block_ranges(at, head, work, FACTS)
-        else:
-            first, full, full_end, last = n_block_ranges(at, head, work, FACTS)
-        if FACTS.whole:
-            for n in range(first, last):
-                partial = (n < full) | (n >= full_end)
-                a, b = block(n * TILE, a, b, query, keys, call, work, partial, FACTS)
-        else:
-            if FACTS.keep is None:  # a predicate may hide any pair: no tile is full
-                for n in range(full, full_end):
-                    a, b = block(n * TILE, a, b, query, keys, call, work, partial=False, FACTS=FACTS)
-            for t in range((full - first) + (last - full_end)):  # the tiles before the full ones, and those behind
-                n0 = partial_block(t, first, full, full_end) * TILE
-                a, b = block(n0, a, b, query, keys, call, work, partial=True, FACTS=FACTS)
-    return a, b
-
-
 # -- The forward: query tiles outside ------------------------------------------------------------------------------
 
 
@@ -157,17 +118,18 @@ def tangent_kernel(tensors, sizes, scales, moved, k_view, v_view, moved_k_view, 
     keys = moving_keys(tensors, moved, sizes, work, head // (sizes.heads_q // sizes.heads_k), views, FACTS)
     mean = tl.full([FACTS.tile_m], 0.0, tl.float32)
     acc = zeros(FACTS.tile_m, OF_V=True, FACTS=FACTS)
-    call = tensors, moved, sizes, scales
+    beside = query, keys, tensors, moved, sizes, scales, work
     mean, acc = over_tiles(
-        tangent_block, mean, acc, query.m0, head, query, keys, call, work, OF_QUERIES=False, FACTS=FACTS
+        tangent_block, (mean, acc), query.m0, head, beside, tensors, sizes, work, OF_QUERIES=False, FACTS=FACTS
     )
     tangent_epilogue(mean, acc, query, tensors, moved, sizes, scales, work, FACTS)
 
 
 @triton.jit
-def tangent_block(n0, mean, acc, query, keys, call, work, partial, FACTS: tl.constexpr):
+def tangent_block(n0, state, beside, partial, FACTS: tl.constexpr):
     """``(mean, acc)``, the sums of (31), after the key tile at ``n0``."""
-    tensors, _, sizes, scales = call
+    mean, acc = state
+    query, keys, tensors, _, sizes, scales, work = beside
     i, j = query.m0 + tl.arange(0, FACTS.tile_m), n0 + tl.arange(0, FACTS.tile_n)
     kept, k, v, moved_k, moved_v = stream_moving_keys(n0, i, j, query, keys, work, partial, FACTS)
     s = dot_transposed(query.q, k, FACTS)  # S = Q Kᵀ, (tile_m, tile_n) fp32
@@ -234,9 +196,9 @@ def dq_tangent_kernel(tensors, sizes, scales, moved, k_view, v_view, moved_k_vie
     sums = ()  # of the leaves that are summed by rows: fp32 (tile_m, PARTIAL) each
     for _ in tl.static_range(len(FACTS.row_grads)):
         sums = sums + (tl.full([FACTS.tile_m, PARTIAL], 0.0, tl.float32),)
-    call = tensors, moved, sizes, scales
+    beside = query, keys, tensors, moved, sizes, scales, work
     dq, sums = over_tiles(
-        dq_tangent_block, dq, sums, query.m0, head, query, keys, call, work, OF_QUERIES=False, FACTS=FACTS
+        dq_tangent_block, (dq, sums), query.m0, head, beside, tensors, sizes, work, OF_QUERIES=False, FACTS=FACTS
     )
     i = query.m0 + tl.arange(0, FACTS.tile_m)
     for n in tl.static_range(len(FACTS.row_grads)):
@@ -249,9 +211,10 @@ def dq_tangent_kernel(tensors, sizes, scales, moved, k_view, v_view, moved_k_vie
 
 
 @triton.jit
-def dq_tangent_block(n0, dq, sums, query, keys, call, work, partial, FACTS: tl.constexpr):
+def dq_tangent_block(n0, state, beside, partial, FACTS: tl.constexpr):
     """``(dq, sums)``, the sums of the tangents of dQ and of leaves by rows, after the key tile at ``n0``."""
-    tensors, _, sizes, scales = call
+    dq, sums = state
+    query, keys, tensors, _, sizes, scales, work = beside
     i, j = query.m0 + tl.arange(0, FACTS.tile_m), n0 + tl.arange(0, FACTS.tile_n)
     kept, k, v, moved_k, moved_v = stream_moving_keys(n0, i, j, query, keys, work, partial, FACTS)
     s = dot_transposed(query.q, k, FACTS)  # S = Q Kᵀ, (tile_m, tile_n) fp32
@@ -314,11 +277,13 @@ def dkdv_tangent_kernel(
     # The sums: fp32 (tile_n, width) for each piece.
     dk, dv = zeros(FACTS.tile_n, OF_V=False, FACTS=FACTS), zeros(FACTS.tile_n, OF_V=True, FACTS=FACTS)
     views, group = (q_view, do_view, moved_q_view, moved_do_view), sizes.heads_q // sizes.heads_k
-    call = tensors, moved, sizes, scales
     for g in range(group):  # the query heads of the key head, in order
         head = head_k * group + g
         rows = moving_head(tensors, moved, sizes, work, head, views, (lse_view, delta_view), FACTS)
-        dk, dv = over_tiles(dkdv_tangent_block, dk, dv, n0, head, rows, keys, call, work, OF_QUERIES=True, FACTS=FACTS)
+        beside = rows, keys, tensors, moved, sizes, scales, work
+        dk, dv = over_tiles(
+            dkdv_tangent_block, (dk, dv), n0, head, beside, tensors, sizes, work, OF_QUERIES=True, FACTS=FACTS
+        )
     left, heads, length, start = work.seqlen_k - n0, sizes.heads_k, sizes.seqlen_k, work.start_k
     to_k = contiguous_source(tensors.dk, None, heads, length, work, start, head_k, OF_V=False, FACTS=FACTS)
     to_v = contiguous_source(tensors.dv, None, heads, length, work, start, head_k, OF_V=True, FACTS=FACTS)
@@ -328,9 +293,10 @@ def dkdv_tangent_kernel(
 
 
 @triton.jit
-def dkdv_tangent_block(m0, dk, dv, rows, keys, call, work, partial, FACTS: tl.constexpr):
+def dkdv_tangent_block(m0, state, beside, partial, FACTS: tl.constexpr):
     """``(dk, dv)``, the sums of their tangents, after the query tile at ``m0``; all tiles of pairs are (tile_n, tile_m)."""
-    tensors, moved, sizes, scales = call
+    dk, dv = state
+    rows, keys, tensors, moved, sizes, scales, work = beside
     n0, head = work.block * FACTS.tile_n, rows.rows.head
     i, j = m0 + tl.arange(0, FACTS.tile_m), n0 + tl.arange(0, FACTS.tile_n)
     q, do, moved_q, moved_do = load_moving_tiles(m0, rows, work, partial, FACTS)

@@ -69,6 +69,12 @@ def test_sums_over_parts_of_ds_agree_with_the_oracle(shape, memory, monkeypatch)
     agree(backend, c)
 
 
+def test_an_older_ptxas_assembles_a_loop_that_is_never_entered():
+    q, k, v = on_gpu(*qkv(batch=2, nq=700, nk=700, hq=3, hk=3, d=16, dv=16, dtype=torch.bfloat16))
+    lengths = torch.tensor([655, 700], device="cuda")
+    agree(Triton(), call(q, k, v, mask=tw.causal() & tw.key_lengths(lengths), deterministic="everywhere"))
+
+
 def test_a_graph_is_captured_and_replayed_with_other_lengths():
     q, k, v = on_gpu(*(x.flatten(0, 1) for x in qkv(batch=1, nq=600, nk=600, d=64, dv=64, dtype=torch.bfloat16)))
     cu = torch.tensor([0, 200, 600], dtype=torch.int32, device="cuda")

@@ -252,8 +252,8 @@ def read_in_stages(nvdisasm: str, compiler: Any, stages: dict[str, Any], options
 def without_idle_waits(ptx: str) -> str:
     """A kernel's PTX without the waits for wgmma ahead of its first label and its first wgmma, which wait for nothing.
 
-    They are left of a loop that is never entered: a window narrower than a tile has no full tile. ptxas 12.8 and 12.9 crash at such a wait
-    behind a ``fence.proxy.async``, 13.0 does not (docs/decisions.md#triton-ptxas).
+    They are left of a loop over full tiles that is never entered. ptxas 12.8 and 12.9 crash at such a wait behind a
+    ``fence.proxy.async``, 13.0 does not (docs/decisions.md#triton-ptxas).
     """
     entry = re.search(r"^\$L__BB\d+_\d+:|wgmma\.mma_async", ptx, re.MULTILINE)
     end = entry.start() if entry else len(ptx)

@@ -104,7 +104,8 @@ class LeafSums:
         parts = [other for other in self.reads if other.slot == read.slot]
         scattered = any(part.how == SCATTER or part.pairs or _of_distances(part) for part in parts)
         dtype = torch.float64 if scattered and plan.problem.dtype == torch.float32 else torch.float32
-        if read.how in (STORE, TILES) and not read.pairs and not (plan.sheet and plan.sheet[-1].first_batch):
+        adds = plan.sheet and plan.sheet[-1].first_batch  # kernels add to it, part after part of the batch
+        if read.how in (STORE, TILES) and not read.pairs and not adds:
             dtype = leaf.dtype
         new = (
             torch.empty

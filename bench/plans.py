@@ -25,7 +25,6 @@ from bench.cases import Inputs, draw, tagged
 from bench.measure import in_turns
 from tilewise.backends.base import PerTensors
 from tilewise.backends.hopper import Hopper
-from tilewise.backends.hopper.host import masks as host_masks
 from tilewise.backends.hopper.host.padded_call import PaddedPlan
 from tilewise.backends.hopper.host.plan import Plan
 from tilewise.masks import Mask, region
@@ -135,9 +134,7 @@ def make_tensors(plan: Plan, c: testing.Call) -> None:
     if isinstance(plan, PaddedPlan):
         plan.inputs(c.t)
         return
-    plan.mask_tensors(c.t)
-    if plan.zeroed:
-        plan.of_mask(c.t, host_masks.seen)
+    plan.mask_tensors(c.t, plan.kept(c.t.leaves))
 
 
 def time_cases(tag: str, run: dict, out: Path) -> None:

@@ -302,6 +302,7 @@ LAZY = {
     ("expr.operations", "expr.text"),
     ("expr.operations", "expr.tracing"),
     ("masks.catalogue", "planning.tiles"),
+    ("masks.catalogue", "planning.planner"),  # its registry, for documents
     ("", "selfcheck"),
     ("", "parallel"),
     ("", "parallel.context"),

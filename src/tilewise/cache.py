@@ -204,13 +204,13 @@ def append(cache: Cache, k: Tensor, v: Tensor | None = None, cu_seqlens_q: Tenso
     k_pages, v_pages, block_table, seqlens_k, *scales = cache
     tensors = k_pages, v_pages, k, v, block_table, seqlens_k, cu_seqlens_q, *scales
     if _is_plain(tensors):
-        _append_into(*tensors)
+        _write_behind(cache, k, v, cu_seqlens_q)
     else:
         named = *zip(cache._fields, cache, strict=True), ("k", k), ("v", v), ("cu_seqlens_q", cu_seqlens_q)
         raise_wrong("append", not_tensors(named, ("k", "k_pages", "v_pages")))
         _append(*tensors)
     new = k.shape[1] if cu_seqlens_q is None else cu_seqlens_q.diff().to(torch.int32)
-    return cache._replace(seqlens_k=cache.seqlens_k + new)
+    return type(cache)(k_pages, v_pages, block_table, seqlens_k + new, *scales)
 
 
 def _is_plain(tensors: Sequence[Tensor | None]) -> bool:
@@ -284,14 +284,18 @@ def _check(
 
 
 def _append_into(k_pages, v_pages, k, v, block_table, seqlens_k, cu_seqlens_q, *scales) -> None:
-    cu_seqlens_q = None if cu_seqlens_q is None else cu_seqlens_q.contiguous()
     cache = (QuantizedCache if scales else PagedCache)(k_pages, v_pages, block_table, seqlens_k, *scales)
-    tensors = k_pages, v_pages, k, v, block_table, seqlens_k, cu_seqlens_q, *scales
+    _write_behind(cache, k, v, cu_seqlens_q)
+
+
+def _write_behind(cache: PagedCache | QuantizedCache, k: Tensor, v: Tensor | None, cu_seqlens_q: Tensor | None) -> None:
+    cu_seqlens_q = None if cu_seqlens_q is None else cu_seqlens_q.contiguous()
+    k_pages, v_pages, block_table, _, *scales = cache
     # Values may lie in the memory of keys, or not; so may their scales.
-    pairs = (k_pages, v_pages), scales
     key = (
-        *[None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors],
-        *[len({x.data_ptr() for x in pair}) for pair in pairs],
+        k_pages.data_ptr() == v_pages.data_ptr(),
+        scales[0].data_ptr() == scales[1].data_ptr() if scales else None,
+        *[None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in (*cache, k, v, cu_seqlens_q)],
     )
     write, values = dispatch.of_appends.get(key), k.device.type == "cpu" or settings.check_values()
     if write is None or values:

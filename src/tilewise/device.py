@@ -135,6 +135,21 @@ _counts: dict[torch.device, _Counts] = {}
 _counts_lock = threading.Lock()
 
 
+_fresh: dict[torch.device, _Counts] = {}
+
+
+def fresh(device: torch.device, count: int) -> torch.Tensor:
+    """Return ``count`` zeros, int32, of the call's own: on a GPU, the next of many that are made zero at once
+    (docs/decisions.md#repeated-calls)."""
+    if device.type != "cuda" or count > 1024 or is_captured():
+        return torch.zeros(count, dtype=torch.int32, device=device)
+    own = _fresh[device].take(count) if device in _fresh else None
+    if own is None:
+        _fresh[device] = lasting(lambda: _Counts(device))
+        own = _fresh[device].take(count)
+    return own
+
+
 def counts(device: torch.device, count: int) -> torch.Tensor:
     """Return at least ``count`` zeros, int32. A kernel counts on them and leaves them zero: only launches that come one after the other
     have the same ones.
@@ -223,15 +238,26 @@ def workspace(device: torch.device, size: int) -> torch.Tensor:
     return found
 
 
+_streams: dict[
+    tuple[int, int], torch.cuda.Stream
+] = {}  # by device and number: torch makes a new object at each question
+
+
 class Ready:
     """The moment when kernels of the current CUDA stream have made some tensors, for other streams that read them later."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]):
-        self._tensors = [t for t in tensors if t.is_cuda and torch.cuda.is_initialized()]  # a tensor may have no memory
+        self._tensors = (
+            [t for t in tensors if t.is_cuda] if torch.cuda.is_initialized() else []
+        )  # a tensor may have no memory
         if self._tensors:
             self._device = self._tensors[0].device
-            self._made = torch.cuda.current_stream(self._device).record_event()
-            self._streams = {stream_of(self._device.index)}  # that may read them
+            at = self._device.index, stream_of(self._device.index)
+            stream = _streams.get(at)
+            if stream is None:
+                stream = _streams[at] = torch.cuda.current_stream(self._device)
+            self._made = stream.record_event()
+            self._streams = {at[1]}  # that may read them
 
     def await_here(self) -> None:
         """Make the current stream wait for the tensors, and keep their memory alive for its reads; done when a stream first asks."""

@@ -92,7 +92,7 @@ def over(q: Tensor, k: Tensor, v: Tensor, o: Options, lse: bool = True) -> tuple
         beside = *beside[:2], None, *beside[3:]
     others = o.dropout_seed is not None or o.piece is not None or o.wrt is not None or o.max_logit
     plain = type(o.dropout_p) is float and o.dropout_p == 0.0 and not others and not torch.compiler.is_compiling()
-    if plain and any(x is not None for x in beside):
+    if plain and [1 for x in beside if x is not None]:
         words = o.causal, o.mask, o.score, o.softmax_scale, o.deterministic, o.backend, o.max_logit
         found = attend(q, k, v, words, lse, beside=beside)
         if found is not None:

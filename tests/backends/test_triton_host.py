@@ -148,9 +148,8 @@ def test_an_append_of_a_known_kind_starts_the_kernel_that_is_compiled(monkeypatc
             return lambda tensors, *rest, **options: calls.append(("compiles", grid, tensors.k, rest)) or "compiled"
 
     monkeypatch.setattr(append, "append_kernel", Kernel())
-    monkeypatch.setattr(
-        runtime, "run_compiled", lambda f, grid, tensors, *rest: calls.append((f, grid, tensors.k, rest))
-    )
+    monkeypatch.setattr(runtime, "current", lambda: None)
+    monkeypatch.setattr(runtime, "run_each", lambda each: calls.extend((f, grid, x[0], x[1:]) for f, grid, x in each))
     pools = [torch.zeros(4, 16, 1, 32) for _ in "kv"]
     pages = tw.paged(*pools, torch.arange(4, dtype=torch.int32).view(2, 2), torch.zeros(2, dtype=torch.int32))
     rows, v = torch.zeros(200), torch.ones(2, 3, 1, 32)
@@ -159,8 +158,11 @@ def test_an_append_of_a_known_kind_starts_the_kernel_that_is_compiled(monkeypatc
     for k in each:
         launch(pages, k, v, None)
     assert [x[0] for x in calls] == ["compiles", "compiles", "compiled", "compiles"]
-    assert [x[2] is k for x, k in zip(calls, each, strict=True)] == [True] * 4
-    assert len({(x[1], x[3]) for x in calls}) == 1
+    assert [x[2] is k for x, k in zip(calls, each, strict=True)] == [True, True, False, True]
+    given = pools[0], pools[1], each[2], v, pages.block_table, pages.seqlens_k
+    assert calls[2][2] == (*[x.data_ptr() for x in given], None, None, None)
+    assert {x[1][0] for x in calls} == {6}
+    assert len({x[3] for x in calls}) == 1
 
 
 def test_every_launch_chooses_its_assembler_and_says_that_a_product_and_a_sum_are_fused(monkeypatch):

@@ -13,15 +13,17 @@ import tilewise as tw
 from bench.testing import call, qkv
 from tests.backends.contract import agree
 from tests.planning.test_tiles import HEADS, IDS, INTERVALS, MONOTONE, PREDICATES, grid_of, masks, matrix, true_status
-from tilewise.backends.triton import Triton, interpreting
+from tilewise.backends.triton import Triton, interpreting, planning
 from tilewise.backends.triton.config import Config
 from tilewise.backends.triton.host import runtime, tile_map
 from tilewise.backends.triton.kernels import tile_map as tile_map_kernels
 from tilewise.backends.triton.planning import ends_of_lines, judged_tiles
 from tilewise.backends.triton.tiles import Tiles
-from tilewise.masks import Mask
+from tilewise.masks import Mask, catalogue
 from tilewise.planning import tiles
+from tilewise.planning.planner import Kind
 from tilewise.planning.tiles import EMPTY, FULL, PARTIAL, Grid
+from tilewise.signature import TensorFacts
 
 pytestmark = pytest.mark.skipif(not interpreting(), reason="kernels are not interpreted (tests/conftest.py)")
 
@@ -116,6 +118,37 @@ def test_ends_of_rows_and_columns_are_those_of_the_expressions(name):
             assert torch.equal(*torch.broadcast_tensors(x, y))
 
 
+@pytest.mark.parametrize("shape", [(1,), (300,), (2, 1500), (1, 2100)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool], ids=str)
+def test_runs_of_equal_ids_are_those_that_operations_find(shape, dtype):
+    """Runs within a block, over several and of all places, the first id equal to the last, ids with steps between them."""
+    chance = torch.rand(*shape, 2, generator=torch.Generator().manual_seed(shape[-1]))[..., 0]
+    for ids in (
+        (chance > 0.5).int(),
+        (chance > 0.999).cumsum(-1),
+        torch.zeros(shape),
+        torch.arange(shape[-1]).expand(shape) // 700,
+    ):
+        ids = ids.to(dtype).repeat_interleave(3, -1)[..., ::3]
+        making = planning.runs(ids)
+        found = making((ids,), ids.device)
+        for x, y in zip(found, catalogue._ends_of_documents(ids), strict=True):
+            assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("seen_shape", [(1, 1), (2, 1), (2, 3), (1, 3)], ids=str)
+@pytest.mark.parametrize("columns", [40, 128])
+def test_rows_of_keys_that_nobody_sees_become_zeros(seen_shape, columns):
+    x = torch.randn(2, 3, 70, columns + 8).transpose(1, 2)[..., :columns].bfloat16()
+    seen = torch.rand(*seen_shape, 70, generator=torch.Generator().manual_seed(1)) < 0.6
+    of_rows = seen.mT.unsqueeze(-1)
+    x = torch.where(of_rows, x, torch.nan)
+    memory = torch.cat([torch.ones(32, dtype=torch.bool), seen.flatten()])
+    found = planning.seen_rows(TensorFacts.of(x), tuple(seen.shape), 32, x.device)((x, memory), x.device)
+    assert found.is_contiguous()
+    assert torch.equal(found, torch.where(of_rows, x, 0))
+
+
 def test_blocks_on_which_the_predicate_is_the_same_are_asked_once(monkeypatch):
     """One row of pairs stands for all rows of its block: the program holds one row, not 32."""
     held = []
@@ -130,8 +163,8 @@ def test_blocks_on_which_the_predicate_is_the_same_are_asked_once(monkeypatch):
 def test_tensors_of_all_shapes_that_broadcast_are_judged_by_one_kernel():
     shapes = [(33, 50), (HEADS, 33, 50), (2, 1, 33, 50), (1, HEADS, 33, 50), (2, HEADS, 33, 50)]
     grids = [grid_of(tw.dense(torch.ones(shape, dtype=torch.bool)), 33, 50) for shape in shapes]
-    launches = [tile_map.judging(grid, 16, 16, 2) for grid in grids]
-    kinds = {(runtime.kind_of((tensors, *launch.numbers)), launch.facts) for launch, tensors in launches}
+    launches = [(tile_map._judging(Kind.of(grid), (16, 16), 2, 8192), grid.leaves) for grid in grids]
+    kinds = {(runtime.kind_of((leaves, *launch.numbers)), launch.facts) for launch, leaves in launches}
     assert len(kinds) == 1
 
 

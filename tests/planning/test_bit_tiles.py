@@ -27,7 +27,7 @@ from tilewise.planning.bit_tiles import (
     most_partial,
 )
 from tilewise.planning.planner import Kind
-from tilewise.planning.tiles import PARTIAL, Grid, TileMap, each_head
+from tilewise.planning.tiles import PARTIAL, Grid, TileMap
 
 IDS = torch.tensor([0] * 130 + [7] + [2] * 70 + [1] * 199)
 
@@ -143,30 +143,21 @@ def test_kernels_write_the_same_lists_bits_and_sections(name, crossing, by_colum
     lengths = (200, 150)
     grid = grid_of(MASKS[name](), *lengths)
     sections = Sections(BATCH * HEADS * 4, 2, 6, HEADS // 2)
+    shape = BATCH, HEADS, *lengths
+    layout = Layout.of(grid.region, shape, crossing, by_columns, grid.leaves, sections.group, HEADS // 2)
+    making = planning.all_of_bits(Kind.of(grid), layout, crossing, by_columns, sections, HEADS // 2)
+    memory = making(grid.leaves, grid.b.device)
+    kept, seen = layout.tiles(memory), layout.seen_in(memory)
+    expected = matrix(grid).any(2).unflatten(1, (-1, HEADS // 2)).any(2)
+    assert torch.equal(seen.expand_as(expected), expected)
+    built = BitTiles.build(grid, crossing, by_columns, sections, HEADS // 2)
+    assert torch.equal(layout.seen_in(built.memory), seen)
+    monkeypatch.setattr(tiles, "_by_kernel", planning.judged_tiles)  # whose states are exact
     expected = BitTiles.build(grid, crossing, by_columns, sections)
-    again = BitTiles(*(torch.zeros_like(x) for x in (expected.blocks, expected.work, expected.bits, expected.section)))
-    grid, count = grid.alike()  # as in build
-    sections = sections._replace(group=sections.group // count)
-    again = replace(again, blocks=again.blocks[:, ::count].clone(), work=again.work[:, ::count].clone())
-    status = TileMap.build(grid, *((crossing, LINES) if by_columns else (LINES, crossing)), by_columns).status
-    assert planning.bits_of_tiles(again, status.contiguous(), grid, crossing, by_columns, sections)
-    again = replace(again, blocks=each_head(again.blocks, count), work=each_head(again.work, count))
-    assert torch.equal(again.work, expected.work)
-    assert torch.equal(again.section, expected.section)
-    assert torch.equal(again.bits[: EVERYTHING + 1], expected.bits[: EVERYTHING + 1])
-    check(name, lengths, crossing, by_columns, again)
-    grid = grid_of(MASKS[name](), *lengths)
-    sections = Sections(BATCH * HEADS * 4, 2, 6, HEADS // 2)
-    layout = Layout.of(grid.region, (BATCH, HEADS, *lengths), crossing, by_columns, grid.leaves, sections.group)
-    making = planning.all_of_bits(Kind.of(grid), layout, crossing, by_columns, sections)
-    assert (making is None) == (name == "head-pairs")  # heads that see the same pairs are not told apart
-    if making is not None:
-        kept = layout.tiles(making(grid.leaves, grid.b.device))
-        monkeypatch.setattr(tiles, "_by_kernel", planning.judged_tiles)  # whose states are exact
-        expected = BitTiles.build(grid, crossing, by_columns, sections)
-        assert torch.equal(kept.work, expected.work)
-        assert torch.equal(kept.section, expected.section)
-        check(name, lengths, crossing, by_columns, kept)
+    assert torch.equal(kept.work, expected.work)
+    assert torch.equal(kept.section, expected.section)
+    assert torch.equal(kept.bits[: EVERYTHING + 1], expected.bits[: EVERYTHING + 1])
+    check(name, lengths, crossing, by_columns, kept)
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="the package triton is not installed")
@@ -185,7 +176,7 @@ def test_kept_launches_get_the_addresses_of_the_tensors_that_the_first_ones_got(
     monkeypatch.setattr(
         runtime, "start", lambda kernel, grid, tiles, tensors, *rest: seen.append(tensors) or "compiled"
     )
-    monkeypatch.setattr(runtime, "run_compiled", lambda compiled, grid, tensors, *rest: seen.append(tensors))
+    monkeypatch.setattr(runtime, "run_each", lambda launches: seen.extend(arguments[0] for *_, arguments in launches))
     memories = [making(grid.leaves, grid.b.device) for grid in grids]
 
     def places(tensors: tuple, memory: torch.Tensor, leaves: tuple) -> tuple:

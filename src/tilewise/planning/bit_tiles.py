@@ -22,8 +22,7 @@ from torch import Tensor
 from tilewise import expr, selections, sizes
 from tilewise.masks import Region
 from tilewise.masks.facts import granularity, heads_alike, monotone_terms
-from tilewise.planning import planner
-from tilewise.planning.tiles import PARTIAL, Grid, TileMap, chunk_elements, each_head
+from tilewise.planning.tiles import PARTIAL, Grid, TileMap, chunk_elements, each_head, seen_keys
 
 LINES = 128  # of a tile
 THREADS = 256  # that hold it: two warpgroups
@@ -160,6 +159,7 @@ class Layout(NamedTuple):
     Attributes:
         batch, heads: batch elements and heads with lists of their own. alike: so many of these heads side by side have the same.
         lines, steps: of tiles. slots, words: of bits.
+        seen: the shape (batch|1, heads_k|1, seqlen_k) of the bytes that say which keys some query sees; empty: nobody asks.
     """
 
     batch: int
@@ -169,6 +169,7 @@ class Layout(NamedTuple):
     steps: int
     slots: int
     words: int
+    seen: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -179,11 +180,13 @@ class Layout(NamedTuple):
         by_columns: bool = False,
         leaves: Sequence[Any] = (),
         group: int = 1,
+        sharing: int = 0,
     ) -> Layout:
         """Return the layout of a mask over an attention of ``shape`` (batch, heads_q, seqlen_q, seqlen_k).
 
         Args:
             leaves: as in :func:`most_partial`. group: query heads that take their lines in one order (:class:`Sections`).
+            sharing: the query heads of a key head, where the keys that are seen are asked for too.
         """
         needs, alike = expr.depends_on(*region.parts), heads_alike(region)
         if shape[1] % alike or (alike % group and group % alike):
@@ -192,7 +195,8 @@ class Layout(NamedTuple):
         lengths = shape[:1:-1] if by_columns else shape[2:]
         counts = -(-lengths[0] // LINES), -(-lengths[1] // crossing)
         most = most_partial(region, *counts, (LINES, crossing), by_columns, leaves)
-        return cls(batch, heads, alike, *counts, batch * (heads // alike) * most + RESERVED, words_of(crossing))
+        seen = seen_shape(region, shape, sharing) if sharing else ()
+        return cls(batch, heads, alike, *counts, batch * (heads // alike) * most + RESERVED, words_of(crossing), seen)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -203,7 +207,7 @@ class Layout(NamedTuple):
             "work": (*lines, 4),
             "blocks": (*lines, self.steps),
             "section": (1,),
-        }
+        } | ({"seen": (-(-math.prod(self.seen) // 4),)} if self.seen else {})
 
     @property
     def places(self) -> dict[str, int]:
@@ -217,8 +221,23 @@ class Layout(NamedTuple):
     def tiles(self, memory: Tensor) -> BitTiles:
         """Return the tiles that lie in this memory, int32."""
         places, shapes = self.places, self.shapes
-        found = {name: memory[places[name] :][: math.prod(x)].view(x) for name, x in shapes.items()}
+        found = {name: memory[places[name] :][: math.prod(x)].view(x) for name, x in shapes.items() if name != "seen"}
         return BitTiles(**found, memory=memory)
+
+    def seen_in(self, memory: Tensor) -> Tensor:
+        """Return which keys some query sees, of this memory: bool, as :attr:`seen`."""
+        return seen_at(memory, 4 * self.places["seen"], self.seen)
+
+
+def seen_at(memory: Tensor, first: int, shape: Sequence[int]) -> Tensor:
+    """Return the truth values that lie in a memory from byte ``first`` on."""
+    return memory.view(-1).view(torch.uint8)[first : first + math.prod(shape)].view(torch.bool).view(shape)
+
+
+def seen_shape(region: Region, shape: tuple[int, int, int, int], sharing: int) -> tuple[int, int, int]:
+    """Return the shape ``(batch|1, heads_k|1, seqlen_k)`` of what says which keys are seen, as :meth:`Layout.of` has it."""
+    needs = expr.depends_on(*region.parts)
+    return shape[0] if "b" in needs else 1, shape[1] // sharing if "h" in needs else 1, shape[3]
 
 
 @dataclass(frozen=True)
@@ -244,17 +263,21 @@ class BitTiles:
     memory: Tensor | None = None
 
     @classmethod
-    def build(cls, grid: Grid, crossing: int, by_columns: bool = False, sections: Sections = ALONE) -> BitTiles:
+    def build(
+        cls, grid: Grid, crossing: int, by_columns: bool = False, sections: Sections = ALONE, sharing: int = 0
+    ) -> BitTiles:
         """Return the tiles of a grid, of LINES queries by ``crossing`` keys, or of LINES keys by ``crossing`` queries ``by_columns``.
 
-        Everything is made on the grid's device, and nothing is read back from there.
+        Everything is made on the grid's device, and nothing is read back from there. ``sharing``: as in :meth:`Layout.of`.
         """
         of_kinds, count = grid.alike()
         shape = len(grid.b), len(grid.h), grid.seqlen_q, grid.keys
-        layout = Layout.of(grid.region, shape, crossing, by_columns, grid.leaves, sections.group)
+        layout = Layout.of(grid.region, shape, crossing, by_columns, grid.leaves, sections.group, sharing)
         if count == 1 and layout.alike > 1:  # of heads that do not count from 0 on
             layout = layout._replace(alike=1, slots=(layout.slots - RESERVED) * layout.alike + RESERVED)
         found = layout.tiles(torch.empty(layout.places[""], dtype=torch.int32, device=grid.b.device))
+        if sharing:
+            layout.seen_in(found.memory).copy_(seen_keys(grid, sharing))
         if layout.alike == 1:
             found._write(grid, crossing, by_columns, sections)
             return found
@@ -268,21 +291,13 @@ class BitTiles:
         """Write all of it, for a grid whose heads are told apart."""
         tile_map = TileMap.build(grid, *((crossing, LINES) if by_columns else (LINES, crossing)), by_columns)
         tile_map = replace(tile_map, status=tile_map.status.expand(*self.blocks.shape[:2], -1, -1).contiguous())
-        if not self._by_kernels(tile_map.status, grid, crossing, by_columns, sections):
-            self._list(tile_map, grid, by_columns, sections)
-            self._fill(grid, crossing, by_columns)
+        self._list(tile_map, grid, by_columns, sections)
+        self._fill(grid, crossing, by_columns)
 
     def ragged(self, grid: Grid, by_columns: bool) -> bool:
         """Return whether the last key tiles end past the last key: keys there are zeros, not hidden, and such a tile counts as partial."""
         tile_n = LINES if by_columns else 64 * self.bits.shape[2]
         return grid.keys % tile_n > 0
-
-    def _by_kernels(self, status: Tensor, grid: Grid, crossing: int, by_columns: bool, sections: Sections) -> bool:
-        """Return whether kernels on the grid's device have written all of it."""
-        kernels = planner.of(grid)
-        if kernels is None:
-            return False
-        return kernels.bits_of_tiles(self, status, grid, crossing, by_columns, sections)
 
     def _list(self, tile_map: TileMap, grid: Grid, by_columns: bool, sections: Sections) -> None:
         """Write ``blocks``, ``work`` and ``section``, and the bits of NOTHING and EVERYTHING."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from tilewise.masks import Region
 
 if TYPE_CHECKING:
-    from tilewise.planning.bit_tiles import BitTiles, Layout, Sections
+    from tilewise.planning.bit_tiles import Layout, Sections
     from tilewise.planning.tiles import Grid
 
 
@@ -49,16 +49,20 @@ class Planner(Protocol):
         """Return the intervals of queries, or of keys ``by_columns``; None: no kernel can."""
         ...
 
-    def bits_of_tiles(
-        self, tiles: BitTiles, status: Tensor, grid: Grid, crossing: int, by_columns: bool, sections: Sections
-    ) -> bool:
-        """Write ``tiles`` from the state of every tile, and return whether kernels could do that."""
-        ...
-
     def all_of_bits(
-        self, kind: Kind, layout: Layout, crossing: int, by_columns: bool, sections: Sections
+        self, kind: Kind, layout: Layout, crossing: int, by_columns: bool, sections: Sections, sharing: int
     ) -> Making | None:
         """Return what makes the memory of :class:`tilewise.planning.bit_tiles.BitTiles` of a whole mask; None: kernels cannot."""
+        ...
+
+    def seen_rows(self, x: tuple, seen: tuple[int, ...], first: int, device: torch.device) -> Making | None:
+        """Return what copies rows ``(batch, key, head, column)``, with zeros for keys that no query sees, of a tensor of shape, stride and
+        dtype ``x`` and of the memory in which ``seen``, of that shape, begins at byte ``first``; None: no kernel can."""
+        ...
+
+    def runs(self, ids: Tensor) -> Making | None:
+        """Return what makes the first place of the run of equal ids around each one, and one past its last: int32 ``(2, *shape)``, of
+        tensors like ``ids``, ``(keys,)`` or ``(batch, keys)``; None: no kernel can."""
         ...
 
     def starts(self, kind: Kind, parts: int) -> Making | None:
@@ -87,6 +91,14 @@ def of(grid: Grid) -> Planner | None:
     if load is None or torch.compiler.is_compiling() or type(grid.b) is not Tensor or grid.dtype != torch.float32:
         return None
     return load() if all(leaf.device == device for leaf in grid.leaves) else None
+
+
+def of_plain(x: Tensor) -> Planner | None:
+    """Return the kernels for a tensor of any numbers, as :func:`of`."""
+    load = _LOADED.get(x.device.type)
+    if load is None or torch.compiler.is_compiling() or type(x) is not Tensor or torch._C._len_torch_dispatch_stack():
+        return None
+    return None if torch._C._functorch.is_functorch_wrapped_tensor(x) else load()
 
 
 def of_kind(kind: Kind) -> Planner | None:

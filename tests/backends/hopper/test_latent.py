@@ -140,7 +140,7 @@ def latent_call(
         options |= {"cu_seqlens_q": torch.tensor(cu[0]), "cu_seqlens_k": torch.tensor(cu[1])}
     c = call(q, k, k[..., :512], mask=mask, **options).forward_only()
     if not packed:
-        c.t.k.masked_fill_(~masks.seen(c.p, c.t), torch.nan)
+        c.t.k.masked_fill_(~masks.seen(c.p, c.t.leaves, c.p.group).mT.unsqueeze(-1), torch.nan)
     return c
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -21,6 +22,7 @@ from tilewise.backends.hopper import Hopper
 from tilewise.backends.hopper.host import masks as of_masks
 from tilewise.backends.hopper.host.padded_call import PaddedPlan
 from tilewise.backends.hopper.host.plan import Plan
+from tilewise.planning import planner
 from tilewise.problem import TensorFacts
 from tilewise.reference import Reference
 
@@ -181,6 +183,10 @@ DIRECT = [
     "sink-16-bits", "softcap", "two-passes", "window",
 ]  # fmt: skip
 DIRECT += [f"packed-{name}-32-bits" for name in PACKED if name != "no-keys-at-all"]
+DIRECT += [  # with tiles of a mask, and with copies of k and v
+    "block-sparse", "block-sparse-odd", "dense", "dense-empty", "documents", "documents-empty-rows", "documents-whole", "documents-wide",
+    "keep", "keep-causal", "lengths", "prefix", "prefix-lengths", "ranges-per-head", "union",
+]  # fmt: skip
 
 
 def test_these_backwards_go_by_their_memory():
@@ -261,7 +267,9 @@ def test_only_calls_of_which_nothing_else_is_read_go_by_their_memory():
 
     assert direct(q, k, v) is not None
     two = [torch.cat([q, q], 1), k, v]
-    assert direct(*two, mask=tw.prefix(torch.tensor([5, 600]))) is None  # the kernel reads the ends of rows
+    ends = tw.prefix(torch.tensor([5, 600]))
+    assert direct(*two, mask=ends) is not None
+    assert direct(*two, mask=ends, score=tw.softcap(9.0)) is None  # the kernel reads the ends of rows
     aligned = torch.zeros(2 * 600 * 2 * 64 + 8, dtype=torch.bfloat16)
     shifted = aligned[1 : 1 + k.numel()].view(k.shape)
     assert direct(q, k, v)(q, shifted, v, (), True) is None  # the copy engine cannot read it there
@@ -351,3 +359,32 @@ def test_a_capture_makes_anew_what_it_reads_of_a_mask(monkeypatch):
     assert "".join(map(str, made)).split("0")[1] == first
     for launch in launches[1:]:
         same(*(read(x, c) for x in (launches[0], launch)))
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="the package triton is not installed")
+@pytest.mark.parametrize("run", [forward, backward], ids=["forward", "backward"])
+@pytest.mark.parametrize("name", ["dense", "documents", "keep", "ranges-per-head"])
+def test_kernels_that_plan_masks_give_launches_what_operations_do(name, run, monkeypatch):
+    from tilewise.backends.triton import interpreting, planning
+
+    if not interpreting():
+        pytest.skip("kernels are not interpreted (tests/conftest.py)")
+    launches, c, backend = launches_of(monkeypatch), CALLS[name](), Hopper()
+    c = c if run is backward else without_gradient(c)
+    of = backend._plan if run is forward else backend._backward_plan
+    monkeypatch.setattr(planning, "_launches_on", lambda device: True)
+    kept = of(c.p)
+    with poisoned():
+        for written in (False, True):
+            if written and c.t.leaves:
+                c.t.leaves[0].copy_(c.t.leaves[0].flip(-1) if c.t.leaves[0].dtype == torch.bool else c.t.leaves[0] // 2)
+            run(of(c.p), c)
+            with monkeypatch.context() as there:
+                there.setitem(planner._LOADED, "cpu", lambda: planning)
+                run(kept, c)
+    assert kept.keeps
+    for n in range(0, len(launches), 2):
+        for x, y in zip(launches[n], launches[n + 1], strict=True):
+            # Lists past their ends and slots of no tile may hold anything.
+            if x.dtype == c.t.q.dtype or x.shape[-1] == 4:
+                same((x,), (y,))

@@ -76,11 +76,9 @@ def test_no_block_of_ds_is_read_that_was_not_written(name, lengths):
 @pytest.mark.parametrize("lengths", [(70, 70), (75, 70), (40, 70)], ids=str)
 def test_seen_keys_are_those_that_some_query_of_the_group_keeps(name, lengths):
     c = a_call(MASKS[name](), *lengths)
-    expected = kept(c).any(2).unflatten(1, (2, 2)).any(2).mT.unsqueeze(-1)
-    found = masks.seen(c.p, c.t)
-    assert torch.equal(
-        expected, torch.ones(()).bool().expand_as(expected) if found is None else found.expand_as(expected)
-    )
+    expected = kept(c).any(2).unflatten(1, (2, 2)).any(2)
+    found = masks.seen(c.p, c.t.leaves, c.p.group)
+    assert torch.equal(expected, found.expand_as(expected))
 
 
 def test_masks_that_are_known_to_show_every_key_list_no_seen_keys():

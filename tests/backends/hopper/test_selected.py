@@ -34,7 +34,7 @@ def mqa_call(
     c = call(q, k, v, mask=mask, **options).forward_only()
     if not packed:
         for x in (c.t.k, c.t.v):
-            x.masked_fill_(~masks.seen(c.p, c.t), torch.nan)
+            x.masked_fill_(~masks.seen(c.p, c.t.leaves, c.p.group).mT.unsqueeze(-1), torch.nan)
     return c
 
 

@@ -104,8 +104,7 @@ class Hopper(Backend):
             reasons.append("the largest score of each row (attention_with_stats): its kernels do not keep it")
         if latent:  # its reasons speak of gradients too, and no tiles with bits are so wide
             return reasons
-        # Whoever binds the backend to a kernel wants that one.
-        bound = self.override or self.override_backward
+        bound = self.override or self.override_backward  # to a kernel that is wanted
         reasons += [] if bound else forward_reasons.reasons_of_few(p)
         reasons += backward_config.reasons(p) if p.spec.needs_grad else []
         return reasons or ([] if lists else _reasons_of_selected(p))
@@ -155,7 +154,8 @@ class Hopper(Backend):
 
     def direct_of(self, planned: Any) -> DirectCall | None:
         make, values = planned or (None, None)
-        return make(None, values).of_memory if isinstance(values, dict) and values.get("direct") else None
+        alone = isinstance(values, dict) and values.get("direct") and not values["keeps"]
+        return make(None, values).of_memory if alone else None  # what is kept of a mask is made of a problem
 
     def direct_backward(self, p: Problem) -> DirectBackward | None:
         plan = self._backward_plans.of(p)

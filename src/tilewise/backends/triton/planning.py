@@ -10,7 +10,7 @@ from torch import Tensor
 from tilewise.backends.triton import device_reasons, installed
 from tilewise.backends.triton.host import tile_map
 from tilewise.backends.triton.host.runtime import on_device
-from tilewise.planning.bit_tiles import BitTiles, Layout, Sections
+from tilewise.planning.bit_tiles import Layout, Sections
 from tilewise.planning.planner import Kind, Making
 from tilewise.planning.tiles import Grid
 
@@ -31,17 +31,6 @@ def ends_of_lines(grid: Grid, lines: Tensor, by_columns: bool) -> tuple[Tensor, 
         return tile_map.ends(grid, lines, by_columns)
 
 
-def bits_of_tiles(
-    tiles: BitTiles, status: Tensor, grid: Grid, crossing: int, by_columns: bool, sections: Sections
-) -> bool:
-    """Write ``tiles`` from the state of every tile (:func:`tile_map.bits`), and return whether kernels could do that."""
-    if not _plans(grid):
-        return False
-    with on_device(grid.b):
-        tile_map.bits(tiles, status, grid, crossing, by_columns, sections)
-    return True
-
-
 def starts(kind: Kind, parts: int) -> Making | None:
     """Return the launch that makes the starts of sequences (:class:`tilewise.planning.planner.Planner`), or None if no kernel can run."""
     return tile_map.of_elements(kind, "starts", parts, kind.lengths[1]) if _plans_kind(kind) else None
@@ -52,11 +41,24 @@ def own_keys(kind: Kind, page_rows: int) -> Making | None:
     return tile_map.of_elements(kind, "own_keys", 0, page_rows) if _plans_kind(kind) else None
 
 
-def all_of_bits(kind: Kind, layout: Layout, crossing: int, by_columns: bool, sections: Sections) -> Making | None:
+def all_of_bits(
+    kind: Kind, layout: Layout, crossing: int, by_columns: bool, sections: Sections, sharing: int = 0
+) -> Making | None:
     """Return the launches that make the tiles of a whole mask in their memory, or None if kernels cannot make all of it."""
     if not _plans_kind(kind) or not (kind.batch and kind.heads and all(kind.lengths)):
         return None
-    return tile_map.all_of_bits(kind, layout, (crossing, by_columns), sections)
+    return tile_map.all_of_bits(kind, layout, (crossing, by_columns), sections, sharing)
+
+
+def seen_rows(x: tuple, seen: tuple[int, ...], first: int, device: torch.device) -> Making | None:
+    """Return the launch that copies rows of keys that are seen, or None if no kernel can run."""
+    return tile_map.seen_rows(x, seen, first, device) if _launches_on(device) and all(x.shape) else None
+
+
+def runs(ids: Tensor) -> Making | None:
+    """Return the launch that makes the runs of equal ids, or None if no kernel can run."""
+    there = _launches_on(ids.device) and ids.numel() and not ids.is_complex()
+    return tile_map.runs((ids.shape, ids.stride(), ids.dtype), ids.device) if there else None
 
 
 def _plans_kind(kind: Kind) -> bool:

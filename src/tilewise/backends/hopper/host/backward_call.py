@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +22,6 @@ from tilewise.backends.hopper.host.plan import LOG2_E, ends_of
 from tilewise.backends.hopper.host.portions import OF_KEYS, PackedPortions, Portion, Portions
 from tilewise.backends.hopper.pair_bias import ALIGNED, aligned
 from tilewise.caching import cached_property
-from tilewise.planning.planner import Making
 
 KEYS, QUERIES = "keys_", "queries_"
 PACKED = (
@@ -45,6 +44,7 @@ class BackwardDraft(PlacedPlan):
     config: Backward
     DECIDED = (*PlacedPlan.DECIDED, "keys", "sections")
     PRODUCTS = ("k", "v")
+    BESIDE = ("o", "lse", "dlse", "do")
 
     @property
     def tiles(self) -> masks.Sized:
@@ -86,9 +86,9 @@ class BackwardDraft(PlacedPlan):
         return self.cut or bool(self.problem.spec.grad_slots)
 
     @property
-    def places(self) -> dict[str, int]:
-        first = 4 + len(self.problem.extras)
-        return super().places | {name: first + n for n, name in enumerate(("o", "lse", "dlse", "do"))}
+    def bits(self) -> dict[str, masks.BitsOf]:
+        passes = self.passes if self.config.form == "bits" else {}
+        return {f"{x}tiles": masks.BitsOf.of(self.problem, tiles, x == KEYS) for x, tiles in passes.items()}
 
     @cached_property
     def portions(self) -> Portions | PackedPortions | None:
@@ -143,9 +143,8 @@ class BackwardDraft(PlacedPlan):
         problem = self.problem
         sizes = {"batch": problem.batch_dim, "heads_q": problem.heads_q, "seqlen_q": problem.seqlen_q}
         found = given_views(self.config, problem.dtype, sizes | {"starts": problem.batch + 1}) | self.drafted_leaves()
-        if self.config.form == "bits":
-            for x, tiles in self.passes.items():
-                found |= masks.BitsOf.of(problem, tiles, x == KEYS).views(f"{x}tiles", x)
+        for name, x in self.bits.items():
+            found |= x.views(name, name.removesuffix("tiles"))
         if problem.packed:
             counts = (self.portions.count, 1) if self.portions else (1,)
             found |= {name: draft.result(name, torch.int32, *counts, fill=0) for name in ("counts_k", "counts_q")}
@@ -160,29 +159,22 @@ class BackwardPlan(BackwardDraft):
         packed = self.problem.packed
         good = strides_addressable(do.shape, do.stride())
         do = aligned(do if good else do.clone(memory_format=torch.contiguous_format))
-        found = self.read(inputs)
+        kept = self.kept(inputs.leaves)
+        found = self.read(inputs, kept)
         found |= {"o": aligned(out.o), "do": do[None] if packed else do}
         found |= {"lse": out.lse, "dlse": dlse}
-        found |= self.mask_tensors(inputs) | self.tensors_beside(inputs)
+        found |= self.mask_tensors(inputs, kept) | self.tensors_beside(inputs)
         return found | self.portions.late(found) if self.portions else found
 
-    def mask_tensors(self, inputs: Inputs) -> dict[str, Tensor]:
-        """Those of them that are made of the mask."""
+    def mask_tensors(self, inputs: Inputs, kept: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Those of them that are made of the mask, of which some are :meth:`kept`."""
+        if self.config.form == "bits":
+            return dict(zip(self.keeps, kept, strict=True))
         found, fields = {}, self.config.mask_fields
         for prefix, tiles in self.passes.items():
-            memory = f"{prefix}tiles"
-            if self.config.form == "bits":
-                found[memory] = self.of_leaves(memory, inputs.leaves, self.makings[prefix])
-            else:
-                of_mask = self.of_mask_fields(inputs, tiles, prefix == KEYS)
-                found |= {prefix + name: x for name, x in zip(fields, of_mask, strict=True)}
+            of_mask = self.of_mask_fields(inputs, tiles, prefix == KEYS)
+            found |= {prefix + name: x for name, x in zip(fields, of_mask, strict=True)}
         return found
-
-    @cached_property
-    def makings(self) -> dict[str, Making]:
-        """What makes the tiles of a mask for each of the :attr:`passes`."""
-        each = zip(self.passes.items(), self.sections, strict=False)
-        return {x: masks.BitsOf.of(self.problem, tiles, x == KEYS).making(*section) for (x, tiles), section in each}
 
     def slope_gradient(self, parts: Tensor) -> dict[int, Tensor]:
         """The gradient of ALiBi's slopes, (heads_q,), by their slot, of its parts (batch, heads_q, warp); fp32."""
@@ -206,12 +198,16 @@ class BackwardPlan(BackwardDraft):
 
     def of_memory(self, do: Tensor, dlse: Tensor | None, saved: Saved) -> tuple[Tensor, Tensor, Tensor] | None:
         """The backward of a plan that is :attr:`direct` (:data:`tilewise.backends.base.DirectBackward`)."""
-        q, k, v, *_, o, lse = saved
+        q, k, v, *extras, _, o, lse = saved
         at = q.data_ptr() | k.data_ptr() | v.data_ptr() | o.data_ptr() | do.data_ptr()
         if at % ALIGNED or not do.is_contiguous() or not (dlse is None or dlse.is_contiguous()):
             return None
         dlse = devices.zeros(lse.device, lse.numel()) if dlse is None else dlse
-        tensors = *saved, dlse, do[None] if do.ndim == 3 else do
+        kept = self.kept(extras)
+        tensors = [*saved, dlse, do[None] if do.ndim == 3 else do, *kept]
+        for name, copy in self.copies.items() if self.zeroed else ():
+            n = "qkv".index(name)
+            tensors[n] = copy((tensors[n], kept[0]), do.device)
         dq, dk, dv, *_ = self.launches.run([tensors[n] for n in self.direct])
         return dq, dk, dv
 

@@ -6,7 +6,6 @@ its table, that of the first row that it sees: what follows lies behind it (docs
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +29,7 @@ KEYS = "own_keys"  # of :func:`masks.own_keys`
 class DecodingPlan(PagedPlan):
     """The decisions for one problem with a few queries a sequence."""
 
-    DECIDED = (*DirectPlan.DECIDED, "of_ends")
+    DECIDED = DirectPlan.DECIDED
 
     @cached_property
     def segment(self) -> int:
@@ -75,22 +74,13 @@ class DecodingPlan(PagedPlan):
         count = self.sizes["counts"]  # neither is read
         return View.contiguous("counts", torch.int32, *((1,) if name == "block_table" else ()), count)
 
-    @property
-    def places(self) -> dict[str, int]:
-        found = super().places
-        return found | {KEYS: 4 + len(self.problem.extras)} if self.of_ends else found
+    @cached_property
+    def keeps(self) -> tuple[str, ...]:
+        return (KEYS,) if reads_ends(self.problem) else ()
 
     @cached_property
-    def of_ends(self) -> bool:
-        """Whether tensors say which keys are seen."""
-        return reads_ends(self.problem)
-
-    @cached_property
-    def making(self) -> Making:
-        return masks.making(self.problem, "own_keys", page_rows(self.problem.k), masks.own_keys)
-
-    def kept(self, extras: Sequence[Tensor]) -> Sequence[Tensor]:
-        return (self.of_leaves(KEYS, extras, self.making),) if self.of_ends else ()
+    def makings(self) -> tuple[Making, ...]:
+        return (masks.making(self.problem, "own_keys", page_rows(self.problem.k), masks.own_keys),)
 
     def tensors(self, inputs: Inputs) -> dict[str, Tensor]:
-        return super().tensors(inputs) | dict(zip((KEYS,), self.kept(inputs.leaves), strict=False))
+        return super().tensors(inputs) | dict(zip(self.keeps, self.kept(inputs.leaves), strict=True))

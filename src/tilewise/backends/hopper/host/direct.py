@@ -22,8 +22,10 @@ class PlacedPlan(LaunchPlan):
     def direct(self) -> tuple[int, ...]:
         """The :attr:`places` of what launches read; empty where some of it, or of the results, is made with other operations."""
         places, launches = self.places, self.launches
-        made = launches is None or self.copied or not set(launches.given) <= set(places) or self.result_is_made
-        return () if made else tuple(places[name] for name in launches.given)
+        made = launches is None or set(self.copied) - set(self.zeroed) or self.result_is_made
+        if made or not set(launches.given) <= set(places):
+            return ()
+        return tuple(places[name] for name in launches.given)
 
     @property
     def result_is_made(self) -> bool:
@@ -35,10 +37,6 @@ class PlacedPlan(LaunchPlan):
 class DirectPlan(PlacedPlan):
     """The part of a forward's plan that runs such calls, and all others by :meth:`forward`."""
 
-    def kept(self, extras: Sequence[Tensor]) -> Sequence[Tensor]:
-        """What is made of the mask's tensors and lies behind the seed among :attr:`places`."""
-        return ()
-
     def of_memory(
         self, q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], lse: bool, seed: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None] | None:
@@ -48,6 +46,9 @@ class DirectPlan(PlacedPlan):
         if (at[0] | at[1] | at[2]) % ALIGNED:
             return None
         at += [0 if seed is None else seed.data_ptr(), *[x.data_ptr() for x in kept]]
+        if self.zeroed:
+            v = self.copies["v"]((v, kept[0]), q.device)
+            at[2] = v.data_ptr()
         o, *more = self.launches.run_memory([at[n] for n in self.direct], q, () if lse else ("lse",))
         return o, more[0] if lse else None
 

@@ -132,6 +132,8 @@ class Made(NamedTuple):
         """The memory with what it holds, on a tensor's device."""
         if self.fill == COUNTS:
             return devices.counts(like.device, self.shape[0])
+        if self.fill == 0 and self.dtype == torch.int32:
+            return devices.fresh(like.device, math.prod(self.shape)).view(self.shape)
         return like.new_full(self.shape, self.fill, dtype=self.dtype)
 
 

@@ -20,7 +20,6 @@ from tilewise.backends.hopper.host.draft import Draft, Launches, View, facts_of,
 from tilewise.backends.hopper.host.plan import ends_of
 from tilewise.backends.hopper.host.recipe import flat
 from tilewise.caching import cached_property
-from tilewise.planning.planner import Making
 
 TILES = "tiles"  # of a mask (:class:`masks.BitsOf`)
 
@@ -50,6 +49,15 @@ class ForwardPlan(DirectPlan):
     def grid(self) -> Grid:
         cores = devices.of(self.problem.device).cores
         return spread(self.problem, self.config, self.band.stop - self.band.start, cores)
+
+    @property
+    def bits(self) -> dict[str, masks.BitsOf]:
+        return {TILES: masks.BitsOf.of(self.problem, self.config.tiles)} if self.config.form == "bits" else {}
+
+    @property
+    def sections(self) -> tuple[tuple[int, int], ...]:
+        """The heads of a section, and the CTAs."""
+        return ((self.grid.section, self.grid.ctas),)
 
     @cached_property
     def numbers(self) -> dict[str, int | float]:
@@ -95,35 +103,23 @@ class ForwardPlan(DirectPlan):
     def beside(self, draft: Draft) -> dict[str, Any]:
         """What a launch gets beside q, k, v, o, lse and sinks, by name: Views, Lates and numbers."""
         found = given_views(self.config, self.problem.dtype, self.sizes) | self.drafted_leaves() | self.numbers
-        if self.config.form == "bits":
-            found |= masks.BitsOf.of(self.problem, self.config.tiles).views(TILES)
+        for name, x in self.bits.items():
+            found |= x.views(name)
         return found | written(draft, self.config, self.problem.dtype, self.sizes)
 
     def tensors(self, inputs: Inputs) -> dict[str, Tensor]:
         """The tensors that the launch reads, by name."""
-        found = self.read(inputs)
+        kept = self.kept(inputs.leaves)
+        found = self.read(inputs, kept)
         if inputs.sink is not None:
             found["sink"] = inputs.sink.detach().float()
-        return found | self.mask_tensors(inputs) | self.tensors_beside(inputs)
+        return found | self.mask_tensors(inputs, kept) | self.tensors_beside(inputs)
 
-    def mask_tensors(self, inputs: Inputs) -> dict[str, Tensor]:
-        """Those of them that are made of the mask."""
+    def mask_tensors(self, inputs: Inputs, kept: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Those of them that are made of the mask, of which some are :meth:`kept`."""
         if self.config.form == "bits":
-            return {TILES: self.of_leaves(TILES, inputs.leaves, self.making)}
+            return dict(zip(self.keeps, kept, strict=True))
         return dict(zip(self.config.mask_fields, self.of_mask_fields(inputs, self.config.tiles), strict=True))
-
-    @cached_property
-    def making(self) -> Making:
-        """What makes the tiles of a mask."""
-        return masks.BitsOf.of(self.problem, self.config.tiles).making(self.grid.section, self.grid.ctas)
-
-    @property
-    def places(self) -> dict[str, int]:
-        found = super().places
-        return found | {TILES: 4 + len(self.problem.extras)} if self.config.form == "bits" else found
-
-    def kept(self, extras: Sequence[Tensor]) -> Sequence[Tensor]:
-        return (self.of_leaves(TILES, extras, self.making),) if self.config.form == "bits" else ()
 
     def forward(self, inputs: Inputs) -> Output:
         if self.launches is None:

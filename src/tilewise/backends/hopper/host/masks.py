@@ -4,7 +4,7 @@ sees. All are made on the device."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -17,10 +17,10 @@ from tilewise.backends.hopper.host.draft import View, contiguous_strides
 from tilewise.backends.hopper.latent.selected import rows_of
 from tilewise.masks.facts import every_key_seen
 from tilewise.planning import planner
-from tilewise.planning.bit_tiles import BitTiles, Layout, Sections, only_seen_keys
+from tilewise.planning.bit_tiles import BitTiles, Layout, Sections, only_seen_keys, seen_at, seen_shape
 from tilewise.planning.planner import Kind, Making
 from tilewise.planning.tiles import PARTIAL, Grid, TileMap, seen_keys
-from tilewise.problem import Problem
+from tilewise.problem import Problem, TensorFacts
 
 
 class Sized(Protocol):
@@ -47,12 +47,13 @@ def row_ends(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
 def kind_of(problem: Problem) -> Kind:
     """All of a problem that decides the launches which plan its mask."""
     leaves = tuple((x.shape, x.stride, x.dtype) for x in problem.extras)
-    lengths = problem.seqlen_q, problem.seqlen_k
-    return Kind(problem.spec.region, leaves, problem.batch, problem.heads_q, lengths, problem.device)
+    lengths, region = (problem.seqlen_q, problem.seqlen_k), problem.spec.region
+    region = replace(region, prepared=None) if region.prepared else region  # kernels judge all tiles in one launch
+    return Kind(region, leaves, problem.batch, problem.heads_q, lengths, problem.device)
 
 
 def _kernels_for(problem: Problem) -> planner.Planner | None:
-    return None if problem.spec.region.prepared else planner.of_kind(kind_of(problem))
+    return planner.of_kind(kind_of(problem))
 
 
 def making(problem: Problem, name: str, size: int, otherwise: Callable[..., Tensor]) -> Making:
@@ -126,15 +127,15 @@ class BitsOf:
         """Query heads that take their lines in one order."""
         return self.problem.group if self.by_columns else 1
 
-    @property
-    def layout(self) -> Layout:
-        p = self.problem
+    def layout(self, seen: bool = False) -> Layout:
+        """Where they lie. ``seen``: and behind them, which keys are seen."""
+        p, sharing = self.problem, self.problem.group if seen else 0
         shape = p.batch, p.heads_q, p.seqlen_q, p.seqlen_k
-        return Layout.of(p.spec.region, shape, self.crossing, self.by_columns, p.extras, self.group)
+        return Layout.of(p.spec.region, shape, self.crossing, self.by_columns, p.extras, self.group, sharing)
 
     def views(self, memory: str, prefix: str = "") -> dict[str, View]:
         """The tensors by the names of a launch's parameters; lists are expanded to every batch element and head."""
-        layout, found = self.layout, {}
+        layout, found = self.layout(), {}
         places = layout.places
         for name, shape in layout.shapes.items():
             strides = contiguous_strides(shape)
@@ -145,13 +146,13 @@ class BitsOf:
             found[prefix + name] = View(memory, torch.int32, shape, strides, places[name])
         return found
 
-    def making(self, section: int, ctas: int) -> Making:
+    def making(self, section: int, ctas: int, seen: bool) -> Making:
         """What makes them of a call's extras. ``section``: heads that a section has at least. ``ctas``: of the launch."""
-        p, how = self.problem, (self.crossing, self.by_columns)
+        p, how, sharing = self.problem, (self.crossing, self.by_columns), self.problem.group if seen else 0
         sections = Sections(p.batch * p.heads_q // self.group, section, ctas, self.group)
         kernels = _kernels_for(p)
-        found = None if kernels is None else kernels.all_of_bits(kind_of(p), self.layout, *how, sections)
-        return found or (lambda extras, device: BitTiles.build(grid_of(p, extras), *how, sections).memory)
+        found = None if kernels is None else kernels.all_of_bits(kind_of(p), self.layout(seen), *how, sections, sharing)
+        return found or (lambda extras, device: BitTiles.build(grid_of(p, extras), *how, sections, sharing).memory)
 
 
 def lines(problem: Problem, inputs: Inputs) -> Tensor:
@@ -195,7 +196,23 @@ def may_hide_keys(problem: Problem, tile: tuple[int, int] | None = None) -> bool
     return not (known or (tile is not None and only_seen_keys(problem.spec.region, tile)))
 
 
-def seen(problem: Problem, inputs: Inputs) -> Tensor:
-    """The keys that some query of their batch and head group sees, where a mask :func:`may_hide_keys`: bool (batch|1, seqlen_k, heads_k|1,
-    1)."""
-    return seen_keys(grid_of(problem, inputs.leaves), problem.group).mT.unsqueeze(-1)
+def seen(problem: Problem, extras: Sequence[Tensor], sharing: int) -> Tensor:
+    """The keys that some query of their batch element and of the ``sharing`` heads of their key head sees: bool, of the shape that
+    :func:`tilewise.planning.bit_tiles.seen_shape` says."""
+    shape = problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k
+    found = seen_keys(grid_of(problem, extras), sharing)
+    return found.expand(seen_shape(problem.spec.region, shape, sharing)).contiguous()
+
+
+def seen_rows(problem: Problem, x: TensorFacts, tiles: BitsOf | None) -> Making:
+    """What copies k or v with zeros for the keys that no query sees, of the tensor and of the memory of tiles; None: of :func:`seen`."""
+    first, lengths = 4 * tiles.layout(True).places["seen"] if tiles else 0, (problem.seqlen_q, problem.seqlen_k)
+    shape = seen_shape(problem.spec.region, (problem.batch, problem.heads_q, *lengths), problem.group)
+    kernels = _kernels_for(problem)
+    found = None if kernels is None else kernels.seen_rows(x, shape, first, problem.device)
+
+    def otherwise(given: Sequence[Tensor], device: torch.device) -> Tensor:
+        tensor, memory = given
+        return torch.where(seen_at(memory, first, shape).mT.unsqueeze(-1), tensor, 0).contiguous()
+
+    return found or otherwise

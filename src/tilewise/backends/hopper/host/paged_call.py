@@ -21,6 +21,8 @@ from tilewise.gather import statistic_in_layout_of
 class PagedPlan(ForwardPlan):
     """The decisions for one problem whose keys lie in pages."""
 
+    PRODUCTS = ()
+
     @property
     def sees_nothing(self) -> bool:
         return 0 in self.problem.output_shapes[0]

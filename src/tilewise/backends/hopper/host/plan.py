@@ -139,16 +139,74 @@ class ScorePlan(Plan):
 
 
 @dataclass(eq=False)
-class LaunchPlan(ScorePlan):
+class MaskPlan(ScorePlan):
+    """The decisions about what is kept of a mask's tensors, and which copies of k and v a call reads (docs/decisions.md#repeated-calls).
+
+    Attributes:
+        PRODUCTS: of k and v, those that P or dS is multiplied with, where kernels are not kept from keys that no query sees otherwise.
+    """
+
+    PRODUCTS: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def tiles(self) -> masks.Sized:
+        """The tiles in which keys are visited."""
+        raise NotImplementedError
+
+    @cached_property
+    def zeroed(self) -> tuple[str, ...]:
+        """Those of k and v that have zeros for keys that no query sees. They may be NaN, and in a product even a P or dS of zero would let
+        them through."""
+        tiles = self.tiles
+        visited = (tiles.tile_m, tiles.tile_n) if self.config.form == "bits" else None
+        unseen = not self.config.of_numbers and masks.may_hide_keys(self.problem, visited)
+        return self.PRODUCTS if unseen else ()
+
+    @property
+    def bits(self) -> dict[str, masks.BitsOf]:
+        """What each pass reads of a mask with a bit for each pair, by the name of its memory."""
+        return {}
+
+    @cached_property
+    def keeps(self) -> tuple[str, ...]:
+        """The names of the memories that are kept of the mask's tensors; the first one says which keys are seen, where some of k and v are
+        :attr:`zeroed`."""
+        return tuple(self.bits) or (("seen",) if self.zeroed else ())
+
+    @cached_property
+    def makings(self) -> tuple[Making, ...]:
+        """What makes each of them."""
+        if not self.bits:
+            return (lambda extras, device: masks.seen(self.problem, extras, self.problem.group),)
+        each = zip(self.bits.values(), self.sections, strict=False)
+        return tuple([x.making(*section, seen=n == 0 and bool(self.zeroed)) for n, (x, section) in enumerate(each)])
+
+    @cached_property
+    def copies(self) -> dict[str, Making]:
+        """What makes copies of those that are :attr:`zeroed`, of each and of the memory that says which keys are seen."""
+        tiles = next(iter(self.bits.values()), None)
+        return {name: masks.seen_rows(self.problem, getattr(self.problem, name), tiles) for name in self.zeroed}
+
+    def kept(self, extras: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The memories that are kept of the mask's tensors, in the order of their names."""
+        return (
+            [self.of_leaves(name, extras, make) for name, make in zip(self.keeps, self.makings, strict=True)]
+            if self.keeps
+            else ()
+        )
+
+
+@dataclass(eq=False)
+class LaunchPlan(MaskPlan):
     """The decisions for one pass over a problem, the forward's or the backward's.
 
     Attributes:
         DECIDED: the properties that follow from the problem's sizes and are computed at once where they are by structure.
-        PRODUCTS: of k and v, those that P or dS is multiplied with.
+        BESIDE: what a call brings behind the seed.
     """
 
-    DECIDED: ClassVar[tuple[str, ...]] = ("copied", "zeroed", "launches")
-    PRODUCTS: ClassVar[tuple[str, ...]] = ()
+    DECIDED: ClassVar[tuple[str, ...]] = ("copied", "zeroed", "keeps", "launches")
+    BESIDE: ClassVar[tuple[str, ...]] = ()
 
     def drafted(self) -> Launches:
         """The launches of a call that sees keys."""
@@ -166,25 +224,13 @@ class LaunchPlan(ScorePlan):
         named = ("q", self.problem.q), ("k", self.problem.k), ("v", self.problem.v)
         return tuple(name for name, x in named if name in self.zeroed or not strides_addressable(x.shape, x.stride))
 
-    @cached_property
-    def zeroed(self) -> tuple[str, ...]:
-        """Those of k and v that have zeros for keys that no query sees. They may be NaN, and in a product even a P or dS of zero would let
-        them through."""
-        tiles = self.tiles
-        visited = (tiles.tile_m, tiles.tile_n) if self.config.form == "bits" else None
-        unseen = not self.config.of_numbers and masks.may_hide_keys(self.problem, visited)
-        return self.PRODUCTS if unseen else ()
-
-    @property
-    def tiles(self) -> masks.Sized:
-        """The tiles in which keys are visited."""
-        raise NotImplementedError
-
     @property
     def places(self) -> dict[str, int]:
-        """The places of tensors that kernels read as they are, among q, k, v, the extras, the seed and what is :meth:`kept`."""
+        """The places of tensors that kernels read as they are, among q, k, v, the extras, the seed, :attr:`BESIDE` and what it
+        :attr:`keeps`."""
         spec, extras = self.problem.spec, self.problem.extras
-        found = {"q": 0, "k": 1, "v": 2, "seed": 3 + len(extras)}
+        found = {"q": 0, "k": 1, "v": 2}
+        found |= {name: 3 + len(extras) + n for n, name in enumerate(("seed", *self.BESIDE, *self.keeps))}
         pages = {"block_table": spec.page_slots[0], "seqlens_k": spec.page_slots[1]} if spec.page_slots else {}
         cu = dict(zip(("cu_q", "cu_k"), spec.cu_slots, strict=False))
         found |= {name: 3 + n for name, n in pages.items()}
@@ -203,17 +249,15 @@ class LaunchPlan(ScorePlan):
         found = View.of(name, getattr(self.problem, name))
         return found._replace(strides=contiguous_strides(found.shape)) if name in self.copied else found
 
-    def read(self, inputs: Inputs) -> dict[str, Tensor]:
-        """q, k and v as :meth:`view` has them."""
-        q, k, v = found = inputs.q, inputs.k, inputs.v
-        if self.copied or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNED:
-            q, k, v = (self._copied(name, x, inputs) for name, x in zip("qkv", found, strict=True))
-        return {"q": q, "k": k, "v": v}
-
-    def _copied(self, name: str, tensor: Tensor, inputs: Inputs) -> Tensor:
-        if name in self.zeroed:
-            tensor = torch.where(self.of_mask(inputs, masks.seen), tensor, 0)
-        return aligned(tensor.contiguous() if name in self.copied else tensor)
+    def read(self, inputs: Inputs, kept: Sequence[Tensor] = ()) -> dict[str, Tensor]:
+        """q, k and v as :meth:`view` has them, by what is :meth:`kept` of the mask."""
+        found = {"q": inputs.q, "k": inputs.k, "v": inputs.v}
+        if self.copied or (inputs.q.data_ptr() | inputs.k.data_ptr() | inputs.v.data_ptr()) % ALIGNED:
+            others = {name: x for name, x in found.items() if name not in self.zeroed}
+            found |= {name: aligned(x.contiguous() if name in self.copied else x) for name, x in others.items()}
+        if self.zeroed:
+            found |= {name: copy((found[name], kept[0]), kept[0].device) for name, copy in self.copies.items()}
+        return found
 
     @property
     def sees_nothing(self) -> bool:

@@ -27,6 +27,8 @@ from tilewise.gather import statistic_in_layout_of
 class ListedPlan(ForwardPlan):
     """The decisions for one problem whose values have memory of their own."""
 
+    PRODUCTS = ()
+
     @property
     def sees_nothing(self) -> bool:
         return has_no_pair(self.problem) or 0 in self.problem.output_shapes[0]

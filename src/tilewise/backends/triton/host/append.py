@@ -62,16 +62,18 @@ class AppendLaunch:
     def __call__(self, cache: Pages, k: Tensor, v: Tensor | None, cu_seqlens_q: Tensor | None) -> None:
         """Writes k and v behind the keys of each sequence."""
         k_pages, v_pages, block_table, seqlens_k, *scales = cache
-        if scales:
-            k_pages, v_pages = k_pages.view(torch.uint8), v_pages.view(torch.uint8)
-        kernels, v_pages = runtime.kernels().append, None if v is None else v_pages
-        tensors = kernels.AppendTensors(k_pages, v_pages, k, v, block_table, seqlens_k, cu_seqlens_q, *scales)
-        aligned = runtime.aligned(tensors)
-        with runtime.on_device(k):
-            if aligned and self.compiled is not None:
-                runtime.run_compiled(self.compiled, (self.rows,), tensors, self.sizes, *self.constants)
-                return
-            with runtime.assembling() as read:
-                kernel = kernels.append_kernel[self.rows,]
-                found = kernel(tensors, self.sizes, *self.constants, num_warps=4, **FUSION, **read)
-        self.compiled = found if aligned else self.compiled
+        tensors = k_pages, None if v is None else v_pages, k, v, block_table, seqlens_k, cu_seqlens_q, *scales
+        at, places = [None if x is None else x.data_ptr() for x in tensors], 0
+        for address in at:
+            places |= address or 0
+        if self.compiled is not None and places % 16 == 0 and runtime.current() == k.device.index:
+            at += [None] * (9 - len(at))
+            runtime.run_each([(self.compiled, (self.rows, 1, 1), (tuple(at), self.sizes, *self.constants))])
+            return
+        kernels = runtime.kernels().append
+        pools = [x.view(torch.uint8) if scales and x is not None else x for x in tensors[:2]]
+        with runtime.on_device(k), runtime.assembling() as read:
+            kernel = kernels.append_kernel[self.rows,]
+            given = kernels.AppendTensors(*pools, *tensors[2:]), self.sizes, *self.constants
+            found = kernel(*given, num_warps=4, **FUSION, **read)
+        self.compiled = self.compiled if places % 16 else found

@@ -32,7 +32,7 @@ from tilewise.backends.triton.paging import Machine, paged_config, paged_memory
 from tilewise.backends.triton.tiles import Streams, Tiles, columns, fit, pieces, program_limit
 from tilewise.backends.triton.tiles import shared_memory as promised_memory
 from tilewise.masks.catalogue import block_sparse, causal, dense, keep, selected, window
-from tilewise.planning.bit_tiles import THREADS, BitTiles, Sections, words_of
+from tilewise.planning.bit_tiles import Layout, Sections
 from tilewise.planning.tiles import Grid
 from tilewise.problem import Problem, check
 from tilewise.scores.catalogue import alibi, bias, score, softcap
@@ -228,17 +228,15 @@ def recorded(item: Launch) -> Iterator[tuple]:
     if plan.lists:
         shape = (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
         grid = Grid.whole(problem.spec.region, inputs.leaves, shape, q.device)
-        made = [("tile_map", *tile_map.judging(grid, 128, 128, problem.group))]
-        new = partial(torch.empty, dtype=torch.int32, device="meta")
-        tiles = BitTiles(new(1, 1, 2, 2), new(1, 1, 2, 4), new(5, THREADS, words_of(128)), new(1))
-        status = torch.empty((1, 1, 2, 2), dtype=torch.uint8, device="meta")
         for by_columns in (False, True):
-            launches, tensors = tile_map.listing(tiles, status, grid, by_columns, Sections())
-            for x in launches:
+            layout = Layout.of(grid.region, shape, 128, by_columns, grid.leaves, sharing=problem.group)
+            kept = tile_map.all_of_bits(tile_map.Kind.of(grid), layout, (128, by_columns), Sections(), problem.group)
+            memories = [torch.empty(1 << 20, dtype=torch.uint8, device="meta") for _ in range(tile_map.LEAVES)]
+            for x, tensors in kept.tensors([*memories, *grid.leaves]):
                 name = x.kernel.fn.__name__.removesuffix("_kernel")
-                made.append((name.replace("tile", "key" if by_columns else "tile"), x, tensors))
-        made.append(("tile_bits", *tile_map.writing_bits(tiles, grid, 128, False)))
-        found += [(name, x.kernel, x.tiles, (tensors, *x.numbers, x.facts)) for name, x, tensors in made]
+                found.append(
+                    (f"{name}_by_columns" * by_columns or name, x.kernel, x.tiles, (tensors, *x.numbers, x.facts))
+                )
     yield from found
 
 

@@ -101,6 +101,7 @@ def assembling() -> Iterator[dict[str, str]]:
 
 
 _HERE = nullcontext()
+current = getattr(torch._C, "_cuda_getDevice", lambda: None)  # the number of the current GPU
 
 
 def on_device(x: torch.Tensor):
@@ -257,15 +258,21 @@ def aligned(tensors: Iterable[object]) -> bool:
 
 
 def run_compiled(compiled, grid: tuple[int, ...], *arguments: object) -> None:
-    """Launches a compiled kernel. ``compiled[grid](*arguments)`` would go through two chains of hooks though nobody listens."""
-    if not all(grid):
-        return
-    grid = (*grid, 1, 1)[:3]
+    """Launches a compiled kernel (:func:`run_each`)."""
+    if all(grid):
+        run_each([(compiled, (*grid, 1, 1)[:3], arguments)])
+
+
+def run_each(launches: Iterable[tuple[Any, tuple[int, int, int], tuple]]) -> None:
+    """Launches compiled kernels, each with its grid and its arguments. ``compiled[grid](*arguments)`` would go through two chains of hooks
+    though nobody listens."""
     if listening():
-        compiled[grid](*arguments)
+        for compiled, grid, arguments in launches:
+            compiled[grid](*arguments)
         return
     stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
-    compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
+    for compiled, grid, arguments in launches:
+        compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
 
 
 def opaque(x: object) -> object:

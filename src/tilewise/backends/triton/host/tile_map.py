@@ -7,7 +7,7 @@ Their kernels are those of ``kernels.tile_map``, ``kernels.tile_lists`` and ``ke
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
@@ -28,7 +28,7 @@ from tilewise.caching import cached_property
 from tilewise.expr import Expr
 from tilewise.masks.facts import granularity
 from tilewise.masks.regions import Region
-from tilewise.planning.bit_tiles import LINES, RESERVED, BitTiles, Layout, Sections
+from tilewise.planning.bit_tiles import LINES, RESERVED, THREADS, Layout, Sections
 from tilewise.planning.planner import Kind
 from tilewise.planning.tiles import Grid
 from tilewise.problem import TensorFacts
@@ -76,9 +76,13 @@ def judged(grid: Grid, tile_m: int, tile_n: int, group: int | None = None) -> tu
     Returns:
         uint8 ``(b|1, h|1, query tiles, key tiles)``, and bool ``(b|1, heads_k|1, keys)`` or None.
     """
-    launch, tensors = judging(grid, tile_m, tile_n, group)
-    launch(tensors)
-    return tensors.status, None if tensors.seen is None else tensors.seen.view(torch.bool)
+    launch = _judging(Kind.of(grid), (tile_m, tile_n), group, PROGRAMS)
+    (status, seen), device = launch.made, grid.b.device
+    status = torch.empty(status, dtype=torch.uint8, device=device)
+    seen = None if seen is None else torch.zeros(seen, dtype=torch.bool, device=device)
+    of_bytes = None if seen is None else seen.view(torch.uint8)
+    launch(runtime.kernels().maps.MapTensors(status, of_bytes, grid.b, grid.h, launch.read(grid)))
+    return status, seen
 
 
 @dataclass(eq=False)
@@ -102,9 +106,18 @@ class MaskLaunch:
     tiles: ClassVar[Tiles] = PROGRAM
 
     @classmethod
-    def of(cls, kernel: Any, grid: tuple[int, ...], sizes: Any, facts: Facts, emitted: Emitted | None = None, made=()):
-        numbers, slots = ((), ()) if emitted is None else (emitted.numbers, emitted.slots)
-        return cls(kernel, grid, (runtime.opaque(sizes), runtime.opaque(numbers)), facts, slots, made)
+    def of(
+        cls,
+        kernel: Any,
+        grid: tuple[int, ...],
+        sizes: Any,
+        facts: Facts,
+        emitted: Emitted | None = None,
+        made=(),
+        slots=(),
+    ) -> MaskLaunch:
+        numbers, slots = ((), slots) if emitted is None else (emitted.numbers, emitted.slots)
+        return cls(kernel, (*grid, 1, 1)[:3], (runtime.opaque(sizes), runtime.opaque(numbers)), facts, slots, made)
 
     def read(self, grid: Grid) -> tuple[Tensor, ...]:
         """The mask's tensors that the kernel reads."""
@@ -128,7 +141,8 @@ class Place(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
     def of(self, memories: Sequence[Tensor]) -> Tensor:
-        return memories[self.memory][self.first : self.first + self.size].view(self.dtype).view(self.shape)
+        bytes_there = memories[self.memory].view(-1).view(torch.uint8)
+        return bytes_there[self.first : self.first + self.size].view(self.dtype).view(self.shape)
 
 
 MADE, SCRATCH, INDEX, LEAVES = range(4)  # the first memories of a launch
@@ -136,20 +150,21 @@ MADE, SCRATCH, INDEX, LEAVES = range(4)  # the first memories of a launch
 
 @dataclass(eq=False)
 class MaskLaunches:
-    """Launches that make one tensor of a mask's tensors, kept as each of them is.
+    """Launches that make one tensor of other tensors, kept as each of them is.
 
-    Memories are that of the result, one for what nobody reads afterwards, the numbers from 0 on, and the mask's tensors by slot.
+    Memories are that of the result, one for what nobody reads afterwards, the numbers from 0 on, and the given tensors, a mask's by slot.
 
     Attributes:
         result: the place of what is made, all of its memory. scratch: bytes of the second memory. numbers: how many there are.
-        steps: each launch with the tuple of its tensors, a :class:`Place` each; the last is of the mask's tensors, and empty.
-        compiled: whether the kernels are known.
+        steps: each launch with the tuple of its tensors, a :class:`Place` each; the last is of the given tensors, and empty.
+        zeros: whether launches count on zeros in the result. compiled: whether the kernels are known.
     """
 
     result: Place
-    scratch: int
-    numbers: int
     steps: tuple[tuple[MaskLaunch, Any], ...]
+    scratch: int = 0
+    numbers: int = 0
+    zeros: bool = False
     compiled: bool = False
 
     @cached_property
@@ -158,74 +173,117 @@ class MaskLaunches:
         return tuple(dict.fromkeys(n for launch, _ in self.steps for n in launch.slots))
 
     def __call__(self, leaves: Sequence[Tensor], device: torch.device) -> Tensor:
-        result = torch.empty(self.result.shape, dtype=self.result.dtype, device=device)
+        allocate = torch.zeros if self.zeros else torch.empty
+        result = allocate(self.result.shape, dtype=self.result.dtype, device=device)
         space = devices.workspace(device, self.scratch) if self.scratch else result
         numbers = devices.indices(device, self.numbers) if self.numbers else result
         at, places = [x.data_ptr() for x in (result, space, numbers, *leaves)], 0
         for n in self.reads:
             places |= at[LEAVES + n]
-        with runtime.on_device(result):
-            if places % 16 or not self.compiled:
-                self._first((result, space, numbers), leaves)
-                return result
-            for launch, (*places, _) in self.steps:
-                tensors = (
-                    *[None if x is None else at[x.memory] + x.first for x in places],
-                    tuple([at[LEAVES + n] for n in launch.slots]),
-                )
-                runtime.run_compiled(launch.compiled, launch.grid, tensors, *launch.numbers, launch.facts)
+        if places % 16 or not self.compiled or runtime.current() != device.index:
+            with runtime.on_device(result):
+                self._first((result, space, numbers, *leaves))
+            return result
+        places, order = self.placed
+        at, ready = [None if x is None else at[x[0]] + x[1] for x in places], []
+        for launch, first, leaf, stop in order:
+            tensors = *at[first:leaf], tuple(at[leaf:stop])
+            ready.append((launch.compiled, launch.grid, (tensors, *launch.numbers, launch.facts)))
+        runtime.run_each(ready)
         return result
 
-    def _first(self, memories: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
-        """Launches with tensors, of which Triton learns what to compile."""
-        memories = [x.view(-1).view(torch.uint8) for x in memories]
+    @cached_property
+    def placed(self) -> tuple[list, list]:
+        """The memory and the first byte there of all tensors of all launches; and where those of each begin, its leaves, and end."""
+        places, order = [], []
+        for launch, (*tensors, _) in self.steps:
+            first, leaf = len(places), len(places) + len(tensors)
+            places += [*tensors, *[(LEAVES + n, 0) for n in launch.slots]]
+            order.append((launch, first, leaf, len(places)))
+        return places, order
+
+    def tensors(self, memories: Sequence[Tensor]) -> Iterator[tuple[MaskLaunch, Any]]:
+        """Each launch with its tensors in these memories."""
         for launch, places in self.steps:
             *found, _ = places
             found = [None if x is None else x.of(memories) for x in found]
-            launch(type(places)(*found, tuple([leaves[n] for n in launch.slots])))
+            yield launch, type(places)(*found, tuple([memories[LEAVES + n] for n in launch.slots]))
+
+    def _first(self, memories: Sequence[Tensor]) -> None:
+        """Launches with tensors, of which Triton learns what to compile."""
+        for launch, tensors in self.tensors(memories):
+            launch(tensors)
         self.compiled = all(launch.compiled is not None for launch, _ in self.steps)
 
 
+@lru_cache(maxsize=1024)
 def of_elements(kind: Kind, kernel: str, parts: int, rows: int) -> MaskLaunches:
     """The launch of ``starts`` or ``own_keys`` (:class:`tilewise.planning.planner.Planner`), with ``rows`` of k for each element."""
-    launch = _of_elements(kind, kernel, parts, rows)
-    result = Place(MADE, 0, torch.int32, launch.made[0])
-    return MaskLaunches(result, 0, 0, ((launch, runtime.kernels().maps.KeysTensors(result, ())),))
+    emitted = emit_mask(Region(lo=kind.region.lo, hi=kind.region.hi), _leaves(kind), kind.lengths)
+    facts = Facts(**{name: emitted.functions.get(name) for name in ("lo", "hi")}, overlap=None)
+    kernels, count = runtime.kernels().maps, kind.batch * parts + 1 if parts else kind.batch
+    sizes = kernels.KeysSizes(count, parts, rows, *kind.lengths, _extents(kind, emitted))
+    launch = MaskLaunch.of(getattr(kernels, f"{kernel}_kernel"), (kind.batch,), sizes, facts, emitted)
+    result = Place(MADE, 0, torch.int32, (2, count))
+    return MaskLaunches(result, ((launch, kernels.KeysTensors(result, ())),))
 
 
 @lru_cache(maxsize=1024)
-def _of_elements(kind: Kind, kernel: str, parts: int, rows: int) -> MaskLaunch:
-    emitted = emit_mask(Region(lo=kind.region.lo, hi=kind.region.hi), _leaves(kind), kind.lengths)
-    facts = Facts(**{name: emitted.functions.get(name) for name in ("lo", "hi")}, overlap=None)
-    kernels = runtime.kernels()
-    count = kind.batch * parts + 1 if parts else kind.batch
-    sizes = kernels.maps.KeysSizes(count, parts, rows, *kind.lengths, _extents(kind, emitted))
-    return MaskLaunch.of(getattr(kernels.maps, f"{kernel}_kernel"), (kind.batch,), sizes, facts, emitted, ((2, count),))
+def seen_rows(x: tuple, seen: tuple[int, ...], first: int, device: torch.device) -> MaskLaunches:
+    """The launch of ``seen_rows`` (:class:`tilewise.planning.planner.Planner`). ``device``: where kernels are compiled for."""
+    kernels, (shape, strides, dtype) = runtime.kernels().maps, x
+    batch, keys, heads, columns = shape
+    apart = seen[1] * seen[2] if seen[0] > 1 else 0, seen[2] if seen[1] > 1 else 0
+    sizes = kernels.RowsSizes(batch * keys * heads, keys, heads, columns, tuple(strides), apart)
+    result, of_seen = Place(MADE, 0, dtype, tuple(shape)), Place(LEAVES + 1, first, torch.uint8, seen)
+    programs = (-(-sizes.rows // kernels.ROWS.value),)
+    launch = MaskLaunch.of(kernels.seen_rows_kernel, programs, sizes, Facts(overlap=None), slots=(0,))
+    return MaskLaunches(result, ((launch, kernels.RowsTensors(result, of_seen, ())),))
 
 
-def all_of_bits(kind: Kind, layout: Layout, how: tuple[int, bool], sections: Sections) -> MaskLaunches | None:
-    """The launches that make the tiles of a whole mask (:class:`BitTiles`) as they lie in their memory, ``how``: in tiles of so many
-    crossing lines, by columns or not; None: the states of tiles are not told apart as the layout does."""
+@lru_cache(maxsize=1024)
+def runs(ids: tuple, device: torch.device) -> MaskLaunches:
+    """The launch of ``runs`` (:class:`tilewise.planning.planner.Planner`), of ids of that shape, stride and dtype."""
+    kernels, (shape, strides, _) = runtime.kernels().maps, ids
+    batch, places = (1, *shape)[-2:]
+    sizes, result = (
+        kernels.RunsSizes(batch * places, places, (0, *strides)[-2:]),
+        Place(MADE, 0, torch.int32, (2, *shape)),
+    )
+    programs = (batch * -(-places // kernels.RUNS.value),)
+    launch = MaskLaunch.of(kernels.runs_kernel, programs, sizes, Facts(overlap=None), slots=(0,))
+    return MaskLaunches(result, ((launch, kernels.KeysTensors(result, ())),))
+
+
+def all_of_bits(
+    kind: Kind, layout: Layout, how: tuple[int, bool], sections: Sections, sharing: int
+) -> MaskLaunches | None:
+    """The launches that make the tiles of a whole mask as they lie in their memory, ``how``: in tiles of so many crossing lines, by columns
+    or not; None: the states of tiles are not told apart as the layout does. ``sharing``: the query heads of a key head, where the keys that
+    are seen are asked for too."""
     (crossing, by_columns), kernels = how, runtime.kernels()
     tile = (crossing, LINES) if by_columns else (LINES, crossing)
-    judge = _judging(kind, tile, None, PROGRAMS)
-    if judge.made[0][:2] != (layout.batch, layout.heads) or layout.alike > 1:
+    judge = _judging(kind, tile, sharing or None, PROGRAMS, layout.alike)
+    told = layout.batch, layout.heads // layout.alike
+    if judge.made[0][:2] != told or (sharing and judge.made[1] != layout.seen):
         return None
     places, shapes = layout.places, layout.shapes
     made = {name: Place(MADE, 4 * places[name], torch.int32, shape) for name, shape in shapes.items()}
     ragged = kind.lengths[1] % tile[1] > 0
-    of_lists = _listing((shapes["blocks"], shapes["bits"]), ragged, by_columns, sections, kind.device)
+    of_lists = _listing(layout, ragged, by_columns, sections, kind.device)
     status = Place(SCRATCH, 0, torch.uint8, judge.made[0])
     counts = Place(SCRATCH, -(-status.size // 16) * 16, torch.int32, of_lists[0].made[0])
-    index = Place(INDEX, 0, torch.int64, (max(kind.batch, kind.heads),))
+    index, seen = Place(INDEX, 0, torch.int64, (max(kind.batch, kind.heads),)), None
+    if sharing:
+        seen = Place(MADE, 4 * places["seen"], torch.uint8, layout.seen)
     lists = kernels.lists.ListTensors(
         status, counts, **{x: made[x] for x in ("blocks", "work", "bits", "section")}, b=status, leaves=()
     )
     bits = kernels.BitTensors(made["bits"], made["blocks"], made["work"], index, index, ())
-    steps = ((judge, kernels.maps.MapTensors(status, None, index, index, ())), *[(x, lists) for x in of_lists])
-    steps += ((_writing_bits(kind, shapes["blocks"], layout.slots, how, PROGRAMS), bits),)
+    steps = ((judge, kernels.maps.MapTensors(status, seen, index, index, ())), *[(x, lists) for x in of_lists])
+    steps += ((_writing_bits(kind, layout, how, PROGRAMS), bits),)
     result = Place(MADE, 0, torch.int32, (places[""],))
-    return MaskLaunches(result, counts.first + counts.size, index.shape[0], steps)
+    return MaskLaunches(result, steps, counts.first + counts.size, index.shape[0], zeros=seen is not None)
 
 
 def _leaves(kind: Kind) -> tuple[TensorFacts, ...]:
@@ -237,17 +295,8 @@ def _extents(kind: Kind, emitted: Emitted) -> tuple[tuple[int, ...], ...]:
     return tuple(extents_of(*kind.tensors[n][:2]) for n in emitted.slots)
 
 
-def judging(grid: Grid, tile_m: int, tile_n: int, group: int | None) -> tuple[MaskLaunch, Any]:
-    """The launch of :func:`judged`, and its tensors, the new ones among them."""
-    launch = _judging(Kind.of(grid), (tile_m, tile_n), group, PROGRAMS)
-    (status, seen), device = launch.made, grid.b.device
-    status = torch.empty(status, dtype=torch.uint8, device=device)
-    seen = None if seen is None else torch.zeros(seen, dtype=torch.uint8, device=device)
-    return launch, runtime.kernels().maps.MapTensors(status, seen, grid.b, grid.h, launch.read(grid))
-
-
 @lru_cache(maxsize=1024)
-def _judging(kind: Kind, tile: tuple[int, int], group: int | None, most: int) -> MaskLaunch:
+def _judging(kind: Kind, tile: tuple[int, int], group: int | None, most: int, alike: int = 1) -> MaskLaunch:
     emitted, predicate = emit_mask(kind.region, _leaves(kind), kind.lengths), kind.region.predicate
     same = None if predicate is None else granularity(predicate, "i")
     step = math.gcd(tile[0], same or tile[0])  # the rows on which the predicate is the same
@@ -256,12 +305,14 @@ def _judging(kind: Kind, tile: tuple[int, int], group: int | None, most: int) ->
     facts = Facts(**functions, block_m=rows, overlap=None)
     batch, heads = _heads_of(kind.region, False, True, kind.batch, kind.heads)
     blocks = [-(-n // size) for n, size in zip(kind.lengths, tile, strict=True)]
-    group = group if group is None or heads > 1 else 1
+    heads = heads // alike
+    group = group if group is None else group // alike or 1 if heads > 1 else 1
     kernels = runtime.kernels()
     sizes = kernels.maps.MapSizes(
         heads=heads,
         seen_heads=heads // (group or 1),
         group=group or 1,
+        alike=alike,
         seqlen_q=kind.lengths[0],
         seqlen_k=kind.lengths[1],
         tile_m=tile[0],
@@ -277,42 +328,21 @@ def _judging(kind: Kind, tile: tuple[int, int], group: int | None, most: int) ->
     )
 
 
-def bits(tiles: BitTiles, status: Tensor, grid: Grid, crossing: int, by_columns: bool, sections: Sections) -> None:
-    """Writes all of ``tiles``, of 128 lines by ``crossing``, from the state of every tile, that of :func:`judged`."""
-    launches, tensors = listing(tiles, status, grid, by_columns, sections)
-    for launch in launches:
-        launch(tensors)
-    launch, tensors = writing_bits(tiles, grid, crossing, by_columns)
-    launch(tensors)
-
-
-def listing(
-    tiles: BitTiles, status: Tensor, grid: Grid, by_columns: bool, sections: Sections
-) -> tuple[tuple[MaskLaunch, MaskLaunch], Any]:
-    """The launches that write lists, and their tensors."""
-    ragged, shapes = tiles.ragged(grid, by_columns), (tiles.blocks.shape, tiles.bits.shape)
-    launches = _listing(shapes, ragged, by_columns, sections, status.device)
-    counts = torch.empty(launches[0].made[0], dtype=torch.int32, device=status.device)
-    tensors = runtime.kernels().lists.ListTensors(
-        status, counts, tiles.blocks, tiles.work, tiles.bits, tiles.section, status, ()
-    )
-    return launches, tensors
-
-
 @lru_cache(maxsize=1024)
 def _listing(
-    shapes: tuple[tuple[int, ...], ...], ragged: bool, by_columns: bool, sections: Sections, device: torch.device
+    layout: Layout, ragged: bool, by_columns: bool, sections: Sections, device: torch.device
 ) -> tuple[MaskLaunch, ...]:
-    """``shapes``: of blocks and bits. ``device``: where kernels are compiled for."""
-    ((batch, heads, lines, steps), (slots, threads, words)), kernels = shapes, runtime.kernels().lists
+    """``device``: where kernels are compiled for."""
+    (batch, heads, lines, steps), kernels = layout.shapes["blocks"], runtime.kernels().lists
     sizes = kernels.ListSizes(
         heads=heads,
         group=sections.group if heads > 1 else 1,
         lines=lines,
         steps=steps,
         ragged=int(ragged),
-        most=(slots - RESERVED) // (batch * heads),
-        words=threads * words,
+        most=(layout.slots - RESERVED) // (batch * heads // layout.alike),
+        words=THREADS * layout.words,
+        alike=layout.alike,
         all_heads=sections.heads,
         least=sections.least,
         ctas=sections.ctas,
@@ -322,27 +352,21 @@ def _listing(
     return tuple(MaskLaunch.of(kernel, (batch * heads * lines,), sizes, facts, made=made) for kernel in each)
 
 
-def writing_bits(tiles: BitTiles, grid: Grid, crossing: int, by_columns: bool) -> tuple[MaskLaunch, Any]:
-    """The launch that writes bits, and its tensors."""
-    shapes = tiles.blocks.shape, tiles.bits.shape[0]
-    launch = _writing_bits(Kind.of(grid), *shapes, (crossing, by_columns), PROGRAMS)
-    tensors = runtime.kernels().BitTensors(tiles.bits, tiles.blocks, tiles.work, grid.b, grid.h, launch.read(grid))
-    return launch, tensors
-
-
 @lru_cache(maxsize=1024)
-def _writing_bits(kind: Kind, blocks: tuple[int, ...], slots: int, how: tuple[int, bool], most: int) -> MaskLaunch:
+def _writing_bits(kind: Kind, layout: Layout, how: tuple[int, bool], most: int) -> MaskLaunch:
     region, (crossing, by_columns) = kind.region, how
     emitted = emit_mask(Region(lo=region.lo, hi=region.hi, predicate=region.predicate), _leaves(kind), kind.lengths)
     functions = {name: emitted.functions.get(name) for name in ("lo", "hi", "keep")}
     same = _same_bits(region.predicate, crossing, by_columns)
     facts = Facts(**functions, crossing=crossing, by_columns=by_columns, same=same, overlap=None)
-    kernels, (batch, heads, lines, steps) = runtime.kernels(), blocks
+    kernels, (batch, heads, lines, steps) = runtime.kernels(), layout.shapes["blocks"]
+    heads = heads // layout.alike
     sizes = kernels.BitSizes(
         heads=heads,
+        alike=layout.alike,
         lines=lines,
         steps=steps,
-        slots=slots,
+        slots=layout.slots,
         programs=min(steps, -(-most // (batch * heads * lines))),
         seqlen_q=kind.lengths[0],
         seqlen_k=kind.lengths[1],

@@ -32,11 +32,13 @@ class BitSizes(NamedTuple):
     """The whole numbers of a launch, passed as those of :class:`arguments.Sizes`.
 
     Attributes:
-        heads: of ``work``. lines: of tiles. steps: of ``blocks``. slots: of ``bits``. programs: of a line.
+        heads: of ``work``, one of ``alike`` side by side that have the same bits. lines: of tiles. steps: of ``blocks``. slots: of
+            ``bits``. programs: of a line.
         extents: size and stride of each axis, for each leaf.
     """
 
     heads: int
+    alike: int
     lines: int
     steps: int
     slots: int
@@ -57,9 +59,13 @@ def tile_bits_kernel(tensors, sizes, numbers, FACTS: tl.constexpr):
     pid = tl.program_id(0)
     each = pid // programs
     outer, line = each // lines, each % lines
+    each = outer * plain(sizes.alike) * lines + line
     work = tensors.work + each.to(tl.int64) * 4
     partial, first = tl.load(work + 1), tl.load(work + 3)
-    b, head = tl.load(tensors.b + outer // heads).to(tl.int32), tl.load(tensors.h + outer % heads).to(tl.int32)
+    b, head = (
+        tl.load(tensors.b + outer // heads).to(tl.int32),
+        tl.load(tensors.h + outer % heads * plain(sizes.alike)).to(tl.int32),
+    )
     # The slots of no pair and of every pair are those before slot 2; a slot past the last one would be a wrong bound.
     stop = tl.where(first > 1, tl.minimum(partial, plain(sizes.slots) - first), 0)
     for step in range(pid % programs, stop, programs):

@@ -42,7 +42,7 @@ class ListSizes(NamedTuple):
     """The whole numbers of both launches, passed as those of :class:`arguments.Sizes`.
 
     Attributes:
-        heads: of ``status``; ``group`` of them have one order of lines.
+        heads: of lists; ``group`` of them have one order of lines, and ``alike`` of them one state.
         lines, steps: how many lines there are, and tiles in a line.
         ragged: whether keys past the last one are in the last key tiles, which then count as partial: 1 or 0.
         most: the slots of a head's bits. words: of a slot.
@@ -51,6 +51,7 @@ class ListSizes(NamedTuple):
 
     heads: int
     group: int
+    alike: int
     lines: int
     steps: int
     ragged: int
@@ -66,7 +67,7 @@ def tile_lists_kernel(tensors, sizes, numbers, FACTS: tl.constexpr):
     """Lists and counts the tiles of one line. Grid: (batch * heads * lines)."""
     pid, lines, steps = tl.program_id(0), plain(sizes.lines), plain(sizes.steps)
     outer, line = pid // lines, pid % lines
-    status = tensors.status + (outer * lines).to(tl.int64) * steps
+    status = tensors.status + (outer // plain(sizes.alike) * lines).to(tl.int64) * steps
     partial, count = line * 0, line * 0
     # Twice over the line: where full tiles begin is known only when partial ones are counted.
     for start in range(0, steps, BLOCK):
@@ -122,7 +123,7 @@ def tile_order_kernel(tensors, sizes, numbers, FACTS: tl.constexpr):
         place = tensors.counts + ((outer * lines).to(tl.int64) + other) * 2
         before += tl.sum(tl.load(place, mask=other < line, other=0), 0)
     # Slots 0 and 1 have no pair and every pair (bit_tiles.NOTHING, EVERYTHING).
-    first = 2 + outer * plain(sizes.most) + before
+    first = 2 + outer // plain(sizes.alike) * plain(sizes.most) + before
     first = tl.where(partial > 0, first, tl.where(count > 0, 1, 0))
     if not FACTS.by_columns:
         partial, count = tl.maximum(partial, 1), tl.maximum(count, 1)

@@ -44,7 +44,7 @@ class MapSizes(NamedTuple):
     """The whole numbers of a launch, passed as those of :class:`arguments.Sizes`.
 
     Attributes:
-        heads: of ``status``. seen_heads: of ``seen``; each is that of ``group`` heads.
+        heads: of ``status``, each that of ``alike`` query heads. seen_heads: of ``seen``; each is that of ``group`` heads.
         tile_m, tile_n: queries and keys of a tile; any numbers.
         step: the predicate is the same for queries of one ``i // step``; it divides tile_m.
         span: query tiles of a program.
@@ -54,6 +54,7 @@ class MapSizes(NamedTuple):
     heads: int
     seen_heads: int
     group: int
+    alike: int
     seqlen_q: int
     seqlen_k: int
     tile_m: int
@@ -80,7 +81,10 @@ def tile_map_kernel(tensors, sizes, numbers, FACTS: tl.constexpr):
     spans = tl.cdiv(tiles_m, span)
     first_m, outer = chunk % spans * span, chunk // spans
     # The grid may be a part of the batch and of the heads; expressions see the indices in the whole.
-    b, head = tl.load(tensors.b + outer // heads).to(tl.int32), tl.load(tensors.h + outer % heads).to(tl.int32)
+    b, head = (
+        tl.load(tensors.b + outer // heads).to(tl.int32),
+        tl.load(tensors.h + outer % heads * plain(sizes.alike)).to(tl.int32),
+    )
     work = whole_sequence(b, tensors, sizes, numbers)
     n_end = tl.minimum((n + 1) * tile_n, seqlen_k)
     # The columns' intervals are the same for all tiles of the span: after the first they come from L1.
@@ -239,7 +243,7 @@ class KeysTensors(NamedTuple):
     """The pointers of a launch.
 
     Attributes:
-        made: int32 (2, ``apart``), written: what :meth:`tilewise.planning.planner.Planner.starts` or ``own_keys`` says.
+        made: int32 (2, ``apart``), written: what :meth:`tilewise.planning.planner.Planner.starts`, ``own_keys`` or ``runs`` says.
         leaves: as in :class:`MapTensors`.
     """
 
@@ -292,3 +296,113 @@ def own_keys_kernel(tensors, sizes, numbers, FACTS: tl.constexpr):
     lo, hi = key_interval(b * 0, b * 0, work, FACTS)
     tl.store(tensors.made + b, b * plain(sizes.rows) + lo)
     tl.store(tensors.made + plain(sizes.apart) + b, tl.maximum(hi - lo, 0))
+
+
+# -- Rows of keys of which some query sees each ------------------------------------------------------------------------
+
+ROWS = tl.constexpr(64)  # of a program, by as many columns at a time
+
+
+class RowsTensors(NamedTuple):
+    """The pointers of a launch.
+
+    Attributes:
+        made: (batch, key, head, column), contiguous, written: the tensor with zeros for keys that no query sees.
+        seen: uint8 (batch|1, heads|1, key): whether some query sees the key.
+        leaves: the tensor, alone, of any strides.
+    """
+
+    made: Any
+    seen: Any
+    leaves: Any
+
+
+class RowsSizes(NamedTuple):
+    """The whole numbers of a launch, passed as those of :class:`arguments.Sizes`; ``rows``: of all batch elements and heads; strides of the
+    tensor's four axes, and of the batch elements and heads of ``seen``, 0 where they share theirs."""
+
+    rows: int
+    keys: int
+    heads: int
+    columns: int
+    strides: tuple
+    seen: tuple
+
+
+@triton.jit
+def seen_rows_kernel(tensors, sizes, numbers, FACTS: tl.constexpr):
+    """Copies ROWS rows, those that are seen. Grid: (blocks of rows)."""
+    keys, heads, columns = plain(sizes.keys), plain(sizes.heads), plain(sizes.columns)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    head, key, b = row % heads, row // heads % keys, row // heads // keys
+    inside = row < plain(sizes.rows)
+    of_head = b.to(tl.int64) * plain(sizes.seen[0]) + head * plain(sizes.seen[1])
+    seen = tl.load(tensors.seen + of_head + key, mask=inside, other=0) > 0
+    start = b.to(tl.int64) * plain(sizes.strides[0]) + key.to(tl.int64) * plain(sizes.strides[1])
+    start += head.to(tl.int64) * plain(sizes.strides[2])
+    for first in range(0, columns, ROWS):
+        column = (first + tl.arange(0, ROWS))[None, :]
+        x = tl.load(
+            tensors.leaves[0] + start[:, None] + column * plain(sizes.strides[3]),
+            mask=seen[:, None] & (column < columns),
+            other=0,
+        )
+        to = tensors.made + row.to(tl.int64)[:, None] * columns + column
+        tl.store(to, x, mask=inside[:, None] & (column < columns))
+
+
+# -- Runs of equal numbers ---------------------------------------------------------------------------------------------
+
+RUNS = tl.constexpr(1024)  # places that a program looks at at a time (docs/decisions.md#repeated-calls)
+
+
+class RunsSizes(NamedTuple):
+    """The whole numbers of a launch, passed as those of :class:`arguments.Sizes`; ``apart``: numbers of a half of what is written; places
+    of a batch element; strides of the numbers' two axes."""
+
+    apart: int
+    places: int
+    strides: tuple
+
+
+@triton.jit
+def runs_kernel(tensors, sizes, numbers, FACTS: tl.constexpr):
+    """Writes the runs around RUNS places of a row of numbers. One whose run passes the block looks for its ends in the blocks beside it,
+    one after the other. Grid: (batch * blocks)."""
+    places = plain(sizes.places)
+    blocks = tl.cdiv(places, RUNS)
+    b, first = tl.program_id(0) // blocks, tl.program_id(0) % blocks * RUNS
+    x = tensors.leaves[0] + b.to(tl.int64) * plain(sizes.strides[0])
+    at = first + tl.arange(0, RUNS)
+    start = tl.associative_scan(tl.where(run_begins(x, at, sizes), at, -1), 0, larger)
+    end = tl.where(run_begins(x, at + 1, sizes), at + 1, places + 1)
+    end = -tl.associative_scan(-end, 0, larger, reverse=True)
+    before, behind = tl.min(start, 0), tl.max(tl.where(at < places, end, 0), 0)
+    look = first
+    while before < 0:
+        look -= RUNS
+        other = look + tl.arange(0, RUNS)
+        before = tl.max(tl.where(run_begins(x, other, sizes), other, -1), 0)
+    look = first
+    while behind > places:
+        look += RUNS
+        other = look + 1 + tl.arange(0, RUNS)
+        behind = tl.min(tl.where(run_begins(x, other, sizes), other, places + 1), 0)
+    to = tensors.made + b.to(tl.int64) * places + at
+    tl.store(to, tl.where(start < 0, before, start), mask=at < places)
+    tl.store(to + plain(sizes.apart), tl.where(end > places, behind, end), mask=at < places)
+
+
+@triton.jit
+def run_begins(x, at, sizes):
+    """Whether a run begins at each place; one does at place 0, and one past the last place."""
+    places, step = plain(sizes.places), plain(sizes.strides[1])
+    inner = (at > 0) & (at < places)
+    here = tl.load(x + at.to(tl.int64) * step, mask=inner, other=0)
+    before = tl.load(x + (at - 1).to(tl.int64) * step, mask=inner, other=0)
+    return (at == 0) | (at == places) | (inner & (here != before))
+
+
+@triton.jit
+def larger(a, b):
+    return tl.maximum(a, b)

@@ -428,7 +428,6 @@ SOME_KEYS = [(0, 3, 0, 3, 0, 128), (0, 3, 0, 3, 128, 128)]
 )
 def test_ds_is_kept_of_some_batch_elements_or_heads_or_keys_at_a_time(shape, override, memory, kept, monkeypatch):
     monkeypatch.setattr(sheet, "sheet_memory", lambda p: int(memory))
-    monkeypatch.setattr(sheet, "BATCH_SHARE", 1)
     monkeypatch.setattr(sheet, "SHEET_KEYS", 128)
     empty = torch.Tensor.new_empty
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *size, **more: empty(x, *size, **more).fill_(torch.nan))

@@ -308,7 +308,6 @@ def test_constants_tensors_types_and_blocks_tell_kernels_apart():
 def test_a_launch_with_other_constants_is_compiled_for_itself(shape, memory, launches, monkeypatch):
     # Of parts of dS the first, the last and those between add to what earlier ones left behind, or end it.
     monkeypatch.setattr(sheet, "sheet_memory", lambda p: memory * 128 * 128 * 4)
-    monkeypatch.setattr(sheet, "BATCH_SHARE", 1)
     monkeypatch.setattr(sheet, "SHEET_KEYS", 128)
     score = tw.bias(normal(*shape).requires_grad_())
     c = call(*qkv(batch=3, nq=70, nk=shape[-1], hq=4, hk=4, d=8, dv=8), score=score)

@@ -16,7 +16,7 @@ from tilewise.problem import Problem
 SHEET_STRIP = 64  # adjacent queries in a sheet of dS: docs/decisions.md#triton-kept-ds
 SHEET_UNIT = 128  # its rows and columns are multiples of this
 SHEET_KEYS = 512  # the fewest keys of a part: dQ is read and written once a part, in fp32
-BATCH_SHARE = 8  # of that memory, for a part of the batch: the gradient is read and written once a part, in fp32
+BATCH_MEMORY = 512 << 20  # bytes of a part of the batch: the gradient is read and written once a part, in fp32
 SUMMED_BESIDE = 32  # an eighth of the programs that an H200 runs at a time
 SHEET_HEAD_DIM = 256  # the largest with which a GPU has run its kernels
 
@@ -45,8 +45,7 @@ def sheet_parts(
 
     A part has some keys of all heads if the sum runs over heads, so that it has all numbers of a sum; some batch elements if it runs over
     these alone, added to those of earlier parts; else, or where few batch elements take too much, all keys of some heads. It takes no more
-    memory than the gradient of the bias or :func:`sheet_memory`, of some batch elements a BATCH_SHARE of it; the smallest may take twice
-    as much.
+    memory than the gradient of the bias or :func:`sheet_memory`, of some batch elements BATCH_MEMORY; the smallest may take twice as much.
 
     Args:
         loops: "b" and "h", if the sum runs over them.
@@ -68,7 +67,7 @@ def sheet_parts(
     some_b, together = beside
     batch, of_batch = problem.batch, heads * key_of_head * keys // problem.batch
     if "b" in loops and some_b * of_batch <= most:
-        count = -(-batch // max(max(gradient, sheet_memory(problem) // BATCH_SHARE) // of_batch, some_b))
+        count = -(-batch // max(max(gradient, min(sheet_memory(problem), BATCH_MEMORY)) // of_batch, some_b))
         batches = -(-batch // count // some_b) * some_b
         return tuple(SheetPart(n, min(batches, batch - n), 0, heads, 0, keys) for n in range(0, batch, batches))
     if together * key_of_head * keys > 2 * most:

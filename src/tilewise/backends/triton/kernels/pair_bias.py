@@ -74,7 +74,7 @@ def sheet_kernel(
     k = source_of(tensors.k, (k_view, k_rest), sizes.k, work, work.start_k, head // group, FACTS)
     dq = zeros(FACTS.tile_m, OF_V=False, FACTS=FACTS)
 
-    at = b - sizes.batches[0]
+    at = b - sizes.batches[0] if FACTS.adds else b  # the first sheet has the first batch elements
     to_b, batches = (at * 0, sizes.batches[1]) if LOOP_B else (at, at * 0 + 1)
     to_h, heads = (sizes.heads[0] * group, sizes.heads[1] * group) if LOOP_H else (head, head * 0 + 1)
     # Of the `turns` programs that share a sum, this one stores the tiles n with n % turns == turn.
@@ -150,7 +150,7 @@ def store_sheet_sum(m0, n0, b, head, count, step, tensors, sizes, work, GRAD: tl
     lo, hi = key_interval(i, head, work, FACTS)
     total = tl.where((j[:, None] >= lo[None, :]) & (j[:, None] < hi[None, :]), total, 0.0)
     grad = work.grads[GRAD]
-    pointers = grad + FACTS.place(sizes.batches[0] + b, head, i[None, :], j[:, None], work)
+    pointers = grad + FACTS.place(sizes.batches[0] + b if FACTS.adds else b, head, i[None, :], j[:, None], work)
     inside = (i[None, :] < sizes.seqlen_q) & (j[:, None] < multiple(sizes.seqlen_k, FACTS.unit))
     if FACTS.adds:
         total += tl.load(pointers, mask=inside, other=0.0).to(tl.float32)

@@ -136,19 +136,24 @@ def keys_of(problem: Problem) -> tuple[str, Band]:
     Where the form says that ends are numbers, the band is cut to the keys that some row sees; packed sequences are cut by the
     kernel. Otherwise the ends of rows are tensors and the band holds all keys. An expression or dropout has to know a key's
     place among all: a band that would be cut then becomes tensors too, as every band with two ends does beside dropout, so that
-    fewer kernels ship. For that, too, packed rows that see all keys have an end far away beside dropout.
+    fewer kernels ship. For that, too, packed rows that see all keys have an end far away (docs/decisions.md#hopper-fewer-forms).
     """
     band, every = band_of(problem), Band(None, None, 0, problem.seqlen_k)
     if band is None:
         return ("rows" if problem.spec.region.predicate is None else "lists"), every
     dropout = problem.spec.dropout_p > 0
     if problem.packed or problem.paged:
-        return "upper" if dropout and band.form == "full" else band.form, band
+        return ends_at_least(band.form), band
     band = band.cut(problem.seqlen_q)
     whole = (band.start, band.stop) == (0, problem.seqlen_k)
     if (not whole and (is_traced(problem) or dropout)) or (dropout and band.form == "band"):
         return "rows", every
     return band.form, band
+
+
+def ends_at_least(form: str) -> str:
+    """The form whose kernels serve another one where "full" ships none: rows that see all keys end far away."""
+    return "upper" if form == "full" else form
 
 
 def mean_keys_per_query(problem: Problem) -> float:

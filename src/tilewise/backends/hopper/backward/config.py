@@ -243,7 +243,7 @@ def candidates() -> list[Backward]:
 def shipped() -> list[Backward]:
     """Every backward that is compiled ahead of time."""
     rows = TABLE.values()
-    kinds = [(form, packed) for packed in (False, True) for form in SHIPPED if not (packed and form == "rows")]
+    kinds = [(form, False) for form in SHIPPED] + [(form, True) for form in SHIPPED if form in ("upper", "band")]
     # Tiles and the fields of Backward that differ from its defaults.
     found = [
         (passes, {"form": form, "score": "softcap" * softcap, "packed": packed})
@@ -409,7 +409,7 @@ def bit_tiles_of(p: Problem) -> KeyTiles | None:
 def kept_ds(row: BackwardRow, p: Problem) -> Chosen | None:
     """The passes of a row that keep dS, if it has any for a problem and the sheet takes no more memory than it may. Of equal sequences the
     lengths and heads of one alone say so: a result does not depend on its batch-mates."""
-    form, traced = row.form_of_kept(form_of(p), p.packed), Expressions.of(p).traced != PLAIN
+    form, traced = form_of(p), Expressions.of(p).traced != PLAIN
     found = None if traced or p.spec.dropout_p else row.keeping(form, p.packed, p.spec.score is not None)
     if found is None or not exists(found.keys, form, p.packed):
         return None

@@ -87,23 +87,17 @@ class BackwardRow:
             keys = replace(keys, reads_late=True)
         # Products subtract lse from what is the score itself: not from what a softcap or dropout is yet to change.
         keys = replace(keys, overlaps=True, counts=not packed, subtracts=not (dropout or softcap))
-        return keys if form == "full" and not packed else replace(keys, queued=True, prefetches=True)
+        return keys if form == "full" else replace(keys, queued=True, prefetches=True)
 
     def keeping(self, form: str, packed: bool, softcap: bool) -> Passes | None:
         """The tiles that keep dS as a form has them; None where that is not done."""
         wanted = {"softcap": softcap, "packed": packed, "rows": form == "rows"}
         if self.kept is None or any(wanted[name] and name not in self.keeps for name in KEEPS):
             return None
-        if self.form_of_kept(form, packed) != form:
-            return None
         late = softcap and form in ("band", "rows")  # both ends of a row and a softcap's slope would spill
         # Two CTAs that share a tile could not take the same one from a queue, and tiles of a full mask are alike.
         queued = form != "full" and not self.kept.keys.halved
         return Passes(replace(self.kept.keys, reads_late=late, queued=queued), self.kept.queries)
-
-    def form_of_kept(self, form: str, packed: bool) -> str:
-        """The form whose kernels keep dS of a problem: packed, a full mask is read as a band, so that fewer kernels ship."""
-        return "band" if packed and form == "full" else form
 
     def form_of_two_passes(self, form: str, packed: bool) -> str:
         """The form whose kernels make two passes of a problem. Where dS is kept elsewhere, what is too long for that has one form: a band

@@ -20,6 +20,7 @@ from tilewise.backends.hopper.config import (
     Formed,
     Traced,
     dtypes_of,
+    ends_at_least,
     keys_of,
     why_no_bits,
 )
@@ -164,12 +165,12 @@ def shipped() -> list[Config]:
     ]
     whole = plain + capped
     ends = [c for c in whole if c.of_numbers]
-    split = [replace(c, split=True) for c in ends if c.form != "band" and row_of(c.tiles).softcap and not c.score]
-    packed = [replace(c, packed=True) for c in ends]
+    split = [replace(c, split=True) for c in ends if c.form == "upper" and row_of(c.tiles).softcap and not c.score]
+    packed = [replace(c, packed=True) for c in ends if c.form != "full"]
     ended = [kind for kind in kinds if kind[1] in ("upper", "band")]
     paged = [Config(t, *kind, packed=True, paged=n) for (_, n), t in PAGED_TILES.items() for kind in ended]
     few = [other for c in ends if c.form != "band" for other in smaller(c)]
-    both = [replace(c, split=split) for c in few for split in (False, True)]
+    both = [*few, *[replace(c, split=True) for c in few if c.form == "upper"]]
     bits = [Config(row.bits, dtype, "bits") for row in TABLE.values() if row.bits for dtype in DTYPES.values()]
     trained = [(row, *kind) for row in TABLE.values() if row.dropout for kind in kinds]
     trained = [kind for kind in trained if kind[1] in dtypes_of("", dropout=True) and kind[2] in DROPPED]
@@ -216,13 +217,13 @@ def smaller(config: Config) -> list[Config]:
 # -- What a call gets ----------------------------------------------------------------------------------------------
 
 
-ONE_ORDER = ("full", "upper", "rows")
-"""The forms of dense calls whose rows have one order of sums; packed ones have the first two, and those over pages the second."""
+ONE_ORDER = ("upper", "rows")
+"""The forms of dense calls whose rows have one order of sums; packed ones, and those over pages, have the first."""
 
 
 def of_one_order(problem: Problem) -> Config:
     """The kernel of a call that is deterministic everywhere: blocks of 128 keys from the sequence's first one on, which are not split."""
-    form = keys_of(problem)[0]
+    form = ends_at_least(keys_of(problem)[0])
     tiles = row_for(problem, capped=False, dropped=False).of_form(form)
     return Config(one_order(tiles), DTYPES[str(problem.dtype)], form, packed=problem.packed)
 
@@ -261,9 +262,12 @@ def choose(problem: Problem) -> Config:
         return estimated_clocks(other, problem, band.stop - band.start, cores)
 
     # Only kernels that ship compete: another would be compiled at a user's first call.
-    options = [config, *(c for c in smaller(config) if c in _shipped())]
-    halves = (replace(c, split=True) for c in options if leaves_idle(c, problem) and not problem.packed)
-    whole = sizes.best(options, clocks)
+    def options(config: Config) -> list[Config]:
+        return [config, *(c for c in smaller(config) if c in _shipped())]
+
+    whole, ended = sizes.best(options(config), clocks), ends_at_least(form)
+    ended = replace(config, form=ended, tiles=row.of_form(ended, capped, traced, dropout))
+    halves = (replace(c, split=True) for c in options(ended) if leaves_idle(c, problem) and not problem.packed)
     # Few queries with a traced score are worth a kernel of their own; dropout is for training, whose queries are many.
     halves = [c for c in halves if c in _shipped() or traced != PLAIN]
     split = sizes.best(halves, clocks) if halves else whole

@@ -69,10 +69,10 @@ def features_of(config: AnyConfig) -> set[str]:
 
 
 def forms_of(config: AnyConfig) -> set[str]:
-    """The forms of the calls that a kernel serves: those of OWN serve all, a packed one with dropout calls without a mask too."""
+    """The forms of the calls that a kernel serves: those of OWN serve all, one of packed sequences calls without a mask too."""
     if type(config) in OWN:
         return set(FORMS.values())
-    return {config.form, "full"} if config.packed and config.dropout else {config.form}
+    return {config.form, "full"} if config.packed and config.form == "upper" else {config.form}
 
 
 def words_of(config: AnyConfig) -> str:

@@ -290,13 +290,18 @@ def plan(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor
     return found
 
 
+def checks_values(device: torch.device) -> bool:
+    """Return whether the values of lengths and tables are checked: on a CPU, and where it was asked for."""
+    return device.type == "cpu" or settings.check_values()
+
+
 def check_lengths(found: Plan, extras: Sequence[Tensor]) -> None:
-    """Check the values of a call's lengths and tables, on a CPU and where it was asked for.
+    """Check the values of a call's lengths and tables, where they are checked.
 
     Raises:
         ValueError: they are wrong.
     """
-    if found.reads_lengths and (found.problem.device.type == "cpu" or settings.check_values()):
+    if found.reads_lengths and checks_values(found.problem.device):
         check_values(found.problem, extras)
 
 
@@ -319,8 +324,8 @@ def decide(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tens
 
 
 def direct(structure: Hashable, sizes: Sequence[int], grads: bool) -> tuple[DirectCall, DirectBackward | None] | None:
-    """Return the forward by memory of a call without extras and seed whose structure was decided for other sizes, and with ``grads`` its
-    backward; None: decide it."""
+    """Return the forward by memory of a call without a seed whose structure was decided for other sizes, and with ``grads`` its backward;
+    None: decide it."""
     found = _selected.known((structure, None), sizes)
     if found is MISSED:
         return None

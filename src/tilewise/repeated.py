@@ -45,10 +45,12 @@ def attend(
     _, mask, score, *_ = words
     if said is None or (score is not None and score.leaves):
         return None
+    of_mask = ()
     if mask is not None and mask.parts:
         if type(mask) is not Mask:  # a prepared one
             return None
-        extras += mask.leaves if mask.derives else mask.parts
+        of_mask = mask.leaves if mask.derives else mask.parts
+        extras += of_mask
     if not (autograd.nobody_asks() and autograd.nobody_watches(q, k, v, *extras)):
         return None
     if extras and torch.is_grad_enabled() and any(x.requires_grad for x in extras):
@@ -57,13 +59,17 @@ def attend(
     key = (said, heads_first, grads, q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device,
            v.shape, v.stride(), v.dtype, v.device)
     # fmt: on
+    given, checked = (), False
     if extras:
         # Pages of one shape may hold v in the memory of k, or not.
         given = *[x is None for x in beside], k.data_ptr() == v.data_ptr() if beside else None
         key = (*key, *given, *[(x.shape, x.stride(), x.dtype, x.device) for x in extras])
+        checked = dispatch.checks_values(q.device)
     plan = dispatch.of_calls.get(key)
-    if plan is None:
-        like, sizes = (None, ()) if extras else _structure_and_sizes((said, grads), q, k, v, heads_first)
+    if plan is None or (checked and type(plan) is _Sized):
+        like, sizes = None, ()
+        if not (of_mask or checked):  # what is kept of a mask is kept with a Problem, by which values are checked too
+            like, sizes = _structure_and_sizes((said, grads, *given), q, k, v, extras, heads_first)
         plan = None if like is None else _of_structure(like, sizes, key, grads)
         if plan is None:
             plan = _known(*(_heads_last(q, k, v) if heads_first else (q, k, v)), words, extras, beside, key)
@@ -71,7 +77,7 @@ def attend(
                 return None
             if like is not None:
                 dispatch.of_structures[like] = plan.problem.structure
-    if extras:
+    if checked:
         dispatch.check_lengths(plan, extras)
     if grads:
         return autograd.recorded(q, k, v, None, plan.spec, plan, *extras)
@@ -108,6 +114,7 @@ class _Sized:
     """A call of a structure that was decided for other sizes, without a Problem until it reads more than memory."""
 
     __slots__ = ("direct", "direct_backward", "spec")
+    reads_lengths = False  # where their values are checked, none of these is made
 
     def __init__(self, direct: dispatch.DirectCall, direct_backward: dispatch.DirectBackward | None, spec: str):
         self.direct, self.direct_backward, self.spec = direct, direct_backward, spec
@@ -126,17 +133,23 @@ class _Sized:
         return dispatch.decide(q, k, v, extras, seed, self.spec).backward(do, dlse, saved)
 
 
-def _structure_and_sizes(said: tuple, q: Tensor, k: Tensor, v: Tensor, heads_first: bool) -> tuple[tuple | None, tuple]:
+def _structure_and_sizes(
+    said: tuple, q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], heads_first: bool
+) -> tuple[tuple | None, tuple]:
     """Return what a call says without its sizes, and these as :attr:`tilewise.signature.Structured.sizes` has them; None: another rank."""
     found, sizes = [said], []
     for x in (q, k, v):
         shape, stride = x.shape, x.stride()
-        if len(shape) != 4:
+        if len(shape) != 4 if heads_first else len(shape) < 3:
             return None, ()
         if heads_first:
             shape, stride = ((n[0], n[2], n[1], n[3]) for n in (shape, stride))
-        found += (shape[2], shape[3], x.dtype, x.device)
-        sizes += (shape[0], shape[1], *stride)
+        *outer, heads, head_dim = shape
+        found += (len(outer), heads, head_dim, x.dtype, x.device)
+        sizes += (*outer, *stride)
+    for x in extras:
+        found += (x.ndim, x.dtype, x.device)
+        sizes += (*x.shape, *x.stride())
     return tuple(found), tuple(sizes)
 
 

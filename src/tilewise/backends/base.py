@@ -246,7 +246,7 @@ class Backend(Protocol):
         return None
 
     def direct_of(self, planned: Any) -> DirectCall | None:
-        """:meth:`direct` of what :meth:`planned` gave for a problem without extras, from that alone."""
+        """:meth:`direct` of what :meth:`planned` gave for a problem, from that alone; None also where it keeps something of a mask."""
         return None
 
     def direct_backward(self, p: Problem) -> DirectBackward | None:
@@ -254,7 +254,8 @@ class Backend(Protocol):
         return None
 
     def direct_backward_of(self, structure: Hashable, sizes: Sequence[int]) -> DirectBackward | None:
-        """:meth:`direct_backward` of a problem without extras, from its structure and sizes alone; None also where it is not known yet."""
+        """:meth:`direct_backward` of a problem, from its structure and sizes alone; None also where it is not known yet, or keeps something
+        of a mask."""
         return None
 
     def backward(self, p: Problem, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads: ...

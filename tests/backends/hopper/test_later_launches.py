@@ -240,6 +240,37 @@ def test_a_training_step_of_a_new_length_launches_what_the_others_do(monkeypatch
     dispatch.forget()
 
 
+@pytest.mark.parametrize("grads", [False, True], ids=["forward", "training"])
+def test_packed_sequences_of_new_lengths_launch_what_the_others_do(grads, monkeypatch):
+    """From the third length on too, with as many sequences or more; where values are checked, always by a plan."""
+    launches, backend, plans = launches_of(monkeypatch), Hopper(), []
+    monkeypatch.setattr(dispatch, "select", lambda p, what="attention": backend)
+    dispatch.forget()
+    for lengths, checked in (((70, 200), 0), ((3, 260), 0), ((90, 1, 30), 0), ((31, 77), 0), ((31, 77), 1)):
+        monkeypatch.setattr(dispatch, "checks_values", lambda device, checked=checked: bool(checked))
+        cu, n = torch.tensor([0, *lengths]).cumsum(0).int(), sum(lengths)
+        q, k, v = leaves = [normal(n, h, 64, dtype=torch.bfloat16, seed=h + n).requires_grad_(grads) for h in (8, 2, 2)]
+        do = normal(n, 8, 64, dtype=torch.bfloat16, seed=n)
+        c = call(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, causal=True)
+        c = c if grads else c.forward_only()
+        launches.clear()
+        with poisoned():
+            o = tw.attention_varlen(q, k, v, cu, causal=True)
+            found = [o, *(torch.autograd.grad(o, leaves, do) if grads else ())]
+            with torch.no_grad():
+                out = backend.forward(c.p, c.t)
+                expected = [out.o]
+                if grads:
+                    of = backend.backward(c.p, c.t, out, do, torch.zeros_like(out.lse))
+                    expected += [of.dq, of.dk, of.dv]
+        for before, after in zip(launches[: len(launches) // 2], launches[len(launches) // 2 :], strict=True):
+            same(after, tuple(x.flatten()[: y.numel()] for x, y in zip(before, after, strict=True)))
+        same(tuple(x.detach() for x in found), tuple(expected))
+        plans.append(type(list(dispatch.of_calls.values())[-1]))
+    assert plans == [dispatch.Plan, dispatch.Plan, repeated._Sized, repeated._Sized, dispatch.Plan]
+    dispatch.forget()
+
+
 @pytest.mark.parametrize("lse", [True, False])
 def test_padded_keys_are_left_to_the_packed_call_that_they_are(lse, monkeypatch):
     launches, backend = launches_of(monkeypatch), Hopper()

@@ -210,7 +210,7 @@ def _order_reasons(problem: Problem) -> list[str]:
     interpreted, dims = problem.device.type == "cpu", (problem.head_dim, problem.head_dim_v)
     has = {
         f"{problem.dtype}: 16 bits have it": problem.dtype.itemsize != 2 and not interpreted,
-        f"head dims {dims}: up to 128 have it": not interpreted and row_for(ONE_ORDER, problem) is None,
+        f"head dims {dims}: up to 256 have it": not interpreted and row_for(ONE_ORDER, problem) is None,
         "v in the memory of k": problem.latent,
         "a mask of pairs": problem.spec.region.predicate is not None,
         "a score that reads tensors or positions": problem.spec.score is not None

@@ -413,8 +413,8 @@ def divisor(n: int, most: int) -> int:
 
 
 # Queries and keys of a tile of all calls that are deterministic everywhere; on a GPU with products of 64 rows, however few count. Half
-# precision; wider heads had other bits over pages than dense.
-ONE_ORDER = (Choices(128, forward=_tmas((64, 64, 4, 3))),)
+# precision. Of wide heads, 64 keys or eight warps gave other bits over pages than dense (docs/tried.md).
+ONE_ORDER = (Choices(128, forward=_tmas((64, 64, 4, 3))), Choices(256, forward=_tmas((64, 32, 4, 2))))
 
 
 def of_one_order(problem: Problem) -> Tiles:

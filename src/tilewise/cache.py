@@ -297,7 +297,7 @@ def _write_behind(cache: PagedCache | QuantizedCache, k: Tensor, v: Tensor | Non
         scales[0].data_ptr() == scales[1].data_ptr() if scales else None,
         *[None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in (*cache, k, v, cu_seqlens_q)],
     )
-    write, values = dispatch.of_appends.get(key), k.device.type == "cpu" or settings.check_values()
+    write, values = dispatch.of_appends.get(key), settings.checks_values(k.device)
     if write is None or values:
         _check(cache, k, v, cu_seqlens_q, values)
     if write is None:

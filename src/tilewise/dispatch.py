@@ -290,18 +290,13 @@ def plan(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor
     return found
 
 
-def checks_values(device: torch.device) -> bool:
-    """Return whether the values of lengths and tables are checked: on a CPU, and where it was asked for."""
-    return device.type == "cpu" or settings.check_values()
-
-
 def check_lengths(found: Plan, extras: Sequence[Tensor]) -> None:
     """Check the values of a call's lengths and tables, where they are checked.
 
     Raises:
         ValueError: they are wrong.
     """
-    if found.reads_lengths and checks_values(found.problem.device):
+    if found.reads_lengths and settings.checks_values(found.problem.device):
         check_values(found.problem, extras)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tilewise import autograd, dispatch
+from tilewise import autograd, dispatch, settings
 from tilewise.masks import Mask
 from tilewise.spec import Options, Words, assemble, brief, texts_of
 
@@ -64,7 +64,7 @@ def attend(
         # Pages of one shape may hold v in the memory of k, or not.
         given = *[x is None for x in beside], k.data_ptr() == v.data_ptr() if beside else None
         key = (*key, *given, *[(x.shape, x.stride(), x.dtype, x.device) for x in extras])
-        checked = dispatch.checks_values(q.device)
+        checked = settings.checks_values(q.device)
     plan = dispatch.of_calls.get(key)
     if plan is None or (checked and type(plan) is _Sized):
         like, sizes = None, ()

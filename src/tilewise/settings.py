@@ -14,13 +14,24 @@
   ``TRITON_PTXAS_BLACKWELL_PATH=path`` the choice is Triton's.
 """
 
+from __future__ import annotations
+
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 
 def check_values() -> bool:
     """Return whether values on an accelerator may be read back for checks."""
     return os.environ.get("TILEWISE_CHECK", "0") not in ("", "0")
+
+
+def checks_values(device: torch.device) -> bool:
+    """Return whether the values of lengths and tables are checked: on a CPU, and where :func:`check_values`."""
+    return device.type == "cpu" or check_values()
 
 
 def cpu_isa() -> str:

@@ -96,7 +96,7 @@ def probabilities(
         p = check(q, k, k, extras, seed, parse_spec(text))
         reasons = _reasons(p, lse, indices, reduce)
         raise_wrong("probabilities", reasons)
-        if q.device.type == "cpu" or settings.check_values():
+        if settings.checks_values(q.device):
             check_values(p, extras)
         entries, order = indices.expand(p.batch, -1, -1, -1).sort(dim=-1, stable=True)
         found = lse.new_zeros(p.batch, 1 if reduce == "heads" else p.heads_k, *indices.shape[2:])

@@ -223,7 +223,7 @@ class TilewiseAttention(AttentionImpl[TilewiseMetadata]):
             return
         slots, n = slot_mapping, slot_mapping.shape[0]
         key, value = key[:n], value[:n]
-        if slots.device.type == "cpu" or settings.check_values():  # where rows without a place are an error
+        if settings.checks_values(slots.device):  # where rows without a place are an error
             real = slots >= 0
             slots, key, value = slots[real], key[real], value[real]
         # Each row is a sequence of one page: the block, at whose row it is appended.

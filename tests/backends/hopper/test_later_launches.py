@@ -16,7 +16,7 @@ from tests.backends.hopper.launches import stand_in
 from tests.backends.hopper.test_backward import CASES as BACKWARD
 from tests.backends.hopper.test_forward import CASES as FORWARD
 from tests.backends.hopper.test_forward import PACKED, packed_call, qkv, without_gradient
-from tilewise import dispatch, repeated
+from tilewise import dispatch, repeated, settings
 from tilewise.backends import base
 from tilewise.backends.hopper import Hopper
 from tilewise.backends.hopper.host import masks as of_masks
@@ -247,7 +247,7 @@ def test_packed_sequences_of_new_lengths_launch_what_the_others_do(grads, monkey
     monkeypatch.setattr(dispatch, "select", lambda p, what="attention": backend)
     dispatch.forget()
     for lengths, checked in (((70, 200), 0), ((3, 260), 0), ((90, 1, 30), 0), ((31, 77), 0), ((31, 77), 1)):
-        monkeypatch.setattr(dispatch, "checks_values", lambda device, checked=checked: bool(checked))
+        monkeypatch.setattr(settings, "checks_values", lambda device, checked=checked: bool(checked))
         cu, n = torch.tensor([0, *lengths]).cumsum(0).int(), sum(lengths)
         q, k, v = leaves = [normal(n, h, 64, dtype=torch.bfloat16, seed=h + n).requires_grad_(grads) for h in (8, 2, 2)]
         do = normal(n, 8, 64, dtype=torch.bfloat16, seed=n)

@@ -172,7 +172,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "batching": ("autograd", "derivatives", "mapped", "spec", "expr", "state", "untraced"),
     "cache": ("words", "autograd", "dispatch", "problem", "pages", "settings", "spec", "untraced"),
     "shared_prefix": ("words", "repeated", "cache", "pages", "settings", "state", "masks", "scores", "spec"),
-    "repeated": ("autograd", "dispatch", "masks", "spec"),
+    "repeated": ("autograd", "dispatch", "masks", "settings", "spec"),
     "nested": ("spec", "words"),
     "documents": ("spec", "masks", "scores"),
     "flops": ("spec",),

@@ -35,12 +35,9 @@ def attend(
     Raises:
         ValueError, NotImplementedError: as :func:`tilewise.attention`.
     """
-    grads = False
-    if torch.is_grad_enabled():
-        for x in (q, k, v):
-            grads = grads or getattr(x, "requires_grad", False) is True  # of a trace it is no truth value
-        if grads and heads_first:
-            return None
+    grads = torch.is_grad_enabled() and _some_wants_grad(q, k, v)
+    if grads and heads_first:
+        return None
     said, extras = texts_of(words), tuple([x for x in beside if x is not None])
     _, mask, score, *_ = words
     if said is None or (score is not None and score.leaves):
@@ -72,11 +69,9 @@ def attend(
             like, sizes = _structure_and_sizes((said, grads, *given), q, k, v, extras, heads_first)
         plan = None if like is None else _of_structure(like, sizes, key, grads)
         if plan is None:
-            plan = _known(*(_heads_last(q, k, v) if heads_first else (q, k, v)), words, extras, beside, key)
-            if plan is None:
-                return None
-            if like is not None:
-                dispatch.of_structures[like] = plan.problem.structure
+            plan = _known(*(_heads_last(q, k, v) if heads_first else (q, k, v)), words, extras, beside, key, like)
+        if plan is None:
+            return None
     if checked:
         dispatch.check_lengths(plan, extras)
     if grads:
@@ -104,6 +99,13 @@ def over(q: Tensor, k: Tensor, v: Tensor, o: Options, lse: bool = True) -> tuple
         if found is not None:
             return found
     return autograd.attention(q, k, v, *assemble(q, k, v, o))
+
+
+def _some_wants_grad(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    found = False
+    for x in (q, k, v):
+        found = found or getattr(x, "requires_grad", False) is True  # of a trace it is no truth value
+    return found
 
 
 def _heads_last(*tensors: Tensor) -> list[Tensor]:
@@ -170,9 +172,10 @@ def _make_room() -> None:
 
 
 def _known(
-    q: Tensor, k: Tensor, v: Tensor, words: Words, extras: tuple[Tensor, ...], beside: Beside, key: tuple
-) -> dispatch.Plan | None:
-    """Return the plan of a call and remember it; None for a call that :func:`attend` leaves to others."""
+    q: Tensor, k: Tensor, v: Tensor, words: Words, extras: tuple[Tensor, ...], beside: Beside, key: tuple, like: tuple | None
+) -> dispatch.Plan | None:  # fmt: skip
+    """Return the plan of a call and remember it, and its structure where ``like`` says what calls of it share; None for a call that
+    :func:`attend` leaves to others."""
     if beside:
         tensors, _, text = assemble(q, k, v, _options(words, beside))
     else:
@@ -184,6 +187,8 @@ def _known(
         return None
     _make_room()
     plan = dispatch.of_calls[key] = dispatch.decide(q, k, v, tensors, None, text)
+    if like is not None:
+        dispatch.of_structures[like] = plan.problem.structure
     return plan
 
 

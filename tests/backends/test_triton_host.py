@@ -422,7 +422,7 @@ def test_a_capture_makes_its_lists_anew(launches, monkeypatch):
     assert all(x is not y and torch.equal(x, y) for x, y in zip(first, captured, strict=True))
 
 
-LISTS = ("tile_lists", "tile_order", "key_lists", "key_order")
+OF_MASK = [f"tile_{x}{of}" for of in ("", "_by_columns") for x in ("map", "lists", "order", "bits")]
 
 
 @pytest.mark.parametrize(
@@ -431,10 +431,7 @@ LISTS = ("tile_lists", "tile_order", "key_lists", "key_order")
         ("causal", {"forward": None, "delta": "leads", "dq": "reads", "dkdv": "joins"}),
         ("parted", {"forward": None, "delta": "leads", "dq": "reads", "dkdv": "joins", "group_parts": "reads"}),
         ("bias", {"forward": None, "delta": "leads", "dkdv": "reads", "sheet": None}),
-        (
-            "sparse",
-            {"forward": None, "delta": "leads", **dict.fromkeys(("dq", "dkdv", "tile_map", *LISTS, "tile_bits"))},
-        ),
+        ("sparse", {"forward": None, "delta": "leads", **dict.fromkeys(("dq", "dkdv", *OF_MASK))}),
     ],
 )
 def test_what_a_kernel_reads_is_there_although_kernels_overlap(feature, roles):

@@ -273,6 +273,25 @@ class Ready:
         self._streams.add(stream.cuda_stream)
 
 
+class Later:
+    """A truth value that is computed on the device when it is first asked for. The host, which never waits for it, takes it to be false
+    until it has arrived."""
+
+    UNKNOWN = 2
+
+    def __init__(self) -> None:
+        self._told: torch.Tensor | None = None
+
+    def __call__(self, compute: Callable[[], torch.Tensor]) -> bool:
+        if self._told is None:
+            if is_captured():
+                return False
+            found = compute()
+            self._told = torch.full((), self.UNKNOWN, dtype=torch.uint8, pin_memory=found.is_cuda)
+            self._told.copy_(found, non_blocking=True)
+        return self._told.item() == 1
+
+
 def tensors_in(made: Any) -> list[torch.Tensor]:
     """Return the tensors of a value of tensors, containers and dataclasses."""
     if isinstance(made, torch.Tensor):

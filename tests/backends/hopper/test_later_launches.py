@@ -240,6 +240,40 @@ def test_a_training_step_of_a_new_length_launches_what_the_others_do(monkeypatch
     dispatch.forget()
 
 
+@pytest.mark.parametrize("hides", [False, True], ids=["no-key", "a-key"])
+@pytest.mark.parametrize("name", ["dense", "documents"])
+@pytest.mark.parametrize("run", ["direct", "forward"])
+def test_keys_and_values_are_read_where_they_lie_once_no_key_is_known_to_be_hidden(run, name, hides, monkeypatch):
+    addresses, backend = [], Hopper()
+    stand_in(
+        monkeypatch, lambda config, given: addresses.append({x.data_ptr() for x in given if isinstance(x, Tensor)})
+    )
+    kept = torch.ones(1, 1, 300, 300, dtype=torch.bool).tril()
+    kept[..., 7] &= not hides
+    masks = {
+        "dense": tw.dense(kept),
+        "documents": tw.documents((torch.arange(300) // 90)[None].int()) & tw.key_range(3 * hides, 300),
+    }
+    c = call(*qkv(300, 300, batch=1), mask=masks[name])
+    with torch.no_grad():
+        out = Reference().forward(c.p, c.t)
+    out = replace(out, o=out.o.to(c.p.dtype))
+    do, saved = c.do.contiguous(), (c.t.q, c.t.k, c.t.v, *c.t.leaves, c.t.seed, out.o, out.lse)
+    forward_only, found = without_gradient(c), []
+    for _ in range(3):
+        addresses.clear()
+        if run == "direct":
+            backend.direct(forward_only.p)(c.t.q, c.t.k, c.t.v, c.t.leaves, False)
+            backend.direct_backward(c.p)(do, None, saved)
+        else:
+            backend.forward(forward_only.p, c.t)
+            backend.backward(c.p, c.t, out, do, torch.zeros_like(out.lse))
+        found.append([x.data_ptr() in at for at in addresses[:2] for x in (c.t.k, c.t.v)])
+    where = {n: [each[n] for each in found] for n in range(4)}  # forward's k and v, backward's
+    assert where[0] == [True] * 3
+    assert where[1] == where[2] == where[3] == [False, not hides, not hides]
+
+
 @pytest.mark.parametrize("grads", [False, True], ids=["forward", "training"])
 def test_packed_sequences_of_new_lengths_launch_what_the_others_do(grads, monkeypatch):
     """From the third length on too, with as many sequences or more; where values are checked, always by a plan."""

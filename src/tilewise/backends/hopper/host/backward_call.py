@@ -205,9 +205,10 @@ class BackwardPlan(BackwardDraft):
         dlse = devices.zeros(lse.device, lse.numel()) if dlse is None else dlse
         kept = self.kept(extras)
         tensors = [*saved, dlse, do[None] if do.ndim == 3 else do, *kept]
-        for name, copy in self.copies.items() if self.zeroed else ():
-            n = "qkv".index(name)
-            tensors[n] = copy((tensors[n], kept[0]), do.device)
+        if self.zeroed:
+            named = dict(zip("qkv", saved, strict=False))
+            named |= self.of_seen_keys(kept[0], {name: named[name] for name in self.zeroed})
+            tensors[:3] = named.values()
         dq, dk, dv, *_ = self.launches.run([tensors[n] for n in self.direct])
         return dq, dk, dv
 

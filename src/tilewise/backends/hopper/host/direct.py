@@ -47,7 +47,7 @@ class DirectPlan(PlacedPlan):
             return None
         at += [0 if seed is None else seed.data_ptr(), *[x.data_ptr() for x in kept]]
         if self.zeroed:
-            v = self.copies["v"]((v, kept[0]), q.device)
+            v = self.of_seen_keys(kept[0], {"v": v})["v"]
             at[2] = v.data_ptr()
         o, *more = self.launches.run_memory([at[n] for n in self.direct], q, () if lse else ("lse",))
         return o, more[0] if lse else None

@@ -204,10 +204,22 @@ def seen(problem: Problem, extras: Sequence[Tensor], sharing: int) -> Tensor:
     return found.expand(seen_shape(problem.spec.region, shape, sharing)).contiguous()
 
 
+def seen_of(problem: Problem, memory: Tensor, tiles: BitsOf | None) -> Tensor:
+    """:func:`seen` as it lies in the memory of tiles; None: in a memory of its own."""
+    first, shape = _place_of_seen(problem, tiles)
+    return seen_at(memory, first, shape)
+
+
+def _place_of_seen(problem: Problem, tiles: BitsOf | None) -> tuple[int, tuple[int, int, int]]:
+    """The byte from which it lies there, and its shape."""
+    shape = problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k
+    first = 4 * tiles.layout(True).places["seen"] if tiles else 0
+    return first, seen_shape(problem.spec.region, shape, problem.group)
+
+
 def seen_rows(problem: Problem, x: TensorFacts, tiles: BitsOf | None) -> Making:
-    """What copies k or v with zeros for the keys that no query sees, of the tensor and of the memory of tiles; None: of :func:`seen`."""
-    first, lengths = 4 * tiles.layout(True).places["seen"] if tiles else 0, (problem.seqlen_q, problem.seqlen_k)
-    shape = seen_shape(problem.spec.region, (problem.batch, problem.heads_q, *lengths), problem.group)
+    """What copies k or v with zeros for the keys that no query sees, of the tensor and of the memory of :func:`seen_of`."""
+    first, shape = _place_of_seen(problem, tiles)
     kernels = _kernels_for(problem)
     found = None if kernels is None else kernels.seen_rows(x, shape, first, problem.device)
 

@@ -22,12 +22,16 @@ from tilewise.backends.hopper.pair_bias import ALIGNED, PairBias, aligned, pair_
 from tilewise.backends.hopper.parameters import SCORES
 from tilewise.backends.hopper.tables import Line, line_of
 from tilewise.caching import cached_property
+from tilewise.device import Later
 from tilewise.dropout import keep_scale, threshold
 from tilewise.planning.planner import Making
 from tilewise.problem import Problem, TensorFacts
 
 LOG2_E = math.log2(math.e)
 FAR = 1 << 30  # the end of a band that has none: no key reaches it
+EVERY_KEY = (
+    "every_key_is_seen"  # of a memory that is kept of a mask: whether it is so, a :class:`tilewise.device.Later`
+)
 
 
 @dataclass(eq=False)
@@ -187,6 +191,24 @@ class MaskPlan(ScorePlan):
         tiles = next(iter(self.bits.values()), None)
         return {name: masks.seen_rows(self.problem, getattr(self.problem, name), tiles) for name in self.zeroed}
 
+    @cached_property
+    def zeroed_lie_plain(self) -> bool:
+        """Whether those that are :attr:`zeroed` lie as their copies would, by the call's strides: a tensor may have its heads first."""
+        each = (getattr(self.problem, name) for name in self.zeroed)
+        return all(tuple(x.stride) == contiguous_strides(x.shape) for x in each)
+
+    def of_seen_keys(self, memory: Tensor, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Those that are :attr:`zeroed`, with zeros for keys that no query sees; as they are once the device has told that there are
+        none."""
+        every = getattr(memory, EVERY_KEY, None)
+        if every is None:  # only a mask that comes again is asked
+            setattr(memory, EVERY_KEY, Later())
+        elif self.zeroed_lie_plain and not any(x.data_ptr() % ALIGNED for x in tensors.values()):
+            tiles = next(iter(self.bits.values()), None)
+            if every(lambda: masks.seen_of(self.problem, memory, tiles).all()):
+                return tensors
+        return {name: self.copies[name]((x, memory), memory.device) for name, x in tensors.items()}
+
     def kept(self, extras: Sequence[Tensor]) -> Sequence[Tensor]:
         """The memories that are kept of the mask's tensors, in the order of their names."""
         return (
@@ -256,7 +278,7 @@ class LaunchPlan(MaskPlan):
             others = {name: x for name, x in found.items() if name not in self.zeroed}
             found |= {name: aligned(x.contiguous() if name in self.copied else x) for name, x in others.items()}
         if self.zeroed:
-            found |= {name: copy((found[name], kept[0]), kept[0].device) for name, copy in self.copies.items()}
+            found |= self.of_seen_keys(kept[0], {name: found[name] for name in self.zeroed})
         return found
 
     @property

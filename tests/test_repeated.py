@@ -34,6 +34,8 @@ OPTIONS: dict[str, Callable[[], dict]] = {
     "deterministic": lambda: {"deterministic": True},
     "portable": lambda: {"backend": "portable"},
     "lengths": lambda: {"mask": tw.key_lengths(torch.tensor([3, 60]))},
+    "tensor": lambda: {"mask": normal(5, 70) > -1},
+    "tensor-and-causal": lambda: {"mask": normal(5, 70) > -1, "causal": True},
     "bias": lambda: {"score": tw.bias(normal(5, 70))},
     "sink": lambda: {"sink": normal(4)},
 }

@@ -12,7 +12,7 @@ from torch import Tensor
 from tilewise import autograd, batching, dispatch, dropout, flops, nested, repeated, shared_prefix, state, words  # noqa: F401  (batching registers rules)
 from tilewise.cache import PagedCache, QuantizedCache, SharedCache, cache_as_options, not_a_cache
 from tilewise.documents import in_layout_of, packed_documents, run_packed
-from tilewise.masks import Mask, MaskFunction
+from tilewise.masks import Mask, MaskFunction, as_mask
 from tilewise.scores import Score, ScoreFunction
 from tilewise.spec import Deterministic, Options, Words, assemble, brief
 from tilewise.statistics import key_mass, stats_reasons
@@ -138,6 +138,9 @@ def _brief(q: Tensor, k: Tensor, v: Tensor, given: Words, options: tuple, lse: b
         return None
     if type(dropout_p) is not float or dropout_p:
         return None
+    mask = given[1]
+    if type(mask) is Tensor and mask.dtype == torch.bool and mask.ndim <= 4:
+        given = (given[0], as_mask(mask), *given[2:])
     found = repeated.attend(q, k, v, given, lse)
     if found is not None:
         return found

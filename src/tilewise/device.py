@@ -238,18 +238,16 @@ def workspace(device: torch.device, size: int) -> torch.Tensor:
     return found
 
 
-_streams: dict[
-    tuple[int, int], torch.cuda.Stream
-] = {}  # by device and number: torch makes a new object at each question
+_streams: dict[tuple[int, int], torch.cuda.Stream] = {}
+"""Streams by device and number: torch makes a new object at each question."""
 
 
 class Ready:
     """The moment when kernels of the current CUDA stream have made some tensors, for other streams that read them later."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]):
-        self._tensors = (
-            [t for t in tensors if t.is_cuda] if torch.cuda.is_initialized() else []
-        )  # a tensor may have no memory
+        # Without CUDA a tensor that says cuda has no memory.
+        self._tensors = [t for t in tensors if t.is_cuda] if torch.cuda.is_initialized() else []
         if self._tensors:
             self._device = self._tensors[0].device
             at = self._device.index, stream_of(self._device.index)

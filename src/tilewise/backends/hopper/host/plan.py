@@ -29,9 +29,8 @@ from tilewise.problem import Problem, TensorFacts
 
 LOG2_E = math.log2(math.e)
 FAR = 1 << 30  # the end of a band that has none: no key reaches it
-EVERY_KEY = (
-    "every_key_is_seen"  # of a memory that is kept of a mask: whether it is so, a :class:`tilewise.device.Later`
-)
+EVERY_KEY = "every_key_is_seen"
+"""The attribute of a memory that is kept of a mask, which tells whether it is so (:class:`tilewise.device.Later`)."""
 
 
 @dataclass(eq=False)

@@ -32,7 +32,7 @@ DECODING = "h200-decode"
 """The run of one query over a dense cache."""
 CLAIMS = Path(__file__).with_name("claims.toml")
 HOLDS, FAILS = "holds", "does not hold"
-EAGER, SPARSE = "be2142459054", "bf64f25f9387"
+EAGER, SPARSE, SHARES = "be2142459054", "bf64f25f9387", "h200-hopper-sparse-share"
 """Runs of a CPU: beside standard attention, and a block pattern beside the whole."""
 PARTS = "h200-step-parts"
 NEWCOMER = "python -m bench.newcomer"
@@ -179,7 +179,19 @@ def sparse_time() -> Found:
         kept = traffic.pattern(density).float().mean().item()
         text += f"; {kept:.1%} take {mine / whole:.1%} by Triton on an H200, forward"
         over.append(mine / whole / kept)
+    found, before = load("hopper-calls"), "sparse-share-d128-n65536-"
+    every, *cases = (case for case in found.cases(SHARES) if case.startswith(before))
+    shares = [float(case.removeprefix(before)) for case in cases]
+    text += f"; by Hopper's kernels (H200, D 128, N 65,536) {_percents(shares)} of the blocks take"
+    for n, direction in enumerate(page.PASSES):
+        whole, *times = (found.value(SHARES, case, "hopper", direction, "time") for case in (every, *cases))
+        text += f"{' and' * n} {_percents([mine / whole for mine in times])} {direction}"
+        over += [mine / whole / kept for mine, kept in zip(times, shares, strict=True)]
     return Found(text, max(over) <= 1.25)
+
+
+def _percents(shares: list[float]) -> str:
+    return ", ".join(f"{100 * share:.1f}" for share in shares) + "%"
 
 
 def sparse_bytes() -> Found:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+import time
 
 import pytest
 import torch
@@ -127,6 +128,10 @@ def test_a_kept_launch_holds_no_memory_of_a_sheet():
         sheet, returned = 2 * 16 * 2048 * 2048, sum(2 * grad.numel() for grad in grads)
         assert torch.cuda.max_memory_allocated() - before < 1.25 * sheet + returned
         del grads
+        # Between busy processes autograd's thread may hold what it returned for a moment longer.
+        ended = time.monotonic() + 10
+        while torch.cuda.memory_allocated() - before >= sheet / 4 and time.monotonic() < ended:
+            time.sleep(0.01)
         assert torch.cuda.memory_allocated() - before < sheet / 4
 
 

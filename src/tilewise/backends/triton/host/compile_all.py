@@ -231,7 +231,7 @@ def recorded(item: Launch) -> Iterator[tuple]:
         for by_columns in (False, True):
             layout = Layout.of(grid.region, shape, 128, by_columns, grid.leaves, sharing=problem.group)
             kept = tile_map.all_of_bits(tile_map.Kind.of(grid), layout, (128, by_columns), Sections(), problem.group)
-            memories = [torch.empty(1 << 20, dtype=torch.uint8, device="meta") for _ in range(tile_map.LEAVES)]
+            memories = [torch.empty(1 << 40, dtype=torch.uint8, device="meta") for _ in range(tile_map.LEAVES)]
             for x, tensors in kept.tensors([*memories, *grid.leaves]):
                 name = x.kernel.fn.__name__.removesuffix("_kernel")
                 found.append(

@@ -113,14 +113,13 @@ stream_of = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
 
 
 class _Counts:
-    """Zeros of one device: slices of them by stream, and how many are given away."""
+    """Zeros of one device, made on the current stream: slices of them by stream, and how many are given away."""
 
     SIZE = 1 << 20
 
     def __init__(self, device: torch.device):
         with torch.inference_mode(False):
             self.zeros = torch.zeros(self.SIZE, dtype=torch.int32, device=device)
-        torch.cuda.current_stream(device).synchronize()  # other streams, and graphs, need not wait
         self.by_stream: dict[int, torch.Tensor] = {}
         self.used = 0
 
@@ -135,18 +134,21 @@ _counts: dict[torch.device, _Counts] = {}
 _counts_lock = threading.Lock()
 
 
-_fresh: dict[torch.device, _Counts] = {}
+_fresh: dict[tuple[int, int], _Counts] = {}
+"""By device and stream: the allocator gives the memory of used ones back to the stream that made them, whose launches alone may then
+still read it."""
 
 
 def fresh(device: torch.device, count: int) -> torch.Tensor:
-    """Return ``count`` zeros, int32, of the call's own: on a GPU, the next of many that are made zero at once
+    """Return ``count`` zeros, int32, of the call's own: on a GPU, the next of many that the current stream has made zero at once
     (docs/decisions.md#repeated-calls)."""
     if device.type != "cuda" or count > 1024 or is_captured():
         return torch.zeros(count, dtype=torch.int32, device=device)
-    own = _fresh[device].take(count) if device in _fresh else None
+    at = device.index, stream_of(device.index)
+    own = _fresh[at].take(count) if at in _fresh else None
     if own is None:
-        _fresh[device] = lasting(lambda: _Counts(device))
-        own = _fresh[device].take(count)
+        made = lasting(lambda: _Counts(device))
+        own, _fresh[at] = made.take(count), made
     return own
 
 
@@ -160,7 +162,9 @@ def counts(device: torch.device, count: int) -> torch.Tensor:
     captured = is_captured()
     kept = _counts.get(device)
     if kept is None and not captured and torch.cuda.is_initialized():
-        kept = _counts.setdefault(device, lasting(lambda: _Counts(device)))
+        made = lasting(lambda: _Counts(device))
+        torch.cuda.current_stream(device).synchronize()  # other streams, and graphs, need not wait
+        kept = _counts.setdefault(device, made)
     if kept is None or captured:
         own = kept and kept.take(count)
         return torch.zeros(count, dtype=torch.int32, device=device) if own is None else own

@@ -169,7 +169,7 @@ def test_kept_launches_get_the_addresses_of_the_tensors_that_the_first_ones_got(
         pytest.skip("kernels are not interpreted (tests/conftest.py)")
     grids = [grid_of(tw.causal() & tw.documents(torch.arange(300) // n), 300, 300) for n in (70, 40)]
     layout, seen = Layout.of(grids[0].region, (BATCH, HEADS, 300, 300), 128), []
-    making = planning.all_of_bits(Kind.of(grids[0]), layout, 128, False, ALONE)
+    making = planning.all_of_bits(Kind.of(grids[0]), layout, 128, False, ALONE, 0)
     shared = torch.empty(4096, dtype=torch.uint8), torch.arange(8)
     monkeypatch.setattr(device, "workspace", lambda *_: shared[0])
     monkeypatch.setattr(device, "indices", lambda *_: shared[1])

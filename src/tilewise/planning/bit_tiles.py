@@ -226,12 +226,8 @@ class Layout(NamedTuple):
 
     def seen_in(self, memory: Tensor) -> Tensor:
         """Return which keys some query sees, of this memory: bool, as :attr:`seen`."""
-        return seen_at(memory, 4 * self.places["seen"], self.seen)
-
-
-def seen_at(memory: Tensor, first: int, shape: Sequence[int]) -> Tensor:
-    """Return the truth values that lie in a memory from byte ``first`` on."""
-    return memory.view(-1).view(torch.uint8)[first : first + math.prod(shape)].view(torch.bool).view(shape)
+        found = memory.view(torch.bool)[4 * self.places["seen"] :]
+        return found[: math.prod(self.seen)].view(self.seen)
 
 
 def seen_shape(region: Region, shape: tuple[int, int, int, int], sharing: int) -> tuple[int, int, int]:

@@ -42,7 +42,7 @@ def own_keys(kind: Kind, page_rows: int) -> Making | None:
 
 
 def all_of_bits(
-    kind: Kind, layout: Layout, crossing: int, by_columns: bool, sections: Sections, sharing: int = 0
+    kind: Kind, layout: Layout, crossing: int, by_columns: bool, sections: Sections, sharing: int
 ) -> Making | None:
     """Return the launches that make the tiles of a whole mask in their memory, or None if kernels cannot make all of it."""
     if not _plans_kind(kind) or not (kind.batch and kind.heads and all(kind.lengths)):

@@ -160,7 +160,7 @@ class Backward(Formed):
     @property
     def flagged(self) -> bool:
         """Whether the pass over keys begins under that over queries and awaits its statistics (docs/decisions.md#hopper-queries-first)."""
-        return self.queries_first and self.form == "full" and not self.packed
+        return self.queries_first and self.form == "full"
 
     def statistics_rows(self, p: Problem, counts: int = 0) -> int:
         """The number of elements of a head in the buffers of lse2 and delta: :func:`statistics_rows_of`."""

@@ -190,7 +190,7 @@ class TileTimes(NamedTuple):
         """The divisions to choose from: none; of all tiles, where there are few; of those of the last round, where tiles are alike and
         other sequences may decide which these are."""
         yield WHOLE
-        alike, whole = config.form == "full" and not config.packed, 0
+        alike, whole = config.form == "full", 0
         if alike:
             whole = self.all // self.cores * self.cores
         if alone and whole:

@@ -77,7 +77,7 @@ class PackedSequence(NamedTuple):
         off = k.size - q.size  # the band is aligned at the bottom right of each sequence
         moving = schedule.Band(
             params.lo + off if config.form == "band" else None,
-            None if config.form == "full" else params.hi + off,
+            params.hi + off,
             k.size,
         )
         # Only keys that some row sees are numbered from here on: the others never share a tile with them.

@@ -81,7 +81,7 @@ def place_pages(sequence, q: packed.Span, params: ForwardParams, config: Config)
     keys = keys_of(sequence, params)
     off = keys - q.size  # bottom-right alignment: the sequence's last row sees its last key
     lo = params.lo + off if config.has_lower else None
-    hi = params.hi + off if config.has_upper else None
+    hi = params.hi + off
     _, seen = schedule.cut(schedule.Band(None, hi, keys), 0, keys, q.size, PICK)
     return packed.SeqlenInfo(q, packed.Span(seen.seqlen_k, seen.seqlen_k), lo, hi)
 

@@ -17,7 +17,7 @@ from tilewise.backends.hopper.host.draft import View, contiguous_strides
 from tilewise.backends.hopper.latent.selected import rows_of
 from tilewise.masks.facts import every_key_seen
 from tilewise.planning import planner
-from tilewise.planning.bit_tiles import BitTiles, Layout, Sections, only_seen_keys, seen_at, seen_shape
+from tilewise.planning.bit_tiles import BitTiles, Layout, Sections, only_seen_keys, seen_shape
 from tilewise.planning.planner import Kind, Making
 from tilewise.planning.tiles import PARTIAL, Grid, TileMap, seen_keys
 from tilewise.problem import Problem, TensorFacts
@@ -204,27 +204,21 @@ def seen(problem: Problem, extras: Sequence[Tensor], sharing: int) -> Tensor:
     return found.expand(seen_shape(problem.spec.region, shape, sharing)).contiguous()
 
 
-def seen_of(problem: Problem, memory: Tensor, tiles: BitsOf | None) -> Tensor:
+def seen_of(memory: Tensor, tiles: BitsOf | None) -> Tensor:
     """:func:`seen` as it lies in the memory of tiles; None: in a memory of its own."""
-    first, shape = _place_of_seen(problem, tiles)
-    return seen_at(memory, first, shape)
-
-
-def _place_of_seen(problem: Problem, tiles: BitsOf | None) -> tuple[int, tuple[int, int, int]]:
-    """The byte from which it lies there, and its shape."""
-    shape = problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k
-    first = 4 * tiles.layout(True).places["seen"] if tiles else 0
-    return first, seen_shape(problem.spec.region, shape, problem.group)
+    return tiles.layout(True).seen_in(memory) if tiles else memory
 
 
 def seen_rows(problem: Problem, x: TensorFacts, tiles: BitsOf | None) -> Making:
     """What copies k or v with zeros for the keys that no query sees, of the tensor and of the memory of :func:`seen_of`."""
-    first, shape = _place_of_seen(problem, tiles)
+    layout, shape = tiles and tiles.layout(True), (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
+    first = 4 * layout.places["seen"] if layout else 0
+    shape = layout.seen if layout else seen_shape(problem.spec.region, shape, problem.group)
     kernels = _kernels_for(problem)
     found = None if kernels is None else kernels.seen_rows(x, shape, first, problem.device)
 
     def otherwise(given: Sequence[Tensor], device: torch.device) -> Tensor:
         tensor, memory = given
-        return torch.where(seen_at(memory, first, shape).mT.unsqueeze(-1), tensor, 0).contiguous()
+        return torch.where(seen_of(memory, tiles).mT.unsqueeze(-1), tensor, 0).contiguous()
 
     return found or otherwise

@@ -170,6 +170,11 @@ class MaskPlan(ScorePlan):
         """What each pass reads of a mask with a bit for each pair, by the name of its memory."""
         return {}
 
+    @property
+    def first_bits(self) -> masks.BitsOf | None:
+        """Those in whose memory lies which keys are seen; None: in a memory of its own."""
+        return next(iter(self.bits.values()), None)
+
     @cached_property
     def keeps(self) -> tuple[str, ...]:
         """The names of the memories that are kept of the mask's tensors; the first one says which keys are seen, where some of k and v are
@@ -187,11 +192,12 @@ class MaskPlan(ScorePlan):
     @cached_property
     def copies(self) -> dict[str, Making]:
         """What makes copies of those that are :attr:`zeroed`, of each and of the memory that says which keys are seen."""
-        tiles = next(iter(self.bits.values()), None)
-        return {name: masks.seen_rows(self.problem, getattr(self.problem, name), tiles) for name in self.zeroed}
+        return {
+            name: masks.seen_rows(self.problem, getattr(self.problem, name), self.first_bits) for name in self.zeroed
+        }
 
     @cached_property
-    def zeroed_lie_plain(self) -> bool:
+    def contiguous(self) -> bool:
         """Whether those that are :attr:`zeroed` lie as their copies would, by the call's strides: a tensor may have its heads first."""
         each = (getattr(self.problem, name) for name in self.zeroed)
         return all(tuple(x.stride) == contiguous_strides(x.shape) for x in each)
@@ -202,19 +208,19 @@ class MaskPlan(ScorePlan):
         every = getattr(memory, EVERY_KEY, None)
         if every is None:  # only a mask that comes again is asked
             setattr(memory, EVERY_KEY, Later())
-        elif self.zeroed_lie_plain and not any(x.data_ptr() % ALIGNED for x in tensors.values()):
-            tiles = next(iter(self.bits.values()), None)
-            if every(lambda: masks.seen_of(self.problem, memory, tiles).all()):
-                return tensors
+        elif (
+            self.contiguous
+            and not any(x.data_ptr() % ALIGNED for x in tensors.values())
+            and every(lambda: masks.seen_of(memory, self.first_bits).all())
+        ):
+            return tensors
         return {name: self.copies[name]((x, memory), memory.device) for name, x in tensors.items()}
 
     def kept(self, extras: Sequence[Tensor]) -> Sequence[Tensor]:
         """The memories that are kept of the mask's tensors, in the order of their names."""
-        return (
-            [self.of_leaves(name, extras, make) for name, make in zip(self.keeps, self.makings, strict=True)]
-            if self.keeps
-            else ()
-        )
+        if not self.keeps:
+            return ()
+        return [self.of_leaves(name, extras, make) for name, make in zip(self.keeps, self.makings, strict=True)]
 
 
 @dataclass(eq=False)

@@ -153,7 +153,7 @@ def pair_bytes(item: Launch) -> int:
 
 def shared_memory(item: Launch, name: str, tiles: Tiles) -> int:
     """The bytes that a kernel may need, as it was promised."""
-    if name.startswith(("tile_", "key_")):
+    if name.startswith("tile_"):
         return tile_map.SHARED_MEMORY
     if name in tangent.PASSES:
         return tangent.tangent_memory((item.head_dim, item.head_dim_v), item.dtype.itemsize, name, tiles)

@@ -422,7 +422,8 @@ def test_a_capture_makes_its_lists_anew(launches, monkeypatch):
     assert all(x is not y and torch.equal(x, y) for x, y in zip(first, captured, strict=True))
 
 
-OF_MASK = [f"tile_{x}{of}" for of in ("", "_by_columns") for x in ("map", "lists", "order", "bits")]
+BITS = [f"tile_{x}" for x in ("map", "lists", "order", "bits")]
+OF_MASK = [*BITS, "seen_rows", "runs", *[f"{x}_by_columns" for x in BITS]]
 
 
 @pytest.mark.parametrize(

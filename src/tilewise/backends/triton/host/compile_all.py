@@ -153,7 +153,7 @@ def pair_bytes(item: Launch) -> int:
 
 def shared_memory(item: Launch, name: str, tiles: Tiles) -> int:
     """The bytes that a kernel may need, as it was promised."""
-    if name.startswith("tile_"):
+    if name.startswith("tile_") or name in ("seen_rows", "runs"):
         return tile_map.SHARED_MEMORY
     if name in tangent.PASSES:
         return tangent.tangent_memory((item.head_dim, item.head_dim_v), item.dtype.itemsize, name, tiles)
@@ -225,19 +225,29 @@ def recorded(item: Launch) -> Iterator[tuple]:
             launch.forward(plan, inputs)
             if not problem.paged:
                 launch.backward(plan, inputs, out, do, dlse)
-    if plan.lists:
-        shape = (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
-        grid = Grid.whole(problem.spec.region, inputs.leaves, shape, q.device)
-        for by_columns in (False, True):
-            layout = Layout.of(grid.region, shape, 128, by_columns, grid.leaves, sharing=problem.group)
-            kept = tile_map.all_of_bits(tile_map.Kind.of(grid), layout, (128, by_columns), Sections(), problem.group)
-            memories = [torch.empty(1 << 40, dtype=torch.uint8, device="meta") for _ in range(tile_map.LEAVES)]
-            for x, tensors in kept.tensors([*memories, *grid.leaves]):
-                name = x.kernel.fn.__name__.removesuffix("_kernel")
-                found.append(
-                    (f"{name}_by_columns" * by_columns or name, x.kernel, x.tiles, (tensors, *x.numbers, x.facts))
-                )
     yield from found
+    if plan.lists:
+        yield from _of_mask(problem, inputs)
+
+
+def _of_mask(problem: Problem, inputs: Inputs) -> Iterator[tuple]:
+    """The launches that plan a mask with a bit for each pair, as :func:`recorded` has them; and one for the runs of equal ids."""
+    shape = (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
+    grid = Grid.whole(problem.spec.region, inputs.leaves, shape, inputs.q.device)
+    kind, memories = tile_map.Kind.of(grid), [inputs.q.new_empty(1 << 40, dtype=torch.uint8)] * tile_map.LEAVES
+    for by_columns in (False, True):
+        layout = Layout.of(grid.region, shape, 128, by_columns, grid.leaves, sharing=problem.group)
+        bits = tile_map.all_of_bits(kind, layout, (128, by_columns), Sections(), problem.group)
+        kept = [(bits, grid.leaves)]
+        if not by_columns:
+            ids = grid.b[None]
+            rows = tile_map.seen_rows(problem.v, layout.seen, 4 * layout.places["seen"], ids.device)
+            runs = tile_map.runs((ids.shape, ids.stride(), ids.dtype), ids.device)
+            kept += [(rows, (inputs.v, memories[0])), (runs, (ids,))]
+        for launches, given in kept:
+            for x, tensors in launches.tensors([*memories, *given]):
+                name = x.kernel.fn.__name__.removesuffix("_kernel") + "_by_columns" * by_columns
+                yield name, x.kernel, x.tiles, (tensors, *x.numbers, x.facts)
 
 
 def configured(item: Launch, problem: Problem) -> config.Config:

@@ -97,8 +97,10 @@ def compile_spec(
         code.raw = c.raw = Value(c.float_type, frozenset("s"))
         code.score = c.as_float(c.value(spec.score))
     if spec.region.predicate is not None:
+        of_score, c.made = c.made, {}  # it runs before the score, and alone: no other part's values are there
         c.part = PREDICATE
         code.keep = c.value(spec.region.predicate, "mask")
+        c.made = of_score
     if spec.score is not None and moving is not None:
         c.part = SLOPES
         code.moved = c.moved = Value(c.float_type, frozenset("s"))

@@ -7,7 +7,7 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import tilewise as tw
 from tilewise.compat import flex_attention as flex
-from tilewise.compat import sdpa
+from tilewise.compat import sdpa, xformers
 
 torch_sdpa = torch.nn.functional.scaled_dot_product_attention
 Q = torch.randn(2, 16, 4, 8, generator=torch.Generator().manual_seed(1))
@@ -21,6 +21,12 @@ WRONG = {
     "FlexAttention's door given seqlen before heads": (lambda: flex.flex_attention(Q, Q[:, :9], Q[:, :9]), LAYOUT),
     "a lower right CausalBias": (lambda: tw.attention(Q, Q, Q, mask=causal_lower_right(16, 16)), r"mask=tw.causal\(\)"),
     "an upper left CausalBias": (lambda: tw.attention(Q, Q, Q, mask=causal_upper_left(16, 16)), r'mask=tw.causal\(align="first"\)'),
+    "a CausalBias as a score": (lambda: tw.attention(Q, Q, Q, score=causal_lower_right(16, 16)), r"mask=tw.causal\(\)"),
+    "a CausalBias as a bias": (lambda: tw.bias(causal_upper_left(16, 16)), r'mask=tw.causal\(align="first"\)'),
+    "a CausalBias that a score reads": (lambda: tw.score(lambda s, b, h, i, j: s + causal_upper_left(16, 16)[h, i, j]), r"align="),
+    "a CausalBias beside a mask": (lambda: tw.causal() & causal_lower_right(16, 16), r"mask=tw.causal\(\)"),
+    "a CausalBias as a dense mask": (lambda: tw.dense(causal_lower_right(16, 16)), r"mask=tw.causal\(\)"),
+    "a CausalBias in xformers' door": (lambda: xformers.memory_efficient_attention(Q, Q, Q, causal_lower_right(16, 16)), r"causal\(\)"),
     "documents of cu_seqlens": (lambda: tw.attention(Q, Q, Q, mask=tw.documents(CU)), r"documents\(ids\).*cu_seqlens.*attention_varlen"),
     "a padding mask of two axes": (
         lambda: sdpa.scaled_dot_product_attention(*[Q.transpose(1, 2)] * 3, attn_mask=torch.ones(2, 16, dtype=torch.bool)),

@@ -237,6 +237,20 @@ def concrete(x: Any) -> int | float:
 _UNREAD = (torch.uint16, torch.uint32, torch.uint64)  # torch itself computes with none of them
 
 
+def refuse_causal_bias(x: object) -> None:
+    """Raise where a tensor is a ``torch.nn.attention.bias.CausalBias``, whose elements were never written, and name the mask that it means.
+
+    Raises:
+        ValueError: it is one.
+    """
+    if type(x).__name__ == "CausalBias":  # importing it to ask takes 2 s
+        lower_right = "LOWER_RIGHT" in repr(getattr(x, "variant", None))
+        instead = "mask=tw.causal(), or causal=True" if lower_right else 'mask=tw.causal(align="first")'
+        raise ValueError(
+            f"a CausalBias of torch.nn.attention.bias is not read: its elements were never written; write {instead}"
+        )
+
+
 def lookup(tensor: torch.Tensor, *index: Any) -> Expr:
     """Return ``tensor[index]`` as an expression; an index out of range is clamped. What traced functions write as
     ``tensor[h, i, j]``.
@@ -248,6 +262,7 @@ def lookup(tensor: torch.Tensor, *index: Any) -> Expr:
     """
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(f"lookup reads a tensor, got {type(tensor).__name__}: torch.tensor(...) makes one")
+    refuse_causal_bias(tensor)
     if tensor.dtype in _UNREAD or tensor.is_complex():
         raise ValueError(f"a mask or score cannot read a tensor of {tensor.dtype}; convert it: t.long(), or t.real")
     if len(index) != tensor.ndim:

@@ -176,6 +176,7 @@ def _unprepared(mask: object) -> Mask:
     if type(mask) is Mask:
         return mask
     if not isinstance(mask, Mask):
+        expr.refuse_causal_bias(mask)
         raise ValueError(f"a mask is combined with masks, got {type(mask).__name__}; wrap it: tw.keep(fn), tw.dense(t)")
     return mask.of if isinstance(mask, _Prepared) else mask
 
@@ -352,6 +353,7 @@ def _kept(predicate: Expr) -> Mask:
 
 def dense(allowed: torch.Tensor) -> Mask:
     """The pairs that are True in a bool tensor, broadcastable to ``(batch, heads_q, seqlen_q, seqlen_k)``."""
+    expr.refuse_causal_bias(allowed)
     if not isinstance(allowed, torch.Tensor) or allowed.dtype != torch.bool:
         found = allowed.dtype if isinstance(allowed, torch.Tensor) else type(allowed).__name__
         instead = "convert zeros and ones: t.bool(), and for additive values use score=tw.bias(t)"
@@ -437,13 +439,7 @@ def _sorted_rows(indices: torch.Tensor) -> tuple[torch.Tensor]:
 
 def as_mask(mask: Mask | torch.Tensor | MaskFunction | None, causal_too: bool = False) -> Mask:
     """Return the Mask of an argument of ``mask=``: a Mask, a bool tensor (``dense``) or a function (``keep``)."""
-    if type(mask).__name__ == "CausalBias":  # torch.nn.attention.bias; a tensor whose elements were never written
-        below = (
-            "mask=tw.causal(), or causal=True"
-            if "LOWER_RIGHT" in repr(getattr(mask, "variant", None))
-            else 'mask=tw.causal(align="first")'
-        )
-        raise ValueError(f"mask= takes no CausalBias of torch.nn.attention.bias; write {below}")
+    expr.refuse_causal_bias(mask)
     if isinstance(mask, torch.Tensor):
         mask = dense(mask)
     elif mask is not None and not isinstance(mask, Mask):

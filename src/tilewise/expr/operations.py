@@ -244,8 +244,11 @@ def refuse_causal_bias(x: object) -> None:
         ValueError: it is one.
     """
     if type(x).__name__ == "CausalBias":  # importing it to ask takes 2 s
-        lower_right = "LOWER_RIGHT" in repr(getattr(x, "variant", None))
-        instead = "mask=tw.causal(), or causal=True" if lower_right else 'mask=tw.causal(align="first")'
+        variant = repr(getattr(x, "variant", None))  # a slice of one has none
+        lower, upper = "mask=tw.causal(), or causal=True", 'mask=tw.causal(align="first")'
+        instead = (
+            lower if "LOWER" in variant else upper if "UPPER" in variant else f"{lower}; of an upper left one {upper}"
+        )
         raise ValueError(
             f"a CausalBias of torch.nn.attention.bias is not read: its elements were never written; write {instead}"
         )

@@ -345,7 +345,7 @@ def new_lengths() -> list[str]:
     return section("Host time of new lengths", text, table(header, rows))
 
 
-NEW_LENGTHS = ("h200-kept-lists", "h200-new-lengths-before")
+NEW_LENGTHS = ("h200-seen-keys", "h200-new-lengths-before")
 
 
 HOST = (

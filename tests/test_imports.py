@@ -156,6 +156,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     ),
     "dispatch": (
         "backends.base",
+        "masks.facts",
         "planning.planner",
         "problem",
         "sizes",
@@ -243,6 +244,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "spec",
         "piece",
         "masks",
+        "masks.facts",
         "planning.tiles",
         "expr",
         "caching",

@@ -30,6 +30,7 @@ from tilewise.backends.base import (
     everywhere_reasons,
 )  # fmt: skip
 from tilewise.caching import cached_property
+from tilewise.masks.facts import kept_pairs
 from tilewise.planning import planner
 from tilewise.problem import Problem, Signature, check, check_values
 from tilewise.sizes import MISSED, ByStructure
@@ -353,6 +354,8 @@ class Explanation:
         chosen, tiles: the backend and its tiles. refused: every reason of each other backend.
         tangents, second: the backends of forward mode and of second derivatives. tangents_refused, second_refused: the reasons against
             the backends before them.
+        flops, kept_flops: operations of the forward's products, of all pairs and of those that the mask keeps; the latter is None if a
+            tensor or a function decides about pairs. traffic: bytes.
         tile: queries and keys of a tile of the forward, if the backend has such tiles. extras: the call's tensors beside q, k, v.
         prefix: how a shared prefix is read. forward: the backend of the forward and its tiles, if another one runs the backward.
     """
@@ -367,6 +370,7 @@ class Explanation:
     tangents_refused: dict[str, list[str]]
     second: str | None
     second_refused: dict[str, list[str]]
+    kept_flops: int | None = field(default=None, kw_only=True)
     tile: tuple[int, int] | None = field(default=None, kw_only=True)
     prefix: str = field(default="", kw_only=True)
     forward: tuple[str, str] | None = field(default=None, kw_only=True)
@@ -381,8 +385,9 @@ class Explanation:
         lines = [p.describe(), f"on {facts.name}, {facts.cores} {'SMs' if facts.type == 'cuda' else 'threads'}"]
         if self.chosen:
             lines += [f"backend   {self.chosen}: {self.tiles}"]
-            work, moved = in_flop(self.flops), in_bytes(self.traffic)
-            lines += [f"work      {work} before masking, {moved} of slow memory predicted"]
+            work = f"{in_flop(self.flops)} before masking"
+            work += f", {in_flop(self.kept_flops)} after" if self.kept_flops not in (None, self.flops) else ""
+            lines += [f"work      {work}, {in_bytes(self.traffic)} of slow memory predicted"]
         else:
             lines += ["backend   none"]
         lines += [f"forward   {': '.join(self.forward)}"] if self.forward else []
@@ -403,6 +408,7 @@ class Explanation:
             "tiles": self.tiles,
             "forward": self.forward,
             "flops": self.flops,
+            "kept_flops": self.kept_flops,
             "traffic_bytes": self.traffic,
             "refused": self.refused,
             "tangents": self.tangents,
@@ -495,9 +501,11 @@ def explained(p: Problem, extras: Sequence[Tensor] = ()) -> Explanation:
     refused = {row.name: _why_not(row, p, chosen) for row in every() if row.name != chosen}
     config = backend(chosen).config(p) if chosen else None
     ahead = Plan(p, backend(chosen), _first(p, backend(chosen))).of_forward if chosen else None
-    flops = 2 * p.heads_q * p.seqlen_q * p.seqlen_k * (p.head_dim + p.head_dim_v) * (1 if p.packed else p.batch)
+    a_pair = 2 * p.heads_q * (p.head_dim + p.head_dim_v) * (1 if p.packed else p.batch)
+    kept = None if p.packed or p.paged else kept_pairs(p.spec.region, p.seqlen_q, p.seqlen_k)
     return Explanation(
-        p, chosen, config.describe() if config else "", flops, config.traffic(p) if config else 0, refused,
+        p, chosen, config.describe() if config else "", a_pair * p.seqlen_q * p.seqlen_k, config.traffic(p) if config else 0, refused,
         tangents, reasons["forward mode"], second, reasons["second derivatives"],
+        kept_flops=None if kept is None else a_pair * kept,
         tile=ahead.backend.tile(ahead.problem) if ahead else None, extras=tuple(extras), forward=_other(ahead, chosen),
     )  # fmt: skip

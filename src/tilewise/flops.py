@@ -1,7 +1,7 @@
 """The operations that ``torch.utils.flop_counter.FlopCounterMode`` counts of the operators.
 
-As for torch's own attention, every pair of a query and a key counts, seen or not: 2 for each multiplication of its products. A backward
-has the scores again, dP, dV, dQ and dK; the tangent of a product is two products.
+As for torch's own attention, every pair of a query and a key counts, seen or not (docs/decisions.md#flops-of-every-pair): 2 for each
+multiplication of its products. A backward has the scores again, dP, dV, dQ and dK; the tangent of a product is two products.
 """
 
 from __future__ import annotations

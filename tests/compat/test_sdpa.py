@@ -323,15 +323,15 @@ def test_compiled_without_graph_breaks_it_gives_the_same(options):
 @pytest.fixture
 def counted(monkeypatch) -> list[int]:
     """Grows by one with every call that arrives here through the patch and wants no probabilities."""
-    calls, function = [], scaled_dot_product_attention
+    calls, function, packed = [], scaled_dot_product_attention, tw.attention_varlen
     monkeypatch.setattr(sdpa, "scaled_dot_product_attention", lambda *a, **o: calls.append(1) or function(*a, **o))
+    monkeypatch.setattr(tw, "attention_varlen", lambda *a, **o: calls.append(1) or packed(*a, **o))
     return calls
 
 
-def encoder() -> nn.Module:
+def encoder(layer=nn.TransformerEncoderLayer, norm_first=False, **options) -> nn.Module:
     torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
-    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=True)
+    return nn.TransformerEncoder(layer(32, 4, 64, dropout=0.0, batch_first=True, norm_first=norm_first), 2, **options)
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluating"])
@@ -351,8 +351,58 @@ def test_a_transformer_encoder_comes_here_with_every_layer(training, masked, cou
         with patch():
             got = model(x, **options)
     assert len(counted) == 2
-    tokens = ~padding if masked == "padding" else torch.ones_like(padding)
-    torch.testing.assert_close(got[tokens], expected[tokens])
+    torch.testing.assert_close(got, expected)
+
+
+ROWS = torch.arange(11) >= torch.tensor([[11], [3]])  # padding
+PACKED = {  # the encoder, its padding, and the tokens that a layer should see: fewer than 2 * 11 where rows are packed
+    "bool": (lambda: encoder(), ROWS, 14),
+    "floating": (lambda: encoder(), torch.zeros(2, 11).masked_fill(ROWS, -torch.inf), 14),
+    "an-empty-row": (lambda: encoder(), torch.stack([ROWS[0], torch.ones(11, dtype=torch.bool)]), 11),
+    "a-last-norm": (lambda: encoder(norm=nn.LayerNorm(32, bias=True)), ROWS, 14),
+    "a-norm-first": (lambda: encoder(norm_first=True), ROWS, 22),
+    "told-not-to": (lambda: encoder(enable_nested_tensor=False), ROWS, 22),
+    "in-the-middle": (lambda: encoder(), torch.arange(11) == 4 * torch.ones(2, 1), 22),
+    "no-token": (lambda: encoder(), torch.ones(2, 11, dtype=torch.bool), 22),
+    "a-layer-of-their-own": (lambda: encoder(layer=OwnLayer), ROWS, 22),
+}
+
+
+class OwnLayer(nn.TransformerEncoderLayer):
+    """It may look at neighbours of a token, which packing changes."""
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True", "ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("name", PACKED)
+def test_rows_are_packed_without_their_padding_where_torch_packs_them(name, counted):
+    make, padding, tokens = PACKED[name]
+    model, x, seen = make().eval(), normal(2, 11, 32), []
+    with torch.no_grad():
+        torch.backends.mha.set_fastpath_enabled(tokens < 22)
+        try:
+            expected = model(x, src_key_padding_mask=padding)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(True)
+        for layer in model.layers:
+            attend = layer.self_attn.forward
+            layer.self_attn.forward = lambda q, *a, attend=attend, **o: (
+                seen.append(q[..., 0].numel()) or attend(q, *a, **o)
+            )
+        with patch():
+            got = model(x, src_key_padding_mask=padding)
+    assert (len(counted), seen) == (2, [tokens] * 2)
+    torch.testing.assert_close(got, expected)
+
+
+def test_hooks_and_gradients_see_the_rows_as_they_came(counted):
+    model, x, shapes = encoder().eval(), normal(2, 11, 32), []
+    with patch():
+        model(x, src_key_padding_mask=ROWS).sum().backward()
+        with torch.no_grad():
+            model.layers[1].linear1.register_forward_hook(lambda module, given, out: shapes.append(out.shape))
+            model(x, src_key_padding_mask=ROWS)
+    assert (len(counted), shapes) == (4, [(2, 11, 64)])
+    assert model.layers[0].linear1.weight.grad.abs().sum() > 0
 
 
 def test_gradients_of_a_patched_model_are_its_own():
@@ -602,6 +652,19 @@ def test_what_is_scripted_inside_follows_the_patch_and_spoils_nothing(counted):
     torch.testing.assert_close(scripted(x), expected)
     torch.testing.assert_close(torch.jit.script(Scripted().eval())(x), expected)
     assert len(counted) == 1
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*torch.jit:DeprecationWarning", "ignore:no call of scaled", "ignore:The PyTorch API of"
+)
+def test_an_encoder_is_scripted_as_torch_wrote_it():
+    model, x = encoder().eval(), normal(2, 11, 32)
+    with torch.no_grad():
+        expected = model(x, src_key_padding_mask=ROWS)
+        with patch():
+            scripted = torch.jit.script(model)
+            torch.testing.assert_close(scripted(x, src_key_padding_mask=ROWS), expected)
+        torch.testing.assert_close(torch.jit.script(model)(x, src_key_padding_mask=ROWS), expected)
 
 
 def test_an_unknown_choice_is_refused():

@@ -9,7 +9,7 @@ import tilewise as tw
 from bench.testing import call, normal
 from tilewise.expr import Expr, apply, number, parse, symbol
 from tilewise.masks.catalogue import Mask, _atom
-from tilewise.masks.facts import as_band, constant_on_blocks, every_key_seen, granularity
+from tilewise.masks.facts import as_band, constant_on_blocks, every_key_seen, granularity, kept_pairs
 from tilewise.masks.regions import ATOMS, OFF, I, J, Region
 
 IDS = torch.tensor([0] * 9 + [4] + [2] * 20 + [3] * 40)
@@ -68,6 +68,28 @@ def test_every_key_counts_as_seen_only_where_it_is(name):
             continue
         assert every_key_seen(region_of(build(), nq, nk), nq, nk) == known
         assert not known or bool(kept(build(), nq, nk).any(1).all())
+
+
+COUNTED = (
+    "full", "causal", "window", "causal-first", "window-first", "prefix", "chunks", "chunks-causal", "all-keys", "key-range",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_pairs_are_counted_where_no_tensor_and_no_function_decides(name):
+    for nq, nk in ((70, 70), (75, 70), (40, 70), (3, 70), (70, 3)):
+        if name in ("dense", "documents") and (nq, nk) != (70, 70):
+            continue
+        mask = SEEN[name][0]()
+        expected = int(kept(mask, nq, nk)[0].sum()) if name in COUNTED else None
+        assert kept_pairs(region_of(mask, nq, nk), nq, nk) == expected
+
+
+def test_pairs_of_a_band_that_hides_every_pair_and_of_a_long_one():
+    hidden = tw.causal() & tw.key_range(9, 20)
+    assert kept_pairs(region_of(hidden, 5, 5), 5, 5) == int(kept(hidden, 5, 5)[0].sum()) == 0
+    n = 1 << 40
+    assert kept_pairs(region_of(tw.causal(), 70, 70), n, n) == n * (n + 1) // 2
 
 
 def test_a_mask_that_is_added_has_the_facts_of_a_built_in_one():

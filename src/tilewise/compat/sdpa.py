@@ -19,12 +19,15 @@ import warnings
 from collections.abc import Callable
 from contextlib import ContextDecorator
 from dataclasses import dataclass
+from functools import wraps
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.transformer import _detect_is_causal_mask, _get_seq_len  # noqa: F401  for _patched_encoder in TorchScript
 
 import tilewise as tw
+from tilewise.compat.encoder import offsets_of_rows, over_packed_rows, would_pack
 from tilewise.compat.probabilities import probabilities
 
 
@@ -264,9 +267,9 @@ class _Patch(ContextDecorator):
             if not _active:
                 _saved["fastpath"] = torch.backends.mha.get_fastpath_enabled()
                 torch.backends.mha.set_fastpath_enabled(False)
-                for name, ours in _REPLACED.items():
-                    _saved[name] = getattr(F, name)
-                    setattr(F, name, ours)
+                for owner, name, ours in _REPLACED:
+                    _saved[name] = getattr(owner, name)
+                    setattr(owner, name, ours)
             _active.append(self)
         return self
 
@@ -276,9 +279,9 @@ class _Patch(ContextDecorator):
             del _active[last]
             if not _active:
                 torch.backends.mha.set_fastpath_enabled(_saved["fastpath"])
-                for name, ours in _REPLACED.items():
-                    if getattr(F, name) is ours:  # else someone else has replaced it since: theirs stays
-                        setattr(F, name, _saved[name])
+                for owner, name, ours in _REPLACED:
+                    if getattr(owner, name) is ours:  # else someone else has replaced it since: theirs stays
+                        setattr(owner, name, _saved[name])
             unused = self not in _active and not (self.calls or self.compiled or error)
         if unused:
             warnings.warn(
@@ -292,7 +295,8 @@ class _Patch(ContextDecorator):
 def patch(unsupported: str = "raise") -> _Patch:
     """Replace ``torch.nn.functional.scaled_dot_product_attention`` by this module's, as a context or decorator.
 
-    ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer`` use it too: their fused inference path is off inside. With
+    ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer`` use it too: their fused inference path is off inside. Where
+    ``nn.TransformerEncoder`` packs rows without their padding (in eval mode, with ``src_key_padding_mask``), it does so inside too. With
     ``need_weights=True`` the matrix of probabilities is computed as well, and a warning says so. ``torch.jit.script`` works inside: its
     result calls back to Python, follows the patch in and out, and cannot be saved.
 
@@ -394,6 +398,10 @@ def _count() -> None:
 
 def _ours(arguments: tuple) -> Tensor:
     """Compute attention of the arguments of :func:`_patched_attention`, and the probabilities for a waiting multi-head module."""
+    offsets = offsets_of_rows()
+    if offsets is not None:
+        q, k, v = (x[0].transpose(0, 1) for x in arguments[:3])
+        return tw.attention_varlen(q, k, v, offsets).transpose(0, 1)[None]
     if not getattr(_waiting, "modules", None):
         *positional, scale, enable_gqa = arguments
         return scaled_dot_product_attention(*positional, scale=scale, enable_gqa=enable_gqa)
@@ -459,7 +467,15 @@ def _multi_head(*arguments) -> tuple[Tensor, Tensor | None]:
     return o, weights if given["query"].ndim == 3 else weights[0]
 
 
-_REPLACED: dict[str, Callable] = {
-    "scaled_dot_product_attention": _patched_attention,
-    "multi_head_attention_forward": _patched_multi_head,
-}
+@wraps(nn.TransformerEncoder.forward)  # TorchScript, which looks for the source behind this, compiles torch's
+def _patched_encoder(encoder, src, mask=None, src_key_padding_mask=None, is_causal=None) -> Tensor:
+    if _active and _saved["fastpath"] and would_pack(encoder, src, mask, src_key_padding_mask):
+        return over_packed_rows(encoder, src, src_key_padding_mask)
+    return _saved["forward"](encoder, src, mask, src_key_padding_mask, is_causal)
+
+
+_REPLACED: list[tuple[object, str, Callable]] = [
+    (F, "scaled_dot_product_attention", _patched_attention),
+    (F, "multi_head_attention_forward", _patched_multi_head),
+    (nn.TransformerEncoder, "forward", _patched_encoder),
+]

@@ -132,6 +132,29 @@ def as_band(region: Region, off: int | None, seqlen_k: int) -> Band | None:
     return Band(lo[0], hi[0], start, sizes.larger(start, stop))
 
 
+def kept_pairs(region: Region, seqlen_q: int, seqlen_k: int) -> int | None:
+    """Return the number of pairs of a head that a mask keeps.
+
+    Return None if heads or batch elements differ, or if a predicate or a tensor decides."""
+    band = as_band(region, seqlen_k - seqlen_q, seqlen_k)
+    if band is None:
+        queries = queries_of_keys(region, seqlen_q, seqlen_k)
+        return (
+            None if queries is None else int((queries[1].clamp(max=seqlen_q) - queries[0].clamp(min=0)).clamp(0).sum())
+        )
+    if band.empty:
+        return 0
+    starts = seqlen_q * band.start if band.lo is None else _sum_of_ends(band, band.lo, seqlen_q)
+    ends = seqlen_q * band.stop if band.hi is None else _sum_of_ends(band, band.hi, seqlen_q)
+    return ends - starts
+
+
+def _sum_of_ends(band: Band, moving: int, seqlen_q: int) -> int:
+    """Return the sum over rows of ``i + moving``, clamped to ``start ... stop``."""
+    first, last = (min(max(end - moving, 0), seqlen_q) for end in (band.start, band.stop))  # rows between the two ends
+    return first * band.start + (last - first) * (first + last - 1 + 2 * moving) // 2 + (seqlen_q - last) * band.stop
+
+
 _MovingEnd = tuple[int | None, int | None]
 
 

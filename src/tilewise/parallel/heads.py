@@ -21,9 +21,9 @@ from torch._subclasses import FakeTensor
 from tilewise import expr
 from tilewise.derivatives import operator_of
 from tilewise.expr import Expr
+from tilewise.masks.facts import kept_pairs
 from tilewise.parallel.exchange import Exchange, Gradients, ordered_sum
 from tilewise.parallel.layout import Layout
-from tilewise.planning.tiles import Grid
 from tilewise.problem import Problem
 from tilewise.spec import Spec
 
@@ -38,24 +38,14 @@ WORTH_A_GROUP = 3e11
 def groups_of(whole: Problem, ranks: int, most: int = MOST_GROUPS) -> int:
     """Return the number of groups of a rank's heads: at most ``most``, a divisor of its key heads, and each worth a call.
 
-    Ranks must decide alike, so no tensor is read. If only tensors tell a mask's work, it is computed in one group.
+    Ranks must decide alike, so no tensor is read. If only tensors or a function tell a mask's work, it is computed in one group.
     """
-    region = whole.spec.whole_region
-    if whole.packed or region.predicate is not None or expr.lookups(*region.parts):
+    pairs = None if whole.packed else kept_pairs(whole.spec.whole_region, whole.seqlen_q, whole.seqlen_k)
+    if pairs is None:
         return 1
-    worth = 2 * kept_pairs(whole) / ranks * (whole.head_dim + whole.head_dim_v) / WORTH_A_GROUP
+    forward = 2 * pairs * whole.batch * whole.heads_q * (whole.head_dim + whole.head_dim_v)
+    worth = forward / ranks / WORTH_A_GROUP
     return max(n for n in range(1, most + 1) if n == 1 or (whole.heads_k // ranks % n == 0 and n <= worth))
-
-
-def kept_pairs(whole: Problem) -> int:
-    """Return the pairs of all heads that an attention keeps. If a tensor decides about a pair, it counts as kept."""
-    region, rows, columns = whole.spec.whole_region, whole.seqlen_q, whole.seqlen_k
-    pairs = rows * columns
-    if not whole.packed and not expr.lookups(*[end for end in region.ends if end is not None]):
-        grid = Grid.whole(region.interval, (), (1, 1, rows, columns), torch.device("cpu"))
-        low, high = grid.key_interval(torch.arange(rows))
-        pairs = int((high - low).clamp(0).sum())
-    return pairs * whole.batch * whole.heads_q
 
 
 def head_axes(spec: Spec) -> dict[int, int]:

@@ -67,7 +67,12 @@ MASK_ENTRIES = (
     ),
     Entry(
         "Selected blocks and a window", "tw.selected(torch.tensor([[[[-1], [0], [1], [0]]]]), 16, 16) | tw.window(16, 0)",
-        "As in NSA and MoBA: blocks of the past, and the nearest keys.",
+        "As in NSA: blocks of the past, and the nearest keys.",
+    ),
+    Entry(
+        "Selected blocks of the past",
+        "tw.causal() & tw.selected(torch.tensor([[[[0, 0], [1, 0], [2, 0]]]]), 24, 24)",
+        "As in MoBA: a query sees its own block up to itself, and whole blocks of the past. Here 24 queries choose together.",
     ),
     Entry(
         "Both of two masks", "tw.causal() & tw.window(left=20) & tw.documents(torch.arange(64) // 36)",

@@ -170,6 +170,26 @@ def sparse_latent(q, latent, tokens, head_dim_v=512):
     return tw.attention(q, latent, v, mask=mask, softmax_scale=192**-0.5)
 
 
+def native_sparse(q, k, v, blocks, block=64):
+    """Of its three attentions the one over selected blocks.
+
+    blocks (batch, heads_k, seqlen, 16), int: those that the heads of a group
+    share for each query, its own block among them.
+    """
+    mask = tw.causal() & tw.selected(blocks, block)
+    return tw.attention(q, k, v, mask=mask)
+
+
+def moba(q, k, v, blocks, block=4096):
+    """blocks (batch, heads_q, seqlen, 12), int: one is the query's own block.
+
+    Each query head chooses, so that each needs a key head.
+    """
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
+    mask = tw.causal() & tw.selected(blocks, block)
+    return tw.attention(q, k, v, mask=mask)
+
+
 # -- Vision and biology --------------------------------------------------------------------------------------------
 
 
@@ -236,6 +256,16 @@ def triangle(q, k, v, bias, ending=False):
     return o.transpose(0, 1) if ending else o
 
 
+def video_sparse(q, k, v, cubes, cube=64):
+    """Tokens in an order in which a cube of 4 x 4 x 4 is a block of 64.
+
+    cubes (batch, heads, seqlen / 64, 32), int: those of keys for each cube of
+    queries.
+    """
+    mask = tw.selected(cubes, cube, block_q=cube)
+    return tw.attention(q, k, v, mask=mask)
+
+
 # -- The rows ------------------------------------------------------------------------------------------------------
 
 
@@ -290,11 +320,11 @@ def _random_blocks(heads: int, blocks: int, each: int) -> torch.Tensor:
     return order < each
 
 
-def _random_tokens(batch: int, seqlen: int, each: int) -> torch.Tensor:
-    """int64 (batch, 1, seqlen, each): some are -1, some stand twice, one is the query's own."""
-    tokens = torch.randint(-1, seqlen, (batch, 1, seqlen, each), generator=torch.Generator().manual_seed(0))
-    tokens[..., 0] = torch.arange(seqlen)
-    return tokens
+def _random_entries(batch: int, heads: int, rows: int, blocks: int, each: int) -> torch.Tensor:
+    """int64 (batch, heads, rows, each), numbers of blocks: some are -1, some stand twice, one is the row's own."""
+    entries = torch.randint(-1, blocks, (batch, heads, rows, each), generator=torch.Generator().manual_seed(0))
+    entries[..., 0] = torch.arange(rows) * blocks // rows
+    return entries
 
 
 ROWS = (
@@ -472,7 +502,35 @@ ROWS = (
         "DeepSeek-AI 2025, arXiv:2512.02556",
         "gathered copies of each query's keys, or all of s and a mask of its size",
         {"q": (1, 4096, 128, 576), "latent": (1, 4096, 1, 576), "tokens": torch.arange(2048).expand(1, 1, 4096, -1)},
-        {"q": (2, 37, 3, 18), "latent": (2, 37, 1, 18), "tokens": _random_tokens(2, 37, 9), "head_dim_v": 16},
+        {"q": (2, 37, 3, 18), "latent": (2, 37, 1, 18), "tokens": _random_entries(2, 1, 37, 37, 9), "head_dim_v": 16},
+    ),
+    Row(
+        native_sparse,
+        "Selected blocks of a group's heads",
+        "NSA, as in its paper",
+        "Yuan et al. 2025, arXiv:2502.11089",
+        "gathered copies of each query's blocks, or all of s and a mask of its size",
+        _qkv((1, 8192, 64, 192), (1, 8192, 4, 192), (1, 8192, 4, 128))
+        | {"blocks": torch.arange(16).expand(1, 4, 8192, -1)},
+        _qkv((2, 40, 6, 8), (2, 40, 2, 8), (2, 40, 2, 6)) | {"blocks": _random_entries(2, 2, 40, 10, 3), "block": 4},
+    ),
+    Row(
+        moba,
+        "Selected blocks of each head",
+        "MoBA (Llama-8B-1M-MoBA, at 128k)",
+        "Lu et al. 2025, arXiv:2502.13189",
+        "k and v repeated for every query head, and queries sorted by the blocks that they chose",
+        _qkv((1, 131072, 32, 128), (1, 131072, 8, 128)) | {"blocks": torch.arange(12).expand(1, 32, 131072, -1)},
+        _qkv((2, 40, 4, 8), (2, 40, 2, 8)) | {"blocks": _random_entries(2, 4, 40, 5, 2), "block": 8},
+    ),
+    Row(
+        video_sparse,
+        "Selected cubes of a video",
+        "VSA, on Wan 2.1 1.3B",
+        "Zhang et al. 2025, arXiv:2505.13389",
+        "all of s and a mask of its size",
+        _qkv((1, 16384, 12, 128)) | {"cubes": torch.arange(32).expand(1, 12, 256, -1)},
+        _qkv((2, 48, 3, 8)) | {"cubes": _random_entries(2, 3, 6, 6, 2), "cube": 8},
     ),
     Row(
         vit,

@@ -4,6 +4,7 @@
     python -m tests.fuzz --backend hopper --device cuda
     python -m tests.fuzz --ways 1000 --backend cpu --out out/ways-cpu.json
     python -m tests.fuzz --kinds mapped,strided --calls 2000 --seconds 3000 --backend triton --device cuda --out out/fuzz-triton.json
+    python -m tests.fuzz --selected --calls 5000 --seconds 3000 --backend cpu --out out/fuzz-selected-cpu.json
 
 The record has for each kind of call how many ran, were refused and failed: mapped over examples, strided (an operand is expanded, with a
 stride of 0), paged, and plain.
@@ -110,6 +111,7 @@ class Target:
     backend: str
     isa: str | None = None
     device: str = "cpu"
+    selected: bool = False  # whether every mask selects keys
 
     @property
     def ranges(self) -> Ranges:
@@ -125,19 +127,21 @@ class Target:
     @property
     def arguments(self) -> str:
         """The arguments of this module that give it."""
-        isa = f" --isa {self.isa}" if self.isa else ""
-        return f"--backend {self.backend}{isa}" + (f" --device {self.device}" if self.device != "cpu" else "")
+        options = [("isa", self.isa), ("device", self.device if self.device != "cpu" else None)]
+        given = [f"--{name} {value}" for name, value in options if value]
+        return " ".join([f"--backend {self.backend}", *given, *(["--selected"] if self.selected else [])])
 
 
 class Draw(random.Random):
     """Random numbers of a case, and tensors from them, on the default device."""
 
     ranges: Ranges
+    selected: bool
 
     @classmethod
     def of_case(cls, number: int, target: Target) -> Draw:
         r = cls(number)
-        r.ranges = target.ranges
+        r.ranges, r.selected = target.ranges, target.selected
         return r
 
     def tensor(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -249,7 +253,7 @@ def selected_keys(r: Draw, s: Sizes) -> tw.Mask:
     lengths = s.lengths or [(s.nq, s.nk)] * s.batch
     heads, rows, count = (
         r.choice((1, s.hk)),
-        -(-max([n for n, _ in lengths], default=s.nq) // block_q),
+        max(-(-max([n for n, _ in lengths], default=s.nq) // block_q), 1 if s.lengths else 0),
         r.choice((0, 1, 4, 30)),
     )
     generator = torch.Generator().manual_seed(r.getrandbits(40))
@@ -267,7 +271,7 @@ def selected_keys(r: Draw, s: Sizes) -> tw.Mask:
 
 
 def draw_mask(r: Draw, s: Sizes) -> tw.Mask | None:
-    kind = r.random()
+    kind = 1.0 if r.selected else r.random()
     if kind < 0.3:
         return None
     mask = interval_mask(r, s) if kind < 0.6 else pair_mask(r, s) if kind < 0.85 else selected_keys(r, s)
@@ -338,6 +342,14 @@ def draw_paged(r: Draw, device: str) -> tuple[Call, str]:
     dtypes = tuple(x for x in r.ranges.dtypes if x != torch.float64)
     case = random_case(r, ((d, d), (d, d), (d, dv)), (*latent, *r.ranges.latent), dtypes)
     q, cache, options = case.draw()
+    if r.selected:
+        rows = case.rows if isinstance(case.rows, tuple) else (case.rows,) * len(case.lengths)
+        lengths = tuple(zip(rows, case.lengths, strict=True))
+        mask, other = (
+            selected_keys(r, Sizes(len(rows), max(rows), 0, *case.heads, *case.dims, lengths)),
+            options["mask"],
+        )
+        options["mask"] = mask if other is None else mask & other if r.likely(0.6) else mask | other
     c = paged_call(q, cache, device, **options)
     return c, f"{c.p.describe()}    {case}"
 
@@ -523,6 +535,7 @@ def main() -> None:
         "--kinds", default=",".join(KINDS), help="the kinds of calls that run, the others being passed over"
     )
     parser.add_argument("--calls", type=float, default=math.inf, help="stop after so many")
+    parser.add_argument("--selected", action="store_true", help="every mask selects keys, alone or beside others")
     parser.add_argument("--ways", type=int, help="compare so many pairs of ways of one sequence instead (tests.ways)")
     parser.add_argument("--out", type=Path)
     a = parser.parse_args()
@@ -532,7 +545,7 @@ def main() -> None:
     if a.ways:
         result = ways.pairs(a.ways, ways.of_backend(a.backend, a.device), a.device, a.backend, a.seed)
     else:
-        result = fuzz(Target(a.backend, a.isa, a.device), numbers, a.seconds, a.kinds.split(","), a.calls)
+        result = fuzz(Target(a.backend, a.isa, a.device, a.selected), numbers, a.seconds, a.kinds.split(","), a.calls)
     record = {
         "backend": a.backend,
         "device": a.device,

@@ -122,9 +122,15 @@ def bigbird(x: SimpleNamespace) -> Tensor:
     return torch.stack([square(x, lambda i, j, h=h: sees(h, i, j)) for h in range(len(x.random))]) & padding(x)
 
 
+def given(entries: Tensor, x: SimpleNamespace, block: int = 1, block_q: int = 1) -> Tensor:
+    """The pairs of the blocks that rows of entries name, for each query head."""
+    rows = entries.repeat_interleave(x.q.shape[2] // entries.shape[1], 1).repeat_interleave(block_q, 2)
+    return (rows.unsqueeze(-2) == (torch.arange(x.q.shape[1]) // block).unsqueeze(-1)).any(-1)
+
+
 def sparse_latent(x: SimpleNamespace, order: int) -> Tensor:
-    given = (x.tokens.unsqueeze(-2) == torch.arange(x.q.shape[1]).unsqueeze(-1)).any(-1)
-    keep = given & pairs(*given.shape[2:], lambda i, j: j <= i)
+    keep = given(x.tokens, x)
+    keep &= pairs(*keep.shape[2:], lambda i, j: j <= i)
     return textbook(x.q, x.latent, x.latent[..., : x.head_dim_v], order, keep=keep, scale=192**-0.5)
 
 
@@ -189,6 +195,9 @@ TEXTBOOK: dict[str, Callable[[SimpleNamespace, int], Tensor]] = {
     "packed-ids": standard(keep=packed_ids),
     "bigbird": standard(keep=bigbird),
     "sparse-latent": sparse_latent,
+    "native-sparse": standard(keep=lambda x: given(x.blocks, x, x.block) & causal(x)),
+    "moba": standard(keep=lambda x: given(x.blocks, x, x.block) & causal(x)),
+    "video-sparse": standard(keep=lambda x: given(x.cubes, x, x.cube, x.cube)),
     "vit": standard(),
     "swin": swin,
     "msa-row": standard(keep=lambda x: x.seen[:, None, None], bias=lambda x: x.pair_bias),

@@ -147,6 +147,28 @@ def _prepared(x: torch.Tensor) -> tw.Mask:
     return tw.keep(lambda b, h, i, j: i != j).prepare(like, like)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("backend", ["portable", "cpu"])
+def test_a_mask_that_examples_share_beside_a_score_that_they_do_not(backend, dtype):
+    """Both name an element of an example, and a mask's tiles are listed where no score has been computed."""
+    q, k, v = (normal(2, 40, 2, 8, seed=n, dtype=dtype) for n in range(3))
+    slopes, indices = normal(3, 2, 2, seed=3, dtype=dtype), torch.arange(2 * 20 * 3).view(2, 1, 20, 3) * 7 % 40
+    kept = normal(2, 1, 40, 40, seed=4) > 0
+
+    for mask in (tw.selected(indices, block_q=2), tw.dense(kept)):
+
+        def attend(q, slopes, mask=mask):
+            return tw.attention(q, k, v, mask=mask, score=tw.alibi(slopes), backend=backend)
+
+        def gradient(q, slopes, attend=attend):
+            return grad(lambda q: attend(q, slopes).square().sum())(q)
+
+        for f in (attend, gradient):
+            found = vmap(f, in_dims=(None, 0))(q, slopes)
+            for n in range(3):
+                torch.testing.assert_close(found[n], f(q, slopes[n]))
+
+
 @pytest.mark.filterwarnings("ignore:torch.vmap calls")
 @pytest.mark.parametrize("says", ONE_BY_ONE)
 def test_what_does_not_fold_runs_once_for_each_example_and_says_so(says):

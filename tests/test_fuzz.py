@@ -31,6 +31,16 @@ def test_a_case_is_the_same_each_time():
     assert descriptions[0] == descriptions[1]
 
 
+def test_only_calls_that_select_keys_are_drawn_if_so_asked(monkeypatch):
+    seen, run = [], fuzz.run_call
+    monkeypatch.setattr(fuzz, "run_call", lambda r, target, c, text: seen.append(c) or run(r, target, c, text))
+    result = fuzz.fuzz(fuzz.Target("cpu", selected=True), range(12), seconds=30)
+    assert not result["failures"]
+    assert {c.p.paged for c in seen} == {False, True}
+    assert all(c.p.spec.region.selections for c in seen)
+    assert fuzz.Target("cpu", "avx2", selected=True).arguments == "--backend cpu --isa avx2 --selected"
+
+
 def test_calls_are_counted_by_their_kind():
     result = fuzz.fuzz(fuzz.Target("cpu"), range(40), seconds=60, kinds=("mapped", "strided"), calls=4)
     assert list(result["kinds"]) == ["mapped", "strided"]

@@ -12,7 +12,10 @@ from bench.testing import Call, call, normal, qkv
 from tilewise import accuracy, reference
 from tilewise.reference import Arithmetic, attend
 
-BACKENDS = ["reference", "portable", "cpu"]
+BACKENDS = ["reference", "portable", "cpu", "triton"]
+NUMPYS = pytest.mark.filterwarnings(
+    "ignore::RuntimeWarning"
+)  # in the interpreter, of infinities that are selected away
 BF16, F64 = torch.bfloat16, torch.float64
 
 
@@ -47,8 +50,12 @@ def eager_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == F64 else dtype
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", CASES)
+ON_BACKENDS = [(name, backend) for name in CASES for backend in BACKENDS if (name, backend) != ("float64", "triton")]
+"""Triton computes in float32."""
+
+
+@NUMPYS
+@pytest.mark.parametrize(("name", "backend"), ON_BACKENDS)
 def test_the_mass_of_a_key_is_the_sum_of_its_column(name, backend):
     """Judged beside eager's dV of ones, in v's dtype."""
     (q, k, v), options = CASES[name]()
@@ -139,6 +146,22 @@ def test_the_probability_of_an_entry_is_the_sum_over_its_pairs(name, sizes, monk
         )
         found = tw.probabilities(q, k, lse, indices, block=block, block_q=block_q, reduce=reduce, **given)
         error = accuracy.judge(reduce, found.view(oracle.shape), oracle, eager)
+        assert error.ok, error
+
+
+@NUMPYS
+@pytest.mark.parametrize(("name", "backend"), ON_BACKENDS)
+def test_probabilities_by_the_lse_of_a_backend_are_those_of_its_attention(name, backend):
+    """All keys are entries: the sums over the keys are the rows' probabilities, and those over the queries the masses of the keys."""
+    (q, k, v), options = CASES[name]()
+    lse = tw.attention_with_lse(q, k, v, **options, backend=backend)[1]
+    given = {x: options[x] for x in options if x != "sink"}  # which lse holds
+    found = tw.probabilities(q, k, lse, torch.arange(k.shape[1]).expand(1, 1, 70, -1), reduce="group", **given)
+    c = call(q, k, v, **options)
+    exact, rounded = matrices(c, F64, 1), matrices(c, torch.float32, accuracy.ORDERS)
+    oracle, *eager = (x.unflatten(1, (k.shape[2], -1)).sum(2) for x in (*exact, *rounded))
+    for what, over in (("masses", 2), ("rows", 3)):
+        error = accuracy.judge(what, found.sum(over), oracle.sum(over), [x.sum(over) for x in eager])
         assert error.ok, error
 
 

@@ -115,7 +115,10 @@ def compile_spec(
 
 
 class _Compiler:
-    """Emit each node once per context: "value" (the scores' type), "index" (fp32) and "mask" (the mask's type)."""
+    """Emit each node once per context: "value" (the scores' type), "index" (fp32) and "mask" (the mask's type).
+
+    A predicate shares no value with a score, because either may run without the other.
+    """
 
     def __init__(self, float_type: int, mask_type: int):
         self.float_type, self.mask_type = float_type, mask_type
@@ -123,8 +126,13 @@ class _Compiler:
         self.steps: list[Step] = []
         self.raw: Value | None = None
         self.moved: Value | None = None
-        self.made: dict[tuple[int, str], Value] = {}
+        self.made_of_score: dict[tuple[int, str], Value] = {}
+        self.made_of_predicate: dict[tuple[int, str], Value] = {}
         self.alive: list[Expr] = []  # ids stay taken
+
+    @property
+    def made(self) -> dict[tuple[int, str], Value]:
+        return self.made_of_predicate if self.part == PREDICATE else self.made_of_score
 
     def value(self, root: Expr, context: str = "value") -> Value:
         self.alive.append(root)

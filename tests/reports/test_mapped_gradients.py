@@ -182,32 +182,3 @@ def test_each_example_has_its_own_sink(backend):
 
     expected = one_by_one(partial(derived, q=q.double()), sinks.double())
     assert_right(vmap(derived)(sinks), expected)
-
-
-ENTRIES = torch.tensor([[[[0, 2, 3]]], [[[1, 2, 9]]]])  # of blocks of 3 keys, for 64 queries of each batch element
-LENGTHS = torch.tensor([5, 20])
-READING_B = {
-    "selected": lambda: tw.selected(ENTRIES, 3, 64),
-    "selected-or-window": lambda: tw.selected(ENTRIES, 3, 64) | tw.window(left=2),
-    "keep": lambda: tw.keep(lambda b, h, i, j: (j < LENGTHS[b]) | (i == j)),
-}
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("mask", READING_B)
-def test_slopes_are_mapped_beside_a_mask_that_reads_the_batch_element(mask, backend):
-    """Once the batch holds all examples, both expressions read ``b``: outputs, and gradients of slopes and q."""
-    q, slopes, do = normal(2, 30, 2, 16, seed=1), normal(EXAMPLES, 2, seed=2), normal(2, 30, 2, 16, seed=3)
-
-    def derived(slopes, q=q):
-        name = "portable" if q.dtype == torch.float64 else backend
-
-        def f(slopes, q):
-            return tw.attention(q, q, q, mask=READING_B[mask](), score=tw.alibi(slopes), backend=name)
-
-        o, pull = vjp(f, slopes, q)
-        return o, *pull(do.to(q))
-
-    found, expected = vmap(derived)(slopes), one_by_one(partial(derived, q=q.double()), slopes.double())
-    for x, y in zip(found, expected, strict=True):
-        torch.testing.assert_close(x.double(), y, atol=2e-5 * float(y.abs().max()), rtol=2e-5)

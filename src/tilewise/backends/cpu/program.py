@@ -97,7 +97,7 @@ def compile_spec(
         code.raw = c.raw = Value(c.float_type, frozenset("s"))
         code.score = c.as_float(c.value(spec.score))
     if spec.region.predicate is not None:
-        of_score, c.made = c.made, {}  # it runs before the score, and alone: no other part's values are there
+        of_score, c.made = c.made, {}  # it shares no value with the score: it runs before that, and also alone
         c.part = PREDICATE
         code.keep = c.value(spec.region.predicate, "mask")
         c.made = of_score
@@ -115,10 +115,7 @@ def compile_spec(
 
 
 class _Compiler:
-    """Emit each node once per context: "value" (the scores' type), "index" (fp32) and "mask" (the mask's type).
-
-    A predicate shares no value with a score, because either may run without the other.
-    """
+    """Emit each node once per context: "value" (the scores' type), "index" (fp32) and "mask" (the mask's type)."""
 
     def __init__(self, float_type: int, mask_type: int):
         self.float_type, self.mask_type = float_type, mask_type
@@ -126,13 +123,8 @@ class _Compiler:
         self.steps: list[Step] = []
         self.raw: Value | None = None
         self.moved: Value | None = None
-        self.made_of_score: dict[tuple[int, str], Value] = {}
-        self.made_of_predicate: dict[tuple[int, str], Value] = {}
+        self.made: dict[tuple[int, str], Value] = {}
         self.alive: list[Expr] = []  # ids stay taken
-
-    @property
-    def made(self) -> dict[tuple[int, str], Value]:
-        return self.made_of_predicate if self.part == PREDICATE else self.made_of_score
 
     def value(self, root: Expr, context: str = "value") -> Value:
         self.alive.append(root)

@@ -165,6 +165,11 @@ def _encoder(x):
         return nn.TransformerEncoderLayer(NQ * D, 4, batch_first=True).eval()(x)
 
 
+FROM_2_15 = (
+    ("three-dimensions", "one-key-head") if torch.__version__ >= "2.15" else ()
+)  # PyTorch gives these to a flash attention too
+
+
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_the_page_says_does_not_arrive_is_pytorchs_own(name, arrived):
     def results():
@@ -172,9 +177,9 @@ def test_what_the_page_says_does_not_arrive_is_pytorchs_own(name, arrived):
         return OTHERS[name](*qkv())
 
     here = results()
-    assert arrived.total() == 0
+    assert arrived.total() == (name in FROM_2_15)
     restore_flash_attention_impl()
-    assert torch.equal(here, results())
+    torch.testing.assert_close(here, results(), **({} if name in FROM_2_15 else {"rtol": 0, "atol": 0}))
 
 
 def test_modules_arrive_with_their_gradients(arrived):

@@ -166,6 +166,7 @@ _FLOAT = (
     Row.of_one(512, Tiles(16, 16, 4, 1)),
 )
 _BF16X6_SM90 = (
+    # Two programs run on a multiprocessor with at most 128 registers. Triton 3.7 takes 133, 3.9 135: 11.8 ms instead of 7.9 (N 4096, H200).
     Row(64, Tiles(128, 32, 8, 2, tma=True, registers=128), _tma(32, 64, 4, 2), _tma(64, 32, 4, 2)),
     Row(128, _tma(64, 64, 4, 1), _tma(32, 64, 4, 2), _tma(64, 32, 4, 2)),
     Row(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -74,18 +73,15 @@ def test_the_portable_backend_computes_the_page_s_program(window):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", CASES)
 def test_a_row_has_the_same_bits_in_every_way(name, backend):
-    s = scene(name, backend)
-    found = {way: ways.WAYS[way](s) for way in ways.ways_of(s)}
-    assert [(a, b) for a, b in itertools.combinations(found, 2) if ways.differing(s, found[a], found[b])] == []
+    found = ways.compared(scene(name, backend))
+    assert (found.different, found.reasons) == ([], {})
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_have_the_same_bits_dense_packed_padded_and_as_a_document(name, backend):
-    s = scene(name, backend)
-    do, dlse = ways.of_outputs(s)
-    found = {way: ways.gradients(s, do, dlse, way) for way in ways.BACKWARD}
-    assert [(a, b) for a, b in itertools.combinations(found, 2) if ways.gradients_differ(found[a], found[b])] == []
+    found = ways.compared_gradients(scene(name, backend))
+    assert (found.different, found.reasons) == ([], {})
 
 
 @pytest.mark.skipif(isinstance(library.load(), str), reason="no native library")
@@ -108,14 +104,36 @@ def test_few_rows_where_keys_lie_have_the_bits_of_many_in_packed_tiles(isa, dtyp
                 assert not ways.differing(s, whole, (o, lse, rows))
 
 
+# Head dims of the page's grid (of k, of v), and its options. Each cell has groups of one and of four query heads.
+GRID = {"64": (64, 64), "128": (128, 128), "256": (256, 256), "576 / 512, latent": (576, 512)}
+OPTIONS = {"causal": {}, "window": {"window": 40}, "sinks": {"with_sink": True}, "softcap": {"cap": 5.0}}
+
+
+@pytest.mark.skipif(isinstance(library.load(), str), reason="no native library")
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("dims", GRID)
+def test_the_page_s_grid_is_what_the_cpu_does(dims, option):
+    latent, total = "latent" in dims, [0, 0, 0]
+    for group in (1, 4):
+        heads_k = 1 if latent else 2
+        more = OPTIONS[option] | {"backend": "cpu", "every": 10, "latent": latent}
+        s = Scene.drawn(150, (group * heads_k, heads_k), GRID[dims], BF16, **more)
+        forward, backward = ways.compared(s), ways.compared_gradients(s)
+        found = forward.equal, backward.equal, forward.refused + backward.refused
+        total = [x + y for x, y in zip(total, found, strict=True)]
+    rows = re.findall(r"^\| ([^|]*) \|(.*)\|$", COSTS.read_text(encoding="utf-8"), re.MULTILINE)
+    cells = dict(zip(OPTIONS, dict(rows)[dims].split(" | "), strict=True))
+    assert cells[option].strip() == "{} + {} / {}".format(*total)
+
+
 # The interpreter takes 5 ms for a pair of tiles: one scene, and the ways that have kernels of their own.
 @pytest.mark.skipif(not interpreting(), reason="kernels are not interpreted (tests/conftest.py)")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of infinities that the mathematics selects away
 @pytest.mark.parametrize("window", [None, 20])
 def test_triton_gives_a_row_the_same_bits(window):
     s = Scene.drawn(100, (2, 1), (32, 32), F16, window=window, backend="triton", every=50)
-    found = {way: ways.WAYS[way](s) for way in ("dense", "packed", "document", "padded", "pages of 16", "decoded")}
-    assert [(a, b) for a, b in itertools.combinations(found, 2) if ways.differing(s, found[a], found[b])] == []
+    found = ways.compared(s, ("dense", "packed", "document", "padded", "pages of 16", "decoded"))
+    assert (found.different, found.reasons) == ([], {})
 
 
 @pytest.mark.parametrize("threads", [1, 3])

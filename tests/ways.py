@@ -12,6 +12,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -317,6 +318,43 @@ BACKWARD = ("dense", "in a batch", "packed", "document", "padded")
 
 def gradients_differ(a: Gradients, b: Gradients) -> list[str]:
     return [name for name, x, y in zip(("dq", "dk", "dv"), a, b, strict=True) if not torch.equal(x, y)]
+
+
+# -- All pairs of ways -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Compared:
+    """Pairs of ways: how many are equal bit for bit and how many have a refused one, the names of those that differ, and why ways are
+    refused."""
+
+    equal: int
+    refused: int
+    different: list[tuple[str, str]]
+    reasons: dict[str, str]
+
+
+def _compared(names: Sequence[str], way: Callable[[str], Any], differ: Callable[[Any, Any], Any]) -> Compared:
+    found, reasons = {}, {}
+    for name in names:
+        try:
+            found[name] = way(name)
+        except NotImplementedError as error:
+            reasons[name] = str(error)
+    pairs, ran = len(names) * (len(names) - 1) // 2, len(found) * (len(found) - 1) // 2
+    different = [(a, b) for a, b in combinations(found, 2) if differ(found[a], found[b])]
+    return Compared(ran - len(different), pairs - ran, different, reasons)
+
+
+def compared(s: Scene, names: Sequence[str] | None = None) -> Compared:
+    """Compare o and lse of all pairs of these ways, by default of all that a scene has."""
+    return _compared(names or ways_of(s), lambda name: WAYS[name](s), lambda a, b: differing(s, a, b))
+
+
+def compared_gradients(s: Scene, names: Sequence[str] = BACKWARD) -> Compared:
+    """Compare dq, dk and dv of all pairs of these ways."""
+    do, dlse = of_outputs(s)
+    return _compared(names, lambda name: gradients(s, do, dlse, name), gradients_differ)
 
 
 # -- Pairs of ways, drawn ----------------------------------------------------------------------------------------------

@@ -180,8 +180,16 @@ def plot(runs: dict[str, list[Step]], file: Path) -> None:
     figure = Figure(figsize=(7, 3), layout="constrained")
     axes = figure.subplots()
     for name, steps in runs.items():
-        axes.plot([step.most for step in steps], marker="." if any(step.most for step in steps) else "o", label=name)
-    axes.set(xlabel="step", ylabel="largest difference", title="log-probability of a token, sampled and trained")
+        axes.plot(
+            [step.most for step in steps],
+            marker="." if any(step.most for step in steps) else "o",
+            label=f"deterministic={name}",
+        )
+    axes.set(
+        xlabel="step",
+        ylabel="largest difference",
+        title=f"{BATCH * NEW} log-probabilities of tokens, sampled and trained",
+    )
     axes.set_yscale("symlog", linthresh=1e-8)
     axes.legend()
     file.parent.mkdir(parents=True, exist_ok=True)

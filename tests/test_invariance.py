@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +13,12 @@ import tilewise as tw
 from tests import ways
 from tests.ways import Scene
 from tilewise import dispatch
-from tilewise.backends.cpu import library
+from tilewise.backends.cpu import Cpu, library
 from tilewise.backends.cpu.config import Config
 from tilewise.backends.triton import interpreting
 
-PAGE = Path(__file__).parents[1] / "docs" / "algorithm.md"
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE, COSTS = DOCS / "algorithm.md", DOCS / "invariance.md"
 BACKENDS = [
     "portable",
     pytest.param("cpu", marks=pytest.mark.skipif(isinstance(library.load(), str), reason="no native library")),
@@ -73,18 +73,57 @@ def test_the_portable_backend_computes_the_page_s_program(window):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", CASES)
 def test_a_row_has_the_same_bits_in_every_way(name, backend):
-    s = scene(name, backend)
-    found = {way: ways.WAYS[way](s) for way in ways.ways_of(s)}
-    assert [(a, b) for a, b in itertools.combinations(found, 2) if ways.differing(s, found[a], found[b])] == []
+    found = ways.compared(scene(name, backend))
+    assert (found.different, found.reasons) == ([], {})
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_have_the_same_bits_dense_packed_padded_and_as_a_document(name, backend):
-    s = scene(name, backend)
-    do, dlse = torch.randn_like(s.q[..., : s.v.shape[-1]]), torch.randn(s.q.shape[1], s.q.shape[0])
-    found = {way: ways.gradients(s, do, dlse, way) for way in ways.BACKWARD}
-    assert [(a, b) for a, b in itertools.combinations(found, 2) if ways.gradients_differ(found[a], found[b])] == []
+    found = ways.compared_gradients(scene(name, backend))
+    assert (found.different, found.reasons) == ([], {})
+
+
+@pytest.mark.skipif(isinstance(library.load(), str), reason="no native library")
+@pytest.mark.parametrize("window", [None, 90])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("isa", getattr(library.load(), "isas", ()))
+def test_few_rows_where_keys_lie_have_the_bits_of_many_in_packed_tiles(isa, dtype, window, monkeypatch):
+    """Up to 16 rows of a head group, by every instruction set; pages of 8 part the 16 keys that a kernel reads together."""
+    cpu, asked = dispatch.backend("cpu"), Cpu(isa=isa)
+    monkeypatch.setattr(cpu, "isa", isa)
+    monkeypatch.setattr(cpu, "_prepared", asked._prepared)
+    for dims in ((64, 64), (96, 32), (576, 512)):
+        s = Scene.drawn(210, (3, 1), dims, dtype, window=window, backend="cpu")
+        whole, cache = ways.dense(s), ways.Cache(s, 8)
+        assert tw.explain(s.q[None], s.k[None], s.v[None], **s.options()).tiles.startswith(isa + ",")
+        for count in (1, 4, 5):
+            rows = torch.arange(210 - count, 210)
+            alone = tw.attention_with_lse(s.q[None, -count:], s.k[None], s.v[None], **s.options())
+            for o, lse in ((x[0] for x in alone), cache.attend(s.q[-count:], 210)):
+                assert not ways.differing(s, whole, (o, lse, rows))
+
+
+# Head dims of the page's grid (of k, of v), and its options. Each cell has groups of one and of four query heads.
+GRID = {"64": (64, 64), "128": (128, 128), "256": (256, 256), "576 / 512, latent": (576, 512)}
+OPTIONS = {"causal": {}, "window": {"window": 40}, "sinks": {"with_sink": True}, "softcap": {"cap": 5.0}}
+
+
+@pytest.mark.skipif(isinstance(library.load(), str), reason="no native library")
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("dims", GRID)
+def test_the_page_s_grid_is_what_the_cpu_does(dims, option):
+    latent, total = "latent" in dims, [0, 0, 0]
+    for group in (1, 4):
+        heads_k = 1 if latent else 2
+        more = OPTIONS[option] | {"backend": "cpu", "every": 10, "latent": latent}
+        s = Scene.drawn(150, (group * heads_k, heads_k), GRID[dims], BF16, **more)
+        forward, backward = ways.compared(s), ways.compared_gradients(s)
+        found = forward.equal, backward.equal, forward.refused + backward.refused
+        total = [x + y for x, y in zip(total, found, strict=True)]
+    rows = re.findall(r"^\| ([^|]*) \|(.*)\|$", COSTS.read_text(encoding="utf-8"), re.MULTILINE)
+    cells = dict(zip(OPTIONS, dict(rows)[dims].split(" | "), strict=True))
+    assert cells[option].strip() == "{} + {} / {}".format(*total)
 
 
 # The interpreter takes 5 ms for a pair of tiles: one scene, and the ways that have kernels of their own.
@@ -93,8 +132,8 @@ def test_gradients_have_the_same_bits_dense_packed_padded_and_as_a_document(name
 @pytest.mark.parametrize("window", [None, 20])
 def test_triton_gives_a_row_the_same_bits(window):
     s = Scene.drawn(100, (2, 1), (32, 32), F16, window=window, backend="triton", every=50)
-    found = {way: ways.WAYS[way](s) for way in ("dense", "packed", "document", "padded", "pages of 16", "decoded")}
-    assert [(a, b) for a, b in itertools.combinations(found, 2) if ways.differing(s, found[a], found[b])] == []
+    found = ways.compared(s, ("dense", "packed", "document", "padded", "pages of 16", "decoded"))
+    assert (found.different, found.reasons) == ([], {})
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -175,6 +214,16 @@ def test_explain_says_it():
     q = torch.randn(1, 20, 2, 16)
     told = tw.explain(q, q, q, mask=tw.documents(DOCUMENTS) & tw.causal(), deterministic="everywhere")
     assert "packed, 2 sequences    deterministic everywhere" in str(told).replace("\n          ", "    ")
+    said = " ".join(str(told).split())
+    assert f"order one for a row's sums: {dispatch.ORDER_COSTS[told.chosen]} (docs/invariance.md)" in said
+    assert "order " not in str(tw.explain(q, q, q, deterministic=True))
+
+
+@pytest.mark.parametrize("name", [row.name for row in dispatch.BACKENDS])
+def test_the_costs_that_explain_says_stand_on_the_page(name):
+    section = COSTS.read_text(encoding="utf-8").partition("## What it costs")[2].partition("\n## ")[0]
+    numbers = re.findall(r"\d[\d,.]*\d", dispatch.ORDER_COSTS[name])
+    assert [x for x in numbers if x not in re.findall(r"\d[\d,.]*\d", section)] == []
 
 
 # -- Drawn pairs ---------------------------------------------------------------------------------------------------------
@@ -182,8 +231,9 @@ def test_explain_says_it():
 
 @pytest.mark.skipif(isinstance(library.load(), str), reason="no native library")
 def test_drawn_pairs_are_equal_and_those_of_another_kernel_are_not(monkeypatch):
-    found = ways.pairs(20, ways.CPU, backend="cpu")
-    assert (found["pairs"], found["failures"]) == (20, [])
+    found = ways.pairs(30, ways.CPU, backend="cpu")
+    assert (found["pairs"], found["failures"]) == (30, [])
+    assert min(found["backward"], found["latent"]) > 2
     made = Config.__init__
     monkeypatch.setattr(Config, "__init__", lambda self, *a, **more: made(self, *a, **more | {"one_order": False}))
     dispatch.forget()

@@ -113,6 +113,18 @@ def test_deterministic_algorithms_are_another_call():
     assert len(dispatch.of_calls) == count + 1
 
 
+def test_a_call_of_one_order_is_known_by_its_words_unless_documents_part_it():
+    q, k, v = (normal(1, 40, h, 32, seed=h) for h in (4, 2, 2))
+    for known, mask in ((1, tw.causal()), (0, tw.documents(torch.tensor([0] * 13 + [1] * 27)) & tw.causal())):
+        dispatch.of_calls.clear()
+        o = tw.attention(q, k, v, mask=mask, deterministic="everywhere")
+        assert len(dispatch.of_calls) == known
+        torch.testing.assert_close(o, tw.attention(q, k, v, mask=mask, backend="reference"))
+    assert repeated.texts_of((False, mask, None, None, "everywhere", None, False)) is None
+    with pytest.raises(ValueError, match="deterministic must be"):
+        tw.attention(q, k, v, deterministic="elsewhere")
+
+
 def test_a_wrong_call_raises_after_a_right_one_that_is_equal():
     q, k, v = drawn()
     tw.attention(q, k, v, causal=True, softmax_scale=1.0)

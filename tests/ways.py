@@ -9,8 +9,10 @@ rows that it has, a part of them. Whatever else is in a call is drawn anew, and 
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -100,6 +102,11 @@ def with_gradients(s: Scene) -> Rows:
     q, k, v = (x[None].detach().clone().requires_grad_() for x in (s.q, s.k, s.v))
     o, lse = tw.attention_with_lse(q, k, v, **s.options())
     return _all(o[0].detach(), lse[0].detach())
+
+
+def with_statistics(s: Scene) -> Rows:
+    found = tw.attention_with_stats(s.q[None], s.k[None], s.v[None], **s.options())
+    return _all(found.o[0], found.lse[0])
 
 
 def in_a_batch(s: Scene, count: int = 3) -> Rows:
@@ -215,6 +222,7 @@ def decoded_dense(s: Scene) -> Rows:
 WAYS: dict[str, Callable[[Scene], Rows]] = {
     "dense": dense,
     "with gradients": with_gradients,
+    "with statistics": with_statistics,
     "in a batch": in_a_batch,
     "packed": packed,
     "document": document,
@@ -299,6 +307,12 @@ def gradients(s: Scene, do: Tensor, dlse: Tensor, way: str) -> Gradients:
     return tuple(x[rows_o] for x in found)
 
 
+def of_outputs(s: Scene) -> tuple[Tensor, Tensor]:
+    """Return random gradients of o ``(seqlen, heads_q, head_dim_v)`` and of lse ``(heads_q, seqlen)``."""
+    n, heads, _ = s.q.shape
+    return torch.randn(n, heads, s.v.shape[-1]).to(s.q), torch.randn(heads, n).to(s.q.device)
+
+
 BACKWARD = ("dense", "in a batch", "packed", "document", "padded")
 
 
@@ -306,22 +320,61 @@ def gradients_differ(a: Gradients, b: Gradients) -> list[str]:
     return [name for name, x, y in zip(("dq", "dk", "dv"), a, b, strict=True) if not torch.equal(x, y)]
 
 
+# -- All pairs of ways -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Compared:
+    """Pairs of ways: how many are equal bit for bit and how many have a refused one, the names of those that differ, and why ways are
+    refused."""
+
+    equal: int
+    refused: int
+    different: list[tuple[str, str]]
+    reasons: dict[str, str]
+
+
+def _compared(names: Sequence[str], way: Callable[[str], Any], differ: Callable[[Any, Any], Any]) -> Compared:
+    found, reasons = {}, {}
+    for name in names:
+        try:
+            found[name] = way(name)
+        except NotImplementedError as error:
+            reasons[name] = str(error)
+    pairs, ran = len(names) * (len(names) - 1) // 2, len(found) * (len(found) - 1) // 2
+    different = [(a, b) for a, b in combinations(found, 2) if differ(found[a], found[b])]
+    return Compared(ran - len(different), pairs - ran, different, reasons)
+
+
+def compared(s: Scene, names: Sequence[str] | None = None) -> Compared:
+    """Compare o and lse of all pairs of these ways, by default of all that a scene has."""
+    return _compared(names or ways_of(s), lambda name: WAYS[name](s), lambda a, b: differing(s, a, b))
+
+
+def compared_gradients(s: Scene, names: Sequence[str] = BACKWARD) -> Compared:
+    """Compare dq, dk and dv of all pairs of these ways."""
+    do, dlse = of_outputs(s)
+    return _compared(names, lambda name: gradients(s, do, dlse, name), gradients_differ)
+
+
 # -- Pairs of ways, drawn ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """What sizes of drawn scenes are taken from."""
+    """What sizes of drawn scenes are taken from; ``latent``: also scenes whose v is the first columns of k, 576 and 512 wide."""
 
     lengths: Sequence[int]
     dims: Sequence[tuple[int, int]]
     dtypes: Sequence[torch.dtype]
+    latent: bool = False
 
 
 CPU = Drawn(
     (1, 2, 17, 63, 64, 65, 127, 128, 129, 200, 257, 300, 391),
     ((64, 64), (128, 128), (80, 80), (256, 256), (96, 64), (33, 40)),
     (torch.float32, torch.bfloat16, torch.float16),
+    latent=True,
 )
 CUDA = Drawn(
     (17, 64, 129, 300, 777, 1111, 2049),
@@ -331,22 +384,46 @@ CUDA = Drawn(
 INTERPRETED = Drawn((17, 64, 65, 129, 150), ((32, 32), (64, 64)), (torch.float32, torch.float16))
 
 
-def draw(number: int, of: Drawn, device: str, backend: str | None) -> tuple[Scene, str, str]:
-    """Return the case of a number: a scene, and two ways that it has."""
+@dataclass(frozen=True)
+class Case:
+    """Two ways of a scene, of its forward or of its backward."""
+
+    scene: Scene
+    ways: tuple[str, str]
+    backward: bool
+
+    def differ(self) -> int | list[str]:
+        """Return how many rows differ, or which gradients; 0 or empty: none.
+
+        Raises:
+            NotImplementedError: one of the ways is refused.
+        """
+        s, (a, b) = self.scene, self.ways
+        if not self.backward:
+            return differing(s, WAYS[a](s), WAYS[b](s))
+        do, dlse = of_outputs(s)
+        return gradients_differ(gradients(s, do, dlse, a), gradients(s, do, dlse, b))
+
+
+def draw(number: int, of: Drawn, device: str, backend: str | None) -> Case:
+    """Return the case of a number. One of three compares gradients, and, where they are drawn, one of six is latent."""
     one = random.Random(number)
     n, dims, dtype = one.choice(of.lengths), one.choice(of.dims), one.choice(of.dtypes)
     heads_k, group = one.choice((1, 2, 3)), one.choice((1, 1, 2, 4, 7))
-    causal = one.random() < 0.8
+    causal, latent = one.random() < 0.8, of.latent and one.random() < 1 / 6
     more = {
         "causal": causal,
         "window": one.choice((None, None, 20, 100, 255)) if causal else None,
         "cap": one.choice((None, None, 5.0)),
         "with_sink": one.random() < 0.3,
+        "latent": latent,
         "backend": backend,
         "every": max(1, n // 12),
     }
-    s = Scene.drawn(n, (heads_k * group, heads_k), dims, dtype, device, number, **more)
-    return s, *one.sample(ways_of(s), 2)
+    heads, dims = ((group, 1), (576, 512)) if latent else ((heads_k * group, heads_k), dims)
+    s, backward = Scene.drawn(n, heads, dims, dtype, device, number, **more), one.random() < 1 / 3
+    a, b = one.sample(BACKWARD if backward else ways_of(s), 2)
+    return Case(s, (a, b), backward)
 
 
 def of_backend(backend: str, device: str) -> Drawn:
@@ -355,20 +432,26 @@ def of_backend(backend: str, device: str) -> Drawn:
 
 
 def pairs(count: int, of: Drawn, device: str = "cpu", backend: str | None = None, seed: int = 0) -> dict[str, Any]:
-    """Compare ``count`` drawn pairs of ways. Return how many ran, how many were refused, and those that differ (``failures``)."""
-    ran, refused, different = 0, {}, []
+    """Compare ``count`` drawn pairs of ways.
+
+    Return how many ran (``pairs``), how many of these compared gradients and how many were latent, how many were refused, and those that
+    differ (``failures``).
+    """
+    ran, refused, different = Counter(pairs=0, backward=0, latent=0), Counter(), []
     for number in range(seed, seed + count):
         torch.manual_seed(number)
-        s, a, b = draw(number, of, device, backend)
+        case = draw(number, of, device, backend)
+        s = case.scene
         try:
-            found = differing(s, WAYS[a](s), WAYS[b](s))
+            found = case.differ()
         except NotImplementedError as error:
-            refused[str(error).splitlines()[-1]] = refused.get(str(error).splitlines()[-1], 0) + 1
+            refused[str(error).splitlines()[-1]] += 1
             continue
-        ran += 1
+        ran.update(pairs=1, backward=case.backward, latent=s.latent)
         if found:
             told = replace(s, q=s.q[:0], k=s.k[:0], v=s.v[:0])
+            what = "gradients" if case.backward else "rows"
             different.append(
-                {"number": number, "ways": (a, b), "rows": found, "of": tuple(s.q.shape), "scene": str(told)}
+                {"number": number, "ways": case.ways, what: found, "of": tuple(s.q.shape), "scene": str(told)}
             )
-    return {"pairs": ran, "refused": refused, "failures": different}
+    return dict(ran) | {"refused": dict(refused), "failures": different}

@@ -391,6 +391,8 @@ class Explanation:
         else:
             lines += ["backend   none"]
         lines += [f"forward   {': '.join(self.forward)}"] if self.forward else []
+        if self.chosen and p.spec.everywhere:
+            lines += [f"order     one for a row's sums: {ORDER_COSTS[self.chosen]} (docs/invariance.md)"]
         lines += [f"prefix    {self.prefix}"] if self.prefix else []
         lines += [f"layout    {_HEADS_FIRST}"] if _heads_first(p) else []
         lines += [f"not       {name}: {'; '.join(reasons)}" for name, reasons in self.refused.items()]
@@ -433,6 +435,15 @@ class Explanation:
         return explained.plot(self.problem, self.extras, self.tile, str(self), (batch, head))
 
 
+# What one order of a row's sums costs on a backend. The numbers are those of docs/invariance.md#what-it-costs.
+ORDER_COSTS = {
+    "cpu": "keys are not split; decoding takes 0.86 to 1.28 times as long on one thread",
+    "hopper": "keys are not split, dQ has a pass of its own; forward 1.07 to 1.27, backward 0.98 to 1.39 times as long, decoding 0.95 to "
+    "1.05, 4.94 for one sequence of 16,384",
+    "triton": "keys are not split, few rows have a tile of 64; head dims above 128: prefill 1.86 to 1.96, decoding 1.23 to 3.57 times as "
+    "long as on Hopper, 9.36 for one sequence of 16,384",
+    "portable": "sums are made term by term instead of by matrix products, many times as slow",
+}
 _COLUMNS = textwrap.TextWrapper(70, break_long_words=False, break_on_hyphens=False)
 
 

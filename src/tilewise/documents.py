@@ -14,16 +14,18 @@ from torch import Tensor
 
 from tilewise.masks import Mask, as_mask
 from tilewise.scores import as_score, symbols_of
-from tilewise.spec import EVERYWHERE, Options
+from tilewise.spec import DOCUMENTS, EVERYWHERE, Options
 
-_ATOM = "documents("
 _RELATIVE = re.compile(r"causal\(\)|window\((None|\d+), (None|\d+)\)")
 
 
 def run_packed(q: Tensor, k: Tensor, o: Options) -> bool:
     """Return whether a call has documents whose order of sums must not depend on where they begin."""
     if not (
-        isinstance(o.mask, Mask) and _ATOM in o.mask.text and o.deterministic == EVERYWHERE and o.cu_seqlens_q is None
+        isinstance(o.mask, Mask)
+        and DOCUMENTS in o.mask.text
+        and o.deterministic == EVERYWHERE
+        and o.cu_seqlens_q is None
     ):
         return False
     return isinstance(q, Tensor) and isinstance(k, Tensor) and q.ndim == k.ndim == 4 and q.shape[0] == k.shape[0]
@@ -74,7 +76,7 @@ def _parted(mask: Mask) -> tuple[list[str], Tensor | None]:
     """Return the parts of a mask beside its documents, and their ids; None where there is no such one tensor."""
     mask = getattr(as_mask(mask), "of", mask)  # without lists of tiles, which are those of the whole sequence
     terms = mask.text.split(" & ")
-    others = [x for x in terms if not (x.startswith(_ATOM) and x.count("(") == 1)]
+    others = [x for x in terms if not (x.startswith(DOCUMENTS) and x.count("(") == 1)]
     sources = mask.sources
     return others, sources[0] if len(terms) - len(others) == 1 and len(sources) == 1 else None
 

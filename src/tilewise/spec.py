@@ -24,6 +24,7 @@ from tilewise.piece import Piece
 from tilewise.scores import Score, as_score, expression
 
 EVERYWHERE = "everywhere"
+DOCUMENTS = "documents("  # in the text of a mask
 Deterministic = bool | Literal["everywhere"] | None
 """What the keyword ``deterministic`` takes; None follows PyTorch's setting."""
 
@@ -342,13 +343,17 @@ def texts_of(words: Words) -> tuple | None:
     """Return the words with the texts of mask and score, and with what decides where deterministic is None. None if one has an unexpected
     type."""
     causal, mask, score, softmax_scale, deterministic, backend, max_logit = words
+    everywhere = type(deterministic) is str and deterministic == EVERYWHERE
     if not (
-        type(causal) is bool and type(deterministic) in _TRUTH and type(softmax_scale) in _SCALES and type(backend) in _NAMES
+        type(causal) is bool and type(softmax_scale) in _SCALES and type(backend) in _NAMES
+        and (everywhere or type(deterministic) in _TRUTH)
         and (mask is None or type(mask) is Mask or (isinstance(mask, Mask) and not causal))  # causal drops the preparation
         and (score is None or type(score) is Score)
     ):  # fmt: skip
         return None
     mask_text, score_text = "" if mask is None else mask.text, "" if score is None else score.text
+    if everywhere and DOCUMENTS in mask_text:  # they run as packed sequences
+        return None
     deterministic = _deterministic() if deterministic is None else deterministic
     return causal, mask_text, score_text, softmax_scale, deterministic, backend, max_logit
 
@@ -395,7 +400,8 @@ def _brief_text(said: tuple, needs_grad: bool, slots: tuple[tuple[int, ...], ...
         mask_text=kept,
         score_text=score_text,
         softmax_scale=softmax_scale,
-        deterministic=deterministic,
+        deterministic=bool(deterministic),
+        everywhere=deterministic == EVERYWHERE,
         needs_grad=needs_grad,
         max_logit=max_logit,
         grad_slots=grad_slots,

@@ -33,7 +33,7 @@ class Config:
         split: keys of a split of the forward, or 0.
         shares: parts of the keys in the backward, one for each thread. They add to dq in order (:meth:`parts`).
         gathered: both passes read the keys that each query selected, without tiles.
-        one_order: no kernel of few queries, whose sums have another order.
+        one_order: none of the kernels of few queries whose sums have another order.
     """
 
     isa: str

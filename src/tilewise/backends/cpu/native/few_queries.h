@@ -51,17 +51,6 @@ struct Halving {
 template <class T, int step>
 constexpr Halving<T, step> kHalving{};
 
-#ifdef __AVX512BF16__
-// Element n of row x beside element n of row y, for 32 elements: the first 16 pairs, and the others.
-struct Interleaving {
-  alignas(64) uint16_t low[32], high[32];
-  constexpr Interleaving() : low(), high() {
-    for (int n = 0; n < 32; ++n) low[n] = uint16_t(n / 2 + n % 2 * 32), high[n] = uint16_t(low[n] + 16);
-  }
-};
-constexpr Interleaving kInterleaving{};
-#endif
-
 // R vectors with lanes (g, r), one a key: their sums over r as one vector with lanes (g, key).
 template <class T, int R, int step = 1>
 TW_INLINE Vec<T> sums_by_key(Vec<T> *x) {
@@ -352,14 +341,6 @@ class FewQueries {
 #endif
     }
   }
-
-#ifdef __AVX512BF16__
-  static TW_INLINE void interleave(const E *a, const E *b, Vec<X> *out) {
-    const __m512i x = _mm512_loadu_si512(a), y = _mm512_loadu_si512(b);
-    out[0] = (Vec<X>)_mm512_permutex2var_epi16(x, _mm512_load_si512(kInterleaving.low), y);
-    out[1] = (Vec<X>)_mm512_permutex2var_epi16(x, _mm512_load_si512(kInterleaving.high), y);
-  }
-#endif
 
   // The hardware's own prefetcher stops at each page. V comes while S is computed, the next step's K while V is in use, so
   // that memory never waits (docs/decisions.md#cpu-decode-prefetch).

@@ -235,16 +235,20 @@ class Forward {
     add_product(width, greater(first, begin), smaller(last, end), r0, count, p, rounded, v);
   }
 
+  // The columns [begin, end) of x as a product reads them.
+  TW_INLINE Operand<X> weights(int64_t begin, int64_t end, int64_t count, const T *x, X *rounded) const {
+    if constexpr (paired) {
+      for (int64_t n = 0; n < count; ++n) round_row(x + n * c.tile_n, begin, end, rounded + n * c.tile_n / 2);
+      return {rounded + begin / 2, c.tile_n / 2};
+    } else {
+      return {x + begin, c.tile_n};
+    }
+  }
+
   // acc += x values, P V for one. The panels of `values` hold all keys of the tile: they start at `begin`.
   TW_INLINE void add_product(int64_t width, int64_t begin, int64_t end, int64_t r0, int64_t count, const T *x, X *rounded,
                              const X *values) {
-    Operand<X> a;
-    if constexpr (paired) {
-      for (int64_t n = 0; n < count; ++n) round_row(x + n * c.tile_n, begin, end, rounded + n * c.tile_n / 2);
-      a = {rounded + begin / 2, c.tile_n / 2};
-    } else {
-      a = {x + begin, c.tile_n};
-    }
+    const Operand<X> a = weights(begin, end, count, x, rounded);
     const int64_t first = elements<X>(begin), depth = elements<X>(end - begin);
     for (int64_t d = 0; d < wide; d += kPanelWidth<T>) {
       const int64_t columns = smaller(kPanelWidth<T>, wide - d);

@@ -2,6 +2,7 @@
 // Nothing here may instantiate inline functions of the standard library: the linker keeps one copy for all objects.
 #include "backward.h"
 #include "few_queries_tiled.h"
+#include "few_rows.h"
 #include "list_mask.h"
 #include "forward.h"
 #include "selected.h"
@@ -40,6 +41,8 @@ using PackedKeysOf = PackedKeys<typename Y::E, typename Y::T, typename Y::X>;
 template <class Y>
 using FewQueriesOf = FewQueries<typename Y::E, typename Y::T, typename Y::X>;
 template <class Y>
+using FewRowsOf = FewRows<typename Y::E, typename Y::T, typename Y::X>;
+template <class Y>
 using TangentOf = Tangent<typename Y::E, typename Y::T, typename Y::X>;
 template <class Y>
 using BackwardOf = Backward<typename Y::E, typename Y::T, typename Y::X>;
@@ -49,7 +52,7 @@ using SelectedOf = SelectedBackward<typename Y::E, typename Y::T>;
 static int64_t forward_bytes(const TwCall &c) {
   const QueryItem none{};
   return with_types(c, [&](auto y) {
-    const int64_t many = ForwardOf<decltype(y)>(c, none, nullptr).bytes;
+    const int64_t many = FewRowsOf<decltype(y)>(c, none, nullptr).bytes;  // Forward's and more
     const int64_t few = FewQueriesOf<decltype(y)>(c, none, nullptr).bytes;
 #ifdef TW_TILE_REGISTERS
     const int64_t tiled = FewQueriesTiled(c, none, nullptr).bytes;
@@ -66,6 +69,7 @@ static void forward(const TwCall &c, const QueryItem &item, const Partials &part
 #endif
   with_types(c, [&](auto y) {
     if (FewQueriesOf<decltype(y)>::serves(c, item)) FewQueriesOf<decltype(y)>(c, item, scratch).run(partials);
+    else if (FewRowsOf<decltype(y)>::serves(c, item, packed)) FewRowsOf<decltype(y)>(c, item, scratch).run(partials);
     else ForwardOf<decltype(y)>(c, item, scratch, packed).run(partials);
   });
 }

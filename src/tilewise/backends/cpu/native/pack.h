@@ -92,6 +92,22 @@ void pack_rows(const Rows<E> &in, int64_t rows, int64_t width, X *out) {
 TW_INLINE Vec<Pair> interleaved(__m256i low, __m256i high) {
   return (Vec<Pair>)_mm512_or_si512(_mm512_cvtepu16_epi32(low), _mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16));
 }
+
+// Element n of row x beside element n of row y, for 32 elements: the first 16 pairs, and the others.
+struct Interleaving {
+  alignas(64) uint16_t low[32], high[32];
+  constexpr Interleaving() : low(), high() {
+    for (int n = 0; n < 32; ++n) low[n] = uint16_t(n / 2 + n % 2 * 32), high[n] = uint16_t(low[n] + 16);
+  }
+};
+constexpr Interleaving kInterleaving{};
+
+// 32 bf16 of each of two rows as two vectors of pairs.
+TW_INLINE void interleave(const Bf16 *a, const Bf16 *b, Vec<Pair> *out) {
+  const __m512i x = _mm512_loadu_si512(a), y = _mm512_loadu_si512(b);
+  out[0] = (Vec<Pair>)_mm512_permutex2var_epi16(x, _mm512_load_si512(kInterleaving.low), y);
+  out[1] = (Vec<Pair>)_mm512_permutex2var_epi16(x, _mm512_load_si512(kInterleaving.high), y);
+}
 #endif
 
 // out[row / 2][column]: pairs of neighbouring rows; an odd last row is paired with zeros.

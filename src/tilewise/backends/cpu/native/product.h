@@ -52,8 +52,8 @@ TW_INLINE void micro(Operand<X> a, const X *b, int64_t depth, Sum<X> *c, int64_t
 #pragma GCC unroll 4
       for (int n = 0; n < NV; ++n) {
         T *at = c + m * ldc + n * W;
-        const Vec<T> part = accumulate ? sum[m][n] : sum[m][n] * splat(scale);
-        store(at, accumulate || begin ? load(at) + part : part);
+        const Vec<T> total = accumulate || begin ? load(at) + sum[m][n] : sum[m][n];
+        store(at, !accumulate && end == depth ? total * splat(scale) : total);
       }
   }
 }

@@ -498,9 +498,21 @@ def mean_and_bounds(ratios: list[float]) -> list[str]:
 
 
 def quoted(text: str) -> str:
-    """The text of a page with its quotation of :func:`summary` as the results have it now."""
-    return re.sub(
-        r"(?s)(<!-- speed -->\n).*?(<!-- /speed -->)", lambda found: f"{found[1]}{summary()}\n{found[2]}", text
+    """The text of a page with its quotations of :func:`summary` and :func:`doors` as the results have them now."""
+    made = {"speed": summary, "times": doors}
+    marked = r"(?s)(<!-- (speed|times) -->\n).*?(<!-- /\2 -->)"
+    return re.sub(marked, lambda found: f"{found[1]}{made[found[2]]()}\n{found[3]}", text)
+
+
+def doors() -> str:
+    """The times of other packages' calls by themselves and through our doors, which docs/switching.md quotes."""
+    found = load("cpu-calls")
+    run = [name for name, r in found.runs.items() if r["command"] == "python -m bench.doors"][-1]
+    cells = [(who, direction) for direction in ("forward", "both") for who in ("own", "door")]
+    rows = [[case, *[number(found.value(run, case, *cell, "time")) for cell in cells]] for case in found.cases(run)]
+    header = ["ms", "forward, by itself", "tilewise", "forward and backward, by itself", "tilewise"]
+    return "\n".join(
+        [*table(header, rows), "", *wrapped(f"Batch 2, 8 heads of 64, N 1,024, fp32. {found.source(run)}")]
     )
 
 

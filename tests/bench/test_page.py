@@ -17,13 +17,18 @@ def test_the_page_is_what_the_results_say():
     assert page.PAGE.read_text(encoding="utf-8") == page.page(), f"run {WRITE}"
 
 
-MARKS = {"README.md": "speed", "switching.md": "speed", "derivatives.md": "measured", "huggingface.md": "table"}
+MARKS = {
+    "README.md": ("speed",),
+    "switching.md": ("speed", "times"),
+    "derivatives.md": ("measured",),
+    "huggingface.md": ("table",),
+}
 
 
 @pytest.mark.parametrize("path", page.QUOTING, ids=lambda path: path.name)
 def test_a_quotation_is_what_the_results_say(path):
     text = path.read_text(encoding="utf-8")
-    assert text.count(f"<!-- {MARKS[path.name]} -->") == 1
+    assert all(text.count(f"<!-- {mark} -->") == 1 for mark in MARKS[path.name])
     assert text == page.QUOTING[path](text), f"run {WRITE}"
 
 

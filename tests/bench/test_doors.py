@@ -1,0 +1,25 @@
+"""A door that computes something else is not timed."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from bench import doors
+
+causal = partial(F.scaled_dot_product_attention, is_causal=True)
+
+
+def test_a_wrong_door_is_not_timed():
+    with pytest.raises(SystemExit, match=r"case: rms .* \(allowed"):
+        list(doors.measured("case", doors.Row(causal, F.scaled_dot_product_attention), "run"))
+
+
+def test_a_right_one_is_timed_beside_the_packages_own(monkeypatch):
+    monkeypatch.setattr(doors, "ROUNDS", 1)
+    found = list(doors.measured("case", doors.Row(causal, causal, doors.provided), "run"))
+    order = [(r["contestant"], r["pass"]) for r in found]
+    assert order == [("own", "forward"), ("door", "forward"), ("own", "both"), ("door", "both")]
+    assert all(r["value"] > 0 for r in found)
+    assert torch.nn.attention.current_flash_attention_impl() is None

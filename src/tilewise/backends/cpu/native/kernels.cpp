@@ -47,7 +47,7 @@ using TangentOf = Tangent<typename Y::E, typename Y::T, typename Y::X>;
 template <class Y>
 using BackwardOf = Backward<typename Y::E, typename Y::T, typename Y::X>;
 template <class Y>
-using SelectedOf = SelectedBackward<typename Y::E, typename Y::T>;
+using SelectedOf = SelectedBackward<typename Y::E, typename Y::T, typename Y::X>;
 
 static int64_t forward_bytes(const TwCall &c) {
   const QueryItem none{};

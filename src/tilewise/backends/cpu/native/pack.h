@@ -146,14 +146,15 @@ void pack_panels(const Rows<E> &in, int64_t rows, int64_t width, X *out) {
 }
 
 // Panels [panel][element][width of panel] of the transposed tile: B of a product whose depth is the columns. `rows` is a
-// multiple of the panel's width.
+// multiple of a vector's lanes.
 template <class X, class E>
 void pack_transposed(const Rows<E> &in, int64_t rows, int64_t width, X *out) {
   constexpr int W = kLanes<X>, P = kPanelWidth<X>;
   constexpr int64_t numbers = __is_same(X, Pair) ? 2 : 1;
   const int64_t depth = elements<X>(width), whole = width / numbers;
   for (int64_t n = 0; n < rows; n += W) {
-    X *column = out + n / P * P * depth + n % P;
+    const int64_t first = n / P * P, ld = rows - first < P ? rows - first : P;
+    X *column = out + first * depth + n % P;
     const E *from[W];
     for (int r = 0; r < W; ++r) from[r] = in.row(n + r);
     int64_t d = 0;
@@ -164,20 +165,20 @@ void pack_transposed(const Rows<E> &in, int64_t rows, int64_t width, X *out) {
       for (int r = 0; r < W; ++r) block[r] = from[r] ? element_vector<X>(from[r], d) : Vec<X>{};
       transpose<X>(block);
 #pragma GCC unroll 16
-      for (int r = 0; r < W; ++r) store(column + (d + r) * P, block[r]);
+      for (int r = 0; r < W; ++r) store(column + (d + r) * ld, block[r]);
     }
     for (; d < depth; ++d)
-      for (int r = 0; r < W; ++r) column[d * P + r] = from[r] ? element<X>(from[r], d, width) : X(0);
+      for (int r = 0; r < W; ++r) column[d * ld + r] = from[r] ? element<X>(from[r], d, width) : X(0);
   }
 }
 
 #ifdef __AVX512BF16__
 // -- P and dS, rounded to bf16 for the next product ------------------------------------------------------------------
 
-// Neighbouring columns [begin, end) of a row as pairs, where the row's pair 0 is at `out`.
+// Neighbouring columns [begin, end) of a row as pairs, where the row's pair 0 is at `out`; zeros fill the last vector.
 TW_INLINE void round_row(const float *x, int64_t begin, int64_t end, Pair *out) {
   for (int64_t n = begin; n < end; n += 32)
-    store(out + n / 2, (Vec<Pair>)_mm512_cvtne2ps_pbh(load(x + n + 16), load(x + n)));
+    store(out + n / 2, (Vec<Pair>)_mm512_cvtne2ps_pbh(n + 16 < end ? load(x + n + 16) : Vec<float>{}, load(x + n)));
 }
 
 // Two rows as pairs of neighbouring rows.

@@ -228,3 +228,25 @@ def test_parts_that_are_not_alike_are_refused_in_words(change, said):
     o, lse = (x.detach() for x in tw.attention_with_lse(q, k, v))
     with pytest.raises(ValueError, match=f"merge was called wrongly(.|\n)*{said}"):
         tw.merge(change(o, lse))
+
+
+def test_a_row_and_its_sink_have_the_same_bits_wherever_the_row_lies():
+    o, lse, sink = torch.randn(3, 129, 8), torch.randn(3, 129), torch.randn(3, 1)
+    whole = state.add_sink(o, lse, sink)
+    for n in range(129):
+        for rows in (slice(n, n + 1), slice(n, n + 3), slice(n, None)):
+            found = state.add_sink(o[:, rows], lse[:, rows], sink)
+            assert torch.equal(found[0], whole[0][:, rows])
+            assert torch.equal(found[1], whole[1][:, rows])
+        turned = state.add_sink(o[:, n:], lse.T.contiguous().T[:, n:], sink)
+        assert torch.equal(turned[1], whole[1][:, n:])
+
+
+def test_a_sink_is_a_logit_without_a_value():
+    inf = torch.inf
+    lse = torch.tensor([-inf, -inf, 0.5, 0.5, 90.0, -90.0], dtype=torch.float64)
+    sink = torch.tensor([-inf, 2.0, -inf, 0.5, -90.0, 90.0], dtype=torch.float64)
+    o, total = state.add_sink(torch.ones(6, 2, dtype=torch.float64), lse, sink)
+    torch.testing.assert_close(total, torch.logaddexp(lse, sink))
+    expected = torch.where(lse == -inf, 0.0, torch.exp(lse - torch.logaddexp(lse, sink)))
+    torch.testing.assert_close(o, expected[:, None].expand(6, 2))

@@ -45,10 +45,15 @@ def merge_all(o: Tensor, lse: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 def add_sink(o: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
     """Return the merge with ``(0, sink)``: one more logit per row that has no value.
 
+    The bits of a row's exp and log1p are the same wherever it lies in a tensor; those of logaddexp and of sigmoid are not.
+
     Args:
         sink: broadcastable to ``lse``.
     """
-    return o * _share(lse, sink).unsqueeze(-1), torch.logaddexp(lse, sink)
+    most = torch.maximum(lse, sink)
+    less = torch.where(most == -torch.inf, 0.0, torch.exp(-(lse - sink).abs()))
+    share = torch.where(lse == -torch.inf, 0.0, torch.where(lse >= sink, 1.0, less) / (1 + less))
+    return o * share.unsqueeze(-1), most + torch.log1p(less)
 
 
 def largest_of_heads(max_logit: Tensor) -> Tensor:

@@ -425,6 +425,7 @@ def _contract() -> Iterable[Case]:
         yield row(f"{mask}-cross", cross, mask=mask)
     for mask in ("selected-causal", "selected-16"):
         yield row(f"{mask}-cross", cross, mask=mask)
+    yield row("key-lengths-decode", sizes["decode"], mask="key-lengths")
     yield row("selected-more-queries-sink", sizes["more-queries"], mask="selected-causal", sink=True)
     yield row("selected-mqa-softcap", sizes["mqa"], mask="selected-causal", score="softcap-2")
     yield row("selected-mqa-bfloat16-sink", sizes["mqa"], mask="selected-causal", sink=True, dtype="bfloat16")

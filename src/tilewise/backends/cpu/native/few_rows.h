@@ -1,5 +1,5 @@
-// forward.h's work for 16 rows or fewer that have its tiles and its order of sums: decoding with deterministic="everywhere", and
-// scores. Packing a tile would take longer than its products, so K and V are read where they lie, and what comes next is fetched:
+// forward.h's work for 16 rows or fewer that have its tiles and its order of sums: decoding with deterministic="everywhere" or with
+// scores, and in tile registers, whose time hardly depends on rows, of four or more. Packing a tile would take longer than its products, so K and V are read where they lie, and what comes next is fetched:
 //
 //   S        16 x 16 elements of K, transposed in registers, and each row's sums of 16 keys; in tile registers Sᵀ = K Qᵀ
 //   P, m, l  forward.h's

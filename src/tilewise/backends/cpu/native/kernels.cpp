@@ -1,7 +1,7 @@
 // One instruction set's kernels: compiled once per set, with TW_ISA its name and flags to match (CMakeLists.txt).
 // Nothing here may instantiate inline functions of the standard library: the linker keeps one copy for all objects.
 #include "backward.h"
-#include "few_queries_tiled.h"
+#include "few_queries.h"
 #include "few_rows.h"
 #include "list_mask.h"
 #include "forward.h"
@@ -49,27 +49,23 @@ using BackwardOf = Backward<typename Y::E, typename Y::T, typename Y::X>;
 template <class Y>
 using SelectedOf = SelectedBackward<typename Y::E, typename Y::T, typename Y::X>;
 
+static constexpr int64_t kTiledRows = 4;  // with fewer, dot products of vectors take less time than tile registers
+
 static int64_t forward_bytes(const TwCall &c) {
   const QueryItem none{};
   return with_types(c, [&](auto y) {
     const int64_t many = FewRowsOf<decltype(y)>(c, none, nullptr).bytes;  // Forward's and more
     const int64_t few = FewQueriesOf<decltype(y)>(c, none, nullptr).bytes;
-#ifdef TW_TILE_REGISTERS
-    const int64_t tiled = FewQueriesTiled(c, none, nullptr).bytes;
-    return greater(greater(many, few), tiled);
-#else
     return greater(many, few);
-#endif
   });
 }
 
 static void forward(const TwCall &c, const QueryItem &item, const Partials &partials, const KeyTiles &packed, char *scratch) {
-#ifdef TW_TILE_REGISTERS
-  if (FewQueriesTiled::serves(c, item)) return FewQueriesTiled(c, item, scratch).run(partials);
-#endif
   with_types(c, [&](auto y) {
-    if (FewQueriesOf<decltype(y)>::serves(c, item)) FewQueriesOf<decltype(y)>(c, item, scratch).run(partials);
-    else if (FewRowsOf<decltype(y)>::serves(c, item, packed)) FewRowsOf<decltype(y)>(c, item, scratch).run(partials);
+    const bool rows = FewRowsOf<decltype(y)>::serves(c, item, packed), many = item.heads * (item.m1 - item.m0) >= kTiledRows;
+    const bool tiled = kTiled<typename decltype(y)::X> && rows && many;
+    if (!tiled && FewQueriesOf<decltype(y)>::serves(c, item)) FewQueriesOf<decltype(y)>(c, item, scratch).run(partials);
+    else if (rows) FewRowsOf<decltype(y)>(c, item, scratch).run(partials);
     else ForwardOf<decltype(y)>(c, item, scratch, packed).run(partials);
   });
 }

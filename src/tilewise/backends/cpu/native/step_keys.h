@@ -1,5 +1,4 @@
-// What the kernels of few rows share (few_queries.h, few_queries_tiled.h): which keys their rows see, and where the keys of a step
-// and of the next one lie.
+// What few_queries.h reads keys by: which of them its rows see, and where those of a step and of the next one lie.
 #pragma once
 #include "forward.h"
 

@@ -153,8 +153,10 @@ def pair_bytes(item: Launch) -> int:
 
 def shared_memory(item: Launch, name: str, tiles: Tiles) -> int:
     """The bytes that a kernel may need, as it was promised."""
-    if name.startswith("tile_") or name in ("seen_rows", "runs"):
+    if name.startswith("tile_") or name == "runs":
         return tile_map.SHARED_MEMORY
+    if name == "seen_rows":  # which Triton 3.6 passes through shared memory
+        return 2 * tiles.tile_m * tiles.tile_n * item.dtype.itemsize
     if name in tangent.PASSES:
         return tangent.tangent_memory((item.head_dim, item.head_dim_v), item.dtype.itemsize, name, tiles)
     if name == "paged":

@@ -6,7 +6,7 @@
 //   acc      += P V from rows of V; in tile registers from 32 of them as pairs of keys
 //
 // Each number is the sum of the same terms in the same order as in forward.h (docs/algorithm.md#16-one-order-of-a-rows-sums);
-// docs/decisions.md#cpu-few-rows has the figures.
+// docs/decisions.md#cpu-few-rows, #cpu-amx-tiles have the figures.
 #pragma once
 #include "forward.h"
 

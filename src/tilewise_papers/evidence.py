@@ -237,8 +237,8 @@ def path_x() -> Found:
     alone = max((r for r in rungs if r["shape"]["side"] == 128 and not r["paths"]), key=lambda r: r["shape"]["context"])
     text = (
         f"{' and '.join(said)}{told}, by our own generator, after {seconds} s of training on an H200, the second from the first one's "
-        f"weights, from which labels alone teach {alone['value']:.1%} of 128 × 128 where {alone['shape']['context']:,} of the 16,384 pixels "
-        "are read ([training.md](training.md#pathfinder))"
+        f"weights, from which labels alone teach {alone['value']:.1%} of 128 × 128 where {alone['shape']['context']:,} of the 16,384 "
+        "pixels are read ([training.md](training.md#pathfinder))"
     )
     better = last["value"] > 0.5 + 3 * (0.25 / last["tested_images"]) ** 0.5  # three standard deviations of guesses
     return Found(text, last["shape"]["side"] == 128 and better and not last["paths"])

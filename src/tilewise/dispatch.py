@@ -437,7 +437,7 @@ class Explanation:
 
 # What one order of a row's sums costs on a backend. The numbers are those of docs/invariance.md#what-it-costs.
 ORDER_COSTS = {
-    "cpu": "keys are not split; decoding takes 0.86 to 1.28 times as long on one thread",
+    "cpu": "keys are not split; decoding takes 0.99 to 1.38 times as long on one thread",
     "hopper": "keys are not split, dQ has a pass of its own; forward 1.07 to 1.27, backward 0.98 to 1.39 times as long, decoding 0.95 to "
     "1.05, 4.94 for one sequence of 16,384",
     "triton": "keys are not split, few rows have a tile of 64; head dims above 128: prefill 1.86 to 1.96, decoding 1.23 to 3.57 times as "

@@ -439,7 +439,6 @@ def _sorted_rows(indices: torch.Tensor) -> tuple[torch.Tensor]:
 
 def as_mask(mask: Mask | torch.Tensor | MaskFunction | None, causal_too: bool = False) -> Mask:
     """Return the Mask of an argument of ``mask=``: a Mask, a bool tensor (``dense``) or a function (``keep``)."""
-    expr.refuse_causal_bias(mask)
     if isinstance(mask, torch.Tensor):
         mask = dense(mask)
     elif mask is not None and not isinstance(mask, Mask):

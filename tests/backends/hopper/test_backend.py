@@ -14,7 +14,7 @@ import torch
 import tilewise as tw
 from bench.testing import wrong
 from tests.backends.contract import ASINH, NEW_OPERATION, call, normal
-from tests.backends.hopper.launches import seen, stand_in
+from tests.backends.hopper.launches import Seen, seen, stand_in
 from tilewise import dispatch, expr
 from tilewise.backends.hopper import Hopper, kernels
 from tilewise.backends.hopper.backward import config as backward_config
@@ -208,6 +208,19 @@ def test_what_the_copy_engine_cannot_address_is_copied_once(form, launched):
         assert got.data_ptr() % 16 == 0
         assert got.stride()[-1] == 1
         assert all(stride > 0 and stride % 8 == 0 for stride in got.stride()[:-1])
+
+
+def test_the_stride_of_a_single_row_is_one_that_a_tensor_map_can_hold(launched):
+    # A packed sequence's map counts rows from an offset that wraps around, whatever there is of them.
+    def apart(heads):
+        return normal(4 * 131, dtype=torch.bfloat16).as_strided((1, 1, heads, 64), (131, 131, 72, 1), 1)
+
+    c = call(*(apart(heads).requires_grad_() for heads in (2, 1, 1)), mask=tw.key_lengths(torch.tensor([1])))
+    out = Hopper().forward(c.p, c.t)
+    Hopper().backward(c.p, c.t, out, apart(2), torch.zeros(1, 2, 1))
+    rows = [x for call in launched for x in call[1:] if isinstance(x, Seen) and x.shape[-1] == 64]
+    assert len(rows) > 8
+    assert all(stride % 8 == 0 for x in rows for stride in x.stride()[:-1])
 
 
 @pytest.mark.parametrize("form", ["heads-first", "slice-of-qkv"])

@@ -193,9 +193,12 @@ def why_no_bits(problem: Problem, crossing: int, by_columns: bool = False, score
 
 
 def strides_addressable(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether rows have unit stride and lie at multiples of 16 bytes from each other, no two in one place."""
-    outer = [n for size, n in zip(shape[:-1], stride[:-1], strict=True) if size > 1]
-    return (stride[-1] == 1 or shape[-1] == 1) and all(0 < n < APART and n % MULTIPLE == 0 for n in outer)
+    """Whether rows have unit stride and lie at multiples of 16 bytes from each other, no two in one place. The tensor map of a packed
+    sequence has a single row's stride too: the start of a sequence is an offset there that wraps around."""
+    outer = zip(shape[:-1], stride[:-1], strict=True)
+    return (stride[-1] == 1 or shape[-1] == 1) and all(
+        n % MULTIPLE == 0 and (size <= 1 or 0 < n < APART) for size, n in outer
+    )
 
 
 # -- Scores --------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,6 +30,23 @@ def in_a_new_process(script: str) -> str:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+# -- Instruction sets -----------------------------------------------------------------------------------------------
+
+OBJECTS = Path(__file__).parents[2] / "build/native/CMakeFiles"
+
+
+@pytest.mark.skipif(not OBJECTS.is_dir(), reason="the library was not built here")
+def test_no_instruction_set_lends_a_function_to_another():
+    # Of a weak function the linker keeps one copy for all, which ended in an illegal instruction where the machine lacks that set.
+    objects = {x.relative_to(OBJECTS).parts[0].removesuffix(".dir"): x for x in OBJECTS.rglob("kernels.cpp.o")}
+    assert {*library.load().isas} <= {*objects}
+    for isa, made in objects.items():
+        listed = subprocess.run(["nm", "-C", "--defined-only", made], capture_output=True, text=True, check=True).stdout
+        functions = [line.split(" ", 2)[1:] for line in listed.splitlines()]
+        assert any(f"tw::{isa}::" in name for _, name in functions)
+        assert not [name for kind, name in functions if kind == "W" and f"tw::{isa}::" not in name]
 
 
 # -- Signals ---------------------------------------------------------------------------------------------------------

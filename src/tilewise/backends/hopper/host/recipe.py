@@ -102,12 +102,11 @@ class TensorArgument:
         found = []
         for kind, wanted, given in (("size", self.shape, tensor.shape), ("stride", self.stride, tensor.stride())):
             for dim, (want, got) in enumerate(zip(wanted, given, strict=True)):
-                if kind == "stride" and tensor.shape[dim] == 1:
-                    continue  # such a stride leads nowhere
+                free = kind == "stride" and tensor.shape[dim] == 1  # it leads nowhere, but tensor maps may hold it
                 if isinstance(want, int):
-                    found += [] if got == want else [f"{kind} {got} of dimension {dim} is not {want}"]
+                    found += [] if free or got == want else [f"{kind} {got} of dimension {dim} is not {want}"]
                     continue
-                if seen.setdefault(want.symbol, got) != got:
+                if not free and seen.setdefault(want.symbol, got) != got:
                     found.append(f"{kind} {got} of dimension {dim} is not {seen[want.symbol]}, as elsewhere")
                 if got % want.divisor:
                     found.append(f"{kind} {got} of dimension {dim} is no multiple of {want.divisor}")

@@ -296,7 +296,10 @@ bool fits(const TwRecipe& recipe, const int64_t* given) {
   seen.assign(recipe.symbols, -1);
   for (const TwCheck* x = recipe.check; x != recipe.check + recipe.checks; ++x) {
     int64_t n = given[x->place];
-    if (x->free >= 0 && given[x->free] == 1) continue;
+    if (x->free >= 0 && given[x->free] == 1) {  // a stride that leads nowhere, but tensor maps may hold it
+      if (x->symbol >= 0 && n % x->number) return false;
+      continue;
+    }
     if (x->symbol < 0) {
       if (n != x->number) return false;
       continue;

@@ -42,6 +42,11 @@ class Results:
         """The shape of each case of the runs by its name, in the file's order."""
         return {r["case"]: r.get("shape", {}) for key, r in self.found.items() if key[0] in runs}
 
+    def last(self, case: str) -> str | None:
+        """The newest run that has a case, or None."""
+        runs = {key[0] for key in self.found if key[1] == case}
+        return max(runs, key=lambda run: self.runs[run]["when"], default=None)
+
     def newest(self, case: str, contestants: tuple[str, ...], direction: str) -> list[float]:
         """The times of contestants in the newest run that timed all of them on the case; none where no run did."""
         for run in sorted(self.runs, key=lambda name: self.runs[name]["when"], reverse=True):

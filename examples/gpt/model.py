@@ -148,13 +148,13 @@ class GPT(nn.Module):
     The weights are drawn on the default device: ``with torch.device("cuda")`` makes a large model where it will run.
     """
 
-    def __init__(self, config: GPTConfig, attention: Attention, seed: int = 0):
+    def __init__(self, config: GPTConfig, attention: Attention, seed: int = 0, vocabulary: int = VOCABULARY):
         super().__init__()
         self.config = config
-        self.embedding = nn.Embedding(VOCABULARY, config.d_model)
+        self.embedding = nn.Embedding(vocabulary, config.d_model)
         self.blocks = nn.ModuleList(Block(config, attention) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.d_model)
-        self.to_logits = nn.Linear(config.d_model, VOCABULARY, bias=False)
+        self.to_logits = nn.Linear(config.d_model, vocabulary, bias=False)
         self.register_buffer("angles", rotary_angles(config.context, config.head_dim), persistent=False)
         self._init_weights(torch.Generator(self.embedding.weight.device).manual_seed(seed))
 
@@ -168,10 +168,14 @@ class GPT(nn.Module):
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         """Logits of the next byte after each of tokens (batch, seqlen ≤ context), which lie at 0, 1, … or at `positions` (seqlen,)."""
+        return self.to_logits(self.features(tokens, positions))
+
+    def features(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """What the logits are a product of, (batch, seqlen, d_model)."""
         seqlen = tokens.shape[1]
         if seqlen > self.config.context:
             raise ValueError(f"{seqlen} tokens do not fit the model's context of {self.config.context}")
         x, angles = self.embedding(tokens), self.angles[:seqlen] if positions is None else self.angles[positions]
         for block in self.blocks:
             x = block(x, angles)
-        return self.to_logits(self.norm(x))
+        return self.norm(x)

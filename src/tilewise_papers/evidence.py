@@ -18,9 +18,20 @@ from pathlib import Path
 from bench import page
 from bench.cases import tagged
 from bench.measure import ROOT
-from bench.tables import NONE, RESULTS, load, number, section, table, wrapped
+from bench.tables import RESULTS, load, number, section, table, wrapped
 from tilewise_papers import flash1, flash2, report, traffic
 from tilewise_papers.devices import DEVICES
+from tilewise_papers.evidence_training import (
+    SMALL,
+    context_table,
+    contexts,
+    longer_section,
+    parts_section,
+    step,
+    training_rows,
+    training_section,
+    users_section,
+)
 from tilewise_papers.head import Blocks, Head
 from tilewise_papers.machine import Counts
 from tilewise_papers.tables import PAPER_FIGURES, PAPER_SETTING
@@ -34,17 +45,11 @@ CLAIMS = Path(__file__).with_name("claims.toml")
 HOLDS, FAILS = "holds", "does not hold"
 EAGER, SPARSE, SHARES = "be2142459054", "bf64f25f9387", "h200-hopper-sparse-share"
 """Runs of a CPU: beside standard attention, and a block pattern beside the whole."""
-PARTS = "h200-step-parts"
 NEWCOMER = "python -m bench.newcomer"
-TRAFFIC, TABLE, CONTEXT, LADDER = (
-    "90ece5c3a062",
-    ("dd5883c7fbf9", "ad2ae5caef49"),
-    "f3c36a1dc8aa",
-    ("9669ab472640", "800f8b0b7053"),
-)
+TRAFFIC, LADDER = "90ece5c3a062", ("9669ab472640", "800f8b0b7053")
 RANKS = {2: "6f41e8220b30", 4: "031e580f267a"}
-"""The runs of tilewise_papers.traffic, tilewise_papers.gpt_speed, examples.gpt.context_gpu, tilewise_papers.pathfinder.ladder and, by GPUs,
-tilewise_papers.gpt_ranks that are shown: name a newer one here."""
+"""The runs of tilewise_papers.traffic, tilewise_papers.pathfinder.ladder and, by GPUs, tilewise_papers.gpt_ranks that are shown: name a
+newer one here."""
 INTRO = (
     "This page compares the claims of the FlashAttention papers with our measurements. Each row has a command to repeat it; `tilewise "
     "bench --tag paper` runs those that your machine can. Speeds beside other libraries are in [performance.md](performance.md). "
@@ -304,31 +309,6 @@ def training() -> Found:
     return Found(text, holds)
 
 
-def training_rows() -> dict[str, dict[str, float | None]]:
-    """TFLOP/s of each contestant of each model and context."""
-    found = load("hopper-calls")
-    cases = [case for case in found.cases(*TABLE) if case.startswith("gpt-") and "B-n" in case]
-    who = ("standard", "fa2", "cudnn", "tilewise", "matmul")
-    runs = {case: run for run in TABLE for case in found.cases(run)}
-    return {case: {name: found.value(runs[case], case, name, "step", "rate") for name in who} for case in cases}
-
-
-def contexts() -> list[dict]:
-    """The records of held-out losses, shortest context first."""
-    found = [r for key, r in load("hopper-calls").found.items() if key[0] == CONTEXT and key[-1] == "loss"]
-    return sorted(found, key=lambda r: r["shape"]["context"])
-
-
-def context_table() -> list[str]:
-    """The held-out loss of each context, whole and by position in the row."""
-    rows = contexts()
-    spans = list(rows[-1]["by_position"])
-    losses = [[f"{r['by_position'][s]:.3f}" if s in r["by_position"] else "" for r in rows] for s in spans]
-    lines = [["all", *(f"**{r['value']:.4f}**" for r in rows)]]
-    lines += [[span.replace("-", " to "), *line] for span, line in zip(spans, losses, strict=True)]
-    return table(["position / context", *(f"{r['shape']['context']:,}" for r in rows)], lines)
-
-
 def quoted(text: str) -> str:
     """The text of docs/training.md with :func:`context_table` as the results have it now."""
     lines = "\n".join(context_table())
@@ -345,6 +325,24 @@ def longer_context() -> Found:
     )
 
 
+def longer_and_as_fast() -> Found | None:
+    """Steps of a longer context by tilewise beside those of a shorter one by standard attention; None before they are measured."""
+    said, gains = [], []
+    for title, case in SMALL.items():
+        run = load("hopper-calls").last(f"{case}1024")
+        ours, eager = (step(run, f"{case}{n}", who) for n, who in ((4096, "tilewise"), (1024, "kept")))
+        if not (ours.ms and eager.ms):
+            return None
+        said.append(f"{ours.tokens_per_s:,.0f} and {eager.tokens_per_s:,.0f} tokens/s {title}")
+        gains.append(eager.ms / ours.ms)
+    losses = {r["shape"]["context"]: r["value"] for r in contexts()}
+    text = (
+        f"tilewise at 4,096 and standard attention at 1,024: {', '.join(said)}; held-out losses of a smaller model {losses[4096]:.3f} and "
+        f"{losses[1024]:.3f} ([training.md](training.md#longer-context-better-model)); the table below"
+    )
+    return Found(text, min(gains) >= 1 and losses[4096] < losses[1024])
+
+
 # ---- the page ---------------------------------------------------------------------------------------------------------
 
 
@@ -353,11 +351,16 @@ def claims() -> list[dict]:
     return tomllib.loads(CLAIMS.read_text(encoding="utf-8"))["claims"]
 
 
-def claim_table() -> list[str]:
+def judged() -> list[tuple[dict, Found]]:
+    """The claims for which there is a figure of ours."""
+    every = ((claim, globals()[claim["found"]]()) for claim in claims())
+    return [(claim, found) for claim, found in every if found]
+
+
+def claim_table(judged: list[tuple[dict, Found]]) -> list[str]:
     """Each claim with the paper's figure, ours, the verdict and the command."""
     rows = []
-    for claim in claims():
-        found = globals()[claim["found"]]()
+    for claim, found in judged:
         who = f"{claim['claim']} *{claim['paper']}, {claim['where']}*"
         rows.append(
             [
@@ -378,61 +381,13 @@ def claim_table() -> list[str]:
 
 def text() -> str:
     """The whole page."""
-    verdicts = [globals()[claim["found"]]().verdict for claim in claims()]
-    said = f"{verdicts.count(HOLDS)} hold, {verdicts.count(FAILS)} do not"
-    lines = ["# Evidence", "", *wrapped(INTRO), "", f"There are {len(verdicts)} claims: {said}.", "", *claim_table()]
-    for part in (training_section, parts_section, traffic_section, newcomer_section):
+    figures = judged()
+    verdicts = [found.verdict for _, found in figures]
+    said = f"There are {len(verdicts)} claims: {verdicts.count(HOLDS)} hold, {verdicts.count(FAILS)} do not."
+    lines = ["# Evidence", "", *wrapped(INTRO), "", said, "", *claim_table(figures)]
+    for part in (training_section, users_section, longer_section, parts_section, traffic_section, newcomer_section):
         lines += part()
     return "\n".join([*lines, ""])
-
-
-def training_section() -> list[str]:
-    """FlashAttention-2's Table 1."""
-    found, lines = load("hopper-calls"), []
-    for case, rates in training_rows().items():
-        shape = found.cases(*TABLE)[case]
-        title = f"{case.split('-')[1]}, context {shape['context']:,} × {shape['batch']}"
-        limit = rates["matmul"]
-        cells = [
-            f"{rates[n]:.0f} ({rates[n] / limit:.0%})" if rates[n] else NONE
-            for n in ("standard", "fa2", "cudnn", "tilewise")
-        ]
-        lines.append([title, *cells, number(limit, 0)])
-    words = (
-        "TFLOP/s of a training step by the paper's formula, 6 · tokens · weights + 12 · layers · width · N · tokens, and the share of "
-        "a bf16 product of 8192³ timed in the same rounds. Heads of 128, bf16 under autocast, AdamW in fp32. Tokens are bytes, so the "
-        "models lack the vocabulary's weights. Only standard attention's scores are checkpointed. "
-        f"{found.source(*TABLE)} {found.runs[TABLE[0]]['statistic']}"
-    )
-    head = ["", "standard", "SDPA, FA2", "SDPA, cuDNN", "tilewise", "product"]
-    return section("Training steps (FlashAttention-2, Table 1)", words, table(head, lines))
-
-
-PARTS_ROWS = (
-    ("the whole step", "gpt-part-step", "time"),
-    ("forward and backward", "gpt-part-both", "time"),
-    ("forward and backward, captured in a CUDA graph", "gpt-part-graph", "time"),
-    ("the host's part of forward and backward", "gpt-part-both", "host"),
-)
-
-
-def parts_section() -> list[str]:
-    """A short step taken apart: tilewise twice, SDPA, and SDPA's time over the mean of the two."""
-    found, rows = load("hopper-calls"), []
-    for title, case, metric in PARTS_ROWS:
-        values = [found.value(PARTS, case, who, "step", metric) for who in ("tilewise", "tilewise again", "sdpa")]
-        values = [x / 1e3 if x and metric == "host" else x for x in values]
-        ours = [x for x in values[:2] if x]
-        rows.append([title, *[number(x, 2) for x in values], f"{values[2] * len(ours) / sum(ours):.3f}"])
-    words = (
-        "Milliseconds of a step of a GPT of 6 layers and width 512, context 1,024 × 16 rows, bf16, not compiled. So small a model "
-        "launches over 600 kernels of 0.03 ms each in the mean, and its host takes about as long as its GPU. tilewise is faster in a CUDA "
-        "graph, where kernels follow each other without a gap. Two runs of tilewise differ by more than the two attentions in the whole "
-        "step. The host alone takes longer with tilewise, because its backward is Python and SDPA's is C++. "
-        f"{found.source(PARTS)}"
-    )
-    head = ["", "tilewise", "tilewise again", "SDPA", "SDPA / tilewise"]
-    return section("A short step, taken apart", words, table(head, rows))
 
 
 def traffic_section() -> list[str]:

@@ -24,7 +24,7 @@ import tilewise as tw
 from bench import records
 from bench.ranks import milliseconds, parser_of, start
 from examples.gpt.model import GPT, GPTConfig, tilewise_attention
-from tilewise_papers.gpt_speed import SIZES, step_flops
+from tilewise_papers.gpt_speed import RECIPES, step_flops
 
 CASE, CONTEXT, WARM, TIMED = "gpt-1.3B-ranks", 8192, 2, 6
 SMALL = GPTConfig(layers=2, d_model=64, heads_q=4, heads_k=4, d_hidden=96, context=64)
@@ -113,7 +113,7 @@ def process(rank: int, size: int, options: argparse.Namespace, folder: str) -> N
         torch.cuda.set_device(rank)
     store = dist.FileStore(f"{folder}/store", size)
     dist.init_process_group("gloo" if device == "cpu" else "nccl", store=store, rank=rank, world_size=size)
-    sizes, name = (SMALL, "cpu") if device == "cpu" else (SIZES["1.3B"], "cuda")
+    sizes, name = (SMALL, "cpu") if device == "cpu" else (RECIPES["1.3B"].sizes, "cuda")
     first, ms, weights = measured(sizes, name, options.rounds)
     if rank == 0:
         run = records.run(f"python -m tilewise_papers.gpt_ranks --ranks {size}", device, PEERS, gpus=size)

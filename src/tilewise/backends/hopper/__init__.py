@@ -115,8 +115,7 @@ class Hopper(Backend):
         return _slow(p)
 
     def pieces(self, p: Problem) -> str:
-        cut = (config for config in self.configs(p)[::-1] if in_pieces(p, config))
-        return next((described(p, config) for config in cut), "")
+        return described(p, self.configs(p))
 
     def config(self, p: Problem) -> Config | LatentConfig | DecodingConfig:
         if self.override is not None:

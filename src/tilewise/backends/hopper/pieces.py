@@ -8,7 +8,7 @@ are. Nothing here imports the DSL.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple, TypeVar
@@ -20,8 +20,8 @@ from tilewise.amounts import in_bytes
 from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.config import Formed, bytes_of_bits
 from tilewise.expr import Expr
-from tilewise.masks import Region
 from tilewise.masks.facts import as_band
+from tilewise.masks.regions import Region
 from tilewise.piece import Piece
 from tilewise.planning.bit_tiles import BUDGET, LINES
 from tilewise.problem import Problem, TensorFacts
@@ -143,8 +143,11 @@ def problem_of(p: Problem, cut: Cut) -> Problem:
     return replace(p, q=q, k=k, v=v, extras=extras, spec=replace(p.spec, piece=_piece(p, cut.queries[0])))
 
 
-def described(p: Problem, config: Formed) -> str:
-    """Return how a call is cut, for ``explain``."""
+def described(p: Problem, configs: Sequence[Formed]) -> str:
+    """Return how the kernels of these configs, a forward's first, cut a call, for ``explain``: the last one that does; else nothing."""
+    config = next((config for config in reversed(configs) if in_pieces(p, config)), None)
+    if config is None:
+        return ""
     each = cuts(p, config)
     most = [max(stop - start for start, stop in spans) for spans in list(zip(*each, strict=True))[:3]]
     size = in_bytes(bytes_of_bits(p, *_read_by(config)))

@@ -357,7 +357,8 @@ class Explanation:
         flops, kept_flops: operations of the forward's products, of all pairs and of those that the mask keeps; the latter is None if a
             tensor or a function decides about pairs. traffic: bytes.
         tile: queries and keys of a tile of the forward, if the backend has such tiles. extras: the call's tensors beside q, k, v.
-        prefix: how a shared prefix is read. forward: the backend of the forward and its tiles, if another one runs the backward.
+        pieces: how the backend cuts the call. prefix: how a shared prefix is read.
+        forward: the backend of the forward and its tiles, if another one runs the backward.
     """
 
     problem: Problem
@@ -372,6 +373,7 @@ class Explanation:
     second_refused: dict[str, list[str]]
     kept_flops: int | None = field(default=None, kw_only=True)
     tile: tuple[int, int] | None = field(default=None, kw_only=True)
+    pieces: str = field(default="", kw_only=True)
     prefix: str = field(default="", kw_only=True)
     forward: tuple[str, str] | None = field(default=None, kw_only=True)
     extras: tuple[Tensor, ...] = field(default=(), kw_only=True, repr=False, compare=False)
@@ -393,6 +395,7 @@ class Explanation:
         lines += [f"forward   {': '.join(self.forward)}"] if self.forward else []
         if self.chosen and p.spec.everywhere:
             lines += [f"order     one for a row's sums: {ORDER_COSTS[self.chosen]} (docs/invariance.md)"]
+        lines += [f"pieces    {self.pieces}"] if self.pieces else []
         lines += [f"prefix    {self.prefix}"] if self.prefix else []
         lines += [f"layout    {_HEADS_FIRST}"] if _heads_first(p) else []
         lines += [f"not       {name}: {'; '.join(reasons)}" for name, reasons in self.refused.items()]
@@ -409,6 +412,7 @@ class Explanation:
             "backend": self.chosen,
             "tiles": self.tiles,
             "forward": self.forward,
+            "pieces": self.pieces,
             "flops": self.flops,
             "kept_flops": self.kept_flops,
             "traffic_bytes": self.traffic,
@@ -519,4 +523,5 @@ def explained(p: Problem, extras: Sequence[Tensor] = ()) -> Explanation:
         tangents, reasons["forward mode"], second, reasons["second derivatives"],
         kept_flops=None if kept is None else a_pair * kept,
         tile=ahead.backend.tile(ahead.problem) if ahead else None, extras=tuple(extras), forward=_other(ahead, chosen),
+        pieces=backend(chosen).pieces(p) if chosen else "",
     )  # fmt: skip

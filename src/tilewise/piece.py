@@ -72,14 +72,27 @@ def _branches(e: Expr) -> tuple[Expr, ...]:
 def _folded(root: Expr) -> Expr:
     """Return the tree with sums of whole numbers added up: ``(i + 5) + 3`` is ``i + 8``.
 
-    What is folded depends on the tree's form alone, never on a number's value, so all pieces of an attention share their kernels.
+    What is folded depends on the tree's form alone, so all pieces of an attention share their kernels; but for a piece that begins with a
+    block: ``(i + 128) // 64`` is ``i // 64 + 2``, whose blocks are known.
     """
     new: dict[int, Expr] = {}
     for e in expr.nodes(root):
         inner = [new[id(a)] for a in expr.children(e)]
         head = e.args[: len(e.args) - len(inner)]
-        new[id(e)] = _sum(e.op, *inner) if e.op in ("add", "sub") else Expr(e.op, (*head, *inner)) if inner else e
+        if e.op in ("add", "sub"):
+            new[id(e)] = _sum(e.op, *inner)
+        elif e.op == "floordiv" and _begins_with_block(*inner):
+            (i, start), size = inner[0].args, inner[1]
+            new[id(e)] = apply("floordiv", i, size) + number(start.args[0] // size.args[0])
+        else:
+            new[id(e)] = Expr(e.op, (*head, *inner)) if inner else e
     return new[id(root)]
+
+
+def _begins_with_block(i: Expr, size: Expr) -> bool:
+    """Whether ``i`` is a sum with a multiple of ``size``, a number."""
+    moved = i.op == "add" and expr.kind(i) == "int" and _is_whole(i.args[1])
+    return moved and _is_whole(size) and size.args[0] > 0 and i.args[1].args[0] % size.args[0] == 0
 
 
 def _sum(op: str, a: Expr, b: Expr) -> Expr:

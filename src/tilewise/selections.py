@@ -1,7 +1,8 @@
 """Keys that queries were given (:func:`tilewise.masks.catalogue.selected`): the tiles and keys that they name, and their checks.
 
 A selection is the part ``selected(leaf[b, h, (i + q) // block_q], (j + k) // block)`` of a predicate, where q and k are 0 but in a piece of
-a larger attention. Everything here follows from the entries: no pair is asked that nobody selected.
+a larger attention. Of a piece that begins with a row or a block, it is ``i // block_q + q // block_q``, and so of keys. Everything here
+follows from the entries: no pair is asked that nobody selected.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tilewise import expr
+from tilewise import expr, sizes
 from tilewise.expr import Expr, number
 from tilewise.masks.facts import granularity
 
@@ -25,10 +26,14 @@ _LEAST_UNIT = 16  # keys; with smaller blocks no tile is called full
 
 def keys_of_entry(selection: Expr) -> tuple[int, int]:
     """Return ``(block, start)``: entry n keeps the keys from ``n * block - start`` on."""
-    key, block = selection.args[-1], 1
+    (key, entries), block = _less_number(selection.args[-1]), 1
     if key.op == "floordiv":
         key, block = key.args[0], key.args[1].args[0]
-    return block, key.args[1].args[0] if key.op == "add" else 0
+    return block, entries * block + _less_number(key)[1]
+
+
+def _less_number(e: Expr) -> tuple[Expr, int]:
+    return (e.args[0], e.args[1].args[0]) if e.op == "add" else (e, 0)
 
 
 def assume(root: Expr, truths: Mapping[int, bool]) -> Expr:
@@ -79,10 +84,11 @@ def tile_bounds(grid: Grid, selection: Expr, tile_m: int, tile_n: int) -> tuple[
 def most_tiles(selection: Expr, shape: Sequence[int], query_tiles: int, tile: tuple[int, int]) -> int:
     """Return a bound of the tiles that the entries of one head name; ``shape``: of their tensor, ``tile``: queries and keys."""
     (block, start), block_q, (tile_m, tile_n) = keys_of_entry(selection), granularity(selection, "i"), tile
-    whole = not start and (tile_n % block == 0 or block % tile_n == 0)
+    whole = start % block == 0 and (tile_n % block == 0 or block % tile_n == 0)
     touched = -(-block // tile_n) if whole else (block + tile_n - 2) // tile_n + 1
     cut = 0 if block_q and tile_m % block_q == 0 else query_tiles  # rows of entries with queries of one more tile
-    return (shape[-2] + cut) * shape[-1] * touched
+    rows = sizes.smaller(shape[-2], query_tiles * tile_m // (block_q or 1) + 1)  # of a piece, some of the tensor's
+    return (rows + cut) * shape[-1] * touched
 
 
 def _by_tiles(units: Tensor, size: int, value: bool) -> Tensor:

@@ -114,7 +114,7 @@ def test_explain_json_has_the_backend_its_tiles_and_the_refusals(capsys):
     sizes = ["--seqlen", "4096", "--heads", "8", "--head-dim", "64", "--causal", "--window", "100", "--backward"]
     assert cli.main(["explain", "--device", "cpu", "--json", *sizes]) == 0
     told = json.loads(capsys.readouterr().out)
-    work, others = {"flops", "kept_flops", "traffic_bytes"}, {"refused", "tangents", "second"}
+    work, others = {"flops", "kept_flops", "traffic_bytes"}, {"pieces", "refused", "tangents", "second"}
     assert {"problem", "device", "backend", "tiles", "forward", *work, *others} == set(told)
     assert told["backend"]
     rows = torch.arange(4096)

@@ -213,6 +213,10 @@ class Backend(Protocol):
         of which knows itself alone."""
         return ""
 
+    def pieces(self, p: Problem) -> str:
+        """How a problem runs as several calls, and why; empty: it is one."""
+        return ""
+
     def no_order(self, p: Problem) -> list[str]:
         """Every reason why a row's sums would not have the one order of ``deterministic="everywhere"`` here; asked of such calls alone."""
         return ['deterministic="everywhere": its kernels have no one order of summation']

@@ -26,8 +26,7 @@ from tilewise.planning.tiles import PARTIAL, Grid, TileMap, chunk_elements, each
 
 LINES = 128  # of a tile
 THREADS = 256  # that hold it: two warpgroups
-BUDGET = 256 << 20  # bytes of bits that a mask may take
-SELECTED_BUDGET = 1 << 30  # that one with selected keys may take: they grow with its entries, not with all pairs
+BUDGET = 1 << 30  # bytes of bits at a time: a mask with more is read in pieces
 NOTHING, EVERYTHING = 0, 1  # slots in which no bit is set, and every bit; those of partial tiles follow
 RESERVED = 2  # these two slots
 LATE = 50  # by which part of a pass's work, one of so many, the last section's longest tile may outlast all others
@@ -126,11 +125,11 @@ def bits_bytes(
     by_columns: bool = False,
     leaves: Sequence[Any] = (),
 ) -> int:
-    """Return the most bytes that the bits of a mask take over an attention of ``shape`` (batch, heads_q, seqlen_q, seqlen_k).
+    """Return the most bytes that the bits of partial tiles take over an attention of ``shape`` (batch, heads_q, seqlen_q, seqlen_k).
 
     They are known before any tile is judged, so that nothing has to be read from the device; ``leaves`` are as in :func:`most_partial`.
     """
-    return slot_bytes(crossing) * Layout.of(region, shape, crossing, by_columns, leaves).slots
+    return slot_bytes(crossing) * (Layout.of(region, shape, crossing, by_columns, leaves).slots - RESERVED)
 
 
 # -- The tiles -----------------------------------------------------------------------------------------------------
@@ -277,7 +276,7 @@ class BitTiles:
         if layout.alike == 1:
             found._write(grid, crossing, by_columns, sections)
             return found
-        one = replace(found, blocks=found.blocks[:, ::count].contiguous(), work=found.work[:, ::count].contiguous())
+        one = replace(found, blocks=found.blocks[:, ::count].clone(), work=found.work[:, ::count].clone())
         one._write(of_kinds, crossing, by_columns, sections._replace(group=max(1, sections.group // count)))
         found.blocks.copy_(each_head(one.blocks, count))
         found.work.copy_(each_head(one.work, count))

@@ -75,7 +75,7 @@ def emulate(c: Call, tiles: KeyTiles | None, ctas: int) -> Grads:
     # Bits and linear biases are for tiles that accumulate dQ; for others the same predicate, or score, is traced.
     with ExitStack() as patches:
         if tiles and not tiles.sums_dq:
-            patches.enter_context(patch.object(shared, "BUDGET", 0))
+            patches.enter_context(patch.object(backward_config, "why_no_bits", lambda *args, **kwargs: "none are read"))
             patches.enter_context(patch.object(backward_config, "with_bias", lambda p: None))
         x = backward_config.choose(c.p)
     queries = None if not tiles or tiles.sums_dq else QUERIES if tiles.split else FIRST

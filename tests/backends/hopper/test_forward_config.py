@@ -301,8 +301,8 @@ EXPRESSIONS = {
 
 @pytest.fixture
 def no_bits(monkeypatch):
-    """A mask's bits take more than they may."""
-    monkeypatch.setattr(shared, "BUDGET", 0)
+    """No kernel reads a mask's bits."""
+    monkeypatch.setattr(config, "why_no_bits", lambda *args, **kwargs: "none are read")
 
 
 @pytest.mark.parametrize("name", EXPRESSIONS)
@@ -325,7 +325,6 @@ def test_one_kernel_that_is_shipped_serves_every_mask_that_is_no_band(d):
 ELSE = {
     "a-score": ({"score": tw.softcap(3.0)}, "a score"),
     "dropout": ({"dropout_p": 0.5, "dropout_seed": 1}, "dropout"),
-    "many-pairs": ({"nq": 1 << 16, "nk": 1 << 16}, "MiB"),
 }
 
 
@@ -335,6 +334,12 @@ def test_masks_are_traced_where_bits_do_not_serve_and_the_reason_is_known(name):
     p = problem(mask=tw.keep(lambda b, h, i, j: (i + j + h) % 2 == 0), **options)
     assert config.choose(p).traced != PLAIN
     assert word in shared.why_no_bits(p, 128)
+
+
+def test_a_mask_of_many_pairs_has_bits_too_and_one_beside_a_bias_has_not():
+    mask, n = tw.keep(lambda b, h, i, j: (i + j + h) % 2 == 0), 1 << 16
+    assert config.choose(problem(mask=mask, nq=n, nk=n)).form == "bits"
+    assert "MiB" in shared.why_no_bits(problem(mask=mask, nq=n, nk=n), 128, scored=True)
 
 
 def test_a_tensor_s_place_among_the_extras_does_not_make_another_kernel():

@@ -13,6 +13,7 @@ Importing this imports no DSL. Where to look:
 - ``pair_bias``: scores that add a bias of each pair.
 - ``capped``: the polynomials of a softcap's tanh, as numbers of a launch.
 - ``padding``: batches whose keys end early, as packed sequences.
+- ``pieces``: calls whose mask has too many bits for one launch, as several calls.
 - ``kernels``: all kernels that ship, as one type and one list.
 - ``expected``: what a compiled kernel must have, for the checks ahead of time.
 - ``operations``: the operations of masks and scores that the kernels can be traced with, and their names in the DSL.
@@ -59,6 +60,7 @@ from tilewise.backends.hopper.kernels import AnyConfig
 from tilewise.backends.hopper.latent import selected
 from tilewise.backends.hopper.latent.config import LatentConfig
 from tilewise.backends.hopper.padding import as_packed
+from tilewise.backends.hopper.pieces import described, in_pieces
 from tilewise.problem import Problem
 
 LEAST_CUDA = 13  # of a driver that loads the kernels' machine code
@@ -111,6 +113,9 @@ class Hopper(Backend):
 
     def slow(self, p: Problem) -> str:
         return _slow(p)
+
+    def pieces(self, p: Problem) -> str:
+        return described(p, self.configs(p))
 
     def config(self, p: Problem) -> Config | LatentConfig | DecodingConfig:
         if self.override is not None:
@@ -169,21 +174,18 @@ class Hopper(Backend):
 
     def _plan(self, p: Problem):
         config = self.config(p)
-        return self._padded(p, config, self._plans) or _forward_plan(p, config)(p, config)
+        return self._converted(p, config, self._plans) or _forward_plan(p, config)(p, config)
 
     def _backward_plan(self, p: Problem):
         from tilewise.backends.hopper.host.backward_call import BackwardPlan
 
         config = self.backward_config(p)
-        return self._padded(p, config, self._backward_plans) or BackwardPlan(p, config)
+        return self._converted(p, config, self._backward_plans) or BackwardPlan(p, config)
 
-    def _padded(self, p: Problem, config: AnyConfig, plans: PerProblem):
-        """The plan of a padded problem, by that of the packed one that it equals; None of any other."""
-        if not _runs_as_packed(p, config):
-            return None
-        from tilewise.backends.hopper.host.padded_call import PaddedPlan
-
-        return PaddedPlan.of(p, plans)
+    def _converted(self, p: Problem, config: AnyConfig, plans: PerProblem):
+        """The plan of a problem that runs by those of other ones; None of any other."""
+        make, values = _conversion(p, config, plans) or (None, None)
+        return make and make(p, values)
 
 
 def _slow(p: Problem) -> str:
@@ -245,11 +247,20 @@ def _order_reasons(p: Problem) -> list[str]:
 
 def _decided(p: Problem, plans: PerProblem, plan: Callable[[Problem], Any], config: AnyConfig) -> tuple:
     """The ``(make, values)`` of :class:`tilewise.backends.base.PerProblem`."""
+    return _conversion(p, config, plans) or plan(p).decided()
+
+
+def _conversion(p: Problem, config: AnyConfig, plans: PerProblem) -> tuple | None:
+    """The same of a padded problem, by the plan of the packed one that it equals, and of one in pieces; None of any other."""
     if _runs_as_packed(p, config):
         from tilewise.backends.hopper.host.padded_call import PaddedPlan
 
         return PaddedPlan.of, plans
-    return plan(p).decided()
+    if in_pieces(p, config):
+        from tilewise.backends.hopper.host.piecewise_call import PiecewisePlan
+
+        return PiecewisePlan, config
+    return None
 
 
 def _runs_as_packed(p: Problem, config: AnyConfig) -> bool:

@@ -23,7 +23,7 @@ from tilewise.backends.hopper.parameters import (
 )
 from tilewise.expr import Expr
 from tilewise.masks.facts import Band, as_band
-from tilewise.planning.bit_tiles import BUDGET, SELECTED_BUDGET, bits_bytes
+from tilewise.planning.bit_tiles import BUDGET, bits_bytes
 from tilewise.problem import Problem
 
 SHARED_LIMIT = 232_448  # bytes of shared memory that one CTA may have
@@ -183,10 +183,16 @@ def why_no_bits(problem: Problem, crossing: int, by_columns: bool = False, score
     """
     if (problem.spec.score is not None and not scored) or problem.spec.dropout_p:
         return "kernels that read a bit for each pair take neither a score, other than a bias by pair, nor dropout"
+    if not scored:  # the call runs in pieces (:mod:`tilewise.backends.hopper.pieces`)
+        return ""
+    size = bytes_of_bits(problem, crossing, by_columns)
+    return f"a bit for each pair may take {size >> 20} MiB, more than {BUDGET >> 20}" if size > BUDGET else ""
+
+
+def bytes_of_bits(problem: Problem, crossing: int, by_columns: bool = False) -> int:
+    """The most bytes that the bits of a problem's mask take, as :func:`why_no_bits` has the arguments."""
     shape = problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k
-    size = bits_bytes(problem.spec.region, shape, crossing, by_columns, problem.extras)
-    most = SELECTED_BUDGET if problem.spec.region.selections else BUDGET
-    return f"a bit for each pair may take {size >> 20} MiB, more than {most >> 20}" if size > most else ""
+    return bits_bytes(problem.spec.region, shape, crossing, by_columns, problem.extras)
 
 
 # -- Tensors -------------------------------------------------------------------------------------------------------

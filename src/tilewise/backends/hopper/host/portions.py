@@ -32,6 +32,7 @@ from tilewise.backends.hopper.backward.tiles import SHEET_BLOCK, SHEET_KEYS, SHE
 from tilewise.backends.hopper.config import ELEMENT_BYTES, ROWS
 from tilewise.backends.hopper.host.draft import Late, View
 from tilewise.backends.hopper.kit import schedule
+from tilewise.backends.hopper.pieces import Span, evenly
 from tilewise.caching import cached_property
 from tilewise.problem import Problem
 
@@ -48,7 +49,6 @@ OF_ROWS = ("q", "o", "lse", "dlse", "dq", "lse2", "delta")
 OF_KEYS = ("k", "v", "dk", "dv")
 
 Moved = TypeVar("Moved", Tensor, View)
-Span = tuple[int, int]  # [start, stop)
 
 
 class Portion(NamedTuple):
@@ -269,10 +269,3 @@ def span_of_work(lengths: Sequence[int], copies: int, workers: int, each: int = 
     longest, count = max(lengths, default=0), copies * len(lengths)
     even = min(lengths, default=0) == longest
     return each * (longest * -(-count // workers) if even else max(longest, copies * sum(lengths) / workers))
-
-
-def evenly(count: int, most: int) -> list[Span]:
-    """The spans of at most ``most`` into which so many are cut, as equal as may be."""
-    parts = -(-count // most)
-    ends = [count * n // parts for n in range(parts + 1)]
-    return [(ends[n], ends[n + 1]) for n in range(parts)]

@@ -93,6 +93,7 @@ MEANINGS = {
     "crossing": "keys, or queries, of a tile of 128 lines",
     "by_columns": "lines are keys, not queries",
     "same": "bits of a word, side by side, for which the predicate is the same",
+    "alike": "keys side by side, or lines of a tile with bits, for which it is",
 }
 """The facts by name. Each kernel reads some of them as ``FACTS.name``; a launch gives those that its kernel reads."""
 

@@ -302,7 +302,7 @@ def _judging(kind: Kind, tile: tuple[int, int], group: int | None, most: int, al
     step = math.gcd(tile[0], same or tile[0])  # the rows on which the predicate is the same
     rows = min(MOST_ROWS, 1 << (tile[0] // step - 1).bit_length())
     functions = {name: emitted.functions.get(name) for name in ("first", "last", "keep", "some", "every")}
-    facts = Facts(**functions, block_m=rows, overlap=None)
+    facts = Facts(**functions, block_m=rows, alike=_alike(predicate, "j", math.gcd(_LINES, tile[1])), overlap=None)
     batch, heads = _heads_of(kind.region, False, True, kind.batch, kind.heads)
     blocks = [-(-n // size) for n, size in zip(kind.lengths, tile, strict=True)]
     heads = heads // alike
@@ -357,8 +357,10 @@ def _writing_bits(kind: Kind, layout: Layout, how: tuple[int, bool], most: int) 
     region, (crossing, by_columns) = kind.region, how
     emitted = emit_mask(Region(lo=region.lo, hi=region.hi, predicate=region.predicate), _leaves(kind), kind.lengths)
     functions = {name: emitted.functions.get(name) for name in ("lo", "hi", "keep")}
-    same = _same_bits(region.predicate, crossing, by_columns)
-    facts = Facts(**functions, crossing=crossing, by_columns=by_columns, same=same, overlap=None)
+    same = _alike(region.predicate, "i" if by_columns else "j", crossing)
+    same = same // 4 if same % 8 == 0 else 1  # two bits of a word are of eight crossing lines (:mod:`bit_tiles`)
+    lines = _alike(region.predicate, "j" if by_columns else "i", LINES)
+    facts = Facts(**functions, crossing=crossing, by_columns=by_columns, same=same, alike=lines, overlap=None)
     kernels, (batch, heads, lines, steps) = runtime.kernels(), layout.shapes["blocks"]
     heads = heads // layout.alike
     sizes = kernels.BitSizes(
@@ -375,11 +377,9 @@ def _writing_bits(kind: Kind, layout: Layout, how: tuple[int, bool], most: int) 
     return MaskLaunch.of(kernels.tile_bits, (batch * heads * lines * sizes.programs,), sizes, facts, emitted)
 
 
-def _same_bits(predicate: Expr | None, crossing: int, by_columns: bool) -> int:
-    """How many bits of a word, side by side, are the same in every tile: two are of eight crossing lines (:mod:`bit_tiles`)."""
-    lines = None if predicate is None else granularity(predicate, "i" if by_columns else "j")
-    lines = math.gcd(crossing, lines or crossing)
-    return lines // 4 if lines % 8 == 0 else 1
+def _alike(predicate: Expr | None, name: str, most: int) -> int:
+    """How many queries, or keys, side by side a predicate cannot tell apart, where they begin with a multiple: a divisor of ``most``."""
+    return math.gcd(most, (predicate is not None and granularity(predicate, name)) or most)
 
 
 def ends(grid: Grid, lines: Tensor, by_columns: bool) -> tuple[Tensor, Tensor]:

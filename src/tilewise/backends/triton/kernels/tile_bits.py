@@ -73,29 +73,33 @@ def tile_bits_kernel(tensors, sizes, numbers, FACTS: tl.constexpr):
         of_thread: tl.constexpr = FACTS.crossing // 64
         to = tensors.bits + (first + step).to(tl.int64) * (256 * of_thread)
         for n in range(0, 256 * of_thread, WORDS):
-            word = n + tl.arange(0, WORDS)
-            found = bits_of_words(line * 128, block * FACTS.crossing, word, b, head, tensors, sizes, numbers, FACTS)
-            tl.store(to + word, found)
+            found = bits_of_words(line * 128, block * FACTS.crossing, n, b, head, tensors, sizes, numbers, FACTS)
+            tl.store(to + n + tl.arange(0, WORDS), found)
 
 
 @triton.jit
-def bits_of_words(line0, crossing0, word, b, head, tensors, sizes, numbers, FACTS: tl.constexpr):
-    """The words number ``word`` of the tile at (line0, crossing0): int32 (WORDS,)."""
+def bits_of_words(line0, crossing0, n, b, head, tensors, sizes, numbers, FACTS: tl.constexpr):
+    """The words from number n on of the tile at (line0, crossing0): int32 (WORDS,)."""
     work = whole_sequence(b, tensors, sizes, numbers)
     bit = tl.arange(0, 32)[None, :]
-    i, j = pairs_of_bits(line0, crossing0, word, bit, FACTS)
+    i, j = pairs_of_bits(line0, crossing0, n + tl.arange(0, WORDS), bit, FACTS)
     inside = (i < work.seqlen_q) & (j < work.seqlen_k)
     lo, hi = key_interval(tl.minimum(i, work.seqlen_q - 1), head, work, FACTS)
     # Each bit once, so that the sum is the word; bit 31 is its sign.
     found = tl.sum((inside & (j >= lo) & (j < hi)).to(tl.int32) << bit, 1)
     if FACTS.keep is not None:
+        # Where the predicate is the same for 64 lines, the words of four threads, who hold a line together, are those of all lines.
+        each: tl.constexpr = 4 * (FACTS.crossing // 64) if FACTS.alike % 64 == 0 else WORDS
         first = tl.arange(0, 32 // FACTS.same)[None, :] * FACTS.same
-        i, j = pairs_of_bits(line0, crossing0, word, first, FACTS)
+        i, j = pairs_of_bits(line0, crossing0, n + tl.arange(0, each), first, FACTS)
         i, j = tl.minimum(i, work.seqlen_q - 1), tl.minimum(j, work.seqlen_k - 1)
         kept = tl.where(
             FACTS.keep(work.b, head, i, j, work) & (first >= 0), -1 if FACTS.same == 32 else (1 << FACTS.same) - 1, 0
         )
-        found &= tl.sum(kept << first, 1)
+        kept = tl.sum(kept << first, 1)
+        if each < WORDS:
+            kept = tl.reshape(tl.broadcast_to(kept[None, :], [WORDS // each, each]), [WORDS])
+        found &= kept
     return found.to(tl.int32)
 
 

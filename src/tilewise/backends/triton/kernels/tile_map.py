@@ -151,7 +151,7 @@ def judged_block(m0, m_end, n0, n_end, head, work, step, FACTS: tl.constexpr):
     if FACTS.keep is None:
         whole = whole * tl.max(seen.to(tl.int32), 0)
     elif open_:
-        seen, kept = kept_pairs(m0, m_end, j, first, last, head, work, step, FACTS)
+        seen, kept = kept_pairs(m0, m_end, n0, first, last, head, work, step, FACTS)
         seen = seen & (j < n_end)
         whole = whole * tl.min((kept | (j >= n_end)).to(tl.int32), 0)
     else:
@@ -161,8 +161,8 @@ def judged_block(m0, m_end, n0, n_end, head, work, step, FACTS: tl.constexpr):
 
 
 @triton.jit
-def kept_pairs(m0, m_end, j, first, last, head, work, step, FACTS: tl.constexpr):
-    """The predicate of queries [m0, m_end) and the keys j, of every ``step``-th query.
+def kept_pairs(m0, m_end, n0, first, last, head, work, step, FACTS: tl.constexpr):
+    """The predicate of queries [m0, m_end) and the BLOCK_N keys from n0 on, of every ``step``-th query.
 
     Args:
         first, last: the queries that see each key, within m0 and m_end.
@@ -175,13 +175,25 @@ def kept_pairs(m0, m_end, j, first, last, head, work, step, FACTS: tl.constexpr)
     every = tl.full([FACTS.block_m, BLOCK_N], 1, tl.int1)
     for row in range(m0, m_end, FACTS.block_m * step):
         i = row + tl.arange(0, FACTS.block_m)[:, None] * step
-        inside = (i < m_end) & (j >= 0)[None, :]  # (block_m, BLOCK_N), whichever of i and j the predicate knows
-        kept = FACTS.keep(work.b, head, i, j[None, :], work) & inside
+        kept = kept_columns(i, n0, head, work, FACTS) & (i < m_end)
         # The rows [i, i + step) for which this pair stands meet the column's interval.
         reached = (first[None, :] < i + step) & (last[None, :] > i) & (first < last)[None, :]
         some |= kept & reached
         every &= kept | (i >= m_end)
     return tl.max(some.to(tl.int32), 0) > 0, tl.min(every.to(tl.int32), 0) > 0
+
+
+@triton.jit
+def kept_columns(i, n0, head, work, FACTS: tl.constexpr):
+    """Whether the predicate keeps the pairs of queries ``i``, (block_m, 1), and the BLOCK_N keys from n0 on. Keys side by side for which
+    it is the same are asked once: a search in a row of entries takes longer than all else."""
+    j = n0 + tl.arange(0, BLOCK_N // FACTS.alike)[None, :] * FACTS.alike
+    # (block_m, columns), whichever of i and j the predicate knows
+    kept = FACTS.keep(work.b, head, i, j, work) & (i >= 0) & (j >= 0)
+    if FACTS.alike > 1:
+        kept = tl.broadcast_to(kept[:, :, None], [FACTS.block_m, BLOCK_N // FACTS.alike, FACTS.alike])
+        kept = tl.reshape(kept, [FACTS.block_m, BLOCK_N])
+    return kept
 
 
 # -- Ends of intervals ---------------------------------------------------------------------------------------------

@@ -1,4 +1,5 @@
 // What a thread is handed: pieces of a call, and the table of one instruction set's functions.
+// Functions are static: of inline ones the linker may keep the copy that an instruction set's object has, which another machine cannot run.
 #pragma once
 #include "interface.h"
 
@@ -13,7 +14,7 @@ struct Sequence {
   int64_t b, seqlen_q, seqlen_k, row_q, row_k;
 };
 
-inline Sequence sequence_of(const TwCall &c, int64_t b) {
+static inline Sequence sequence_of(const TwCall &c, int64_t b) {
   if (!c.cu_seqlens_k) return {b, c.seqlen_q, c.seqlen_k, 0, 0};
   auto bounded = [](int64_t row, int64_t rows) { return row < rows ? row : rows; };
   const int64_t keys = c.block_table ? INT64_MAX : c.seqlen_k;
@@ -25,10 +26,10 @@ inline Sequence sequence_of(const TwCall &c, int64_t b) {
 
 // Keys of a split of a sequence; 0: it is not split. Over pages its own lengths decide, so that its batch-mates cannot.
 constexpr int64_t kSplitRows = 16;
-inline int64_t split_of(const TwCall &c, const Sequence &s) {
+static inline int64_t split_of(const TwCall &c, const Sequence &s) {
   return !c.block_table || (s.seqlen_q <= kSplitRows && s.seqlen_k >= 2 * c.split) ? c.split : 0;
 }
-inline int64_t parts_of(const TwCall &c, const Sequence &s) {
+static inline int64_t parts_of(const TwCall &c, const Sequence &s) {
   const int64_t split = split_of(c, s), parts = split ? (s.seqlen_k + split - 1) / split : 0;
   return split && !parts ? 1 : parts;
 }
@@ -57,25 +58,25 @@ struct GradientUnit {
 // docs/decisions.md#cpu-dq-in-turns
 constexpr int64_t kHeldBytes = 8 << 20, kPassBytes = 1 << 20;
 
-inline bool sixteen_bit(const TwCall &c) { return c.type == TW_BF16 || c.type == TW_F16; }
+static inline bool sixteen_bit(const TwCall &c) { return c.type == TW_BF16 || c.type == TW_F16; }
 
 // Rows of a head's dq in whole tiles that `bytes` hold for each of `heads` heads.
-inline int64_t rows_of_dq(const TwCall &c, int64_t heads, int64_t bytes) {
+static inline int64_t rows_of_dq(const TwCall &c, int64_t heads, int64_t bytes) {
   return bytes / (heads * ((c.head_dim + 15) / 16 * 16) * 4) / c.tile_m * c.tile_m;
 }
 
 // The queries [0, ...) of each head whose dq is summed beside dk and dv; and how many at a time after them.
-inline int64_t held_queries(const TwCall &c) {
+static inline int64_t held_queries(const TwCall &c) {
   const int64_t rows = sixteen_bit(c) ? rows_of_dq(c, c.heads_q / c.heads_k, kHeldBytes) : c.seqlen_q;
   return rows < c.seqlen_q ? rows : c.seqlen_q;
 }
-inline int64_t pass_queries(const TwCall &c) {
+static inline int64_t pass_queries(const TwCall &c) {
   const int64_t rows = rows_of_dq(c, 1, kPassBytes);
   return rows > c.tile_m ? rows : c.tile_m;
 }
 
 // Rows of dq in a thread's own memory.
-inline int64_t own_rows_of_dq(const TwCall &c) {
+static inline int64_t own_rows_of_dq(const TwCall &c) {
   if (!sixteen_bit(c)) return 0;
   const int64_t held = held_queries(c), whole = c.shares > 1 ? 0 : c.heads_q / c.heads_k * held;
   const int64_t pass = held < c.seqlen_q ? pass_queries(c) : 0;
@@ -90,10 +91,10 @@ struct Partials {
 };
 
 // The line of a row among partial states: (b, h, i), packed (h, row); and how many there are.
-inline int64_t line_of(const TwCall &c, const Sequence &s, int64_t head, int64_t i) {
+static inline int64_t line_of(const TwCall &c, const Sequence &s, int64_t head, int64_t i) {
   return ((c.cu_seqlens_q ? 0 : s.b) * c.heads_q + head) * c.seqlen_q + s.row_q + i;
 }
-inline int64_t lines_of(const TwCall &c) { return (c.cu_seqlens_q ? 1 : c.batch) * c.heads_q * c.seqlen_q; }
+static inline int64_t lines_of(const TwCall &c) { return (c.cu_seqlens_q ? 1 : c.batch) * c.heads_q * c.seqlen_q; }
 
 // Blocks of `q` queries by `k` keys, from the first pair on, on each of which a mask's predicate has one value.
 struct Blocks {
@@ -124,6 +125,7 @@ struct KeyTiles {
 
 struct Kernels {
   const char *name;
+  int64_t block_rows;  // of a product's block in registers
   int64_t (*forward_bytes)(const TwCall &);
   void (*forward)(const TwCall &, const QueryItem &, const Partials &, const KeyTiles &, char *scratch);
   int64_t (*key_tile_bytes)(const TwCall &);

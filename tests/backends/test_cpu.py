@@ -19,7 +19,7 @@ from tilewise import dropout
 from tilewise.backends import base
 from tilewise.backends.cpu import Cpu, library
 from tilewise.backends.cpu import call as cpu_call
-from tilewise.backends.cpu.config import SPLIT_KEYS, Config
+from tilewise.backends.cpu.config import Config
 from tilewise.backends.cpu.program import compile_spec
 from tilewise.expr import symbol
 from tilewise.piece import Piece
@@ -237,7 +237,6 @@ def test_parts_of_the_keys_do_not_change_a_bit(mask, dtype):
     torch.set_num_threads(3)
     one, some, most = (run(Cpu(replace(config, shares=n)), c) for n in (1, 3, 16))
     torch.set_num_threads(before)
-    assert config.shares > 1
     assert all(torch.equal(one[name], other[name]) for name in one for other in (some, most))
 
 
@@ -282,13 +281,13 @@ def test_a_piece_drops_the_pairs_that_the_whole_drops(q_start, k_start, dtype, i
     assert torch.equal(found["dv"].permute(0, 2, 3, 1) > 0, kept)
 
 
-@pytest.mark.parametrize("nk", [2 * SPLIT_KEYS[0] + 100, 2 * SPLIT_KEYS[1] + 100])
+@pytest.mark.parametrize("nk", [2 * 1024 + 100, 2 * 4096 + 100])
 def test_long_keys_with_few_queries_are_split_and_merged(nk):
     q, k, v = qkv(
         nq=3, nk=nk, hq=8, hk=4
     )  # of two heads dsink is two numbers: their one rounding of lse decides, by luck
     c = call(q, k, v, causal=True, sink=normal(8))
-    assert Cpu().config(c.p).split == SPLIT_KEYS[0]
+    assert Cpu().config(c.p).split == 1024
     agree(Cpu(), c)
 
 
@@ -350,7 +349,7 @@ def test_tiles_of_blocks_and_the_keys_that_are_seen_are_listed_by_the_library(bl
 def listed(mask, blocks) -> tuple[torch.Tensor, torch.Tensor]:
     """The states of tiles by the library and by hand, (2, 4, ...), after a look at the keys that are seen."""
     c = call(*qkv(nq=300, nk=700), mask=mask)
-    bound = cpu_call.Bound(cpu_call.Prepared(c.p, cpu_call.Decided.of(c.p, Cpu().config(c.p))), c.t, backward=False)
+    bound = cpu_call.Bound(cpu_call.Prepared(c.p, cpu_call.Decided.of(c.p, library.chosen_isa())), c.t, backward=False)
     assert bound.region.unlisted == blocks
     bound.prepared.loaded.run("list", bound.call, *blocks)
     kept = Grid.whole(c.p.spec.region, c.t.leaves, (2, 4, 300, 700), "cpu").kept(torch.arange(300), torch.arange(700))
@@ -381,11 +380,19 @@ def test_tiles_that_a_part_of_the_mask_tells_are_not_asked_and_have_the_state_of
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_bits_do_not_depend_on_whether_threads_share_a_head(dtype):
-    c = call(*qkv(nq=300, nk=700, hq=4, hk=2, dtype=dtype), mask=tw.window(left=200, right=30), score=tw.softcap(20.0))
+    c = call(*qkv(4, 300, 700, hq=4, hk=2, dtype=dtype), mask=tw.window(left=200, right=30), score=tw.softcap(20.0))
     whole = replace(Cpu().config(c.p), shares=1)
-    assert whole.parts(c.p, threads=2) == 1 < whole.parts(c.p, threads=16)
-    apart = run(Cpu(override=replace(whole, shares=whole.parts(c.p, threads=16))), c)
+    apart = run(Cpu(override=replace(whole, shares=parts_of_keys(c.p, threads=16))), c)
+    assert parts_of_keys(c.p, threads=4) == 1 < parts_of_keys(c.p, threads=16)
     assert all(torch.equal(apart[name], x) for name, x in run(Cpu(override=whole), c).items())
+
+
+def parts_of_keys(p, threads: int) -> int:
+    """The parts of the keys in a backward by so many threads."""
+    native = library.Call.from_buffer_copy(Cpu()._prepared.of(p).of_pass(backward=True)[1])
+    native.shares, native.threads = 0, threads
+    library.load().choose(native, True)
+    return native.shares
 
 
 def test_deterministic_results_do_not_depend_on_the_rest_of_the_batch():

@@ -1,6 +1,6 @@
 """Attention in native C++ on the CPU: tiles nested for registers, L1 and L2, forward and backward.
 
-ctypes loads the library, which depends on neither Python nor torch. Its code is in ``native/``, one file a job. ``config`` chooses tiles,
+ctypes loads the library, which depends on neither Python nor torch. Its code is in ``native/``, one file a job. ``config`` describes tiles,
 ``call`` makes the struct of a call, ``program`` turns masks and scores into instructions, and ``library`` finds and runs the code.
 """
 
@@ -25,7 +25,7 @@ from tilewise.backends.base import (
 )
 from tilewise.backends.cpu import gathered, library, program
 from tilewise.backends.cpu.call import Bound, Decided, LeafSums, Prepared
-from tilewise.backends.cpu.config import Config, choose
+from tilewise.backends.cpu.config import Config
 from tilewise.problem import Problem
 
 
@@ -44,7 +44,10 @@ class Cpu(Backend):
         self._prepared = PerProblem(lambda p: Prepared(p, self._decided(p)), lambda p: (Prepared, self._decided(p)))
 
     def _decided(self, p: Problem) -> Decided:
-        return Decided.of(p, self.config(p))
+        if self.override is not None:
+            return Decided.of(p, self.override.isa, self.override, self.override.gathered)
+        selects = gathered.serves(p) and not p.spec.everywhere
+        return Decided.of(p, self.isa or library.chosen_isa(), selects=selects)
 
     def unsupported(self, p: Problem) -> list[str]:
         reasons = []
@@ -72,18 +75,14 @@ class Cpu(Backend):
         return [loaded] if isinstance(loaded, str) else []
 
     def config(self, p: Problem) -> Config:
-        if self.override is not None:
-            return self.override
-        return replace(
-            choose(p, self.isa or library.chosen_isa()), gathered=gathered.serves(p) and not p.spec.everywhere
-        )
+        return self.override or Prepared(p, self._decided(p)).config()
 
     def tile(self, p: Problem) -> tuple[int, int]:
-        return self.config(p).tile_m, self.config(p).tile_n
+        return self._prepared.of(p).tile(backward=False)
 
     def forward(self, p: Problem, t: Inputs) -> Output:
         out = empty_output(p, t.q, t.v)
-        if self._prepared.of(p).config.gathered:
+        if self._prepared.of(p).decided.gathered:
             gathered.forward(p, t, out, self._forward)
         else:
             self._forward(p, t, out)
@@ -101,12 +100,12 @@ class Cpu(Backend):
         bound.run("forward")
 
     def backward(self, p: Problem, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads:
-        if self._prepared.of(p).config.gathered:
+        if self._prepared.of(p).decided.gathered:
             *grads, delta = gathered.backward(p, t, out, do, dlse, self._prepared.of)
             return Grads(*grads, _sink_gradient(t, out.lse, delta), {})
         bound = Bound(self._prepared.of(p), t, backward=True)
         call, lse = bound.call, out.lse
-        sums = LeafSums.plan(p, t.leaves, bound.code, bound.prepared.config.parts(p, call.threads))
+        sums = LeafSums.plan(p, t.leaves, bound.code, call.shares)
         sums.bind(bound)
         new = torch.zeros_like if p.packed else torch.empty_like  # rows outside every sequence get zero
         summed = torch.zeros_like if p.dtype == p.compute_dtype else new  # a 16-bit dq is summed elsewhere

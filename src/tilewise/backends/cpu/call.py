@@ -22,13 +22,14 @@ from tilewise.backends.base import Inputs, unit_last
 from tilewise.backends.cpu import library, program
 from tilewise.backends.cpu.config import Config
 from tilewise.leaf_gradients import classify
-from tilewise.masks.facts import Band, as_band, every_key_seen, granularity, monotone_terms
+from tilewise.masks.facts import as_band, every_key_seen, granularity, monotone_terms
 from tilewise.masks.regions import Region as MaskRegion
 from tilewise.planning.tiles import PARTIAL, Grid, TileMap, known_status, seen_keys
 from tilewise.problem import Problem
 from tilewise.spec import parse_spec
 
 Blocks = tuple[int, int]
+Window = tuple[int, int, int, int]
 _WHOLE = 1 << 31  # a block that holds all queries or keys
 
 
@@ -52,31 +53,36 @@ class Decided:
     """The decisions for a problem.
 
     Attributes:
-        numbers: the number fields of each pass's struct.
-        band: of :func:`band_of`.
+        isa, override: as of the backend.
+        gathered: whether :mod:`tilewise.backends.cpu.gathered` runs it.
+        numbers: the number fields of the struct.
+        window: of :func:`window_of`.
         dtypes: of the scores and of the mask.
         constant: whether the mask follows from the shapes.
     """
 
-    config: Config
-    numbers: dict[str, dict[str, int]]
-    band: Band | None
+    isa: str
+    override: Config | None
+    gathered: bool
+    numbers: dict[str, int]
+    window: Window | None
     dtypes: tuple[torch.dtype, torch.dtype]
     constant: bool
 
     @classmethod
-    def of(cls, p: Problem, config: Config) -> Decided:
-        numbers = {name: _numbers(p, config, name == "backward") for name in ("forward", "backward")}
+    def of(cls, p: Problem, isa: str, override: Config | None = None, selects: bool = False) -> Decided:
         region = p.spec.region
         constant = not p.packed and not p.paged and region.prepared is None and not expr.lookups(*region.parts)
-        return cls(config, numbers, band_of(p), (p.compute_dtype, region.compared_in(p.extras)), constant)
+        return cls(
+            isa, override, selects, _numbers(p), window_of(p), (p.compute_dtype, region.compared_in(p.extras)), constant
+        )
 
 
 class Prepared:
     """The part of a call that is the same for all calls of one problem."""
 
     def __init__(self, p: Problem, decided: Decided):
-        self.p, self.decided, self.config = p, decided, decided.config
+        self.p, self.decided = p, decided
         self.loaded = library.load()
         self._passes: dict[bool, tuple[program.Code, library.Call]] = {}
         self._tangents: dict[tuple[int, ...], tuple[program.Code, library.Call]] = {}
@@ -87,30 +93,55 @@ class Prepared:
         key = tuple(moving)
         if key not in self._tangents:
             code = program.compile_spec(self.p.spec, self.decided.dtypes, backward=False, moving=moving)
-            call = self._call(_without_sizes(code), "forward")
-            call.split = 0
-            self._tangents[key] = code, call
+            self._tangents[key] = code, self._call(_without_sizes(code), backward=False)
         return self._tangents[key]
 
     def of_pass(self, backward: bool) -> tuple[program.Code, library.Call]:
         """Return the program and the call of a pass."""
         if backward not in self._passes:
             code, shared = _compiled(self.p.spec.source, self.decided.dtypes, backward)
-            self._passes[backward] = code, self._call(shared, "backward" if backward else "forward")
+            self._passes[backward] = code, self._call(shared, backward)
         return self._passes[backward]
 
-    def _call(self, shared: library.Call, which: str) -> library.Call:
+    def _call(self, shared: library.Call, backward: bool) -> library.Call:
         """The native call of a pass without the addresses of tensors, which each call adds."""
-        p, call = self.p, library.Call.from_buffer_copy(shared)
-        call.type, call.shares = library.TYPES[p.dtype], 1
-        call.isa, call.softmax_scale = self.config.isa.encode(), p.softmax_scale
-        for name, n in self.decided.numbers[which].items():
+        p, d, call = self.p, self.decided, library.Call.from_buffer_copy(shared)
+        own = {} if d.override is None else d.override.of_pass(backward)
+        call.type, call.isa, call.softmax_scale, call.threads = (
+            library.TYPES[p.dtype],
+            d.isa.encode(),
+            p.softmax_scale,
+            1,
+        )
+        for name, n in (d.numbers | own).items():
             setattr(call, name, n)
+        if d.window is not None:
+            call.window = d.window
+        some = ctypes.addressof(call)  # for tiles it matters that a call has these, and not what is there
+        if p.packed or p.paged:
+            call.cu_seqlens_k = some
+        if p.packed:
+            call.cu_seqlens_q = some
+        if p.paged:
+            call.block_table, call.page_size = some, 1
+        self.loaded.choose(call, backward)
+        if (
+            not p.spec.lookups
+        ):  # 0: by the threads of a call. Bits are the same, because no leaf of a score has sums of its own
+            call.shares = own.get("shares", 0)
         return call
 
+    def config(self) -> Config:
+        """Return the tiles of both passes."""
+        d, shared = self.decided, _compiled(self.p.spec.source, self.decided.dtypes, False)[1]
+        there, back = (self._call(shared, backward) for backward in (False, True))
+        heads = there.heads_per_item
+        tiles = there.tile_m, there.tile_n, heads, back.tile_m, back.tile_n, there.split, back.shares
+        return Config(d.isa, *tiles, gathered=d.gathered, one_order=self.p.spec.everywhere)
+
     def tile(self, backward: bool) -> Blocks:
-        numbers = self.decided.numbers["backward" if backward else "forward"]
-        return numbers["tile_m"], numbers["tile_n"]
+        call = self.of_pass(backward)[1]
+        return call.tile_m, call.tile_n
 
     def region(self, t: Inputs, backward: bool) -> Region:
         if not self.decided.constant:
@@ -121,12 +152,10 @@ class Prepared:
 
     def _region(self, leaves: Sequence[Tensor], t: Inputs | None, backward: bool) -> Region:
         p = self.p
-        if p.spec.region.everything:
+        if p.spec.region.everything or self.decided.window is not None:
             return Region({})
         if p.paged and p.spec.region.predicate is None:
             return Region(_paged_ends(p, t) if p.batch else {})
-        if self.decided.band is not None:
-            return _region_of_band(self.decided.band, p, backward)
         tile = self.tile(backward)
         heads = torch.arange(p.heads_q)
         native = _blocks_to_list(p.spec.region)
@@ -163,45 +192,27 @@ def _without_sizes(code: program.Code) -> library.Call:
     return call
 
 
-def _numbers(p: Problem, config: Config, backward: bool) -> dict[str, int]:
-    """Return the number fields of a pass's struct."""
-    tile_m, tile_n = (config.backward_m, config.backward_n) if backward else (config.tile_m, config.tile_n)
-    found = {
-        "tile_m": tile_m, "tile_n": tile_n, "split": 0 if backward else config.split, "heads_per_item": config.heads,
-        "one_order": config.one_order,
-        "batch": p.batch, "heads_q": p.heads_q, "heads_k": p.heads_k, "head_dim": p.head_dim, "head_dim_v": p.head_dim_v,
-        "seqlen_q": p.seqlen_q, "seqlen_k": p.seqlen_k,
-        "lse_batch": 0 if p.packed else p.heads_q * p.seqlen_q, "lse_head": p.seqlen_q,
-    }  # fmt: skip
+def _numbers(p: Problem) -> dict[str, int]:
+    """Return the number fields of the struct that no pass changes."""
+    found = {name: getattr(p, name) for name in library.SIZES}
+    found |= {"lse_batch": 0 if p.packed else p.heads_q * p.seqlen_q, "lse_head": p.seqlen_q}
+    found |= {"one_order": p.spec.everywhere, "deterministic": p.spec.deterministic}
     if p.spec.dropout_p:
         q_start, k_start = p.starts
         found |= {"keep_below": dropout.threshold(p.spec.dropout_p), "q_start": q_start, "k_start": k_start}
     return found
 
 
-def band_of(p: Problem) -> Band | None:
-    """Return the mask of equal sequences as a band that no key ends and whose rows all see keys, or None for other masks."""
-    region = p.spec.region
-    if p.packed or p.paged or region.prepared is not None or region.everything or not (p.seqlen_q and p.seqlen_k):
+def window_of(p: Problem) -> Window | None:
+    """Return the ends that count, 1 and 2, and the keys that a query sees to its left and to its right, or None for other masks."""
+    region, off = p.spec.region, None if p.packed or p.paged else p.seqlen_k - p.seqlen_q
+    if region.prepared is not None or region.everything:
         return None
-    band = as_band(region, p.seqlen_k - p.seqlen_q, p.seqlen_k)
+    band = as_band(region, off, p.seqlen_k)
     if band is None or band.start != 0 or band.stop != p.seqlen_k:
         return None
-    return None if band.empty else band
-
-
-def _region_of_band(band: Band, p: Problem, backward: bool) -> Region:
-    """Return the ends of a band's rows or columns."""
-    cut = band.cut(p.seqlen_q)
-    seen = None
-    if (cut.start, cut.stop) != (0, p.seqlen_k):  # a row sees one key further than the row before
-        seen = torch.zeros((1, 1, p.seqlen_k), dtype=torch.uint8)
-        seen[..., cut.start : cut.stop] = 1
-    moved = {"first": band.hi, "last": band.lo} if backward else {"lo": band.lo, "hi": band.hi}
-    starts = {name: 1 - n if backward else n for name, n in moved.items() if n is not None}
-    count, limit = (p.seqlen_k, p.seqlen_q) if backward else (p.seqlen_q, p.seqlen_k)
-    lines = {name: torch.arange(start, start + count, dtype=torch.int32) for name, start in starts.items()}
-    return Region({name: x.clamp_(0, limit).view(1, 1, count) for name, x in lines.items()}, seen=seen)
+    left, right = 0 if band.lo is None else (off or 0) - band.lo, 0 if band.hi is None else band.hi - 1 - (off or 0)
+    return (band.lo is not None) + 2 * (band.hi is not None), 0, left, right
 
 
 def _lengths(p: Problem, t: Inputs) -> list[tuple[int, int]]:

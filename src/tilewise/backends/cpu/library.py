@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from ctypes import POINTER, Structure, c_char, c_char_p, c_double, c_int32, c_int64, c_uint32, c_uint64, c_void_p
+from ctypes import POINTER, Structure, c_char, c_char_p, c_double, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from functools import lru_cache
 from pathlib import Path
 
@@ -14,8 +14,9 @@ import torch
 from tilewise import settings
 from tilewise.backends.base import why_not_built
 
-VERSION = 13
+VERSION = 14
 DIMS = 8
+SIZES = ("batch", "heads_q", "heads_k", "head_dim", "head_dim_v", "seqlen_q", "seqlen_k")
 TYPES = {
     torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3, torch.int64: 4, torch.int32: 5,
     torch.int16: 6, torch.int8: 7, torch.uint8: 8, torch.bool: 8,
@@ -30,6 +31,10 @@ class Tensor(Structure):
 
 class Ends(Structure):
     _fields_ = [("data", c_void_p), ("batch", c_int64), ("head", c_int64)]
+
+
+class Window(Structure):
+    _fields_ = [("ends", c_int32), ("unused", c_int32), ("left", c_int64), ("right", c_int64)]
 
 
 class Leaf(Structure):
@@ -82,10 +87,7 @@ class Call(Structure):
     _fields_ = [
         *[(name, c_int32) for name in ("version", "type", "threads", "heads_per_item")],
         ("isa", c_char_p),
-        *[
-            (name, c_int64)
-            for name in ("batch", "heads_q", "heads_k", "head_dim", "head_dim_v", "seqlen_q", "seqlen_k")
-        ],
+        *[(name, c_int64) for name in SIZES],
         *[(name, c_int64) for name in ("tile_m", "tile_n", "split")],
         ("softmax_scale", c_double),
         ("cu_seqlens_q", c_void_p),
@@ -99,6 +101,7 @@ class Call(Structure):
         ("lse_head", c_int64),
         ("max_logit", c_void_p),
         ("sink", c_void_p),
+        ("window", Window),
         *[(name, Ends) for name in ("lo", "hi", "first", "last")],
         *[(name, c_void_p) for name in ("status", "status_at", "status_head")],
         ("seen", c_void_p),
@@ -109,7 +112,7 @@ class Call(Structure):
         ("q_start", c_int64),
         ("k_start", c_int64),
         ("keep_below", c_uint32),
-        *[(name, c_int32) for name in ("shares", "serial_batch", "serial_head", "one_order", "unused")],
+        *[(name, c_int32) for name in ("shares", "serial_batch", "serial_head", "one_order", "deterministic")],
         *[(name, Tensor) for name in ("dout", "dq", "dk", "dv")],
         ("dlse", c_void_p),
         ("delta", c_void_p),
@@ -161,10 +164,15 @@ class Library:
             "backward": c.tw_backward,
             "jvp": c.tw_jvp,
             "list": c.tw_list_blocks,
+            "choose": c.tw_choose,
         }
-        more = {"jvp": (POINTER(Moved),), "list": (c_int64, c_int64)}
+        more = {"jvp": (POINTER(Moved),), "list": (c_int64, c_int64), "choose": (c_int,)}
         for name, function in self._functions.items():
             function.argtypes = (POINTER(Call), *more.get(name, ()), POINTER(c_char), c_int64)
+
+    def choose(self, call: Call, backward: bool) -> None:
+        """Fill in the tiles of a pass, by shape. Raises: as :meth:`run`."""
+        self._call("choose", call, backward)
 
     def run(self, name: str, call: Call, *more: Structure | int) -> None:
         """Run ``forward``, ``backward``, ``jvp`` with a Moved, or ``list`` with the sizes of blocks, without the GIL.
@@ -176,6 +184,9 @@ class Library:
         """
         if threading.get_ident() == threading.main_thread().ident:
             call.signals = ctypes.addressof(_SIGNALS)
+        self._call(name, call, *more)
+
+    def _call(self, name: str, call: Call, *more: Structure | int) -> None:
         text = ctypes.create_string_buffer(256)
         code = self._functions[name](call, *more, text, len(text))
         if code == _INTERRUPTED:

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "complete.h"
 #include "interface.h"
 #include "operations.h"
 #include "pool.h"
@@ -75,18 +76,24 @@ const Kernels &chosen(const TwCall &c) {
   throw std::invalid_argument(std::string("this machine has no instruction set ") + c.isa);
 }
 
-void check(const TwCall &c) {
+// The kernels of a call whose sizes are right.
+const Kernels &checked(const TwCall &c) {
   if (c.version != TW_VERSION) throw std::invalid_argument("the struct is of another version than the library");
+  if (c.batch < 0 || c.heads_k < 1 || c.heads_q < 1 || c.heads_q % c.heads_k || c.head_dim < 1 || c.head_dim_v < 1 || c.shares < 0)
+    throw std::invalid_argument("sizes must be positive, shares not negative, and heads_q a multiple of heads_k");
+  if (c.seqlen_q < 0 || c.seqlen_k < 0 || std::max(c.seqlen_q, c.seqlen_k) > INT32_MAX)
+    throw std::invalid_argument("the ends of masks are 32-bit numbers: at most 2147483647 rows");
+  if (c.block_table && (c.page_size < 1 || !(c.cu_seqlens_k || c.hi.data))) throw std::invalid_argument("pages need a size and lengths");
+  if (c.cu_seqlens_q && !c.cu_seqlens_k) throw std::invalid_argument("packed queries need the lengths of their keys");
+  if (c.q_start < 0 || c.k_start < 0) throw std::invalid_argument("a piece's first query and key must not be negative");
+  return chosen(c);
+}
+
+void check_tiles(const TwCall &c) {
   if (c.tile_n < 64 || c.tile_n > kMaxTileN || c.tile_n % 64 || c.tile_m < 1 || c.heads_per_item < 1 || c.threads < 1)
     throw std::invalid_argument("tile_n must be 64, 128, 192 or 256, and tile_m, heads_per_item, threads at least 1");
   if (c.split < 0 || c.split % c.tile_n || (c.split && c.cu_seqlens_q && !c.block_table))
     throw std::invalid_argument("split must be a multiple of tile_n, and 0 for packed sequences");
-  if (c.block_table && (c.page_size < 1 || !(c.cu_seqlens_k || c.hi.data))) throw std::invalid_argument("pages need a size and lengths");
-  if (c.batch < 0 || c.heads_k < 1 || c.heads_q < 1 || c.heads_q % c.heads_k || c.head_dim < 1 || c.head_dim_v < 1 || c.shares < 1)
-    throw std::invalid_argument("sizes and shares must be positive, and heads_q a multiple of heads_k");
-  if (c.q_start < 0 || c.k_start < 0) throw std::invalid_argument("a piece's first query and key must not be negative");
-  if (c.seqlen_q < 0 || c.seqlen_k < 0 || std::max(c.seqlen_q, c.seqlen_k) > INT32_MAX)
-    throw std::invalid_argument("the ends of masks are 32-bit numbers: at most 2147483647 rows");
 }
 
 struct Forward {
@@ -200,10 +207,12 @@ KeyTiles packed_tiles(const TwCall &c, const Kernels &kernels, HugePages &memory
   return packed;
 }
 
-void run_forward(const TwCall &c) {
-  check(c);
-  if (!c.batch) return;
-  const Kernels &kernels = chosen(c);
+void run_forward(const TwCall &given) {
+  const Kernels &kernels = checked(given);
+  if (!given.batch) return;
+  const Complete whole(given, kernels, false);
+  const TwCall &c = whole.call;
+  check_tiles(c);
   const Forward plan = plan_forward(c);
   const std::vector<int64_t> order = order_of(c, plan);
   const size_t size = c.type == TW_F64 ? 8 : 4;
@@ -221,11 +230,14 @@ void run_forward(const TwCall &c) {
   });
 }
 
-void run_jvp(const TwCall &c, const TwMoved &moved) {
-  check(c);
-  if (c.split || c.block_table) throw std::invalid_argument("forward mode takes neither split keys nor pages");
-  if (!c.batch) return;
-  const Kernels &kernels = chosen(c);
+void run_jvp(const TwCall &given, const TwMoved &moved) {
+  const Kernels &kernels = checked(given);
+  if (given.block_table) throw std::invalid_argument("forward mode takes no pages");
+  if (!given.batch) return;
+  Complete whole(given, kernels, false);
+  whole.call.split = 0;
+  const TwCall &c = whole.call;
+  check_tiles(c);
   const Forward plan = plan_forward(c);
   const std::vector<int64_t> order = order_of(c, plan);
   const int64_t bytes = kernels.tangent_bytes(c, moved);
@@ -299,10 +311,12 @@ struct Backward {
   }
 };
 
-void run_backward(const TwCall &c) {
-  check(c);
-  if (!c.batch) return;
-  const Kernels &kernels = chosen(c);
+void run_backward(const TwCall &given) {
+  const Kernels &kernels = checked(given);
+  if (!given.batch) return;
+  const Complete whole(given, kernels, true);
+  const TwCall &c = whole.call;
+  check_tiles(c);
   parallel(c.threads, c.batch * c.heads_q, [&](int64_t n) { kernels.delta(c, n / c.heads_q, n % c.heads_q); });
   const Backward plan(c);
   const std::vector<int64_t> order = longest_first(plan.cost);
@@ -314,11 +328,11 @@ void run_backward(const TwCall &c) {
 
 // Fills status and seen. A mask that all of the batch, or all heads, share is listed once.
 void run_list(const TwCall &c, const Blocks &blocks) {
-  check(c);
+  const Kernels &kernels = checked(c);
+  check_tiles(c);
   if (blocks.q < 1 || blocks.k < 1) throw std::invalid_argument("a block has at least one query and one key");
   if (c.program.keep < 0) throw std::invalid_argument("there is no predicate to list");
   if (!c.status || !c.seen) return;  // no queries or no keys: empty lists
-  const Kernels &kernels = chosen(c);
   // Sequences over pages and packed ones have lists of their own; that of one without keys is empty and begins where the next does.
   const bool shared = !c.cu_seqlens_q && !c.block_table && c.batch > 1 && c.status_at[0] == c.status_at[1];
   const bool by_head = std::any_of(c.status_head, c.status_head + c.batch, [](int64_t stride) { return stride != 0; });
@@ -378,6 +392,10 @@ TW_EXPORT int tw_jvp(const TwCall *call, const TwMoved *moved, char *error, int6
 
 TW_EXPORT int tw_list_blocks(const TwCall *call, int64_t block_q, int64_t block_k, char *error, int64_t error_size) {
   return tw::guarded([&] { tw::run_list(*call, {block_q, block_k}); }, call->signals, error, error_size);
+}
+
+TW_EXPORT int tw_choose(TwCall *call, int backward, char *error, int64_t error_size) {
+  return tw::guarded([&] { tw::choose(*call, tw::checked(*call), backward); }, nullptr, error, error_size);
 }
 
 TW_EXPORT void tw_use_openmp(void *gomp_parallel) { tw::use_openmp(gomp_parallel); }

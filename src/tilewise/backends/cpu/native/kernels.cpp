@@ -115,11 +115,17 @@ static void backward(const TwCall &c, const GradientUnit &unit, char *scratch) {
   });
 }
 
+#ifdef __AVX512BF16__
+constexpr int64_t kBlockRows = kRows<Pair>;
+#else
+constexpr int64_t kBlockRows = kRows<float>;
+#endif
+
 #define TW_STRING_OF(x) #x
 #define TW_STRING(x) TW_STRING_OF(x)
 
 extern const Kernels kernels;
-const Kernels kernels = {TW_STRING(TW_ISA), forward_bytes, forward, key_tile_bytes, pack_keys, list_bytes, list_mask, merge,
+const Kernels kernels = {TW_STRING(TW_ISA), kBlockRows, forward_bytes, forward, key_tile_bytes, pack_keys, list_bytes, list_mask, merge,
                          tangent_bytes, tangent, backward_bytes, delta, backward};
 
 }  // namespace tw::TW_ISA

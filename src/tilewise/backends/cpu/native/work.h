@@ -125,6 +125,7 @@ struct KeyTiles {
 
 struct Kernels {
   const char *name;
+  int64_t block_rows;  // of a product's block in registers
   int64_t (*forward_bytes)(const TwCall &);
   void (*forward)(const TwCall &, const QueryItem &, const Partials &, const KeyTiles &, char *scratch);
   int64_t (*key_tile_bytes)(const TwCall &);

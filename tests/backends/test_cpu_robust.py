@@ -180,8 +180,8 @@ def test_what_the_library_reports_is_raised_with_its_text(code, error, monkeypat
 @pytest.mark.parametrize(
     ("name", "value", "text"),
     [
-        ("version", 1, "another version"), ("tile_n", 65, "tile_n must be"), ("threads", 0, "at least 1"),
-        ("split", 7, "split must be"), ("heads_q", 3, "multiple of heads_k"), ("shares", 0, "must be positive"),
+        ("version", 1, "another version"), ("tile_n", 65, "tile_n must be"), ("threads", -1, "at least 1"),
+        ("split", 7, "split must be"), ("heads_q", 3, "multiple of heads_k"), ("shares", -1, "shares not negative"),
         ("seqlen_k", 1 << 31, "at most 2147483647 rows"),
     ],
 )  # fmt: skip

@@ -245,7 +245,8 @@ def test_a_grid_that_a_gpu_does_not_have_is_named(cuda):
 CHILDREN = """
     import os, sys
     from tests.backends.hopper import standin
-    from tests.backends.hopper.test_launcher import Path, kernels, x, y
+    from tests.backends.hopper.test_launcher import Path, driver, kernels, x, y
+    driver.stream_of = lambda device: standin.STREAM  # torch built for CUDA would ask the driver
     def attempt(who):
         try:
             kernels()(x(), 1.0, y())
@@ -373,6 +374,7 @@ def of_operations(width: int) -> Recipe:
 def test_the_launcher_computes_what_python_does(standin_folder, a, b, width):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TILEWISE_LAUNCHER", str(standin_folder / "launcher.so"))
+        patch.setattr(driver, "stream_of", lambda device: standin.STREAM)  # torch built for CUDA would ask the driver
         driver.load.cache_clear()
         a, b = (recipe.signed(n & (1 << width) - 1, width) for n in (a, b))
         b = b or 1  # what is divided by

@@ -107,12 +107,8 @@ class Prepared:
         """The native call of a pass without the addresses of tensors, which each call adds."""
         p, d, call = self.p, self.decided, library.Call.from_buffer_copy(shared)
         own = {} if d.override is None else d.override.of_pass(backward)
-        call.type, call.isa, call.softmax_scale, call.threads = (
-            library.TYPES[p.dtype],
-            d.isa.encode(),
-            p.softmax_scale,
-            1,
-        )
+        call.type, call.threads = library.TYPES[p.dtype], 1
+        call.isa, call.softmax_scale = d.isa.encode(), p.softmax_scale
         for name, n in (d.numbers | own).items():
             setattr(call, name, n)
         if d.window is not None:
@@ -125,10 +121,8 @@ class Prepared:
         if p.paged:
             call.block_table, call.page_size = some, 1
         self.loaded.choose(call, backward)
-        if (
-            not p.spec.lookups
-        ):  # 0: by the threads of a call. Bits are the same, because no leaf of a score has sums of its own
-            call.shares = own.get("shares", 0)
+        if not p.spec.lookups:  # no leaf of a score has sums of its own, so that bits are the same
+            call.shares = own.get("shares", 0)  # 0: by the threads of a call
         return call
 
     def config(self) -> Config:

@@ -127,8 +127,8 @@ def longer_section() -> list[str]:
         return []
     words = (
         "Training steps of a GPT of GPT-2 small's size: 12 layers of width 768, heads of 64, a vocabulary of 50,304. Each context has as "
-        "many tokens a step. Logits and loss are always compiled, and the blocks where the row says so. The compiler then fuses scale, mask and "
-        "softmax of standard attention, as the paper's Megatron-LM does. Standard attention keeps its matrices for "
+        "many tokens a step. Logits and loss are always compiled, and the blocks where the row says so. The compiler then fuses scale, "
+        "mask and softmax of standard attention, as the paper's Megatron-LM does. Standard attention keeps its matrices for "
         "the backward. "
         "bf16 under autocast, weights and AdamW in fp32; GiB are in use at the step's peak. The losses are those of the smaller model in "
         "[training.md](training.md#longer-context-better-model), in nats a byte: the models timed here were not trained. "

@@ -151,7 +151,7 @@ TRACED = {
     "new-full": lambda t, s, b, h, i, j: torch.where(i > j, s.new_full((), -torch.inf), s) + s.new_zeros((), device=s.device),
     "masked-fill": lambda t, s, b, h, i, j: s.masked_fill(j > i, -torch.inf) + torch.masked_fill(s, i > j, 2),
     "dtypes": lambda t, s, b, h, i, j: t.order[i].to(s.dtype) * s + i.type_as(s) + (s > 0).to(i.dtype),
-    "activations": lambda t, s, b, h, i, j: F.gelu(s) + F.gelu(s, approximate="tanh") + F.silu(s) + F.logsigmoid(s),
+    "activations": lambda t, s, b, h, i, j: F.gelu(s) + F.gelu(s, approximate="tanh") + F.silu(s) - F.logsigmoid(s),  # none cancels
     "softplus": lambda t, s, b, h, i, j: F.softplus(s) + F.softplus(s, beta=2.5) + F.softplus(9 * s),
     "aug-assign": lambda t, s, b, h, i, j: _augmented(s, i),
 }  # fmt: skip

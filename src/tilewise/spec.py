@@ -257,8 +257,8 @@ def assemble(q: Tensor, k: Tensor, v: Tensor, o: Options) -> tuple[list[Tensor],
     cu_slots = extras.slots(_cu_seqlens(o))
     page_slots = () if o.block_table is None else extras.slots((o.block_table, o.seqlens_k))
     scale_slots = () if o.k_scale is None else extras.slots((o.k_scale, o.v_scale))
-    mask_slots = extras.slots(kept.leaves)
-    score_slots = extras.slots(scored.leaves)
+    mask_slots = extras.slots(_there(kept.leaves, q))
+    score_slots = extras.slots(_there(scored.leaves, q))
     tensors = extras.tensors
     grad_slots, needs_grad = _wanted(q, k, v, tensors, o.wrt)
     deterministic = torch.are_deterministic_algorithms_enabled() if o.deterministic is None else o.deterministic
@@ -284,6 +284,13 @@ def assemble(q: Tensor, k: Tensor, v: Tensor, o: Options) -> tuple[list[Tensor],
         scale_slots=scale_slots,
     )
     return tensors, _seed(q, o), spec
+
+
+def _there(leaves: Sequence[Tensor], q: Tensor) -> Sequence[Tensor]:
+    """Return the leaves with the numbers of a compiled function that change on q's device: who made them did not know it."""
+    if not torch.compiler.is_compiling():
+        return leaves
+    return [x if x.ndim or x.device == q.device else x.to(q.device) for x in leaves]
 
 
 def _wanted(

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import tilewise as tw
+from tilewise import spec
 
 Q = torch.randn(2, 16, 2, 8, generator=torch.Generator().manual_seed(1))
 WHOLE, FLOATS = (3, 5, 7, 9), (3.0, 5.5, 7.25, 0.1)
@@ -56,11 +57,14 @@ COMPARISONS = {
     "n < 6 and j < 9": lambda i, j, n: (j < 9) & (n < 6) | (i >= j),
 }
 # One graph for all values: what the graph reads when it runs.
-TENSORS = {
-    "key_lengths": lambda q, n: tw.attention(q, q, q, mask=tw.key_lengths(torch.tensor(n))),
-    "prefix": lambda q, n: tw.attention(q, q, q, mask=tw.prefix(torch.tensor(n))),
-    "a comparison": lambda q, n: tw.attention(q, q, q, mask=lambda b, h, i, j: i - j < torch.tensor(n)),
-    "a score": lambda q, n: tw.attention(q, q, q, score=lambda s, b, h, i, j: s * torch.tensor(n)),
+ARGUMENTS = {
+    "key_lengths": lambda q, n: tw.attention(q, q, q, mask=tw.key_lengths(n)),
+    "key_range": lambda q, n: tw.attention(q, q, q, mask=tw.key_range(n - 2, 2 * n)),
+    "prefix": lambda q, n: tw.attention(q, q, q, mask=tw.prefix(n)),
+    "a length": lambda q, n: tw.attention(q, q[:, :n], q[:, :n], mask=tw.key_lengths(q[:, :n].shape[1] - 1)),
+    "a comparison": lambda q, n: tw.attention(q, q, q, mask=lambda b, h, i, j: i - j < n),
+    "a score": lambda q, n: tw.attention(q, q, q, score=lambda s, b, h, i, j: s * n),
+    "a float made a tensor": lambda q, n: tw.attention(q, q, q, score=lambda s, b, h, i, j: s * torch.tensor(n / 2)),
     "dropout_seed": lambda q, n: tw.attention(q, q, q, dropout_p=0.3, dropout_seed=n),
 }
 
@@ -105,8 +109,8 @@ def test_other_classes_keep_the_answers_that_dynamo_gives_for_them():
         assert compiled(Q, n)[1] is False
 
 
-@pytest.mark.parametrize("name", TENSORS)
-def test_a_number_that_is_made_a_tensor_has_one_graph_for_all_its_values(name):
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_a_whole_number_is_an_argument_of_one_graph(name):
     graphs = []
 
     def backend(graph, inputs):
@@ -114,7 +118,15 @@ def test_a_number_that_is_made_a_tensor_has_one_graph_for_all_its_values(name):
         return graph.forward
 
     torch.compiler.reset()
-    compiled = torch.compile(TENSORS[name], fullgraph=True, backend=backend, dynamic=True)
-    for n in (3, 5, 7, 9):
-        torch.testing.assert_close(compiled(Q, n), TENSORS[name](Q, n), rtol=0, atol=0)
+    compiled = torch.compile(ARGUMENTS[name], fullgraph=True, backend=backend, dynamic=True)
+    for n in range(3, 13):
+        torch.testing.assert_close(compiled(Q, n), ARGUMENTS[name](Q, n), rtol=0, atol=0)
     assert len(graphs) == 1
+
+
+def test_a_number_of_a_compiled_function_goes_where_q_is(monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    table = torch.zeros(3)
+    there = spec._there([torch.tensor(3), table], Q.to("meta"))
+    assert there[0].device.type == "meta"
+    assert there[1] is table  # a table elsewhere is refused in words

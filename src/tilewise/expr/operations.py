@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from operator import index
 from threading import Thread
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -210,11 +210,22 @@ def as_expr(x: Any) -> Expr:
                 f"the constant {x} inside torch.compile", "write j - n == 0, or choose between two functions"
             )
         return number(True) if x else number(False)  # `x` itself may be a symbol
+    if is_symbol(x):
+        return lookup(torch.full((), x))  # an argument of the graph, which serves all its values
     if isinstance(x, (int, float, torch.SymInt, torch.SymFloat)):
         return number(concrete(x))
     if is_numpys(x):
         return number(x.item())
     raise NotImplementedError(f"a traced mask or score function used a {type(x).__name__} as a value")
+
+
+def is_symbol(x: Any) -> TypeGuard[int]:
+    """Return whether a whole number is one of Dynamo's symbols. Dynamo shows them as ints; they alone have no ends that it knows."""
+    if not torch.compiler.is_dynamo_compiling() or not isinstance(x, int):
+        return False
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return not (statically_known_true(x < 2**63) and statically_known_true(x > -(2**63)))
 
 
 def is_numpys(x: Any) -> bool:

@@ -471,6 +471,8 @@ def _atom(name: str, *args: Expr) -> Mask:
 
 
 def _per_batch(who: str, n: int | torch.Tensor) -> Expr:
+    if expr.is_symbol(n):
+        n = torch.full((), n)
     if isinstance(n, torch.Tensor):
         if n.ndim > 2 or n.dtype.is_floating_point or n.dtype == torch.bool:
             hint = "; the lengths of a mask of kept keys are mask.sum(-1)" if n.dtype == torch.bool else ""

@@ -28,6 +28,7 @@ from typing import Any
 from torch import Tensor
 
 from tilewise import device as devices
+from tilewise.backends import blockwise
 from tilewise.backends.base import (
     Backend,
     DirectBackward,
@@ -61,8 +62,10 @@ from tilewise.backends.hopper.latent import selected
 from tilewise.backends.hopper.latent.config import LatentConfig
 from tilewise.backends.hopper.padding import as_packed
 from tilewise.backends.hopper.pieces import described, in_pieces
+from tilewise.planning.bit_tiles import LINES
 from tilewise.problem import Problem
 
+LEAST_BLOCK = 256  # keys; to bring a query to smaller ones takes several times their products
 LEAST_CUDA = 13  # of a driver that loads the kernels' machine code
 
 
@@ -115,7 +118,8 @@ class Hopper(Backend):
         return _slow(p)
 
     def pieces(self, p: Problem) -> str:
-        return described(p, self.configs(p))
+        configs = [choose(p) for choose in self._passes(p)]
+        return blockwise.described(p) if _gathers_blocks(p, configs[-1]) else described(p, configs)
 
     def config(self, p: Problem) -> Config | LatentConfig | DecodingConfig:
         if self.override is not None:
@@ -139,7 +143,11 @@ class Hopper(Backend):
 
     def configs(self, p: Problem) -> list[AnyConfig]:
         """The configs of the kernels that a problem needs."""
-        return [self.config(p), *([self.backward_config(p)] if p.spec.needs_grad else [])]
+        return [config for choose in self._passes(p) for config in _of_kernels(p, choose)]
+
+    def _passes(self, p: Problem) -> tuple[Callable[[Problem], AnyConfig], ...]:
+        """What chooses the configs of a problem's passes."""
+        return (self.config, self.backward_config) if p.spec.needs_grad else (self.config,)
 
     def forward(self, p: Problem, t: Inputs) -> Output:
         return self._plans.of(p).forward(t)
@@ -174,18 +182,19 @@ class Hopper(Backend):
 
     def _plan(self, p: Problem):
         config = self.config(p)
-        return self._converted(p, config, self._plans) or _forward_plan(p, config)(p, config)
+        return _converted(p, config, self._plans) or _forward_plan(p, config)(p, config)
 
     def _backward_plan(self, p: Problem):
         from tilewise.backends.hopper.host.backward_call import BackwardPlan
 
         config = self.backward_config(p)
-        return self._converted(p, config, self._backward_plans) or BackwardPlan(p, config)
+        return _converted(p, config, self._backward_plans) or BackwardPlan(p, config)
 
-    def _converted(self, p: Problem, config: AnyConfig, plans: PerProblem):
-        """The plan of a problem that runs by those of other ones; None of any other."""
-        make, values = _conversion(p, config, plans) or (None, None)
-        return make and make(p, values)
+
+def _of_kernels(p: Problem, choose: Callable[[Problem], AnyConfig]) -> list[AnyConfig]:
+    """The configs of the kernels that a pass over a problem needs."""
+    config = choose(p)
+    return [choose(x) for x in blockwise.examples(p)] if _gathers_blocks(p, config) else [config]
 
 
 def _slow(p: Problem) -> str:
@@ -250,17 +259,33 @@ def _decided(p: Problem, plans: PerProblem, plan: Callable[[Problem], Any], conf
     return _conversion(p, config, plans) or plan(p).decided()
 
 
+def _converted(p: Problem, config: AnyConfig, plans: PerProblem):
+    """The plan of a problem that runs by those of other ones; None of any other."""
+    make, values = _conversion(p, config, plans) or (None, None)
+    return make and make(p, values)
+
+
 def _conversion(p: Problem, config: AnyConfig, plans: PerProblem) -> tuple | None:
-    """The same of a padded problem, by the plan of the packed one that it equals, and of one in pieces; None of any other."""
+    """The same of a padded problem and of one of selected blocks, by the plans of packed ones, and of one in pieces; None of any other."""
     if _runs_as_packed(p, config):
         from tilewise.backends.hopper.host.padded_call import PaddedPlan
 
         return PaddedPlan.of, plans
+    if _gathers_blocks(p, config):
+        from tilewise.backends.hopper.host.blockwise_call import BlockwisePlan
+
+        return BlockwisePlan.of, plans
     if in_pieces(p, config):
         from tilewise.backends.hopper.host.piecewise_call import PiecewisePlan
 
         return PiecewisePlan, config
     return None
+
+
+def _gathers_blocks(p: Problem, config: AnyConfig) -> bool:
+    """Whether a problem, with bits for more pairs than may lie in memory, gathers the queries of each block that they select."""
+    blocks = blockwise.blocks_of(p) if in_pieces(p, config) else None
+    return blocks is not None and blocks.block >= LEAST_BLOCK and blocks.block_q < LINES
 
 
 def _runs_as_packed(p: Problem, config: AnyConfig) -> bool:

@@ -22,11 +22,10 @@ from tilewise.backends.hopper.config import Formed, bytes_of_bits
 from tilewise.expr import Expr
 from tilewise.masks.facts import as_band
 from tilewise.masks.regions import Region
-from tilewise.piece import Piece
+from tilewise.piece import Piece, Span, evenly
 from tilewise.planning.bit_tiles import BUDGET, LINES
 from tilewise.problem import Problem, TensorFacts
 
-Span = tuple[int, int]  # [start, stop)
 Spans = Mapping[int, Span]  # by dimension
 Narrowed = TypeVar("Narrowed", Tensor, TensorFacts)
 
@@ -114,13 +113,6 @@ def _sizes(p: Problem, config: Formed) -> list[int]:
         while sizes[n] > most and not fits():
             sizes[n] = -(-sizes[n] // (2 * step)) * step
     return sizes
-
-
-def evenly(count: int, most: int) -> list[Span]:
-    """The spans of at most ``most`` into which so many are cut, as equal as may be."""
-    parts = -(-count // most)
-    ends = [count * n // parts for n in range(parts + 1)]
-    return [(ends[n], ends[n + 1]) for n in range(parts)]
 
 
 def _end(p: Problem, rows: Span) -> int:

@@ -182,6 +182,9 @@ class _Attention(torch.autograd.Function):
         ctx.save_for_backward(*saved)
         # Hooks of saved tensors may bring others, in another layout.
         ctx.spec, ctx.plan, ctx.layout = spec, plan, [x is not None and x.stride() for x in saved]
+        ctx.grad_slots = parse_spec(
+            spec
+        ).grad_slots  # compiled autograd traces the backward, and warns of a cached function there
         ctx.set_materialize_grads(False)
         if stats:
             ctx.mark_non_differentiable(*stats)
@@ -204,10 +207,11 @@ class _Attention(torch.autograd.Function):
             dq, dk, dv, dextras = plan.backward(do, dlse, saved)
         else:
             dlse = torch.zeros_like(lse) if dlse is None else dlse
-            dq, dk, dv, *dextras = derivatives.gradients(do, dlse, q, k, v, o, lse, extras, seed, ctx.spec)
+            arguments = do, dlse, q, k, v, o, lse, extras, seed, ctx.spec
+            dq, dk, dv, *dextras = derivatives.gradients(*arguments, count=len(ctx.grad_slots))
         if not extras:
             return dq, dk, dv, None, None, None
-        by_slot = dict(zip(parse_spec(ctx.spec).grad_slots, dextras, strict=True))
+        by_slot = dict(zip(ctx.grad_slots, dextras, strict=True))
         return dq, dk, dv, None, None, None, *[by_slot.get(n) for n in range(len(extras))]
 
 

@@ -42,6 +42,7 @@ WRONG = {
     "causal by position": (lambda: tw.attention(Q, Q, Q, True), r"by keyword: causal=True"),
     "causal by position, packed": (lambda: tw.attention_varlen(Q[0], Q[0], Q[0], CU, CU, 16, True), r"leave 16 out: .* causal=True"),
     "a mask by position": (lambda: tw.attention_with_lse(Q, Q, Q, torch.ones(16, 16) > 0), r"write mask= for a bool tensor"),
+    "scores joined by `and`": (lambda: tw.softcap(5.0) and tw.alibi(torch.ones(4)), "would drop one: compose scores with >>"),
     "a sparse mask": (lambda: tw.attention(Q, Q, Q, mask=torch.ones(16, 16).bool().to_sparse()), SPARSE),
     "a sparse bias": (lambda: tw.attention(Q, Q, Q, score=torch.ones(16, 16).to_sparse()), SPARSE),
     "a sparse tensor that a score reads": (lambda: tw.score(lambda s, b, h, i, j: s + torch.ones(16).to_sparse()[j]), SPARSE),

@@ -37,6 +37,9 @@ class Score:
             return self if self.text else other
         return Score(f"{self.text}{THEN}{other.text}", (*self.leaves, *other.leaves))
 
+    def __bool__(self) -> bool:
+        raise ValueError("a score has no truth value; `and`, `or` and `not` would drop one: compose scores with >>")
+
     if not TYPE_CHECKING:  # a type checker refuses these operators itself
 
         def __and__(self, other):

@@ -182,9 +182,8 @@ class _Attention(torch.autograd.Function):
         ctx.save_for_backward(*saved)
         # Hooks of saved tensors may bring others, in another layout.
         ctx.spec, ctx.plan, ctx.layout = spec, plan, [x is not None and x.stride() for x in saved]
-        ctx.grad_slots = parse_spec(
-            spec
-        ).grad_slots  # compiled autograd traces the backward, and warns of a cached function there
+        # Here and not in the backward, which compiled autograd traces: it warns of the cached function.
+        ctx.grad_slots = parse_spec(spec).grad_slots
         ctx.set_materialize_grads(False)
         if stats:
             ctx.mark_non_differentiable(*stats)
@@ -243,7 +242,9 @@ def _differentiable(q, k, v, extras, seed, spec, plan):
 
 def _forward_autograd(q, k, v, extras, seed, spec):
     _refuse_transforms("tilewise.attention")
-    return _differentiable(q, k, v, extras or (), seed, spec, None)
+    extras = extras or ()
+    spec = derivatives.wanted(spec, q, k, v, extras) if torch.is_grad_enabled() else spec
+    return _differentiable(q, k, v, extras, seed, spec, None)
 
 
 def _backward_autograd(name: str) -> Callable[..., tuple]:

@@ -105,7 +105,11 @@ def verify(
     wrong = [str(dtype) for dtype in dtypes if dtype not in DTYPES]
     if wrong:
         raise ValueError(f"verify(dtypes=): {', '.join(wrong)} is not of {', '.join(str(dtype) for dtype in DTYPES)}")
-    return Report(of(device).name, tuple(_rows(device, dtypes, features)))
+    with (
+        torch.device("cpu"),
+        torch._C._DisableAutocast(),
+    ):  # whatever surrounds the call, or torch.set_default_device said
+        return Report(of(device).name, tuple(_rows(device, dtypes, features)))
 
 
 def _device(wanted: torch.device | str) -> torch.device:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import tilewise as tw
+from tilewise import selfcheck
 from tilewise.compat import xformers
 from tilewise.pictures import terminal
 from tilewise.pictures.view import ScoreView, mask_view
@@ -24,6 +25,11 @@ def drawn_score():
     return [str(terminal.score_text(s, view, 40)) for s in shown], str(terminal.tiles_text(view, 40)), view.summary()
 
 
+def verified():
+    rows = selfcheck.verify("cpu", (torch.float32,), ("causal", "softcap")).rows
+    return [(row.backend, row.ok) for row in rows]
+
+
 SLOPES = torch.tensor([0.5, 0.25])
 CALLS = {
     "a mask without tensors is shown": lambda: tw.show_mask(tw.causal() & tw.window(2), 5, 8),
@@ -33,6 +39,7 @@ CALLS = {
     "tiles and scores are drawn": drawn_score,
     "a call is explained": lambda: str(tw.explain(Q, Q, Q, mask=tw.documents(IDS), score=tw.alibi(SLOPES))),
     "blocks of xformers": blocks,
+    "the machine is verified": verified,
 }
 
 
@@ -41,3 +48,10 @@ def test_a_call_on_the_cpu_is_the_same_under_another_default_device(name):
     expected = CALLS[name]()
     with torch.device("meta"):  # which holds no numbers: whatever is made there cannot be read
         assert CALLS[name]() == expected
+
+
+def test_a_machine_is_verified_inside_autocast_as_outside():
+    expected = verified()
+    assert all(ok for _, ok in expected)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert verified() == expected

@@ -6,8 +6,8 @@ import torch
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import tilewise as tw
+from tilewise.compat import flash_attn, sdpa, xformers
 from tilewise.compat import flex_attention as flex
-from tilewise.compat import sdpa, xformers
 
 torch_sdpa = torch.nn.functional.scaled_dot_product_attention
 Q = torch.randn(2, 16, 4, 8, generator=torch.Generator().manual_seed(1))
@@ -43,6 +43,7 @@ WRONG = {
     "causal by position, packed": (lambda: tw.attention_varlen(Q[0], Q[0], Q[0], CU, CU, 16, True), r"leave 16 out: .* causal=True"),
     "a mask by position": (lambda: tw.attention_with_lse(Q, Q, Q, torch.ones(16, 16) > 0), r"write mask= for a bool tensor"),
     "scores joined by `and`": (lambda: tw.softcap(5.0) and tw.alibi(torch.ones(4)), "would drop one: compose scores with >>"),
+    "flash_attn's window of None": (lambda: flash_attn.flash_attn_func(Q, Q, Q, window_size=None), "unbounded, got None"),
     "a sparse mask": (lambda: tw.attention(Q, Q, Q, mask=torch.ones(16, 16).bool().to_sparse()), SPARSE),
     "a sparse bias": (lambda: tw.attention(Q, Q, Q, score=torch.ones(16, 16).to_sparse()), SPARSE),
     "a sparse tensor that a score reads": (lambda: tw.score(lambda s, b, h, i, j: s + torch.ones(16).to_sparse()[j]), SPARSE),

@@ -105,10 +105,8 @@ def verify(
     wrong = [str(dtype) for dtype in dtypes if dtype not in DTYPES]
     if wrong:
         raise ValueError(f"verify(dtypes=): {', '.join(wrong)} is not of {', '.join(str(dtype) for dtype in DTYPES)}")
-    with (
-        torch.device("cpu"),
-        torch._C._DisableAutocast(),
-    ):  # whatever surrounds the call, or torch.set_default_device said
+    # Whatever surrounds the call, or torch.set_default_device said.
+    with torch.device("cpu"), torch._C._DisableAutocast():
         return Report(of(device).name, tuple(_rows(device, dtypes, features)))
 
 

@@ -371,11 +371,9 @@ def _leaf_reasons(q: Tensor, k: Tensor, extras: Sequence[Tensor], spec: Spec) ->
     sizes |= dict(zip(known, lengths, strict=False))
     region, score = spec.whole_region, spec.whole_score
     shapes = [tuple(x.shape) for x in extras]
-    reasons = []
-    if q.numel() and k.numel():
-        roots = [*region.parts, *([] if score is None else [score])]
-        empty = dict.fromkeys(shapes[e.args[0][1]] for e in expr.lookups(*roots) if 0 in shapes[e.args[0][1]])
-        reasons = [f"a mask or score tensor {shape} is empty and cannot be read" for shape in empty]
+    roots = [*region.parts, *([] if score is None else [score])]
+    empty = dict.fromkeys(shapes[e.args[0][1]] for e in expr.lookups(*roots) if 0 in shapes[e.args[0][1]])
+    reasons = [f"a mask or score tensor {x} is empty and cannot be read" for x in empty if q.numel() and k.numel()]
     reasons = reasons or read_reasons(region, score, shapes, sizes, (spec.mask_text, spec.mask_slots))
     if region.prepared is not None and (spec.piece is not None or spec.paged):
         part = "keys in pages" if spec.paged else "a piece of one"

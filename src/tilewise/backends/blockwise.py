@@ -92,9 +92,8 @@ class Part(NamedTuple):
 def parts(p: Problem, blocks: Blocks) -> list[Part]:
     """Return the parts of a call, those of the same heads side by side. A part's queries end where a block does."""
     row = p.dtype.itemsize * p.group * 2 * (p.head_dim + p.head_dim_v)  # of q, o and their gradients
-    of_query = most_blocks(p, blocks) * row + 5 * (
-        -(-p.seqlen_k // blocks.block) + 1
-    )  # and a mark for each block and its sum
+    marks = 5 * (-(-p.seqlen_k // blocks.block) + 1)  # of a query, a byte for each block, and their running sum
+    of_query = most_blocks(p, blocks) * row + marks
     of_head = p.seqlen_q * of_query
     heads = max(1, min(p.heads_k, BUDGET // of_head))
     first = max(0, p.seqlen_k - p.seqlen_q)
@@ -215,7 +214,7 @@ def _up_to_the_last(own: Tensor, first: int, count: int, block: int) -> Tensor:
 
 @dataclass(eq=False)
 class Blockwise:
-    """The call of a problem of selected blocks. ``attend``, ``differentiate``: what computes packed problems."""
+    """The call of a problem of selected blocks. ``attend`` and ``differentiate`` compute packed problems."""
 
     problem: Problem
     blocks: Blocks
@@ -348,8 +347,8 @@ def merged(order: Order, far: Output, own: Output | None) -> tuple[Tensor, Tenso
     lse = torch.cat([far.lse, far.lse.new_full((len(far.lse), 1), -torch.inf)], 1).T[order.place]
     if own is not None:
         lse = torch.cat([lse, own.lse.T.where(order.own.view(-1, 1), -torch.inf).unsqueeze(1)], 1)
-    total = torch.logsumexp(lse, 1)
-    share = torch.where(lse == -torch.inf, 0.0, torch.exp(lse - total.unsqueeze(1))).unsqueeze(-1)
+    share, total = state.shares(lse, 1)
+    share = share.unsqueeze(-1)
     o = summed(far.o, order.place, share, lse.dtype)
     if own is not None:
         o += (own.o * share[:, -1]).where(order.own.view(-1, 1, 1), 0)

@@ -65,7 +65,7 @@ from tilewise.backends.hopper.pieces import described, in_pieces
 from tilewise.planning.bit_tiles import LINES
 from tilewise.problem import Problem
 
-LEAST_BLOCK = 256  # keys; to bring a query to smaller ones takes several times their products
+LEAST_BLOCK = 256  # keys; by bytes and products, bringing a query to smaller ones takes several times its work there
 LEAST_CUDA = 13  # of a driver that loads the kernels' machine code
 
 

@@ -148,6 +148,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "backends.base",
         "backends.blockwise",
         "problem",
+        "signature",
         "sizes",
         "spec",
         "distances",

@@ -10,7 +10,6 @@ The queries of some heads are gathered at a time (:func:`parts`). Everything is 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
@@ -112,11 +111,11 @@ def packed(p: Problem, blocks: Blocks, part: Part, own: bool) -> Problem:
     """Return the packed call of a part: of the gathered queries, or of each block's ``own``."""
     heads, queries = part.shape
     rows = heads * queries * (1 if own else most_blocks(p, blocks))
-    starts = _facts((heads * -(-p.seqlen_k // blocks.block) + 1,), torch.int32)
+    starts = TensorFacts.contiguous((heads * -(-p.seqlen_k // blocks.block) + 1,), torch.int32)
     text = as_mask(None, causal_too=True).text if own else ""
     spec = replace(p.spec, mask_text=text, mask_slots=(), cu_slots=(0, 1), sink_slot=None, grad_slots=())
-    facts = [_facts((rows, p.group, p.head_dim), p.dtype)]
-    facts += [_facts((heads * p.seqlen_k, 1, width), p.dtype) for width in (p.head_dim, p.head_dim_v)]
+    facts = [TensorFacts.contiguous((rows, p.group, p.head_dim), p.dtype)]
+    facts += [TensorFacts.contiguous((heads * p.seqlen_k, 1, width), p.dtype) for width in (p.head_dim, p.head_dim_v)]
     q, k, v = facts
     return replace(p, q=q, k=k, v=v, extras=(starts, starts), spec=parse_spec(spec.text()), latent=False)
 
@@ -136,10 +135,6 @@ def described(p: Problem) -> str:
         f"{len(found)} of {heads} key head{'s' * (heads > 1)} and {queries} queries: a block of {blocks.block} keys and the queries that "
         "selected it are a packed sequence"
     )
-
-
-def _facts(shape: tuple[int, ...], dtype: torch.dtype) -> TensorFacts:
-    return TensorFacts(shape, tuple(math.prod(shape[n + 1 :]) for n in range(len(shape))), dtype)
 
 
 # -- The order of the rows -----------------------------------------------------------------------------------------

@@ -64,7 +64,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "backends.base",
         "selections",
         "problem",
-        "piece",
+        "caching",
         "spec",
         "state",
         "masks",

@@ -1,6 +1,10 @@
-"""Selected blocks as packed sequences: whatever the part that is gathered at a time, the parts together are the call."""
+"""Selected blocks as packed sequences: the two packed calls together are the call, whole and in pieces."""
 
 from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,10 +14,13 @@ import tilewise as tw
 from bench.testing import Call, call, normal
 from tests.planning.test_bit_tiles import entries
 from tilewise import accuracy, dispatch
-from tilewise.backends import blockwise
-from tilewise.backends.blockwise import Blockwise, Order, blocks_of, parts
+from tilewise.backends.blockwise import Blockwise, Order, blocks_of
 from tilewise.backends.cpu import library
+from tilewise.backends.hopper import pieces
+from tilewise.backends.hopper.forward import config as forward_config
+from tilewise.backends.hopper.host.piecewise_call import PiecewisePlan
 from tilewise.planning.tiles import Grid, seen_keys
+from tilewise.problem import Problem
 
 BACKENDS = [
     "portable",
@@ -52,7 +59,11 @@ OTHERS = {
     "two selections": lambda i: {"mask": tw.selected(i, 16) & tw.selected(i, 32)},
     "a score": lambda i: {"mask": tw.selected(i, 16), "score": lambda s, b, h, i, j: s + h},
     "dropout": lambda i: {"mask": tw.selected(i, 16), "dropout_p": 0.5, "dropout_seed": 1},
-    "a place among others": lambda i: {"mask": tw.selected(i, 16), "piece": tw.piece.Piece(0, 0, 64, 128)},
+    "keys from within a block on": lambda i: {"mask": tw.selected(i, 16), "piece": tw.piece.Piece(0, 5, 64, 128)},
+    "queries past the keys": lambda i: {
+        "mask": tw.causal() & tw.selected(i, 16),
+        "piece": tw.piece.Piece(0, 0, 64, 128),
+    },
     "one order": lambda i: {"mask": tw.selected(i, 16), "deterministic": "everywhere"},
     "heads in a row": lambda i: {"mask": tw.keep(lambda b, h, q, j: q // 16 == j // 16)},
 }
@@ -73,33 +84,66 @@ def case(name: str) -> Call:
 
 
 def blockwise_of(c: Call, backend: str) -> Blockwise:
-    found, by = blocks_of(c.p), dispatch.backend(backend)
-    assert found is not None
-    return Blockwise(c.p, found, by.forward, by.backward)
+    by = dispatch.backend(backend)
+    assert blocks_of(c.p) is not None
+    return Blockwise(c.p, by.forward, by.backward)
 
 
-@pytest.mark.parametrize("budget", [blockwise.BUDGET, 1])
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", CASES)
-def test_the_parts_together_are_the_call(name, backend, budget, monkeypatch):
-    monkeypatch.setattr(blockwise, "BUDGET", budget)
-    c = case(name)
-    way = blockwise_of(c, backend)
+class Plans:
+    """The plans of packed problems by a backend."""
+
+    def __init__(self, backend: str):
+        self.by = dispatch.backend(backend)
+
+    def of(self, p: Problem) -> SimpleNamespace:
+        return SimpleNamespace(forward=partial(self.by.forward, p), backward=partial(self.by.backward, p))
+
+
+def errors_of(c: Call, way: Blockwise | PiecewisePlan) -> list[str]:
     out = way.forward(c.t)
     errors = c.expected().judge(accuracy.tensors(out, way.backward(c.t, out, c.do, c.dlse)))
-    assert not [str(e) for e in errors if not e.ok]
+    return [str(e) for e in errors if not e.ok]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", CASES)
+def test_the_packed_calls_together_are_the_call(name, backend):
+    c = case(name)
+    assert not errors_of(c, blockwise_of(c, backend))
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setattr(pieces, "BUDGET", 1)
+    monkeypatch.setattr(pieces, "LEAST_BLOCK", 1)
+
+
+def in_pieces(c: Call, backend: str) -> PiecewisePlan:
+    half = (x._replace(dtype=torch.bfloat16) for x in (c.p.q, c.p.k, c.p.v))  # of which alone there are configs
+    config = forward_config.choose(replace(c.p, **dict(zip("qkv", half, strict=True))))
+    assert pieces.gathers(c.p, config)
+    return PiecewisePlan(c.p, config, Plans(backend))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", CASES)
+def test_the_pieces_together_are_the_call(name, backend, small):
+    c = case(name)
+    assert not errors_of(c, in_pieces(c, backend))
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_query_of_every_head_is_in_one_part(name, monkeypatch):
-    p, times = case(name).p, None
-    for budget in (1, 4 << 10, blockwise.BUDGET):
-        monkeypatch.setattr(blockwise, "BUDGET", budget)
-        found, times = parts(p, blocks_of(p)), torch.zeros(p.batch, p.seqlen_q, p.heads_k)
-        for part in found:
-            times[part.element, slice(*part.queries), slice(*part.heads)] += 1
-        assert (times == 1).all()
-    assert len(found) == p.batch
+def test_every_query_of_every_head_is_in_one_piece(name, small, monkeypatch):
+    c = case(name)
+    way = in_pieces(c, "portable")
+    for budget in (1, 4 << 10):
+        monkeypatch.setattr(pieces, "BUDGET", budget)
+        times = torch.zeros(c.p.batch, c.p.seqlen_q, c.p.heads_q)
+        found = pieces.cuts(c.p, way.config) if pieces.gathers(c.p, way.config) else []
+        for cut in found:
+            pieces.take(times, cut.of_q).add_(1)
+        assert (times == (1 if found else 0)).all()
+        assert found or budget > 1
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -114,8 +158,7 @@ def test_keys_are_seen_as_the_mask_says(name):
     p, found = c.p, blocks_of(c.p)
     grid = Grid.whole(p.spec.region, c.t.leaves, (p.batch, p.heads_q, p.seqlen_q, p.seqlen_k), p.device)
     rows = c.t.leaves[found.slot].long()
-    first = p.seqlen_k - p.seqlen_q if found.causal else None
-    each = [Order.of(x, first, p.seqlen_k, found.block).seen for x in rows]
+    each = [Order.of(x, found.first, p.seqlen_k, found.block).seen for x in rows]
     assert torch.equal(torch.stack(each), seen_keys(grid, p.group).expand(p.batch, p.heads_k, -1))
 
 

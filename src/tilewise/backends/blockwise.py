@@ -5,14 +5,14 @@ they selected alone. What a query sees of a block that its position cuts, its ow
 each block has its own queries. The states of a query are merged (docs/algorithm.md#5-merging), and the backward reads the merged lse, so
 that every packed call has its part of the gradients.
 
-The queries of some heads are gathered at a time (:func:`parts`). Everything is made on the device, and nothing is read back from there.
+Everything is made on the device, and nothing is read back from there. A call may be a piece of a larger one, whose gathered rows take less
+memory (:func:`gathered_bytes`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import groupby, pairwise
 from typing import NamedTuple
 
 import torch
@@ -20,15 +20,14 @@ from torch import Tensor
 
 from tilewise import state
 from tilewise.backends.base import Grads, Inputs, Output
+from tilewise.caching import cached_property
 from tilewise.expr import indices, is_number
 from tilewise.masks import as_mask
 from tilewise.masks.facts import as_band
-from tilewise.piece import Span, evenly
 from tilewise.problem import Problem, TensorFacts, plain_index
-from tilewise.selections import keys_of_entry
+from tilewise.selections import keys_of_entry, queries_of_row
 from tilewise.spec import parse_spec
 
-BUDGET = 1 << 30  # bytes of gathered rows at a time
 NEVER = 1e30  # the lse of a row whose pairs have no part in it
 
 
@@ -43,63 +42,35 @@ class Blocks(NamedTuple):
     """A mask of selected blocks.
 
     Attributes:
-        slot: of the rows of entries, which never decrease along a row. block: keys of an entry. block_q: queries of a row.
-        causal: whether a query sees no key behind its own position too.
+        slot: of the rows of entries, which never decrease along a row. block: keys of an entry.
+        block_q, start: row r is for the queries from ``r * block_q - start`` on.
+        first: the position of the first query among the keys, where a query sees no key behind its own position; else None.
     """
 
     slot: int
     block: int
     block_q: int
-    causal: bool
+    start: int
+    first: int | None
 
 
 def blocks_of(p: Problem) -> Blocks | None:
     """Return a problem's selected blocks; None: its mask is something else, or an option forbids to gather its queries."""
     spec, region = p.spec, p.spec.region
-    told = spec.score_text or spec.dropout_p or spec.max_logit or spec.everywhere or spec.piece or spec.mapped
+    told = spec.score_text or spec.dropout_p or spec.max_logit or spec.everywhere or spec.mapped
     if told or p.packed or p.paged or len(region.selections) != 1 or region.predicate is not region.selections[0]:
         return None
-    selection, off = region.predicate, p.seqlen_k - p.seqlen_q
-    band, (block, start) = as_band(region.interval, off, p.seqlen_k), keys_of_entry(selection)
-    *heads, row = indices(selection)
-    for index, of in zip(heads, (("b", 1), ("h", p.group)), strict=True):
+    selection, band = region.predicate, as_band(region.interval, p.seqlen_k - p.seqlen_q, p.seqlen_k)
+    for index, of in zip(indices(selection)[:2], (("b", 1), ("h", p.group)), strict=True):
         if not is_number(index, 0) and plain_index(index) != of:
             return None
+    block, start = keys_of_entry(selection)
     if start or band is None or band.lo is not None or (band.start, band.stop) != (0, p.seqlen_k):
         return None
-    if band.hi is not None and (off < 0 or band.hi != off + 1):
+    # The last query sees the last key, as in a packed causal sequence.
+    if band.hi is not None and (band.hi < 1 or band.hi - 1 + p.seqlen_q != p.seqlen_k):
         return None
-    return Blocks(selection.args[0][1], block, plain_index(row)[1], band.hi is not None)
-
-
-# -- What is gathered at a time ------------------------------------------------------------------------------------
-
-
-class Part(NamedTuple):
-    """Some queries of some key heads of a batch element."""
-
-    element: int
-    heads: Span
-    queries: Span
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """The key heads and the queries."""
-        return self.heads[1] - self.heads[0], self.queries[1] - self.queries[0]
-
-
-def parts(p: Problem, blocks: Blocks) -> list[Part]:
-    """Return the parts of a call, those of the same heads side by side. A part's queries end where a block does."""
-    row = p.dtype.itemsize * p.group * 2 * (p.head_dim + p.head_dim_v)  # of q, o and their gradients
-    marks = 5 * (-(-p.seqlen_k // blocks.block) + 1)  # of a query, a byte for each block, and their running sum
-    of_query = most_blocks(p, blocks) * row + marks
-    of_head = p.seqlen_q * of_query
-    heads = max(1, min(p.heads_k, BUDGET // of_head))
-    first = max(0, p.seqlen_k - p.seqlen_q)
-    count = -(-(first + p.seqlen_q) // blocks.block)
-    ends = [max(0, blocks.block * start - first) for start, _ in evenly(count, max(1, count * BUDGET // of_head))]
-    queries = [(a, b) for a, b in pairwise([*ends, p.seqlen_q]) if a < b]
-    return [Part(b, h, rows) for b in range(p.batch) for h in evenly(p.heads_k, heads) for rows in queries]
+    return Blocks(selection.args[0][1], block, *queries_of_row(selection), None if band.hi is None else band.hi - 1)
 
 
 def most_blocks(p: Problem, blocks: Blocks) -> int:
@@ -107,34 +78,30 @@ def most_blocks(p: Problem, blocks: Blocks) -> int:
     return min(p.extras[blocks.slot].shape[-1], -(-p.seqlen_k // blocks.block))
 
 
-def packed(p: Problem, blocks: Blocks, part: Part, own: bool) -> Problem:
-    """Return the packed call of a part: of the gathered queries, or of each block's ``own``."""
-    heads, queries = part.shape
-    rows = heads * queries * (1 if own else most_blocks(p, blocks))
+def gathered_bytes(p: Problem, queries: int) -> int:
+    """Return the bytes of the gathered rows of so many queries of all key heads: of q and o and their gradients, and what orders them."""
+    blocks = blocks_of(p)
+    row = p.dtype.itemsize * p.group * 2 * (p.head_dim + p.head_dim_v)
+    marks = 5 * (-(-p.seqlen_k // blocks.block) + 1)  # of a query, a byte for each block, and their running sum
+    return queries * (most_blocks(p, blocks) * row + marks)
+
+
+def packed(p: Problem, blocks: Blocks, own: bool) -> Problem:
+    """Return the packed call of the gathered queries, or of each block's ``own``."""
+    heads = p.batch * p.heads_k
+    rows = heads * p.seqlen_q * (1 if own else most_blocks(p, blocks))
     starts = TensorFacts.contiguous((heads * -(-p.seqlen_k // blocks.block) + 1,), torch.int32)
     text = as_mask(None, causal_too=True).text if own else ""
-    spec = replace(p.spec, mask_text=text, mask_slots=(), cu_slots=(0, 1), sink_slot=None, grad_slots=())
-    facts = [TensorFacts.contiguous((rows, p.group, p.head_dim), p.dtype)]
-    facts += [TensorFacts.contiguous((heads * p.seqlen_k, 1, width), p.dtype) for width in (p.head_dim, p.head_dim_v)]
-    q, k, v = facts
+    spec = replace(p.spec, mask_text=text, mask_slots=(), cu_slots=(0, 1), sink_slot=None, grad_slots=(), piece=None)
+    q = TensorFacts.contiguous((rows, p.group, p.head_dim), p.dtype)
+    k, v = (TensorFacts.contiguous((heads * p.seqlen_k, 1, width), p.dtype) for width in (p.head_dim, p.head_dim_v))
     return replace(p, q=q, k=k, v=v, extras=(starts, starts), spec=parse_spec(spec.text()), latent=False)
 
 
-def examples(p: Problem) -> list[Problem]:
-    """Return packed calls whose kernels are those of all parts."""
-    blocks, part = blocks_of(p), Part(0, (0, 1), (0, p.seqlen_q))
-    return [packed(p, blocks, part, own) for own in (False, True)[: 1 + blocks.causal]]
-
-
-def described(p: Problem) -> str:
-    """Return how a problem of selected blocks is computed, for ``explain``."""
+def both(p: Problem) -> list[Problem]:
+    """Return the packed calls that a problem needs."""
     blocks = blocks_of(p)
-    found = parts(p, blocks)
-    heads, queries = (max(sizes) for sizes in zip(*(part.shape for part in found), strict=True))
-    return (
-        f"{len(found)} of {heads} key head{'s' * (heads > 1)} and {queries} queries: a block of {blocks.block} keys and the queries that "
-        "selected it are a packed sequence"
-    )
+    return [packed(p, blocks, own) for own in (False, True)[: 1 + (blocks.first is not None)]]
 
 
 # -- The order of the rows -----------------------------------------------------------------------------------------
@@ -142,10 +109,10 @@ def described(p: Problem) -> str:
 
 @dataclass(frozen=True)
 class Order:
-    """Where the queries of a part lie, by the block that they selected.
+    """Where queries lie, by the block that they selected.
 
     Attributes:
-        rows: int64 (gathered row,), the query of each, of all heads of the part; past the last one anything.
+        rows: int64 (gathered row,), the query of each, of all heads; past the last one anything.
         place: int64 (query of all heads, entry), the gathered row of each entry; ``len(rows)``: it has none.
         own: bool (query of all heads,), whether the query selected the block that its position cuts; None: none is cut.
         seen: bool (heads, key), whether some query sees the key.
@@ -207,106 +174,8 @@ def _up_to_the_last(own: Tensor, first: int, count: int, block: int) -> Tensor:
 # -- The call ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(eq=False)
-class Blockwise:
-    """The call of a problem of selected blocks. ``attend`` and ``differentiate`` compute packed problems."""
-
-    problem: Problem
-    blocks: Blocks
-    attend: Forward
-    differentiate: Backward
-
-    def forward(self, t: Inputs) -> Output:
-        p = self.problem
-        o_shape, lse_shape = p.output_shapes
-        out = Output(t.q.new_empty(o_shape), t.q.new_empty(lse_shape, dtype=p.compute_dtype))
-        for part in parts(p, self.blocks):
-            rows = self._rows(t, part)
-            far = self.attend(self._packed(part, False), rows.gathered)
-            own = self.attend(self._packed(part, True), rows.own) if self.blocks.causal else None
-            o, lse = merged(rows.order, far, own)
-            o, lse = o.unflatten(0, part.shape), lse.unflatten(0, part.shape)
-            if t.sink is not None:
-                o, lse = state.add_sink(o, lse, self._sink(t.sink, part))
-            self._of_queries(out.o, part).copy_(o)
-            self._of_statistics(out.lse, part).copy_(lse)
-        return out
-
-    def backward(self, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads:
-        p = self.problem
-        dq, dk, dv = (x.new_empty(x.shape) for x in (t.q, t.k, t.v))
-        sink = None if t.sink is None else torch.zeros_like(t.sink, dtype=p.compute_dtype)
-        for _, same in groupby(parts(p, self.blocks), lambda part: (part.element, part.heads)):
-            sums: list[Tensor] = []
-            for part in same:
-                found = self._gradients(self._rows(t, part), out, do, dlse, part)
-                self._of_queries(dq, part).copy_(found[0].unflatten(0, part.shape))
-                sums = [a + b for a, b in zip(sums, found[1:], strict=True)] if sums else [*found[1:]]
-                if sink is not None:
-                    rows = self._of_statistics(out.lse, part), self._delta(out, do, dlse, part)
-                    found_sink = state.sink_gradient(self._sink(t.sink, part), *rows).sum(1)
-                    sink.unflatten(0, (-1, p.group))[slice(*part.heads)] += found_sink
-            for x, total in zip((dk, dv), sums, strict=True):
-                _of_keys(x, part).copy_(total.view(part.shape[0], -1, x.shape[-1]))
-        return Grads(dq, dk, dv, None if sink is None else sink.to(t.sink.dtype), {})
-
-    def _gradients(self, rows: Rows, out: Output, do: Tensor, dlse: Tensor, part: Part) -> tuple[Tensor, ...]:
-        """The gradients of a part's rows, in the dtype of sums."""
-        order, wide = rows.order, self.problem.compute_dtype
-        o, do = (_copy(self._of_queries(x, part)).flatten(0, 1) for x in (out.o, do))
-        lse, dlse = (self._of_statistics(x, part).flatten(0, 1) for x in (out.lse, dlse))
-        at = order.rows
-        rows_out = Output(o[at], lse[at].T.contiguous())
-        far = self.differentiate(self._packed(part, False), rows.gathered, rows_out, do[at], dlse[at].T.contiguous())
-        dq = summed(far.dq, order.place, None, wide)
-        if order.own is None:
-            return dq, far.dk.to(wide), far.dv.to(wide)
-        selected = order.own.view(-1, 1)
-        own_out = Output(o, lse.where(selected, NEVER).T.contiguous())
-        own = self.differentiate(self._packed(part, True), rows.own, own_out, do, dlse.T.contiguous())
-        dq += own.dq.where(selected.unsqueeze(-1), 0)
-        return dq, far.dk.to(wide) + own.dk, far.dv.to(wide) + own.dv
-
-    def _delta(self, out: Output, do: Tensor, dlse: Tensor, part: Part) -> Tensor:
-        wide = self.problem.compute_dtype
-        o, do = (self._of_queries(x, part).to(wide) for x in (out.o, do))
-        return (o * do).sum(-1) - self._of_statistics(dlse, part)
-
-    def _packed(self, part: Part, own: bool) -> Problem:
-        return packed(self.problem, self.blocks, part, own)
-
-    def _rows(self, t: Inputs, part: Part) -> Rows:
-        """The rows of a part."""
-        p, blocks, entries = self.problem, self.blocks, t.leaves[self.blocks.slot]
-        entries = entries[part.element if entries.shape[0] > 1 else 0]
-        entries = entries[slice(*part.heads)] if entries.shape[0] > 1 else entries
-        row = torch.arange(*part.queries, device=entries.device) // blocks.block_q
-        entries = entries.index_select(1, row).long().expand(part.shape[0], -1, -1)
-        first = p.seqlen_k - p.seqlen_q + part.queries[0] if blocks.causal else None
-        order = Order.of(entries, first, p.seqlen_k, blocks.block)
-        # Keys that no query sees may be NaN, and in a product even a P of zero would let them through.
-        unseen = ~order.seen.unsqueeze(-1)
-        k, v = (_copy(_of_keys(x, part)).masked_fill_(unseen, 0).view(-1, 1, x.shape[-1]) for x in (t.k, t.v))
-        return Rows(order, _copy(self._of_queries(t.q, part)).flatten(0, 1), k, v)
-
-    def _of_queries(self, x: Tensor, part: Part) -> Tensor:
-        """A part of q, o or dO as a view (heads, query, group, width)."""
-        found = x[part.element, slice(*part.queries)].unflatten(1, (-1, self.problem.group))
-        return found[:, slice(*part.heads)].transpose(0, 1)
-
-    def _of_statistics(self, x: Tensor, part: Part) -> Tensor:
-        """A part of lse or of its gradient as a view (heads, query, group)."""
-        found = x[part.element, :, slice(*part.queries)].unflatten(0, (-1, self.problem.group))
-        return found[slice(*part.heads)].transpose(1, 2)
-
-    def _sink(self, sink: Tensor, part: Part) -> Tensor:
-        """The sinks of a part, (heads, 1, group)."""
-        found = sink.to(self.problem.compute_dtype).unflatten(0, (-1, 1, self.problem.group))
-        return found[slice(*part.heads)]
-
-
 class Rows(NamedTuple):
-    """The tensors of a part, each head's rows behind another's: q (query, group, head_dim), k and v (key, 1, head_dim)."""
+    """The tensors of a call, each head's rows behind another's: q (query, group, head_dim), k and v (key, 1, head_dim)."""
 
     order: Order
     q: Tensor
@@ -328,16 +197,95 @@ class Rows(NamedTuple):
         return Inputs(q, self.k, self.v, leaves=(starts, keys), cu_seqlens_q=starts, cu_seqlens_k=keys)
 
 
+@dataclass(eq=False)
+class Blockwise:
+    """The call of a problem of selected blocks. ``attend`` and ``differentiate`` compute packed problems."""
+
+    problem: Problem
+    attend: Forward
+    differentiate: Backward
+
+    @cached_property
+    def blocks(self) -> Blocks:
+        return blocks_of(self.problem)
+
+    @cached_property
+    def calls(self) -> list[Problem]:
+        """The packed calls."""
+        return both(self.problem)
+
+    @cached_property
+    def sizes(self) -> tuple[int, int, int]:
+        """Batch elements, key heads and queries, the order of rows."""
+        return self.problem.batch, self.problem.heads_k, self.problem.seqlen_q
+
+    def forward(self, t: Inputs) -> Output:
+        rows = self._rows(t)
+        each = zip(self.calls, (rows.gathered, rows.own), strict=False)
+        o, lse = merged(rows.order, *[self.attend(call, inputs) for call, inputs in each])
+        if t.sink is not None:
+            o, lse = state.add_sink(o, lse, self._sinks(t.sink))
+        lse = lse.unflatten(0, self.sizes).transpose(2, 3).flatten(1, 2)
+        return Output(self._as_q(o), lse.contiguous())
+
+    def backward(self, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads:
+        rows, wide = self._rows(t), self.problem.compute_dtype
+        order, at = rows.order, rows.order.rows
+        o, do, lse, dlse = (*map(self._of_q, (out.o, do)), *map(self._of_statistic, (out.lse, dlse)))
+        given = rows.gathered, Output(o[at], lse[at].T.contiguous()), do[at], dlse[at].T.contiguous()
+        found = self.differentiate(self.calls[0], *given)
+        dq, dk, dv = summed(found.dq, order.place, None, wide), found.dk, found.dv
+        if order.own is not None:
+            selected = order.own.view(-1, 1)
+            own_out = Output(o, lse.where(selected, NEVER).T.contiguous())
+            own = self.differentiate(self.calls[1], rows.own, own_out, do, dlse.T.contiguous())
+            dq += own.dq.where(selected.unsqueeze(-1), 0)
+            dk, dv = dk.to(wide) + own.dk, dv.to(wide) + own.dv
+        sink = None
+        if t.sink is not None:
+            delta = (do.to(wide) * o).sum(-1) - dlse
+            sink = state.sink_gradient(self._sinks(t.sink), lse, delta).unflatten(0, self.sizes).sum((0, 2))
+            sink = sink.flatten().to(t.sink.dtype)
+        return Grads(self._as_q(dq), self._as_k(dk), self._as_k(dv), sink, {})
+
+    def _rows(self, t: Inputs) -> Rows:
+        blocks, (batch, heads, queries) = self.blocks, self.sizes
+        entries = t.leaves[blocks.slot]
+        row = (torch.arange(queries, device=entries.device) + blocks.start) // blocks.block_q
+        entries = entries.index_select(2, row).long().expand(batch, heads, -1, -1).flatten(0, 1)
+        order = Order.of(entries, blocks.first, self.problem.seqlen_k, blocks.block)
+        # Keys that no query sees may be NaN, and in a product even a P of zero would let them through.
+        unseen = ~order.seen.view(batch, heads, -1, 1)
+        k, v = (_copy(x.transpose(1, 2)).masked_fill_(unseen, 0).view(-1, 1, x.shape[-1]) for x in (t.k, t.v))
+        return Rows(order, self._of_q(t.q), k, v)
+
+    def _of_q(self, x: Tensor) -> Tensor:
+        """q, o or dO by heads: (query of all heads, group, width)."""
+        return _copy(x.unflatten(2, (-1, self.problem.group)).transpose(1, 2)).flatten(0, 2)
+
+    def _as_q(self, x: Tensor) -> Tensor:
+        """The inverse of :meth:`_of_q`, in q's dtype."""
+        return x.unflatten(0, self.sizes).to(self.problem.dtype).transpose(1, 2).flatten(2, 3).contiguous()
+
+    def _as_k(self, x: Tensor) -> Tensor:
+        """A gradient (key of all heads, 1, width) in the layout and dtype of k."""
+        return x.view(*self.sizes[:2], -1, x.shape[-1]).to(self.problem.dtype).transpose(1, 2).contiguous()
+
+    def _of_statistic(self, x: Tensor) -> Tensor:
+        """lse or its gradient by heads: (query of all heads, group)."""
+        return x.unflatten(1, (-1, self.problem.group)).transpose(2, 3).flatten(0, 2)
+
+    def _sinks(self, sink: Tensor) -> Tensor:
+        """The sink of each row: (query of all heads, group)."""
+        found = sink.to(self.problem.compute_dtype).view(1, -1, 1, self.problem.group)
+        return found.expand(*self.sizes, -1).flatten(0, 2)
+
+
 def _copy(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _of_keys(x: Tensor, part: Part) -> Tensor:
-    """A part of k, v or their gradients as a view (heads, key, width)."""
-    return x[part.element, :, slice(*part.heads)].transpose(0, 1)
-
-
-def merged(order: Order, far: Output, own: Output | None) -> tuple[Tensor, Tensor]:
+def merged(order: Order, far: Output, own: Output | None = None) -> tuple[Tensor, Tensor]:
     """Return the merge of each query's states: o (query of all heads, group, head_dim_v) and lse, in the dtype of lse."""
     lse = torch.cat([far.lse, far.lse.new_full((len(far.lse), 1), -torch.inf)], 1).T[order.place]
     if own is not None:

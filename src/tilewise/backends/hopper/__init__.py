@@ -61,11 +61,9 @@ from tilewise.backends.hopper.kernels import AnyConfig
 from tilewise.backends.hopper.latent import selected
 from tilewise.backends.hopper.latent.config import LatentConfig
 from tilewise.backends.hopper.padding import as_packed
-from tilewise.backends.hopper.pieces import described, in_pieces
-from tilewise.planning.bit_tiles import LINES
+from tilewise.backends.hopper.pieces import described, gathers, in_pieces
 from tilewise.problem import Problem
 
-LEAST_BLOCK = 256  # keys; by bytes and products, bringing a query to smaller ones takes several times its work there
 LEAST_CUDA = 13  # of a driver that loads the kernels' machine code
 
 
@@ -118,8 +116,7 @@ class Hopper(Backend):
         return _slow(p)
 
     def pieces(self, p: Problem) -> str:
-        configs = [choose(p) for choose in self._passes(p)]
-        return blockwise.described(p) if _gathers_blocks(p, configs[-1]) else described(p, configs)
+        return described(p, [choose(p) for choose in self._passes(p)])
 
     def config(self, p: Problem) -> Config | LatentConfig | DecodingConfig:
         if self.override is not None:
@@ -194,7 +191,7 @@ class Hopper(Backend):
 def _of_kernels(p: Problem, choose: Callable[[Problem], AnyConfig]) -> list[AnyConfig]:
     """The configs of the kernels that a pass over a problem needs."""
     config = choose(p)
-    return [choose(x) for x in blockwise.examples(p)] if _gathers_blocks(p, config) else [config]
+    return [choose(x) for x in blockwise.both(p)] if gathers(p, config) else [config]
 
 
 def _slow(p: Problem) -> str:
@@ -266,26 +263,16 @@ def _converted(p: Problem, config: AnyConfig, plans: PerProblem):
 
 
 def _conversion(p: Problem, config: AnyConfig, plans: PerProblem) -> tuple | None:
-    """The same of a padded problem and of one of selected blocks, by the plans of packed ones, and of one in pieces; None of any other."""
+    """The same of a padded problem, by the plan of the packed one that it equals, and of one in pieces; None of any other."""
     if _runs_as_packed(p, config):
         from tilewise.backends.hopper.host.padded_call import PaddedPlan
 
         return PaddedPlan.of, plans
-    if _gathers_blocks(p, config):
-        from tilewise.backends.hopper.host.blockwise_call import BlockwisePlan
-
-        return BlockwisePlan.of, plans
     if in_pieces(p, config):
         from tilewise.backends.hopper.host.piecewise_call import PiecewisePlan
 
-        return PiecewisePlan, config
+        return PiecewisePlan.of, (config, plans)
     return None
-
-
-def _gathers_blocks(p: Problem, config: AnyConfig) -> bool:
-    """Whether a problem, with bits for more pairs than may lie in memory, gathers the queries of each block that they select."""
-    blocks = blockwise.blocks_of(p) if in_pieces(p, config) else None
-    return blocks is not None and blocks.block >= LEAST_BLOCK and blocks.block_q < LINES
 
 
 def _runs_as_packed(p: Problem, config: AnyConfig) -> bool:

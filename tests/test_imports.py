@@ -62,6 +62,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "backends.base": ("sizes", "problem", "device", "expr", "caching"),
     "backends.blockwise": (
         "backends.base",
+        "backends.triton.host.sum_rows",
         "selections",
         "problem",
         "caching",

@@ -14,7 +14,7 @@ import tilewise as tw
 from bench.testing import Call, call, normal
 from tests.planning.test_bit_tiles import entries
 from tilewise import accuracy, dispatch
-from tilewise.backends.blockwise import Blockwise, Order, blocks_of
+from tilewise.backends.blockwise import Blockwise, Order, blocks_of, summed
 from tilewise.backends.cpu import library
 from tilewise.backends.hopper import pieces
 from tilewise.backends.hopper.forward import config as forward_config
@@ -173,3 +173,26 @@ def test_what_no_query_sees_touches_nothing(backend):
     assert all(x.isfinite().all() for x in (out.o, grads.dq, grads.dk, grads.dv))
     assert not grads.dk[:, 200:].any()
     assert not grads.dv[:, 200:].any()
+
+
+@pytest.mark.parametrize(
+    ("group", "width", "count", "shared", "cut"),
+    [(1, 128, 3, True, True), (3, 40, 2, False, True), (2, 16, 5, True, False)],
+)
+def test_triton_sums_the_rows_of_a_query(group, width, count, shared, cut):
+    pytest.importorskip("triton", reason="the package triton is not installed")
+    from tilewise.backends.triton import interpreting
+    from tilewise.backends.triton.host.sum_rows import sum_rows
+
+    if not interpreting():
+        pytest.skip("kernels are not interpreted (tests/conftest.py)")
+    rows, mine = normal(50, group, width, dtype=torch.bfloat16), normal(31, group, width, dtype=torch.bfloat16, seed=1)
+    place = torch.randint(51, (31, count), generator=torch.Generator().manual_seed(2))
+    whose, share = torch.arange(31) % 3 > 0, normal(31, count + cut, group, seed=3) if shared else None
+    rows[49], mine[0] = torch.nan, torch.nan  # of no query
+    place[place == 49] = 50
+    order = SimpleNamespace(place=place, own=whose)
+    expected = summed(order, rows, mine if cut else None, share)
+    found = sum_rows(rows, place, (mine, whose) if cut else None, share)
+    torch.testing.assert_close(found, expected, rtol=2**-7, atol=1e-6)
+    assert found.isfinite().all()

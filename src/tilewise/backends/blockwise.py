@@ -222,9 +222,8 @@ class Blockwise:
     def forward(self, t: Inputs) -> Output:
         rows = self._rows(t)
         each = zip(self.calls, (rows.gathered, rows.own), strict=False)
-        o, lse = merged(rows.order, *[self.attend(call, inputs) for call, inputs in each])
-        if t.sink is not None:
-            o, lse = state.add_sink(o, lse, self._sinks(t.sink))
+        sink = None if t.sink is None else self._sinks(t.sink)
+        o, lse = merged(rows.order, sink, *[self.attend(call, inputs) for call, inputs in each])
         lse = lse.unflatten(0, self.sizes).transpose(2, 3).flatten(1, 2)
         return Output(self._as_q(o), lse.contiguous())
 
@@ -234,13 +233,12 @@ class Blockwise:
         o, do, lse, dlse = (*map(self._of_q, (out.o, do)), *map(self._of_statistic, (out.lse, dlse)))
         given = rows.gathered, Output(o[at], lse[at].T.contiguous()), do[at], dlse[at].T.contiguous()
         found = self.differentiate(self.calls[0], *given)
-        dq, dk, dv = summed(found.dq, order.place, None, wide), found.dk, found.dv
+        own_dq, dk, dv = None, found.dk, found.dv
         if order.own is not None:
-            selected = order.own.view(-1, 1)
-            own_out = Output(o, lse.where(selected, NEVER).T.contiguous())
+            own_out = Output(o, lse.where(order.own.view(-1, 1), NEVER).T.contiguous())
             own = self.differentiate(self.calls[1], rows.own, own_out, do, dlse.T.contiguous())
-            dq += own.dq.where(selected.unsqueeze(-1), 0)
-            dk, dv = dk.to(wide) + own.dk, dv.to(wide) + own.dv
+            own_dq, dk, dv = own.dq, dk.to(wide) + own.dk, dv.to(wide) + own.dv
+        dq = summed(order, found.dq, own_dq)
         sink = None
         if t.sink is not None:
             delta = (do.to(wide) * o).sum(-1) - dlse
@@ -285,29 +283,36 @@ def _copy(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def merged(order: Order, far: Output, own: Output | None = None) -> tuple[Tensor, Tensor]:
-    """Return the merge of each query's states: o (query of all heads, group, head_dim_v) and lse, in the dtype of lse."""
+def merged(order: Order, sink: Tensor | None, far: Output, own: Output | None = None) -> tuple[Tensor, Tensor]:
+    """Return the merge of each query's states and its sink: o (query of all heads, group, head_dim_v) and lse, in their dtypes."""
     lse = torch.cat([far.lse, far.lse.new_full((len(far.lse), 1), -torch.inf)], 1).T[order.place]
     if own is not None:
         lse = torch.cat([lse, own.lse.T.where(order.own.view(-1, 1), -torch.inf).unsqueeze(1)], 1)
     share, total = state.shares(lse, 1)
-    share = share.unsqueeze(-1)
-    o = summed(far.o, order.place, share, lse.dtype)
-    if own is not None:
-        o += (own.o * share[:, -1]).where(order.own.view(-1, 1, 1), 0)
-    return o, total
+    if sink is not None:
+        share, total = state.add_sink(share.transpose(1, 2), total, sink)
+        share = share.transpose(1, 2)
+    return summed(order, far.o, None if own is None else own.o, share), total
 
 
-def summed(rows: Tensor, place: Tensor, share: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return the sum of the gathered rows of each query, ``(query of all heads, group, width)``, in the order of its entries.
+def summed(order: Order, rows: Tensor, own: Tensor | None, share: Tensor | None = None) -> Tensor:
+    """Return the sum of each query's rows, ``(query of all heads, group, width)`` in their dtype: those of its entries, then its own.
 
     Args:
-        rows: (gathered row, group, width); those of no query may hold anything. place: as in :class:`Order`. share: what to multiply with.
+        rows: (gathered row, group, width); those of no query may hold anything. own: (query of all heads, group, width), of the queries of
+            ``order.own``. share: (query of all heads, entry, group), what to multiply with, the own row's behind those of the entries.
     """
-    total = rows.new_zeros(len(place), *rows.shape[1:], dtype=dtype)
-    for n, at in enumerate(place.unbind(1)):
-        there = at < len(rows)
-        found = rows[at.where(there, 0)].to(dtype)
-        found = found if share is None else found * share[:, n]
+    rows, own = (x if x is None else x.contiguous() for x in (rows, own))
+    mine = None if own is None else (own, order.own)
+    if rows.is_cuda:
+        from tilewise.backends.triton.host.sum_rows import sum_rows
+
+        return sum_rows(rows, order.place, mine, share if share is None else share.contiguous())
+    wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
+    total = rows.new_zeros(len(order.place), *rows.shape[1:], dtype=wide)
+    each = [(at.clamp(max=len(rows) - 1), at < len(rows), rows) for at in order.place.unbind(1)]
+    for n, (at, there, of) in enumerate(each + ([] if own is None else [(slice(None), order.own, own)])):
+        found = of[at].to(wide)
+        found = found if share is None else found * share[:, n].unsqueeze(-1)
         total += found.where(there.view(-1, 1, 1), 0)
-    return total
+    return total.to(rows.dtype)

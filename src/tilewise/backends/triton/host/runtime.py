@@ -39,6 +39,7 @@ def kernels() -> SimpleNamespace:
         merge_rows,
         paged,
         pair_bias,
+        sum_rows,
         tangent,
         tangent_tiles,
         terms,
@@ -48,7 +49,19 @@ def kernels() -> SimpleNamespace:
     )
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    modules = forward, paged, merge_rows, backward, group_parts, pair_bias, diagonals, terms, tangent, tile_bits
+    modules = (
+        forward,
+        paged,
+        merge_rows,
+        backward,
+        group_parts,
+        pair_bias,
+        diagonals,
+        terms,
+        tangent,
+        tile_bits,
+        sum_rows,
+    )
     found = {n.removesuffix("_kernel"): x for m in modules for n, x in vars(m).items() if n.endswith("_kernel")}
     return SimpleNamespace(
         triton=triton,

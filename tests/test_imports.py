@@ -62,7 +62,9 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "backends.base": ("sizes", "problem", "device", "expr", "caching"),
     "backends.blockwise": (
         "backends.base",
+        "backends.piecewise",
         "backends.triton.host.sum_rows",
+        "planning.bit_tiles",
         "selections",
         "problem",
         "caching",
@@ -148,6 +150,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "own",
         "backends.base",
         "backends.blockwise",
+        "backends.piecewise",
         "problem",
         "signature",
         "sizes",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -14,13 +12,11 @@ import tilewise as tw
 from bench.testing import Call, call, normal
 from tests.planning.test_bit_tiles import entries
 from tilewise import accuracy, dispatch
-from tilewise.backends.blockwise import Blockwise, Order, blocks_of, summed
+from tilewise.backends import blockwise, piecewise
+from tilewise.backends.blockwise import Blockwise, Order, blocks_of, by_blocks, summed
 from tilewise.backends.cpu import library
-from tilewise.backends.hopper import pieces
-from tilewise.backends.hopper.forward import config as forward_config
-from tilewise.backends.hopper.host.piecewise_call import PiecewisePlan
+from tilewise.backends.piecewise import Piecewise
 from tilewise.planning.tiles import Grid, seen_keys
-from tilewise.problem import Problem
 
 BACKENDS = [
     "portable",
@@ -89,17 +85,7 @@ def blockwise_of(c: Call, backend: str) -> Blockwise:
     return Blockwise(c.p, by.forward, by.backward)
 
 
-class Plans:
-    """The plans of packed problems by a backend."""
-
-    def __init__(self, backend: str):
-        self.by = dispatch.backend(backend)
-
-    def of(self, p: Problem) -> SimpleNamespace:
-        return SimpleNamespace(forward=partial(self.by.forward, p), backward=partial(self.by.backward, p))
-
-
-def errors_of(c: Call, way: Blockwise | PiecewisePlan) -> list[str]:
+def errors_of(c: Call, way: Blockwise | Piecewise) -> list[str]:
     out = way.forward(c.t)
     errors = c.expected().judge(accuracy.tensors(out, way.backward(c.t, out, c.do, c.dlse)))
     return [str(e) for e in errors if not e.ok]
@@ -114,15 +100,12 @@ def test_the_packed_calls_together_are_the_call(name, backend):
 
 @pytest.fixture
 def small(monkeypatch):
-    monkeypatch.setattr(pieces, "BUDGET", 1)
-    monkeypatch.setattr(pieces, "LEAST_BLOCK", 1)
+    monkeypatch.setattr(blockwise, "BUDGET", 1)
 
 
-def in_pieces(c: Call, backend: str) -> PiecewisePlan:
-    half = (x._replace(dtype=torch.bfloat16) for x in (c.p.q, c.p.k, c.p.v))  # of which alone there are configs
-    config = forward_config.choose(replace(c.p, **dict(zip("qkv", half, strict=True))))
-    assert pieces.gathers(c.p, config)
-    return PiecewisePlan(c.p, config, Plans(backend))
+def in_pieces(c: Call, backend: str) -> Piecewise:
+    by = dispatch.backend(backend)
+    return by_blocks(c.p, by.forward, by.backward)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -135,15 +118,12 @@ def test_the_pieces_together_are_the_call(name, backend, small):
 @pytest.mark.parametrize("name", CASES)
 def test_every_query_of_every_head_is_in_one_piece(name, small, monkeypatch):
     c = case(name)
-    way = in_pieces(c, "portable")
-    for budget in (1, 4 << 10):
-        monkeypatch.setattr(pieces, "BUDGET", budget)
+    for budget in (1, 4 << 10, 1 << 20):
+        monkeypatch.setattr(blockwise, "BUDGET", budget)
         times = torch.zeros(c.p.batch, c.p.seqlen_q, c.p.heads_q)
-        found = pieces.cuts(c.p, way.config) if pieces.gathers(c.p, way.config) else []
-        for cut in found:
-            pieces.take(times, cut.of_q).add_(1)
-        assert (times == (1 if found else 0)).all()
-        assert found or budget > 1
+        for cut in blockwise.cut(c.p):
+            piecewise.take(times, cut.of_q).add_(1)
+        assert (times == 1).all()
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -196,3 +176,22 @@ def test_triton_sums_the_rows_of_a_query(group, width, count, shared, cut):
     found = sum_rows(rows, place, (mine, whose) if cut else None, share)
     torch.testing.assert_close(found, expected, rtol=2**-7, atol=1e-6)
     assert found.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["moba", "grouped", "not-causal"])
+def test_triton_gathers_by_block(name, monkeypatch):
+    pytest.importorskip("triton", reason="the package triton is not installed")
+    from tilewise.backends import triton
+
+    if not triton.interpreting():
+        pytest.skip("kernels are not interpreted (tests/conftest.py)")
+    monkeypatch.setattr(triton, "LEAST_PAIRS", 1)
+    monkeypatch.setattr(triton, "VISITED", 1 << 20)
+    monkeypatch.setattr(blockwise, "ROW", 0)
+    c, by = case(name), triton.Triton()
+    assert "packed sequence" in by.pieces(c.p)
+    make, values = by._plans.recorded(c.p)
+    assert isinstance(make(c.p, values), Piecewise)
+    out = by.forward(c.p, c.t)
+    errors = c.expected().judge(accuracy.tensors(out, by.backward(c.p, c.t, out, c.do, c.dlse)))
+    assert not [str(e) for e in errors if not e.ok]

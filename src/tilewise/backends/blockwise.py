@@ -5,8 +5,8 @@ they selected alone. What a query sees of a block that its position cuts, its ow
 each block has its own queries. The states of a query are merged (docs/algorithm.md#5-merging), and the backward reads the merged lse, so
 that every packed call has its part of the gradients.
 
-Everything is made on the device, and nothing is read back from there. A call may be a piece of a larger one, whose gathered rows take less
-memory (:func:`gathered_bytes`).
+Everything is made on the device, and nothing is read back from there. A call runs in pieces whose gathered rows fit in memory
+(:func:`by_blocks`).
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from torch import Tensor
 
 from tilewise import state
 from tilewise.backends.base import Grads, Inputs, Output
+from tilewise.backends.piecewise import Cut, Piecewise, cuts, described
 from tilewise.caching import cached_property
 from tilewise.expr import indices, is_number
 from tilewise.masks import as_mask
 from tilewise.masks.facts import as_band
+from tilewise.planning.bit_tiles import LINES
 from tilewise.problem import Problem, TensorFacts, plain_index
 from tilewise.selections import keys_of_entry, queries_of_row
 from tilewise.spec import parse_spec
@@ -36,6 +38,10 @@ Forward = Callable[[Problem, Inputs], Output]
 
 Backward = Callable[[Problem, Inputs, Output, Tensor, Tensor], Grads]
 """Its backward, of the forward's results and their gradients."""
+
+
+ROW = 512  # keys: what bringing a query to a block and its part of o back takes, in the time of a key's products (run h200-gathered-blocks)
+BUDGET = 1 << 30  # bytes of gathered rows at a time
 
 
 class Blocks(NamedTuple):
@@ -76,6 +82,32 @@ def blocks_of(p: Problem) -> Blocks | None:
 def most_blocks(p: Problem, blocks: Blocks) -> int:
     """Return the most blocks that a query selects."""
     return min(p.extras[blocks.slot].shape[-1], -(-p.seqlen_k // blocks.block))
+
+
+def sooner(p: Problem, least_pairs: int, visited: float) -> bool:
+    """Return whether a problem's queries are to be gathered by block: that takes less time than to visit tiles of keys.
+
+    Args:
+        least_pairs: of queries and keys of a head, from which the launches of a gathered call do not matter.
+        visited: the keys that a query's tile visits otherwise, in parts of all; it is counted in the time of a gathered one.
+    """
+    # The mask last: it takes the longest.
+    if p.packed or p.paged or p.seqlen_q * p.seqlen_k < least_pairs or (blocks := blocks_of(p)) is None:
+        return False
+    entries, visited = most_blocks(p, blocks), visited * p.seqlen_k
+    # Nor more than all queries of a tile select together.
+    together = -(-LINES // blocks.block_q) * entries * blocks.block
+    return entries * (blocks.block + ROW) <= min(visited, together)
+
+
+def cut(p: Problem) -> list[Cut]:
+    """Return the pieces of a call: those of all whose gathered rows fit in memory."""
+    return cuts(p, (True, True), lambda batch, heads, queries: gathered_bytes(p, batch * heads * queries) <= BUDGET)
+
+
+def told(p: Problem) -> str:
+    """Return how a call is cut, for ``explain``."""
+    return f"{described(cut(p))}; a block of keys and the queries that selected it are a packed sequence"
 
 
 def gathered_bytes(p: Problem, queries: int) -> int:
@@ -277,6 +309,11 @@ class Blockwise:
         """The sink of each row: (query of all heads, group)."""
         found = sink.to(self.problem.compute_dtype).view(1, -1, 1, self.problem.group)
         return found.expand(*self.sizes, -1).flatten(0, 2)
+
+
+def by_blocks(p: Problem, attend: Forward, differentiate: Backward) -> Piecewise:
+    """Return the call of a problem of selected blocks, as pieces whose gathered rows fit in memory."""
+    return Piecewise(p, cut, lambda piece: Blockwise(piece, attend, differentiate))
 
 
 def _copy(x: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from tilewise.backends.hopper.host.forward_call import ForwardPlan
 from tilewise.backends.hopper.host.piecewise_call import PiecewisePlan
 from tilewise.backends.hopper.host.recipe import flat
 from tilewise.backends.hopper.parameters import names_of
+from tilewise.backends.piecewise import problem_of, take
 from tilewise.planning.bit_tiles import BUDGET, BitTiles
 from tilewise.problem import Problem, check
 from tilewise.reference import Reference
@@ -76,8 +77,12 @@ def small(monkeypatch):
 def long_problem(name: str) -> Problem:
     """A call of tensors without memory."""
     mask, n, heads = LONG[name]
+    return of_length(mask(), n, heads)
+
+
+def of_length(mask: tw.Mask, n: int, heads: tuple[int, int]) -> Problem:
     q, k, v = (torch.empty(1, n, h, 128, dtype=torch.bfloat16, device="meta") for h in (heads[0], *heads[1:] * 2))
-    extras, seed, text = assemble(q.requires_grad_(), k, v, Options(mask=mask()))
+    extras, seed, text = assemble(q.requires_grad_(), k, v, Options(mask=mask))
     return replace(check(q, k, v, extras, seed, parse_spec(text)), device=torch.device("cpu"))
 
 
@@ -104,8 +109,8 @@ def test_the_bits_of_a_piece_take_no_more_than_they_may(name, choose):
     config = choose(p)
     assert pieces.in_pieces(p, config)
     read = (config.keys.tile_m, True) if choose is backward_config.choose else (config.tiles.tile_n, False)
-    for cut in pieces.cuts(p, config):
-        own = pieces.problem_of(p, cut)
+    for cut in pieces.cut(p, config):
+        own = problem_of(p, cut)
         if pieces.gathers(p, config):
             assert gathered_bytes(own, own.batch * own.heads_k * own.seqlen_q) <= BUDGET
             continue
@@ -120,7 +125,7 @@ def test_the_bits_of_a_piece_take_no_more_than_they_may(name, choose):
 def test_pieces_of_one_head_are_few():
     """One head has 2 GiB of bits: nothing is added up but the gradients of two pieces."""
     p = long_problem("moba")
-    found = pieces.cuts(p, backward_config.choose(p))
+    found = pieces.cut(p, backward_config.choose(p))
     assert len(found) == 64
     assert {cut.end for cut in found} == {N // 2, N}
 
@@ -129,10 +134,10 @@ def test_pieces_of_one_head_are_few():
 @pytest.mark.parametrize("name", CASES)
 def test_every_head_has_every_query_once(name, choose, small):
     p = case(name).p
-    found, times = pieces.cuts(p, choose(p)), torch.zeros(p.batch, p.seqlen_q, p.heads_q)
+    found, times = pieces.cut(p, choose(p)), torch.zeros(p.batch, p.seqlen_q, p.heads_q)
     assert len(found) > 1
     for cut in found:
-        pieces.take(times, cut.of_q).add_(1)
+        take(times, cut.of_q).add_(1)
         assert cut.heads_q == tuple(p.group * h for h in cut.heads)
     assert (times == 1).all()
 
@@ -242,10 +247,10 @@ def test_bits_are_freed_before_those_of_the_next_piece_are_made(name, small, mon
 
 
 def test_the_cut_is_told():
-    p = long_problem("grouped")
+    p = long_problem("video")
     assert Hopper().refused(p) == []
     assert Hopper().pieces(p) == (
-        "8 of 1 batch element, 1 key head and 65536 queries, as a bit for each pair may take 8 GiB, above 1 GiB"
+        "8 of 1 batch element, 2 key heads and 131072 queries, as a bit for each pair may take 6.44 GiB, above 1 GiB"
     )
     assert Hopper().pieces(call(*qkv(300, 300), causal=True).p) == ""
 
@@ -255,7 +260,7 @@ def test_a_call_of_pieces_is_planned_as_such(small):
     hopper = Hopper()
     assert isinstance(hopper._plan(c.p), PiecewisePlan)
     make, config = hopper.planned(c.p)
-    assert make(c.p, config).pieces
+    assert make(c.p, config).whole.pieces
     assert hopper.direct(c.p) is None
     assert hopper.direct_of(hopper.planned(c.p)) is None
 

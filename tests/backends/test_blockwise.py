@@ -100,7 +100,7 @@ def test_the_packed_calls_together_are_the_call(name, backend):
 
 @pytest.fixture
 def small(monkeypatch):
-    monkeypatch.setattr(blockwise, "BUDGET", 1)
+    monkeypatch.setattr(blockwise, "room", lambda p: 1)
 
 
 def in_pieces(c: Call, backend: str) -> Piecewise:
@@ -119,9 +119,9 @@ def test_the_pieces_together_are_the_call(name, backend, small):
 def test_every_query_of_every_head_is_in_one_piece(name, small, monkeypatch):
     c = case(name)
     for budget in (1, 4 << 10, 1 << 20):
-        monkeypatch.setattr(blockwise, "BUDGET", budget)
+        monkeypatch.setattr(blockwise, "room", lambda p, budget=budget: budget)
         times = torch.zeros(c.p.batch, c.p.seqlen_q, c.p.heads_q)
-        for cut in blockwise.cut(c.p):
+        for cut in blockwise.cut(c.p, backward=True):
             piecewise.take(times, cut.of_q).add_(1)
         assert (times == 1).all()
 

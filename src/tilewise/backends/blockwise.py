@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise import device as devices
 from tilewise import state
 from tilewise.backends.base import Grads, Inputs, Output
 from tilewise.backends.piecewise import Cut, Piecewise, cuts, described
@@ -41,7 +42,6 @@ Backward = Callable[[Problem, Inputs, Output, Tensor, Tensor], Grads]
 
 
 ROW = 512  # keys: what bringing a query to a block and its part of o back takes, in the time of a key's products (run h200-gathered-blocks)
-BUDGET = 1 << 30  # bytes of gathered rows at a time
 
 
 class Blocks(NamedTuple):
@@ -100,20 +100,28 @@ def sooner(p: Problem, least_pairs: int, visited: float) -> bool:
     return entries * (blocks.block + ROW) <= min(visited, together)
 
 
-def cut(p: Problem) -> list[Cut]:
-    """Return the pieces of a call: those of all whose gathered rows fit in memory."""
-    return cuts(p, (True, True), lambda batch, heads, queries: gathered_bytes(p, batch * heads * queries) <= BUDGET)
+def cut(p: Problem, backward: bool) -> list[Cut]:
+    """Return the pieces of a pass, whose gathered rows fit in memory."""
+    return cuts(
+        p, (True, True), lambda batch, heads, queries: gathered_bytes(p, batch * heads * queries, backward) <= room(p)
+    )
+
+
+def room(p: Problem) -> int:
+    """Return how many bytes gathered rows may take at a time: a piece's launches take the host some milliseconds."""
+    return devices.of(p.device).memory // 32 or 2 << 30
 
 
 def told(p: Problem) -> str:
     """Return how a call is cut, for ``explain``."""
-    return f"{described(cut(p))}; a block of keys and the queries that selected it are a packed sequence"
+    return f"{described(cut(p, p.spec.needs_grad))}; a block of keys and the queries that selected it are a packed sequence"
 
 
-def gathered_bytes(p: Problem, queries: int) -> int:
-    """Return the bytes of the gathered rows of so many queries of all key heads: of q and o and their gradients, and what orders them."""
+def gathered_bytes(p: Problem, queries: int, backward: bool) -> int:
+    """Return the bytes of the gathered rows of so many queries of all key heads: of q and o, in a backward of their gradients too, and what
+    orders them."""
     blocks = blocks_of(p)
-    row = p.dtype.itemsize * p.group * 2 * (p.head_dim + p.head_dim_v)
+    row = p.dtype.itemsize * p.group * (1 + backward) * (p.head_dim + p.head_dim_v)
     marks = 5 * (-(-p.seqlen_k // blocks.block) + 1)  # of a query, a byte for each block, and their running sum
     return queries * (most_blocks(p, blocks) * row + marks)
 

@@ -148,16 +148,24 @@ class PieceCall(Protocol):
 
 @dataclass(eq=False)
 class Piecewise:
-    """The call of a problem that runs piece by piece. ``cut``: where the problem is cut; ``call_of``: the call of a piece."""
+    """The call of a problem that runs piece by piece. ``cut``: of a problem, and whether for a backward; ``call_of``: the call of a piece."""
 
     problem: Problem
-    cut: Callable[[Problem], list[Cut]]
+    cut: Callable[[Problem, bool], list[Cut]]
     call_of: Callable[[Problem], PieceCall]
 
     @cached_property
     def pieces(self) -> list[tuple[Cut, PieceCall]]:
-        """The pieces in order, each with its call."""
-        return [(cut, self.call_of(problem_of(self.problem, cut))) for cut in self.cut(self.problem)]
+        """The pieces of a forward in order, each with its call."""
+        return self._pieces(backward=False)
+
+    @cached_property
+    def backward_pieces(self) -> list[tuple[Cut, PieceCall]]:
+        """Those of a backward."""
+        return self._pieces(backward=True)
+
+    def _pieces(self, backward: bool) -> list[tuple[Cut, PieceCall]]:
+        return [(cut, self.call_of(problem_of(self.problem, cut))) for cut in self.cut(self.problem, backward)]
 
     def inputs(self, given: Inputs, cut: Cut, call: PieceCall) -> Inputs:
         """The tensors of a piece."""
@@ -182,7 +190,7 @@ class Piecewise:
         p = self.problem
         dq, dk, dv = (x.new_empty(x.shape) for x in (inputs.q, inputs.k, inputs.v))
         sink = None if inputs.sink is None else torch.zeros_like(inputs.sink, dtype=p.compute_dtype)
-        for _, same in groupby(self.pieces, lambda piece: piece[0].heads + piece[0].batch):
+        for _, same in groupby(self.backward_pieces, lambda piece: piece[0].heads + piece[0].batch):
             of_heads = list(same)
             whole = of_heads[0][0]._replace(end=p.seqlen_k)
             # Of one piece alone nothing is added up.

@@ -32,12 +32,12 @@ def test_large_blocks_of_each_query_are_gathered(name):
 
 def test_how_is_told():
     assert Hopper().pieces(long_problem("moba")) == (
-        "64 of 1 batch element, 1 key head and 65536 queries; a block of keys and the queries that selected it are a packed sequence"
+        "32 of 1 batch element, 1 key head and 131072 queries; a block of keys and the queries that selected it are a packed sequence"
     )
 
 
 def test_the_kernels_source_is_right_on_them(monkeypatch):
-    monkeypatch.setattr(blockwise, "BUDGET", 4 << 10)
+    monkeypatch.setattr(blockwise, "room", lambda p: 4 << 10)
     monkeypatch.setattr(pieces, "LEAST_PAIRS", 1)
     monkeypatch.setattr(blockwise, "ROW", -64)  # so that few keys are enough
 

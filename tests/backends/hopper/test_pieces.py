@@ -16,6 +16,7 @@ from tests.backends.hopper.launches import stand_in
 from tests.backends.hopper.test_forward import qkv
 from tests.planning.test_bit_tiles import entries, pairs_of
 from tilewise import accuracy
+from tilewise.backends import blockwise
 from tilewise.backends.base import Grads, Output
 from tilewise.backends.blockwise import gathered_bytes
 from tilewise.backends.hopper import Hopper, pieces
@@ -93,6 +94,7 @@ def blocks(batch: int, heads: int, rows: int, count: int) -> Tensor:
 N = 131072
 LONG = {
     "moba": (lambda: tw.causal() & tw.selected(blocks(1, 32, N, 12), 4096), N, (32, 32)),
+    "moba or window": (lambda: tw.causal() & (tw.selected(blocks(1, 32, N, 12), 4096) | tw.window(left=99)), N, (32, 32)),
     "moba-512": (lambda: tw.causal() & tw.selected(blocks(1, 32, N, 8), 512), N, (32, 32)),
     "a million": (lambda: tw.causal() & tw.selected(blocks(1, 4, 8 * N, 8), 512), 8 * N, (4, 4)),
     "grouped": (lambda: tw.causal() & tw.selected(blocks(1, 4, N, 16), 64), N, (64, 4)),
@@ -112,7 +114,9 @@ def test_the_bits_of_a_piece_take_no_more_than_they_may(name, choose):
     for cut in pieces.cut(p, config):
         own = problem_of(p, cut)
         if pieces.gathers(p, config):
-            assert gathered_bytes(own, own.batch * own.heads_k * own.seqlen_q) <= BUDGET
+            assert gathered_bytes(
+                own, own.batch * own.heads_k * own.seqlen_q, choose is backward_config.choose
+            ) <= blockwise.room(p)
             continue
         tiles = masks.BitsOf(own, *read)
         assert bytes_of_bits(own, *read) <= BUDGET
@@ -124,7 +128,7 @@ def test_the_bits_of_a_piece_take_no_more_than_they_may(name, choose):
 
 def test_pieces_of_one_head_are_few():
     """One head has 2 GiB of bits: nothing is added up but the gradients of two pieces."""
-    p = long_problem("moba")
+    p = long_problem("moba or window")
     found = pieces.cut(p, backward_config.choose(p))
     assert len(found) == 64
     assert {cut.end for cut in found} == {N // 2, N}

@@ -47,7 +47,7 @@ def gathers(p: Problem, config: Formed) -> bool:
 def cut(p: Problem, config: Formed) -> list[Cut]:
     """Return the pieces of a call."""
     if gathers(p, config):
-        return blockwise.cut(p)
+        return blockwise.cut(p, isinstance(config, Backward))
 
     def fits(batch: int, heads: int, queries: int) -> bool:
         q = p.q._replace(shape=(batch, queries, heads * p.group, p.head_dim))

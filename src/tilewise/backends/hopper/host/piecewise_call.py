@@ -47,7 +47,7 @@ class PiecewisePlan(Plan):
             return blockwise.by_blocks(
                 self.problem, lambda p, t: of(p).forward(t), lambda p, *given: of(p).backward(*given)
             )
-        return Piecewise(self.problem, lambda p: cut(p, self.config), self._reading_bits)
+        return Piecewise(self.problem, lambda p, _: cut(p, self.config), self._reading_bits)
 
     def _reading_bits(self, piece: Problem) -> ForwardPlan | BackwardPlan:
         plan = BackwardPlan if isinstance(self.config, Backward) else ForwardPlan

@@ -178,8 +178,8 @@ def test_triton_sums_the_rows_of_a_query(group, width, count, shared, cut):
     assert found.isfinite().all()
 
 
-@pytest.mark.parametrize("name", ["moba", "grouped", "not-causal"])
-def test_triton_gathers_by_block(name, monkeypatch):
+@pytest.mark.parametrize("causal", [True, False])
+def test_triton_gathers_by_block(causal, monkeypatch):
     pytest.importorskip("triton", reason="the package triton is not installed")
     from tilewise.backends import triton
 
@@ -188,7 +188,9 @@ def test_triton_gathers_by_block(name, monkeypatch):
     monkeypatch.setattr(triton, "LEAST_PAIRS", 1)
     monkeypatch.setattr(triton, "VISITED", 1 << 20)
     monkeypatch.setattr(blockwise, "ROW", 0)
-    c, by = case(name), triton.Triton()
+    q, do, k, v = (normal(1, 40, heads, 16, dtype=torch.bfloat16, seed=n) for n, heads in enumerate((2, 2, 1, 1)))
+    indices, more = (own(1, 1, 40, 2, 16), {"sink": normal(2)}) if causal else (entries(1, 1, 40, 2, blocks=3), {})
+    c, by = call(q, k, v, do, mask=tw.selected(indices, 16), causal=causal, **more), triton.Triton()
     assert "packed sequence" in by.pieces(c.p)
     make, values = by._plans.recorded(c.p)
     assert isinstance(make(c.p, values), Piecewise)

@@ -148,7 +148,7 @@ class PieceCall(Protocol):
 
 @dataclass(eq=False)
 class Piecewise:
-    """The call of a problem that runs piece by piece. ``cut``: of a problem, and whether for a backward; ``call_of``: the call of a piece."""
+    """The call of a problem that runs piece by piece. ``cut``: also by whether it is a backward; ``call_of``: the call of a piece."""
 
     problem: Problem
     cut: Callable[[Problem, bool], list[Cut]]

@@ -94,7 +94,11 @@ def blocks(batch: int, heads: int, rows: int, count: int) -> Tensor:
 N = 131072
 LONG = {
     "moba": (lambda: tw.causal() & tw.selected(blocks(1, 32, N, 12), 4096), N, (32, 32)),
-    "moba or window": (lambda: tw.causal() & (tw.selected(blocks(1, 32, N, 12), 4096) | tw.window(left=99)), N, (32, 32)),
+    "moba or window": (
+        lambda: tw.causal() & (tw.selected(blocks(1, 32, N, 12), 4096) | tw.window(left=99)),
+        N,
+        (32, 32),
+    ),
     "moba-512": (lambda: tw.causal() & tw.selected(blocks(1, 32, N, 8), 512), N, (32, 32)),
     "a million": (lambda: tw.causal() & tw.selected(blocks(1, 4, 8 * N, 8), 512), 8 * N, (4, 4)),
     "grouped": (lambda: tw.causal() & tw.selected(blocks(1, 4, N, 16), 64), N, (64, 4)),

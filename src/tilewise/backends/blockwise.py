@@ -41,7 +41,7 @@ Backward = Callable[[Problem, Inputs, Output, Tensor, Tensor], Grads]
 """Its backward, of the forward's results and their gradients."""
 
 
-ROW = 512  # keys: what bringing a query to a block and its part of o back takes, in the time of a key's products (run h200-gathered-blocks)
+ROW = 512  # keys in whose time a query is brought to a block and its part of o back (docs/decisions.md#gathered-blocks)
 
 
 class Blocks(NamedTuple):

@@ -94,7 +94,7 @@ $(VENV)/ready-kernels-$(TORCH): $(VENV)/ready-$(TORCH)
 # got before. `python -m tests.backends.hopper.sweep` runs them all on an emulated machine: what to do before they meet a GPU.
 BUILD_HOPPER = OMP_NUM_THREADS=1 $(BIN)/python -m tilewise.backends.hopper.host.aot
 COMPILE_HOPPER = $(BIN)/python -m tilewise.backends.hopper.kit.layout && \
-  OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadgroup tests/backends/hopper/test_hostcode.py && $(BUILD_HOPPER)
+  OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto tests/backends/hopper/test_hostcode.py && $(BUILD_HOPPER)
 
 kernels-hopper: setup $(VENV)/ready-kernels-$(TORCH)
 	@$(COMPILE_HOPPER) --table src/tilewise/backends/hopper/kernels.txt $(if $(CANDIDATES),--candidates)

@@ -89,9 +89,26 @@ def test_a_kernel_of_other_sources_that_is_not_wanted_does_not_stay(workshop):
     assert workshop.built == []
 
 
-def test_a_program_that_is_not_the_listed_one_is_named(workshop, monkeypatch, tmp_path):
-    row = {"registers": [1], "spills": 0, "shared": 1, "wgmma": 2, "cubin": 3, "hidden": [4, 5], "program": "as ever"}
+@pytest.fixture
+def listed(monkeypatch, tmp_path):
+    """Writes programs into a ``kernels.txt``."""
+    row = {"registers": [1], "spills": 0, "shared": 1, "wgmma": 2, "cubin": 3, "hidden": [4, 5]}
     monkeypatch.setattr(kernel_files, "TABLE", tmp_path / "kernels.txt")
-    kernel_files.TABLE.write_text(aot.table(dict.fromkeys(NAMES[:2], row | {"program": "0ld"})))
+    return lambda programs: kernel_files.TABLE.write_text(
+        aot.table({name: row | {"program": program} for name, program in programs.items()})
+    )
+
+
+def test_a_program_that_is_not_the_listed_one_is_named(workshop, listed):
+    listed(dict.fromkeys(NAMES[:2], "0ld"))
     workshop.programs = {NAMES[0]: "0ld", NAMES[1]: "another", NAMES[2]: "0ld"}
-    assert aot.other_programs(CONFIGS, 1) == NAMES[1:]
+    assert aot.other_programs(CONFIGS, {}, 1) == NAMES[1:]
+    assert workshop.traced == NAMES
+
+
+def test_a_program_that_a_build_has_found_is_not_traced_again(workshop, listed):
+    listed({NAMES[0]: "0ld", NAMES[1]: "0ld"})
+    workshop.programs = dict.fromkeys(NAMES[1:], "0ld")
+    rows = {NAMES[0]: {"program": "another"}}
+    assert aot.other_programs(CONFIGS[:2], rows, 1) == NAMES[:1]
+    assert workshop.traced == NAMES[1:2]

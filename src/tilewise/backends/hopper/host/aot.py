@@ -6,7 +6,7 @@ Each is compiled for sm_90a, held against what it must be (registers, spills, sh
 with the recipe of its launch, and listed in ``index.json``. What was made from the same sources is kept, and so is what was made from
 others that give the compiler the same program. Exit code 1 if one is not as it must be. Those whose program no GPU has run are named
 (:mod:`tilewise.backends.hopper.host.proven`). ``--sample`` compiles a few that stand for all; ``--table`` writes the figures of all as
-text; ``--programs`` compiles nothing, and fails where a program is not the one in that text.
+text; ``--programs`` fails where a program of any is not the one in that text, and compiles nothing but a sample that is asked for too.
 """
 
 from __future__ import annotations
@@ -229,12 +229,28 @@ def listed_programs() -> dict[str, str]:
     return dict(line.split()[:2] for line in kernel_files.TABLE.read_text().splitlines()[1:])
 
 
-def other_programs(configs: list[AnyConfig], jobs: int) -> list[str]:
-    """The names of kernels whose programs are not those that ``kernels.txt`` lists."""
-    listed = listed_programs()
+def other_programs(configs: list[AnyConfig], rows: dict[str, dict], jobs: int) -> list[str]:
+    """The names of kernels whose programs are not those that ``kernels.txt`` lists; what has a row of the index is not traced again."""
+    listed, unknown = listed_programs(), [config for config in configs if config.name not in rows]
     with ProcessPoolExecutor(jobs) as pool:
-        found = zip(configs, pool.map(program, configs), strict=True)
-        return [config.name for config, program_ in found if program_ != listed.get(config.name)]
+        traced = zip((config.name for config in unknown), pool.map(program, unknown), strict=True)
+        found = {name: row["program"] for name, row in rows.items()} | dict(traced)
+    return [config.name for config in configs if found[config.name] != listed.get(config.name)]
+
+
+def reported(configs: list[AnyConfig], rows: dict[str, dict], started: float) -> int:
+    """The number of kernels that are not as they must be, which it prints, and which have programs that no GPU has run."""
+    failed = sum(bool(rows[c.name]["faults"]) for c in configs)
+    size = sum(rows[c.name]["file"] for c in configs)
+    seconds = time.perf_counter() - started
+    print(f"{len(configs)} kernels, {failed} not as they must be, {size / 2**20:.1f} MiB, {seconds:.0f} s", flush=True)
+    kept = shipped()
+    if waiting := proven.waiting({c.name: rows[c.name]["program"] for c in configs if c in kept}):
+        print(
+            f"{len(waiting)} have programs that no GPU has run, as `make release` does: {', '.join(waiting)}",
+            flush=True,
+        )
+    return failed
 
 
 def main(arguments: list[str]) -> int:
@@ -244,31 +260,28 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--table", type=Path)
     parser.add_argument("--candidates", action="store_true", help="also the kernels that are there to be measured")
-    parser.add_argument("--programs", action="store_true", help="compile none, hold programs against kernels.txt")
+    parser.add_argument("--programs", action="store_true", help="hold the programs of all against kernels.txt")
     options = parser.parse_args(arguments)
     if importlib.util.find_spec("cutlass") is None:
         print(
             "hopper: skipped, the extra 'kernels' (nvidia-cutlass-dsl) is not installed; make kernels-hopper installs it"
         )
         return 0
-    kept = shipped()
-    every = sample(kept) if options.sample else kept
-    every += forward_config.candidates() + backward_config.candidates() if options.candidates else []
-    configs, started = [c for c in every if options.only in c.name], time.perf_counter()
+    kept, started, rows, failed = shipped(), time.perf_counter(), {}, 0
+    if options.sample or not options.programs:
+        every = sample(kept) if options.sample else kept
+        every += forward_config.candidates() + backward_config.candidates() if options.candidates else []
+        configs = [c for c in every if options.only in c.name]
+        rows = build_all(configs, kernel_files.folder(), options.jobs)
+        failed = reported(configs, rows, started)
+        if options.table:
+            options.table.write_text(table({c.name: rows[c.name] for c in configs if c in kept}))
     if options.programs:
-        others = other_programs(configs, options.jobs)
+        configs, started = [c for c in kept if options.only in c.name], time.perf_counter()
+        others = other_programs(configs, rows, options.jobs)
         print("".join(f"FAIL {name}: not the program that kernels.txt lists\n" for name in others), end="")
         print(f"{len(configs)} programs, {len(others)} not as listed, {time.perf_counter() - started:.0f} s")
-        return 1 if others else 0
-    rows = build_all(configs, kernel_files.folder(), options.jobs)
-    failed = [c.name for c in configs if rows[c.name]["faults"]]
-    size = sum(rows[c.name]["file"] for c in configs)
-    seconds = time.perf_counter() - started
-    print(f"{len(configs)} kernels, {len(failed)} not as they must be, {size / 2**20:.1f} MiB, {seconds:.0f} s")
-    if waiting := proven.waiting({c.name: rows[c.name]["program"] for c in configs if c in kept}):
-        print(f"{len(waiting)} have programs that no GPU has run, as `make release` does: {', '.join(waiting)}")
-    if options.table:
-        options.table.write_text(table({c.name: rows[c.name] for c in configs if c in kept}))
+        failed += len(others)
     return 1 if failed else 0
 
 

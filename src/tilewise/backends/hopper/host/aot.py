@@ -37,9 +37,10 @@ from tilewise.backends.hopper.forward import config as forward_config
 from tilewise.backends.hopper.host import hostcode, kernel_files, proven, sass
 from tilewise.backends.hopper.host.kernel_files import file_name
 from tilewise.backends.hopper.host.recipe import Recipe
-from tilewise.backends.hopper.host.sample import sample
+from tilewise.backends.hopper.host.traits import traits
 from tilewise.backends.hopper.kernels import AnyConfig, shipped
 from tilewise.backends.hopper.latent.config import LatentConfig
+from tilewise.backends.sample import sample
 
 OPTIONS = "--gpu-arch sm_90a --keep-cubin --keep-ptx"
 # What makes a kernel's file of its program, and says whether it is as it must be.
@@ -269,7 +270,7 @@ def main(arguments: list[str]) -> int:
         return 0
     kept, started, rows, failed = shipped(), time.perf_counter(), {}, 0
     if options.sample or not options.programs:
-        every = sample(kept) if options.sample else kept
+        every = sample(kept, traits) if options.sample else kept
         every += forward_config.candidates() + backward_config.candidates() if options.candidates else []
         configs = [c for c in every if options.only in c.name]
         rows = build_all(configs, kernel_files.folder(), options.jobs)

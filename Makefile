@@ -105,7 +105,8 @@ COMPILE_HOPPER = $(BIN)/python -m tilewise.backends.hopper.kit.layout && \
 kernels-hopper: setup $(VENV)/ready-kernels-$(TORCH)
 	@$(COMPILE_HOPPER) --table src/tilewise/backends/hopper/kernels.txt $(if $(CANDIDATES),--candidates)
 
-# For CI: a few that show every value of every field of all, and whether all have the programs that kernels.txt lists.
+# For CI: a few that show every value of every field of all, and whether all have the programs that kernels.txt lists. Those that are not
+# compiled are traced where kernels.txt names other sources, which takes some four minutes more on two cores.
 kernels-hopper-sample: setup $(VENV)/ready-kernels-$(TORCH)
 	@$(COMPILE_HOPPER) --sample --programs
 

@@ -136,10 +136,12 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "device",
     ),
     "backends.*.config": ("problem", "device"),
+    "backends.sample": (),
     # A program of its own.
     "backends.*.compile_all": (
         "own",
         "backends.base",
+        "backends.sample",
         "problem",
         "spec",
         "masks.catalogue",
@@ -150,6 +152,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "backends.*": (
         "own",
         "backends.base",
+        "backends.sample",
         "backends.blockwise",
         "backends.piecewise",
         "problem",

@@ -257,29 +257,15 @@ def work_tile(slot, b, tensors, sizes, scales, OVER_KEYS: tl.constexpr, FACTS: t
         start_q, seqlen_q = packed_rows(tensors.cu_seqlens_q, b, sizes.batch, sizes.seqlen_q, not OVER_KEYS)
         start_k, seqlen_k = packed_rows(tensors.cu_seqlens_k, b, sizes.batch, sizes.seqlen_k, OVER_KEYS)
         block = slot - ((start_k if OVER_KEYS else start_q) // TILE + b)
-    return work_tile_of(b, block, start_q, start_k, seqlen_q, seqlen_k, tensors, sizes, scales)
+    read = tensors.leaves, sizes.extents, tensors.grads, sizes.grad_extents, scales.numbers
+    return new_work_tile((b, block, start_q, start_k, seqlen_q, seqlen_k), read)
 
 
 @triton.jit
-def work_tile_of(b, block, start_q, start_k, seqlen_q, seqlen_k, tensors, sizes, scales):
-    """The :class:`WorkTile` of a block of rows of batch element ``b``."""
-    return WorkTile(
-        b=b,
-        block=block,
-        start_q=start_q,
-        start_k=start_k,
-        seqlen_q=seqlen_q,
-        seqlen_k=seqlen_k,
-        leaves=tensors.leaves,
-        extents=sizes.extents,
-        grads=tensors.grads,
-        grad_extents=sizes.grad_extents,
-        numbers=scales.numbers,
-        pair=b,  # until with_pair_tile puts a tile in its place
-        heads=(),
-        corner=(),
-        far=(),
-    )
+def new_work_tile(rows, read):
+    """The :class:`WorkTile` of a block of ``rows``, its fields up to ``seqlen_k``; ``read``: those from ``leaves`` to ``numbers``."""
+    # `pair` is of no use until with_pair_tile puts a tile in its place; where emitted functions read the others, they are put there too.
+    return WorkTile(*rows, *read, pair=rows[0], heads=(), corner=(), far=())
 
 
 @triton.jit
@@ -308,7 +294,7 @@ def with_pair_tile(work, view, head, m0, n0, OVER_KEYS: tl.constexpr, FACTS: tl.
         # The leaf's tile, (tile_m, tile_n) in its own dtype, from global to shared memory: the load waits on a barrier of its own.
         first, second = _leading_index(work, head, 0, FACTS), _leading_index(work, head, 1, FACTS)
         pair = view.load([first, second, m0, n0]).reshape(FACTS.tile_m, FACTS.tile_n)
-        return _replaced(work, tl.trans(pair) if OVER_KEYS else pair, work.heads, work.corner, work.far)
+        return WorkTile(*work[:11], tl.trans(pair) if OVER_KEYS else pair, *work[12:])
 
 
 @triton.jit
@@ -317,7 +303,7 @@ def with_heads(work, head, FACTS: tl.constexpr):
     if FACTS.heads is None:
         return work
     else:
-        return _replaced(work, work.pair, FACTS.heads(work.b, head, work), work.corner, work.far)
+        return WorkTile(*work[:12], FACTS.heads(work.b, head, work), *work[13:])
 
 
 @triton.jit
@@ -325,7 +311,7 @@ def with_tile(work, m0, n0, FACTS: tl.constexpr):
     """The WorkTile with ``corner`` and ``far`` of the tile at (m0, n0), where the score counts positions, or reads a tensor by distance."""
     if FACTS.corner:
         # In the interpreter m0 and n0 may be numbers without a dtype.
-        work = _replaced(work, work.pair, work.heads, (m0 + work.b * 0, n0 + work.b * 0), work.far)
+        work = WorkTile(*work[:13], (m0 + work.b * 0, n0 + work.b * 0), work.far)
     if FACTS.near is None:
         return work
     else:
@@ -336,30 +322,7 @@ def with_tile(work, m0, n0, FACTS: tl.constexpr):
         # and there the index may be another.
         j = n0 + work.b * 0
         far = (far, j + tl.minimum(tl.maximum(m0 - j, start - 1), stop), j)
-        return _replaced(work, work.pair, work.heads, work.corner, far)
-
-
-@triton.jit
-def _replaced(work, pair, heads, corner, far):
-    """The WorkTile with another ``pair``, ``heads``, ``corner`` and ``far``."""
-    # Triton's tuples have no `_replace`.
-    return WorkTile(
-        b=work.b,
-        block=work.block,
-        start_q=work.start_q,
-        start_k=work.start_k,
-        seqlen_q=work.seqlen_q,
-        seqlen_k=work.seqlen_k,
-        leaves=work.leaves,
-        extents=work.extents,
-        grads=work.grads,
-        grad_extents=work.grad_extents,
-        numbers=work.numbers,
-        pair=pair,
-        heads=heads,
-        corner=corner,
-        far=far,
-    )
+        return WorkTile(*work[:14], far)
 
 
 @triton.jit

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 from tilewise.backends.triton.kernels.maths import plain
+from tilewise.backends.triton.kernels.tile import load_block
 
 
 class ScalePool(NamedTuple):
@@ -74,20 +75,13 @@ def page_numbers(n0, tile, FACTS: tl.constexpr):
     if FACTS.pages == "dense":
         return tile.table
     else:
-        return _read_page_numbers(n0, tile, FACTS)
-
-
-@triton.jit
-def _read_page_numbers(n0, tile, FACTS: tl.constexpr):
-    """:func:`page_numbers` of pages that a table names."""
-    if FACTS.pages == "several":
-        j = n0 + tl.arange(0, FACTS.tile_n)
-        index, seen = j // FACTS.page_size, (j >= tile.start) & (j < tile.stop)
+        if FACTS.pages == "several":
+            j = n0 + tl.arange(0, FACTS.tile_n)
+            index, seen = j // FACTS.page_size, (j >= tile.start) & (j < tile.stop)
+        else:
+            index, seen = n0 // FACTS.page_size if FACTS.pages == "one" else 0, n0 < tile.stop
         page = tl.load(tile.table + index * plain(tile.cache.by_page), mask=seen, other=0)
-    else:
-        index = n0 // FACTS.page_size if FACTS.pages == "one" else 0
-        page = tl.load(tile.table + index * plain(tile.cache.by_page), mask=n0 < tile.stop, other=0)
-    return tl.minimum(tl.maximum(page.to(tl.int32), 0), plain(tile.cache.num_pages) - 1)
+        return tl.minimum(tl.maximum(page.to(tl.int32), 0), plain(tile.cache.num_pages) - 1)
 
 
 @triton.jit
@@ -141,16 +135,7 @@ def load_gathered(pointer, offsets, alive, OF_V: tl.constexpr, MASKED: tl.conste
     for n in tl.static_range(len(PIECES)):
         within = tl.arange(0, PIECES[n][2])
         pointers = pointer + (offsets[:, None] + (PIECES[n][0] + within)[None, :])
-        # (rows, width) from global memory to registers, or by cp.async to shared memory in a pipelined loop.
-        # No mask where none is needed: each costs instructions.
-        if MASKED and PIECES[n][1] < PIECES[n][2]:
-            tiles = tiles + (tl.load(pointers, mask=alive[:, None] & (within < PIECES[n][1])[None, :], other=0.0),)
-        elif MASKED:
-            tiles = tiles + (tl.load(pointers, mask=alive[:, None], other=0.0),)
-        elif PIECES[n][1] < PIECES[n][2]:
-            tiles = tiles + (tl.load(pointers, mask=(within < PIECES[n][1])[None, :], other=0.0),)
-        else:
-            tiles = tiles + (tl.load(pointers),)
+        tiles = tiles + (load_block(pointers, alive if MASKED else None, within, PIECES[n][1]),)
     return tiles
 
 

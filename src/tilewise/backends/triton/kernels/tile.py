@@ -97,19 +97,27 @@ def load_piece(
     columns = tl.arange(0, WIDTH)
     # The tile's base is 64-bit, offsets inside the tile are 32-bit.
     pointers = pointer + tl.cast(first, tl.int64) * row + (rows[:, None] * row + (START + columns)[None, :])
-    # Global memory to registers, or by cp.async to shared memory in a pipelined loop, in the tensor's dtype.
+    ok = None
     if MASKED:
         ok = rows < left
         if alive is not None:  # a row that is not read cannot bring its NaN into a product
             ok = ok & alive
-        if DIM < WIDTH:
-            return tl.load(pointers, mask=ok[:, None] & (columns < DIM)[None, :], other=0.0)
-        else:
-            return tl.load(pointers, mask=ok[:, None], other=0.0)
-    elif DIM < WIDTH:
-        return tl.load(pointers, mask=(columns < DIM)[None, :], other=0.0)
-    else:
+    return load_block(pointers, ok, columns, DIM)
+
+
+@triton.jit
+def load_block(pointers, ok, columns, DIM: tl.constexpr):
+    """The block (rows, columns) at ``pointers``: zeros in rows that are not ``ok``, (rows,) or None, and in columns from DIM on."""
+    # Global memory to registers, or by cp.async to shared memory in a pipelined loop, in the tensor's dtype. No mask where none is
+    # needed: each costs instructions.
+    if ok is None and DIM == columns.numel:
         return tl.load(pointers)
+    elif ok is None:
+        return tl.load(pointers, mask=(columns < DIM)[None, :], other=0.0)
+    elif DIM == columns.numel:
+        return tl.load(pointers, mask=ok[:, None], other=0.0)
+    else:
+        return tl.load(pointers, mask=ok[:, None] & (columns < DIM)[None, :], other=0.0)
 
 
 @triton.jit

@@ -225,7 +225,7 @@ def _by_kernel(grid: Grid, tile_m: int, tile_n: int, group: int | None = None) -
 def _ends_by_kernel(grid: Grid, lines: Tensor, by_columns: bool) -> tuple[Tensor, Tensor] | None:
     """Return the intervals of ``lines`` from a kernel on the grid's device; None without intervals, and where no kernel can."""
     ends = grid.region.ends[2:] if by_columns else grid.region.ends[:2]
-    if all(end is None for end in ends) or (kernels := planner.of(grid)) is None:
+    if all(end is None for end in ends) or not len(lines) or (kernels := planner.of(grid)) is None:
         return None
     return kernels.ends_of_lines(grid, lines, by_columns)
 

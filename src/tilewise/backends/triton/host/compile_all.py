@@ -239,7 +239,7 @@ def _of_mask(problem: Problem, inputs: Inputs) -> Iterator[tuple]:
     kind, memories = tile_map.Kind.of(grid), [inputs.q.new_empty(1 << 40, dtype=torch.uint8)] * tile_map.LEAVES
     for by_columns in (False, True):
         layout = Layout.of(grid.region, shape, 128, by_columns, grid.leaves, sharing=problem.group)
-        bits = tile_map.all_of_bits(kind, layout, (128, by_columns), Sections(), problem.group)
+        bits = tile_map.all_of_bits(kind, layout, 128, by_columns, Sections(), problem.group)
         kept = [(bits, grid.leaves)]
         if not by_columns:
             ids = grid.b[None]

@@ -124,6 +124,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     # A program of its own.
     "backends.*.compile_all": (
         "own",
+        "device",
         "backends.base",
         "problem",
         "spec",

@@ -18,7 +18,7 @@ from tilewise.backends.base import (
     has_no_pair,
     tangents_of_no_pair,
 )
-from tilewise.backends.triton.config import INTERPRETED, SHARED_MEMORY, architecture, memory_limit
+from tilewise.backends.triton.config import INTERPRETED, architecture, memory_limit
 from tilewise.backends.triton.host.buffers import BackwardBuffers
 from tilewise.backends.triton.host.call import Call, tile_slots
 from tilewise.backends.triton.host.descriptors import operand_views, statistics_view
@@ -57,13 +57,12 @@ _SMALLER = (
 )
 
 
-def tangent_tiles(problem: Problem, kernel: str, limit: int | None = None, arch: str | None = None) -> Tiles:
-    """The tiles of a kernel of tangents, for ``limit`` bytes of shared memory and ``arch``: by default those of the problem's device."""
+def tangent_tiles(problem: Problem, kernel: str) -> Tiles:
+    """The tiles of a kernel of tangents on the problem's device."""
     if problem.device.type == "cpu":
         return INTERPRETED.forward
-    limit = limit or memory_limit(problem.device, SHARED_MEMORY["sm90"])
-    half = problem.dtype.itemsize == 2
-    table = HOPPER_TILES if half and (arch or architecture(problem.device)) == "sm90" else TANGENT_TILES
+    limit, half = memory_limit(problem.device), problem.dtype.itemsize == 2
+    table = HOPPER_TILES if half and architecture(problem.device) == "sm90" else TANGENT_TILES
     dims = problem.head_dim, problem.head_dim_v
     tiles = next(row for most, row in table.items() if max(dims) <= most)[PASSES.index(kernel)]
     for smaller in _SMALLER:

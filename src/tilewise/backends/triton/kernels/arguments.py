@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
-from tilewise.backends.triton.kernels.maths import plain
+from tilewise.backends.triton.kernels.maths import plain, plain_all
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
@@ -32,7 +32,7 @@ class Tensors(NamedTuple):
         k_scale, v_scale: fp32, what multiplies the numbers of a quantised cache.
         piece: int64 (2,), the call's first query and key in the whole attention, which dropout counts; None where they are 0.
         sheet: dS of some heads, kept between two passes (:func:`tile.sheet_pointers`).
-        lists: the four tensors of ``TileLists``: partial tiles, their counts, full tiles, their counts.
+        lists: the two tensors of ``TileMap.visits``: the tiles to visit, partial ones first, and their counts.
         leaves: the tensors that the mask and the score read. grads: buffers for the gradients of those that want one.
     """
 
@@ -178,27 +178,21 @@ def plain_sizes(sizes):
         heads_k=plain(sizes.heads_k),
         seqlen_q=plain(sizes.seqlen_q),
         seqlen_k=plain(sizes.seqlen_k),
-        dims=(plain(sizes.dims[0]), plain(sizes.dims[1])),
+        dims=plain_all(sizes.dims),
         slots=plain(sizes.slots),
-        q=(plain(sizes.q[0]), plain(sizes.q[1]), plain(sizes.q[2])),
-        k=(plain(sizes.k[0]), plain(sizes.k[1]), plain(sizes.k[2])),
-        v=(plain(sizes.v[0]), plain(sizes.v[1]), plain(sizes.v[2])),
-        do=(plain(sizes.do[0]), plain(sizes.do[1]), plain(sizes.do[2])),
+        q=plain_all(sizes.q),
+        k=plain_all(sizes.k),
+        v=plain_all(sizes.v),
+        do=plain_all(sizes.do),
         seqlen_q_rounded=plain(sizes.seqlen_q_rounded),
         portion=plain(sizes.portion),
         threshold=plain(sizes.threshold),
-        beside=(plain(sizes.beside[0]), plain(sizes.beside[1])),
-        batches=(plain(sizes.batches[0]), plain(sizes.batches[1])),
-        heads=(plain(sizes.heads[0]), plain(sizes.heads[1])),
+        beside=plain_all(sizes.beside),
+        batches=plain_all(sizes.batches),
+        heads=plain_all(sizes.heads),
         group_parts=plain(sizes.group_parts),
-        sheet=(plain(sizes.sheet[0]), plain(sizes.sheet[1])),
-        list_strides=(
-            plain(sizes.list_strides[0]),
-            plain(sizes.list_strides[1]),
-            plain(sizes.list_strides[2]),
-            plain(sizes.list_strides[3]),
-            plain(sizes.list_strides[4]),
-        ),
+        sheet=plain_all(sizes.sheet),
+        list_strides=plain_all(sizes.list_strides),
         extents=sizes.extents,
         grad_extents=sizes.grad_extents,
     )
@@ -244,15 +238,7 @@ def work_tile(slot, b, tensors, sizes, scales, OVER_KEYS: tl.constexpr, FACTS: t
         TILE: tl.constexpr = FACTS.tile_n if OVER_KEYS else FACTS.tile_m
         cu_seqlens = tensors.cu_seqlens_k if OVER_KEYS else tensors.cu_seqlens_q
         total = sizes.seqlen_k if OVER_KEYS else sizes.seqlen_q
-        low = slot * 0
-        high = low + sizes.batch + 1
-        # Sequence `low` begins at or before the slot, sequence `high` after it; every program reads about log2(batch) numbers.
-        while high - low > 1:
-            middle = (low + high) // 2
-            first_slot = tl.minimum(tl.load(cu_seqlens + middle).to(tl.int32), total) // TILE + middle
-            low = tl.where(first_slot <= slot, middle, low)
-            high = tl.where(first_slot <= slot, high, middle)
-        b = low
+        b = sequence_of(slot, cu_seqlens, sizes.batch, total, 1, TILE)
         # Both sides' rows of sequence b; the rest past the last sequence belongs to the side whose tiles these are.
         start_q, seqlen_q = packed_rows(tensors.cu_seqlens_q, b, sizes.batch, sizes.seqlen_q, not OVER_KEYS)
         start_k, seqlen_k = packed_rows(tensors.cu_seqlens_k, b, sizes.batch, sizes.seqlen_k, OVER_KEYS)
@@ -266,6 +252,20 @@ def new_work_tile(rows, read):
     """The :class:`WorkTile` of a block of ``rows``, its fields up to ``seqlen_k``; ``read``: those from ``leaves`` to ``numbers``."""
     # `pair` is of no use until with_pair_tile puts a tile in its place; where emitted functions read the others, they are put there too.
     return WorkTile(*rows, *read, pair=rows[0], heads=(), corner=(), far=())
+
+
+@triton.jit
+def sequence_of(slot, cu_seqlens, batch, total, GROUP: tl.constexpr, TILE: tl.constexpr):
+    """The sequence that owns a slot (:func:`work_tile`), where each of its rows in ``cu_seqlens`` is GROUP rows of tiles."""
+    low = slot * 0
+    high = low + batch + 1
+    # Sequence `low` begins at or before the slot, sequence `high` after it; every program reads about log2(batch) numbers.
+    while high - low > 1:
+        middle = (low + high) // 2
+        first_slot = tl.minimum(tl.load(cu_seqlens + middle).to(tl.int32), total) * GROUP // TILE + middle
+        low = tl.where(first_slot <= slot, middle, low)
+        high = tl.where(first_slot <= slot, high, middle)
+    return low
 
 
 @triton.jit

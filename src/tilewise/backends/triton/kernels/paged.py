@@ -36,20 +36,19 @@ from tilewise.backends.triton.kernels.arguments import (
     packed_rows,
     plain_sizes,
     scheduled,
+    sequence_of,
 )
 from tilewise.backends.triton.kernels.e4m3 import unpacked_tiles
 from tilewise.backends.triton.kernels.forward import apply_score, bounded_exponentials, online_softmax
 from tilewise.backends.triton.kernels.mask import key_interval, partial_block
-from tilewise.backends.triton.kernels.maths import plain
+from tilewise.backends.triton.kernels.maths import plain, plain_all
 from tilewise.backends.triton.kernels.paged_epilogue import LIFTED, paged_epilogue, rows_of_tile
 from tilewise.backends.triton.kernels.paged_loads import (
     first_pieces,
-    load_every_other,
     load_gathered,
     load_paged,
     load_scales,
     page_numbers,
-    plain_strides,
     pool_of,
     scale_of,
     table_of,
@@ -139,16 +138,7 @@ def paged_work_tile(slot, b, tensors, sizes, scales, seqlens_k, cache, FACTS: tl
     seqlen_q = sizes.seqlen_q
     block = slot
     if FACTS.packed:
-        low = slot * 0
-        high = low + sizes.batch + 1
-        # Sequence `low` begins at or before the slot, sequence `high` after it.
-        while high - low > 1:
-            middle = (low + high) // 2
-            first_row = tl.minimum(tl.load(tensors.cu_seqlens_q + middle).to(tl.int32), sizes.seqlen_q) * FACTS.group
-            first_slot = first_row // FACTS.tile_m + middle
-            low = tl.where(first_slot <= slot, middle, low)
-            high = tl.where(first_slot <= slot, high, middle)
-        b = low
+        b = sequence_of(slot, tensors.cu_seqlens_q, sizes.batch, sizes.seqlen_q, FACTS.group, FACTS.tile_m)
         start_q, seqlen_q = packed_rows(tensors.cu_seqlens_q, b, sizes.batch, sizes.seqlen_q, REST=True)
         block = slot - (start_q * FACTS.group // FACTS.tile_m + b)
     seqlen_k = keys_of(b, seqlens_k, sizes, cache)
@@ -197,11 +187,11 @@ def load_paged_tile(tensors, sizes, work, head_k, block_table, cache, views, FAC
     offsets = (tl.cast(work.start_q, tl.int64) + i) * sizes.q[1] + tl.cast(head, tl.int64) * sizes.q[2]
     if not FACTS.packed:
         offsets += tl.cast(work.b, tl.int64) * sizes.q[0]
-    if FACTS.k_scale is None:
-        q = load_gathered(tensors.q, offsets * FACTS.align, i < work.seqlen_q, OF_V=False, MASKED=True, FACTS=FACTS)
-    else:
-        q = load_every_other(tensors.q, offsets * FACTS.align, i < work.seqlen_q, FACTS)
-        q = q + load_every_other(tensors.q + 1, offsets * FACTS.align, i < work.seqlen_q, FACTS)
+    STEP: tl.constexpr = 1 if FACTS.k_scale is None else 2
+    rows = offsets * FACTS.align
+    q = load_gathered(tensors.q, rows, i < work.seqlen_q, OF_V=False, MASKED=True, FACTS=FACTS, STEP=STEP)
+    if FACTS.k_scale is not None:  # pairs of e4m3 are unpacked as even and odd columns of k: q's are taken alike
+        q = q + load_gathered(tensors.q + 1, rows, i < work.seqlen_q, OF_V=False, MASKED=True, FACTS=FACTS, STEP=STEP)
     lo, hi = key_interval(i, head, work, FACTS)
     start, stop = work.seqlen_k * 0, work.seqlen_k
     if FACTS.lo is not None or FACTS.hi is not None:
@@ -214,12 +204,8 @@ def load_paged_tile(tensors, sizes, work, head_k, block_table, cache, views, FAC
     v = pool_of(tensors.v, sizes.v, head_k, views[2], views[3], FACTS)
     k_scale, v_scale = table, table
     if FACTS.k_scale is not None:
-        k_scale = scale_of(
-            tensors.k_scale, plain_strides(cache.scales[0]), work, sizes, head_k, FACTS.k_scale == "each"
-        )
-        v_scale = scale_of(
-            tensors.v_scale, plain_strides(cache.scales[1]), work, sizes, head_k, FACTS.v_scale == "each"
-        )
+        k_scale = scale_of(tensors.k_scale, plain_all(cache.scales[0]), work, sizes, head_k, FACTS.k_scale == "each")
+        v_scale = scale_of(tensors.v_scale, plain_all(cache.scales[1]), work, sizes, head_k, FACTS.v_scale == "each")
     return PagedTile(i, head[:, None], q, lo, hi, start, stop, table, cache, k, v, k_scale, v_scale)
 
 

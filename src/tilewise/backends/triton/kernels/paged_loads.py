@@ -36,12 +36,6 @@ class Pool(NamedTuple):
 
 
 @triton.jit
-def plain_strides(strides):
-    """The four strides of a scale as plain numbers."""
-    return (plain(strides[0]), plain(strides[1]), plain(strides[2]), plain(strides[3]))
-
-
-@triton.jit
 def scale_of(tensor, strides, work, sizes, head, EACH: tl.constexpr):
     """The scale of the key head's numbers, fp32; if EACH, the :class:`ScalePool` of its keys."""
     # Packed, slots past the last query may belong to no sequence: they read the last one's scale.
@@ -124,31 +118,20 @@ def load_paged(pool, page, n0, alive, OF_V: tl.constexpr, partial, FACTS: tl.con
 
 
 @triton.jit
-def load_gathered(pointer, offsets, alive, OF_V: tl.constexpr, MASKED: tl.constexpr, FACTS: tl.constexpr):
+def load_gathered(
+    pointer, offsets, alive, OF_V: tl.constexpr, MASKED: tl.constexpr, FACTS: tl.constexpr, STEP: tl.constexpr = 1
+):
     """A tile of the rows at these ``offsets``, (rows,), in elements, padded with columns of zeros.
 
     Args:
-        alive: bool (rows,). MASKED: rows that are not alive are zero, and not read.
+        alive: bool (rows,). MASKED: rows that are not alive are zero, and not read. STEP: from one column to the next.
     """
     PIECES: tl.constexpr = FACTS.pieces_v if OF_V else FACTS.pieces
     tiles = ()
     for n in tl.static_range(len(PIECES)):
         within = tl.arange(0, PIECES[n][2])
-        pointers = pointer + (offsets[:, None] + (PIECES[n][0] + within)[None, :])
+        pointers = pointer + (offsets[:, None] + STEP * (PIECES[n][0] + within)[None, :])
         tiles = tiles + (load_block(pointers, alive if MASKED else None, within, PIECES[n][1]),)
-    return tiles
-
-
-@triton.jit
-def load_every_other(pointer, offsets, alive, FACTS: tl.constexpr):
-    """Columns 0, 2, 4 ... of the rows of q at these ``offsets``, in pieces of half its head dim; rows not ``alive`` are zero."""
-    PIECES: tl.constexpr = FACTS.pieces
-    tiles = ()
-    for n in tl.static_range(len(PIECES)):
-        within = tl.arange(0, PIECES[n][2])
-        # A pair of e4m3 lies in one int16, so that columns of k are unpacked as even and odd: q's are taken alike.
-        pointers = pointer + (offsets[:, None] + 2 * (PIECES[n][0] + within)[None, :])
-        tiles = tiles + (tl.load(pointers, mask=alive[:, None] & (within < PIECES[n][1])[None, :], other=0.0),)
     return tiles
 
 

@@ -52,6 +52,24 @@ def rows_of(pointer, strides, work, start, head, FACTS: tl.constexpr):
 
 
 @triton.jit
+def token_of(length, work, start, FACTS: tl.constexpr):
+    """The 64-bit number of the sequence's first row in a contiguous tensor (batch, length, heads, head_dim), packed without batch."""
+    token = tl.cast(start, tl.int64)
+    if not FACTS.packed:
+        token += tl.cast(work.b, tl.int64) * length
+    return token
+
+
+@triton.jit
+def line_of(head, heads, length, work, start, FACTS: tl.constexpr):
+    """The 64-bit offset of the sequence's first row in numbers (batch, heads, length), packed (heads, length)."""
+    line = tl.cast(head, tl.int64) * length + start
+    if not FACTS.packed:
+        line += tl.cast(work.b, tl.int64) * heads * length
+    return line
+
+
+@triton.jit
 def source_of(tensor, descriptors, strides, work, start, head, FACTS: tl.constexpr):
     """The :class:`Source` of a head; ``descriptors`` are two, of (batch, heads, rows, columns), or Nones."""
     pointer, row = rows_of(tensor, strides, work, start, head, FACTS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
-from importlib import import_module
 from threading import RLock
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -26,21 +25,35 @@ PTXAS = "ptxas", "ptxas_blackwell"  # Triton's settings of one
 _ASSEMBLING = RLock()  # the setting of an assembler is the process's
 
 
-MODULES = (
-    *("arguments", "forward", "paged", "merge_rows", "backward", "group_parts", "pair_bias", "diagonals", "terms"),
-    *("tangent", "tangent_tiles", "tile_map", "tile_lists", "tile_bits", "append"),
-)
-
-
 @lru_cache(maxsize=1)
 def kernels() -> SimpleNamespace:
     """The kernels, ``forward`` for ``forward_kernel``, the bundles of their arguments, and constants. Triton is imported here, at the first
     launch."""
     import triton
+    from tilewise.backends.triton.kernels import (
+        append,
+        arguments,
+        backward,
+        diagonals,
+        forward,
+        group_parts,
+        merge_rows,
+        paged,
+        pair_bias,
+        tangent,
+        tangent_tiles,
+        terms,
+        tile_bits,
+        tile_lists,
+        tile_map,
+    )
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     found: dict[str, object] = {}
-    for module in (import_module(f"tilewise.backends.triton.kernels.{name}") for name in MODULES):
+    for module in (
+        *(append, arguments, backward, diagonals, forward, group_parts, merge_rows, paged),
+        *(pair_bias, tangent, tangent_tiles, terms, tile_bits, tile_lists, tile_map),
+    ):
         found |= {n.removesuffix("_kernel"): x for n, x in vars(module).items() if n.endswith("_kernel")}
         found |= {n: x for n, x in vars(module).items() if n.isupper() or getattr(x, "_fields", None)}
     return SimpleNamespace(triton=triton, TensorDescriptor=TensorDescriptor, **found)

@@ -53,23 +53,11 @@ def operand_strides(x: Tensor) -> tuple[int, int, int]:
 
 
 @dataclass(eq=False)
-class Plan:
-    """What is decided for one problem and its configuration, each fact worked out once, and what its calls have in common.
-
-    Attributes:
-        record: takes every launch in its place, where launches are to be listed and not run.
-        launches: what :meth:`call.Call.run` made. tile_lists: lists of a predicate's tiles.
-        lines: ``Emitted.lines`` by device. indices: at which elements of a leaf the distances of a read by distance are read.
-    """
+class Decisions:
+    """The facts that follow from a problem and its configuration, each worked out once."""
 
     problem: Problem
     config: Config
-    record: Callable[..., None] | None = None
-    launches: Memo[tuple, Sequence[KernelLaunch]] = field(default_factory=Memo)
-    tile_lists: PerTensors = field(default_factory=PerTensors)
-    lines: Memo[torch.device, tuple[Tensor, ...]] = field(default_factory=Memo)
-    indices: Memo[tuple, list[Tensor]] = field(default_factory=Memo)
-    DECIDED: ClassVar[tuple[str, ...]] = ("wide", "emitted", "extents", "whole", "pair_leaf")
 
     def overlap(self, role: Role) -> dict[str, str]:
         """The role as an argument of ``facts``; empty where kernels do not overlap.
@@ -180,6 +168,24 @@ class Plan:
         gradient = 0 if read.pairs or read.how == DIAGONALS else math.prod(leaf.shape) * leaf.dtype.itemsize
         return sheet_parts(problem, read.loops, self.config.beside, gradient)
 
+
+@dataclass(eq=False)
+class Plan(Decisions):
+    """The decisions for one problem, and what its calls have in common.
+
+    Attributes:
+        record: takes every launch in its place, where launches are to be listed and not run.
+        launches: what :meth:`call.Call.run` made. tile_lists: lists of a predicate's tiles.
+        lines: ``Emitted.lines`` by device. indices: at which elements of a leaf the distances of a read by distance are read.
+    """
+
+    record: Callable[..., None] | None = None
+    launches: Memo[tuple, Sequence[KernelLaunch]] = field(default_factory=Memo)
+    tile_lists: PerTensors = field(default_factory=PerTensors)
+    lines: Memo[torch.device, tuple[Tensor, ...]] = field(default_factory=Memo)
+    indices: Memo[tuple, list[Tensor]] = field(default_factory=Memo)
+    DECIDED: ClassVar[tuple[str, ...]] = ("wide", "emitted", "extents", "whole", "pair_leaf")
+
     def decided(self) -> tuple[Callable[[Problem, dict[str, Any]], Plan], dict[str, Any]]:
         """``(make, values)`` of :class:`tilewise.backends.base.PerProblem`."""
         few = None if self.few is None else self.few.decided()[1]
@@ -239,7 +245,7 @@ _EMITTED = ("lo", "hi", "first", "last", "keep", "score", "weights", "near", "he
 _OF_GRADIENTS = ("slope", "rows", "leaves", "columns", "exponent", "moved", "moved_slope")
 
 
-def all_facts(plan: Plan, tiles: Tiles, align: int, chosen: dict[str, object]) -> dict[str, object]:
+def all_facts(plan: Decisions, tiles: Tiles, align: int, chosen: dict[str, object]) -> dict[str, object]:
     """Everything that a kernel is compiled for.
 
     Args:
@@ -289,7 +295,7 @@ def all_facts(plan: Plan, tiles: Tiles, align: int, chosen: dict[str, object]) -
     return functions | of_tiles | _problem_facts(plan, emitted) | defaults | chosen
 
 
-def _problem_facts(plan: Plan, emitted: Emitted) -> dict[str, object]:
+def _problem_facts(plan: Decisions, emitted: Emitted) -> dict[str, object]:
     """The facts that are the same in every launch of a problem."""
     problem, spec, region = plan.problem, plan.problem.spec, plan.problem.spec.region
     ends = [e for e in region.ends if e is not None]

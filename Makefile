@@ -1,6 +1,8 @@
 # make demo · make check · make test · make kernels · make kernels-hopper · make kernels-hopper-sample · make lint · make docs · make pages · make gpu-test · make bench · make bench-cpu · make wheel · make release · make hub
 # make TORCH=installed …   uses the torch (and triton) that the machine's python3 already has; without a network, all that it has.
 # make TORCH=newest test   runs with what pip brings today (constraints-newest.txt, several GB), in an environment of its own.
+# Packages are installed uncompiled: where nothing compiled is written, every process would compile PyTorch anew, for seconds.
+unexport PYTHONDONTWRITEBYTECODE
 SHELL  := /bin/bash
 PYTHON ?= python3
 TORCH  ?= pinned

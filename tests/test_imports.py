@@ -60,6 +60,17 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "distances": ("problem", "masks.facts", "expr"),
     "leaf_gradients": ("distances", "problem", "expr"),
     "backends.base": ("sizes", "problem", "device", "expr", "caching"),
+    "backends.blockwise": (
+        "backends.base",
+        "selections",
+        "problem",
+        "caching",
+        "spec",
+        "state",
+        "masks",
+        "masks.facts",
+        "expr",
+    ),
     "gather": ("backends.base", "problem", "spec"),
     "reference": (
         "backends.base",
@@ -136,7 +147,9 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "backends.*": (
         "own",
         "backends.base",
+        "backends.blockwise",
         "problem",
+        "signature",
         "sizes",
         "spec",
         "distances",

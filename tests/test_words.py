@@ -70,7 +70,7 @@ def test_a_name_of_another_library_is_told_what_is_here_instead(name):
     imported = re.match(r"from (?P<module>\S+) import (?P<function>\w+)$", hint)
     if imported:
         assert callable(getattr(importlib.import_module(imported["module"]), imported["function"]))
-    assert imported or "tw." in hint or "tilewise.compat." in hint
+    assert imported or "tw." in hint or "tilewise." in hint
 
 
 def test_a_name_that_is_not_here_says_so_and_which_one_it_resembles():

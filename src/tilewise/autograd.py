@@ -182,6 +182,8 @@ class _Attention(torch.autograd.Function):
         ctx.save_for_backward(*saved)
         # Hooks of saved tensors may bring others, in another layout.
         ctx.spec, ctx.plan, ctx.layout = spec, plan, [x is not None and x.stride() for x in saved]
+        # Here and not in the backward, which compiled autograd traces: it warns of the cached function.
+        ctx.grad_slots = parse_spec(spec).grad_slots
         ctx.set_materialize_grads(False)
         if stats:
             ctx.mark_non_differentiable(*stats)
@@ -204,10 +206,11 @@ class _Attention(torch.autograd.Function):
             dq, dk, dv, dextras = plan.backward(do, dlse, saved)
         else:
             dlse = torch.zeros_like(lse) if dlse is None else dlse
-            dq, dk, dv, *dextras = derivatives.gradients(do, dlse, q, k, v, o, lse, extras, seed, ctx.spec)
+            arguments = do, dlse, q, k, v, o, lse, extras, seed, ctx.spec
+            dq, dk, dv, *dextras = derivatives.gradients(*arguments, count=len(ctx.grad_slots))
         if not extras:
             return dq, dk, dv, None, None, None
-        by_slot = dict(zip(parse_spec(ctx.spec).grad_slots, dextras, strict=True))
+        by_slot = dict(zip(ctx.grad_slots, dextras, strict=True))
         return dq, dk, dv, None, None, None, *[by_slot.get(n) for n in range(len(extras))]
 
 
@@ -239,7 +242,9 @@ def _differentiable(q, k, v, extras, seed, spec, plan):
 
 def _forward_autograd(q, k, v, extras, seed, spec):
     _refuse_transforms("tilewise.attention")
-    return _differentiable(q, k, v, extras or (), seed, spec, None)
+    extras = extras or ()
+    spec = derivatives.wanted(spec, q, k, v, extras) if torch.is_grad_enabled() else spec
+    return _differentiable(q, k, v, extras, seed, spec, None)
 
 
 def _backward_autograd(name: str) -> Callable[..., tuple]:

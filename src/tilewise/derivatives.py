@@ -123,6 +123,16 @@ def watched(spec: str, extras: Sequence[Tensor]) -> str:
     return _wanting(spec, tuple(n for n, x in enumerate(extras) if x.is_floating_point()))
 
 
+def wanted(spec: str, q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor]) -> str:
+    """Return the spec with each gradient that autograd would record now. A graph of export, make_fx or jit.trace holds the spec of its
+    trace, whose inputs may have wanted fewer."""
+    slots, known = [n for n, x in enumerate(extras) if x.requires_grad], parse_spec(spec)
+    recorded = q.requires_grad or k.requires_grad or v.requires_grad or bool(slots)
+    if known.needs_grad >= recorded and not {*slots}.difference(known.grad_slots):
+        return spec
+    return _wanting(spec, (*known.grad_slots, *slots))
+
+
 def _by_slot(spec: str, dextras: Sequence[Tensor], extras: int) -> list[Tensor | None]:
     """Return a gradient for every extra; None if the spec wants none."""
     found = dict(zip(parse_spec(spec).grad_slots, dextras, strict=True))

@@ -13,6 +13,7 @@ from tilewise.expr import Expr, apply, number, symbol
 from tilewise.masks import Region
 
 I, J = symbol("i"), symbol("j")
+Span = tuple[int, int]  # [start, stop)
 
 
 @dataclass(frozen=True)
@@ -111,3 +112,10 @@ def _sum(op: str, a: Expr, b: Expr) -> Expr:
 
 def _is_whole(e: Expr) -> bool:
     return e.op == "number" and type(e.args[0]) is int
+
+
+def evenly(count: int, most: int) -> list[Span]:
+    """The spans of at most ``most`` into which so many are cut, as equal as may be."""
+    parts = -(-count // most)
+    ends = [count * n // parts for n in range(parts + 1)]
+    return [(ends[n], ends[n + 1]) for n in range(parts)]

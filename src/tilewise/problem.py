@@ -371,11 +371,9 @@ def _leaf_reasons(q: Tensor, k: Tensor, extras: Sequence[Tensor], spec: Spec) ->
     sizes |= dict(zip(known, lengths, strict=False))
     region, score = spec.whole_region, spec.whole_score
     shapes = [tuple(x.shape) for x in extras]
-    reasons = []
-    if q.numel() and k.numel():
-        roots = [*region.parts, *([] if score is None else [score])]
-        empty = dict.fromkeys(shapes[e.args[0][1]] for e in expr.lookups(*roots) if 0 in shapes[e.args[0][1]])
-        reasons = [f"a mask or score tensor {shape} is empty and cannot be read" for shape in empty]
+    roots = [*region.parts, *([] if score is None else [score])]
+    empty = dict.fromkeys(shapes[e.args[0][1]] for e in expr.lookups(*roots) if 0 in shapes[e.args[0][1]])
+    reasons = [f"a mask or score tensor {x} is empty and cannot be read" for x in empty if q.numel() and k.numel()]
     reasons = reasons or read_reasons(region, score, shapes, sizes, (spec.mask_text, spec.mask_slots))
     if region.prepared is not None and (spec.piece is not None or spec.paged):
         part = "keys in pages" if spec.paged else "a piece of one"
@@ -404,7 +402,7 @@ def read_reasons(
         leaf = e.args[0]
         shape, fitted = shapes[leaf[1]], "fitted" in leaf
         for axis, (x, size) in enumerate(zip(expr.indices(e), shape, strict=False)):
-            name, block = _plain_index(x)
+            name, block = plain_index(x)
             if name not in sizes:
                 continue
             needed = -(-sizes[name] // block)
@@ -440,7 +438,7 @@ def show_reasons(
         return reasons
     for e in expr.lookups(*region.parts, *([] if score is None else [score])):
         for x, size in zip(expr.indices(e), shapes[e.args[0][1]], strict=False):
-            name = {"b": "batch", "h": "head"}.get(_plain_index(x)[0])
+            name = {"b": "batch", "h": "head"}.get(plain_index(x)[0])
             if name and at[name] >= size:
                 owner = "mask" if score is None else "mask or score"
                 reasons.append(f"{name} {at[name]} is out of range: a tensor of the {owner} has {size}")
@@ -452,7 +450,7 @@ def show_reasons(
 _AXES = {"b": "batch", "h": "heads_q", "i": "seqlen_q", "j": "seqlen_k"}
 
 
-def _plain_index(index: expr.Expr) -> tuple[str | None, int]:
+def plain_index(index: expr.Expr) -> tuple[str | None, int]:
     """Return ``(symbol, block)`` of an index ``symbol`` or ``symbol // block``; else ``(None, 1)``.
 
     A query's key position, ``i + off``, runs over the keys and counts as ``j``.

@@ -26,10 +26,20 @@ _LEAST_UNIT = 16  # keys; with smaller blocks no tile is called full
 
 def keys_of_entry(selection: Expr) -> tuple[int, int]:
     """Return ``(block, start)``: entry n keeps the keys from ``n * block - start`` on."""
-    (key, entries), block = _less_number(selection.args[-1]), 1
-    if key.op == "floordiv":
-        key, block = key.args[0], key.args[1].args[0]
-    return block, entries * block + _less_number(key)[1]
+    return _quotient(selection.args[-1])
+
+
+def queries_of_row(selection: Expr) -> tuple[int, int]:
+    """Return ``(block_q, start)``: row r is for the queries from ``r * block_q - start`` on."""
+    return _quotient(expr.indices(selection)[-1])
+
+
+def _quotient(e: Expr) -> tuple[int, int]:
+    """Return ``(n, start)`` of an index that is ``(symbol + start) // n``, however its sums are written."""
+    (e, quotients), n = _less_number(e), 1
+    if e.op == "floordiv":
+        e, n = e.args[0], e.args[1].args[0]
+    return n, quotients * n + _less_number(e)[1]
 
 
 def _less_number(e: Expr) -> tuple[Expr, int]:

@@ -105,7 +105,9 @@ def verify(
     wrong = [str(dtype) for dtype in dtypes if dtype not in DTYPES]
     if wrong:
         raise ValueError(f"verify(dtypes=): {', '.join(wrong)} is not of {', '.join(str(dtype) for dtype in DTYPES)}")
-    return Report(of(device).name, tuple(_rows(device, dtypes, features)))
+    # Whatever surrounds the call, or torch.set_default_device said.
+    with torch.device("cpu"), torch._C._DisableAutocast():
+        return Report(of(device).name, tuple(_rows(device, dtypes, features)))
 
 
 def _device(wanted: torch.device | str) -> torch.device:

@@ -14,6 +14,15 @@ from tilewise.caching import cached_property
 from tilewise.spec import Spec
 
 
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor."""
+    found, step = [], 1
+    for size in reversed(shape):
+        found.append(step)
+        step = step * size
+    return tuple(reversed(found))
+
+
 class TensorFacts(NamedTuple):
     """A tensor without its values."""
 
@@ -24,6 +33,10 @@ class TensorFacts(NamedTuple):
     @classmethod
     def of(cls, t: Tensor) -> TensorFacts:
         return cls(tuple(t.shape), t.stride(), t.dtype)
+
+    @classmethod
+    def contiguous(cls, shape: tuple[int, ...], dtype: torch.dtype) -> TensorFacts:
+        return cls(shape, contiguous_strides(shape), dtype)
 
     @property
     def structure(self) -> tuple:

@@ -452,7 +452,7 @@ def _type_reasons(q: Tensor, k: Tensor, v: Tensor, o: Options) -> list[str]:
     others = ("sink", "cu_seqlens_q", "cu_seqlens_k", "block_table", "seqlens_k", "k_scale", "v_scale")
     named = (("q", q), ("k", k), ("v", v), *((name, getattr(o, name)) for name in others))
     reasons = not_tensors(named, ("q", "k", "v"))
-    for name, x in named[:3]:
+    for name, x in named:
         if isinstance(x, Tensor) and x.is_nested:
             reasons.append(
                 f"{name} is nested; this call takes packed rows and cu_seqlens: {name}.values() and {name}.offsets()"

@@ -37,9 +37,13 @@ def merge(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> tuple[Tenso
 
 def merge_all(o: Tensor, lse: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """Return the merge of many states along ``dim`` (of ``lse``; ``o`` has one more dimension, at the end)."""
-    total = torch.logsumexp(lse, dim)
-    weight = torch.where(lse == -torch.inf, 0.0, torch.softmax(lse, dim))
-    return (o * weight.unsqueeze(-1)).sum(dim), total
+    share, total = shares(lse, dim)
+    return (o * share.unsqueeze(-1)).sum(dim), total
+
+
+def shares(lse: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Return the share that each of many states along ``dim`` has in their merge, 0 where it has seen no key, and the merge's lse."""
+    return torch.where(lse == -torch.inf, 0.0, torch.softmax(lse, dim)), torch.logsumexp(lse, dim)
 
 
 def add_sink(o: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:

@@ -89,6 +89,8 @@ NAMES = {
     "sliding_window": "write tw.causal() & tw.window(left=sliding_window - 1)",
     "prefix_lm": "write tw.prefix(length)",
     "memory_efficient_attention": "from tilewise.compat.xformers import {0}",
+    "reference": "import tilewise.reference",
+    "jax": "import tilewise.jax as tw",
     "register": "import tilewise.compat.transformers, which has register()",
     "compat": "import what is needed of it: tilewise.compat.flash_attn, .flex_attention, .sdpa, .transformers, .xformers or .layouts",
 }

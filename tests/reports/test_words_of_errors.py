@@ -6,13 +6,14 @@ import torch
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import tilewise as tw
+from tilewise.compat import flash_attn, sdpa, xformers
 from tilewise.compat import flex_attention as flex
-from tilewise.compat import sdpa, xformers
 
 torch_sdpa = torch.nn.functional.scaled_dot_product_attention
 Q = torch.randn(2, 16, 4, 8, generator=torch.Generator().manual_seed(1))
 LAYOUT = r"layout is \(batch, heads, seqlen, head_dim\): x.transpose\(1, 2\)"
 CU = torch.tensor([0, 5, 16])
+SPARSE = r"cannot read torch.sparse_coo; make it dense: t.to_dense\(\)"
 WRONG = {
     "SDPA's door given seqlen before heads": (
         lambda: sdpa.scaled_dot_product_attention(Q, Q[:, :9], Q[:, :9]),
@@ -41,6 +42,20 @@ WRONG = {
     "causal by position": (lambda: tw.attention(Q, Q, Q, True), r"by keyword: causal=True"),
     "causal by position, packed": (lambda: tw.attention_varlen(Q[0], Q[0], Q[0], CU, CU, 16, True), r"leave 16 out: .* causal=True"),
     "a mask by position": (lambda: tw.attention_with_lse(Q, Q, Q, torch.ones(16, 16) > 0), r"write mask= for a bool tensor"),
+    "scores joined by `and`": (lambda: tw.softcap(5.0) and tw.alibi(torch.ones(4)), "would drop one: compose scores with >>"),
+    "flash_attn's window of None": (lambda: flash_attn.flash_attn_func(Q, Q, Q, window_size=None), "unbounded, got None"),
+    "a sparse mask": (lambda: tw.attention(Q, Q, Q, mask=torch.ones(16, 16).bool().to_sparse()), SPARSE),
+    "a sparse bias": (lambda: tw.attention(Q, Q, Q, score=torch.ones(16, 16).to_sparse()), SPARSE),
+    "a sparse tensor that a score reads": (lambda: tw.score(lambda s, b, h, i, j: s + torch.ones(16).to_sparse()[j]), SPARSE),
+    "sparse documents": (lambda: tw.documents(torch.ones(16).long().to_sparse()), SPARSE),
+    "sparse lengths": (lambda: tw.key_lengths(torch.ones(2).long().to_sparse()), SPARSE),
+    "sparse selections": (lambda: tw.selected(torch.ones(1, 1, 16, 2).int().to_sparse()), SPARSE),
+    "a sparse sink": (lambda: tw.attention(Q, Q, Q, sink=torch.ones(4).to_sparse()), r"sink is torch.sparse_coo; .*sink.to_dense\(\)"),
+    "sparse cu_seqlens": (lambda: tw.attention_varlen(Q[0], Q[0], Q[0], CU.to_sparse()), r"cu_seqlens_q.to_dense\(\)"),
+    "a nested bias": (
+        lambda: tw.bias(torch.nested.nested_tensor([torch.ones(16, n) for n in (9, 16)], layout=torch.jagged)),
+        r"a nested tensor; .*to_padded_tensor\(0\)",
+    ),
     "detach of the score": (lambda: tw.attention(Q, Q, Q, score=lambda s, b, h, i, j: s - s.detach()), "compute what is detached before"),
 }  # fmt: skip
 

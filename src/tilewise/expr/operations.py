@@ -248,12 +248,16 @@ def concrete(x: Any) -> int | float:
 _UNREAD = (torch.uint16, torch.uint32, torch.uint64)  # torch itself computes with none of them
 
 
-def refuse_causal_bias(x: object) -> None:
-    """Raise where a tensor is a ``torch.nn.attention.bias.CausalBias``, whose elements were never written, and name the mask that it means.
+def refuse_unread(x: object) -> None:
+    """Raise where a tensor has no elements that a mask or score could read: a sparse or a nested one, or a
+    ``torch.nn.attention.bias.CausalBias``, whose elements were never written.
 
     Raises:
-        ValueError: it is one.
+        ValueError: it is one, with what to write instead.
     """
+    if isinstance(x, torch.Tensor) and (x.is_nested or x.layout != torch.strided):
+        found, way = ("a nested tensor", "to_padded_tensor(0)") if x.is_nested else (x.layout, "to_dense()")
+        raise ValueError(f"a mask or score cannot read {found}; make it dense: t.{way}")
     if type(x).__name__ == "CausalBias":  # importing it to ask takes 2 s
         variant = repr(getattr(x, "variant", None))  # a slice of one has none
         lower, upper = "mask=tw.causal(), or causal=True", 'mask=tw.causal(align="first")'
@@ -276,7 +280,7 @@ def lookup(tensor: torch.Tensor, *index: Any) -> Expr:
     """
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(f"lookup reads a tensor, got {type(tensor).__name__}: torch.tensor(...) makes one")
-    refuse_causal_bias(tensor)
+    refuse_unread(tensor)
     if tensor.dtype in _UNREAD or tensor.is_complex():
         raise ValueError(f"a mask or score cannot read a tensor of {tensor.dtype}; convert it: t.long(), or t.real")
     if len(index) != tensor.ndim:

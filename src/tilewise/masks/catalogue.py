@@ -176,7 +176,7 @@ def _unprepared(mask: object) -> Mask:
     if type(mask) is Mask:
         return mask
     if not isinstance(mask, Mask):
-        expr.refuse_causal_bias(mask)
+        expr.refuse_unread(mask)
         raise ValueError(f"a mask is combined with masks, got {type(mask).__name__}; wrap it: tw.keep(fn), tw.dense(t)")
     return mask.of if isinstance(mask, _Prepared) else mask
 
@@ -262,6 +262,7 @@ def key_range(start: int | torch.Tensor, end: int | torch.Tensor) -> Mask:
 def key_lengths(n: int | torch.Tensor) -> Mask:
     """``key_range(0, n)``: the first ``n`` keys; with a tensor ``(batch,)``, right padding."""
     if type(n) is torch.Tensor and n.ndim <= 2 and n.dtype in _COUNTS and not torch.compiler.is_compiling():
+        expr.refuse_unread(n)
         return Mask(_text_of_lengths(n.dtype, tuple([size == 1 for size in n.shape])), (n,))
     return _atom("key_range", number(0), _per_batch("key_lengths", n))
 
@@ -291,6 +292,7 @@ def documents(ids: torch.Tensor) -> Mask:
         raise ValueError(
             f"documents(ids) takes an integer tensor (seqlen_k,) or (batch, seqlen_k), got {found}{instead}"
         )
+    expr.refuse_unread(ids)
     # Written out as text: building it from expressions takes longer than all launches here.
     batch = "b, " if ids.ndim == 2 else ""
     ends = [f"fitted_int{slot}[{batch}{at}]" for at in ("i + off", "j") for slot in (0, 1)]
@@ -351,7 +353,7 @@ def _kept(predicate: Expr) -> Mask:
 
 def dense(allowed: torch.Tensor) -> Mask:
     """The pairs that are True in a bool tensor, broadcastable to ``(batch, heads_q, seqlen_q, seqlen_k)``."""
-    expr.refuse_causal_bias(allowed)
+    expr.refuse_unread(allowed)
     if not isinstance(allowed, torch.Tensor) or allowed.dtype != torch.bool:
         found = allowed.dtype if isinstance(allowed, torch.Tensor) else type(allowed).__name__
         instead = "convert zeros and ones: t.bool(), and for additive values use score=tw.bias(t)"
@@ -418,6 +420,7 @@ def selected(indices: torch.Tensor, block: int = 1, block_q: int = 1) -> Mask:
             "selected(indices) takes an int32 or int64 tensor (batch or 1, heads_k or 1, rows, k), a row for each block of "
             f"block_q queries, got {found}"
         )
+    expr.refuse_unread(indices)
     at_least(1, "selected", block=block, block_q=block_q)
     block, block_q = (_integer("selected", n) for n in (block, block_q))
     # Written out as text, as in documents.

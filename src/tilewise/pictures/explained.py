@@ -41,7 +41,8 @@ def plot(
         )
     leaves = [x.detach().cpu() for x in extras]
     lengths = _lengths(problem, leaves, batch)
-    grid = Grid(problem.spec.region, leaves, *lengths, torch.tensor([batch]), torch.tensor([head]), lengths[1])
+    b, h = (torch.tensor([n], device="cpu") for n in at)
+    grid = Grid(problem.spec.region, leaves, *lengths, b, h, lengths[1])
     view = View.of(problem.spec.mask_text or "every pair", grid, tile or TILE)
     score = problem.spec.score
     shown = None if score is None else ScoreView(problem.spec.score_text, score, leaves, at)

@@ -87,7 +87,7 @@ def _places(axes: Axes, score: ScoreView, view: View) -> None:
 
 def _curve(axes: Axes, score: ScoreView, view: View) -> None:
     """The score of every s from -100 to 100, beside the line of a score that changes nothing."""
-    s = torch.linspace(-100, 100, 401)
+    s = torch.linspace(-100, 100, 401, device="cpu")
     axes.plot(s, s, color="#bbbbbb", linewidth=1, linestyle="--", label="s")
     axes.plot(s, score.curve(s), color=COLOURS["full"], linewidth=2, label="score")
     axes.set(xlabel="s = softmax_scale · q·k", ylabel="score")

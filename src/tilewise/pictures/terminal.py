@@ -23,12 +23,12 @@ def coarsened(status: Tensor, most: tuple[int, int]) -> tuple[Tensor, int]:
     """Return ``(status, n)`` of squares of ``n x n`` tiles, as few as there is room for: full or skipped where all of its tiles are."""
     n = max(1, *[-(-size // room) for size, room in zip(status.shape, most, strict=True)])
     lines, columns = (-(-size // n) for size in status.shape)
-    squares = torch.full((lines * n, columns * n), -1, dtype=torch.int16)
+    squares = torch.full((lines * n, columns * n), -1, dtype=torch.int16, device="cpu")
     squares[: status.shape[0], : status.shape[1]] = status
     squares = squares.unflatten(1, (columns, n)).unflatten(0, (lines, n)).transpose(1, 2).flatten(2)
     inside = squares >= 0
     full, empty = (((squares == what) | ~inside).all(-1) for what in (FULL, EMPTY))
-    found = torch.full((lines, columns), PARTIAL, dtype=torch.uint8)
+    found = torch.full((lines, columns), PARTIAL, dtype=torch.uint8, device="cpu")
     return found.masked_fill(full, FULL).masked_fill(empty, EMPTY), n
 
 
@@ -54,7 +54,7 @@ def score_text(score: ScoreView, view: View, width: int) -> Text:
     from rich.text import Text
 
     if not score.by_place:
-        values = score.curve(torch.tensor(CURVE)).tolist()
+        values = score.curve(torch.tensor(CURVE, device="cpu")).tolist()
         row = "   ".join(f"{s:g} → {value:.4g}" for s, value in zip(CURVE, values, strict=True))
         return Text(f"score {score.title}\ns → {row}")
     status, _ = coarsened(view.status, (MOST_LINES, max(1, width // 2)))

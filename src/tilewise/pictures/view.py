@@ -109,21 +109,22 @@ class View:
 
 def _extents(length: int, tile: int) -> Tensor:
     """Return the size of each tile along one axis: the last may be smaller."""
-    return (length - torch.arange(0, length, tile)).clamp(max=tile)
+    return (length - torch.arange(0, length, tile, device="cpu")).clamp(max=tile)
 
 
 def _kept(grid: Grid) -> Tensor:
     """Return whether each pair of a grid of one head is kept, bool ``(queries, keys)``."""
     lengths = grid.seqlen_q, grid.keys
-    found = grid.kept(*map(torch.arange, lengths))
-    return torch.ones(lengths, dtype=torch.bool) if found is None else found[0, 0].expand(lengths)
+    found = grid.kept(*[torch.arange(n, device="cpu") for n in lengths])
+    return torch.ones(lengths, dtype=torch.bool, device="cpu") if found is None else found[0, 0].expand(lengths)
 
 
 def _grid(call: str, mask: Mask, lengths: tuple[int, int], at: tuple[int, int]) -> Grid:
     leaves = [leaf.cpu() for leaf in mask.leaves]
     kept = region(mask.text, tuple(range(len(leaves))))
     _check(call, kept, leaves, lengths, at)
-    return Grid(kept, leaves, *lengths, torch.tensor(at[:1]), torch.tensor(at[1:]), lengths[1])
+    b, h = (torch.tensor([n], device="cpu") for n in at)
+    return Grid(kept, leaves, *lengths, b, h, lengths[1])
 
 
 def show_mask(
@@ -188,7 +189,7 @@ class ScoreView:
 
     @property
     def _fixed(self) -> dict[str, Tensor]:
-        return {name: torch.tensor(n) for name, n in zip(("b", "h"), self.at, strict=True)}
+        return {name: torch.tensor(n, device="cpu") for name, n in zip(("b", "h"), self.at, strict=True)}
 
     @property
     def by_place(self) -> bool:
@@ -204,18 +205,18 @@ class ScoreView:
     def places(self, i: Tensor, j: Tensor, lengths: tuple[int, int]) -> Tensor:
         """Return the score of s = 0 at the places ``i`` x ``j`` (1-d): fp32 ``(len(i), len(j))``."""
         sizes = {"seqlen_q": lengths[0], "seqlen_k": lengths[1], "off": lengths[1] - lengths[0]}
-        env = {name: torch.tensor(n) for name, n in sizes.items()} | {"i": i.unsqueeze(-1), "j": j}
-        env |= self._fixed | {"s": torch.tensor(0.0)}
+        env = {name: torch.tensor(n, device="cpu") for name, n in sizes.items()} | {"i": i.unsqueeze(-1), "j": j}
+        env |= self._fixed | {"s": torch.tensor(0.0, device="cpu")}
         found = expr.evaluate([self.score], env, self.leaves, torch.float32)[0]
         return found.expand(expr.broadcast_shape(found.shape, (len(i), len(j))))
 
     def curve(self, s: Tensor) -> Tensor:
         """Its value at scores ``s`` (1-d) for the first query and key."""
-        env = {name: torch.tensor(0) for name in ("i", "j", "off", "seqlen_q", "seqlen_k")}
+        env = {name: torch.tensor(0, device="cpu") for name in ("i", "j", "off", "seqlen_q", "seqlen_k")}
         env |= self._fixed | {"s": s}
         return expr.evaluate([self.score], env, self.leaves, torch.float32)[0].expand(s.shape)
 
 
 def centres(length: int, cells: int) -> Tensor:
     """Return the middle index of each of ``cells`` equal parts of an axis."""
-    return ((torch.arange(cells) + 0.5) * length / cells).long().clamp(max=max(0, length - 1))
+    return ((torch.arange(cells, device="cpu") + 0.5) * length / cells).long().clamp(max=max(0, length - 1))

@@ -22,7 +22,11 @@ ScoreFunction = Callable[[Any, Any, Any, Any, Any], Any]  # of (s, b, h, i, j); 
 
 
 class Score:
-    """A change of the scores; made by the functions of this module, composed by ``>>``: the left one first."""
+    """A change of the scores; made by the functions of this module, composed by ``>>``: the left one first.
+
+    It holds the tensors that it reads. A module makes a score of its parameter in ``forward``: ``fully_shard``, ``functional_call`` and
+    ``load_state_dict(assign=True)`` give a module other parameters, and a score from before goes on with the old ones.
+    """
 
     def __init__(self, text: str, leaves: tuple[torch.Tensor, ...] = ()):
         self.text = text
@@ -36,6 +40,9 @@ class Score:
         if not (self.text and other.text):  # one that changes nothing
             return self if self.text else other
         return Score(f"{self.text}{THEN}{other.text}", (*self.leaves, *other.leaves))
+
+    def __bool__(self) -> bool:
+        raise ValueError("a score has no truth value; `and`, `or` and `not` would drop one: compose scores with >>")
 
     if not TYPE_CHECKING:  # a type checker refuses these operators itself
 

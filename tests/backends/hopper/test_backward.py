@@ -85,9 +85,9 @@ def emulate(c: Call, tiles: KeyTiles | None, ctas: int) -> Grads:
     return emulate_kernels(c, replace(x, keys=tiles, queries=queries) if tiles else x, ctas)
 
 
-def emulate_kernels(c: Call, x: backward_config.Backward, ctas: int) -> Grads:
-    """dq, dk, dv, from the reference's output."""
-    plan, out = backward_call.BackwardPlan(c.p, x), Reference().forward(c.p, c.t)
+def emulate_kernels(c: Call, x: backward_config.Backward, ctas: int, out: Output | None = None) -> Grads:
+    """dq, dk, dv, from the reference's output if none is given."""
+    plan, out = backward_call.BackwardPlan(c.p, x), out or Reference().forward(c.p, c.t)
     given = {"q": c.t.q, "k": c.t.k, "v": c.t.v, "do": c.do, "o": out.o.to(c.p.dtype), "lse": out.lse, "dlse": c.dlse}
     t = {name: (tensor[None] if c.p.packed else tensor).float().numpy() for name, tensor in given.items()}
     cu_q, cu_k, *queues = starts_of(plan, c) if c.p.packed else (None, None)

@@ -28,6 +28,7 @@ from typing import Any
 from torch import Tensor
 
 from tilewise import device as devices
+from tilewise.backends import blockwise
 from tilewise.backends.base import (
     Backend,
     DirectBackward,
@@ -60,7 +61,7 @@ from tilewise.backends.hopper.kernels import AnyConfig
 from tilewise.backends.hopper.latent import selected
 from tilewise.backends.hopper.latent.config import LatentConfig
 from tilewise.backends.hopper.padding import as_packed
-from tilewise.backends.hopper.pieces import described, in_pieces
+from tilewise.backends.hopper.pieces import described, gathers, in_pieces
 from tilewise.problem import Problem
 
 LEAST_CUDA = 13  # of a driver that loads the kernels' machine code
@@ -115,7 +116,7 @@ class Hopper(Backend):
         return _slow(p)
 
     def pieces(self, p: Problem) -> str:
-        return described(p, self.configs(p))
+        return described(p, [choose(p) for choose in self._passes(p)])
 
     def config(self, p: Problem) -> Config | LatentConfig | DecodingConfig:
         if self.override is not None:
@@ -139,7 +140,11 @@ class Hopper(Backend):
 
     def configs(self, p: Problem) -> list[AnyConfig]:
         """The configs of the kernels that a problem needs."""
-        return [self.config(p), *([self.backward_config(p)] if p.spec.needs_grad else [])]
+        return [config for choose in self._passes(p) for config in _of_kernels(p, choose)]
+
+    def _passes(self, p: Problem) -> tuple[Callable[[Problem], AnyConfig], ...]:
+        """What chooses the configs of a problem's passes."""
+        return (self.config, self.backward_config) if p.spec.needs_grad else (self.config,)
 
     def forward(self, p: Problem, t: Inputs) -> Output:
         return self._plans.of(p).forward(t)
@@ -174,18 +179,19 @@ class Hopper(Backend):
 
     def _plan(self, p: Problem):
         config = self.config(p)
-        return self._converted(p, config, self._plans) or _forward_plan(p, config)(p, config)
+        return _converted(p, config, self._plans) or _forward_plan(p, config)(p, config)
 
     def _backward_plan(self, p: Problem):
         from tilewise.backends.hopper.host.backward_call import BackwardPlan
 
         config = self.backward_config(p)
-        return self._converted(p, config, self._backward_plans) or BackwardPlan(p, config)
+        return _converted(p, config, self._backward_plans) or BackwardPlan(p, config)
 
-    def _converted(self, p: Problem, config: AnyConfig, plans: PerProblem):
-        """The plan of a problem that runs by those of other ones; None of any other."""
-        make, values = _conversion(p, config, plans) or (None, None)
-        return make and make(p, values)
+
+def _of_kernels(p: Problem, choose: Callable[[Problem], AnyConfig]) -> list[AnyConfig]:
+    """The configs of the kernels that a pass over a problem needs."""
+    config = choose(p)
+    return [choose(x) for x in blockwise.both(p)] if gathers(p, config) else [config]
 
 
 def _slow(p: Problem) -> str:
@@ -250,6 +256,12 @@ def _decided(p: Problem, plans: PerProblem, plan: Callable[[Problem], Any], conf
     return _conversion(p, config, plans) or plan(p).decided()
 
 
+def _converted(p: Problem, config: AnyConfig, plans: PerProblem):
+    """The plan of a problem that runs by those of other ones; None of any other."""
+    make, values = _conversion(p, config, plans) or (None, None)
+    return make and make(p, values)
+
+
 def _conversion(p: Problem, config: AnyConfig, plans: PerProblem) -> tuple | None:
     """The same of a padded problem, by the plan of the packed one that it equals, and of one in pieces; None of any other."""
     if _runs_as_packed(p, config):
@@ -259,7 +271,7 @@ def _conversion(p: Problem, config: AnyConfig, plans: PerProblem) -> tuple | Non
     if in_pieces(p, config):
         from tilewise.backends.hopper.host.piecewise_call import PiecewisePlan
 
-        return PiecewisePlan, config
+        return PiecewisePlan.of, (config, plans)
     return None
 
 

@@ -1,4 +1,5 @@
-"""Calls in pieces: where the bits of a mask would take more memory than they may at a time, those of a piece are made, read and freed.
+"""Calls in pieces: where the bits of a mask would take more memory than they may at a time, those of a piece are made, read and freed; or a
+piece gathers its queries by the blocks that they select (:mod:`tilewise.backends.blockwise`), and has no bits.
 
 A piece is a call of its own, of some batch elements, key heads and queries, with the mask in the places of the whole
 (:class:`tilewise.piece.Piece`). Its keys are those up to the last one that its queries may see. Batch elements and heads are told apart by
@@ -17,16 +18,17 @@ from torch import Tensor
 
 from tilewise import expr
 from tilewise.amounts import in_bytes
+from tilewise.backends.blockwise import blocks_of, gathered_bytes
 from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.config import Formed, bytes_of_bits
 from tilewise.expr import Expr
 from tilewise.masks.facts import as_band
 from tilewise.masks.regions import Region
-from tilewise.piece import Piece
+from tilewise.piece import Piece, Span, evenly
 from tilewise.planning.bit_tiles import BUDGET, LINES
 from tilewise.problem import Problem, TensorFacts
 
-Span = tuple[int, int]  # [start, stop)
+LEAST_BLOCK = 256  # keys; by bytes and products, bringing a query to smaller ones takes several times its work there
 Spans = Mapping[int, Span]  # by dimension
 Narrowed = TypeVar("Narrowed", Tensor, TensorFacts)
 
@@ -87,8 +89,15 @@ def _read_by(config: Formed) -> tuple[int, bool]:
     return (config.keys.tile_m, True) if isinstance(config, Backward) else (config.tiles.tile_n, False)
 
 
+def gathers(p: Problem, config: Formed) -> bool:
+    """Whether the pieces of a problem gather the queries of each block that they select, and read no bits."""
+    blocks = blocks_of(p) if in_pieces(p, config) else None
+    return blocks is not None and blocks.block >= LEAST_BLOCK and blocks.block_q < LINES
+
+
 def cuts(p: Problem, config: Formed) -> list[Cut]:
-    """Return the pieces of a call, those of the same heads side by side: the largest whose bits fit, which are halves of halves."""
+    """Return the pieces of a call, those of the same heads side by side: the largest whose bits, or gathered rows, fit, which are halves of
+    halves."""
     batch, heads, queries = _sizes(p, config)
     group, lines = p.group, evenly(-(-p.seqlen_q // LINES), queries // LINES)
     found = []
@@ -101,26 +110,21 @@ def cuts(p: Problem, config: Formed) -> list[Cut]:
 
 
 def _sizes(p: Problem, config: Formed) -> list[int]:
-    """Return the most batch elements, key heads and queries of a piece. Only those are divided whose bits are told apart."""
-    sizes, whole = [p.batch, p.heads_k, -(-p.seqlen_q // LINES) * LINES], p.seqlen_q
-    least = [1 if _divides(p, "b") else p.batch, 1 if _divides(p, "h") else p.heads_k, LINES]
+    """Return the most batch elements, key heads and queries of a piece. Of bits, only those are divided that are told apart."""
+    sizes, whole, gather = [p.batch, p.heads_k, -(-p.seqlen_q // LINES) * LINES], p.seqlen_q, gathers(p, config)
+    least = [1 if gather or _divides(p, "b") else p.batch, 1 if gather or _divides(p, "h") else p.heads_k, LINES]
 
     def fits() -> bool:
         batch, heads, queries = sizes
         q = p.q._replace(shape=(batch, min(queries, whole), heads * p.group, p.head_dim))
+        if gather:
+            return gathered_bytes(p, batch * heads * min(queries, whole)) <= BUDGET
         return bytes_of_bits(replace(p, q=q), *_read_by(config)) <= BUDGET
 
     for n, (step, most) in enumerate(zip((1, 1, LINES), least, strict=True)):
         while sizes[n] > most and not fits():
             sizes[n] = -(-sizes[n] // (2 * step)) * step
     return sizes
-
-
-def evenly(count: int, most: int) -> list[Span]:
-    """The spans of at most ``most`` into which so many are cut, as equal as may be."""
-    parts = -(-count // most)
-    ends = [count * n // parts for n in range(parts + 1)]
-    return [(ends[n], ends[n + 1]) for n in range(parts)]
 
 
 def _end(p: Problem, rows: Span) -> int:
@@ -150,10 +154,11 @@ def described(p: Problem, configs: Sequence[Formed]) -> str:
         return ""
     each = cuts(p, config)
     most = [max(stop - start for start, stop in spans) for spans in list(zip(*each, strict=True))[:3]]
-    size = in_bytes(bytes_of_bits(p, *_read_by(config)))
     names = zip(most, ("batch element", "key head"), strict=False)
     sizes = ", ".join([f"{n} {name}{'s' * (n > 1)}" for n, name in names])
-    return f"{len(each)} of {sizes} and {most[2]} queries, as a bit for each pair may take {size}, above {in_bytes(BUDGET)}"
+    size, found = in_bytes(bytes_of_bits(p, *_read_by(config))), f"{len(each)} of {sizes} and {most[2]} queries"
+    found += f", as a bit for each pair may take {size}, above {in_bytes(BUDGET)}"
+    return found + "; a block of keys and the queries that selected it are a packed sequence" * gathers(p, config)
 
 
 # -- What tells batch elements and heads apart ---------------------------------------------------------------------

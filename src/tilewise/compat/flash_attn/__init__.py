@@ -63,7 +63,7 @@ def _whole(name: str, n: object) -> int:
 
 def _keywords(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic) -> dict:
     """Return the original's options as keywords of :func:`tilewise.attention`: softcap first, then the slopes."""
-    if isinstance(window_size, (int, float)) or len(window_size) != 2:
+    if window_size is None or isinstance(window_size, (int, float)) or len(window_size) != 2:
         raise ValueError(f"window_size must be (left, right), -1 unbounded, got {window_size!r}")
     bounds = [_whole("window_size", bound) for bound in window_size]
     left, right = (None if bound == -1 else bound for bound in bounds)

@@ -121,7 +121,7 @@ def _of_blocks(q: Tensor, k: Tensor, v: Tensor, bias: object, options: dict) -> 
     lengths = [[end - start for start, end in x] for x in spans]
     k, v = k[0], v[0]
     if hasattr(bias.k_seqinfo, "seqlen"):  # slots: the keys in use, one sequence after another
-        rows = torch.cat([torch.arange(*span) for span in spans[1]]).to(k.device)
+        rows = torch.cat([torch.arange(*span, device=k.device) for span in spans[1]])
         k, v = k.index_select(0, rows), v.index_select(0, rows)
         cu_k = torch.tensor([0, *lengths[1]], device=q.device).cumsum(0, dtype=torch.int32)
     mask = band.mask(lengths[0] == lengths[1])

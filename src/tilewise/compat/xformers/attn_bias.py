@@ -36,8 +36,9 @@ class Band:
 
     def pairs(self, queries: int, keys: int) -> Tensor:
         """Return the pairs that are kept, bool ``(queries, keys)``."""
-        distance = torch.arange(keys) - torch.arange(queries).view(-1, 1) - (keys - queries if self.from_last else 0)
-        kept = torch.ones(queries, keys, dtype=torch.bool)
+        j, i = (torch.arange(n, device="cpu") for n in (keys, queries))
+        distance = j - i.view(-1, 1) - (keys - queries if self.from_last else 0)
+        kept = torch.ones_like(distance, dtype=torch.bool)
         kept = kept if self.left is None else kept & (distance >= -self.left)
         return kept if self.right is None else kept & (distance <= self.right)
 
@@ -72,11 +73,11 @@ class AttentionBias:
         self, shape: Sequence[int], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     ) -> Tensor:
         """Return the matrix that this bias stands for, 0 and -inf, expanded to ``shape (..., queries, keys)``; for tests."""
-        kept = torch.zeros(*shape[-2:], dtype=torch.bool)
+        kept = torch.zeros(*shape[-2:], dtype=torch.bool, device="cpu")
         band = BANDS[type(self).__name__](self)
         for (q0, q1), (k0, k1) in self._blocks(*shape[-2:]):
             kept[q0:q1, k0:k1] = band.pairs(q1 - q0, k1 - k0)
-        matrix = torch.zeros(kept.shape, dtype=dtype).masked_fill(~kept, -torch.inf)
+        matrix = torch.zeros_like(kept, dtype=dtype).masked_fill(~kept, -torch.inf)
         return matrix.to(device).expand(*shape)
 
     def _blocks(self, queries: int, keys: int) -> Iterable[tuple[tuple[int, int], tuple[int, int]]]:
@@ -140,7 +141,7 @@ class _SeqLenInfo:
     @classmethod
     def from_seqlens(cls, seqlens: Iterable[int], *, device: torch.device | str | None = None) -> _SeqLenInfo:
         lengths = [int(n) for n in seqlens]
-        starts = [0, *torch.tensor(lengths, dtype=torch.int64).cumsum(0).tolist()]
+        starts = list(itertools.accumulate(lengths, initial=0))
         seqstart = torch.tensor(starts, dtype=torch.int32, device=device)
         return cls(seqstart, max(lengths, default=-1), min(lengths, default=-1), starts)
 
@@ -164,7 +165,7 @@ class _SeqLenInfo:
 
 @dataclass
 class _SlotInfo(_SeqLenInfo):
-    """Blocks with room: the first ``seqlen`` rows of each are in use, and there may be gaps between blocks."""
+    """Blocks with room: ``seqlen`` rows from the start of each are in use. There may be gaps between them, and blocks may share rows."""
 
     seqlen: Tensor
     seqlen_py: list[int]
@@ -172,8 +173,7 @@ class _SlotInfo(_SeqLenInfo):
     @classmethod
     def of(cls, starts: Sequence[int], seqlens: Sequence[int], device: torch.device | str | None) -> _SlotInfo:
         starts, lengths = [int(n) for n in starts], [int(n) for n in seqlens]
-        room = [end - start for start, end in itertools.pairwise(starts)]
-        if len(room) != len(lengths) or any(n > space for n, space in zip(lengths, room, strict=True)):
+        if len(starts) != len(lengths) + 1 or any(at + n > starts[-1] for at, n in zip(starts, lengths, strict=False)):
             raise ValueError(f"keys of lengths {lengths} do not fit into slots that start at {starts}")
         tensors = (torch.tensor(x, dtype=torch.int32, device=device) for x in (starts, lengths))
         seqstart, seqlen = tensors
@@ -296,7 +296,9 @@ class BlockDiagonalPaddedKeysMask(_Blocks):
         device: torch.device | str | None = None,
     ) -> BlockDiagonalPaddedKeysMask:
         """Make the mask of blocks with these lengths. ``causal_diagonal`` has no effect, as in the original."""
-        starts = range(0, (len(kv_seqlen) + 1) * kv_padding, kv_padding)
+        if max(kv_seqlen, default=0) > kv_padding:
+            raise ValueError(f"keys of lengths {list(kv_seqlen)} do not fit into slots of {kv_padding}")
+        starts = [n * kv_padding for n in range(len(kv_seqlen) + 1)]
         return cls(_SeqLenInfo.from_seqlens(q_seqlen, device=device), _SlotInfo.of(starts, kv_seqlen, device))
 
     @classmethod

@@ -27,19 +27,11 @@ from tilewise.backends.hopper.host.driver import Kernels
 from tilewise.backends.hopper.host.recipe import flat
 from tilewise.backends.hopper.parameters import Parameter
 from tilewise.problem import TensorFacts
+from tilewise.signature import contiguous_strides
 
 SCRATCH = "scratch"  # the memory of all that nobody reads after the launches
 APART = 256  # bytes: tensors in it begin at multiples
 COUNTS = "counts"  # a fill: zeros that launches leave zero (:func:`tilewise.device.counts`)
-
-
-def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor."""
-    found, step = [], 1
-    for size in reversed(shape):
-        found.append(step)
-        step = step * size
-    return tuple(reversed(found))
 
 
 class View(NamedTuple):

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from tilewise import expr
 from tilewise.backends.base import Inputs
-from tilewise.backends.hopper.host.draft import View, contiguous_strides
+from tilewise.backends.hopper.host.draft import View
 from tilewise.backends.hopper.latent.selected import rows_of
 from tilewise.masks.facts import every_key_seen
 from tilewise.planning import planner
@@ -21,6 +21,7 @@ from tilewise.planning.bit_tiles import BitTiles, Layout, Sections, only_seen_ke
 from tilewise.planning.planner import Kind, Making
 from tilewise.planning.tiles import PARTIAL, Grid, TileMap, seen_keys
 from tilewise.problem import Problem, TensorFacts
+from tilewise.signature import contiguous_strides
 
 
 class Sized(Protocol):

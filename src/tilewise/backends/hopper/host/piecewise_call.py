@@ -10,14 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.backends.base import Grads, Inputs, Output, PerTensors
+from tilewise.backends.base import Grads, Inputs, Output, PerProblem, PerTensors
+from tilewise.backends.blockwise import Blockwise
 from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.host.backward_call import BackwardPlan
 from tilewise.backends.hopper.host.forward_call import ForwardPlan
 from tilewise.backends.hopper.host.plan import Plan
-from tilewise.backends.hopper.pieces import Cut, cuts, problem_of, take
+from tilewise.backends.hopper.pieces import Cut, cuts, gathers, problem_of, take
 from tilewise.caching import cached_property
+from tilewise.problem import Problem
 
 
 class NothingKept(PerTensors):
@@ -29,18 +31,32 @@ class NothingKept(PerTensors):
 
 @dataclass(eq=False)
 class PiecewisePlan(Plan):
-    """The decisions for one problem's forward or backward, which runs piece by piece."""
+    """The decisions for one problem's forward or backward, which runs piece by piece. ``plans``: of packed problems."""
 
     config: Config | Backward
+    plans: PerProblem | None = None
+
+    @classmethod
+    def of(cls, problem: Problem, decided: tuple[Config | Backward, PerProblem]) -> PiecewisePlan:
+        """The plan of a problem, by its config and the plans of packed ones."""
+        return cls(problem, *decided)
 
     @cached_property
-    def pieces(self) -> list[tuple[Cut, ForwardPlan | BackwardPlan]]:
+    def pieces(self) -> list[tuple[Cut, ForwardPlan | BackwardPlan | Blockwise]]:
         """The pieces in order, each with its plan."""
-        plan = BackwardPlan if isinstance(self.config, Backward) else ForwardPlan
-        each = cuts(self.problem, self.config)
-        return [(cut, plan(problem_of(self.problem, cut), self.config, made=NothingKept())) for cut in each]
+        gather = gathers(self.problem, self.config)
+        plan = self._gathering if gather else self._reading_bits
+        return [(cut, plan(problem_of(self.problem, cut))) for cut in cuts(self.problem, self.config)]
 
-    def inputs(self, given: Inputs, cut: Cut, plan: Plan) -> Inputs:
+    def _reading_bits(self, piece: Problem) -> ForwardPlan | BackwardPlan:
+        plan = BackwardPlan if isinstance(self.config, Backward) else ForwardPlan
+        return plan(piece, self.config, made=NothingKept())
+
+    def _gathering(self, piece: Problem) -> Blockwise:
+        of = self.plans.of
+        return Blockwise(piece, lambda p, t: of(p).forward(t), lambda p, *given: of(p).backward(*given))
+
+    def inputs(self, given: Inputs, cut: Cut, plan: Plan | Blockwise) -> Inputs:
         """The tensors of a piece."""
         extras = [take(x, spans) for x, spans in zip(given.leaves, cut.of_extras(self.problem), strict=True)]
         q, k, v = take(given.q, cut.of_q), take(given.k, cut.of_k), take(given.v, cut.of_k)
@@ -49,7 +65,9 @@ class PiecewisePlan(Plan):
     def forward(self, inputs: Inputs) -> Output:
         o, lse = (
             inputs.q.new_empty(shape, dtype=dtype)
-            for shape, dtype in zip(self.problem.output_shapes, (self.problem.dtype, torch.float32), strict=True)
+            for shape, dtype in zip(
+                self.problem.output_shapes, (self.problem.dtype, self.problem.compute_dtype), strict=True
+            )
         )
         for cut, plan in self.pieces:
             found = plan.forward(self.inputs(inputs, cut, plan))
@@ -60,12 +78,12 @@ class PiecewisePlan(Plan):
     def backward(self, inputs: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads:
         p = self.problem
         dq, dk, dv = (x.new_empty(x.shape) for x in (inputs.q, inputs.k, inputs.v))
-        sink = None if inputs.sink is None else torch.zeros_like(inputs.sink, dtype=torch.float32)
+        sink = None if inputs.sink is None else torch.zeros_like(inputs.sink, dtype=p.compute_dtype)
         for _, same in groupby(self.pieces, lambda piece: piece[0].heads + piece[0].batch):
             of_heads = list(same)
             whole = of_heads[0][0]._replace(end=p.seqlen_k)
             # Of one piece alone nothing is added up.
-            wide = torch.float32 if len(of_heads) > 1 else p.dtype
+            wide = p.compute_dtype if len(of_heads) > 1 else p.dtype
             sums = [torch.zeros_like(take(x, whole.of_k), dtype=wide) for x in (dk, dv)]
             for cut, plan in of_heads:
                 found = self.gradients(inputs, out, (do, dlse), cut, plan)

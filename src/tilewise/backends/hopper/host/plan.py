@@ -17,7 +17,7 @@ from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.config import PLAIN, Band, Expressions, cap_of, keys_of, slopes_of, strides_addressable
 from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.host import masks
-from tilewise.backends.hopper.host.draft import Launches, View, contiguous_strides
+from tilewise.backends.hopper.host.draft import Launches, View
 from tilewise.backends.hopper.pair_bias import ALIGNED, PairBias, aligned, pair_bias_of
 from tilewise.backends.hopper.parameters import SCORES
 from tilewise.backends.hopper.tables import Line, line_of
@@ -26,6 +26,7 @@ from tilewise.device import Later
 from tilewise.dropout import keep_scale, threshold
 from tilewise.planning.planner import Making
 from tilewise.problem import Problem, TensorFacts
+from tilewise.signature import contiguous_strides
 
 LOG2_E = math.log2(math.e)
 FAR = 1 << 30  # the end of a band that has none: no key reaches it

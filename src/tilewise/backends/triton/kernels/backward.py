@@ -73,7 +73,7 @@ class QueryHead(NamedTuple):
         q, do: the sources of q and dO.
         lse_start: where the sequence's rows begin in tensors of lse's shape.
         statistics_start: where they begin in lse2 and delta.
-        statistics: the descriptor of lse2 and delta; None where there is none.
+        statistics: the descriptor of lse2 and delta; a pointer, unused, where there is none.
     """
 
     head: Any
@@ -90,7 +90,8 @@ class KeyTile(NamedTuple):
     Attributes:
         n0: its first row.
         k, v: tiles of (tile_n, head_dim) and (tile_n, head_dim_v).
-        pairs, sheet: the descriptors of a leaf that the score reads at i and j, and of the sheet of dS; None where there are none.
+        pairs, sheet: the descriptors of a leaf that the score reads at i and j, and of the sheet of dS; pointers, unused, where
+            there are none.
     """
 
     n0: Any
@@ -170,7 +171,7 @@ def query_head(tensors, sizes, work, head, q_views, do_views, statistics, FACTS:
     do = source_of(tensors.do, do_views, sizes.do, work, work.start_q, head, FACTS)
     lse_start = line_of(head, sizes.heads_q, sizes.seqlen_q, work, work.start_q, FACTS)
     statistics_start = line_of(head, sizes.heads_q, sizes.seqlen_q_rounded, work, work.start_q, FACTS)
-    return QueryHead(head, q, do, lse_start, statistics_start, statistics)
+    return QueryHead(head, q, do, lse_start, statistics_start, tensors.lse2 if statistics is None else statistics)
 
 
 @triton.jit
@@ -270,6 +271,7 @@ def dkdv_kernel(
     n0 = work.block * FACTS.tile_n
     left = work.seqlen_k - n0
     k, v = key_sources(tensors, sizes, work, head_k, (None, None), (None, None), FACTS)
+    pairs, sheet = tensors.q if pairs is None else pairs, tensors.q if sheet is None else sheet
     keys = load_key_tile(k, v, n0, pairs, sheet, work, FACTS)
     # The sums: fp32 (tile_n, width) for each piece.
     dk = zeros(FACTS.tile_n, OF_V=False, FACTS=FACTS) if FACTS.dk else ()

@@ -70,7 +70,7 @@ class QueryTile(NamedTuple):
         m0, head: its first row and its query head.
         q: a tile of (tile_m, head_dim). lo, hi: the key interval of each row, int32 (tile_m,).
         k, v: the sources of the key head.
-        pairs: the descriptor of a leaf that the score reads at i and j; None where there is none.
+        pairs: the descriptor of a leaf that the score reads at i and j; a pointer, unused, where there is none.
     """
 
     m0: Any
@@ -97,6 +97,7 @@ def forward_kernel(tensors, sizes, scales, k_view, k_rest, v_view, v_rest, pairs
     slot, head, b = scheduled(sizes.heads_q // sizes.heads_k, sizes)
     work = work_tile(sizes.slots - 1 - slot, b, tensors, sizes, scales, OVER_KEYS=False, FACTS=FACTS)
     work = with_heads(work, head, FACTS)
+    pairs = tensors.q if pairs is None else pairs
     query = load_query_tile(tensors, sizes, work, head, (k_view, k_rest), (v_view, v_rest), pairs, FACTS)
     # The state: m, l fp32 (tile_m,); acc fp32 (tile_m, width) for each piece of head_dim_v.
     m = tl.full([FACTS.tile_m], 0.0 if FACTS.bounded else float("-inf"), tl.float32)

@@ -200,8 +200,8 @@ def load_paged_tile(tensors, sizes, work, head_k, block_table, cache, views, FAC
         stop = tl.max(tl.where(sees, hi, 0), 0)
     stop = tl.where(work.block * FACTS.tile_m < work.seqlen_q * FACTS.group, stop, start)  # a slot may hold no row
     table = table_of(block_table, work.b, sizes, cache)
-    k = pool_of(tensors.k, sizes.k, head_k, views[:2], FACTS)
-    v = pool_of(tensors.v, sizes.v, head_k, views[2:], FACTS)
+    k = pool_of(tensors.k, sizes.k, head_k, views[0], views[1], FACTS)
+    v = pool_of(tensors.v, sizes.v, head_k, views[2], views[3], FACTS)
     k_scale, v_scale = table, table
     if FACTS.k_scale is not None:
         k_scale = scale_of(tensors.k_scale, plain_all(cache.scales[0]), work, sizes, head_k, FACTS.k_scale == "each")

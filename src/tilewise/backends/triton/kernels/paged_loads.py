@@ -24,7 +24,7 @@ class Pool(NamedTuple):
 
     Attributes:
         pointer: page 0. by_page, row: strides, in elements.
-        descriptors: one for each piece of the head dim, of (num_pages, heads, page_size, columns); None where there is none.
+        descriptors: one for each piece of the head dim, of (num_pages, heads, page_size, columns); the pointer where there is none.
         head: the key head.
     """
 
@@ -48,10 +48,16 @@ def scale_of(tensor, strides, work, sizes, head, EACH: tl.constexpr):
 
 
 @triton.jit
-def pool_of(tensor, strides, head, views, FACTS: tl.constexpr):
+def pool_of(tensor, strides, head, view, rest, FACTS: tl.constexpr):
     """The :class:`Pool` of a key head."""
+    # Without a descriptor the pointer takes its place: kernels take no None there, and nothing reads it.
+    first, second = view, rest
+    if view is None:
+        first = tensor
+    if rest is None:
+        second = tensor
     pointer = tensor + tl.cast(head, tl.int64) * (strides[2] * FACTS.align)
-    return Pool(pointer, strides[0] * FACTS.align, strides[1] * FACTS.align, views, head)
+    return Pool(pointer, strides[0] * FACTS.align, strides[1] * FACTS.align, (first, second), head)
 
 
 @triton.jit

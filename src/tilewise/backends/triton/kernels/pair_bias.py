@@ -214,7 +214,7 @@ def pair_gradient(m0, i, j, n0, head, work, tensors, sizes, scales, FACTS: tl.co
     rows = query_head(tensors, sizes, work, head, (None, None), (None, None), None, FACTS)
     head_k = head // (sizes.heads_q // sizes.heads_k)
     k, v = key_sources(tensors, sizes, work, head_k, (None, None), (None, None), FACTS)
-    _, k, v, _, _ = load_key_tile(k, v, n0, None, None, work, FACTS)
+    _, k, v, _, _ = load_key_tile(k, v, n0, tensors.q, tensors.q, work, FACTS)
     query = load_grad_query_tile(m0, rows, tensors, work, FACTS)
     s = dot_transposed(query.q, k, FACTS)  # S = Q Kᵀ, (tile_m, tile_n) fp32
     work = with_tile(with_heads(work, head, FACTS), m0, n0, FACTS)

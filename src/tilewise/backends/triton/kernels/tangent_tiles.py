@@ -65,7 +65,7 @@ class MovingHead(NamedTuple):
 
     Attributes:
         rows: the :class:`QueryHead`. moved_q, moved_do: sources; () for a tangent that is zero.
-        lse, delta: descriptors of lse2 and delta, each above its tangent; None where there are none.
+        lse, delta: descriptors of lse2 and delta, each above its tangent; pointers, unused, where there are none.
     """
 
     rows: Any
@@ -96,6 +96,8 @@ def contiguous_source(tensor, view, heads, seqlen, work, start, head, OF_V: tl.c
     else:
         DIM: tl.constexpr = FACTS.head_dim_v if OF_V else FACTS.head_dim
         row = heads * DIM
+        if view is None:
+            view = tensor
         b = work.b * 0 if FACTS.packed else work.b  # a packed tensor's descriptor has a batch of one
         return Source(
             tensor + (token_of(seqlen, work, start, FACTS) * row + head * DIM), row, (view, view), b, head, start
@@ -139,7 +141,11 @@ def moving_head(tensors, moved, sizes, work, head, views, statistics, FACTS: tl.
     heads, length, start = sizes.heads_q, sizes.seqlen_q, work.start_q
     moved_q = contiguous_source(moved.q, moved_q_view, heads, length, work, start, head, OF_V=False, FACTS=FACTS)
     moved_do = contiguous_source(moved.do, moved_do_view, heads, length, work, start, head, OF_V=True, FACTS=FACTS)
-    return MovingHead(rows, moved_q, moved_do, *statistics)
+    # Without a descriptor the argument must still be some tensor: it is never read.
+    lse, delta = statistics
+    return MovingHead(
+        rows, moved_q, moved_do, moved.lse if lse is None else lse, moved.delta if delta is None else delta
+    )
 
 
 @triton.jit

@@ -29,7 +29,7 @@ class Source(NamedTuple):
 
     Attributes:
         pointer: the sequence's first row. row: the stride of rows, in elements.
-        descriptors: one for each piece of the head dim, None where there is none.
+        descriptors: one for each piece of the head dim; the pointer, unused, where there is none.
         b, head, start: batch element, head and first row of the sequence in the descriptors' tensor.
     """
 
@@ -73,8 +73,13 @@ def line_of(head, heads, length, work, start, FACTS: tl.constexpr):
 def source_of(tensor, descriptors, strides, work, start, head, FACTS: tl.constexpr):
     """The :class:`Source` of a head; ``descriptors`` are two, of (batch, heads, rows, columns), or Nones."""
     pointer, row = rows_of(tensor, strides, work, start, head, FACTS)
+    first, rest = descriptors
+    if first is None:
+        first = tensor
+    if rest is None:
+        rest = tensor
     b = work.b * 0 if FACTS.packed else work.b  # a packed tensor's descriptor has a batch of one
-    return Source(pointer, row, descriptors, b, head, start)
+    return Source(pointer, row, (first, rest), b, head, start)
 
 
 # -- Between global memory and registers or shared memory ----------------------------------------------------------

@@ -147,9 +147,9 @@ class WorkTile(NamedTuple):
         leaves, extents, grads, grad_extents, numbers: as in :class:`Tensors`, :class:`Sizes` and :class:`Scales`.
         pair: the tile of the leaf that the score reads at i and j, where a descriptor brings it (:func:`with_pair_tile`).
         heads: the elements that the score reads at b and h alone, read once a head (:func:`with_heads`).
-        corner: the first query and key of a tile, where the score counts positions from there (:func:`with_tile`); else empty.
+        corner: the first query and key of a tile, where the score counts positions from there (:func:`with_tile`).
         far: ``(whether, i, j)``: whether all pairs of a tile are so far from the diagonal that a tensor read by distance has one
-            element for them, and a pair that reads it; empty where that is not asked (:func:`with_tile`).
+            element for them, and a pair that reads it (:func:`with_tile`). Like the three before it, empty where that is not asked.
     """
 
     b: Any
@@ -167,6 +167,17 @@ class WorkTile(NamedTuple):
     heads: Any
     corner: Any
     far: Any
+
+
+# The numbers of the fields that _replaced is asked for.
+_PAIR, _HEADS, _CORNER, _FAR = (tl.constexpr(WorkTile._fields.index(x)) for x in ("pair", "heads", "corner", "far"))
+
+
+@triton.jit
+def _replaced(work, FIELD: tl.constexpr, value):
+    """The :class:`WorkTile` with another ``value`` in the field of that number."""
+    # Triton's tuples have no `_replace`.
+    return WorkTile(*work[:FIELD], value, *work[FIELD + 1 :])
 
 
 @triton.jit
@@ -243,15 +254,29 @@ def work_tile(slot, b, tensors, sizes, scales, OVER_KEYS: tl.constexpr, FACTS: t
         start_q, seqlen_q = packed_rows(tensors.cu_seqlens_q, b, sizes.batch, sizes.seqlen_q, not OVER_KEYS)
         start_k, seqlen_k = packed_rows(tensors.cu_seqlens_k, b, sizes.batch, sizes.seqlen_k, OVER_KEYS)
         block = slot - ((start_k if OVER_KEYS else start_q) // TILE + b)
-    read = tensors.leaves, sizes.extents, tensors.grads, sizes.grad_extents, scales.numbers
-    return new_work_tile((b, block, start_q, start_k, seqlen_q, seqlen_k), read)
+    return work_tile_of(tensors, sizes, scales, b, block, (start_q, seqlen_q), (start_k, seqlen_k))
 
 
 @triton.jit
-def new_work_tile(rows, read):
-    """The :class:`WorkTile` of a block of ``rows``, its fields up to ``seqlen_k``; ``read``: those from ``leaves`` to ``numbers``."""
-    # `pair` is of no use until with_pair_tile puts a tile in its place; where emitted functions read the others, they are put there too.
-    return WorkTile(*rows, *read, pair=rows[0], heads=(), corner=(), far=())
+def work_tile_of(tensors, sizes, scales, b, block, queries, keys):
+    """The :class:`WorkTile` of a block of rows of batch element ``b``; ``queries`` and ``keys``: the first row and the length of each."""
+    return WorkTile(
+        b=b,
+        block=block,
+        start_q=queries[0],
+        start_k=keys[0],
+        seqlen_q=queries[1],
+        seqlen_k=keys[1],
+        leaves=tensors.leaves,
+        extents=sizes.extents,
+        grads=tensors.grads,
+        grad_extents=sizes.grad_extents,
+        numbers=scales.numbers,
+        pair=(),
+        heads=(),
+        corner=(),
+        far=(),
+    )
 
 
 @triton.jit
@@ -294,7 +319,7 @@ def with_pair_tile(work, view, head, m0, n0, OVER_KEYS: tl.constexpr, FACTS: tl.
         # The leaf's tile, (tile_m, tile_n) in its own dtype, from global to shared memory: the load waits on a barrier of its own.
         first, second = _leading_index(work, head, 0, FACTS), _leading_index(work, head, 1, FACTS)
         pair = view.load([first, second, m0, n0]).reshape(FACTS.tile_m, FACTS.tile_n)
-        return WorkTile(*work[:11], tl.trans(pair) if OVER_KEYS else pair, *work[12:])
+        return _replaced(work, _PAIR, tl.trans(pair) if OVER_KEYS else pair)
 
 
 @triton.jit
@@ -303,7 +328,7 @@ def with_heads(work, head, FACTS: tl.constexpr):
     if FACTS.heads is None:
         return work
     else:
-        return WorkTile(*work[:12], FACTS.heads(work.b, head, work), *work[13:])
+        return _replaced(work, _HEADS, FACTS.heads(work.b, head, work))
 
 
 @triton.jit
@@ -311,7 +336,7 @@ def with_tile(work, m0, n0, FACTS: tl.constexpr):
     """The WorkTile with ``corner`` and ``far`` of the tile at (m0, n0), where the score counts positions, or reads a tensor by distance."""
     if FACTS.corner:
         # In the interpreter m0 and n0 may be numbers without a dtype.
-        work = WorkTile(*work[:13], (m0 + work.b * 0, n0 + work.b * 0), work.far)
+        work = _replaced(work, _CORNER, (m0 + work.b * 0, n0 + work.b * 0))
     if FACTS.near is None:
         return work
     else:
@@ -322,7 +347,7 @@ def with_tile(work, m0, n0, FACTS: tl.constexpr):
         # and there the index may be another.
         j = n0 + work.b * 0
         far = (far, j + tl.minimum(tl.maximum(m0 - j, start - 1), stop), j)
-        return WorkTile(*work[:14], far)
+        return _replaced(work, _FAR, far)
 
 
 @triton.jit

@@ -32,11 +32,11 @@ import triton
 import triton.language as tl
 from tilewise.backends.triton.kernels.arguments import (
     begin_overlap,
-    new_work_tile,
     packed_rows,
     plain_sizes,
     scheduled,
     sequence_of,
+    work_tile_of,
 )
 from tilewise.backends.triton.kernels.e4m3 import unpacked_tiles
 from tilewise.backends.triton.kernels.forward import apply_score, bounded_exponentials, online_softmax
@@ -142,8 +142,7 @@ def paged_work_tile(slot, b, tensors, sizes, scales, seqlens_k, cache, FACTS: tl
         start_q, seqlen_q = packed_rows(tensors.cu_seqlens_q, b, sizes.batch, sizes.seqlen_q, REST=True)
         block = slot - (start_q * FACTS.group // FACTS.tile_m + b)
     seqlen_k = keys_of(b, seqlens_k, sizes, cache)
-    read = tensors.leaves, sizes.extents, tensors.grads, sizes.grad_extents, scales.numbers
-    return new_work_tile((b, block, start_q, start_q * 0, seqlen_q, seqlen_k), read)
+    return work_tile_of(tensors, sizes, scales, b, block, queries=(start_q, seqlen_q), keys=(start_q * 0, seqlen_k))
 
 
 @triton.jit

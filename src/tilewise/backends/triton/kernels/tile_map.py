@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
-from tilewise.backends.triton.kernels.arguments import new_work_tile
+from tilewise.backends.triton.kernels.arguments import WorkTile
 from tilewise.backends.triton.kernels.mask import key_interval, query_interval
 from tilewise.backends.triton.kernels.maths import plain
 
@@ -107,8 +107,23 @@ def tile_map_kernel(tensors, sizes, numbers, FACTS: tl.constexpr):
 @triton.jit
 def whole_sequence(b, tensors, sizes, numbers):
     """The WorkTile of batch element b, for the emitted functions: they read lengths, tensors and numbers of it."""
-    rows = b, 0, 0, 0, plain(sizes.seqlen_q), plain(sizes.seqlen_k)
-    return new_work_tile(rows, (tensors.leaves, sizes.extents, (), (), numbers))
+    return WorkTile(
+        b=b,
+        block=0,
+        start_q=0,
+        start_k=0,
+        seqlen_q=plain(sizes.seqlen_q),
+        seqlen_k=plain(sizes.seqlen_k),
+        leaves=tensors.leaves,
+        extents=sizes.extents,
+        grads=(),
+        grad_extents=(),
+        numbers=numbers,
+        pair=(),
+        heads=(),
+        corner=(),
+        far=(),
+    )
 
 
 @triton.jit

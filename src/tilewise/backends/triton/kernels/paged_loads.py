@@ -50,7 +50,7 @@ def scale_of(tensor, strides, work, sizes, head, EACH: tl.constexpr):
 @triton.jit
 def pool_of(tensor, strides, head, view, rest, FACTS: tl.constexpr):
     """The :class:`Pool` of a key head."""
-    # Without a descriptor the pointer takes its place: kernels take no None there, and nothing reads it.
+    # Without a descriptor the pointer takes its place, as in `tile.source_of`.
     first, second = view, rest
     if view is None:
         first = tensor

@@ -73,6 +73,7 @@ def line_of(head, heads, length, work, start, FACTS: tl.constexpr):
 def source_of(tensor, descriptors, strides, work, start, head, FACTS: tl.constexpr):
     """The :class:`Source` of a head; ``descriptors`` are two, of (batch, heads, rows, columns), or Nones."""
     pointer, row = rows_of(tensor, strides, work, start, head, FACTS)
+    # Triton 3.6 cannot return None, in a bundle either: the pointer takes the place of a descriptor, and nothing reads it.
     first, rest = descriptors
     if first is None:
         first = tensor

@@ -1,4 +1,4 @@
-# make demo · make check · make test · make kernels · make kernels-hopper · make kernels-hopper-sample · make lint · make docs · make pages · make gpu-test · make bench · make bench-cpu · make wheel · make release · make hub
+# make demo · make check · make test · make kernels · make kernels-sample · make kernels-hopper · make kernels-hopper-sample · make lint · make docs · make pages · make gpu-test · make bench · make bench-cpu · make wheel · make release · make hub
 # make TORCH=installed …   uses the torch (and triton) that the machine's python3 already has; without a network, all that it has.
 # make TORCH=newest test   runs with what pip brings today (constraints-newest.txt, several GB), in an environment of its own.
 # Packages are installed uncompiled: where nothing compiled is written, every process would compile PyTorch anew, for seconds.
@@ -24,7 +24,7 @@ CMAKE   = PATH="$(BIN):$$PATH" cmake
 LIBRARY := src/tilewise/backends/cpu/libtilewise_cpu.so
 EMULATED := build/native/libtilewise_cpu_emulated.so
 
-.PHONY: demo check test kernels kernels-hopper kernels-hopper-sample lint format docs pages gpu-test bench bench-cpu asan tsan valgrind wheel release hub clean setup
+.PHONY: demo check test kernels kernels-sample kernels-hopper kernels-hopper-sample lint format docs pages gpu-test bench bench-cpu asan tsan valgrind wheel release hub clean setup
 setup: $(VENV)/ready-$(TORCH) $(LIBRARY)
 
 $(VENV)/ready-$(TORCH): pyproject.toml $(PINS)
@@ -79,10 +79,16 @@ lint: setup
 format: setup
 	@$(BIN)/ruff check --quiet --fix . ; $(BIN)/ruff format --quiet .
 
-# Triton's kernels for GPUs that need not be here: shared memory and spills against config's figures.
+# Triton's kernels for GPUs that need not be here: shared memory and spills against config's figures. All of them, for a release; and for CI
+# a few that show every architecture with each of its features and dtypes, and every head dim.
+COMPILE_TRITON = { $(BIN)/python -c "import triton" 2>/dev/null || $(BIN)/python -m pip install --quiet $(CONSTRAINTS) triton; } && \
+  OMP_NUM_THREADS=1 $(BIN)/python -m tilewise.backends.triton.host.compile_all
+
 kernels: setup
-	@$(BIN)/python -c "import triton" 2>/dev/null || $(BIN)/python -m pip install --quiet $(CONSTRAINTS) triton
-	@$(BIN)/python -m tilewise.backends.triton.host.compile_all
+	@$(COMPILE_TRITON)
+
+kernels-sample: setup
+	@$(COMPILE_TRITON) --sample
 
 # The compiler of Hopper's kernels, 450 MB, and what their tests call its launches with.
 $(VENV)/ready-kernels-$(TORCH): $(VENV)/ready-$(TORCH)
@@ -92,18 +98,17 @@ $(VENV)/ready-kernels-$(TORCH): $(VENV)/ready-$(TORCH)
 
 # Hopper's kernels, compiled for sm_90a on any Linux machine with x86-64 and g++, checked, and their figures written down: some 4 s of CPU for each of 666, and half a second where the compiler would get the program that it
 # got before. `python -m tests.backends.hopper.sweep` runs them all on an emulated machine: what to do before they meet a GPU.
-BUILD_HOPPER = OMP_NUM_THREADS=1 $(BIN)/python -m tilewise.backends.hopper.host.aot
 COMPILE_HOPPER = $(BIN)/python -m tilewise.backends.hopper.kit.layout && \
-  OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadgroup tests/backends/hopper/test_hostcode.py && $(BUILD_HOPPER)
+  OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto tests/backends/hopper/test_hostcode.py && \
+  OMP_NUM_THREADS=1 $(BIN)/python -m tilewise.backends.hopper.host.aot
 
 kernels-hopper: setup $(VENV)/ready-kernels-$(TORCH)
 	@$(COMPILE_HOPPER) --table src/tilewise/backends/hopper/kernels.txt $(if $(CANDIDATES),--candidates)
 
-# For CI, some eight minutes on two cores: whether all of them have the programs that kernels.txt lists, and a few that show every value
-# of every field of all.
+# For CI: a few that show every value of every field of all, and whether all have the programs that kernels.txt lists. Those that are not
+# compiled are traced where kernels.txt names other sources, which takes some four minutes more on two cores.
 kernels-hopper-sample: setup $(VENV)/ready-kernels-$(TORCH)
-	@$(COMPILE_HOPPER) --programs
-	@$(BUILD_HOPPER) --sample
+	@$(COMPILE_HOPPER) --sample --programs
 
 # A process for each 16 GB of the GPU, which the oracle may take, and eight at most. Hopper's tests skip what `make kernels-hopper` and,
 # for what is not shipped, `python -m tests.judge build --backend hopper` have not left in src/tilewise/backends/hopper/kernels.
@@ -168,11 +173,12 @@ $(VENV)/ready-release-$(TORCH): $(VENV)/ready-$(TORCH)
 wheel: setup $(VENV)/ready-release-$(TORCH) $(if $(KERNELS),,kernels-hopper)
 	@$(BIN)/python -m shipping.wheel --again
 
-# A release, on a Hopper GPU, in some hours: the version is checked first; then the kernels are built, and all of them and both GPU backends judged
+# A release, on a Hopper GPU, in some hours: the version is checked first; then all kernels are built, and all of them and both GPU backends judged
 # (the contract, every kernel, random calls, tests/gpu, the sanitizers; tests/judge). The wheels take no kernel beside those that were right.
 # The tag is set last, and nothing is pushed (shipping/release.py).
 release: setup $(VENV)/ready-release-$(TORCH)
 	@$(BIN)/python -m shipping.release
+	@$(MAKE) --no-print-directory kernels
 	@$(if $(KERNELS),,$(MAKE) --no-print-directory kernels-hopper)
 	@$(BIN)/python -m tests.judge release --backend hopper --minutes 240 --out out/release-hopper.jsonl
 	@$(BIN)/python -m tests.judge release --backend triton --minutes 60 --out out/release-triton.jsonl

@@ -62,6 +62,10 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "backends.base": ("sizes", "problem", "device", "expr", "caching"),
     "backends.blockwise": (
         "backends.base",
+        "backends.piecewise",
+        "backends.triton.host.sum_rows",
+        "device",
+        "planning.bit_tiles",
         "selections",
         "problem",
         "caching",
@@ -132,11 +136,13 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "device",
     ),
     "backends.*.config": ("problem", "device"),
+    "backends.sample": (),
     # A program of its own.
     "backends.*.compile_all": (
         "own",
         "device",
         "backends.base",
+        "backends.sample",
         "problem",
         "spec",
         "masks.catalogue",
@@ -147,7 +153,9 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "backends.*": (
         "own",
         "backends.base",
+        "backends.sample",
         "backends.blockwise",
+        "backends.piecewise",
         "problem",
         "signature",
         "sizes",

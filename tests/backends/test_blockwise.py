@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -14,13 +12,11 @@ import tilewise as tw
 from bench.testing import Call, call, normal
 from tests.planning.test_bit_tiles import entries
 from tilewise import accuracy, dispatch
-from tilewise.backends.blockwise import Blockwise, Order, blocks_of
+from tilewise.backends import blockwise, piecewise
+from tilewise.backends.blockwise import Blockwise, Order, blocks_of, by_blocks, summed
 from tilewise.backends.cpu import library
-from tilewise.backends.hopper import pieces
-from tilewise.backends.hopper.forward import config as forward_config
-from tilewise.backends.hopper.host.piecewise_call import PiecewisePlan
+from tilewise.backends.piecewise import Piecewise
 from tilewise.planning.tiles import Grid, seen_keys
-from tilewise.problem import Problem
 
 BACKENDS = [
     "portable",
@@ -89,17 +85,7 @@ def blockwise_of(c: Call, backend: str) -> Blockwise:
     return Blockwise(c.p, by.forward, by.backward)
 
 
-class Plans:
-    """The plans of packed problems by a backend."""
-
-    def __init__(self, backend: str):
-        self.by = dispatch.backend(backend)
-
-    def of(self, p: Problem) -> SimpleNamespace:
-        return SimpleNamespace(forward=partial(self.by.forward, p), backward=partial(self.by.backward, p))
-
-
-def errors_of(c: Call, way: Blockwise | PiecewisePlan) -> list[str]:
+def errors_of(c: Call, way: Blockwise | Piecewise) -> list[str]:
     out = way.forward(c.t)
     errors = c.expected().judge(accuracy.tensors(out, way.backward(c.t, out, c.do, c.dlse)))
     return [str(e) for e in errors if not e.ok]
@@ -114,15 +100,12 @@ def test_the_packed_calls_together_are_the_call(name, backend):
 
 @pytest.fixture
 def small(monkeypatch):
-    monkeypatch.setattr(pieces, "BUDGET", 1)
-    monkeypatch.setattr(pieces, "LEAST_BLOCK", 1)
+    monkeypatch.setattr(blockwise, "room", lambda p: 1)
 
 
-def in_pieces(c: Call, backend: str) -> PiecewisePlan:
-    half = (x._replace(dtype=torch.bfloat16) for x in (c.p.q, c.p.k, c.p.v))  # of which alone there are configs
-    config = forward_config.choose(replace(c.p, **dict(zip("qkv", half, strict=True))))
-    assert pieces.gathers(c.p, config)
-    return PiecewisePlan(c.p, config, Plans(backend))
+def in_pieces(c: Call, backend: str) -> Piecewise:
+    by = dispatch.backend(backend)
+    return by_blocks(c.p, by.forward, by.backward)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -135,15 +118,12 @@ def test_the_pieces_together_are_the_call(name, backend, small):
 @pytest.mark.parametrize("name", CASES)
 def test_every_query_of_every_head_is_in_one_piece(name, small, monkeypatch):
     c = case(name)
-    way = in_pieces(c, "portable")
-    for budget in (1, 4 << 10):
-        monkeypatch.setattr(pieces, "BUDGET", budget)
+    for budget in (1, 4 << 10, 1 << 20):
+        monkeypatch.setattr(blockwise, "room", lambda p, budget=budget: budget)
         times = torch.zeros(c.p.batch, c.p.seqlen_q, c.p.heads_q)
-        found = pieces.cuts(c.p, way.config) if pieces.gathers(c.p, way.config) else []
-        for cut in found:
-            pieces.take(times, cut.of_q).add_(1)
-        assert (times == (1 if found else 0)).all()
-        assert found or budget > 1
+        for cut in blockwise.cut(c.p, backward=True):
+            piecewise.take(times, cut.of_q).add_(1)
+        assert (times == 1).all()
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -173,3 +153,47 @@ def test_what_no_query_sees_touches_nothing(backend):
     assert all(x.isfinite().all() for x in (out.o, grads.dq, grads.dk, grads.dv))
     assert not grads.dk[:, 200:].any()
     assert not grads.dv[:, 200:].any()
+
+
+@pytest.mark.parametrize(
+    ("group", "width", "count", "shared", "cut"),
+    [(1, 128, 3, True, True), (3, 40, 2, False, True), (2, 16, 5, True, False)],
+)
+def test_triton_sums_the_rows_of_a_query(group, width, count, shared, cut):
+    pytest.importorskip("triton", reason="the package triton is not installed")
+    from tilewise.backends.triton import interpreting
+    from tilewise.backends.triton.host.sum_rows import sum_rows
+
+    if not interpreting():
+        pytest.skip("kernels are not interpreted (tests/conftest.py)")
+    rows, mine = normal(50, group, width, dtype=torch.bfloat16), normal(31, group, width, dtype=torch.bfloat16, seed=1)
+    place = torch.randint(51, (31, count), generator=torch.Generator().manual_seed(2))
+    whose, share = torch.arange(31) % 3 > 0, normal(31, count + cut, group, seed=3) if shared else None
+    rows[49], mine[0] = torch.nan, torch.nan  # of no query
+    place[place == 49] = 50
+    order = SimpleNamespace(place=place, own=whose)
+    expected = summed(order, rows, mine if cut else None, share)
+    found = sum_rows(rows, place, (mine, whose) if cut else None, share)
+    torch.testing.assert_close(found, expected, rtol=2**-7, atol=1e-6)
+    assert found.isfinite().all()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_triton_gathers_by_block(causal, monkeypatch):
+    pytest.importorskip("triton", reason="the package triton is not installed")
+    from tilewise.backends import triton
+
+    if not triton.interpreting():
+        pytest.skip("kernels are not interpreted (tests/conftest.py)")
+    monkeypatch.setattr(triton, "LEAST_PAIRS", 1)
+    monkeypatch.setattr(triton, "VISITED", 1 << 20)
+    monkeypatch.setattr(blockwise, "ROW", 0)
+    q, do, k, v = (normal(1, 40, heads, 16, dtype=torch.bfloat16, seed=n) for n, heads in enumerate((2, 2, 1, 1)))
+    indices, more = (own(1, 1, 40, 2, 16), {"sink": normal(2)}) if causal else (entries(1, 1, 40, 2, blocks=3), {})
+    c, by = call(q, k, v, do, mask=tw.selected(indices, 16), causal=causal, **more), triton.Triton()
+    assert "packed sequence" in by.pieces(c.p)
+    make, values = by._plans.recorded(c.p)
+    assert isinstance(make(c.p, values), Piecewise)
+    out = by.forward(c.p, c.t)
+    errors = c.expected().judge(accuracy.tensors(out, by.backward(c.p, c.t, out, c.do, c.dlse)))
+    assert not [str(e) for e in errors if not e.ok]

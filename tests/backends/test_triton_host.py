@@ -15,6 +15,7 @@ import tilewise as tw
 from tests.backends.contract import call, normal, qkv
 from tilewise import device as devices
 from tilewise.backends import base, triton
+from tilewise.backends.sample import sample
 from tilewise.backends.triton import interpreting, sheet
 from tilewise.backends.triton.config import INTERPRETED, Config
 from tilewise.backends.triton.host import compile_all, launch, runtime
@@ -455,6 +456,19 @@ def test_one_head_dim_of_each_form_is_compiled(arch, dtype):
     assert {64, 72} <= set(compiled)  # all columns, and masked ones
     items = {x.head_dim for x in compile_all.items() if (x.arch, x.dtype, x.feature) == (arch, dtype, "causal")}
     assert items == set(compiled) - ({512} if (arch, dtype) == ("sm100", torch.float32) else set())
+
+
+def test_the_sample_shows_every_feature_and_dtype_of_every_architecture_and_every_head_dim():
+    every = compile_all.items()
+    few = sample(every, compile_all.traits)
+
+    def shown(items) -> set:
+        of_arch = {(x.arch, y) for x in items for y in (x.feature, x.dtype, x.products)}
+        return of_arch | {x.head_dim for x in items}
+
+    assert shown(few) == shown(every)
+    assert set(few) < set(every)
+    assert len(few) == len(set(few)) <= 60
 
 
 def test_kernels_that_may_have_no_programs_do_not_overlap():

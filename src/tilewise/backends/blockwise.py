@@ -5,8 +5,8 @@ they selected alone. What a query sees of a block that its position cuts, its ow
 each block has its own queries. The states of a query are merged (docs/algorithm.md#5-merging), and the backward reads the merged lse, so
 that every packed call has its part of the gradients.
 
-Everything is made on the device, and nothing is read back from there. A call may be a piece of a larger one, whose gathered rows take less
-memory (:func:`gathered_bytes`).
+Everything is made on the device, and nothing is read back from there. A call runs in pieces whose gathered rows fit in memory
+(:func:`by_blocks`).
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise import device as devices
 from tilewise import state
 from tilewise.backends.base import Grads, Inputs, Output
+from tilewise.backends.piecewise import Cut, Piecewise, cuts, described
 from tilewise.caching import cached_property
 from tilewise.expr import indices, is_number
 from tilewise.masks import as_mask
 from tilewise.masks.facts import as_band
+from tilewise.planning.bit_tiles import LINES
 from tilewise.problem import Problem, TensorFacts, plain_index
 from tilewise.selections import keys_of_entry, queries_of_row
 from tilewise.spec import parse_spec
@@ -36,6 +39,9 @@ Forward = Callable[[Problem, Inputs], Output]
 
 Backward = Callable[[Problem, Inputs, Output, Tensor, Tensor], Grads]
 """Its backward, of the forward's results and their gradients."""
+
+
+ROW = 512  # keys in whose time a query is brought to a block and its part of o back (docs/decisions.md#gathered-blocks)
 
 
 class Blocks(NamedTuple):
@@ -78,10 +84,44 @@ def most_blocks(p: Problem, blocks: Blocks) -> int:
     return min(p.extras[blocks.slot].shape[-1], -(-p.seqlen_k // blocks.block))
 
 
-def gathered_bytes(p: Problem, queries: int) -> int:
-    """Return the bytes of the gathered rows of so many queries of all key heads: of q and o and their gradients, and what orders them."""
+def sooner(p: Problem, least_pairs: int, visited: float) -> bool:
+    """Return whether a problem's queries are to be gathered by block: that takes less time than to visit tiles of keys.
+
+    Args:
+        least_pairs: of queries and keys of a head, from which the launches of a gathered call do not matter.
+        visited: the keys that a query's tile visits otherwise, in parts of all; it is counted in the time of a gathered one.
+    """
+    # The mask last: it takes the longest.
+    if p.packed or p.paged or p.seqlen_q * p.seqlen_k < least_pairs or (blocks := blocks_of(p)) is None:
+        return False
+    entries, visited = most_blocks(p, blocks), visited * p.seqlen_k
+    # Nor more than all queries of a tile select together.
+    together = -(-LINES // blocks.block_q) * entries * blocks.block
+    return entries * (blocks.block + ROW) <= min(visited, together)
+
+
+def cut(p: Problem, backward: bool) -> list[Cut]:
+    """Return the pieces of a pass, whose gathered rows fit in memory."""
+    return cuts(
+        p, (True, True), lambda batch, heads, queries: gathered_bytes(p, batch * heads * queries, backward) <= room(p)
+    )
+
+
+def room(p: Problem) -> int:
+    """Return how many bytes gathered rows may take at a time: a piece's launches take the host some milliseconds."""
+    return devices.of(p.device).memory // 32 or 2 << 30
+
+
+def told(p: Problem) -> str:
+    """Return how a call is cut, for ``explain``."""
+    return f"{described(cut(p, p.spec.needs_grad))}; a block of keys and the queries that selected it are a packed sequence"
+
+
+def gathered_bytes(p: Problem, queries: int, backward: bool) -> int:
+    """Return the bytes of the gathered rows of so many queries of all key heads: of q and o, in a backward of their gradients too, and what
+    orders them."""
     blocks = blocks_of(p)
-    row = p.dtype.itemsize * p.group * 2 * (p.head_dim + p.head_dim_v)
+    row = p.dtype.itemsize * p.group * (1 + backward) * (p.head_dim + p.head_dim_v)
     marks = 5 * (-(-p.seqlen_k // blocks.block) + 1)  # of a query, a byte for each block, and their running sum
     return queries * (most_blocks(p, blocks) * row + marks)
 
@@ -222,9 +262,8 @@ class Blockwise:
     def forward(self, t: Inputs) -> Output:
         rows = self._rows(t)
         each = zip(self.calls, (rows.gathered, rows.own), strict=False)
-        o, lse = merged(rows.order, *[self.attend(call, inputs) for call, inputs in each])
-        if t.sink is not None:
-            o, lse = state.add_sink(o, lse, self._sinks(t.sink))
+        sink = None if t.sink is None else self._sinks(t.sink)
+        o, lse = merged(rows.order, sink, *[self.attend(call, inputs) for call, inputs in each])
         lse = lse.unflatten(0, self.sizes).transpose(2, 3).flatten(1, 2)
         return Output(self._as_q(o), lse.contiguous())
 
@@ -234,13 +273,12 @@ class Blockwise:
         o, do, lse, dlse = (*map(self._of_q, (out.o, do)), *map(self._of_statistic, (out.lse, dlse)))
         given = rows.gathered, Output(o[at], lse[at].T.contiguous()), do[at], dlse[at].T.contiguous()
         found = self.differentiate(self.calls[0], *given)
-        dq, dk, dv = summed(found.dq, order.place, None, wide), found.dk, found.dv
+        own_dq, dk, dv = None, found.dk, found.dv
         if order.own is not None:
-            selected = order.own.view(-1, 1)
-            own_out = Output(o, lse.where(selected, NEVER).T.contiguous())
+            own_out = Output(o, lse.where(order.own.view(-1, 1), NEVER).T.contiguous())
             own = self.differentiate(self.calls[1], rows.own, own_out, do, dlse.T.contiguous())
-            dq += own.dq.where(selected.unsqueeze(-1), 0)
-            dk, dv = dk.to(wide) + own.dk, dv.to(wide) + own.dv
+            own_dq, dk, dv = own.dq, dk.to(wide) + own.dk, dv.to(wide) + own.dv
+        dq = summed(order, found.dq, own_dq)
         sink = None
         if t.sink is not None:
             delta = (do.to(wide) * o).sum(-1) - dlse
@@ -281,33 +319,45 @@ class Blockwise:
         return found.expand(*self.sizes, -1).flatten(0, 2)
 
 
+def by_blocks(p: Problem, attend: Forward, differentiate: Backward) -> Piecewise:
+    """Return the call of a problem of selected blocks, as pieces whose gathered rows fit in memory."""
+    return Piecewise(p, cut, lambda piece: Blockwise(piece, attend, differentiate))
+
+
 def _copy(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def merged(order: Order, far: Output, own: Output | None = None) -> tuple[Tensor, Tensor]:
-    """Return the merge of each query's states: o (query of all heads, group, head_dim_v) and lse, in the dtype of lse."""
+def merged(order: Order, sink: Tensor | None, far: Output, own: Output | None = None) -> tuple[Tensor, Tensor]:
+    """Return the merge of each query's states and its sink: o (query of all heads, group, head_dim_v) and lse, in their dtypes."""
     lse = torch.cat([far.lse, far.lse.new_full((len(far.lse), 1), -torch.inf)], 1).T[order.place]
     if own is not None:
         lse = torch.cat([lse, own.lse.T.where(order.own.view(-1, 1), -torch.inf).unsqueeze(1)], 1)
     share, total = state.shares(lse, 1)
-    share = share.unsqueeze(-1)
-    o = summed(far.o, order.place, share, lse.dtype)
-    if own is not None:
-        o += (own.o * share[:, -1]).where(order.own.view(-1, 1, 1), 0)
-    return o, total
+    if sink is not None:
+        share, total = state.add_sink(share.transpose(1, 2), total, sink)
+        share = share.transpose(1, 2)
+    return summed(order, far.o, None if own is None else own.o, share), total
 
 
-def summed(rows: Tensor, place: Tensor, share: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return the sum of the gathered rows of each query, ``(query of all heads, group, width)``, in the order of its entries.
+def summed(order: Order, rows: Tensor, own: Tensor | None, share: Tensor | None = None) -> Tensor:
+    """Return the sum of each query's rows, ``(query of all heads, group, width)`` in their dtype: those of its entries, then its own.
 
     Args:
-        rows: (gathered row, group, width); those of no query may hold anything. place: as in :class:`Order`. share: what to multiply with.
+        rows: (gathered row, group, width); those of no query may hold anything. own: (query of all heads, group, width), of the queries of
+            ``order.own``. share: (query of all heads, entry, group), what to multiply with, the own row's behind those of the entries.
     """
-    total = rows.new_zeros(len(place), *rows.shape[1:], dtype=dtype)
-    for n, at in enumerate(place.unbind(1)):
-        there = at < len(rows)
-        found = rows[at.where(there, 0)].to(dtype)
-        found = found if share is None else found * share[:, n]
+    rows, own = (x if x is None else x.contiguous() for x in (rows, own))
+    mine = None if own is None else (own, order.own)
+    if rows.is_cuda:
+        from tilewise.backends.triton.host.sum_rows import sum_rows
+
+        return sum_rows(rows, order.place, mine, share if share is None else share.contiguous())
+    wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
+    total = rows.new_zeros(len(order.place), *rows.shape[1:], dtype=wide)
+    each = [(at.clamp(max=len(rows) - 1), at < len(rows), rows) for at in order.place.unbind(1)]
+    for n, (at, there, of) in enumerate(each + ([] if own is None else [(slice(None), order.own, own)])):
+        found = of[at].to(wide)
+        found = found if share is None else found * share[:, n].unsqueeze(-1)
         total += found.where(there.view(-1, 1, 1), 0)
-    return total
+    return total.to(rows.dtype)

@@ -523,8 +523,9 @@ def test_packed_key_tiles_come_once_each_and_those_of_the_longest_sequence_first
     numbers = *sizes, lo, hi, *np.ones(3, np.float32), cu_q, cu_k, queue, first, last, planned
     emulated.run_plan(x, numbers, room=None)
     params = emulated._params(kernel, numbers)
-    scheduler, emulated.role.threads, tiles = kernel.SCHEDULER, 128, []
-    while (tile := scheduler.packed_tile(len(tiles), params, x)).sequence >= 0:
+    scheduler, emulated.role.threads, tiles, since = kernel.SCHEDULER, 128, [], kernel.packed.at_first()
+    while (found := scheduler.packed_tile(len(tiles), since, params, x))[0].sequence >= 0:
+        tile, since = found
         tiles.append((tile, scheduler.place_packed(tile, params, x)[0]))
     assert len({tuple(int(n) for n in tile) for tile, _ in tiles}) == len(tiles)
     held = sum(min(64 * 2, int(t.seqlen.k.size) - int(t.column)) for _, t in tiles)

@@ -89,9 +89,58 @@ def test_a_kernel_of_other_sources_that_is_not_wanted_does_not_stay(workshop):
     assert workshop.built == []
 
 
-def test_a_program_that_is_not_the_listed_one_is_named(workshop, monkeypatch, tmp_path):
-    row = {"registers": [1], "spills": 0, "shared": 1, "wgmma": 2, "cubin": 3, "hidden": [4, 5], "program": "as ever"}
+ROW = {"program": "0ld", "faults": [], "file": 1}
+
+
+@pytest.fixture
+def listed(monkeypatch, tmp_path):
+    """Writes programs into a ``kernels.txt``."""
+    row = {"registers": [1], "spills": 0, "shared": 1, "wgmma": 2, "cubin": 3, "hidden": [4, 5]}
     monkeypatch.setattr(kernel_files, "TABLE", tmp_path / "kernels.txt")
-    kernel_files.TABLE.write_text(aot.table(dict.fromkeys(NAMES[:2], row | {"program": "0ld"})))
+    return lambda programs: kernel_files.TABLE.write_text(
+        aot.table({name: row | {"program": program} for name, program in programs.items()})
+    )
+
+
+def test_a_program_that_is_not_the_listed_one_is_named(workshop, listed):
+    listed(dict.fromkeys(NAMES[:2], "0ld"))
     workshop.programs = {NAMES[0]: "0ld", NAMES[1]: "another", NAMES[2]: "0ld"}
-    assert aot.other_programs(CONFIGS, 1) == NAMES[1:]
+    assert aot.other_programs(CONFIGS, {}, 1) == NAMES[1:]
+    assert workshop.traced == NAMES
+
+
+def test_a_program_that_a_build_has_found_is_not_traced_again(workshop, listed):
+    listed({NAMES[0]: "0ld", NAMES[1]: "0ld"})
+    workshop.programs = dict.fromkeys(NAMES[1:], "0ld")
+    assert aot.other_programs(CONFIGS[:2], {NAMES[0]: "another"}, 1) == NAMES[:1]
+    assert workshop.traced == NAMES[1:2]
+
+
+def test_the_programs_that_are_listed_are_those_of_the_sources_that_the_list_names(workshop, listed):
+    programs = {NAMES[0]: "0ld", NAMES[1]: "another"}
+    listed(programs)
+    assert aot.listed_of_these_sources() == programs
+    workshop.sources = "edited"
+    assert aot.listed_of_these_sources() == {}
+    aot.name_sources()
+    assert aot.listed_of_these_sources() == programs
+
+
+@pytest.mark.parametrize(("arguments", "traced"), [(["--programs"], NAMES), (["--sample", "--programs"], [])])
+def test_beside_a_sample_no_program_of_the_listed_sources_is_traced(
+    arguments, traced, workshop, listed, monkeypatch, capsys
+):
+    workshop.programs = dict.fromkeys(NAMES, "0ld")
+    listed(workshop.programs)
+    monkeypatch.setattr(aot.importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(aot, "shipped", lambda: CONFIGS)
+    monkeypatch.setattr(aot, "build_all", lambda configs, folder, jobs: {c.name: ROW for c in configs})
+    assert aot.main(arguments) == 0
+    assert workshop.traced == traced
+    monkeypatch.setattr(aot, "sample", lambda configs, traits: CONFIGS[:1])
+    workshop.sources, workshop.traced[:] = "edited", []
+    assert aot.main(["--sample", "--programs"]) == 0
+    assert workshop.traced == NAMES[1:]
+    workshop.programs[NAMES[2]] = "another"
+    assert aot.main(["--sample", "--programs"]) == 1
+    assert f"FAIL {NAMES[2]}" in capsys.readouterr().out

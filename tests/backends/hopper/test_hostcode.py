@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.backends.hopper import standin
 from tests.backends.hopper.standin import STREAM, Called, Nowhere
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.backward.config import Backward
@@ -137,27 +136,19 @@ def nested(traced: tuple, given: Iterator) -> tuple:
     return tuple(nested(x, given) if isinstance(x, tuple) else next(given) for x in parts)
 
 
-# One process takes a kernel's tests, as each would compile it anew (with --dist loadgroup).
-@pytest.fixture(
-    scope="module", params=[pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in (*CASES, *BACKWARD)]
-)
-def compiled(request, standin_folder, tmp_path_factory) -> Both:
-    standin.StandIn(standin_folder)  # before the DSL's launch is linked to a driver and a runtime
-    if request.param in BACKWARD:
-        config = BACKWARD[request.param]
-    else:
-        dims, more = CASES[request.param]
-        config = replace(next(c for c in shipped() if (c.tiles.width, c.tiles.width_v) == dims), **more)
-    return Both(config, tmp_path_factory.mktemp("kernel"))
-
-
 @pytest.fixture
-def both(compiled, cuda) -> Both:
-    """The kernel on the stand-in of this test, which has any number of blocks."""
-    for launch in compiled.recipe.launches:
+def both(name, cuda, tmp_path) -> Both:
+    """The kernel on the stand-in of this test, to which the DSL's launch is linked too, with any number of blocks."""
+    if name in BACKWARD:
+        config = BACKWARD[name]
+    else:
+        dims, more = CASES[name]
+        config = replace(next(c for c in shipped() if (c.tiles.width, c.tiles.width_v) == dims), **more)
+    found = Both(config, tmp_path)
+    for launch in found.recipe.launches:
         cuda.sizes(launch.kernel, launch.sizes)
-    compiled.load()
-    return compiled
+    found.load()
+    return found
 
 
 def drawn(argument: TensorArgument, sizes: dict[int, int], r: random.Random, device: int, apart=APART) -> Nowhere:
@@ -204,13 +195,13 @@ def masked(lines: list[str], recipe: Recipe) -> list[str]:
     return found
 
 
-def test_only_gaps_are_not_written(both):
+def only_gaps_are_not_written(both: Both) -> None:
     for launch in both.recipe.launches:
         for size, kept in zip(launch.sizes, written(launch), strict=True):
             assert kept[:64] == [True] * 64 if size == 128 else kept.count(False) in (0, 4)
 
 
-def test_launches_are_those_of_the_dsl_byte_for_byte(both, cuda):
+def launches_are_those_of_the_dsl_byte_for_byte(both: Both, cuda) -> None:
     r, seen = random.Random(both.cubin), set()
     for _ in range(200):
         given = drawn_call(both.recipe.arguments, r)
@@ -224,7 +215,8 @@ def test_launches_are_those_of_the_dsl_byte_for_byte(both, cuda):
     assert len(seen) > 190 * len(both.recipe.launches)
 
 
-def test_a_kernel_may_have_the_shared_memory_that_it_is_launched_with(both, cuda):
+def it_may_have_the_shared_memory_that_it_is_launched_with(both: Both, cuda) -> None:
+    cuda.reset()
     Called(both.cubin, both.recipe)(*drawn_call(both.recipe.arguments, random.Random(0)))
     asked = [x for x in both.recipe.launches if x.shared]
     # Kernels are loaded by name, whatever the order in which they are launched.
@@ -253,8 +245,7 @@ def tensor_maps(found: Both, cuda, given: list) -> list[bytes]:
     return [bytes.fromhex(x) for x in parameters if len(x) == 2 * 128]
 
 
-@pytest.mark.parametrize("compiled", [pytest.param("packed", marks=pytest.mark.xdist_group("packed"))], indirect=True)
-def test_rows_of_a_packed_tensor_end_where_its_sequence_ends(both, cuda):
+def rows_of_a_packed_tensor_end_where_its_sequence_ends(both: Both, cuda) -> None:
     r = random.Random(1)
     for _ in range(50):
         given = drawn_call(both.recipe.arguments, r, APART[:2])
@@ -268,3 +259,13 @@ def test_rows_of_a_packed_tensor_end_where_its_sequence_ends(both, cuda):
                 found = address_of(tensor_map, (0, packed.LONG - size + i, head, end, packed.LONG))
                 wanted = x.address + 2 * ((end - size + i) * by_row + head * by_head)
                 assert found == (wanted if i < size else None)
+
+
+# One test of a kernel, whose compilation takes far longer than all that is asked of it.
+@pytest.mark.parametrize("name", [*CASES, *BACKWARD])
+def test_our_launch_of_a_kernel_is_that_of_the_dsl(name, both, cuda):
+    only_gaps_are_not_written(both)
+    launches_are_those_of_the_dsl_byte_for_byte(both, cuda)
+    it_may_have_the_shared_memory_that_it_is_launched_with(both, cuda)
+    if name == "packed":
+        rows_of_a_packed_tensor_end_where_its_sequence_ends(both, cuda)

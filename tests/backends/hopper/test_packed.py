@@ -27,9 +27,17 @@ def test_every_tile_is_found_in_its_sequence(packed, count):
     chance = random.Random(count)
     tiles = np.array([chance.choice((0, 0, 1, 2, 40)) for _ in range(count)])
     expected = [(n, block) for n in range(count) for block in range(tiles[n])]
-    for m in chance.sample(range(len(expected)), min(len(expected), 40)):
-        assert packed.find(m, lambda n: tiles[n], count) == (*expected[m], len(expected))
-    assert packed.find(len(expected), lambda n: tiles[n], count)[2] == len(expected)
+    since = packed.at_first()
+    for m in sorted(chance.sample(range(len(expected)), min(len(expected), 40))):
+        *found, later = packed.find(m, lambda n: tiles[n], count, since)
+        assert tuple(found) == expected[m]
+        assert packed.find(m, lambda n: tiles[n], count, packed.at_first()) == (
+            *found,
+            later,
+        )  # from the first sequence on
+        since = later if chance.random() < 0.5 else since
+    for begin in (since, packed.at_first()):
+        assert packed.find(len(expected), lambda n: tiles[n], count, begin)[0] == -1
 
 
 @pytest.mark.parametrize("count", [1, 31, 32, 33, 100, 600])

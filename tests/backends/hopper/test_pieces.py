@@ -16,6 +16,7 @@ from tests.backends.hopper.launches import stand_in
 from tests.backends.hopper.test_forward import qkv
 from tests.planning.test_bit_tiles import entries, pairs_of
 from tilewise import accuracy
+from tilewise.backends import blockwise
 from tilewise.backends.base import Grads, Output
 from tilewise.backends.blockwise import gathered_bytes
 from tilewise.backends.hopper import Hopper, pieces
@@ -28,6 +29,7 @@ from tilewise.backends.hopper.host.forward_call import ForwardPlan
 from tilewise.backends.hopper.host.piecewise_call import PiecewisePlan
 from tilewise.backends.hopper.host.recipe import flat
 from tilewise.backends.hopper.parameters import names_of
+from tilewise.backends.piecewise import problem_of, take
 from tilewise.planning.bit_tiles import BUDGET, BitTiles
 from tilewise.problem import Problem, check
 from tilewise.reference import Reference
@@ -76,8 +78,12 @@ def small(monkeypatch):
 def long_problem(name: str) -> Problem:
     """A call of tensors without memory."""
     mask, n, heads = LONG[name]
+    return of_length(mask(), n, heads)
+
+
+def of_length(mask: tw.Mask, n: int, heads: tuple[int, int]) -> Problem:
     q, k, v = (torch.empty(1, n, h, 128, dtype=torch.bfloat16, device="meta") for h in (heads[0], *heads[1:] * 2))
-    extras, seed, text = assemble(q.requires_grad_(), k, v, Options(mask=mask()))
+    extras, seed, text = assemble(q.requires_grad_(), k, v, Options(mask=mask))
     return replace(check(q, k, v, extras, seed, parse_spec(text)), device=torch.device("cpu"))
 
 
@@ -88,6 +94,11 @@ def blocks(batch: int, heads: int, rows: int, count: int) -> Tensor:
 N = 131072
 LONG = {
     "moba": (lambda: tw.causal() & tw.selected(blocks(1, 32, N, 12), 4096), N, (32, 32)),
+    "moba or window": (
+        lambda: tw.causal() & (tw.selected(blocks(1, 32, N, 12), 4096) | tw.window(left=99)),
+        N,
+        (32, 32),
+    ),
     "moba-512": (lambda: tw.causal() & tw.selected(blocks(1, 32, N, 8), 512), N, (32, 32)),
     "a million": (lambda: tw.causal() & tw.selected(blocks(1, 4, 8 * N, 8), 512), 8 * N, (4, 4)),
     "grouped": (lambda: tw.causal() & tw.selected(blocks(1, 4, N, 16), 64), N, (64, 4)),
@@ -104,10 +115,12 @@ def test_the_bits_of_a_piece_take_no_more_than_they_may(name, choose):
     config = choose(p)
     assert pieces.in_pieces(p, config)
     read = (config.keys.tile_m, True) if choose is backward_config.choose else (config.tiles.tile_n, False)
-    for cut in pieces.cuts(p, config):
-        own = pieces.problem_of(p, cut)
+    for cut in pieces.cut(p, config):
+        own = problem_of(p, cut)
         if pieces.gathers(p, config):
-            assert gathered_bytes(own, own.batch * own.heads_k * own.seqlen_q) <= BUDGET
+            assert gathered_bytes(
+                own, own.batch * own.heads_k * own.seqlen_q, choose is backward_config.choose
+            ) <= blockwise.room(p)
             continue
         tiles = masks.BitsOf(own, *read)
         assert bytes_of_bits(own, *read) <= BUDGET
@@ -119,8 +132,8 @@ def test_the_bits_of_a_piece_take_no_more_than_they_may(name, choose):
 
 def test_pieces_of_one_head_are_few():
     """One head has 2 GiB of bits: nothing is added up but the gradients of two pieces."""
-    p = long_problem("moba")
-    found = pieces.cuts(p, backward_config.choose(p))
+    p = long_problem("moba or window")
+    found = pieces.cut(p, backward_config.choose(p))
     assert len(found) == 64
     assert {cut.end for cut in found} == {N // 2, N}
 
@@ -129,10 +142,10 @@ def test_pieces_of_one_head_are_few():
 @pytest.mark.parametrize("name", CASES)
 def test_every_head_has_every_query_once(name, choose, small):
     p = case(name).p
-    found, times = pieces.cuts(p, choose(p)), torch.zeros(p.batch, p.seqlen_q, p.heads_q)
+    found, times = pieces.cut(p, choose(p)), torch.zeros(p.batch, p.seqlen_q, p.heads_q)
     assert len(found) > 1
     for cut in found:
-        pieces.take(times, cut.of_q).add_(1)
+        take(times, cut.of_q).add_(1)
         assert cut.heads_q == tuple(p.group * h for h in cut.heads)
     assert (times == 1).all()
 
@@ -242,10 +255,10 @@ def test_bits_are_freed_before_those_of_the_next_piece_are_made(name, small, mon
 
 
 def test_the_cut_is_told():
-    p = long_problem("grouped")
+    p = long_problem("video")
     assert Hopper().refused(p) == []
     assert Hopper().pieces(p) == (
-        "8 of 1 batch element, 1 key head and 65536 queries, as a bit for each pair may take 8 GiB, above 1 GiB"
+        "8 of 1 batch element, 2 key heads and 131072 queries, as a bit for each pair may take 6.44 GiB, above 1 GiB"
     )
     assert Hopper().pieces(call(*qkv(300, 300), causal=True).p) == ""
 
@@ -255,7 +268,7 @@ def test_a_call_of_pieces_is_planned_as_such(small):
     hopper = Hopper()
     assert isinstance(hopper._plan(c.p), PiecewisePlan)
     make, config = hopper.planned(c.p)
-    assert make(c.p, config).pieces
+    assert make(c.p, config).whole.pieces
     assert hopper.direct(c.p) is None
     assert hopper.direct_of(hopper.planned(c.p)) is None
 

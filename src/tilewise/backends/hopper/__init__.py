@@ -61,7 +61,7 @@ from tilewise.backends.hopper.kernels import AnyConfig
 from tilewise.backends.hopper.latent import selected
 from tilewise.backends.hopper.latent.config import LatentConfig
 from tilewise.backends.hopper.padding import as_packed
-from tilewise.backends.hopper.pieces import described, gathers, in_pieces
+from tilewise.backends.hopper.pieces import gathers, in_pieces, told
 from tilewise.problem import Problem
 
 LEAST_CUDA = 13  # of a driver that loads the kernels' machine code
@@ -116,7 +116,7 @@ class Hopper(Backend):
         return _slow(p)
 
     def pieces(self, p: Problem) -> str:
-        return described(p, [choose(p) for choose in self._passes(p)])
+        return told(p, [choose(p) for choose in self._passes(p)])
 
     def config(self, p: Problem) -> Config | LatentConfig | DecodingConfig:
         if self.override is not None:

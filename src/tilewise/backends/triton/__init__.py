@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tilewise import device as devices
 from tilewise import expr
+from tilewise.backends import blockwise
 from tilewise.backends.base import (
     Appender,
     Backend,
@@ -36,6 +37,7 @@ from tilewise.backends.base import (
     unknown_operations,
     wide_mask,
 )
+from tilewise.backends.piecewise import Piecewise
 from tilewise.backends.triton.config import (
     MAX_HEAD_DIM,
     MAX_LATENT_DIM,
@@ -73,6 +75,9 @@ def interpreting() -> bool:
 
 
 LEAST_TILE = 16  # keys of the smallest tiles
+LEAST_PAIRS = 4096**2  # of a head, from which a gathered call takes longer than its launches
+# Each pair of a tile is a search in the entries of its query: as long as a gathered key eight times.
+VISITED = 4
 
 
 class Triton(Backend):
@@ -86,7 +91,7 @@ class Triton(Backend):
 
     def __init__(self, override: Config | None = None):
         self.override = override
-        self._plans, self._tf32_plans = (PerProblem(self._plan, lambda p: self._plan(p).decided()) for _ in range(2))
+        self._plans, self._tf32_plans = (PerProblem(self._plan, self._decided) for _ in range(2))
         # By the leaves with tangents and the tf32 setting.
         self._tangent_plans = PerProblem(lambda problem: Memo())
 
@@ -117,6 +122,9 @@ class Triton(Backend):
             return "reads a tensor of the score pair by pair"
         return ""
 
+    def pieces(self, p: Problem) -> str:
+        return blockwise.told(p) if self.override is None and gathers(p) else ""
+
     def config(self, problem: Problem) -> Config:
         if problem.paged:
             return self.override or choose_paged(problem, tuned.passes(problem))
@@ -135,11 +143,13 @@ class Triton(Backend):
 
     def forward(self, problem: Problem, inputs: Inputs) -> Output:
         with runtime.on_device(inputs.q):
-            return launch.forward(self._plan_of(problem), inputs)
+            plan = self._plan_of(problem)
+            return plan.forward(inputs) if isinstance(plan, Piecewise) else launch.forward(plan, inputs)
 
     def backward(self, problem: Problem, inputs: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads:
         with runtime.on_device(inputs.q):
-            return launch.backward(self._plan_of(problem), inputs, out, do, dlse)
+            plan, given = self._plan_of(problem), (inputs, out, do, dlse)
+            return plan.backward(*given) if isinstance(plan, Piecewise) else launch.backward(plan, *given)
 
     def without_tangents(self, problem: Problem, second: bool) -> list[str]:
         reasons = ["a cache in pages has no tangents"] if problem.paged else []
@@ -171,21 +181,32 @@ class Triton(Backend):
         return plans.of((moving, tf32), lambda: tangent.new_plan(problem, self.config(problem), moving))
 
     def appender(self, cache: Pages, k: Tensor, v: Tensor | None, cu_seqlens_q: Tensor | None) -> Appender | None:
-        if (
-            not installed()
-            or device_reasons(k.device)
-            or any(x is not None and x.stride(-1) != 1 for x in (*cache[:2], k, v))
-        ):
-            return None
-        return AppendLaunch.of(cache, k, v, cu_seqlens_q)
+        return AppendLaunch.of(cache, k, v, cu_seqlens_q) if _appends(cache, k, v) else None
 
-    def _plan_of(self, problem: Problem) -> Plan:
+    def _plan_of(self, problem: Problem) -> Plan | Piecewise:
         """Return the plan of a problem under PyTorch's present tf32 setting, which may change between two calls."""
         tf32 = problem.dtype == torch.float32 and tf32_allowed()
         return (self._tf32_plans if tf32 else self._plans).of(problem)
 
-    def _plan(self, problem: Problem) -> Plan:
-        return Plan(problem, self.config(problem))
+    def _plan(self, problem: Problem) -> Plan | Piecewise:
+        make, values = self._decided(problem)
+        return make(problem, values)
+
+    def _decided(self, problem: Problem) -> tuple:
+        """The ``(make, values)`` of :class:`tilewise.backends.base.PerProblem`."""
+        if self.override is None and gathers(problem):
+            return lambda p, _: blockwise.by_blocks(p, self.forward, self.backward), None
+        return Plan(problem, self.config(problem)).decided()
+
+
+def gathers(problem: Problem) -> bool:
+    """Return whether the queries of a call are gathered by the blocks that they select."""
+    return blockwise.sooner(problem, LEAST_PAIRS, VISITED)
+
+
+def _appends(cache: Pages, k: Tensor, v: Tensor | None) -> bool:
+    unit = all(x is None or x.stride(-1) == 1 for x in (*cache[:2], k, v))
+    return installed() and not device_reasons(k.device) and unit
 
 
 def device_reasons(device: torch.device) -> list[str]:

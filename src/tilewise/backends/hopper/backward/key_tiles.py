@@ -158,18 +158,26 @@ def key_tile(n_block, head, params: BackwardParams, config: Backward) -> KeyTile
     return KeyTile(column, head % params.heads, head // params.heads, I32(start), I32(stop))
 
 
-def queued_tile(n, params: BackwardParams, config: Backward) -> packed.PackedTile | PartOfTile:
-    """The n-th tile of the queue, or part of one."""
+def queued_tile(
+    n, since: packed.Since, params: BackwardParams, config: Backward
+) -> tuple[packed.PackedTile | PartOfTile, packed.Since]:
+    """The n-th tile of the queue, or part of one, and where the lookup of a later one begins."""
     if not config.parted:
-        return packed_tile(n, params, config)
+        return packed_tile(n, since, params, config)
     # Past the last part there is no tile either.
     n, part = Division.of(params).unit(n)
-    return PartOfTile(*packed_tile(n, params, config), part)
+    found, since = packed_tile(n, since, params, config)
+    return PartOfTile(*found, part), since
 
 
-def packed_tile(n, params: BackwardParams, config: Backward) -> packed.PackedTile:
-    """The n-th whole tile of the queue. Equal sequences are one, whose rows are the tiles of a head; of packed ones, in each sequence the
-    tiles of the keys that are seen come first."""
+def packed_tile(
+    n, since: packed.Since, params: BackwardParams, config: Backward
+) -> tuple[packed.PackedTile, packed.Since]:
+    """The n-th whole tile of the queue, and where the lookup of a later one begins.
+
+    Equal sequences are one, whose rows are the tiles of a head; of packed ones, in each sequence the tiles of the keys that are seen come
+    first.
+    """
     if not config.packed:
         order = tile_order(params, config)
         if config.form == "bits":
@@ -180,12 +188,12 @@ def packed_tile(n, params: BackwardParams, config: Backward) -> packed.PackedTil
             # Lines of tiles have an order of their own, the same for the query heads of a group.
             n_block = params.extra.work[head // params.heads, head % params.heads * params.group, n_block, 0]
         sequence = I32(cutlass.select_(n < order.tiles, I32(0), I32(-1)))
-        return packed.PackedTile(sequence, I32(n_block), I32(head))
+        return packed.PackedTile(sequence, I32(n_block), I32(head)), since
 
     # Two passes up to D 128 have no kernel before them that could plan.
     if config.planned:
-        return nth_planned_tile(n, 1, PlanRow.KEY_TILES, params)
-    return nth_packed_tile(n, params.heads, lambda n: tiles_of(n, params, config), params.packed.cu_q)
+        return nth_planned_tile(n, 1, PlanRow.KEY_TILES, params), since
+    return nth_packed_tile(n, since, params.heads, lambda n: tiles_of(n, params, config), params.packed.cu_q)
 
 
 def tiles_of(n, params: BackwardParams, config: Backward):

@@ -71,18 +71,22 @@ def tile_with_own_ends(m_block, head, batch, params: BackwardParams, config: Bac
     return QueryTile(row, head, batch, I32(start), I32(stop))
 
 
-def packed_tile(n, params: BackwardParams, config: Backward) -> packed.PackedTile:
-    """The n-th tile of packed sequences; in each sequence the longest tiles come first. ``head`` counts the parts of dQ's columns,
-    where tiles share these."""
+def packed_tile(
+    n, since: packed.Since, params: BackwardParams, config: Backward
+) -> tuple[packed.PackedTile, packed.Since]:
+    """The n-th tile of packed sequences, and where the lookup of a later one begins; in each sequence the longest tiles come first.
+
+    ``head`` counts the parts of dQ's columns, where tiles share these.
+    """
     if config.packs_sheet:
         found = nth_planned_tile(n, params.group * config.queries.parts, PlanRow.QUERY_TILES, params)
     else:
         heads = params.heads * params.group * config.queries.parts
-        found = nth_packed_tile(n, heads, lambda n: tiles_of(n, params, config), params.packed.cu_q)
+        found, since = nth_packed_tile(n, since, heads, lambda n: tiles_of(n, params, config), params.packed.cu_q)
     # Under a causal mask the last rows of a sequence see most: they come first.
     if config.form == "full":
-        return found
-    return found._replace(row=tiles_of(PICK.larger(found.sequence, 0), params, config) - 1 - found.row)
+        return found, since
+    return found._replace(row=tiles_of(PICK.larger(found.sequence, 0), params, config) - 1 - found.row), since
 
 
 def tiles_of(n, params: BackwardParams, config: Backward):

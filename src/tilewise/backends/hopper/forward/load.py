@@ -42,7 +42,8 @@ def load(maps: TensorMaps, smem: ForwardStorage, params: ForwardParams, config: 
     state, q_state = new_writer(), new_writer()  # in the ring of K and V, and in the tiles of Q
     bias_place = new_place(phase=1) if config.score == "bias" else None
     if cutlass.const_expr(config.queued):
-        taken, late = packed_tile(I32(cute.arch.block_idx()[0]), params, config), config.form == "bits"
+        taken, since = packed_tile(I32(cute.arch.block_idx()[0]), packed.at_first(), params, config)
+        late = config.form == "bits"
         while taken.sequence >= 0:
             following = I32(0) if cutlass.const_expr(late) else packed.take(params.queue)
             query_tile = place_packed(taken, params, config)
@@ -57,7 +58,7 @@ def load(maps: TensorMaps, smem: ForwardStorage, params: ForwardParams, config: 
                 # holds, the more evenly all end.
                 following = packed.take(params.queue)
             q_state = q_state.advance(config.tiles.q_stages)
-            taken = packed_tile(following, params, config)
+            taken, since = packed_tile(following, since, params, config)
         publish(taken, smem, q_state, config)
         for w in cutlass.range_constexpr(config.tiles.warpgroups):
             with cute.arch.elect_one():

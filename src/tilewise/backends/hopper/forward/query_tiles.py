@@ -104,9 +104,11 @@ def head_and_piece(n, config: Config) -> tuple:
 # -- Tiles from a queue --------------------------------------------------------------------------------------------
 
 
-def packed_tile(n, params: ForwardParams, config: Config) -> packed.PackedTile:
-    """The n-th tile of packed sequences: all heads of a row of tiles, then the next row, the longest of a sequence first. Of a mask with
-    bits, in which a batch element counts as a sequence: the lines of tiles in their own order.
+def packed_tile(
+    n, since: packed.Since, params: ForwardParams, config: Config
+) -> tuple[packed.PackedTile, packed.Since]:
+    """The n-th tile of packed sequences, and where the lookup of a later one begins: all heads of a row of tiles, then the next row, the
+    longest of a sequence first. Of a mask with bits, in which a batch element counts as a sequence: the lines of tiles in their own order.
 
     The sequence is -1 if there is no such tile.
     """
@@ -115,19 +117,20 @@ def packed_tile(n, params: ForwardParams, config: Config) -> packed.PackedTile:
         rank, head = schedule.tile_at(PICK.smaller(n, order.tiles - 1), order, PICK)
         batch, head = head // params.heads_q, head % params.heads_q
         sequence = I32(cutlass.select_(n < order.tiles, I32(batch), I32(-1)))
-        return packed.PackedTile(sequence, params.extra.work[batch, head, rank, 0] * config.tile_queries, I32(head))
+        return packed.PackedTile(
+            sequence, params.extra.work[batch, head, rank, 0] * config.tile_queries, I32(head)
+        ), since
     rows, cu = config.tile_queries, params.extra.cu_q
 
     def tiles_in(sequence):
         return packed.in_tiles(packed.rows_of(sequence, cu, params.seqlen_q, rest=True), rows)
 
     heads = tiles_per_row(params, config)
-    sequence, block, count = packed.find(n // heads, tiles_in, cute.size(cu))
+    sequence, block, since = packed.find(n // heads, tiles_in, cute.size(cu), since)
     # The last rows of a sequence see most keys and come first.
     if config.has_upper:
-        block = tiles_in(sequence) - 1 - block
-    sequence = I32(cutlass.select_(n < count * heads, sequence, I32(-1)))
-    return packed.PackedTile(sequence, block * rows, n % heads)
+        block = tiles_in(PICK.larger(sequence, 0)) - 1 - block
+    return packed.PackedTile(sequence, block * rows, n % heads), since
 
 
 def place_packed(packed_tile: packed.PackedTile, params: ForwardParams, config: Config) -> QueryTile:

@@ -8,5 +8,5 @@ file or has it built; ``driver`` launches it by its ``recipe``.
 
 A kernel: ``aot`` compiles it, ``hostcode`` (with ``llvm_types`` and ``cubin``) reads the launch's recipe out of the compiled host function,
 ``sass`` and ``proven`` judge it, ``kernel_files`` writes it; ``compiler`` says whether the DSL is here, ``selection`` reads the words by
-which users name kernels, and ``sample`` chooses a few that stand for all.
+which users name kernels, and ``traits`` are those by which a sample stands for all.
 """

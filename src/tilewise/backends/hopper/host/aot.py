@@ -6,7 +6,8 @@ Each is compiled for sm_90a, held against what it must be (registers, spills, sh
 with the recipe of its launch, and listed in ``index.json``. What was made from the same sources is kept, and so is what was made from
 others that give the compiler the same program. Exit code 1 if one is not as it must be. Those whose program no GPU has run are named
 (:mod:`tilewise.backends.hopper.host.proven`). ``--sample`` compiles a few that stand for all; ``--table`` writes the figures of all as
-text; ``--programs`` compiles nothing, and fails where a program is not the one in that text.
+text; ``--programs`` fails where a program of any is not the one in that text. Alone, it compiles nothing, and names these sources in the
+text if all are; beside a sample, it traces those that are not in the sample only where the text names other sources.
 """
 
 from __future__ import annotations
@@ -37,9 +38,10 @@ from tilewise.backends.hopper.forward import config as forward_config
 from tilewise.backends.hopper.host import hostcode, kernel_files, proven, sass
 from tilewise.backends.hopper.host.kernel_files import file_name
 from tilewise.backends.hopper.host.recipe import Recipe
-from tilewise.backends.hopper.host.sample import sample
+from tilewise.backends.hopper.host.traits import traits
 from tilewise.backends.hopper.kernels import AnyConfig, shipped
 from tilewise.backends.hopper.latent.config import LatentConfig
+from tilewise.backends.sample import sample
 
 OPTIONS = "--gpu-arch sm_90a --keep-cubin --keep-ptx"
 # What makes a kernel's file of its program, and says whether it is as it must be.
@@ -160,7 +162,7 @@ def used_registers(config: AnyConfig, reports: list[sass.Report]) -> list[int]:
 
 def table(rows: dict[str, dict]) -> str:
     """The figures as text that differs only where a kernel differs."""
-    head = f"{'kernel':48}  {'program':16}{'registers':>12}{'spills':>8}{'shared':>9}{'wgmma':>7}{'cubin':>8}"
+    head = f"{titled()}  {'program':16}{'registers':>12}{'spills':>8}{'shared':>9}{'wgmma':>7}{'cubin':>8}"
     lines = [f"{head}  exponentials under P V"]
     for name, row in sorted(rows.items()):
         registers = "/".join(str(n) for n in row["registers"])
@@ -170,6 +172,11 @@ def table(rows: dict[str, dict]) -> str:
             f"{row['cubin']:>8}  {hidden}"
         )
     return "\n".join(lines) + "\n"
+
+
+def titled() -> str:
+    """The title of the kernels' column, which says of which sources their programs are."""
+    return f"{f'kernel, of sources {kernel_files.source_hash()}':48}"
 
 
 def described(config: AnyConfig) -> dict[str, Any]:
@@ -229,12 +236,38 @@ def listed_programs() -> dict[str, str]:
     return dict(line.split()[:2] for line in kernel_files.TABLE.read_text().splitlines()[1:])
 
 
-def other_programs(configs: list[AnyConfig], jobs: int) -> list[str]:
-    """The names of kernels whose programs are not those that ``kernels.txt`` lists."""
-    listed = listed_programs()
+def listed_of_these_sources() -> dict[str, str]:
+    """What ``kernels.txt`` lists if it names these sources, of which it is then known: the same sources give the same programs."""
+    return listed_programs() if kernel_files.TABLE.read_text().startswith(titled()) else {}
+
+
+def name_sources() -> None:
+    """Has ``kernels.txt`` name these sources as those of its programs."""
+    text = kernel_files.TABLE.read_text()
+    kernel_files.TABLE.write_text(titled() + text[len(titled()) :])
+
+
+def other_programs(configs: list[AnyConfig], known: dict[str, str], jobs: int) -> list[str]:
+    """The names of kernels whose programs are not those that ``kernels.txt`` lists; those that are known are not traced."""
+    listed, unknown = listed_programs(), [config for config in configs if config.name not in known]
     with ProcessPoolExecutor(jobs) as pool:
-        found = zip(configs, pool.map(program, configs), strict=True)
-        return [config.name for config, program_ in found if program_ != listed.get(config.name)]
+        traced = dict(zip((config.name for config in unknown), pool.map(program, unknown), strict=True))
+    return [config.name for config in configs if (known | traced)[config.name] != listed.get(config.name)]
+
+
+def reported(configs: list[AnyConfig], rows: dict[str, dict], started: float) -> int:
+    """The number of kernels that are not as they must be, which it prints, and which have programs that no GPU has run."""
+    failed = sum(bool(rows[c.name]["faults"]) for c in configs)
+    size = sum(rows[c.name]["file"] for c in configs)
+    seconds = time.perf_counter() - started
+    print(f"{len(configs)} kernels, {failed} not as they must be, {size / 2**20:.1f} MiB, {seconds:.0f} s", flush=True)
+    kept = shipped()
+    if waiting := proven.waiting({c.name: rows[c.name]["program"] for c in configs if c in kept}):
+        print(
+            f"{len(waiting)} have programs that no GPU has run, as `make release` does: {', '.join(waiting)}",
+            flush=True,
+        )
+    return failed
 
 
 def main(arguments: list[str]) -> int:
@@ -244,31 +277,34 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--table", type=Path)
     parser.add_argument("--candidates", action="store_true", help="also the kernels that are there to be measured")
-    parser.add_argument("--programs", action="store_true", help="compile none, hold programs against kernels.txt")
+    parser.add_argument("--programs", action="store_true", help="hold the programs of all against kernels.txt")
     options = parser.parse_args(arguments)
     if importlib.util.find_spec("cutlass") is None:
         print(
             "hopper: skipped, the extra 'kernels' (nvidia-cutlass-dsl) is not installed; make kernels-hopper installs it"
         )
         return 0
-    kept = shipped()
-    every = sample(kept) if options.sample else kept
-    every += forward_config.candidates() + backward_config.candidates() if options.candidates else []
-    configs, started = [c for c in every if options.only in c.name], time.perf_counter()
+    kept, started, rows, failed = shipped(), time.perf_counter(), {}, 0
+    if options.sample or not options.programs:
+        every = sample(kept, traits) if options.sample else kept
+        every += forward_config.candidates() + backward_config.candidates() if options.candidates else []
+        configs = [c for c in every if options.only in c.name]
+        rows = build_all(configs, kernel_files.folder(), options.jobs)
+        failed = reported(configs, rows, started)
+        if options.table:
+            options.table.write_text(table({c.name: rows[c.name] for c in configs if c in kept}))
     if options.programs:
-        others = other_programs(configs, options.jobs)
+        configs, started = [c for c in kept if options.only in c.name], time.perf_counter()
+        known = listed_of_these_sources() if options.sample else {}
+        known |= {name: row["program"] for name, row in rows.items()}
+        others = other_programs(configs, known, options.jobs)
         print("".join(f"FAIL {name}: not the program that kernels.txt lists\n" for name in others), end="")
-        print(f"{len(configs)} programs, {len(others)} not as listed, {time.perf_counter() - started:.0f} s")
-        return 1 if others else 0
-    rows = build_all(configs, kernel_files.folder(), options.jobs)
-    failed = [c.name for c in configs if rows[c.name]["faults"]]
-    size = sum(rows[c.name]["file"] for c in configs)
-    seconds = time.perf_counter() - started
-    print(f"{len(configs)} kernels, {len(failed)} not as they must be, {size / 2**20:.1f} MiB, {seconds:.0f} s")
-    if waiting := proven.waiting({c.name: rows[c.name]["program"] for c in configs if c in kept}):
-        print(f"{len(waiting)} have programs that no GPU has run, as `make release` does: {', '.join(waiting)}")
-    if options.table:
-        options.table.write_text(table({c.name: rows[c.name] for c in configs if c in kept}))
+        traced = sum(c.name not in known for c in configs)
+        seconds = time.perf_counter() - started
+        print(f"{len(configs)} programs, {len(others)} not as listed, {traced} of them traced, {seconds:.0f} s")
+        if traced == len(kept) and not others:
+            name_sources()
+        failed += len(others)
     return 1 if failed else 0
 
 

@@ -32,8 +32,8 @@ from tilewise.backends.hopper.backward.tiles import SHEET_BLOCK, SHEET_KEYS, SHE
 from tilewise.backends.hopper.config import ELEMENT_BYTES, ROWS
 from tilewise.backends.hopper.host.draft import Late, View
 from tilewise.backends.hopper.kit import schedule
-from tilewise.backends.hopper.pieces import Span, evenly
 from tilewise.caching import cached_property
+from tilewise.piece import Span, evenly
 from tilewise.problem import Problem
 
 # In units of what the pass over keys takes for a block of 64 x 64: a block of the pass over queries, and start and end of a portion;

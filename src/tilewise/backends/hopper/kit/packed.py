@@ -71,26 +71,46 @@ def matrix(tensor: cute.Tensor, head, span: Span, columns_first: bool) -> cute.T
     return cute.domain_offset((0, first) if columns_first else (first, 0), tensor[None, None, head, span.end, LONG])
 
 
+class Since(NamedTuple):
+    """Where a lookup begins: the first of 32 sequences, and how many tiles there are before it.
+
+    A CTA's tiles come in order, so that each lookup goes on where the one before has found its tile.
+    """
+
+    sequence: I32
+    tiles: I32
+
+
+def at_first() -> Since:
+    """Where a CTA's first lookup begins."""
+    return Since(I32(0), I32(0))
+
+
 @cute.jit
-def find(m, tiles_of: cutlass.Constexpr, count):
-    """``(sequence, tile, tiles)``: the sequence that the m-th tile is of, which of the sequence's tiles it is, and how many tiles
-    there are in all, where the n-th of ``count`` sequences has ``tiles_of(n)``. The rows past the last one count as one more.
+def find(m, tiles_of: cutlass.Constexpr, count, since: Since):
+    """``(sequence, tile, since)``: the sequence that the m-th tile is of, -1 if there is no such tile; which of the sequence's tiles it is;
+    and where the lookup of a later tile begins.
+
+    The n-th of ``count`` sequences has ``tiles_of(n)``; the rows past the last one count as one more.
 
     A warp counts the tiles of 32 sequences at a time: no host knows them, and a lookup costs no chain of loads.
     """
-    lane = cute.arch.thread_idx()[0] % 32
-    before, sequence, block = I32(0), I32(0), I32(0)
-    for first in cutlass.range(0, count, 32, unroll=1):
+    lane, first, before = cute.arch.thread_idx()[0] % 32, since.sequence, since.tiles
+    sequence, block, left = I32(-1), I32(0), I32(count - first)
+    while left > 0:
         tiles = tiles_of(cutlass.min(first + lane, count - 1))
-        own = I32(cutlass.select_(first + lane < count, I32(tiles), I32(0)))
+        own = I32(cutlass.select_(lane < left, I32(tiles), I32(0)))
         upto = running_sum(own, lane)
         whole = cute.arch.popc(cute.arch.vote_ballot_sync(upto <= m - before))  # sequences that end before the tile
         earlier = cute.arch.shuffle_sync(upto - own, cutlass.min(whole, 31))
-        here = cutlass.min(m - before, 31 - whole) >= 0
+        here = whole < 32
         sequence = I32(cutlass.select_(here, I32(first + whole), sequence))
         block = I32(cutlass.select_(here, I32(m - before - earlier), block))
-        before = before + cute.arch.shuffle_sync(upto, 31)
-    return tuple(cute.arch.make_warp_uniform(x) for x in (sequence, block, before))
+        left = I32(cutlass.select_(here, I32(0), I32(left - 32)))
+        before = I32(cutlass.select_(here, before, before + cute.arch.shuffle_sync(upto, 31)))
+        first = I32(cutlass.select_(here, first, first + 32))
+    sequence, block, first, before = (cute.arch.make_warp_uniform(x) for x in (sequence, block, first, before))
+    return sequence, block, Since(first, before)
 
 
 def running_sum(own: I32, lane) -> I32:

@@ -38,7 +38,8 @@ class TileScheduler(NamedTuple):
     Attributes:
         rounds_of: ``(params, config)``: how many tiles this CTA has.
         tile_of: ``(round, params, config)``: this CTA's tile in a round.
-        packed_tile: ``(n, params, config)``: the n-th tile of packed sequences, a :class:`packed.PackedTile`.
+        packed_tile: ``(n, since, params, config)``: the n-th tile of packed sequences, a :class:`packed.PackedTile`, and where the lookup
+            of a later one begins (:class:`packed.Since`).
         place_packed: ``(tile, params, config)``: that tile as ``tile_of`` has it, and the numbers of its sequence.
         sharing: ``(config)``: how many CTAs of a cluster share a packed tile. More than one take none from a queue: each counts for itself.
         kind: ``(config)``: the class of a tile from a queue, :class:`packed.PackedTile` or one with more numbers.
@@ -104,13 +105,13 @@ def take_queued(
     from the queue when it has loaded all of a tile: the CTA is then a ring of stages away from that tile's end, and tiles are dealt
     out late enough to even out, and early enough that nobody waits for the queue."""
     count, packed_tile, place_packed = I32(0), scheduler.packed_tile, scheduler.place_packed
-    taken = packed_tile(I32(cute.arch.block_idx()[0]), params, config)
+    taken, since = packed_tile(I32(cute.arch.block_idx()[0]), packed.at_first(), params, config)
     while taken.sequence >= 0:
         _publish(taken, slots, count)
         tile, numbers = place_packed(taken, params, config)
         state = body(tile, numbers, count % 2, state)
         count = count + 1
-        taken = packed_tile(packed.take(params.queue), params, config)
+        taken, since = packed_tile(packed.take(params.queue), since, params, config)
     # The tile of no sequence: every role that reads it ends.
     _publish(taken, slots, count)
 
@@ -224,7 +225,7 @@ def take_tiles(
     if cutlass.const_expr(config.packed):
         sharing = scheduler.sharing(config)
         following = I32(cute.arch.block_idx()[0]) if sharing == 1 else I32(cute.arch.block_idx()[0] // sharing)
-        taken = packed_tile(following, params, config)
+        taken, since = packed_tile(following, packed.at_first(), params, config)
         while taken.sequence >= 0:
             if cutlass.const_expr(sharing == 1):
                 # The next tile's number is asked for a tile early, so that nobody waits for the atomic addition.
@@ -233,7 +234,7 @@ def take_tiles(
                 following = following + cute.arch.grid_dim()[0] // sharing
             publish_ahead(taken, smem.boxes, stages, phase)
             body(place_packed(taken, params, config)[0], taken, phase)
-            taken = packed_tile(following, params, config)
+            taken, since = packed_tile(following, since, params, config)
             if cutlass.const_expr(upcoming is not None):
                 announce(upcoming, taken.sequence >= 0, lambda taken=taken: place_packed(taken, params, config)[0])
             phase = 1 - phase
@@ -290,10 +291,12 @@ def each_tile(
             phase = 1 - phase
 
 
-def nth_packed_tile(n, heads, tiles_of: Callable, cu: cute.Tensor) -> packed.PackedTile:
+def nth_packed_tile(
+    n, since: packed.Since, heads, tiles_of: Callable, cu: cute.Tensor
+) -> tuple[packed.PackedTile, packed.Since]:
     """The n-th tile of packed sequences: all heads of a block, then the next block. Its ``row`` is the block's number in its sequence.
 
     ``tiles_of(sequence)`` is a sequence's number of tiles. A tile past the last one has ``sequence`` -1.
     """
-    sequence, block, count = packed.find(n // heads, tiles_of, cute.size(cu))
-    return packed.PackedTile(I32(cutlass.select_(n < count * heads, sequence, I32(-1))), block, n % heads)
+    sequence, block, since = packed.find(n // heads, tiles_of, cute.size(cu), since)
+    return packed.PackedTile(sequence, block, n % heads), since

@@ -88,9 +88,12 @@ def find_rows(m, params: LatentParams):
         sequence, block = I32(m // tiles), I32(m % tiles)
         end = I32((sequence + 1) * params.even)
     else:
-        sequence, block, count = packed.find(m, partial(tiles_in, params=params), cute.size(params.extra.cu_q))
+        found, block, _ = packed.find(
+            m, partial(tiles_in, params=params), cute.size(params.extra.cu_q), packed.at_first()
+        )
+        sequence = PICK.larger(found, 0)
         q = rows_of(sequence, params)
-        end, size = I32(q.end), I32(cutlass.select_(m < count, I32(q.size), I32(0)))
+        end, size = I32(q.end), I32(cutlass.select_(found >= 0, I32(q.size), I32(0)))
     return sequence, block, end, size
 
 

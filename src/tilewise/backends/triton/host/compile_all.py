@@ -1,5 +1,9 @@
 """Compiles every configuration for GPUs that need not be there: ``python -m tilewise.backends.triton.host.compile_all``.
 
+    compile_all [--sample] [ARCH ...]
+
+``--sample`` compiles a few that stand for all, and architectures that are named are compiled alone.
+
 For each architecture, dtype and row of config's table, the launches of a forward and a backward are recorded on tensors
 without memory and compiled; then shared memory is held against ``tiles.shared_memory`` and the architecture's limit, and
 registers and spills are reported. Exit code 1 if a kernel does not compile, or needs more shared memory than promised, or if its machine
@@ -13,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -23,6 +27,7 @@ import torch
 
 from tilewise import device as devices
 from tilewise.backends.base import Directions, Inputs, Output, OutputGrads, empty_output
+from tilewise.backends.sample import sample, values
 from tilewise.backends.triton import Triton, config
 from tilewise.backends.triton.host import launch, runtime, tangent, tile_map
 from tilewise.backends.triton.host.facts import Facts
@@ -435,9 +440,18 @@ def items() -> list[Launch]:
     return found
 
 
+def traits(item: Launch) -> frozenset[Hashable]:
+    """The traits that a problem shows in a sample: each value of its fields, and all but its head dim together with its architecture."""
+    found = [*values(item)]
+    return frozenset({*found, *((item.arch, *each) for each in found if each[0] != "head_dim")})
+
+
 def main(arguments: list[str]) -> int:
-    """Runs ``compile_all [ARCH ...]``: all architectures, or these alone."""
-    wanted = [item for item in items() if not arguments or item.arch in arguments]
+    """Runs ``compile_all [--sample] [ARCH ...]``: all architectures, or these alone."""
+    every, archs = items(), [x for x in arguments if x != "--sample"]
+    if "--sample" in arguments:
+        every = sample(every, traits)
+    wanted = [item for item in every if not archs or item.arch in archs]
     started, failed = time.perf_counter(), 0
     with ProcessPoolExecutor() as pool:
         for lines in pool.map(compile_item, wanted):

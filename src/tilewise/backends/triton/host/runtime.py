@@ -40,6 +40,7 @@ def kernels() -> SimpleNamespace:
         merge_rows,
         paged,
         pair_bias,
+        sum_rows,
         tangent,
         tangent_tiles,
         terms,
@@ -52,7 +53,7 @@ def kernels() -> SimpleNamespace:
     found: dict[str, object] = {}
     for module in (
         *(append, arguments, backward, diagonals, forward, group_parts, merge_rows, paged),
-        *(pair_bias, tangent, tangent_tiles, terms, tile_bits, tile_lists, tile_map),
+        *(pair_bias, sum_rows, tangent, tangent_tiles, terms, tile_bits, tile_lists, tile_map),
     ):
         found |= {n.removesuffix("_kernel"): x for n, x in vars(module).items() if n.endswith("_kernel")}
         found |= {n: x for n, x in vars(module).items() if n.isupper() or getattr(x, "_fields", None)}

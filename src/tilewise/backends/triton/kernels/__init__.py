@@ -13,7 +13,7 @@ From the bottom up:
 - ``forward``, ``backward``, ``pair_bias``, ``diagonals``, ``tangent``: the kernels; ``tangent_tiles``: what the last one loads;
   ``paged``: the forward over keys in pages, ``paged_loads``: what it loads, ``paged_epilogue``: its end,
   ``merge_rows``: of its split keys; ``append``: what writes them;
-  ``group_parts``: the sums of dK and dV where a key tile has several programs.
+  ``group_parts``: the sums of dK and dV where a key tile has several programs; ``sum_rows``: those of a query's rows in a gathered call.
 
 ``emit`` turns a problem's mask and score into functions that the kernels call: ``writer`` writes an expression, ``factors`` collects its
 factors, ``leaf_reads`` says how it reads its tensors, and ``distant`` how those at the distance of a pair. These five can be imported

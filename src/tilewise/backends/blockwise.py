@@ -91,13 +91,12 @@ def sooner(p: Problem, least_pairs: int, visited: float) -> bool:
         least_pairs: of queries and keys of a head, from which the launches of a gathered call do not matter.
         visited: the keys that a query's tile visits otherwise, in parts of all; it is counted in the time of a gathered one.
     """
-    # The mask last: it takes the longest.
-    if p.packed or p.paged or p.seqlen_q * p.seqlen_k < least_pairs or (blocks := blocks_of(p)) is None:
+    if p.seqlen_q * p.seqlen_k < least_pairs or (blocks := blocks_of(p)) is None:
         return False
-    entries, visited = most_blocks(p, blocks), visited * p.seqlen_k
-    # Nor more than all queries of a tile select together.
+    entries = most_blocks(p, blocks)
+    # A tile visits no more than all of its queries select together.
     together = -(-LINES // blocks.block_q) * entries * blocks.block
-    return entries * (blocks.block + ROW) <= min(visited, together)
+    return entries * (blocks.block + ROW) <= min(visited * p.seqlen_k, together)
 
 
 def cut(p: Problem, backward: bool) -> list[Cut]:

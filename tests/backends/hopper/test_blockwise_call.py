@@ -20,7 +20,7 @@ from tilewise.backends.hopper.host.piecewise_call import PiecewisePlan
 
 
 @pytest.mark.parametrize("name", LONG)
-def test_large_blocks_of_each_query_are_gathered(name):
+def test_blocks_that_each_query_selects_are_gathered(name):
     p, hopper = long_problem(name), Hopper()
     gathered = name in ("moba", "moba-512", "a million", "grouped")
     for make, values in (hopper._plans.recorded(p), hopper._backward_plans.recorded(p)):

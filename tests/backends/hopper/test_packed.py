@@ -31,10 +31,7 @@ def test_every_tile_is_found_in_its_sequence(packed, count):
     for m in sorted(chance.sample(range(len(expected)), min(len(expected), 40))):
         *found, later = packed.find(m, lambda n: tiles[n], count, since)
         assert tuple(found) == expected[m]
-        assert packed.find(m, lambda n: tiles[n], count, packed.at_first()) == (
-            *found,
-            later,
-        )  # from the first sequence on
+        assert packed.find(m, lambda n: tiles[n], count, packed.at_first()) == (*found, later)
         since = later if chance.random() < 0.5 else since
     for begin in (since, packed.at_first()):
         assert packed.find(len(expected), lambda n: tiles[n], count, begin)[0] == -1

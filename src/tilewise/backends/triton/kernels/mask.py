@@ -108,9 +108,8 @@ def block_lists(tensors, sizes, b, head, block, FACTS: tl.constexpr):
         tl.cast(b, tl.int64) * sizes.list_strides[0] + head * sizes.list_strides[1] + block * sizes.list_strides[2]
     )
     counts += tl.cast(b, tl.int64) * sizes.list_strides[3] + head * sizes.list_strides[4] + 2 * block
-    partials = tl.load(counts)
-    fulls = tl.load(counts + 1) - partials
-    return blocks, partials, blocks + partials, fulls, listed_block(blocks + partials, fulls, 0)
+    partials, visits = tl.load(counts), tl.load(counts + 1)
+    return blocks, partials, blocks + partials, visits - partials, listed_block(blocks, visits, partials)
 
 
 @triton.jit

@@ -140,6 +140,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     # A program of its own.
     "backends.*.compile_all": (
         "own",
+        "device",
         "backends.base",
         "backends.sample",
         "problem",

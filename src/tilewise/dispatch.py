@@ -56,7 +56,7 @@ class Row:
 BACKENDS = (
     Row("cpu", "tilewise.backends.cpu:Cpu", ("cpu",)),
     Row("hopper", "tilewise.backends.hopper:Hopper", ("cuda",)),
-    Row("triton", "tilewise.backends.triton:Triton", ("cuda",), planner="tilewise.backends.triton.planning"),
+    Row("triton", "tilewise.backends.triton:Triton", ("cuda",), planner="tilewise.backends.triton.host.tile_map"),
     Row("portable", "tilewise.backends.portable:Portable", None),  # last: it refuses nothing
 )
 NAMED_ONLY = (Row("reference", "tilewise.reference:Reference", None, "runs only when named"),)

@@ -25,11 +25,13 @@ from tests.backends.contract import (
     qkv,
     run,
 )
+from tilewise import device as devices
 from tilewise import expr
 from tilewise.backends.base import Output
 from tilewise.backends.triton import Triton, config, interpreting, sheet
 from tilewise.backends.triton.config import INTERPRETED, MAX_HEAD_DIM, MAX_LATENT_DIM, TABLE, Config
 from tilewise.backends.triton.group_parts import group_parts
+from tilewise.backends.triton.host.compile_all import TARGETS
 from tilewise.backends.triton.host.leaf_sums import LeafSums
 from tilewise.backends.triton.host.plan import Plan
 from tilewise.backends.triton.host.terms import split_into_terms
@@ -37,7 +39,7 @@ from tilewise.backends.triton.kernels import emit as emitting
 from tilewise.backends.triton.kernels.emit import emit
 from tilewise.backends.triton.kernels.leaf_reads import PairReads, leaf_layouts, predicate_blocks
 from tilewise.backends.triton.kernels.writer import OPERATIONS
-from tilewise.backends.triton.paging import Machine, PagedConfig, few_config
+from tilewise.backends.triton.paging import PagedConfig, few_config
 from tilewise.backends.triton.tiles import (
     Streams,
     Tiles,
@@ -761,18 +763,19 @@ def shaped(batch: int, nq: int, nk: int, hq: int, hk: int, **options: object) ->
     ],
     ids=str,
 )
-def test_keys_are_split_where_whole_rows_leave_the_machine_idle(shape, options, splits):
+def test_keys_are_split_where_whole_rows_leave_the_machine_idle(shape, options, splits, monkeypatch):
     """The size of a split depends on the keys alone, and with ``deterministic`` so does the choice."""
-    found = few_config(shaped(*shape, **options), Machine("sm90", config.SHARED_MEMORY["sm90"], 132), "ieee")
+    monkeypatch.setitem(devices.STAND_INS, "meta", TARGETS["sm90"].device)
+    found = few_config(shaped(*shape, **options), "ieee")
     assert (found and found.splits) == splits
 
 
-def test_splits_need_products_that_the_kernel_over_pages_has():
+def test_splits_need_products_that_the_kernel_over_pages_has(monkeypatch):
+    monkeypatch.setitem(devices.STAND_INS, "meta", TARGETS["sm90"].device)
     q, k = (torch.empty(1, n, 1, 128, device="meta") for n in (1024, 4096))
     p = check(q, k, k, (), None, parse_spec(assemble(q, k, k, Options())[2]))
-    machine = Machine("sm90", config.SHARED_MEMORY["sm90"], 132)
-    assert few_config(p, machine, "bf16x6") is None
-    assert few_config(p, machine, "ieee").splits == few_config(p, machine, "tf32").splits == 4
+    assert few_config(p, "bf16x6") is None
+    assert few_config(p, "ieee").splits == few_config(p, "tf32").splits == 4
 
 
 @pytest.mark.parametrize(

@@ -142,13 +142,13 @@ def test_an_older_assembler_is_not_given_narrow_values_on_hopper(monkeypatch, di
 
 def test_an_append_of_a_known_kind_starts_the_kernel_that_is_compiled(monkeypatch):
     """Unless a tensor begins elsewhere than at 16 bytes: the kernel was compiled for those."""
-    calls, append = [], runtime.kernels().append
+    calls = []
 
     class Kernel:
         def __getitem__(self, grid):
             return lambda tensors, *rest, **options: calls.append(("compiles", grid, tensors.k, rest)) or "compiled"
 
-    monkeypatch.setattr(append, "append_kernel", Kernel())
+    monkeypatch.setattr(runtime.kernels(), "append", Kernel())
     monkeypatch.setattr(runtime, "current", lambda: None)
     monkeypatch.setattr(runtime, "run_each", lambda each: calls.extend((f, grid, x[0], x[1:]) for f, grid, x in each))
     pools = [torch.zeros(4, 16, 1, 32) for _ in "kv"]

@@ -11,13 +11,13 @@ import tilewise as tw
 from bench.testing import normal, paged_call
 from tests.backends.paged import CASES, Case, PagedContract, run, tree
 from tilewise import cache as caches
+from tilewise import device as devices
 from tilewise.backends.triton import Triton, interpreting
 from tilewise.backends.triton.host import launch
 from tilewise.backends.triton.host.buffers import partial_states
 from tilewise.backends.triton.paging import (
     LEAST_SPLITS,
     PROGRAMS,
-    Machine,
     PagedConfig,
     addressing,
     paged_config,
@@ -190,7 +190,13 @@ def test_the_kernel_that_appends_quantises_as_torch_does(scales, latent):
 
 # -- What is chosen, without a kernel ------------------------------------------------------------------------------
 
-H200 = Machine("sm90", 227 << 10, 132)
+H200 = devices.Device("NVIDIA H200", "cuda", 132, 227 << 10, capability=(9, 0))
+
+
+@pytest.fixture
+def on_h200(monkeypatch):
+    """Tensors on the CPU stand for those of an H200."""
+    monkeypatch.setitem(devices.STAND_INS, "cpu", H200)
 
 
 def problem(
@@ -211,23 +217,19 @@ def problem(
     return paged_call(q, tw.paged(*pools, table, lengths), deterministic=deterministic, **options).p
 
 
-def test_tiles_lie_in_one_page_wherever_pages_have_64_keys():
-    found = {
-        n: paged_config(problem(8, 1, n, 1024 // n), H200, "ieee").forward.tile_n for n in (16, 64, 128, 192, 1024)
-    }
+def test_tiles_lie_in_one_page_wherever_pages_have_64_keys(on_h200):
+    found = {n: paged_config(problem(8, 1, n, 1024 // n), "ieee").forward.tile_n for n in (16, 64, 128, 192, 1024)}
     assert {n: addressing(problem(8, 1, n, 1024 // n), tile_n) for n, tile_n in found.items()} == {
         16: "several", 64: "one", 128: "one", 192: "one", 1024: "whole",
     }  # fmt: skip
 
 
 @pytest.mark.parametrize(("scales", "keys"), [("", 32), ("heads", 64)])
-def test_tiles_of_latent_attention_leave_room_for_what_a_predicate_moves(scales, keys):
+def test_tiles_of_latent_attention_leave_room_for_what_a_predicate_moves(scales, keys, on_h200):
     case = Case(64, (70,), rows=4, heads=(16, 1), dims=(576, 512), dtype=torch.bfloat16, latent=True, scales=scales)
     q, cache, _ = case.draw()
     masks = {"causal": tw.causal(), "drafted": tw.keep(tree)}
-    found = {
-        name: paged_config(paged_call(q, cache, mask=mask).p, H200, "ieee").forward for name, mask in masks.items()
-    }
+    found = {name: paged_config(paged_call(q, cache, mask=mask).p, "ieee").forward for name, mask in masks.items()}
     assert (found["causal"].tile_n, found["drafted"].tile_n) == (64, keys)
 
 
@@ -248,7 +250,9 @@ def test_splits_fill_the_machine_and_stop_where_it_is_full():
 
 
 @pytest.mark.parametrize(("scales", "rows", "tile_m"), [("heads", 64, 128), ("heads", 60, 64), ("tokens", 64, 64)])
-def test_a_chunk_over_keys_of_8_bits_has_more_rows_in_a_tile_unless_each_key_has_its_scale(scales, rows, tile_m):
+def test_a_chunk_over_keys_of_8_bits_has_more_rows_in_a_tile_unless_each_key_has_its_scale(
+    scales, rows, tile_m, on_h200
+):
     case = Case(64, (64,), rows=rows, dims=(128, 128), dtype=torch.bfloat16, scales=scales)
     q, cache, _ = case.draw()
-    assert paged_config(paged_call(q, cache).p, H200, "ieee").forward.tile_m == tile_m
+    assert paged_config(paged_call(q, cache).p, "ieee").forward.tile_m == tile_m

@@ -13,11 +13,11 @@ import tilewise as tw
 from bench.testing import call, qkv
 from tests.backends.contract import agree
 from tests.planning.test_tiles import HEADS, IDS, INTERVALS, MONOTONE, PREDICATES, grid_of, masks, matrix, true_status
-from tilewise.backends.triton import Triton, interpreting, planning
+from tilewise.backends.triton import Triton, interpreting
 from tilewise.backends.triton.config import Config
 from tilewise.backends.triton.host import runtime, tile_map
+from tilewise.backends.triton.host.tile_map import ends_of_lines, judged_tiles
 from tilewise.backends.triton.kernels import tile_map as tile_map_kernels
-from tilewise.backends.triton.planning import ends_of_lines, judged_tiles
 from tilewise.backends.triton.tiles import Tiles
 from tilewise.masks import Mask, catalogue
 from tilewise.planning import tiles
@@ -130,7 +130,7 @@ def test_runs_of_equal_ids_are_those_that_operations_find(shape, dtype):
         torch.arange(shape[-1]).expand(shape) // 700,
     ):
         ids = ids.to(dtype).repeat_interleave(3, -1)[..., ::3]
-        making = planning.runs(ids)
+        making = tile_map.runs((ids.shape, ids.stride(), ids.dtype), ids.device)
         found = making((ids,), ids.device)
         for x, y in zip(found, catalogue._ends_of_documents(ids), strict=True):
             assert torch.equal(x, y)
@@ -144,7 +144,7 @@ def test_rows_of_keys_that_nobody_sees_become_zeros(seen_shape, columns):
     of_rows = seen.mT.unsqueeze(-1)
     x = torch.where(of_rows, x, torch.nan)
     memory = torch.cat([torch.ones(32, dtype=torch.bool), seen.flatten()])
-    found = planning.seen_rows(TensorFacts.of(x), tuple(seen.shape), 32, x.device)((x, memory), x.device)
+    found = tile_map.seen_rows(TensorFacts.of(x), tuple(seen.shape), 32, x.device)((x, memory), x.device)
     assert found.is_contiguous()
     assert torch.equal(found, torch.where(of_rows, x, 0))
 

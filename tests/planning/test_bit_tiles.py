@@ -141,7 +141,7 @@ def test_by_columns_too(name, crossing):
 )
 @pytest.mark.parametrize("programs", [1, 8192])  # one for all tiles of a line, or one for each
 def test_kernels_write_the_same_lists_bits_and_sections(name, crossing, by_columns, programs, monkeypatch):
-    from tilewise.backends.triton import interpreting, planning
+    from tilewise.backends.triton import interpreting
     from tilewise.backends.triton.host import tile_map
 
     if not interpreting():
@@ -152,14 +152,14 @@ def test_kernels_write_the_same_lists_bits_and_sections(name, crossing, by_colum
     sections = Sections(BATCH * HEADS * 4, 2, 6, HEADS // 2)
     shape = BATCH, HEADS, *lengths
     layout = Layout.of(grid.region, shape, crossing, by_columns, grid.leaves, sections.group, HEADS // 2)
-    making = planning.all_of_bits(Kind.of(grid), layout, crossing, by_columns, sections, HEADS // 2)
+    making = tile_map.all_of_bits(Kind.of(grid), layout, crossing, by_columns, sections, HEADS // 2)
     memory = making(grid.leaves, grid.b.device)
     kept, seen = layout.tiles(memory), layout.seen_in(memory)
     expected = matrix(grid).any(2).unflatten(1, (-1, HEADS // 2)).any(2)
     assert torch.equal(seen.expand_as(expected), expected)
     built = BitTiles.build(grid, crossing, by_columns, sections, HEADS // 2)
     assert torch.equal(layout.seen_in(built.memory), seen)
-    monkeypatch.setattr(tiles, "_by_kernel", planning.judged_tiles)  # whose states are exact
+    monkeypatch.setattr(tiles, "_by_kernel", tile_map.judged_tiles)  # whose states are exact
     expected = BitTiles.build(grid, crossing, by_columns, sections)
     assert torch.equal(kept.work, expected.work)
     assert torch.equal(kept.section, expected.section)
@@ -169,14 +169,14 @@ def test_kernels_write_the_same_lists_bits_and_sections(name, crossing, by_colum
 
 @pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="the package triton is not installed")
 def test_kept_launches_get_the_addresses_of_the_tensors_that_the_first_ones_got(monkeypatch):
-    from tilewise.backends.triton import interpreting, planning
-    from tilewise.backends.triton.host import runtime
+    from tilewise.backends.triton import interpreting
+    from tilewise.backends.triton.host import runtime, tile_map
 
     if not interpreting():
         pytest.skip("kernels are not interpreted (tests/conftest.py)")
     grids = [grid_of(tw.causal() & tw.documents(torch.arange(300) // n), 300, 300) for n in (70, 40)]
     layout, seen = Layout.of(grids[0].region, (BATCH, HEADS, 300, 300), 128), []
-    making = planning.all_of_bits(Kind.of(grids[0]), layout, 128, False, ALONE, 0)
+    making = tile_map.all_of_bits(Kind.of(grids[0]), layout, 128, False, ALONE, 0)
     shared = torch.empty(4096, dtype=torch.uint8), torch.arange(8)
     monkeypatch.setattr(device, "workspace", lambda *_: shared[0])
     monkeypatch.setattr(device, "indices", lambda *_: shared[1])

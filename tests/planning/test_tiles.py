@@ -384,20 +384,20 @@ def test_row_chunks_join_to_the_same_map(monkeypatch):
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])
-def test_lists_hold_the_tiles_of_each_line_in_increasing_order(transposed):
+def test_visits_hold_the_tiles_of_each_line_in_increasing_order(transposed):
     mask = (tw.window(30, 30) & tw.keep(lambda b, h, i, j: (i // 16 + j // 16 + h) % 4 != b)) | tw.key_range(0, 20)
     tile_map = TileMap.build(grid_of(mask, 100, 130), 16, 16)
     status = tile_map.status.mT if transposed else tile_map.status
-    lists = tile_map.lists(transposed)
-    for what, order, count in ((PARTIAL, lists.partial, lists.partial_count), (FULL, lists.full, lists.full_count)):
-        assert (order.dtype, count.dtype) == (torch.int32, torch.int32)
-        assert order.is_contiguous()  # as kernels read it
-        assert count.is_contiguous()
-        for b, h, line in [(b, h, line) for b in range(BATCH) for h in range(HEADS) for line in range(status.shape[2])]:
-            expected = (status[b, h, line] == what).nonzero().flatten().tolist()
-            assert order[b, h, line, : count[b, h, line]].tolist() == expected
-    assert bool(lists.full_count.any())
-    assert bool(lists.partial_count.any())
+    order, counts = tile_map.visits(transposed)
+    assert (order.dtype, counts.dtype) == (torch.int32, torch.int32)
+    assert order.is_contiguous()  # as kernels read it
+    assert counts.is_contiguous()
+    for b, h, line in [(b, h, line) for b in range(BATCH) for h in range(HEADS) for line in range(status.shape[2])]:
+        partial, full = ((status[b, h, line] == what).nonzero().flatten().tolist() for what in (PARTIAL, FULL))
+        assert counts[b, h, line].tolist() == [len(partial), len(partial) + len(full)]
+        assert order[b, h, line, : len(partial) + len(full)].tolist() == partial + full
+    assert bool(counts[..., 0].any())
+    assert bool((counts[..., 1] > counts[..., 0]).any())
 
 
 @pytest.mark.parametrize("lengths", [(0, 5), (5, 0), (0, 0)], ids=["no-queries", "no-keys", "nothing"])

@@ -303,10 +303,8 @@ def _ends_of_documents(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the first key of each key's document, and one past the last: int32, in the shape of ``ids``."""
     from tilewise.planning import planner  # which imports masks
 
-    kernels = planner.of_plain(ids)
-    making = None if kernels is None else kernels.runs(ids)
-    if making is not None:
-        start, end = making((ids,), ids.device).unbind()
+    if (kernels := planner.of_plain(ids)) is not None:
+        start, end = kernels.runs((ids.shape, ids.stride(), ids.dtype), ids.device)((ids,), ids.device).unbind()
         return start, end
     # Return the document's number at each position, from 0 or 1 on, because the first id is compared with the last.
     document = (ids != ids.roll(1, -1)).cumsum(-1, dtype=torch.int32)

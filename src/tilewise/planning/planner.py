@@ -37,16 +37,24 @@ Making = Callable[[Sequence[Tensor], torch.device], Tensor]
 
 
 class Planner(Protocol):
-    """What a module of such kernels has. Each function launches only what it can do, and says if it cannot."""
+    """What a module of such kernels has: two questions, and what may be called where both are true."""
+
+    def launches_on(self, device: torch.device) -> bool:
+        """Return whether kernels run on a device."""
+        ...
+
+    def can_be_written(self, region: Region, b: int, h: int, i: int, j: int) -> bool:
+        """Return whether kernels have every operation of a mask, and compute it in 32 bits for these sizes."""
+        ...
 
     def judged_tiles(
         self, grid: Grid, tile_m: int, tile_n: int, group: int | None = None
-    ) -> tuple[Tensor, Tensor | None] | None:
-        """Return the state of every tile and, with ``group`` query heads per key head, the keys that are seen; None: no kernel can."""
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the state of every tile and, with ``group`` query heads per key head, the keys that are seen."""
         ...
 
-    def ends_of_lines(self, grid: Grid, lines: Tensor, by_columns: bool) -> tuple[Tensor, Tensor] | None:
-        """Return the intervals of queries, or of keys ``by_columns``; None: no kernel can."""
+    def ends_of_lines(self, grid: Grid, lines: Tensor, by_columns: bool) -> tuple[Tensor, Tensor]:
+        """Return the intervals of queries, or of keys ``by_columns``."""
         ...
 
     def all_of_bits(
@@ -55,24 +63,24 @@ class Planner(Protocol):
         """Return what makes the memory of :class:`tilewise.planning.bit_tiles.BitTiles` of a whole mask; None: kernels cannot."""
         ...
 
-    def seen_rows(self, x: tuple, seen: tuple[int, ...], first: int, device: torch.device) -> Making | None:
+    def seen_rows(self, x: tuple, seen: tuple[int, ...], first: int, device: torch.device) -> Making:
         """Return what copies rows ``(batch, key, head, column)``, with zeros for keys that no query sees, of a tensor of shape, stride and
-        dtype ``x`` and of the memory in which ``seen``, of that shape, begins at byte ``first``; None: no kernel can."""
+        dtype ``x`` and of the memory in which ``seen``, of that shape, begins at byte ``first``."""
         ...
 
-    def runs(self, ids: Tensor) -> Making | None:
+    def runs(self, ids: tuple, device: torch.device) -> Making:
         """Return what makes the first place of the run of equal ids around each one, and one past its last: int32 ``(2, *shape)``, of
-        tensors like ``ids``, ``(keys,)`` or ``(batch, keys)``; None: no kernel can."""
+        tensors ``(keys,)`` or ``(batch, keys)`` of shape, stride and dtype ``ids``."""
         ...
 
-    def starts(self, kind: Kind, parts: int) -> Making | None:
+    def starts(self, kind: Kind, parts: int) -> Making:
         """Return what makes the first row and the first key of the ``parts`` sequences that each batch element becomes
-        (:mod:`tilewise.backends.hopper.padding`): int32 ``(2, batch · parts + 1)``, with those past the last one; None: no kernel can."""
+        (:mod:`tilewise.backends.hopper.padding`): int32 ``(2, batch · parts + 1)``, with those past the last one."""
         ...
 
-    def own_keys(self, kind: Kind, page_rows: int) -> Making | None:
+    def own_keys(self, kind: Kind, page_rows: int) -> Making:
         """Return what makes the keys that the first query of each batch element sees: int32 ``(2, batch)``, the number of the first one's
-        row, where those of two elements are ``page_rows`` apart, and how many there are; None: no kernel can."""
+        row, where those of two elements are ``page_rows`` apart, and how many there are."""
         ...
 
 
@@ -87,22 +95,33 @@ def register(device_type: str, load: Callable[[], Planner]) -> None:
 def of(grid: Grid) -> Planner | None:
     """Return the kernels for a grid, whose tensors lie on one device, have memory, are not traced and are compared in fp32; else None."""
     device = grid.b.device
-    load = _LOADED.get(device.type)
-    if load is None or torch.compiler.is_compiling() or type(grid.b) is not Tensor or grid.dtype != torch.float32:
+    traced = torch.compiler.is_compiling() or type(grid.b) is not Tensor
+    if traced or grid.dtype != torch.float32 or grid.key_origin is not None:
         return None
-    return load() if all(leaf.device == device for leaf in grid.leaves) else None
+    sizes = grid.b.shape[0], grid.h.shape[0], grid.seqlen_q, grid.keys
+    return _that_write(grid.region, device, sizes) if all(leaf.device == device for leaf in grid.leaves) else None
 
 
 def of_plain(x: Tensor) -> Planner | None:
-    """Return the kernels for a tensor of any numbers, as :func:`of`."""
-    load = _LOADED.get(x.device.type)
-    if load is None or torch.compiler.is_compiling() or type(x) is not Tensor or torch._C._len_torch_dispatch_stack():
+    """Return the kernels for a tensor of any real numbers, as :func:`of`."""
+    if torch.compiler.is_compiling() or type(x) is not Tensor or torch._C._len_torch_dispatch_stack():
         return None
-    return None if torch._C._functorch.is_functorch_wrapped_tensor(x) else load()
+    usable = x.numel() and not x.is_complex() and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+    return _that_run(x.device) if usable else None
 
 
 def of_kind(kind: Kind) -> Planner | None:
     """Return the kernels for grids of a kind, as :func:`of`, where all tensors lie on its device; else None."""
-    load = _LOADED.get(kind.device.type)
     wide = any(kind.tensors[n][2] == torch.float64 for n in kind.region.slots)
-    return None if load is None or wide else load()
+    return None if wide else _that_write(kind.region, kind.device, (kind.batch, kind.heads, *kind.lengths))
+
+
+def _that_write(region: Region, device: torch.device, sizes: tuple[int, int, int, int]) -> Planner | None:
+    """Return the kernels that run on a device, if they can write a mask of these sizes, with pairs at all."""
+    kernels = _that_run(device)
+    return kernels if kernels is not None and all(sizes) and kernels.can_be_written(region, *sizes) else None
+
+
+def _that_run(device: torch.device) -> Planner | None:
+    load = _LOADED.get(device.type)
+    return kernels if load is not None and (kernels := load()).launches_on(device) else None

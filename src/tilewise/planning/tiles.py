@@ -134,21 +134,6 @@ class Grid:
 
 
 @dataclass(frozen=True)
-class TileLists:
-    """The tiles to visit in each line of tiles, in increasing order.
-
-    Attributes:
-        partial, full: int32 ``(b|1, h|1, lines, tiles)``; entries past the counts are meaningless.
-        partial_count, full_count: int32 ``(b|1, h|1, lines)``.
-    """
-
-    partial: Tensor
-    partial_count: Tensor
-    full: Tensor
-    full_count: Tensor
-
-
-@dataclass(frozen=True)
 class TileMap:
     """EMPTY, PARTIAL or FULL for each tile: uint8 ``(b|1, h|1, query tiles, key tiles)``.
 
@@ -179,28 +164,13 @@ class TileMap:
             status = torch.minimum(status, predicate)  # empty wins, then partial
         return cls(status, tile_m, tile_n)
 
-    def _lines(self, transposed: bool) -> Tensor:
-        """Return the states line by line (of query tiles or of key tiles), the order in which kernels read lists."""
-        return (self.status.mT if transposed else self.status).contiguous()
-
-    def lists(self, transposed: bool = False) -> TileLists:
-        """Return the lists by query tile or, transposed, by key tile. The device makes them."""
-        status = self._lines(transposed)
-
-        def listed(what: int) -> tuple[Tensor, Tensor]:
-            chosen = status == what
-            order = torch.argsort((~chosen).to(torch.uint8), dim=-1, stable=True)
-            return order.int(), chosen.sum(-1, dtype=torch.int32)
-
-        return TileLists(*listed(PARTIAL), *listed(FULL))
-
     def visits(self, transposed: bool = False) -> tuple[Tensor, Tensor]:
         """Return the key tiles to visit for each query tile, partial ones first, and the counts of partial and of all tiles.
 
         ``transposed`` gives the query tiles for each key tile. Lists are int32 ``(b|1, h|1, lines, tiles)``, meaningless past the
         count; counts are ``(b|1, h|1, lines, 2)``.
         """
-        status = self._lines(transposed)
+        status = (self.status.mT if transposed else self.status).contiguous()
         order = torch.argsort((status + 2) % 3, dim=-1, stable=True)  # partial, full, empty
         counts = torch.stack([(status == PARTIAL).sum(-1), (status != EMPTY).sum(-1)], -1)
         return order.int(), counts.int()
@@ -225,7 +195,7 @@ def _by_kernel(grid: Grid, tile_m: int, tile_n: int, group: int | None = None) -
 def _ends_by_kernel(grid: Grid, lines: Tensor, by_columns: bool) -> tuple[Tensor, Tensor] | None:
     """Return the intervals of ``lines`` from a kernel on the grid's device; None without intervals, and where no kernel can."""
     ends = grid.region.ends[2:] if by_columns else grid.region.ends[:2]
-    if all(end is None for end in ends) or (kernels := planner.of(grid)) is None:
+    if all(end is None for end in ends) or not len(lines) or (kernels := planner.of(grid)) is None:
         return None
     return kernels.ends_of_lines(grid, lines, by_columns)
 

@@ -431,7 +431,8 @@ def test_a_capture_makes_anew_what_it_reads_of_a_mask(monkeypatch):
 @pytest.mark.parametrize("run", [forward, backward], ids=["forward", "backward"])
 @pytest.mark.parametrize("name", ["dense", "documents", "keep", "ranges-per-head"])
 def test_kernels_that_plan_masks_give_launches_what_operations_do(name, run, monkeypatch):
-    from tilewise.backends.triton import interpreting, planning
+    from tilewise.backends.triton import interpreting
+    from tilewise.backends.triton.host import tile_map
 
     if not interpreting():
         pytest.skip("kernels are not interpreted (tests/conftest.py)")
@@ -442,7 +443,7 @@ def test_kernels_that_plan_masks_give_launches_what_operations_do(name, run, mon
         keep_track(x)
     c = replace(c, t=replace(c.t, leaves=leaves))
     of = backend._plan if run is forward else backend._backward_plan
-    monkeypatch.setattr(planning, "_launches_on", lambda device: True)
+    monkeypatch.setattr(tile_map, "launches_on", lambda device: True)
     kept = of(c.p)
     with poisoned():
         for written in (False, True):
@@ -450,7 +451,7 @@ def test_kernels_that_plan_masks_give_launches_what_operations_do(name, run, mon
                 c.t.leaves[0].copy_(c.t.leaves[0].flip(-1) if c.t.leaves[0].dtype == torch.bool else c.t.leaves[0] // 2)
             run(of(c.p), c)
             with monkeypatch.context() as there:
-                there.setitem(planner._LOADED, "cpu", lambda: planning)
+                there.setitem(planner._LOADED, "cpu", lambda: tile_map)
                 run(kept, c)
     assert kept.keeps
     for n in range(0, len(launches), 2):

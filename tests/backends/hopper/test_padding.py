@@ -82,10 +82,12 @@ def padded_call(mask: tw.Mask, nq: int = 7, **options) -> Call:
 @pytest.mark.parametrize("name", PADDED)
 @pytest.mark.parametrize("of", ["starts", "own_keys"])
 def test_a_kernel_makes_what_other_operations_make(of, name):
-    planning = pytest.importorskip("tilewise.backends.triton.planning", reason="the package triton is not installed")
+    tile_map = pytest.importorskip(
+        "tilewise.backends.triton.host.tile_map", reason="the package triton is not installed"
+    )
     p, extras = padded_call(PADDED[name]).p, PADDED[name].leaves
     size, other = (padding.parts(p), padding.starts) if of == "starts" else (24, masks.own_keys)
-    making = getattr(planning, of)(masks.kind_of(p), size)
+    making = getattr(tile_map, of)(masks.kind_of(p), size)
     expected = other(p, extras, size)
     assert expected.unique().numel() > 4
     assert torch.equal(making(extras, p.device), expected)
@@ -93,12 +95,14 @@ def test_a_kernel_makes_what_other_operations_make(of, name):
 
 def test_a_kept_launch_gets_the_addresses_of_what_its_first_one_got(monkeypatch):
     """Where the kernel is compiled: the result, and the mask's tensors where they begin at multiples of 16 bytes."""
-    planning = pytest.importorskip("tilewise.backends.triton.planning", reason="the package triton is not installed")
+    tile_map = pytest.importorskip(
+        "tilewise.backends.triton.host.tile_map", reason="the package triton is not installed"
+    )
     from tilewise.backends.triton.host import runtime
 
     lengths, seen = torch.arange(9), []
     p = padded_call(tw.key_lengths(lengths[:4])).p
-    making = planning.starts(masks.kind_of(p), 2)
+    making = tile_map.starts(masks.kind_of(p), 2)
     monkeypatch.setattr(
         runtime, "start", lambda kernel, grid, tiles, tensors, *rest: seen.append(tensors) or "compiled"
     )

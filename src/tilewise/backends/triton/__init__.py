@@ -54,7 +54,7 @@ from tilewise.backends.triton.host.plan import Memo, Plan
 from tilewise.backends.triton.kernels.distant import distances_read, parts_of
 from tilewise.backends.triton.kernels.leaf_reads import PairReads, described_lookup, predicate_blocks
 from tilewise.backends.triton.kernels.writer import OPERATIONS
-from tilewise.backends.triton.paging import Machine, choose_paged, few_config
+from tilewise.backends.triton.paging import choose_paged, few_config
 from tilewise.backends.triton.tiles import fills_tiles
 from tilewise.device import MOST_BLOCKS, beyond_grid
 from tilewise.leaf_gradients import DIAGONALS, SCATTER, TILES, classify
@@ -135,9 +135,7 @@ class Triton(Backend):
             return self.override
         chosen = choose(problem, pairs.bytes, measured, pairs.shared, blocks, distances_read(problem))
         on_gpu = problem.device.type != "cpu"
-        return (
-            replace(chosen, few=few_config(problem, Machine.of(problem.device), chosen.products)) if on_gpu else chosen
-        )
+        return replace(chosen, few=few_config(problem, chosen.products)) if on_gpu else chosen
 
     def tile(self, problem: Problem) -> tuple[int, int]:
         tiles = self.config(problem).forward

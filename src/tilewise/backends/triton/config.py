@@ -107,11 +107,6 @@ class Row:
         """Tiles by the name of each pass."""
         return Config(self.forward, self.dkdv, self.dq, self.dv).passes
 
-    @classmethod
-    def of_one(cls, head_dim: int, tiles: Tiles) -> Row:
-        """Return a row with the same tiles in all three passes."""
-        return cls(head_dim, tiles, tiles, tiles)
-
 
 # A problem takes the first row of a table that holds its head dim. The last rows of half precision are for multi-head latent attention:
 # 512 and 64 rotary columns of q and k, 512 of v.
@@ -157,13 +152,13 @@ _HALF_AMD = (
     Row(128, Tiles(128, 32, 4, 1), Tiles(32, 64, 4, 1), Tiles(64, 32, 4, 1)),
     Row(256, Tiles(64, 32, 4, 1), Tiles(32, 32, 4, 1), Tiles(32, 32, 4, 1)),
     Row(512, Tiles(32, 16, 4, 1), Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1)),
-    Row.of_one(576, Tiles(16, 16, 4, 1)),
+    Row(576, *[Tiles(16, 16, 4, 1)] * 3),
 )
 _FLOAT = (
     Row(64, _padded(64, 32, 4, 2), _padded(32, 32, 4, 1), _padded(32, 32, 4, 1)),
     Row(128, _padded(32, 32, 4, 2), _padded(32, 32, 4, 1), _padded(32, 32, 4, 1)),
     Row(256, _padded(32, 16, 4, 1), _padded(16, 16, 4, 1), _padded(16, 16, 4, 1)),
-    Row.of_one(512, Tiles(16, 16, 4, 1)),
+    Row(512, *[Tiles(16, 16, 4, 1)] * 3),
 )
 _BF16X6_SM90 = (
     # Two programs run on a multiprocessor with at most 128 registers. Triton 3.7 takes 133, 3.9 135: 11.8 ms instead of 7.9 (N 4096, H200).
@@ -375,18 +370,24 @@ def operand_bytes(itemsize: int, products: str) -> int:
 
 def architecture(device: torch.device) -> str:
     """Return the key of a device in :data:`TABLE`."""
-    if torch.version.hip:
+    if torch.version.hip or devices.of(device).type == "hip":
         return "amd"
     major = devices.of(device).capability[0]
     return "sm90" if major == 9 else "sm100" if major >= 10 else "sm80"
 
 
-def memory_limit(device: torch.device, unknown: int) -> int:
-    """Return the bytes of shared memory that a program may have on a device, or ``unknown`` without a device."""
-    return devices.of(device).shared_memory or unknown
-
-
 UNLIMITED = 1 << 30  # bytes: more than any tiles need
+
+
+def memory_limit(device: torch.device) -> int:
+    """Return the bytes of shared memory that a program may have on a device; more than any needs, if that is not known."""
+    return devices.of(device).shared_memory or UNLIMITED
+
+
+def room(problem: Problem, tiles: Tiles) -> int:
+    """Return the bytes of shared memory that a program with these tiles may take (:func:`program_limit`)."""
+    device = problem.device
+    return program_limit(tiles, memory_limit(device), architecture(device), problem.dtype.itemsize)
 
 
 def preceded(passes: dict[str, Tiles], measured: dict[str, Tiles]) -> dict[str, Tiles]:
@@ -446,16 +447,13 @@ def choose(
     arch, fp32 = architecture(problem.device), products(problem)
     rows = table(arch, problem.dtype.itemsize, fp32)
     passes = (row_for(rows, problem) or rows[-1]).passes
-    limit = memory_limit(problem.device, UNLIMITED)
-    passes |= {name: x for name, x in paired(arch, problem, pair_bytes, limit).items() if name in passes}
-    passes |= {name: x for name, x in distant(arch, problem, distances).items() if name in passes}
+    beside_them = paired(problem, pair_bytes) | distant(problem, distances)
+    passes |= {name: x for name, x in beside_them.items() if name in passes}
     passes = {name: within_blocks(name, x, blocks) for name, x in preceded(passes, measured or {}).items()}
     if problem.spec.everywhere:
         passes["forward"] = of_one_order(problem)
-    fitted = fit_all(problem, passes, pair_bytes)
-    cores = devices.of(problem.device).cores
-    chosen = Config.of(fitted)
-    parts = group_parts(problem, chosen.dkdv, cores)
+    chosen = Config.of(fit_all(problem, passes, pair_bytes))
+    parts = group_parts(problem, chosen.dkdv, devices.of(problem.device).cores)
     return replace(chosen, group_parts=parts, beside=together, overlapping=arch in OVERLAPPING, products=fp32)
 
 
@@ -497,22 +495,16 @@ def candidates(problem: Problem) -> dict[str, tuple[Tiles, ...]]:
     return found
 
 
-def paired(arch: str, problem: Problem, pair_bytes: int, limit: int) -> dict[str, Tiles]:
-    """Return :data:`PAIRED`'s tiles, by kernel, of a problem whose tensors take so many bytes a pair.
-
-    Args:
-        limit: bytes of shared memory of a multiprocessor.
-    """
+def paired(problem: Problem, pair_bytes: int) -> dict[str, Tiles]:
+    """Return :data:`PAIRED`'s tiles, by kernel, of a problem whose tensors take so many bytes a pair."""
     size = problem.dtype.itemsize
-    row = row_for(PAIRED.get(arch, ()), problem)
+    row = row_for(PAIRED.get(architecture(problem.device), ()), problem)
     if row is None or problem.device.type == "cpu" or size != 2 or not pair_bytes:
         return {}
     found = {}
     for name, choices in row.kernels.items():
         if name != "dkdv" or pair_bytes > size:
-            fitting = (
-                x for x in choices if needed(problem, name, x, arch, pair_bytes) <= program_limit(x, limit, arch, size)
-            )
+            fitting = (x for x in choices if needed(problem, name, x, pair_bytes) <= room(problem, x))
             found[name] = next(fitting, choices[-1])
     return found
 
@@ -521,17 +513,16 @@ Distances = Literal["none", "near", "all"]
 """Return the distances at which a score reads different elements of a tensor: near the diagonal alone, or all."""
 
 
-def distant(arch: str, problem: Problem, distances: Distances) -> dict[str, Tiles]:
+def distant(problem: Problem, distances: Distances) -> dict[str, Tiles]:
     """Return :data:`DISTANT`'s or :data:`ALL_DISTANT`'s tiles of a problem, by kernel."""
     table = {"none": {}, "near": DISTANT, "all": ALL_DISTANT}[distances] if problem.dtype.itemsize == 2 else {}
-    row = row_for(table.get(arch, ()), problem)
+    row = row_for(table.get(architecture(problem.device), ()), problem)
     return {} if row is None else {name: choices[0] for name, choices in row.kernels.items()}
 
 
 def pair_sum_tiles(problem: Problem, tiles: Tiles) -> Tiles:
     """Return the tiles for the gradient of a broadcast pair bias, whose loop streams all four tensors: PAIRED's or dQ's ``tiles``."""
-    limit = memory_limit(problem.device, SHARED_MEMORY["sm90"])
-    return with_stages(problem, "tile", paired(architecture(problem.device), problem, 1, limit).get("tile", tiles))
+    return with_stages(problem, "tile", paired(problem, 1).get("tile", tiles))
 
 
 def strip_tiles(problem: Problem, tiles: Tiles) -> Tiles:
@@ -542,25 +533,21 @@ def strip_tiles(problem: Problem, tiles: Tiles) -> Tiles:
 
 def with_stages(problem: Problem, kernel: str, tiles: Tiles) -> Tiles:
     """Return ``tiles`` with as many of their stages as fit."""
-    arch, limit = architecture(problem.device), memory_limit(problem.device, SHARED_MEMORY["sm90"])
-    while needed(problem, kernel, tiles, arch) > limit and tiles.num_stages > 1:
+    while needed(problem, kernel, tiles) > memory_limit(problem.device) and tiles.num_stages > 1:
         tiles = replace(tiles, num_stages=tiles.num_stages - 1)
     return tiles
 
 
-def needed(problem: Problem, kernel: str, tiles: Tiles, arch: str, pair_bytes: int = 0) -> int:
+def needed(problem: Problem, kernel: str, tiles: Tiles, pair_bytes: int = 0) -> int:
     """Return :func:`shared_memory` of a kernel of a problem whose tensors take so many bytes a pair."""
     plain = not problem.spec.dropout_p and problem.spec.region.predicate is None
     widths = columns(problem.head_dim, tiles), columns(problem.head_dim_v, tiles)
     itemsize = operand_bytes(problem.dtype.itemsize, products(problem))
-    return shared_memory(kernel, tiles, widths, itemsize, Streams(pair_bytes, plain, reads_by_distance(problem)), arch)
+    streams = Streams(pair_bytes, plain, reads_by_distance(problem))
+    return shared_memory(kernel, tiles, widths, itemsize, streams, architecture(problem.device))
 
 
 def fit_all(problem: Problem, passes: dict[str, Tiles], pair_bytes: int = 0) -> dict[str, Tiles]:
     """Return each pass's tiles as :func:`fit` leaves them on the problem's device."""
-    arch, limit = architecture(problem.device), memory_limit(problem.device, UNLIMITED)
-    size, found = problem.dtype.itemsize, {}
-    for name, tiles in passes.items():
-        need = partial(needed, problem, name, arch=arch, pair_bytes=pair_bytes)
-        found[name] = fit(name, tiles, need, program_limit(tiles, limit, arch, size))
-    return found
+    need = partial(partial, needed, problem, pair_bytes=pair_bytes)
+    return {name: fit(name, tiles, need(name), room(problem, tiles)) for name, tiles in passes.items()}

@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
-import torch
-
 from tilewise import device as devices
 from tilewise.backends.triton.config import (
     DECODING,
@@ -18,16 +16,15 @@ from tilewise.backends.triton.config import (
     INTERPRETED,
     LATENT,
     OVERLAPPING,
-    UNLIMITED,
     Config,
     architecture,
-    memory_limit,
     of_one_order,
+    room,
     row_for,
     table,
     tf32_allowed,
 )
-from tilewise.backends.triton.tiles import Streams, Tiles, columns, fit, program_limit, shared_memory, width
+from tilewise.backends.triton.tiles import Streams, Tiles, columns, fit, shared_memory, width
 from tilewise.problem import Problem
 
 Addressing = Literal["dense", "whole", "one", "several"]
@@ -62,19 +59,6 @@ def rows_of_sequence(problem: Problem) -> int:
 
 
 @dataclass(frozen=True)
-class Machine:
-    """What decides about a device: its key in ``config.TABLE``, its multiprocessors, and their bytes of shared memory."""
-
-    arch: str
-    shared: int
-    cores: int
-
-    @classmethod
-    def of(cls, device: torch.device) -> Machine:
-        return cls(architecture(device), memory_limit(device, UNLIMITED), devices.of(device).cores)
-
-
-@dataclass(frozen=True)
 class PagedConfig(Config):
     """The tiles of a forward over pages, or of few queries, which has no backward.
 
@@ -104,7 +88,7 @@ SPLIT_KEYS = 1024  # dense keys of a split, which may depend on nothing but seql
 MERGE_KEYS = 512
 
 
-def few_config(problem: Problem, machine: Machine, products: str) -> PagedConfig | None:
+def few_config(problem: Problem, products: str) -> PagedConfig | None:
     """Return the configuration of a forward over dense keys of which heads share tiles, or splits take a part each; None if neither pays.
 
     Args:
@@ -115,8 +99,8 @@ def few_config(problem: Problem, machine: Machine, products: str) -> PagedConfig
     few = rows_of_sequence(problem) <= LARGEST_SHARED
     if products == "bf16x6" and not few:  # the kernel has no products of terms
         return None
-    chosen = paged_config(problem, machine, "tf32" if products == "tf32" else "ieee")
-    splits = dense_splits(problem, chosen.forward.tile_m, machine.cores)
+    chosen = paged_config(problem, "tf32" if products == "tf32" else "ieee")
+    splits = dense_splits(problem, chosen.forward.tile_m)
     return replace(chosen, splits=splits) if splits > 1 or (few and problem.group > 1) else None
 
 
@@ -126,13 +110,13 @@ def takes_dense(problem: Problem) -> bool:
     return not (problem.packed or problem.paged or spec.dropout_p or spec.region.predicate is not None)
 
 
-def dense_splits(problem: Problem, tile_m: int, cores: int) -> int:
+def dense_splits(problem: Problem, tile_m: int) -> int:
     """Return the splits of dense keys, a power of two; 1 unless they save a third of the time.
 
     Time is counted in keys that the busiest multiprocessor visits.
     """
     # A deterministic result does not depend on the rest of the batch, so its choice looks at one sequence.
-    batch = 1 if problem.spec.deterministic else problem.batch
+    batch, cores = 1 if problem.spec.deterministic else problem.batch, devices.of(problem.device).cores
     programs = batch * problem.heads_k * -(-rows_of_sequence(problem) // tile_m)
     most = -(-problem.seqlen_k // SPLIT_KEYS)
     whole = -(-programs // cores) * problem.seqlen_k
@@ -150,15 +134,15 @@ def choose_paged(problem: Problem, measured: dict[str, Tiles]) -> PagedConfig:
         return PagedConfig(*[INTERPRETED.forward] * 3)
     # bf16 terms would have to be made of the whole pool, but a call reads only a part of it.
     products = "tf32" if problem.dtype.itemsize == 4 and tf32_allowed() else "ieee"
-    return paged_config(problem, Machine.of(problem.device), products, measured.get("forward"))
+    return paged_config(problem, products, measured.get("forward"))
 
 
-def paged_config(problem: Problem, machine: Machine, products: str, measured: Tiles | None = None) -> PagedConfig:
-    """Return the configuration on a machine."""
+def paged_config(problem: Problem, products: str, measured: Tiles | None = None) -> PagedConfig:
+    """Return the configuration on the problem's device."""
+    arch, size = architecture(problem.device), problem.dtype.itemsize
     if problem.spec.everywhere:
         tiles = of_one_order(problem)
-        return PagedConfig(tiles, tiles, tiles, overlapping=machine.arch in OVERLAPPING, products=products)
-    arch, size = machine.arch, problem.dtype.itemsize
+        return PagedConfig(tiles, tiles, tiles, overlapping=arch in OVERLAPPING, products=products)
     by_width = table(arch, size, products)
     tiles = measured or (row_for(by_width, problem) or by_width[-1]).forward
     if problem.latent and size == 2 and measured is None and (row := row_for(LATENT.get(arch, ()), problem)):
@@ -166,7 +150,7 @@ def paged_config(problem: Problem, machine: Machine, products: str, measured: Ti
     # Of packed sequences, the rest of the batch decides whether rows are few on average, so a deterministic choice ignores that.
     rows = tiles.tile_m if problem.packed and problem.spec.deterministic else rows_of_sequence(problem)
     if measured is None:
-        tiles = chunk_tiles(arch, problem, rows) or tiles
+        tiles = chunk_tiles(problem, rows) or tiles
     few = row_for(DECODING.get(arch, ()), problem) if size == 2 else None
     if few is not None and rows <= few.forward[0].tile_m:
         tiles = few.forward[0] if rows > FEWEST_ROWS else replace(few.forward[0], tile_m=FEWEST_ROWS)
@@ -176,15 +160,15 @@ def paged_config(problem: Problem, machine: Machine, products: str, measured: Ti
         tiles = replace(
             tiles, tma=False
         )  # beside descriptors, loads of scales wait longer (docs/decisions.md#triton-pages)
-    tiles = paged_tiles(problem, tiles, machine)
-    splits, keys = paged_splits(problem, tiles.tile_m, machine.cores)
+    tiles = paged_tiles(problem, tiles)
+    splits, keys = paged_splits(problem, tiles.tile_m, devices.of(problem.device).cores)
     chosen = {"splits": splits, "split": keys}
     return PagedConfig(tiles, tiles, tiles, overlapping=arch in OVERLAPPING, products=products, **chosen)
 
 
-def chunk_tiles(arch: str, problem: Problem, rows: int) -> Tiles | None:
+def chunk_tiles(problem: Problem, rows: int) -> Tiles | None:
     """Return the tiles of a chunk of so many rows over a quantised cache, if it has its own."""
-    row = row_for(E4M3.get(arch, ()), problem)
+    row = row_for(E4M3.get(architecture(problem.device), ()), problem)
     if row is None or not row.forward or not problem.quantised or problem.latent or problem.dtype.itemsize != 2:
         return None
     return row.forward[0] if rows >= row.forward[0].tile_m and not scales_of_keys(problem) else None
@@ -195,18 +179,17 @@ def scales_of_keys(problem: Problem) -> bool:
     return any(len(problem.extras[n].shape) == 3 for n in problem.spec.scale_slots)
 
 
-def paged_tiles(problem: Problem, tiles: Tiles, machine: Machine) -> Tiles:
+def paged_tiles(problem: Problem, tiles: Tiles) -> Tiles:
     """Return ``tiles`` that fit shared memory, with no more keys than a page if pages have at least 64.
 
     A tile in one page is loaded by descriptor, a tile in several pages row by row.
     """
     while addressing(problem, tiles.tile_n) == "several" and tiles.tile_n > 64 and problem.page_size % 64 == 0:
         tiles = replace(tiles, tile_n=tiles.tile_n // 2, num_stages=tiles.num_stages + 1)
-    limit = program_limit(tiles, machine.shared, machine.arch, problem.dtype.itemsize)
-    return fit("paged", tiles, partial(paged_memory, problem, machine.arch), limit)
+    return fit("paged", tiles, partial(paged_memory, problem), room(problem, tiles))
 
 
-def paged_memory(problem: Problem, arch: str, tiles: Tiles) -> int:
+def paged_memory(problem: Problem, tiles: Tiles) -> int:
     """Return :func:`tiles.shared_memory` of a problem's kernel."""
     if (
         problem.quantised
@@ -217,7 +200,8 @@ def paged_memory(problem: Problem, arch: str, tiles: Tiles) -> int:
     widths = each * columns(problem.head_dim // each, tiles), each * columns(problem.head_dim_v // each, tiles)
     # With e4m3 stages, a predicate's pairs need no extra shared memory.
     streams = Streams(plain=problem.spec.region.predicate is None or problem.quantised)
-    return shared_memory("latent" if problem.latent else "paged", tiles, widths, problem.dtype.itemsize, streams, arch)
+    kernel, arch = "latent" if problem.latent else "paged", architecture(problem.device)
+    return shared_memory(kernel, tiles, widths, problem.dtype.itemsize, streams, arch)
 
 
 def paged_splits(problem: Problem, tile_m: int, cores: int) -> tuple[int, int]:

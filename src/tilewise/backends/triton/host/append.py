@@ -44,7 +44,7 @@ class AppendLaunch:
         if any(n % unit for each in strides.values() for n in each):
             unit = 1
         strides = {name: tuple(n // unit for n in each) for name, each in strides.items()}
-        sizes = runtime.kernels().append.AppendSizes(
+        sizes = runtime.kernels().AppendSizes(
             batch=batch,
             new=k.shape[1],
             num_pages=num_pages,
@@ -70,10 +70,10 @@ class AppendLaunch:
             at += [None] * (9 - len(at))
             runtime.run_each([(self.compiled, (self.rows, 1, 1), (tuple(at), self.sizes, *self.constants))])
             return
-        kernels = runtime.kernels().append
+        kernels = runtime.kernels()
         pools = [x.view(torch.uint8) if scales and x is not None else x for x in tensors[:2]]
         with runtime.on_device(k), runtime.assembling() as read:
-            kernel = kernels.append_kernel[self.rows,]
+            kernel = kernels.append[self.rows,]
             given = kernels.AppendTensors(*pools, *tensors[2:]), self.sizes, *self.constants
             found = kernel(*given, num_warps=4, **FUSION, **read)
         self.compiled = self.compiled if places % 16 else found

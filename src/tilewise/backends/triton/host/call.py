@@ -18,7 +18,7 @@ from tilewise.backends.triton.host.plan import Plan, operand_strides
 from tilewise.backends.triton.host.terms import split_into_terms
 from tilewise.backends.triton.tiles import Tiles
 from tilewise.caching import cached_property
-from tilewise.planning.tiles import PARTIAL, Grid, TileLists, TileMap
+from tilewise.planning.tiles import PARTIAL, Grid, TileMap
 from tilewise.problem import Problem
 
 
@@ -155,8 +155,9 @@ def tile_slots(problem: Problem, length: int, tile: int) -> int:
 
 
 def new_tile_lists(problem: Problem, inputs: Inputs, tiles: Tiles, by_columns: bool) -> dict[str, tuple]:
-    """``lists``: the partial and the full tiles of a predicate, listed by query tiles or by key tiles, with the counts of each; kernels
-    take both lists, and both counts, to have the same strides. ``list_strides``: these, as kernels take them."""
+    """``lists``: the tiles of a predicate to visit, by query tiles or by key tiles, and their counts (:meth:`TileMap.visits`).
+    ``list_strides``: ``(batch, head, line)`` strides of the first and ``(batch, head)`` strides of the second, as kernels take them, 0
+    where they are shared."""
     shape = (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
     grid = Grid.whole(problem.spec.region, inputs.leaves, shape, inputs.q.device)
     tile_map = TileMap.build(grid, tiles.tile_m, tiles.tile_n, by_columns)
@@ -165,15 +166,9 @@ def new_tile_lists(problem: Problem, inputs: Inputs, tiles: Tiles, by_columns: b
         tile_map.status[..., -1:].clamp_(max=PARTIAL)
     if problem.seqlen_q % tiles.tile_m:
         tile_map.status[..., -1:, :].clamp_(max=PARTIAL)
-    lists = tile_map.lists(by_columns)
-    pointers = lists.partial, lists.partial_count, lists.full, lists.full_count
-    return {"lists": pointers, "list_strides": runtime.opaque(list_strides(lists))}
-
-
-def list_strides(lists: TileLists) -> tuple[int, ...]:
-    """``(batch, head, line)`` strides of a list and ``(batch, head)`` strides of its counts, 0 where they are shared."""
-    by_batch, by_head = _shared_strides(lists.partial)
-    return (by_batch, by_head, lists.partial.stride(2), *_shared_strides(lists.partial_count))
+    blocks, counts = tile_map.visits(by_columns)
+    strides = *_shared_strides(blocks), blocks.stride(2), *_shared_strides(counts)
+    return {"lists": (blocks, counts), "list_strides": runtime.opaque(strides)}
 
 
 def _shared_strides(x: Tensor) -> list[int]:

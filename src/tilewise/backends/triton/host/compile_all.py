@@ -19,23 +19,24 @@ import tempfile
 import time
 from collections.abc import Hashable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
+from tilewise import device as devices
 from tilewise.backends.base import Directions, Inputs, Output, OutputGrads, empty_output
 from tilewise.backends.sample import sample, values
-from tilewise.backends.triton import config
+from tilewise.backends.triton import Triton, config
 from tilewise.backends.triton.host import launch, runtime, tangent, tile_map
 from tilewise.backends.triton.host.facts import Facts
 from tilewise.backends.triton.host.machine_code import faults, listings, serialised
 from tilewise.backends.triton.host.plan import Plan
-from tilewise.backends.triton.kernels.distant import distances_read
-from tilewise.backends.triton.paging import Machine, paged_config, paged_memory
-from tilewise.backends.triton.tiles import Streams, Tiles, columns, fit, pieces, program_limit
-from tilewise.backends.triton.tiles import shared_memory as promised_memory
+from tilewise.backends.triton.kernels.leaf_reads import PairReads
+from tilewise.backends.triton.paging import paged_config, paged_memory
+from tilewise.backends.triton.tiles import Tiles, pieces
+from tilewise.device import Device
 from tilewise.masks.catalogue import block_sparse, causal, dense, keep, selected, window
 from tilewise.planning.bit_tiles import Layout, Sections
 from tilewise.planning.tiles import Grid
@@ -46,19 +47,22 @@ from tilewise.spec import Options, assemble, parse_spec
 
 @dataclass(frozen=True)
 class Target:
-    """An architecture of config's table, Triton's name for it, and what one block may have of shared memory."""
+    """An architecture of config's table, Triton's name for it, and a device of it, for which tensors without memory stand."""
 
     backend: str
     arch: int | str
     warp: int
-    shared: int
+    device: Device
 
 
 TARGETS = {
-    "sm80": Target("cuda", 80, 32, config.SHARED_MEMORY["sm80"]),
-    "sm90": Target("cuda", 90, 32, config.SHARED_MEMORY["sm90"]),
-    "sm100": Target("cuda", 100, 32, config.SHARED_MEMORY["sm100"]),
-    "amd": Target("hip", "gfx942", 64, config.SHARED_MEMORY["amd"]),
+    name: Target(backend, arch, warp, Device(name, backend, 132, config.SHARED_MEMORY[name], capability=capability))
+    for name, backend, arch, warp, capability in (
+        ("sm80", "cuda", 80, 32, (8, 0)),
+        ("sm90", "cuda", 90, 32, (9, 0)),
+        ("sm100", "cuda", 100, 32, (10, 0)),
+        ("amd", "hip", "gfx942", 64, (9, 4)),
+    )
 }
 DTYPES = (torch.bfloat16, torch.float32)
 
@@ -151,31 +155,17 @@ class Launch:
         return min(self.head_dim, config.MAX_HEAD_DIM)
 
 
-def pair_bytes(item: Launch) -> int:
-    """The bytes a pair of the tensor that the mask or the score reads for every pair."""
-    return {"bias": item.dtype.itemsize, "bias32": 4, "dense": 1, "selected": 4}.get(item.feature, 0)
-
-
-def shared_memory(item: Launch, name: str, tiles: Tiles) -> int:
+def shared_memory(problem: Problem, name: str, tiles: Tiles) -> int:
     """The bytes that a kernel may need, as it was promised."""
     if name.startswith("tile_") or name == "runs":
         return tile_map.SHARED_MEMORY
     if name == "seen_rows":  # which Triton 3.6 passes through shared memory
-        return 2 * tiles.tile_m * tiles.tile_n * item.dtype.itemsize
+        return 2 * tiles.tile_m * tiles.tile_n * problem.dtype.itemsize
     if name in tangent.PASSES:
-        return tangent.tangent_memory((item.head_dim, item.head_dim_v), item.dtype.itemsize, name, tiles)
+        return tangent.tangent_memory((problem.head_dim, problem.head_dim_v), problem.dtype.itemsize, name, tiles)
     if name == "paged":
-        return paged_memory(problem_of(item), item.arch, tiles)
-    plain = item.feature not in ("rich", "sparse", "dense", "selected", "verify")
-    streams = Streams(pair_bytes(item), plain, item.feature in ("relative", "distances"))
-    return promised_memory(
-        name,
-        tiles,
-        (columns(item.head_dim, tiles), columns(item.head_dim_v, tiles)),
-        config.operand_bytes(item.dtype.itemsize, item.products),
-        streams,
-        item.arch,
-    )
+        return paged_memory(problem, tiles)
+    return config.needed(problem, name, tiles, PairReads.of(problem).bytes)
 
 
 def call_of(item: Launch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, object]]:
@@ -215,17 +205,13 @@ def recorded(item: Launch) -> Iterator[tuple]:
         found.append((runtime.pass_name(kernel, arguments[-1]), kernel, tiles, arguments))
 
     plan = Plan(problem, configured(item, problem), record)
-    with torch.no_grad():
+    with torch.no_grad(), on_target(item):
         inputs = Inputs.of(problem, q, k, v, [x.detach() for x in extras], seed)
         out: Output = empty_output(problem, q, v)
         do, dlse = torch.empty_like(out.o), torch.empty_like(out.lse)
         if item.feature == "moving":
-            limit = TARGETS[item.arch].shared
-            tiles = {name: tangent.tangent_tiles(problem, name, limit, item.arch) for name in tangent.PASSES}
-            plan, along = (
-                tangent.TangentPlan(problem, plan.config, record, moving=problem.spec.score_slots, tiles=tiles),
-                Directions(q, k, v, None, [x.detach() for x in extras]),
-            )
+            along = Directions(q, k, v, None, [x.detach() for x in extras])
+            plan = replace(tangent.new_plan(problem, plan.config, problem.spec.score_slots), record=record)
             tangent.jvp(plan, inputs, out, along)
             tangent.backward_jvp(plan, inputs, out, OutputGrads(do, dlse), along, out)
         else:
@@ -244,7 +230,7 @@ def _of_mask(problem: Problem, inputs: Inputs) -> Iterator[tuple]:
     kind, memories = tile_map.Kind.of(grid), [inputs.q.new_empty(1 << 40, dtype=torch.uint8)] * tile_map.LEAVES
     for by_columns in (False, True):
         layout = Layout.of(grid.region, shape, 128, by_columns, grid.leaves, sharing=problem.group)
-        bits = tile_map.all_of_bits(kind, layout, (128, by_columns), Sections(), problem.group)
+        bits = tile_map.all_of_bits(kind, layout, 128, by_columns, Sections(), problem.group)
         kept = [(bits, grid.leaves)]
         if not by_columns:
             ids = grid.b[None]
@@ -257,25 +243,29 @@ def _of_mask(problem: Problem, inputs: Inputs) -> Iterator[tuple]:
                 yield name, x.kernel, x.tiles, (tensors, *x.numbers, x.facts)
 
 
+@contextmanager
+def on_target(item: Launch) -> Iterator[None]:
+    """A context in which tensors without memory stand for those of the problem's architecture, and fp32 is multiplied as it says."""
+    matmul, before = torch.backends.cuda.matmul, dict(devices.STAND_INS)
+    precision, matmul.fp32_precision = matmul.fp32_precision, "tf32" if item.products == "tf32" else "ieee"
+    devices.STAND_INS["meta"] = TARGETS[item.arch].device
+    try:
+        yield
+    finally:
+        devices.STAND_INS.clear()
+        devices.STAND_INS.update(before)
+        matmul.fp32_precision = precision
+
+
 def configured(item: Launch, problem: Problem) -> config.Config:
     """The configuration that a problem has on an architecture that need not be there."""
-    limit, size = TARGETS[item.arch].shared, item.dtype.itemsize
-    if problem.paged:
-        return paged_config(problem, Machine(item.arch, limit, 132), item.products)
-    passes = config.row_for(config.table(item.arch, size, item.products), problem).passes
-    beside = config.paired(item.arch, problem, pair_bytes(item), limit)
-    beside |= config.distant(item.arch, problem, distances_read(problem))
-    passes |= {name: tiles for name, tiles in beside.items() if name in passes}
-    for name, tiles in passes.items():
-        passes[name] = fit(
-            name, tiles, partial(shared_memory, item, name), program_limit(tiles, limit, item.arch, size)
-        )
-    chosen = config.Config.of(passes)
-    chosen = replace(chosen, group_parts=8 if item.feature == "parted" else 1)
-    chosen = replace(chosen, overlapping=item.arch in config.OVERLAPPING, products=item.products)
-    if item.feature != "split":
-        return chosen
-    return replace(chosen, few=replace(paged_config(problem, Machine(item.arch, limit, 132), item.products), splits=4))
+    with on_target(item):
+        chosen = Triton().config(problem)
+        if item.feature == "parted":
+            chosen = replace(chosen, group_parts=8)
+        if item.feature == "split":
+            chosen = replace(chosen, few=replace(paged_config(problem, chosen.products), splits=4))
+    return chosen
 
 
 def signature(x: object, path: tuple, constants: dict, aligned: dict) -> object:
@@ -346,7 +336,7 @@ def compile_item(item: Launch) -> list[str]:
     """The lines of the report; a line that starts with FAIL fails the run."""
     dtype = str(item.dtype).removeprefix("torch.") if item.products == "ieee" else item.products
     head = f"{item.arch:6}{dtype:9} D {item.head_dim:<4}{item.feature:7}"
-    found, codes = list(compile_launches(item)), iter(())
+    found, codes, problem = list(compile_launches(item)), iter(()), problem_of(item)
     if item.arch == "sm90":
         import triton
 
@@ -358,7 +348,8 @@ def compile_item(item: Launch) -> list[str]:
             lines.append(f"FAIL {head}{x.name}: {x.error}")
             continue
         used, spills = x.made.metadata.shared, _registers(x.made, item.arch)
-        allowed = min(shared_memory(item, x.name, x.tiles), TARGETS[item.arch].shared)
+        with on_target(item):
+            allowed = min(shared_memory(problem, x.name, x.tiles), TARGETS[item.arch].device.shared_memory)
         sass = next(codes, "")
         serial, wrong = serialised(sass), faults(x.made.asm["cubin"], sass) if sass else []
         state = "ok  " if used <= allowed and not serial and not wrong else "FAIL"

@@ -32,21 +32,16 @@ def operand_views(
     cuts = {name: pieces(dims[name], tiles) for name in names} if cuts is None else cuts
     found: list[View | None] = []
     if tiles.tma and call.align > 1 and not any(n != wide or len(cuts[x]) > 2 for x in names for _, n, wide in cuts[x]):
+        align, strides = call.layout
         for name in names:
-            views = _operand_views(call, tiles, name, cuts[name])
-            found += [*views, None][:2] if views else []
+            operand, by_queries = call.operands[name], name in ("q", "do")
+            heads, rows = (problem.heads_q, tiles.tile_m) if by_queries else (problem.heads_k, tiles.tile_n)
+            batch = operand.shape[0] if operand.ndim == 4 else 1
+            if axes := four_axes(operand, tuple(n * align for n in strides[name]), heads, batch):
+                # (1, 1, rows, columns) tiles
+                views = [_view(name, operand.dtype, *axes, [1, 1, rows, piece]) for _, _, piece in cuts[name]]
+                found += [*views, None][:2]
     return tuple(found) if len(found) == 2 * len(names) else (None,) * (2 * len(names))
-
-
-def _operand_views(call: Call, tiles: Tiles, name: str, cuts: Pieces) -> list[View]:
-    """Descriptors of an operand's (1, 1, rows, columns) tiles, one for each piece of its head dim; none where it can have none."""
-    problem, operand = call.plan.problem, call.operands[name]
-    heads, rows = (problem.heads_q, tiles.tile_m) if name in ("q", "do") else (problem.heads_k, tiles.tile_n)
-    align, strides = call.layout
-    view = four_axes(
-        operand, tuple(n * align for n in strides[name]), heads, operand.shape[0] if operand.ndim == 4 else 1
-    )
-    return [_view(name, operand.dtype, *view, [1, 1, rows, piece]) for _, _, piece in cuts] if view else []
 
 
 def _view(name: str, dtype: torch.dtype, shape: list[int], strides: list[int], block: list[int]) -> View:

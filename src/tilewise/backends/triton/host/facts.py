@@ -79,11 +79,6 @@ MEANINGS = {
     "k_scale": "the scale of 8-bit keys is 'one' for all or for 'each'; None: there is none",
     "v_scale": "the same of values",
     # Tangents (kernels.tangent)
-    "moved_q": "q has a tangent",
-    "moved_k": "k has one",
-    "moved_v": "v has one",
-    "moved_do": "dO has one",
-    "moved_sink": "the sink has one",
     "moved": "function: the tangent of the score",
     "moved_slope": "function: the tangent of its slope",
     # Plans of masks (kernels.tile_map, tile_lists, tile_bits)

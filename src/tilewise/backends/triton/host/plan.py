@@ -104,14 +104,17 @@ class Decisions:
 
     @cached_property
     def extents(self) -> tuple[tuple[int, ...], ...]:
-        """Size and stride of every axis, for each leaf that kernels read, and each line."""
-        leaves = [extents_of(x.shape, x.stride) for x in (self.problem.extras[n] for n in self.emitted.slots)]
+        """Size and stride of every axis, for each leaf that kernels read, and each line. Slots behind the leaves' are those of tangents."""
+        extras = self.problem.extras
+        strides = [x.stride for x in extras] + [torch.empty(x.shape, device="meta").stride() for x in extras]
+        leaves = [extents_of(extras[n % len(extras)].shape, strides[n]) for n in self.emitted.slots]
         return (*leaves, *[extents_of(x.shape, x.stride()) for x in self.emitted.lines])
 
     @cached_property
     def grad_extents(self) -> tuple[tuple[int, ...], ...]:
         """Size and stride of every axis of contiguous tensors of the same shapes."""
-        shapes = [self.problem.extras[n].shape for n in self.emitted.slots]
+        extras = self.problem.extras
+        shapes = [extras[n % len(extras)].shape for n in self.emitted.slots]
         return tuple(extents_of(shape, torch.empty(shape, device="meta").stride()) for shape in shapes)
 
     @cached_property
@@ -149,8 +152,21 @@ class Decisions:
 
     @cached_property
     def sheet(self) -> tuple[SheetPart, ...]:
-        """The parts of dS that the backward keeps, one after the other (:func:`kept_sheet`)."""
-        return kept_sheet(self)
+        """The parts of dS that the backward keeps for dQ and the gradient of a broadcast bias, or of a table read at most distances.
+
+        There are none unless that is the one tensor that wants a gradient, dS is that gradient, and a sheet can hold a part of it; nor
+        where tiles come as lists, since a sheet is read wherever the ends of rows allow, and listed tiles alone would be written.
+        """
+        problem, emitted = self.problem, self.emitted
+        if len(emitted.reads) != 1 or {"slope", "tile_0"} & set(emitted.functions) or self.lists or not self.whole:
+            return ()
+        read = emitted.reads[0]
+        leaf = problem.extras[read.slot]
+        # dS is kept in the problem's dtype, which has to hold what the leaf's gradient does: bf16 has fp32's range.
+        if read.how not in (TILES, DIAGONALS) or leaf.dtype != problem.dtype != torch.bfloat16:
+            return ()
+        gradient = 0 if read.pairs or read.how == DIAGONALS else math.prod(leaf.shape) * leaf.dtype.itemsize
+        return sheet_parts(problem, read.loops, self.config.beside, gradient)
 
 
 @dataclass(eq=False)
@@ -225,33 +241,11 @@ def extents_of(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ..
     return (1, 0) * (AXES - len(shape)) + tuple(n for axis in zip(shape, stride, strict=True) for n in axis)
 
 
-def kept_sheet(decisions: Decisions) -> tuple[SheetPart, ...]:
-    """The parts of dS that the backward keeps for dQ and the gradient of a broadcast bias, or of a table read at most distances.
-
-    There are none unless that is the one tensor that wants a gradient, dS is that gradient, and a sheet can hold a part of it; nor where
-    tiles come as lists, since a sheet is read wherever the ends of rows allow, and listed tiles alone would be written.
-    """
-    problem, emitted = decisions.problem, decisions.emitted
-    if len(emitted.reads) != 1 or {"slope", "tile_0"} & set(emitted.functions):
-        return ()
-    if decisions.lists or not decisions.whole:
-        return ()
-    read = emitted.reads[0]
-    if read.how not in (TILES, DIAGONALS):
-        return ()
-    leaf = problem.extras[read.slot]
-    # dS is kept in the problem's dtype, which has to hold what the leaf's gradient does: bf16 has fp32's range.
-    if leaf.dtype != problem.dtype != torch.bfloat16:
-        return ()
-    gradient = 0 if read.pairs or read.how == DIAGONALS else math.prod(leaf.shape) * leaf.dtype.itemsize
-    return sheet_parts(problem, read.loops, decisions.config.beside, gradient)
-
-
 _EMITTED = ("lo", "hi", "first", "last", "keep", "score", "weights", "near", "heads")
-_OF_GRADIENTS = ("slope", "rows", "leaves", "columns", "exponent")
+_OF_GRADIENTS = ("slope", "rows", "leaves", "columns", "exponent", "moved", "moved_slope")
 
 
-def all_facts(decisions: Decisions, tiles: Tiles, align: int, chosen: dict[str, object]) -> dict[str, object]:
+def all_facts(plan: Decisions, tiles: Tiles, align: int, chosen: dict[str, object]) -> dict[str, object]:
     """Everything that a kernel is compiled for.
 
     Args:
@@ -259,7 +253,7 @@ def all_facts(decisions: Decisions, tiles: Tiles, align: int, chosen: dict[str, 
         chosen: facts of this launch, and: ``again``, the score is computed again, for gradients; ``read``, the sum is that of
             ``emitted.reads[read]``. ``pair``: the leading indices of the leaf whose tiles a descriptor brings.
     """
-    emitted = decisions.emitted if chosen.get("pair") is None else decisions.emitted_for_pairs
+    emitted = plan.emitted if chosen.get("pair") is None else plan.emitted_for_pairs
     # No kernel has functions that it does not read: a forward is one kernel with gradients of leaves and without.
     row_grads = ()
     functions = dict.fromkeys((*_EMITTED, *_OF_GRADIENTS)) | {name: emitted.functions.get(name) for name in _EMITTED}
@@ -272,13 +266,13 @@ def all_facts(decisions: Decisions, tiles: Tiles, align: int, chosen: dict[str, 
     of_tiles = {
         "tile_m": tiles.tile_m,
         "tile_n": tiles.tile_n,
-        "pieces": pieces(decisions.problem.head_dim, tiles),
-        "pieces_v": pieces(decisions.problem.head_dim_v, tiles),
+        "pieces": pieces(plan.problem.head_dim, tiles),
+        "pieces_v": pieces(plan.problem.head_dim_v, tiles),
         "align": align,
         "row_grads": row_grads,
-        "unit": math.gcd(*decisions.dims, 8),
+        "unit": math.gcd(*plan.dims, 8),
         "together": tiles.ahead,
-        "partial_stages": min(2, tiles.num_stages) if PairReads.of(decisions.problem).bytes else 1,
+        "partial_stages": min(2, tiles.num_stages) if PairReads.of(plan.problem).bytes else 1,
     }
     defaults = {
         "split": False,
@@ -298,29 +292,29 @@ def all_facts(decisions: Decisions, tiles: Tiles, align: int, chosen: dict[str, 
         "v_scale": None,
         "latent": False,
     }
-    return functions | of_tiles | _problem_facts(decisions, emitted) | defaults | chosen
+    return functions | of_tiles | _problem_facts(plan, emitted) | defaults | chosen
 
 
-def _problem_facts(decisions: Decisions, emitted: Emitted) -> dict[str, object]:
+def _problem_facts(plan: Decisions, emitted: Emitted) -> dict[str, object]:
     """The facts that are the same in every launch of a problem."""
-    problem, spec, region = decisions.problem, decisions.problem.spec, decisions.problem.spec.region
+    problem, spec, region = plan.problem, plan.problem.spec, plan.problem.spec.region
     ends = [e for e in region.ends if e is not None]
     fp32 = problem.dtype == torch.float32
     return {
         "head_dim": problem.head_dim,
         "head_dim_v": problem.head_dim_v,
         "packed": problem.packed,
-        "lists": decisions.lists,
+        "lists": plan.lists,
         "general": spec.score is not None or not problem.softmax_scale > 0 or fp32,
         "natural": fp32,
         "masked": not emitted.functions.keys().isdisjoint(("lo", "hi", "keep")),
         "ordered": spec.everywhere,
         "sink": spec.sink_slot is not None,
         "dropout": spec.dropout_p > 0,
-        "precision": "tf32" if decisions.config.products == "tf32" else "ieee",
-        "terms": decisions.terms,
-        "products": TERM_PRODUCTS if decisions.terms > 1 else ((0, 0),),
-        "upcast": (problem.dtype == torch.bfloat16 or decisions.terms > 1) and problem.device.type == "cpu",
+        "precision": "tf32" if plan.config.products == "tf32" else "ieee",
+        "terms": plan.terms,
+        "products": TERM_PRODUCTS if plan.terms > 1 else ((0, 0),),
+        "upcast": (problem.dtype == torch.bfloat16 or plan.terms > 1) and problem.device.type == "cpu",
         "varies": bool(expr.lookups(*ends) or expr.depends_on(*ends) & {"b", "h"}),
         "hides": emitted.hides,
         "binary": emitted.binary,

@@ -27,7 +27,8 @@ _ASSEMBLING = RLock()  # the setting of an assembler is the process's
 
 @lru_cache(maxsize=1)
 def kernels() -> SimpleNamespace:
-    """The kernels, ``forward`` for ``forward_kernel``, and the bundles of their arguments. Triton is imported here, at the first launch."""
+    """The kernels, ``forward`` for ``forward_kernel``, the bundles of their arguments, and constants. Triton is imported here, at the first
+    launch."""
     import triton
     from tilewise.backends.triton.kernels import (
         append,
@@ -49,35 +50,14 @@ def kernels() -> SimpleNamespace:
     )
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    modules = (
-        forward,
-        paged,
-        merge_rows,
-        backward,
-        group_parts,
-        pair_bias,
-        diagonals,
-        terms,
-        tangent,
-        tile_bits,
-        sum_rows,
-    )
-    found = {n.removesuffix("_kernel"): x for m in modules for n, x in vars(m).items() if n.endswith("_kernel")}
-    return SimpleNamespace(
-        triton=triton,
-        **found,
-        Moved=tangent_tiles.Moved,
-        BitTensors=tile_bits.BitTensors,
-        BitSizes=tile_bits.BitSizes,
-        lists=tile_lists,
-        maps=tile_map,
-        append=append,
-        Tensors=arguments.Tensors,
-        Sizes=arguments.Sizes,
-        Scales=arguments.Scales,
-        CacheSizes=arguments.CacheSizes,
-        TensorDescriptor=TensorDescriptor,
-    )
+    found: dict[str, object] = {}
+    for module in (
+        *(append, arguments, backward, diagonals, forward, group_parts, merge_rows, paged),
+        *(pair_bias, sum_rows, tangent, tangent_tiles, terms, tile_bits, tile_lists, tile_map),
+    ):
+        found |= {n.removesuffix("_kernel"): x for n, x in vars(module).items() if n.endswith("_kernel")}
+        found |= {n: x for n, x in vars(module).items() if n.isupper() or getattr(x, "_fields", None)}
+    return SimpleNamespace(triton=triton, TensorDescriptor=TensorDescriptor, **found)
 
 
 def pass_name(kernel, facts: Facts) -> str:

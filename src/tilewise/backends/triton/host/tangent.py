@@ -18,7 +18,7 @@ from tilewise.backends.base import (
     has_no_pair,
     tangents_of_no_pair,
 )
-from tilewise.backends.triton.config import INTERPRETED, SHARED_MEMORY, architecture, memory_limit
+from tilewise.backends.triton.config import INTERPRETED, architecture, memory_limit
 from tilewise.backends.triton.host.buffers import BackwardBuffers
 from tilewise.backends.triton.host.call import Call, tile_slots
 from tilewise.backends.triton.host.descriptors import operand_views, statistics_view
@@ -26,7 +26,7 @@ from tilewise.backends.triton.host.facts import Facts
 from tilewise.backends.triton.host.launch import run_statistics
 from tilewise.backends.triton.host.launches import KernelLaunch, View
 from tilewise.backends.triton.host.leaf_sums import LeafSums
-from tilewise.backends.triton.host.plan import Plan, extents_of
+from tilewise.backends.triton.host.plan import Plan
 from tilewise.backends.triton.host.runtime import aligned, kernels
 from tilewise.backends.triton.kernels.emit import Emitted, emit
 from tilewise.backends.triton.tiles import Tiles, columns
@@ -57,13 +57,12 @@ _SMALLER = (
 )
 
 
-def tangent_tiles(problem: Problem, kernel: str, limit: int | None = None, arch: str | None = None) -> Tiles:
-    """The tiles of a kernel of tangents, for ``limit`` bytes of shared memory and ``arch``: by default those of the problem's device."""
+def tangent_tiles(problem: Problem, kernel: str) -> Tiles:
+    """The tiles of a kernel of tangents on the problem's device."""
     if problem.device.type == "cpu":
         return INTERPRETED.forward
-    limit = limit or memory_limit(problem.device, SHARED_MEMORY["sm90"])
-    half = problem.dtype.itemsize == 2
-    table = HOPPER_TILES if half and (arch or architecture(problem.device)) == "sm90" else TANGENT_TILES
+    limit, half = memory_limit(problem.device), problem.dtype.itemsize == 2
+    table = HOPPER_TILES if half and architecture(problem.device) == "sm90" else TANGENT_TILES
     dims = problem.head_dim, problem.head_dim_v
     tiles = next(row for most, row in table.items() if max(dims) <= most)[PASSES.index(kernel)]
     for smaller in _SMALLER:
@@ -102,27 +101,6 @@ class TangentPlan(Plan):
         wide = self.wide | {count + n for n in self.wide}
         return emit(self.problem, wide, tangents={n: count + n for n in self.moving})
 
-    @cached_property
-    def extents(self) -> tuple[tuple[int, ...], ...]:
-        """Size and stride of every axis of the leaves and of their tangents, which are contiguous."""
-        extras = self.problem.extras
-        whole = [torch.empty(x.shape, device="meta") for x in extras]
-        axes = [(x.shape, x.stride) for x in extras] + [(x.shape, x.stride()) for x in whole]
-        return tuple(extents_of(*axes[n]) for n in self.emitted.slots)
-
-    @cached_property
-    def grad_extents(self) -> tuple[tuple[int, ...], ...]:
-        """Size and stride of every axis of contiguous tensors of the same shapes."""
-        extras = self.problem.extras
-        whole = [torch.empty(extras[n % len(extras)].shape, device="meta") for n in self.emitted.slots]
-        return tuple(extents_of(x.shape, x.stride()) for x in whole)
-
-    def moved_facts(self, directions: dict[str, Tensor | None], moved_sink: bool) -> dict[str, object]:
-        """The facts that kernels of tangents have beside the others."""
-        flags = {f"moved_{name}": x is not None for name, x in directions.items()}
-        functions = {name: self.emitted.functions.get(name) for name in ("moved", "moved_slope")}
-        return flags | {"moved_sink": moved_sink} | functions
-
 
 def new_plan(problem: Problem, config, moving: tuple[int, ...]) -> TangentPlan:
     """The plan of a problem's tangents: fp32 comes as it is, not as bf16 terms."""
@@ -144,7 +122,7 @@ def jvp(plan: TangentPlan, inputs: Inputs, out: Output, along: Directions) -> Ou
         tiles = plan.tiles["tangent"]
         slots = tile_slots(problem, problem.seqlen_q, tiles.tile_m)
         views = _views(call, tiles, directions, "k", "v")
-        facts = _facts(call, tiles, views, directions, moved_sink=along.sink is not None)
+        facts = _facts(call, tiles, views)
         grid = (slots * problem.heads_q * problem.batch_dim,)
         return [
             call.launch(kernels().tangent, grid, tiles, call.sizes(slots), facts, View("moved"), *views, lists=False)
@@ -198,7 +176,7 @@ def _pass(call: Call, name: str, directions: dict[str, Tensor | None]) -> Kernel
     slots = tile_slots(problem, length, tile)
     grid = (slots * (problem.heads_k if by_columns else problem.heads_q) * problem.batch_dim,)
     views = _views(call, tiles, directions, *(("q", "do") if by_columns else ("k", "v")))
-    facts = _facts(call, tiles, views, directions, moved_sink=False)
+    facts = _facts(call, tiles, views)
     if by_columns:
         described = facts.tma and not problem.packed
         views += tuple(statistics_view(call, tiles, x, 2, apart=2) if described else None for x in ("lse2", "delta"))
@@ -206,11 +184,10 @@ def _pass(call: Call, name: str, directions: dict[str, Tensor | None]) -> Kernel
     return call.launch(getattr(kernels(), name), grid, tiles, sizes, facts, View("moved"), *views, lists=by_columns)
 
 
-def _facts(call: Call, tiles: Tiles, views: tuple[View | None, ...], directions: dict, *, moved_sink: bool) -> Facts:
+def _facts(call: Call, tiles: Tiles, views: tuple[View | None, ...]) -> Facts:
     """The facts of a pass with these views: by descriptor come all tiles that may, or none."""
     plan, tma = call.plan, views[0] is not None
-    moved = plan.moved_facts(directions, moved_sink)
-    return plan.facts(tiles, call.align, again=True, tma=tma, whole=tma and plan.whole, **moved)
+    return plan.facts(tiles, call.align, again=True, tma=tma, whole=tma and plan.whole)
 
 
 def _moved_statistics(call: Call, out: Output, grad: OutputGrads, moved: Output, changes: BackwardBuffers) -> None:

@@ -1,5 +1,5 @@
-"""The launches that plan a mask: the state of every tile, the keys that some query sees, lists of tiles and the bits of partial ones, and
-the ends of intervals.
+"""The kernels that plan masks for every backend of a GPU (:mod:`tilewise.planning.planner`), and their launches: the state of every tile,
+the keys that some query sees, lists of tiles and the bits of partial ones, and the ends of intervals. They need nothing of attention.
 
 Their kernels are those of ``kernels.tile_map``, ``kernels.tile_lists`` and ``kernels.tile_bits``.
 """
@@ -18,6 +18,7 @@ from torch import Tensor
 from tilewise import device as devices
 from tilewise import expr
 from tilewise.backends.base import MOST_BYTES, argument_bytes
+from tilewise.backends.triton import device_reasons, installed
 from tilewise.backends.triton.host import runtime
 from tilewise.backends.triton.host.facts import Facts
 from tilewise.backends.triton.host.plan import extents_of
@@ -45,10 +46,10 @@ PROGRAM = Tiles(MOST_ROWS, 128, 4, 1)
 _LINES = 128  # of a program that writes ends
 
 
-def can_judge(grid: Grid) -> bool:
-    """Whether kernels take a grid: keys from 0 on, pairs at all, operations that can all be written, and numbers of 32 bits."""
-    sizes = grid.b.shape[0], grid.h.shape[0], grid.seqlen_q, grid.keys
-    return grid.key_origin is None and all(sizes) and can_be_written(grid.region, *sizes)
+@lru_cache(maxsize=64)  # planning a new mask of a known text takes a few launches
+def launches_on(device: torch.device) -> bool:
+    """Whether kernels run on a device here."""
+    return installed() and not device_reasons(device)
 
 
 @lru_cache(maxsize=1024)
@@ -67,7 +68,7 @@ def _heads_of(region: Region, ends: bool, by_columns: bool, batch: int, heads: i
     return batch if "b" in needs else 1, heads if "h" in needs else 1
 
 
-def judged(grid: Grid, tile_m: int, tile_n: int, group: int | None = None) -> tuple[Tensor, Tensor | None]:
+def judged_tiles(grid: Grid, tile_m: int, tile_n: int, group: int | None = None) -> tuple[Tensor, Tensor | None]:
     """The state of every tile by interval and predicate, exactly, and the keys that some query sees.
 
     Args:
@@ -81,7 +82,7 @@ def judged(grid: Grid, tile_m: int, tile_n: int, group: int | None = None) -> tu
     status = torch.empty(status, dtype=torch.uint8, device=device)
     seen = None if seen is None else torch.zeros(seen, dtype=torch.bool, device=device)
     of_bytes = None if seen is None else seen.view(torch.uint8)
-    launch(runtime.kernels().maps.MapTensors(status, of_bytes, grid.b, grid.h, launch.read(grid)))
+    launch(runtime.kernels().MapTensors(status, of_bytes, grid.b, grid.h, launch.read(grid)))
     return status, seen
 
 
@@ -124,7 +125,8 @@ class MaskLaunch:
         return tuple([grid.leaves[n] for n in self.slots])
 
     def __call__(self, tensors: Any) -> None:
-        runtime.launch_again(self, runtime.aligned(tensors), tensors, *self.numbers, self.facts)
+        with runtime.on_device(tensors[0]):
+            runtime.launch_again(self, runtime.aligned(tensors), tensors, *self.numbers, self.facts)
 
 
 class Place(NamedTuple):
@@ -181,8 +183,10 @@ class MaskLaunches:
         for n in self.reads:
             places |= at[LEAVES + n]
         if places % 16 or not self.compiled or runtime.current() != device.index:
-            with runtime.on_device(result):
-                self._first((result, space, numbers, *leaves))
+            # With tensors, of which Triton learns what to compile.
+            for launch, tensors in self.tensors((result, space, numbers, *leaves)):
+                launch(tensors)
+            self.compiled = all(launch.compiled is not None for launch, _ in self.steps)
             return result
         places, order = self.placed
         at, ready = [None if x is None else at[x[0]] + x[1] for x in places], []
@@ -209,59 +213,63 @@ class MaskLaunches:
             found = [None if x is None else x.of(memories) for x in found]
             yield launch, type(places)(*found, tuple([memories[LEAVES + n] for n in launch.slots]))
 
-    def _first(self, memories: Sequence[Tensor]) -> None:
-        """Launches with tensors, of which Triton learns what to compile."""
-        for launch, tensors in self.tensors(memories):
-            launch(tensors)
-        self.compiled = all(launch.compiled is not None for launch, _ in self.steps)
+
+def starts(kind: Kind, parts: int) -> MaskLaunches:
+    """The launch that makes the starts of sequences (:class:`tilewise.planning.planner.Planner`)."""
+    return _of_elements(kind, "starts", parts, kind.lengths[1])
+
+
+def own_keys(kind: Kind, page_rows: int) -> MaskLaunches:
+    """The launch that makes the keys of single queries."""
+    return _of_elements(kind, "own_keys", 0, page_rows)
 
 
 @lru_cache(maxsize=1024)
-def of_elements(kind: Kind, kernel: str, parts: int, rows: int) -> MaskLaunches:
-    """The launch of ``starts`` or ``own_keys`` (:class:`tilewise.planning.planner.Planner`), with ``rows`` of k for each element."""
+def _of_elements(kind: Kind, kernel: str, parts: int, rows: int) -> MaskLaunches:
+    """The launch of a kernel with a program for each batch element, and ``rows`` of k for each."""
     emitted = emit_mask(Region(lo=kind.region.lo, hi=kind.region.hi), _leaves(kind), kind.lengths)
     facts = Facts(**{name: emitted.functions.get(name) for name in ("lo", "hi")}, overlap=None)
-    kernels, count = runtime.kernels().maps, kind.batch * parts + 1 if parts else kind.batch
+    kernels, count = runtime.kernels(), kind.batch * parts + 1 if parts else kind.batch
     sizes = kernels.KeysSizes(count, parts, rows, *kind.lengths, _extents(kind, emitted))
-    launch = MaskLaunch.of(getattr(kernels, f"{kernel}_kernel"), (kind.batch,), sizes, facts, emitted)
+    launch = MaskLaunch.of(getattr(kernels, kernel), (kind.batch,), sizes, facts, emitted)
     result = Place(MADE, 0, torch.int32, (2, count))
     return MaskLaunches(result, ((launch, kernels.KeysTensors(result, ())),))
 
 
 @lru_cache(maxsize=1024)
 def seen_rows(x: tuple, seen: tuple[int, ...], first: int, device: torch.device) -> MaskLaunches:
-    """The launch of ``seen_rows`` (:class:`tilewise.planning.planner.Planner`). ``device``: where kernels are compiled for."""
-    kernels, (shape, strides, dtype) = runtime.kernels().maps, x
+    """The launch that copies rows of keys that are seen. ``device``: where kernels are compiled for."""
+    kernels, (shape, strides, dtype) = runtime.kernels(), x
     batch, keys, heads, columns = shape
     apart = seen[1] * seen[2] if seen[0] > 1 else 0, seen[2] if seen[1] > 1 else 0
     sizes = kernels.RowsSizes(batch * keys * heads, keys, heads, columns, tuple(strides), apart)
     result, of_seen = Place(MADE, 0, dtype, tuple(shape)), Place(LEAVES + 1, first, torch.uint8, seen)
     programs = (-(-sizes.rows // kernels.ROWS.value),)
-    launch = MaskLaunch.of(kernels.seen_rows_kernel, programs, sizes, Facts(overlap=None), slots=(0,))
+    launch = MaskLaunch.of(kernels.seen_rows, programs, sizes, Facts(overlap=None), slots=(0,))
     return MaskLaunches(result, ((launch, kernels.RowsTensors(result, of_seen, ())),))
 
 
 @lru_cache(maxsize=1024)
 def runs(ids: tuple, device: torch.device) -> MaskLaunches:
-    """The launch of ``runs`` (:class:`tilewise.planning.planner.Planner`), of ids of that shape, stride and dtype."""
-    kernels, (shape, strides, _) = runtime.kernels().maps, ids
+    """The launch that makes the runs of equal ids, of that shape, stride and dtype."""
+    kernels, (shape, strides, _) = runtime.kernels(), ids
     batch, places = (1, *shape)[-2:]
     sizes, result = (
         kernels.RunsSizes(batch * places, places, (0, *strides)[-2:]),
         Place(MADE, 0, torch.int32, (2, *shape)),
     )
     programs = (batch * -(-places // kernels.RUNS.value),)
-    launch = MaskLaunch.of(kernels.runs_kernel, programs, sizes, Facts(overlap=None), slots=(0,))
+    launch = MaskLaunch.of(kernels.runs, programs, sizes, Facts(overlap=None), slots=(0,))
     return MaskLaunches(result, ((launch, kernels.KeysTensors(result, ())),))
 
 
 def all_of_bits(
-    kind: Kind, layout: Layout, how: tuple[int, bool], sections: Sections, sharing: int
+    kind: Kind, layout: Layout, crossing: int, by_columns: bool, sections: Sections, sharing: int
 ) -> MaskLaunches | None:
-    """The launches that make the tiles of a whole mask as they lie in their memory, ``how``: in tiles of so many crossing lines, by columns
-    or not; None: the states of tiles are not told apart as the layout does. ``sharing``: the query heads of a key head, where the keys that
-    are seen are asked for too."""
-    (crossing, by_columns), kernels = how, runtime.kernels()
+    """The launches that make the tiles of a whole mask as they lie in their memory, in tiles of so many crossing lines, by columns or not;
+    None: the states of tiles are not told apart as the layout does. ``sharing``: the query heads of a key head, where the keys that are
+    seen are asked for too."""
+    kernels = runtime.kernels()
     tile = (crossing, LINES) if by_columns else (LINES, crossing)
     judge = _judging(kind, tile, sharing or None, PROGRAMS, layout.alike)
     told = layout.batch, layout.heads // layout.alike
@@ -276,12 +284,12 @@ def all_of_bits(
     index, seen = Place(INDEX, 0, torch.int64, (max(kind.batch, kind.heads),)), None
     if sharing:
         seen = Place(MADE, 4 * places["seen"], torch.uint8, layout.seen)
-    lists = kernels.lists.ListTensors(
+    lists = kernels.ListTensors(
         status, counts, **{x: made[x] for x in ("blocks", "work", "bits", "section")}, b=status, leaves=()
     )
     bits = kernels.BitTensors(made["bits"], made["blocks"], made["work"], index, index, ())
-    steps = ((judge, kernels.maps.MapTensors(status, seen, index, index, ())), *[(x, lists) for x in of_lists])
-    steps += ((_writing_bits(kind, layout, how, PROGRAMS), bits),)
+    steps = ((judge, kernels.MapTensors(status, seen, index, index, ())), *[(x, lists) for x in of_lists])
+    steps += ((_writing_bits(kind, layout, crossing, by_columns, PROGRAMS), bits),)
     result = Place(MADE, 0, torch.int32, (places[""],))
     return MaskLaunches(result, steps, counts.first + counts.size, index.shape[0], zeros=seen is not None)
 
@@ -308,7 +316,7 @@ def _judging(kind: Kind, tile: tuple[int, int], group: int | None, most: int, al
     heads = heads // alike
     group = group if group is None else group // alike or 1 if heads > 1 else 1
     kernels = runtime.kernels()
-    sizes = kernels.maps.MapSizes(
+    sizes = kernels.MapSizes(
         heads=heads,
         seen_heads=heads // (group or 1),
         group=group or 1,
@@ -323,9 +331,7 @@ def _judging(kind: Kind, tile: tuple[int, int], group: int | None, most: int, al
     )
     programs = batch * heads * -(-blocks[0] // sizes.span) * blocks[1]
     seen = None if group is None else (batch, heads // group, kind.lengths[1])
-    return MaskLaunch.of(
-        kernels.maps.tile_map_kernel, (programs,), sizes, facts, emitted, ((batch, heads, *blocks), seen)
-    )
+    return MaskLaunch.of(kernels.tile_map, (programs,), sizes, facts, emitted, ((batch, heads, *blocks), seen))
 
 
 @lru_cache(maxsize=1024)
@@ -333,7 +339,7 @@ def _listing(
     layout: Layout, ragged: bool, by_columns: bool, sections: Sections, device: torch.device
 ) -> tuple[MaskLaunch, ...]:
     """``device``: where kernels are compiled for."""
-    (batch, heads, lines, steps), kernels = layout.shapes["blocks"], runtime.kernels().lists
+    (batch, heads, lines, steps), kernels = layout.shapes["blocks"], runtime.kernels()
     sizes = kernels.ListSizes(
         heads=heads,
         group=sections.group if heads > 1 else 1,
@@ -347,14 +353,14 @@ def _listing(
         least=sections.least,
         ctas=sections.ctas,
     )
-    facts, each = Facts(by_columns=by_columns, overlap=None), (kernels.tile_lists_kernel, kernels.tile_order_kernel)
+    facts, each = Facts(by_columns=by_columns, overlap=None), (kernels.tile_lists, kernels.tile_order)
     made = ((batch, heads, lines, 2),)
     return tuple(MaskLaunch.of(kernel, (batch * heads * lines,), sizes, facts, made=made) for kernel in each)
 
 
 @lru_cache(maxsize=1024)
-def _writing_bits(kind: Kind, layout: Layout, how: tuple[int, bool], most: int) -> MaskLaunch:
-    region, (crossing, by_columns) = kind.region, how
+def _writing_bits(kind: Kind, layout: Layout, crossing: int, by_columns: bool, most: int) -> MaskLaunch:
+    region = kind.region
     emitted = emit_mask(Region(lo=region.lo, hi=region.hi, predicate=region.predicate), _leaves(kind), kind.lengths)
     functions = {name: emitted.functions.get(name) for name in ("lo", "hi", "keep")}
     same = _alike(region.predicate, "i" if by_columns else "j", crossing)
@@ -382,11 +388,11 @@ def _alike(predicate: Expr | None, name: str, most: int) -> int:
     return math.gcd(most, (predicate is not None and granularity(predicate, name)) or most)
 
 
-def ends(grid: Grid, lines: Tensor, by_columns: bool) -> tuple[Tensor, Tensor]:
+def ends_of_lines(grid: Grid, lines: Tensor, by_columns: bool) -> tuple[Tensor, Tensor]:
     """Both ends of the intervals of these queries, or keys ``by_columns``: int64 ``(b|1, h|1, len(lines))``."""
     launch = _ending(Kind.of(grid), len(lines), by_columns)
     start, end = torch.empty(launch.made[0], dtype=torch.int64, device=grid.b.device)
-    launch(runtime.kernels().maps.EndsTensors(start, end, lines, grid.b, grid.h, launch.read(grid)))
+    launch(runtime.kernels().EndsTensors(start, end, lines, grid.b, grid.h, launch.read(grid)))
     return start, end
 
 
@@ -398,7 +404,7 @@ def _ending(kind: Kind, count: int, by_columns: bool) -> MaskLaunch:
     facts = Facts(**functions, by_columns=by_columns, overlap=None)
     batch, heads = _heads_of(kind.region, True, by_columns, kind.batch, kind.heads)
     kernels = runtime.kernels()
-    sizes = kernels.maps.EndsSizes(
+    sizes = kernels.EndsSizes(
         heads=heads,
         count=count,
         seqlen_q=kind.lengths[0],
@@ -406,7 +412,7 @@ def _ending(kind: Kind, count: int, by_columns: bool) -> MaskLaunch:
         extents=_extents(kind, emitted),
     )
     programs = batch * heads, -(-count // _LINES)
-    return MaskLaunch.of(kernels.maps.ends_kernel, programs, sizes, facts, emitted, ((2, batch, heads, count),))
+    return MaskLaunch.of(kernels.ends, programs, sizes, facts, emitted, ((2, batch, heads, count),))
 
 
 def _ends_of(region: Region, by_columns: bool) -> tuple[Expr | None, ...]:

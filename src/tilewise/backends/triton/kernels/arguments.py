@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
-from tilewise.backends.triton.kernels.maths import plain
+from tilewise.backends.triton.kernels.maths import plain, plain_all
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
@@ -32,7 +32,7 @@ class Tensors(NamedTuple):
         k_scale, v_scale: fp32, what multiplies the numbers of a quantised cache.
         piece: int64 (2,), the call's first query and key in the whole attention, which dropout counts; None where they are 0.
         sheet: dS of some heads, kept between two passes (:func:`tile.sheet_pointers`).
-        lists: the four tensors of ``TileLists``: partial tiles, their counts, full tiles, their counts.
+        lists: the two tensors of ``TileMap.visits``: the tiles to visit, partial ones first, and their counts.
         leaves: the tensors that the mask and the score read. grads: buffers for the gradients of those that want one.
     """
 
@@ -147,9 +147,9 @@ class WorkTile(NamedTuple):
         leaves, extents, grads, grad_extents, numbers: as in :class:`Tensors`, :class:`Sizes` and :class:`Scales`.
         pair: the tile of the leaf that the score reads at i and j, where a descriptor brings it (:func:`with_pair_tile`).
         heads: the elements that the score reads at b and h alone, read once a head (:func:`with_heads`).
-        corner: the first query and key of a tile, where the score counts positions from there (:func:`with_tile`); else empty.
+        corner: the first query and key of a tile, where the score counts positions from there (:func:`with_tile`).
         far: ``(whether, i, j)``: whether all pairs of a tile are so far from the diagonal that a tensor read by distance has one
-            element for them, and a pair that reads it; empty where that is not asked (:func:`with_tile`).
+            element for them, and a pair that reads it (:func:`with_tile`). Like the three before it, empty where that is not asked.
     """
 
     b: Any
@@ -169,6 +169,17 @@ class WorkTile(NamedTuple):
     far: Any
 
 
+# The numbers of the fields that _replaced is asked for.
+_PAIR, _HEADS, _CORNER, _FAR = (tl.constexpr(WorkTile._fields.index(x)) for x in ("pair", "heads", "corner", "far"))
+
+
+@triton.jit
+def _replaced(work, FIELD: tl.constexpr, value):
+    """The :class:`WorkTile` with another ``value`` in the field of that number."""
+    # Triton's tuples have no `_replace`.
+    return WorkTile(*work[:FIELD], value, *work[FIELD + 1 :])
+
+
 @triton.jit
 def plain_sizes(sizes):
     """The sizes of a launch as plain numbers. The extents of leaves stay odd: the emitted functions undo those they read."""
@@ -178,27 +189,21 @@ def plain_sizes(sizes):
         heads_k=plain(sizes.heads_k),
         seqlen_q=plain(sizes.seqlen_q),
         seqlen_k=plain(sizes.seqlen_k),
-        dims=(plain(sizes.dims[0]), plain(sizes.dims[1])),
+        dims=plain_all(sizes.dims),
         slots=plain(sizes.slots),
-        q=(plain(sizes.q[0]), plain(sizes.q[1]), plain(sizes.q[2])),
-        k=(plain(sizes.k[0]), plain(sizes.k[1]), plain(sizes.k[2])),
-        v=(plain(sizes.v[0]), plain(sizes.v[1]), plain(sizes.v[2])),
-        do=(plain(sizes.do[0]), plain(sizes.do[1]), plain(sizes.do[2])),
+        q=plain_all(sizes.q),
+        k=plain_all(sizes.k),
+        v=plain_all(sizes.v),
+        do=plain_all(sizes.do),
         seqlen_q_rounded=plain(sizes.seqlen_q_rounded),
         portion=plain(sizes.portion),
         threshold=plain(sizes.threshold),
-        beside=(plain(sizes.beside[0]), plain(sizes.beside[1])),
-        batches=(plain(sizes.batches[0]), plain(sizes.batches[1])),
-        heads=(plain(sizes.heads[0]), plain(sizes.heads[1])),
+        beside=plain_all(sizes.beside),
+        batches=plain_all(sizes.batches),
+        heads=plain_all(sizes.heads),
         group_parts=plain(sizes.group_parts),
-        sheet=(plain(sizes.sheet[0]), plain(sizes.sheet[1])),
-        list_strides=(
-            plain(sizes.list_strides[0]),
-            plain(sizes.list_strides[1]),
-            plain(sizes.list_strides[2]),
-            plain(sizes.list_strides[3]),
-            plain(sizes.list_strides[4]),
-        ),
+        sheet=plain_all(sizes.sheet),
+        list_strides=plain_all(sizes.list_strides),
         extents=sizes.extents,
         grad_extents=sizes.grad_extents,
     )
@@ -244,42 +249,48 @@ def work_tile(slot, b, tensors, sizes, scales, OVER_KEYS: tl.constexpr, FACTS: t
         TILE: tl.constexpr = FACTS.tile_n if OVER_KEYS else FACTS.tile_m
         cu_seqlens = tensors.cu_seqlens_k if OVER_KEYS else tensors.cu_seqlens_q
         total = sizes.seqlen_k if OVER_KEYS else sizes.seqlen_q
-        low = slot * 0
-        high = low + sizes.batch + 1
-        # Sequence `low` begins at or before the slot, sequence `high` after it; every program reads about log2(batch) numbers.
-        while high - low > 1:
-            middle = (low + high) // 2
-            first_slot = tl.minimum(tl.load(cu_seqlens + middle).to(tl.int32), total) // TILE + middle
-            low = tl.where(first_slot <= slot, middle, low)
-            high = tl.where(first_slot <= slot, high, middle)
-        b = low
+        b = sequence_of(slot, cu_seqlens, sizes.batch, total, 1, TILE)
         # Both sides' rows of sequence b; the rest past the last sequence belongs to the side whose tiles these are.
         start_q, seqlen_q = packed_rows(tensors.cu_seqlens_q, b, sizes.batch, sizes.seqlen_q, not OVER_KEYS)
         start_k, seqlen_k = packed_rows(tensors.cu_seqlens_k, b, sizes.batch, sizes.seqlen_k, OVER_KEYS)
         block = slot - ((start_k if OVER_KEYS else start_q) // TILE + b)
-    return work_tile_of(b, block, start_q, start_k, seqlen_q, seqlen_k, tensors, sizes, scales)
+    return work_tile_of(tensors, sizes, scales, b, block, (start_q, seqlen_q), (start_k, seqlen_k))
 
 
 @triton.jit
-def work_tile_of(b, block, start_q, start_k, seqlen_q, seqlen_k, tensors, sizes, scales):
-    """The :class:`WorkTile` of a block of rows of batch element ``b``."""
+def work_tile_of(tensors, sizes, scales, b, block, queries, keys):
+    """The :class:`WorkTile` of a block of rows of batch element ``b``; ``queries`` and ``keys``: the first row and the length of each."""
     return WorkTile(
         b=b,
         block=block,
-        start_q=start_q,
-        start_k=start_k,
-        seqlen_q=seqlen_q,
-        seqlen_k=seqlen_k,
+        start_q=queries[0],
+        start_k=keys[0],
+        seqlen_q=queries[1],
+        seqlen_k=keys[1],
         leaves=tensors.leaves,
         extents=sizes.extents,
         grads=tensors.grads,
         grad_extents=sizes.grad_extents,
         numbers=scales.numbers,
-        pair=b,  # until with_pair_tile puts a tile in its place
+        pair=(),
         heads=(),
         corner=(),
         far=(),
     )
+
+
+@triton.jit
+def sequence_of(slot, cu_seqlens, batch, total, GROUP: tl.constexpr, TILE: tl.constexpr):
+    """The sequence that owns a slot (:func:`work_tile`), where each of its rows in ``cu_seqlens`` is GROUP rows of tiles."""
+    low = slot * 0
+    high = low + batch + 1
+    # Sequence `low` begins at or before the slot, sequence `high` after it; every program reads about log2(batch) numbers.
+    while high - low > 1:
+        middle = (low + high) // 2
+        first_slot = tl.minimum(tl.load(cu_seqlens + middle).to(tl.int32), total) * GROUP // TILE + middle
+        low = tl.where(first_slot <= slot, middle, low)
+        high = tl.where(first_slot <= slot, high, middle)
+    return low
 
 
 @triton.jit
@@ -308,7 +319,7 @@ def with_pair_tile(work, view, head, m0, n0, OVER_KEYS: tl.constexpr, FACTS: tl.
         # The leaf's tile, (tile_m, tile_n) in its own dtype, from global to shared memory: the load waits on a barrier of its own.
         first, second = _leading_index(work, head, 0, FACTS), _leading_index(work, head, 1, FACTS)
         pair = view.load([first, second, m0, n0]).reshape(FACTS.tile_m, FACTS.tile_n)
-        return _replaced(work, tl.trans(pair) if OVER_KEYS else pair, work.heads, work.corner, work.far)
+        return _replaced(work, _PAIR, tl.trans(pair) if OVER_KEYS else pair)
 
 
 @triton.jit
@@ -317,7 +328,7 @@ def with_heads(work, head, FACTS: tl.constexpr):
     if FACTS.heads is None:
         return work
     else:
-        return _replaced(work, work.pair, FACTS.heads(work.b, head, work), work.corner, work.far)
+        return _replaced(work, _HEADS, FACTS.heads(work.b, head, work))
 
 
 @triton.jit
@@ -325,7 +336,7 @@ def with_tile(work, m0, n0, FACTS: tl.constexpr):
     """The WorkTile with ``corner`` and ``far`` of the tile at (m0, n0), where the score counts positions, or reads a tensor by distance."""
     if FACTS.corner:
         # In the interpreter m0 and n0 may be numbers without a dtype.
-        work = _replaced(work, work.pair, work.heads, (m0 + work.b * 0, n0 + work.b * 0), work.far)
+        work = _replaced(work, _CORNER, (m0 + work.b * 0, n0 + work.b * 0))
     if FACTS.near is None:
         return work
     else:
@@ -336,30 +347,7 @@ def with_tile(work, m0, n0, FACTS: tl.constexpr):
         # and there the index may be another.
         j = n0 + work.b * 0
         far = (far, j + tl.minimum(tl.maximum(m0 - j, start - 1), stop), j)
-        return _replaced(work, work.pair, work.heads, work.corner, far)
-
-
-@triton.jit
-def _replaced(work, pair, heads, corner, far):
-    """The WorkTile with another ``pair``, ``heads``, ``corner`` and ``far``."""
-    # Triton's tuples have no `_replace`.
-    return WorkTile(
-        b=work.b,
-        block=work.block,
-        start_q=work.start_q,
-        start_k=work.start_k,
-        seqlen_q=work.seqlen_q,
-        seqlen_k=work.seqlen_k,
-        leaves=work.leaves,
-        extents=work.extents,
-        grads=work.grads,
-        grad_extents=work.grad_extents,
-        numbers=work.numbers,
-        pair=pair,
-        heads=heads,
-        corner=corner,
-        far=far,
-    )
+        return _replaced(work, _FAR, far)
 
 
 @triton.jit

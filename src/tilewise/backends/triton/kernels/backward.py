@@ -53,12 +53,14 @@ from tilewise.backends.triton.kernels.tile import (
     accumulate,
     dot_transposed,
     exponential,
+    line_of,
     load_rows,
     load_streamed,
     sheet_pointers,
     shift_of_rows,
     source_of,
     store_rows,
+    token_of,
     zeros,
 )
 
@@ -167,11 +169,8 @@ def query_head(tensors, sizes, work, head, q_views, do_views, statistics, FACTS:
     """The :class:`QueryHead` of a head; ``statistics`` is a descriptor or None."""
     q = source_of(tensors.q, q_views, sizes.q, work, work.start_q, head, FACTS)
     do = source_of(tensors.do, do_views, sizes.do, work, work.start_q, head, FACTS)
-    lse_start = tl.cast(head, tl.int64) * sizes.seqlen_q + work.start_q
-    statistics_start = tl.cast(head, tl.int64) * sizes.seqlen_q_rounded + work.start_q
-    if not FACTS.packed:
-        lse_start += tl.cast(work.b, tl.int64) * sizes.heads_q * sizes.seqlen_q
-        statistics_start += tl.cast(work.b, tl.int64) * sizes.heads_q * sizes.seqlen_q_rounded
+    lse_start = line_of(head, sizes.heads_q, sizes.seqlen_q, work, work.start_q, FACTS)
+    statistics_start = line_of(head, sizes.heads_q, sizes.seqlen_q_rounded, work, work.start_q, FACTS)
     return QueryHead(head, q, do, lse_start, statistics_start, tensors.lse2 if statistics is None else statistics)
 
 
@@ -287,21 +286,25 @@ def dkdv_kernel(
             dkdv_block, (dk, dv), n0, head, beside, tensors, sizes, of_head, OF_QUERIES=True, FACTS=FACTS
         )
 
-    token = tl.cast(work.start_k, tl.int64)
-    if not FACTS.packed:
-        token += tl.cast(work.b, tl.int64) * sizes.seqlen_k
+    token = token_of(sizes.seqlen_k, work, work.start_k, FACTS)
     if FACTS.in_parts:  # a part's sums lie behind those of the parts before it
         token += part * keys_of_all(sizes, FACTS)
-    # dK: (tile_n, head_dim), dV: (tile_n, head_dim_v), rounded to the inputs' dtype; those of a part are fp32.
-    if FACTS.dk:
+    store_dkdv(dk, dv, n0, left, token, head_k, tensors, sizes, scales, FACTS)
+    end_overlap(FACTS)
+
+
+@triton.jit
+def store_dkdv(dk, dv, n0, left, token, head_k, tensors, sizes, scales, FACTS: tl.constexpr):
+    """Stores the ``left`` first rows of dK and dV of the key tile at ``n0`` of the sequence that begins at ``token``; () is not stored."""
+    # dK: (tile_n, head_dim), dV: (tile_n, head_dim_v), rounded to the gradients' dtype.
+    if len(dk) > 0:
         row = sizes.heads_k * FACTS.head_dim
         base = tensors.dk + token * row + head_k * FACTS.head_dim
         store_rows(base, row, n0, left, dk, scales.softmax, FACTS.tile_n, OF_V=False, FACTS=FACTS)
-    if FACTS.dv:
+    if len(dv) > 0:
         row = sizes.heads_k * FACTS.head_dim_v
         base = tensors.dv + token * row + head_k * FACTS.head_dim_v
         store_rows(base, row, n0, left, dv, scales.keep if FACTS.dropout else 1.0, FACTS.tile_n, OF_V=True, FACTS=FACTS)
-    end_overlap(FACTS)
 
 
 @triton.jit
@@ -363,9 +366,7 @@ def dkdv_block(m0, state, beside, partial, FACTS: tl.constexpr):
         if FACTS.sheet:
             store_sheet(ds, m0, n0, keys, rows, tensors, sizes, work, FACTS)
         if FACTS.columns is not None:
-            line = tl.cast(rows.head, tl.int64) * sizes.seqlen_k + work.start_k + j
-            if not FACTS.packed:
-                line += tl.cast(work.b, tl.int64) * sizes.heads_q * sizes.seqlen_k
+            line = line_of(rows.head, sizes.heads_q, sizes.seqlen_k, work, work.start_k, FACTS) + j
             # Sums over the tile's queries of leaves read at j alone, fp32 (tile_n,), added atomically.
             FACTS.columns(ds, p > 0.0, line, j < work.seqlen_k, s, work.b, rows.head, i[None, :], j[:, None], work)
         if FACTS.slope is not None:
@@ -421,16 +422,18 @@ def dq_kernel(tensors, sizes, scales, k_view, k_rest, v_view, v_rest, FACTS: tl.
         dq_block, (dq, sums), query.m0, head, beside, tensors, sizes, work, OF_QUERIES=False, FACTS=FACTS
     )
 
-    token = tl.cast(work.start_q, tl.int64)
-    if not FACTS.packed:
-        token += tl.cast(work.b, tl.int64) * sizes.seqlen_q
-    row = sizes.heads_q * FACTS.head_dim
-    base = tensors.dq + token * row + head * FACTS.head_dim
-    # dQ: (tile_m, head_dim), rounded to the inputs' dtype.
-    store_rows(base, row, query.m0, work.seqlen_q - query.m0, dq, scales.softmax, FACTS.tile_m, OF_V=False, FACTS=FACTS)
+    store_dq(dq, query.m0, head, tensors, sizes, scales, work, FACTS)
     i = query.m0 + tl.arange(0, FACTS.tile_m)
     for n in tl.static_range(len(FACTS.row_grads)):
         tl.store(work.grads[FACTS.row_grads[n]] + rows.lse_start + i, tl.sum(sums[n], 1), mask=i < work.seqlen_q)
+
+
+@triton.jit
+def store_dq(dq, m0, head, tensors, sizes, scales, work, FACTS: tl.constexpr):
+    """Stores dQ of the query tile at ``m0``: (tile_m, head_dim), rounded to the inputs' dtype."""
+    row = sizes.heads_q * FACTS.head_dim
+    base = tensors.dq + token_of(sizes.seqlen_q, work, work.start_q, FACTS) * row + head * FACTS.head_dim
+    store_rows(base, row, m0, work.seqlen_q - m0, dq, scales.softmax, FACTS.tile_m, OF_V=False, FACTS=FACTS)
 
 
 @triton.jit

@@ -116,7 +116,7 @@ def emit(
     source = _mask_functions(region, partial(Writer, position, {}, wide, small), writer, numbers)
     if distances is not None:
         bounds = [expr.abstract(expr.number(n), numbers) for n in distances]
-        source.append(_together(writer(), "near", bounds))
+        source.append(_returning(writer(), "near", "work", *bounds))
     parts = [parts_of(problem, read) for read in classify(problem)]
     if tangents is not None:
         # The passes for TILES and DIAGONALS (pair_bias.py, diagonals.py) sum dZ alone. A tangent of it has two terms, and
@@ -296,16 +296,10 @@ def _function(name: str, arguments: str, lines: list[str]) -> str:
     return "\n".join(["@triton.jit", f"def {name}({arguments}):", *[f"    {line}" for line in lines]])
 
 
-def _returning(writer: Writer, name: str, arguments: str, root: Expr) -> str:
-    """A function that returns an expression."""
-    result = writer.value(root)
-    return _function(name, arguments, [*writer.lines, f"return {result}"])
-
-
-def _together(writer: Writer, name: str, roots: list[Expr]) -> str:
-    """A function of ``work`` that returns several expressions."""
-    results = [writer.value(root) for root in roots]
-    return _function(name, "work", [*writer.lines, f"return {', '.join(results)}"])
+def _returning(writer: Writer, name: str, arguments: str, *roots: Expr) -> str:
+    """A function that returns an expression, or several."""
+    results = ", ".join([writer.value(root) for root in roots])
+    return _function(name, arguments, [*writer.lines, f"return {results}"])
 
 
 def _weights(writer: Writer, root: Expr) -> str:
@@ -439,7 +433,7 @@ def _where_summed(n: int, read: Read, lookup: Expr, numbers: list[float], writer
     if read.how == TILES:
         offset = writer.offset(lookup, "grad_extents")
         return _function(f"place_{n}", _KEEP, [*writer.lines, f"return {offset}"])
-    return _together(writer, f"start_{n}", [expr.abstract(expr.number(read.distances[0]), numbers)])
+    return _returning(writer, f"start_{n}", "work", expr.abstract(expr.number(read.distances[0]), numbers))
 
 
 def _row_sums(n: int, writer: Writer, read: Read, numbers: list[float], value: str) -> str:

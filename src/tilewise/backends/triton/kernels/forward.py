@@ -52,11 +52,13 @@ from tilewise.backends.triton.kernels.tile import (
     accumulate,
     dot_transposed,
     exponential,
+    line_of,
     load_rows,
     load_streamed,
     rescaled,
     source_of,
     store_rows,
+    token_of,
     zeros,
 )
 
@@ -304,12 +306,8 @@ def epilogue(m, l, acc, largest, m0, head, tensors, sizes, scales, work, FACTS: 
     if FACTS.dropout:
         weight = weight * scales.keep
 
-    # 64-bit offsets of the sequence's first row: `token` in o, `line` in lse, whose heads are outside its rows.
-    token = tl.cast(work.start_q, tl.int64)
-    line = tl.cast(head, tl.int64) * sizes.seqlen_q + work.start_q
-    if not FACTS.packed:
-        token += tl.cast(work.b, tl.int64) * sizes.seqlen_q
-        line += tl.cast(work.b, tl.int64) * sizes.heads_q * sizes.seqlen_q
+    token = token_of(sizes.seqlen_q, work, work.start_q, FACTS)
+    line = line_of(head, sizes.heads_q, sizes.seqlen_q, work, work.start_q, FACTS)
     row = sizes.heads_q * FACTS.head_dim_v
     o = tensors.o + (token * row + head * FACTS.head_dim_v)
     # O: (tile_m, head_dim_v) in o's dtype; lse: fp32 (tile_m,).

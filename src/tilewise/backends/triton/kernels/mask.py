@@ -96,17 +96,20 @@ def m_block_ranges(n0, head, work, FACTS: tl.constexpr):
 
 @triton.jit
 def block_lists(tensors, sizes, b, head, block, FACTS: tl.constexpr):
-    """The lists of the blocks that query tile, or key tile, number ``block`` visits.
+    """The blocks that query tile, or key tile, number ``block`` visits.
 
     Returns:
-        ``(partial, partial count, full, full count, first)``: pointers to both lists, their lengths, and the first full block.
+        ``(partial, partial count, full, full count, first)``: pointers to the partial ones and to the full ones behind them, how many there
+        are of each, and the first full block.
     """
-    # 64-bit offsets; both lists have the same strides, and so have both counts.
-    lists = tl.cast(b, tl.int64) * sizes.list_strides[0] + head * sizes.list_strides[1] + block * sizes.list_strides[2]
-    counts = tl.cast(b, tl.int64) * sizes.list_strides[3] + head * sizes.list_strides[4] + block
-    partial, partial_count, full, full_count = tensors.lists
-    fulls = tl.load(full_count + counts)
-    return partial + lists, tl.load(partial_count + counts), full + lists, fulls, listed_block(full + lists, fulls, 0)
+    # 64-bit offsets; the counts of a tile are those of its partial blocks and of all.
+    blocks, counts = tensors.lists
+    blocks += (
+        tl.cast(b, tl.int64) * sizes.list_strides[0] + head * sizes.list_strides[1] + block * sizes.list_strides[2]
+    )
+    counts += tl.cast(b, tl.int64) * sizes.list_strides[3] + head * sizes.list_strides[4] + 2 * block
+    partials, visits = tl.load(counts), tl.load(counts + 1)
+    return blocks, partials, blocks + partials, visits - partials, listed_block(blocks, visits, partials)
 
 
 @triton.jit

@@ -3,7 +3,8 @@
 Shapes are free: a function takes scalars, rows, columns or tiles, and broadcasts as Triton does.
 """
 
-# ruff: noqa: RET505 - a compile-time `if` keeps its `else`: without it both returns would be compiled
+# ruff: noqa: RET505, RUF005 - a compile-time `if` keeps its `else`: without it both returns would be compiled; and Triton's
+# tuples are added, not unpacked
 
 import struct
 
@@ -27,6 +28,15 @@ PARTIAL = tl.constexpr(8)  # sums of a row that are added up at last: the column
 def plain(x):
     """The whole number x, which the host passes as ``2 x + 3`` (docs/decisions.md#triton-opaque-sizes)."""
     return (x - 3) >> 1
+
+
+@triton.jit
+def plain_all(numbers):
+    """The whole numbers of a tuple, each as :func:`plain` has it."""
+    found = ()
+    for n in tl.static_range(len(numbers)):
+        found = found + (plain(numbers[n]),)
+    return found
 
 
 @triton.jit

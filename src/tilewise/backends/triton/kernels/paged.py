@@ -11,7 +11,7 @@ The heads that share a key head are rows of one tile, as they read the same keys
 and head ``r % group`` of the group. With one query and a group of 4, a tile of 64 has 4 rows that count.
 
 The keys that a tile's rows see, in whole tiles, are cut into as many even splits as the grid has, each of at least
-``FACTS.split_tiles`` tiles (:func:`split_range`); so where they are cut depends on the sequence alone. Each program leaves the
+``FACTS.split_tiles`` tiles (:func:`paged_block_ranges`); so where they are cut depends on the sequence alone. Each program leaves the
 state of its rows over its split, and :func:`merge_rows.merge_rows_kernel` merges them. A program without keys leaves lse = -inf and no o.
 
 Numbers of a quantised cache are e4m3, two in each int16 (:mod:`e4m3`), and become numbers of q's dtype, which holds them exactly.
@@ -35,21 +35,20 @@ from tilewise.backends.triton.kernels.arguments import (
     packed_rows,
     plain_sizes,
     scheduled,
+    sequence_of,
     work_tile_of,
 )
 from tilewise.backends.triton.kernels.e4m3 import unpacked_tiles
 from tilewise.backends.triton.kernels.forward import apply_score, bounded_exponentials, online_softmax
 from tilewise.backends.triton.kernels.mask import key_interval, partial_block
-from tilewise.backends.triton.kernels.maths import plain
+from tilewise.backends.triton.kernels.maths import plain, plain_all
 from tilewise.backends.triton.kernels.paged_epilogue import LIFTED, paged_epilogue, rows_of_tile
 from tilewise.backends.triton.kernels.paged_loads import (
     first_pieces,
-    load_every_other,
     load_gathered,
     load_paged,
     load_scales,
     page_numbers,
-    plain_strides,
     pool_of,
     scale_of,
     table_of,
@@ -104,13 +103,6 @@ def paged_kernel(
     views = (k_view, k_rest, v_view, v_rest)
     tile = load_paged_tile(tensors, sizes, work, head_k, block_table, cache, views, FACTS)
     first, full, full_end, last = paged_block_ranges(tile, work, FACTS)
-    m, l, acc = state_of_blocks(first, full, full_end, last, tile, scales, work, FACTS)
-    paged_epilogue(m, l, acc, tile, tensors, sizes, work, FACTS)
-
-
-@triton.jit
-def state_of_blocks(first, full, full_end, last, tile, scales, work, FACTS: tl.constexpr):
-    """The state (m, l, acc) of the rows after the key tiles ``first .. last``, of which ``full .. full_end`` hide no pair."""
     # The state: m, l fp32 (tile_m,); acc fp32 (tile_m, width) for each piece of head_dim_v.
     m = tl.full([FACTS.tile_m], 0.0 if FACTS.bounded else float("-inf"), tl.float32)
     l = tl.full([FACTS.tile_m], 0.0, tl.float32)
@@ -130,7 +122,7 @@ def state_of_blocks(first, full, full_end, last, tile, scales, work, FACTS: tl.c
         n0 = partial_block(t, first, full, full_end) * FACTS.tile_n
         page = page_numbers(n0, tile, FACTS)
         m, l, acc = paged_key_block(n0, page, m, l, acc, tile, scales, work, partial=True, FACTS=FACTS)
-    return m, l, acc
+    paged_epilogue(m, l, acc, tile, tensors, sizes, work, FACTS)
 
 
 # -- The tile scheduler --------------------------------------------------------------------------------------------
@@ -146,20 +138,11 @@ def paged_work_tile(slot, b, tensors, sizes, scales, seqlens_k, cache, FACTS: tl
     seqlen_q = sizes.seqlen_q
     block = slot
     if FACTS.packed:
-        low = slot * 0
-        high = low + sizes.batch + 1
-        # Sequence `low` begins at or before the slot, sequence `high` after it.
-        while high - low > 1:
-            middle = (low + high) // 2
-            first_row = tl.minimum(tl.load(tensors.cu_seqlens_q + middle).to(tl.int32), sizes.seqlen_q) * FACTS.group
-            first_slot = first_row // FACTS.tile_m + middle
-            low = tl.where(first_slot <= slot, middle, low)
-            high = tl.where(first_slot <= slot, high, middle)
-        b = low
+        b = sequence_of(slot, tensors.cu_seqlens_q, sizes.batch, sizes.seqlen_q, FACTS.group, FACTS.tile_m)
         start_q, seqlen_q = packed_rows(tensors.cu_seqlens_q, b, sizes.batch, sizes.seqlen_q, REST=True)
         block = slot - (start_q * FACTS.group // FACTS.tile_m + b)
     seqlen_k = keys_of(b, seqlens_k, sizes, cache)
-    return work_tile_of(b, block, start_q, start_q * 0, seqlen_q, seqlen_k, tensors, sizes, scales)
+    return work_tile_of(tensors, sizes, scales, b, block, queries=(start_q, seqlen_q), keys=(start_q * 0, seqlen_k))
 
 
 @triton.jit
@@ -168,28 +151,13 @@ def keys_of(b, seqlens_k, sizes, cache):
     if seqlens_k is None:  # dense keys
         return sizes.seqlen_k
     else:
-        return paged_keys(b, seqlens_k, sizes, cache)
-
-
-@triton.jit
-def paged_keys(b, seqlens_k, sizes, cache):
-    """The keys of sequences ``b`` of a paged cache."""
-    found = tl.load(seqlens_k + b * plain(cache.by_length), mask=b < sizes.batch, other=0).to(tl.int32)
-    return tl.minimum(tl.maximum(found, 0), plain(cache.capacity))
+        found = tl.load(seqlens_k + b * plain(cache.by_length), mask=b < sizes.batch, other=0).to(tl.int32)
+        return tl.minimum(tl.maximum(found, 0), plain(cache.capacity))
 
 
 @triton.jit
 def paged_block_ranges(tile, work, FACTS: tl.constexpr):
     """The blocks of keys of this program: ``(first, full, full_end, last)`` as of :func:`mask.block_ranges`, within its split."""
-    first, full, full_end, last = visible_blocks(tile, work, FACTS)
-    if FACTS.split:
-        first, last = split_range(first, last, FACTS)
-    return within(first, full, full_end, last)
-
-
-@triton.jit
-def visible_blocks(tile, work, FACTS: tl.constexpr):
-    """The blocks of keys that some row of a tile sees, ``first .. last``, and those of which every row sees all, ``full .. full_end``."""
     first = tile.start // FACTS.tile_n
     last = tl.where(tile.stop > tile.start, tl.cdiv(tile.stop, FACTS.tile_n), first)
     full, full_end = first, tile.stop // FACTS.tile_n
@@ -199,47 +167,30 @@ def visible_blocks(tile, work, FACTS: tl.constexpr):
         full_end = tl.min(tl.where(valid, tile.hi, work.seqlen_k), 0) // FACTS.tile_n
     if FACTS.keep is not None or FACTS.ordered:  # any block may hide a pair; or one loop has all blocks
         full_end = full
-    return first, full, full_end, last
-
-
-@triton.jit
-def within(first, full, full_end, last):
-    """``full .. full_end`` cut to what of it is within ``first .. last``."""
+    if FACTS.split:  # even parts, each of ``split_tiles`` or more
+        each = tl.maximum(tl.cdiv(last - first, tl.num_programs(1)), FACTS.split_tiles)
+        first = tl.minimum(first + tl.program_id(1) * each, last)
+        last = tl.minimum(first + each, last)
     full = tl.minimum(tl.maximum(full, first), last)
     return first, full, tl.minimum(tl.maximum(full_end, full), last), last
-
-
-@triton.jit
-def split_range(first, last, FACTS: tl.constexpr):
-    """The part of the blocks ``first .. last`` that lies in this program's split: even parts, each of ``split_tiles`` or more."""
-    each = tl.maximum(tl.cdiv(last - first, tl.num_programs(1)), FACTS.split_tiles)
-    first = tl.minimum(first + tl.program_id(1) * each, last)
-    return first, tl.minimum(first + each, last)
 
 
 # -- Load ----------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def load_queries(tensors, sizes, work, head_k, FACTS: tl.constexpr):
-    """The tile of q of a key head, (tile_m, width) for each piece; rows past the sequence's last are zero."""
+def load_paged_tile(tensors, sizes, work, head_k, block_table, cache, views, FACTS: tl.constexpr):
+    """The :class:`PagedTile` of a key head; rows of q past the sequence's last are zero."""
     i, head = rows_of_tile(head_k, work, FACTS)
     # Q: (tile_m, width) for each piece, by pointers: it is read once, before the loop. 64-bit offsets of the rows.
     offsets = (tl.cast(work.start_q, tl.int64) + i) * sizes.q[1] + tl.cast(head, tl.int64) * sizes.q[2]
     if not FACTS.packed:
         offsets += tl.cast(work.b, tl.int64) * sizes.q[0]
-    if FACTS.k_scale is None:
-        return load_gathered(tensors.q, offsets * FACTS.align, i < work.seqlen_q, OF_V=False, MASKED=True, FACTS=FACTS)
-    else:
-        even = load_every_other(tensors.q, offsets * FACTS.align, i < work.seqlen_q, FACTS)
-        return even + load_every_other(tensors.q + 1, offsets * FACTS.align, i < work.seqlen_q, FACTS)
-
-
-@triton.jit
-def load_paged_tile(tensors, sizes, work, head_k, block_table, cache, views, FACTS: tl.constexpr):
-    """The :class:`PagedTile` of a key head."""
-    i, head = rows_of_tile(head_k, work, FACTS)
-    q = load_queries(tensors, sizes, work, head_k, FACTS)
+    STEP: tl.constexpr = 1 if FACTS.k_scale is None else 2
+    rows = offsets * FACTS.align
+    q = load_gathered(tensors.q, rows, i < work.seqlen_q, OF_V=False, MASKED=True, FACTS=FACTS, STEP=STEP)
+    if FACTS.k_scale is not None:  # pairs of e4m3 are unpacked as even and odd columns of k: q's are taken alike
+        q = q + load_gathered(tensors.q + 1, rows, i < work.seqlen_q, OF_V=False, MASKED=True, FACTS=FACTS, STEP=STEP)
     lo, hi = key_interval(i, head, work, FACTS)
     start, stop = work.seqlen_k * 0, work.seqlen_k
     if FACTS.lo is not None or FACTS.hi is not None:
@@ -252,12 +203,8 @@ def load_paged_tile(tensors, sizes, work, head_k, block_table, cache, views, FAC
     v = pool_of(tensors.v, sizes.v, head_k, views[2], views[3], FACTS)
     k_scale, v_scale = table, table
     if FACTS.k_scale is not None:
-        k_scale = scale_of(
-            tensors.k_scale, plain_strides(cache.scales[0]), work, sizes, head_k, FACTS.k_scale == "each"
-        )
-        v_scale = scale_of(
-            tensors.v_scale, plain_strides(cache.scales[1]), work, sizes, head_k, FACTS.v_scale == "each"
-        )
+        k_scale = scale_of(tensors.k_scale, plain_all(cache.scales[0]), work, sizes, head_k, FACTS.k_scale == "each")
+        v_scale = scale_of(tensors.v_scale, plain_all(cache.scales[1]), work, sizes, head_k, FACTS.v_scale == "each")
     return PagedTile(i, head[:, None], q, lo, hi, start, stop, table, cache, k, v, k_scale, v_scale)
 
 

@@ -25,13 +25,17 @@ def paged_epilogue(m, l, acc, tile, tensors, sizes, work, FACTS: tl.constexpr):
     """
     i, head = rows_of_tile(tile.k.head, work, FACTS)
     valid = i < work.seqlen_q
-    weight, lse = normaliser(m, l, FACTS)
+    lse = tl.where(l == 0, float("-inf"), lse_of(m, l, FACTS))
+    weight = 1.0 / tl.where(l == 0, 1.0, l)  # a row that saw no key: o = 0
     if FACTS.sink:
         sink = tl.load(tensors.sink + head, mask=valid, other=0.0).to(tl.float32)
         if FACTS.packed:
             sink = tl.where(work.b == sizes.batch, float("-inf"), sink)  # rows past the last sequence have none
         weight, lse = with_sink(weight, lse, l, sink)
-    weight = with_scale(weight, tile, FACTS)
+    if FACTS.v_scale == "one":  # one scale for all values leaves the sum over the keys
+        weight = weight * tile.v_scale
+    elif FACTS.v_scale == "each":
+        weight = weight * (1.0 / LIFTED)
     # 64-bit offsets of the rows: `token` in o, `line` in lse, whose heads are outside its rows.
     token = tl.cast(work.start_q, tl.int64) + i
     line = tl.cast(head, tl.int64) * sizes.seqlen_q + work.start_q + i
@@ -47,33 +51,11 @@ def paged_epilogue(m, l, acc, tile, tensors, sizes, work, FACTS: tl.constexpr):
     # lse: fp32 (tile_m,). O: (tile_m, head_dim_v) in o's dtype, of a split only for rows that saw a key.
     tl.store(tensors.lse + line, lse, mask=valid)
     if FACTS.max_logit:
-        tl.store(tensors.max_logit + line, largest_score(m, l, FACTS), mask=valid)
+        # A maximum passes over NaN, the sum of the row does not.
+        tl.store(tensors.max_logit + line, tl.where(l != l, l, m if FACTS.natural else m * LN2), mask=valid)
     if FACTS.split:
         valid = valid & (l != 0)
     store_output(tensors.o, (token * sizes.heads_q + head) * FACTS.head_dim_v, valid, acc, weight, FACTS)
-
-
-@triton.jit
-def normaliser(m, l, FACTS: tl.constexpr):
-    """The factor of acc that makes it o, and lse, of each row: fp32 (tile_m,)."""
-    lse = tl.where(l == 0, float("-inf"), lse_of(m, l, FACTS))
-    return 1.0 / tl.where(l == 0, 1.0, l), lse  # a row that saw no key: o = 0
-
-
-@triton.jit
-def with_scale(weight, tile, FACTS: tl.constexpr):
-    """``weight`` times the scale of a quantised cache's values: one for all of them leaves the sum over the keys."""
-    if FACTS.v_scale == "one":
-        weight = weight * tile.v_scale
-    elif FACTS.v_scale == "each":
-        weight = weight * (1.0 / LIFTED)
-    return weight
-
-
-@triton.jit
-def largest_score(m, l, FACTS: tl.constexpr):
-    """The largest score of each row, from its state: a maximum passes over NaN, the sum of the row does not."""
-    return tl.where(l != l, l, m if FACTS.natural else m * LN2)
 
 
 @triton.jit

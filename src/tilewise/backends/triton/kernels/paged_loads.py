@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 from tilewise.backends.triton.kernels.maths import plain
+from tilewise.backends.triton.kernels.tile import load_block
 
 
 class ScalePool(NamedTuple):
@@ -35,12 +36,6 @@ class Pool(NamedTuple):
 
 
 @triton.jit
-def plain_strides(strides):
-    """The four strides of a scale as plain numbers."""
-    return (plain(strides[0]), plain(strides[1]), plain(strides[2]), plain(strides[3]))
-
-
-@triton.jit
 def scale_of(tensor, strides, work, sizes, head, EACH: tl.constexpr):
     """The scale of the key head's numbers, fp32; if EACH, the :class:`ScalePool` of its keys."""
     # Packed, slots past the last query may belong to no sequence: they read the last one's scale.
@@ -55,7 +50,7 @@ def scale_of(tensor, strides, work, sizes, head, EACH: tl.constexpr):
 @triton.jit
 def pool_of(tensor, strides, head, view, rest, FACTS: tl.constexpr):
     """The :class:`Pool` of a key head."""
-    # Without a descriptor the pointer takes its place: kernels take no None there, and nothing reads it.
+    # Without a descriptor the pointer takes its place, as in `tile.source_of`.
     first, second = view, rest
     if view is None:
         first = tensor
@@ -74,20 +69,13 @@ def page_numbers(n0, tile, FACTS: tl.constexpr):
     if FACTS.pages == "dense":
         return tile.table
     else:
-        return _read_page_numbers(n0, tile, FACTS)
-
-
-@triton.jit
-def _read_page_numbers(n0, tile, FACTS: tl.constexpr):
-    """:func:`page_numbers` of pages that a table names."""
-    if FACTS.pages == "several":
-        j = n0 + tl.arange(0, FACTS.tile_n)
-        index, seen = j // FACTS.page_size, (j >= tile.start) & (j < tile.stop)
+        if FACTS.pages == "several":
+            j = n0 + tl.arange(0, FACTS.tile_n)
+            index, seen = j // FACTS.page_size, (j >= tile.start) & (j < tile.stop)
+        else:
+            index, seen = n0 // FACTS.page_size if FACTS.pages == "one" else 0, n0 < tile.stop
         page = tl.load(tile.table + index * plain(tile.cache.by_page), mask=seen, other=0)
-    else:
-        index = n0 // FACTS.page_size if FACTS.pages == "one" else 0
-        page = tl.load(tile.table + index * plain(tile.cache.by_page), mask=n0 < tile.stop, other=0)
-    return tl.minimum(tl.maximum(page.to(tl.int32), 0), plain(tile.cache.num_pages) - 1)
+        return tl.minimum(tl.maximum(page.to(tl.int32), 0), plain(tile.cache.num_pages) - 1)
 
 
 @triton.jit
@@ -130,40 +118,20 @@ def load_paged(pool, page, n0, alive, OF_V: tl.constexpr, partial, FACTS: tl.con
 
 
 @triton.jit
-def load_gathered(pointer, offsets, alive, OF_V: tl.constexpr, MASKED: tl.constexpr, FACTS: tl.constexpr):
+def load_gathered(
+    pointer, offsets, alive, OF_V: tl.constexpr, MASKED: tl.constexpr, FACTS: tl.constexpr, STEP: tl.constexpr = 1
+):
     """A tile of the rows at these ``offsets``, (rows,), in elements, padded with columns of zeros.
 
     Args:
-        alive: bool (rows,). MASKED: rows that are not alive are zero, and not read.
+        alive: bool (rows,). MASKED: rows that are not alive are zero, and not read. STEP: from one column to the next.
     """
     PIECES: tl.constexpr = FACTS.pieces_v if OF_V else FACTS.pieces
     tiles = ()
     for n in tl.static_range(len(PIECES)):
         within = tl.arange(0, PIECES[n][2])
-        pointers = pointer + (offsets[:, None] + (PIECES[n][0] + within)[None, :])
-        # (rows, width) from global memory to registers, or by cp.async to shared memory in a pipelined loop.
-        # No mask where none is needed: each costs instructions.
-        if MASKED and PIECES[n][1] < PIECES[n][2]:
-            tiles = tiles + (tl.load(pointers, mask=alive[:, None] & (within < PIECES[n][1])[None, :], other=0.0),)
-        elif MASKED:
-            tiles = tiles + (tl.load(pointers, mask=alive[:, None], other=0.0),)
-        elif PIECES[n][1] < PIECES[n][2]:
-            tiles = tiles + (tl.load(pointers, mask=(within < PIECES[n][1])[None, :], other=0.0),)
-        else:
-            tiles = tiles + (tl.load(pointers),)
-    return tiles
-
-
-@triton.jit
-def load_every_other(pointer, offsets, alive, FACTS: tl.constexpr):
-    """Columns 0, 2, 4 ... of the rows of q at these ``offsets``, in pieces of half its head dim; rows not ``alive`` are zero."""
-    PIECES: tl.constexpr = FACTS.pieces
-    tiles = ()
-    for n in tl.static_range(len(PIECES)):
-        within = tl.arange(0, PIECES[n][2])
-        # A pair of e4m3 lies in one int16, so that columns of k are unpacked as even and odd: q's are taken alike.
-        pointers = pointer + (offsets[:, None] + 2 * (PIECES[n][0] + within)[None, :])
-        tiles = tiles + (tl.load(pointers, mask=alive[:, None] & (within < PIECES[n][1])[None, :], other=0.0),)
+        pointers = pointer + (offsets[:, None] + STEP * (PIECES[n][0] + within)[None, :])
+        tiles = tiles + (load_block(pointers, alive if MASKED else None, within, PIECES[n][1]),)
     return tiles
 
 

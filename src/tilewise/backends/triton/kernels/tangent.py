@@ -18,7 +18,7 @@ registers that hold the tiles of pairs. A product is written where its result is
 import triton
 import triton.language as tl
 from tilewise.backends.triton.kernels.arguments import plain_sizes, scheduled, work_tile
-from tilewise.backends.triton.kernels.backward import score_exponent, visible_pairs
+from tilewise.backends.triton.kernels.backward import score_exponent, store_dkdv, store_dq, visible_pairs
 from tilewise.backends.triton.kernels.mask import (
     dropout_keep,
     over_tiles,
@@ -33,7 +33,6 @@ from tilewise.backends.triton.kernels.tangent_tiles import (
     load_tangent_rows,
     moving_head,
     moving_keys,
-    row_line,
     stream_moving_keys,
     stream_statistic,
 )
@@ -42,8 +41,10 @@ from tilewise.backends.triton.kernels.tile import (
     dot,
     dot_transposed,
     exponential,
+    line_of,
     load_rows,
     store_rows,
+    token_of,
     zeros,
 )
 
@@ -97,9 +98,6 @@ def through_score(dz, moved_dz, p, s, ds, head, i, j, scales, work, FACTS: tl.co
     return dz, moved_dz
 
 
-# -- Walking over tiles --------------------------------------------------------------------------------------------
-
-
 # -- The forward: query tiles outside ------------------------------------------------------------------------------
 
 
@@ -143,7 +141,7 @@ def tangent_block(n0, state, beside, partial, FACTS: tl.constexpr):
     if FACTS.dropout:
         z = dropout_keep(query.m0, n0, work.b, query.head, tensors, sizes, FACTS.tile_m, FACTS.tile_n)
         p, moved_p = tl.where(z, p, 0.0), tl.where(z, moved_p, 0.0)
-    if FACTS.moved_v:
+    if len(moved_v) > 0:
         acc = accumulate(p, moved_v, acc, FACTS)  # Ȯ += P V̇ + (P ∘ Ṡ) V, (tile_m, head_dim_v) fp32
     return mean, accumulate(moved_p, v, acc, FACTS)
 
@@ -154,8 +152,8 @@ def tangent_epilogue(mean, acc, query, tensors, moved, sizes, scales, work, FACT
     m0, head = query.m0, query.head
     left = work.seqlen_q - m0
     i = m0 + tl.arange(0, FACTS.tile_m)
-    line = row_line(head, sizes, work, FACTS)
-    if FACTS.sink and FACTS.moved_sink:
+    line = line_of(head, sizes.heads_q, sizes.seqlen_q, work, work.start_q, FACTS)
+    if FACTS.sink and moved.sink is not None:
         lse = tl.load(tensors.lse + line + i, mask=i < work.seqlen_q, other=0.0)
         sink = tl.load(tensors.sink + head).to(tl.float32)
         share = tl.where(lse == float("-inf"), 0.0, exp(sink - lse))  # rows past the last sequence have no sink
@@ -203,11 +201,7 @@ def dq_tangent_kernel(tensors, sizes, scales, moved, k_view, v_view, moved_k_vie
     i = query.m0 + tl.arange(0, FACTS.tile_m)
     for n in tl.static_range(len(FACTS.row_grads)):
         tl.store(work.grads[FACTS.row_grads[n]] + rows.rows.lse_start + i, tl.sum(sums[n], 1), mask=i < work.seqlen_q)
-    to = contiguous_source(
-        tensors.dq, None, sizes.heads_q, sizes.seqlen_q, work, work.start_q, head, OF_V=False, FACTS=FACTS
-    )
-    left = work.seqlen_q - query.m0
-    store_rows(to.pointer, to.row, query.m0, left, dq, scales.softmax, FACTS.tile_m, OF_V=False, FACTS=FACTS)
+    store_dq(dq, query.m0, head, tensors, sizes, scales, work, FACTS)
 
 
 @triton.jit
@@ -242,7 +236,7 @@ def dq_tangent_block(n0, state, beside, partial, FACTS: tl.constexpr):
             total = total + (sums[n] + more[n],)
         sums = total
     dz, moved_dz = through_score(dz, moved_dz, p, s, raw, query.head, i[:, None], j[None, :], scales, work, FACTS)
-    if FACTS.moved_k:
+    if len(moved_k) > 0:
         dq = accumulate(dz, moved_k, dq, FACTS)  # dQ̇ += dṠ K + dS K̇, (tile_m, head_dim) fp32; scaled when it is stored
     return accumulate(moved_dz, k, dq, FACTS), sums
 
@@ -284,12 +278,8 @@ def dkdv_tangent_kernel(
         dk, dv = over_tiles(
             dkdv_tangent_block, (dk, dv), n0, head, beside, tensors, sizes, work, OF_QUERIES=True, FACTS=FACTS
         )
-    left, heads, length, start = work.seqlen_k - n0, sizes.heads_k, sizes.seqlen_k, work.start_k
-    to_k = contiguous_source(tensors.dk, None, heads, length, work, start, head_k, OF_V=False, FACTS=FACTS)
-    to_v = contiguous_source(tensors.dv, None, heads, length, work, start, head_k, OF_V=True, FACTS=FACTS)
-    store_rows(to_k.pointer, to_k.row, n0, left, dk, scales.softmax, FACTS.tile_n, OF_V=False, FACTS=FACTS)
-    keep = scales.keep if FACTS.dropout else 1.0
-    store_rows(to_v.pointer, to_v.row, n0, left, dv, keep, FACTS.tile_n, OF_V=True, FACTS=FACTS)
+    token = token_of(sizes.seqlen_k, work, work.start_k, FACTS)
+    store_dkdv(dk, dv, n0, work.seqlen_k - n0, token, head_k, tensors, sizes, scales, FACTS)
 
 
 @triton.jit
@@ -320,7 +310,7 @@ def dkdv_tangent_block(m0, state, beside, partial, FACTS: tl.constexpr):
         z = tl.trans(dropout_keep(m0, n0, work.b, head, tensors, sizes, FACTS.tile_m, FACTS.tile_n))
         shown, shown_p = tl.where(z, moved_p, 0.0), tl.where(z, p, 0.0)
     dv = accumulate(shown, do, dv, FACTS)  # dV̇ += (Ṗ ∘ Z)ᵀ dO + (P ∘ Z)ᵀ dȮ, (tile_n, head_dim_v) fp32
-    if FACTS.moved_do:
+    if len(moved_do) > 0:
         dv = accumulate(shown_p, moved_do, dv, FACTS)
     dp = dot_transposed(keys.v, do, FACTS)  # dPᵀ = V dOᵀ, (tile_n, tile_m) fp32
     moved_dp = tangent_of_product(keys.v, do, keys.moved_v, moved_do, FACTS)
@@ -334,13 +324,11 @@ def dkdv_tangent_block(m0, state, beside, partial, FACTS: tl.constexpr):
     if FACTS.score is not None:
         dz, moved_dz = tl.where(p == 0.0, 0.0, dz), tl.where(p == 0.0, 0.0, moved_dz)
     if FACTS.columns is not None:
-        line = tl.cast(head, tl.int64) * sizes.seqlen_k + work.start_k + j
-        if not FACTS.packed:
-            line += tl.cast(work.b, tl.int64) * sizes.heads_q * sizes.seqlen_k
+        line = line_of(head, sizes.heads_q, sizes.seqlen_k, work, work.start_k, FACTS) + j
         valid, moved_s = j < work.seqlen_k, raw * scales.softmax
         # Sums over the tile's queries of leaves read at j alone, fp32 (tile_n,), added atomically.
         FACTS.columns(dz, moved_dz, p > 0.0, line, valid, s, moved_s, work.b, head, i[None, :], j[:, None], work)
     dz, moved_dz = through_score(dz, moved_dz, p, s, raw, head, i[None, :], j[:, None], scales, work, FACTS)
-    if FACTS.moved_q:
+    if len(moved_q) > 0:
         dk = accumulate(dz, moved_q, dk, FACTS)  # dK̇ += dṠᵀ Q + dSᵀ Q̇, (tile_n, head_dim) fp32
     return accumulate(moved_dz, q, dk, FACTS), dv

@@ -12,13 +12,20 @@ import triton
 import triton.language as tl
 from tilewise.backends.triton.kernels.backward import key_sources, load_statistics, query_head, visible_pairs
 from tilewise.backends.triton.kernels.mask import key_interval, query_interval
-from tilewise.backends.triton.kernels.tile import Source, load_rows, load_streamed, shift_of_rows, source_of
+from tilewise.backends.triton.kernels.tile import (
+    Source,
+    line_of,
+    load_rows,
+    load_streamed,
+    shift_of_rows,
+    source_of,
+    token_of,
+)
 
 
 class Moved(NamedTuple):
     """Pointers to tangents, all contiguous: of q, k, v, dO and the sink; of o and lse, which the first kernel writes; for the other
-    kernels, of lse and delta with ``Sizes.seqlen_q_rounded`` rows a head. None where a kernel has no use for one, or it is zero:
-    ``FACTS.moved_q`` and so on say which are not."""
+    kernels, of lse and delta with ``Sizes.seqlen_q_rounded`` rows a head. None where a kernel has no use for one, or it is zero."""
 
     q: Any = None
     k: Any = None
@@ -88,15 +95,13 @@ def contiguous_source(tensor, view, heads, seqlen, work, start, head, OF_V: tl.c
         return ()
     else:
         DIM: tl.constexpr = FACTS.head_dim_v if OF_V else FACTS.head_dim
-        # The base is 64-bit: a tensor may exceed 2**31 elements.
-        token = tl.cast(start, tl.int64)
-        if not FACTS.packed:
-            token += tl.cast(work.b, tl.int64) * seqlen
         row = heads * DIM
         if view is None:
             view = tensor
         b = work.b * 0 if FACTS.packed else work.b  # a packed tensor's descriptor has a batch of one
-        return Source(tensor + (token * row + head * DIM), row, (view, view), b, head, start)
+        return Source(
+            tensor + (token_of(seqlen, work, start, FACTS) * row + head * DIM), row, (view, view), b, head, start
+        )
 
 
 @triton.jit
@@ -149,7 +154,7 @@ def load_tangent_rows(m0, head, tensors, moved, sizes, work, FACTS: tl.constexpr
     left = work.seqlen_q - m0
     i = m0 + tl.arange(0, FACTS.tile_m)
     q = source_of(tensors.q, (None, None), sizes.q, work, work.start_q, head, FACTS)
-    line = row_line(head, sizes, work, FACTS)
+    line = line_of(head, sizes.heads_q, sizes.seqlen_q, work, work.start_q, FACTS)
     lse = tl.load(tensors.lse + line + i, mask=i < work.seqlen_q, other=float("-inf"))
     lse2 = shift_of_rows(lse, FACTS)
     lo, hi = key_interval(i, head, work, FACTS)
@@ -160,16 +165,6 @@ def load_tangent_rows(m0, head, tensors, moved, sizes, work, FACTS: tl.constexpr
     )
     moved_q = load_tile(moved_q, m0, left, None, FACTS.tile_m, OF_V=False, partial=None, FACTS=FACTS)
     return MovingRows(m0, head, lo, hi, q, (), moved_q, (), lse2, lse2, lse2, lse2)
-
-
-@triton.jit
-def row_line(head, sizes, work, FACTS: tl.constexpr):
-    """The 64-bit offset of the sequence's first row in tensors of lse's shape."""
-    # Heads are outside the rows; packed sequences lie one after the other within a head.
-    line = tl.cast(head, tl.int64) * sizes.seqlen_q + work.start_q
-    if not FACTS.packed:
-        line += tl.cast(work.b, tl.int64) * sizes.heads_q * sizes.seqlen_q
-    return line
 
 
 @triton.jit

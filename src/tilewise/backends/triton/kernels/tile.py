@@ -52,9 +52,28 @@ def rows_of(pointer, strides, work, start, head, FACTS: tl.constexpr):
 
 
 @triton.jit
+def token_of(length, work, start, FACTS: tl.constexpr):
+    """The 64-bit number of the sequence's first row in a contiguous tensor (batch, length, heads, head_dim), packed without batch."""
+    token = tl.cast(start, tl.int64)
+    if not FACTS.packed:
+        token += tl.cast(work.b, tl.int64) * length
+    return token
+
+
+@triton.jit
+def line_of(head, heads, length, work, start, FACTS: tl.constexpr):
+    """The 64-bit offset of the sequence's first row in numbers (batch, heads, length), packed (heads, length)."""
+    line = tl.cast(head, tl.int64) * length + start
+    if not FACTS.packed:
+        line += tl.cast(work.b, tl.int64) * heads * length
+    return line
+
+
+@triton.jit
 def source_of(tensor, descriptors, strides, work, start, head, FACTS: tl.constexpr):
     """The :class:`Source` of a head; ``descriptors`` are two, of (batch, heads, rows, columns), or Nones."""
     pointer, row = rows_of(tensor, strides, work, start, head, FACTS)
+    # Triton 3.6 cannot return None, in a bundle either: the pointer takes the place of a descriptor, and nothing reads it.
     first, rest = descriptors
     if first is None:
         first = tensor
@@ -97,19 +116,27 @@ def load_piece(
     columns = tl.arange(0, WIDTH)
     # The tile's base is 64-bit, offsets inside the tile are 32-bit.
     pointers = pointer + tl.cast(first, tl.int64) * row + (rows[:, None] * row + (START + columns)[None, :])
-    # Global memory to registers, or by cp.async to shared memory in a pipelined loop, in the tensor's dtype.
+    ok = None
     if MASKED:
         ok = rows < left
         if alive is not None:  # a row that is not read cannot bring its NaN into a product
             ok = ok & alive
-        if DIM < WIDTH:
-            return tl.load(pointers, mask=ok[:, None] & (columns < DIM)[None, :], other=0.0)
-        else:
-            return tl.load(pointers, mask=ok[:, None], other=0.0)
-    elif DIM < WIDTH:
-        return tl.load(pointers, mask=(columns < DIM)[None, :], other=0.0)
-    else:
+    return load_block(pointers, ok, columns, DIM)
+
+
+@triton.jit
+def load_block(pointers, ok, columns, DIM: tl.constexpr):
+    """The block (rows, columns) at ``pointers``: zeros in rows that are not ``ok``, (rows,) or None, and in columns from DIM on."""
+    # Global memory to registers, or by cp.async to shared memory in a pipelined loop, in the tensor's dtype. No mask where none is
+    # needed: each costs instructions.
+    if ok is None and DIM == columns.numel:
         return tl.load(pointers)
+    elif ok is None:
+        return tl.load(pointers, mask=(columns < DIM)[None, :], other=0.0)
+    elif DIM == columns.numel:
+        return tl.load(pointers, mask=ok[:, None], other=0.0)
+    else:
+        return tl.load(pointers, mask=ok[:, None] & (columns < DIM)[None, :], other=0.0)
 
 
 @triton.jit

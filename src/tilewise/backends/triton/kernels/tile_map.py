@@ -119,7 +119,7 @@ def whole_sequence(b, tensors, sizes, numbers):
         grads=(),
         grad_extents=(),
         numbers=numbers,
-        pair=b,
+        pair=(),
         heads=(),
         corner=(),
         far=(),

@@ -224,9 +224,9 @@ def _text(writer: Writer, node: Expr) -> str:
         # A tile (tile_m, tile_n) in the tensor's dtype, which the kernel has loaded a step ahead by its descriptor.
         return "work.pair.to(tl.float32)"
     if node.op == "lookup" and writer.ways.distant is not None and by_distance(*node.args[1:]):
-        return f"{_at_distance(writer, node, writer.ways.distant)}(b, h, i, j, work)"
+        return f"at_distance_{_read_apart(writer, node, writer.ways.distant, Ways(gathers=True))}(b, h, i, j, work)"
     if node.op == "lookup" and writer.ways.heads is not None and expr.depends_on(*node.args[1:]) <= {"b", "h"}:
-        return f"work.heads[{_at_head(writer, node, writer.ways.heads)}]"
+        return f"work.heads[{_read_apart(writer, node, writer.ways.heads, PLAIN)}]"
     if node.op == "lookup":
         position = writer.position[node.args[0][1]]
         inside = writer.inside(node, "extents")
@@ -246,20 +246,10 @@ def _among(writer: Writer, selection: Expr) -> str:
     return f"maths.among({', '.join(writer.row_of(selection))}, {writer.names[id(selection.args[-1])]})"
 
 
-def _at_distance(writer: Writer, lookup: Expr, functions: list[str]) -> str:
-    """The name of the function, among ``functions`` from now on, that reads a tensor at a distance i - j: one element where the
-    whole tile reads the same (``work.far``)."""
-    inner = Writer(writer.position, writer.layouts, writer.wide, writer.small, Ways(gathers=True))
-    value = _text(inner, lookup)
-    body = "\n".join(f"    {line}" for line in [*inner.lines, f"return {value}"])
-    if body not in functions:
-        functions.append(body)
-    return f"at_distance_{functions.index(body)}"
-
-
-def _at_head(writer: Writer, lookup: Expr, functions: list[str]) -> int:
-    """The number of the function, among ``functions`` from now on, that reads a tensor at b and h alone."""
-    inner = Writer(writer.position, writer.layouts, writer.wide, writer.small)
+def _read_apart(writer: Writer, lookup: Expr, functions: list[str], ways: Ways) -> int:
+    """The number of the function, among ``functions`` from now on, that reads a tensor in these ways: once for a head, or one element where
+    a whole tile reads the same (``work.far``)."""
+    inner = Writer(writer.position, writer.layouts, writer.wide, writer.small, ways)
     value = _text(inner, lookup)
     body = "\n".join(f"    {line}" for line in [*inner.lines, f"return {value}"])
     if body not in functions:

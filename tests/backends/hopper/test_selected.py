@@ -17,12 +17,13 @@ from tilewise.piece import Piece
 
 
 def mqa_call(
-    seqlen_q, seqlen_k, entries, block=1, heads=70, dim=64, batch=1, cu=(), mask=None, block_q=1, dtype=torch.bfloat16, **options
+    seqlen_q, seqlen_k, entries, block=1, heads=70, dim=64, batch=1, cu=(), mask=None, block_q=1, named=None, dtype=torch.bfloat16,
+    **options,
 ) -> Call:  # fmt: skip
-    """A forward over one key head with drawn entries, NaN in keys that no query sees."""
+    """A forward over one key head with drawn entries, ``named`` ones or any, NaN in keys that no query sees."""
     generator, packed = torch.Generator().manual_seed(5), bool(cu)
     lists = (len(cu[0]) - 1 if packed else batch, 1, -(-seqlen_q // block_q), entries)
-    indices = torch.randint(-1, -(-seqlen_k // block), lists, generator=generator)
+    indices = torch.randint(*(named or (-1, -(-seqlen_k // block))), lists, generator=generator)
     rows, keys = (cu[0][-1], cu[1][-1]) if packed else (seqlen_q, seqlen_k)
     shape = () if packed else (batch,)
     q, k, v = (
@@ -45,6 +46,8 @@ CASES = {
     "96": lambda: mqa_call(2, 900, 200, dim=96, heads=128),
     "sink": lambda: mqa_call(3, 700, 3, 33, heads=130, sink=normal(130, seed=3), causal=True),
     "window": lambda: mqa_call(6, 900, 129, batch=2, mask=tw.window(70, 0)),
+    # The copies of a block, which the window's end cuts, fill tiles.
+    "twice": lambda: mqa_call(4, 1200, 75, 4, named=(294, 296), mask=tw.window(20, 20)),
     "rows-of-queries": lambda: mqa_call(5, 300, 60, block_q=2, causal=True),
     "packed": lambda: mqa_call(4, 70, 65, cu=([0, 2, 2, 6], [0, 70, 75, 145]), causal=True, sink=normal(70, seed=3)),
 }
@@ -68,7 +71,7 @@ def test_the_source_gathers_the_keys_of_one_head(name):
 
 
 OTHERS = {
-    "gradients": lambda: call(*(normal(1, 64, h, 64, dtype=torch.bfloat16) for h in (64, 1, 1)), mask=mask_of(64, 4)),
+    "gradients": lambda: call(*(normal(1, 64, h, 64, dtype=torch.bfloat16) for h in (64, 1, 1)), mask=mask_of(64, 20)),
     "many-keys": lambda: mqa_call(64, 64, 60),
     "blocks": lambda: mqa_call(5, 1000, 2, 64),
     "later-keys": lambda: mqa_call(5, 600, 130, piece=Piece(0, 32, 5, 632)),

@@ -43,14 +43,18 @@ def list_of(query, extra: OptionalParams) -> QueryList:
 
 @cute.jit
 def tiles_of_list(line: QueryList, size: cutlass.Constexpr, extra: OptionalParams):
-    """``(first, last)``: the tiles of ``size`` places that may hold a key between the ends, as their first keys tell, one to a lane."""
+    """``(first, last)``: the tiles of ``size`` places that may hold a key between the ends, as their first entries tell, one to a lane.
+
+    These never decrease, as first keys do where an entry stands twice.
+    """
     lane, before, below = cute.arch.thread_idx()[0] % WARP, I32(0), I32(0)
     tiles = (cute.size(extra.entries, mode=[1]) * extra.block + size - 1) // size
     for n in cutlass.range(0, tiles, WARP, unroll=1):
-        key, there = key_at((n + lane) * size, line, extra)
-        below = below + I32(cute.arch.popc(cute.arch.vote_ballot_sync(both(there, key < line.hi))))
-        before = before + I32(cute.arch.popc(cute.arch.vote_ballot_sync(both(there, key < line.lo))))
-    # What begins before the first end may reach it, but for those before another such tile.
+        number = (n + lane) * size // extra.block
+        start, there = first_key(number, line, extra), number < cute.size(extra.entries, mode=[1])
+        below = below + I32(cute.arch.popc(cute.arch.vote_ballot_sync(both(there, start < line.hi))))
+        before = before + I32(cute.arch.popc(cute.arch.vote_ballot_sync(both(there, start + extra.block <= line.lo))))
+    # The later entries of the last tile that begins before the first end may reach it.
     first = PICK.larger(before - 1, 0)
     return I32(first), I32(PICK.larger(below, first))
 
@@ -58,9 +62,15 @@ def tiles_of_list(line: QueryList, size: cutlass.Constexpr, extra: OptionalParam
 def key_at(place, line: QueryList, extra: OptionalParams) -> tuple:
     """``(key, there)`` of a place of a list: its key, or one past the end, and whether the list is so long."""
     number = place // extra.block
+    key = first_key(number, line, extra) + place - number * extra.block
+    return key, number < cute.size(extra.entries, mode=[1])
+
+
+def first_key(number, line: QueryList, extra: OptionalParams):
+    """The first key of an entry, or one past the end."""
     # Entries are checked by no host: a product with one past the end must not go over 32 bits.
     entry = PICK.smaller(entry_at(number, line, extra), (line.hi + extra.block - 1) // extra.block)
-    return entry * extra.block + place - number * extra.block, number < cute.size(extra.entries, mode=[1])
+    return entry * extra.block
 
 
 def entry_at(number, line: QueryList, extra: OptionalParams):

@@ -128,6 +128,11 @@ class Contract:
     def call(self, *tensors: Tensor, **options: object) -> Call:
         return call(*tensors, device=self.device, **options)
 
+    def output_under(self, mask: tw.Mask) -> Tensor:
+        """o of a call without gradients, which the interpreter computes in a fourth of the time."""
+        c = self.call(*qkv(batch=1), mask=mask).forward_only()
+        return self.backend.forward(c.p, c.t).o
+
     def of_case(self, case: cases.Case) -> Call:
         return of_case(case, self.device)
 
@@ -148,11 +153,8 @@ class Contract:
         }
         i, j = torch.arange(70).view(-1, 1), torch.arange(70)
         for name, mask in kept.items():
-            told, shown = (
-                run(self.backend, self.call(*qkv(), mask=m))
-                for m in (mask(narrow), tw.dense(mask(x)(0, 0, i, j).to(device)))
-            )
-            torch.testing.assert_close(told["o"], shown["o"], msg=name)
+            told, shown = (self.output_under(m) for m in (mask(narrow), tw.dense(mask(x)(0, 0, i, j).to(device))))
+            torch.testing.assert_close(told, shown, msg=name)
 
     @pytest.mark.parametrize("beyond", [2**31 - 1, 2**31 + 5, 3 * 10**9, 2**40], ids=str)
     def test_a_bound_beyond_32_bits_is_beyond_all_keys(self, beyond):
@@ -165,8 +167,8 @@ class Contract:
             (tw.prefix(-beyond), tw.prefix(0)),
         ]
         for far, near in same:
-            found, wanted = (run(self.backend, self.call(*qkv(), mask=m)) for m in (far, near))
-            torch.testing.assert_close(found["o"], wanted["o"], msg=f"{far}")
+            found, wanted = (self.output_under(m) for m in (far, near))
+            torch.testing.assert_close(found, wanted, msg=f"{far}")
 
     @pytest.mark.parametrize("name", LARGE)
     def test_large_whole_numbers_are_exact_or_refused(self, name):

@@ -75,6 +75,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "masks.facts",
         "expr",
     ),
+    "backends.listed": ("backends.base", "problem", "selections", "expr"),
     "gather": ("backends.base", "problem", "spec"),
     "reference": (
         "backends.base",
@@ -156,6 +157,8 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "backends.sample",
         "backends.blockwise",
         "backends.piecewise",
+        "backends.listed",
+        "backends.triton.listed",
         "problem",
         "signature",
         "sizes",

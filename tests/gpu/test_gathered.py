@@ -1,4 +1,4 @@
-"""Selected blocks whose queries are gathered, as short calls and as pieces of them, against the oracle."""
+"""Selected blocks whose queries are gathered, and selected keys that are read alone, against the oracle."""
 
 import pytest
 import torch
@@ -11,6 +11,9 @@ from tests.planning.test_bit_tiles import entries
 from tilewise import dispatch
 from tilewise.backends import blockwise, triton
 from tilewise.backends.hopper import pieces
+from tilewise.backends.hopper.forward import selected
+from tilewise.backends.triton import listed
+from tilewise.backends.triton.host.listed import ListedCall
 
 pytestmark = [
     pytest.mark.gpu,
@@ -48,4 +51,48 @@ def test_gathered_calls_agree_with_the_oracle(name, sizes, room, causal, monkeyp
     if backend.unsupported(c.p):
         pytest.skip(f"{name} does not take {dtype}")
     assert "packed sequence" in backend.pieces(c.p)
+    agree(backend, c)
+
+
+LISTS = {  # Queries, keys, batch, query and key heads, head dims, dtype, entries, block; options.
+    "latent": (300, 900, 1, 128, 1, 576, 512, torch.bfloat16, 200, 1, {}),
+    "latent-few-heads": (120, 500, 2, 20, 1, 576, 512, torch.float16, 60, 1, {"sink": lambda: normal(20, seed=5)}),
+    "multi-query": (500, 500, 2, 70, 1, 64, 64, torch.bfloat16, 70, 1, {"sink": lambda: normal(70, seed=5)}),
+    "wide": (300, 300, 1, 64, 1, 128, 128, torch.float16, 40, 1, {}),
+    "grouped": (300, 700, 1, 32, 2, 192, 64, torch.bfloat16, 30, 16, {}),
+    # The copies of a block, which the window's end cuts, fill tiles.
+    "twice": (
+        40,
+        2400,
+        1,
+        64,
+        1,
+        64,
+        64,
+        torch.bfloat16,
+        75,
+        4,
+        {"mask": lambda: tw.window(20, 20), "named": (594, 598)},
+    ),
+}
+
+
+@pytest.mark.parametrize("sizes", LISTS)
+@pytest.mark.parametrize("name", ["hopper", "triton"])
+def test_calls_that_read_selected_keys_alone_agree_with_the_oracle(name, sizes, monkeypatch):
+    monkeypatch.setattr(selected, "_is_sooner", lambda p: True)
+    monkeypatch.setattr(listed, "sooner", listed.serves)
+    nq, nk, batch, hq, hk, d, dv, dtype, count, block, options = LISTS[sizes]
+    first, last = options.get("named", (-1, -(-nk // block)))
+    entries = torch.randint(first, last, (batch, hk, nq, count), generator=torch.Generator().manual_seed(3))
+    mask = options.get("mask", tw.causal)() & tw.selected(entries, block)
+    q, k, v = (x.cuda() for x in qkv(batch=batch, nq=nq, nk=nk, hq=hq, hk=hk, d=d, dv=dv, dtype=dtype))
+    v = k[..., :dv] if d == 576 else v
+    c = call(q, k, v, device="cuda", mask=mask, sink=options["sink"]().cuda() if "sink" in options else None)
+    backend = dispatch.backend(name)
+    if name == "hopper" and hk > 1:
+        pytest.skip("hopper reads the keys of one head alone")
+    assert backend.unsupported(c.p) == []
+    plan = backend._backward_plan(c.p) if name == "hopper" else backend._plan(c.p)
+    assert isinstance(plan, ListedCall)
     agree(backend, c)

@@ -62,6 +62,7 @@ from tilewise.backends.hopper.latent import selected
 from tilewise.backends.hopper.latent.config import LatentConfig
 from tilewise.backends.hopper.padding import as_packed
 from tilewise.backends.hopper.pieces import gathers, in_pieces, told
+from tilewise.backends.triton.listed import gradients_of
 from tilewise.problem import Problem
 
 LEAST_CUDA = 13  # of a driver that loads the kernels' machine code
@@ -79,10 +80,7 @@ class Hopper(Backend):
     def __init__(self, override: Config | None = None, backward: Backward | None = None):
         self.override, self.override_backward = override, backward
         self._plans = PerProblem(self._plan, lambda p: _decided(p, self._plans, self._plan, self.config(p)))
-        self._backward_plans = PerProblem(
-            self._backward_plan,
-            lambda p: _decided(p, self._backward_plans, self._backward_plan, self.backward_config(p)),
-        )
+        self._backward_plans = PerProblem(self._backward_plan, lambda p: _decided_backward(p, self))
 
     def unsupported(self, p: Problem) -> list[str]:
         """Every reason why this problem cannot run, of the machine and of the problem; where there is none, what is not installed."""
@@ -109,8 +107,9 @@ class Hopper(Backend):
             return reasons
         bound = self.override or self.override_backward  # to a kernel that is wanted
         reasons += [] if bound else forward_reasons.reasons_of_few(p)
-        reasons += backward_config.reasons(p) if p.spec.needs_grad else []
-        return reasons or ([] if lists else _reasons_of_selected(p))
+        if lists:  # whose gradients are Triton's
+            return reasons
+        return reasons + (backward_config.reasons(p) if p.spec.needs_grad else []) or _reasons_of_selected(p)
 
     def slow(self, p: Problem) -> str:
         return _slow(p)
@@ -144,7 +143,7 @@ class Hopper(Backend):
 
     def _passes(self, p: Problem) -> tuple[Callable[[Problem], AnyConfig], ...]:
         """What chooses the configs of a problem's passes."""
-        return (self.config, self.backward_config) if p.spec.needs_grad else (self.config,)
+        return (self.config, self.backward_config) if p.spec.needs_grad and not _lists(p) else (self.config,)
 
     def forward(self, p: Problem, t: Inputs) -> Output:
         return self._plans.of(p).forward(t)
@@ -184,8 +183,16 @@ class Hopper(Backend):
     def _backward_plan(self, p: Problem):
         from tilewise.backends.hopper.host.backward_call import BackwardPlan
 
+        if _lists(p):
+            return gradients_of(p)
+
         config = self.backward_config(p)
         return _converted(p, config, self._backward_plans) or BackwardPlan(p, config)
+
+
+def _lists(p: Problem) -> bool:
+    """Whether kernels read the keys alone that each query selected. Their gradients are Triton's."""
+    return selected.asked(p) or listed.serves(p)
 
 
 def _of_kernels(p: Problem, choose: Callable[[Problem], AnyConfig]) -> list[AnyConfig]:
@@ -254,6 +261,13 @@ def _order_reasons(p: Problem) -> list[str]:
 def _decided(p: Problem, plans: PerProblem, plan: Callable[[Problem], Any], config: AnyConfig) -> tuple:
     """The ``(make, values)`` of :class:`tilewise.backends.base.PerProblem`."""
     return _conversion(p, config, plans) or plan(p).decided()
+
+
+def _decided_backward(p: Problem, hopper: Hopper) -> tuple:
+    """The same of a backward."""
+    if _lists(p):
+        return hopper._backward_plan(p).decided()
+    return _decided(p, hopper._backward_plans, hopper._backward_plan, hopper.backward_config(p))
 
 
 def _converted(p: Problem, config: AnyConfig, plans: PerProblem):

@@ -37,7 +37,8 @@ from tilewise.backends.base import (
     unknown_operations,
     wide_mask,
 )
-from tilewise.backends.piecewise import Piecewise
+from tilewise.backends.piecewise import PieceCall
+from tilewise.backends.triton import listed
 from tilewise.backends.triton.config import (
     MAX_HEAD_DIM,
     MAX_LATENT_DIM,
@@ -50,6 +51,7 @@ from tilewise.backends.triton.config import (
 )
 from tilewise.backends.triton.host import launch, runtime, tangent, tuned
 from tilewise.backends.triton.host.append import AppendLaunch
+from tilewise.backends.triton.host.listed import ListedCall
 from tilewise.backends.triton.host.plan import Memo, Plan
 from tilewise.backends.triton.kernels.distant import distances_read, parts_of
 from tilewise.backends.triton.kernels.leaf_reads import PairReads, described_lookup, predicate_blocks
@@ -123,7 +125,7 @@ class Triton(Backend):
         return ""
 
     def pieces(self, p: Problem) -> str:
-        return blockwise.told(p) if self.override is None and gathers(p) else ""
+        return "" if self.override is not None else _told(p)
 
     def config(self, problem: Problem) -> Config:
         if problem.paged:
@@ -144,12 +146,12 @@ class Triton(Backend):
     def forward(self, problem: Problem, inputs: Inputs) -> Output:
         with runtime.on_device(inputs.q):
             plan = self._plan_of(problem)
-            return plan.forward(inputs) if isinstance(plan, Piecewise) else launch.forward(plan, inputs)
+            return launch.forward(plan, inputs) if isinstance(plan, Plan) else plan.forward(inputs)
 
     def backward(self, problem: Problem, inputs: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads:
         with runtime.on_device(inputs.q):
             plan, given = self._plan_of(problem), (inputs, out, do, dlse)
-            return plan.backward(*given) if isinstance(plan, Piecewise) else launch.backward(plan, *given)
+            return launch.backward(plan, *given) if isinstance(plan, Plan) else plan.backward(*given)
 
     def without_tangents(self, problem: Problem, second: bool) -> list[str]:
         reasons = ["a cache in pages has no tangents"] if problem.paged else []
@@ -183,25 +185,33 @@ class Triton(Backend):
     def appender(self, cache: Pages, k: Tensor, v: Tensor | None, cu_seqlens_q: Tensor | None) -> Appender | None:
         return AppendLaunch.of(cache, k, v, cu_seqlens_q) if _appends(cache, k, v) else None
 
-    def _plan_of(self, problem: Problem) -> Plan | Piecewise:
+    def _plan_of(self, problem: Problem) -> Plan | PieceCall:
         """Return the plan of a problem under PyTorch's present tf32 setting, which may change between two calls."""
         tf32 = problem.dtype == torch.float32 and tf32_allowed()
         return (self._tf32_plans if tf32 else self._plans).of(problem)
 
-    def _plan(self, problem: Problem) -> Plan | Piecewise:
+    def _plan(self, problem: Problem) -> Plan | PieceCall:
         make, values = self._decided(problem)
         return make(problem, values)
 
     def _decided(self, problem: Problem) -> tuple:
         """The ``(make, values)`` of :class:`tilewise.backends.base.PerProblem`."""
-        if self.override is None and gathers(problem):
+        bound = self.override is not None  # to tiles that are wanted
+        if not bound and gathers(problem):
             return lambda p, _: blockwise.by_blocks(p, self.forward, self.backward), None
+        if not bound and listed.sooner(problem):
+            return ListedCall(problem).decided()
         return Plan(problem, self.config(problem)).decided()
 
 
 def gathers(problem: Problem) -> bool:
     """Return whether the queries of a call are gathered by the blocks that they select."""
     return blockwise.sooner(problem, LEAST_PAIRS, VISITED)
+
+
+def _told(p: Problem) -> str:
+    """Return how a call runs that visits no tiles of all keys."""
+    return blockwise.told(p) if gathers(p) else listed.told(p) if listed.sooner(p) else ""
 
 
 def _appends(cache: Pages, k: Tensor, v: Tensor | None) -> bool:

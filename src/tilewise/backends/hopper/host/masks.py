@@ -9,12 +9,9 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from tilewise import expr
 from tilewise.backends.base import Inputs
 from tilewise.backends.hopper.host.draft import View
-from tilewise.backends.hopper.latent.selected import rows_of
 from tilewise.masks.facts import every_key_seen
 from tilewise.planning import planner
 from tilewise.planning.bit_tiles import BitTiles, Layout, Sections, only_seen_keys, seen_shape
@@ -154,37 +151,6 @@ class BitsOf:
         kernels = _kernels_for(p)
         found = None if kernels is None else kernels.all_of_bits(kind_of(p), self.layout(seen), *how, sections, sharing)
         return found or (lambda extras, device: BitTiles.build(grid_of(p, extras), *how, sections, sharing).memory)
-
-
-def lines(problem: Problem, inputs: Inputs) -> Tensor:
-    """A line for each row of q, int32 (rows, 4): the row of k of its sequence's key 0, the row of its entries, and ``(lo, hi)``, the keys
-    among which it sees those that it selected. ``hi`` is -1 past the last sequence."""
-    spec, shape = problem.spec, problem.q.shape
-    selection, row = spec.region.predicate, torch.arange(rows_of(problem), device=inputs.q.device)
-    if problem.packed:
-        cu_q, cu_k = inputs.cu_seqlens_q.long(), inputs.cu_seqlens_k.long()
-        b = torch.searchsorted(cu_q[1:].contiguous(), row, right=True)
-        # Those past the last sequence are of one more, without keys.
-        queries, keys = (pad(cu.diff(), (0, 1))[b] for cu in (cu_q, cu_k))
-        i, origin, real = row - cu_q[b], cu_k[b], b < problem.batch
-    else:
-        queries, keys = (torch.full_like(row, n) for n in (problem.seqlen_q, problem.seqlen_k))
-        b, i = row // shape[1], row % shape[1]
-        origin, real = b * problem.seqlen_k, torch.ones_like(row, dtype=torch.bool)
-    zero = torch.zeros_like(row)
-    env = {"b": b, "h": zero, "i": i, "off": keys - queries, "seqlen_q": queries, "seqlen_k": keys}
-    lo, hi = spec.region.lo, spec.region.hi
-    wanted = [*expr.indices(selection), *(e for e in (lo, hi) if e is not None)]
-    found = [
-        x.long().expand_as(row)
-        for x in expr.evaluate(wanted, env, inputs.leaves, spec.region.compared_in(inputs.leaves))
-    ]
-    *at, lo, hi = [*found[:3], zero if lo is None else found[3], keys if hi is None else found[-1]]
-    place = zero
-    for index, size in zip(at, inputs.leaves[selection.args[0][1]].shape, strict=False):
-        place = place * size + index.clamp(0, size - 1)
-    hi = torch.where(real, torch.minimum(hi, keys).clamp(min=0), -1)
-    return torch.stack([origin, place, lo.clamp(min=0).minimum(keys), hi], dim=1).int()
 
 
 def may_hide_keys(problem: Problem, tile: tuple[int, int] | None = None) -> bool:

@@ -10,15 +10,15 @@ from torch import Tensor
 
 from tilewise import device as devices
 from tilewise import sizes
+from tilewise.backends import listed
 from tilewise.backends.base import Inputs, Output, has_no_pair, output_of_no_pair
 from tilewise.backends.hopper.config import strides_addressable
 from tilewise.backends.hopper.forward.grids import Grid
-from tilewise.backends.hopper.host import masks
 from tilewise.backends.hopper.host.draft import Draft, View, flattens
 from tilewise.backends.hopper.host.forward_call import ForwardPlan
 from tilewise.backends.hopper.host.latent_call import LatentPlan
 from tilewise.backends.hopper.latent import selected
-from tilewise.backends.hopper.latent.selected import places_of, rows_of
+from tilewise.backends.listed import places_of, rows_of
 from tilewise.caching import cached_property
 from tilewise.gather import statistic_in_layout_of
 
@@ -64,10 +64,12 @@ class ListedPlan(ForwardPlan):
         return q.unsqueeze(2), k.unsqueeze(0), v.unsqueeze(0), self.flat(o).unsqueeze(2), lse
 
     def tensors(self, inputs: Inputs) -> dict[str, Tensor]:
-        found, leaf = super().tensors(inputs), inputs.leaves[self.problem.spec.region.predicate.args[0][1]]
+        found = super().tensors(inputs)
         read = [*self.mask_leaves(inputs), inputs.cu_seqlens_q, inputs.cu_seqlens_k]
-        lines = self.made.of("lines", [x for x in read if x is not None], lambda: masks.lines(self.problem, inputs))
-        return found | {"entries": leaf.flatten(0, 2), "tokens": lines}
+        lines = self.made.of(
+            "lines", [x for x in read if x is not None], lambda: listed.lines(self.problem, inputs).flatten(0, 1)
+        )
+        return found | {"entries": listed.entries_of(self.problem, inputs), "tokens": lines}
 
     @property
     def result_is_made(self) -> bool:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from tilewise import expr
 from tilewise.backends.hopper.config import DTYPES, LONG, ROWS
 from tilewise.backends.hopper.latent.config import KEYS, PAIR, WIDTH, WIDTH_V, LatentConfig, best_splits
+from tilewise.backends.listed import mask_reasons, places_of, rows_of
+from tilewise.backends.triton.listed import has_gradients
 from tilewise.problem import Problem
-from tilewise.selections import keys_of_entry
 
 
 def asked(problem: Problem) -> bool:
@@ -21,7 +21,10 @@ def reasons(problem: Problem) -> list[str]:
     found = [] if str(problem.dtype) in DTYPES else [f"{problem.dtype}: its kernels take float16 and bfloat16"]
     found += [] if problem.latent else [f"{what} and v outside of k's memory: its kernel takes v = k[..., :{WIDTH_V}]"]
     found += [] if problem.heads_k == 1 else [f"{what} and {problem.heads_k} key heads: its kernel takes one"]
-    found += [f"{what} and gradients"] if spec.needs_grad else []
+    if spec.needs_grad and not has_gradients(problem):
+        found.append(
+            f"{what} and gradients, which Triton's kernels compute: they add up in any order, and need the package triton"
+        )
     found += [f"{what} and a score"] if spec.score is not None else []
     found += [f"{what} and dropout"] if spec.dropout_p else []
     found += [f"{what} under vmap"] if spec.mapped else []
@@ -30,22 +33,6 @@ def reasons(problem: Problem) -> list[str]:
     rows = max(problem.k.shape[0] * (1 if problem.packed else problem.k.shape[1]), rows_of(problem))
     found += [f"{rows} rows, {LONG} or more"] if rows >= LONG else []
     return found + mask_reasons(problem)
-
-
-def mask_reasons(problem: Problem) -> list[str]:
-    """The reasons against the mask of a call with selected keys."""
-    region, what = problem.spec.region, "selected keys beside"
-    ends = [e for e in (region.lo, region.hi) if e is not None]
-    # The keys of a list are one query's: what a mask hides of them has to be an interval, the same for all heads.
-    found = [] if region.predicate.op == "selected" else [f"{what} another mask that is no interval of keys"]
-    if not found and keys_of_entry(region.predicate)[1]:
-        found = ["selected keys in a part of a longer sequence, whose keys do not begin with an entry"]
-    return found + ([f"{what} a mask of each head"] if "h" in expr.depends_on(*ends) else [])
-
-
-def rows_of(problem: Problem) -> int:
-    """Rows of q, each with a list of its own."""
-    return problem.seqlen_q * (1 if problem.packed else problem.batch)
 
 
 def tiles_of(problem: Problem) -> int:
@@ -66,10 +53,3 @@ def splits_of(problem: Problem) -> int:
         return 1
     tiles = tiles_of(problem) // (max(problem.batch, 1) if deterministic else 1)
     return best_splits(problem, tiles, -(-places_of(problem)[0] // KEYS))
-
-
-def places_of(problem: Problem) -> tuple[int, int]:
-    """How many keys a list may name, and how many an entry of it does."""
-    selection = problem.spec.region.predicate
-    block = keys_of_entry(selection)[0]
-    return problem.extras[selection.args[0][1]].shape[-1] * block, block

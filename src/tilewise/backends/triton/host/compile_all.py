@@ -28,9 +28,10 @@ import torch
 from tilewise import device as devices
 from tilewise.backends.base import Directions, Inputs, Output, OutputGrads, empty_output
 from tilewise.backends.sample import sample, values
-from tilewise.backends.triton import Triton, config
+from tilewise.backends.triton import Triton, config, listed
 from tilewise.backends.triton.host import launch, runtime, tangent, tile_map
 from tilewise.backends.triton.host.facts import Facts
+from tilewise.backends.triton.host.listed import ListedCall
 from tilewise.backends.triton.host.machine_code import faults, listings, serialised
 from tilewise.backends.triton.host.plan import Plan
 from tilewise.backends.triton.kernels.leaf_reads import PairReads
@@ -89,6 +90,7 @@ def _options(feature: str, q: torch.Tensor) -> dict[str, object]:
         "selected": {
             "mask": causal() & selected(torch.empty(1, heads, q.shape[1], 64, dtype=torch.int32, device="meta"))
         },
+        "listed": {"mask": causal() & selected(torch.empty(1, 1, q.shape[1], 64, dtype=torch.int32, device="meta"))},
         "bias": {"causal": True, "score": bias(pairs(q.dtype))},
         "bias32": {"causal": True, "score": bias(pairs(torch.float32))},
         "relative": {"causal": True, "score": relative},
@@ -165,6 +167,8 @@ def shared_memory(problem: Problem, name: str, tiles: Tiles) -> int:
         return tangent.tangent_memory((problem.head_dim, problem.head_dim_v), problem.dtype.itemsize, name, tiles)
     if name == "paged":
         return paged_memory(problem, tiles)
+    if name.startswith("listed"):
+        return listed.needed(problem)
     return config.needed(problem, name, tiles, PairReads.of(problem).bytes)
 
 
@@ -172,12 +176,13 @@ def call_of(item: Launch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dic
     """q, k and v without memory, and the options of the call."""
     dims = item.head_dim, item.head_dim, item.head_dim_v
     if item.feature not in PAGED:
-        heads = (8, 1, 1) if item.feature == "parted" else (8, 8, 8)
+        heads = {"parted": (8, 1, 1), "listed": (64, 1, 1)}.get(item.feature, (8, 8, 8))
         q, k, v = (
             torch.empty((2, 4096, h, d), dtype=item.dtype, device="meta", requires_grad=True)
             for h, d in zip(heads, dims, strict=True)
         )
-        return q, k, v, _options(item.feature, q)
+        latent = item.feature == "listed" and item.head_dim == config.MAX_LATENT_DIM
+        return q, k, k[..., : dims[2]] if latent else v, _options(item.feature, q)
     page_size, max_pages, queries, options = PAGED[item.feature]
     heads_q, heads_k = (128, 1) if item.feature in LATENT else (32, 8)
     q = torch.empty((8, queries, heads_q, dims[0]), dtype=item.dtype, device="meta")
@@ -204,12 +209,16 @@ def recorded(item: Launch) -> Iterator[tuple]:
     def record(kernel, grid, tiles, *arguments):
         found.append((runtime.pass_name(kernel, arguments[-1]), kernel, tiles, arguments))
 
-    plan = Plan(problem, configured(item, problem), record)
+    listed_alone = item.feature == "listed"
+    plan = ListedCall(problem, record) if listed_alone else Plan(problem, configured(item, problem), record)
     with torch.no_grad(), on_target(item):
         inputs = Inputs.of(problem, q, k, v, [x.detach() for x in extras], seed)
         out: Output = empty_output(problem, q, v)
         do, dlse = torch.empty_like(out.o), torch.empty_like(out.lse)
-        if item.feature == "moving":
+        if listed_alone:
+            plan.forward(inputs)
+            plan.backward(inputs, out, do, dlse)
+        elif item.feature == "moving":
             along = Directions(q, k, v, None, [x.detach() for x in extras])
             plan = replace(tangent.new_plan(problem, plan.config, problem.spec.score_slots), record=record)
             tangent.jvp(plan, inputs, out, along)
@@ -219,7 +228,7 @@ def recorded(item: Launch) -> Iterator[tuple]:
             if not problem.paged:
                 launch.backward(plan, inputs, out, do, dlse)
     yield from found
-    if plan.lists:
+    if not listed_alone and plan.lists:
         yield from _of_mask(problem, inputs)
 
 
@@ -428,6 +437,8 @@ def items() -> list[Launch]:
         found += [Launch(arch, torch.float32, limit, "causal", "tf32") for limit in (64, 128) if arch == "sm90"]
         found.append(Launch(arch, torch.bfloat16, config.MAX_LATENT_DIM, "latent"))
         found.append(Launch(arch, torch.float32, 128, "paged"))
+        widths = (128, 256, config.MAX_LATENT_DIM)[: {"amd": 0, "sm80": 1, "sm90": 3, "sm100": 2}[arch]]
+        found += [Launch(arch, torch.bfloat16, head_dim, "listed") for head_dim in widths]
         found += [
             Launch(arch, torch.bfloat16, 128, feature)
             for feature in ([x for x in PAGED if x not in LATENT] if arch == "sm90" else ("pages16",))

@@ -37,6 +37,7 @@ def kernels() -> SimpleNamespace:
         diagonals,
         forward,
         group_parts,
+        listed,
         merge_rows,
         paged,
         pair_bias,
@@ -52,7 +53,7 @@ def kernels() -> SimpleNamespace:
 
     found: dict[str, object] = {}
     for module in (
-        *(append, arguments, backward, diagonals, forward, group_parts, merge_rows, paged),
+        *(append, arguments, backward, diagonals, forward, group_parts, listed, merge_rows, paged),
         *(pair_bias, sum_rows, tangent, tangent_tiles, terms, tile_bits, tile_lists, tile_map),
     ):
         found |= {n.removesuffix("_kernel"): x for n, x in vars(module).items() if n.endswith("_kernel")}

@@ -1,0 +1,96 @@
+"""Which calls over selected keys have kernels that read these alone, and their tiles. Nothing here imports Triton."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from tilewise.backends import listed
+from tilewise.backends.piecewise import PieceCall
+from tilewise.backends.triton.config import MAX_LATENT_DIM, architecture, memory_limit
+from tilewise.backends.triton.tiles import MIN_WIDTH, Tiles, width
+from tilewise.planning.bit_tiles import LINES
+from tilewise.problem import Problem
+from tilewise.selections import queries_of_row
+
+MULTIPLE = 8  # elements: 16 bytes
+WIDEST = 128  # columns of a piece
+# By the kernel, for head dims up to WIDEST and for wider ones; fewer query heads take fewer rows (docs/decisions.md#listed-tiles).
+TILES = {
+    "listed_forward": (Tiles(64, 64, 4, 2), Tiles(64, 64, 8, 2)),
+    "listed_backward": (Tiles(64, 32, 4, 2), Tiles(32, 64, 8, 1)),
+}
+SHARED_MEMORY = (100 << 10, 216 << 10)  # bytes that these may need
+# Keys of a tile that take as long as one of a list, whose block is shorter or longer than so many keys.
+SHORT, VISITED, VISITED_BLOCKS = 16, 1, 1 / 5
+
+
+def serves(p: Problem) -> bool:
+    """Return whether kernels read the selected keys of a call alone, in whatever time."""
+    if not listed.asked(p) or p.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    if any(n % MULTIPLE for n in (p.head_dim, p.head_dim_v)) or needed(p) > memory_limit(p.device):
+        return False
+    # dK and dV are added up in any order.
+    latent = p.latent and p.head_dim <= MAX_LATENT_DIM and architecture(p.device) != "sm100"  # where it needs 441 KiB
+    fits = latent or max(p.head_dim, p.head_dim_v) <= 2 * WIDEST
+    return fits and not (p.spec.deterministic and p.spec.needs_grad)
+
+
+def sooner(p: Problem) -> bool:
+    """Return whether that takes less time than to visit the tiles that a tile's queries select together."""
+    if not serves(p):
+        return False
+    (places, block), block_q = listed.places_of(p), queries_of_row(p.spec.region.predicate)[0]
+    together = min(p.k.shape[0] if p.packed else p.seqlen_k, -(-LINES // block_q) * places)
+    rows = max(p.group, tiles_of(p, "listed_forward").tile_m)
+    visited = VISITED if block < SHORT else VISITED_BLOCKS
+    return block_q < LINES and places * rows <= visited * together * p.group
+
+
+def has_gradients(p: Problem) -> bool:
+    """Return whether the kernels compute the gradients of a call, for any backend of a GPU."""
+    from tilewise.backends.triton import installed
+
+    return installed() and serves(p)
+
+
+def gradients_of(p: Problem) -> PieceCall:
+    """Return the call whose backward does."""
+    from tilewise.backends.triton.host.listed import ListedCall
+
+    return ListedCall(p)
+
+
+def told(p: Problem) -> str:
+    """Return how these calls run, for ``explain``."""
+    rows = tiles_of(p, "listed_forward").tile_m
+    return f"{rows} query heads at a time read a query's selected keys alone"
+
+
+def tiles_of(p: Problem, kernel: str) -> Tiles:
+    """Return the tiles of a kernel, ``listed_forward`` or ``listed_backward``."""
+    tiles = TILES[kernel][_is_wide(p)]
+    return replace(tiles, tile_m=min(tiles.tile_m, width(p.group)))
+
+
+def needed(p: Problem) -> int:
+    """Return the bytes of shared memory that the kernels of a call may need."""
+    return SHARED_MEMORY[_is_wide(p)]
+
+
+def _is_wide(p: Problem) -> bool:
+    return max(p.head_dim, p.head_dim_v) > WIDEST
+
+
+def pieces_of(p: Problem) -> tuple[tuple[tuple[int, int, int], ...], ...]:
+    """Return the pieces of both head dims, as :func:`tilewise.backends.triton.tiles.pieces`; a latent call's begin alike."""
+    of_v = _pieces(0, p.head_dim_v)
+    of_k = (*of_v, *_pieces(p.head_dim_v, p.head_dim)) if p.latent else _pieces(0, p.head_dim)
+    return of_k, of_v
+
+
+def _pieces(first: int, last: int) -> tuple[tuple[int, int, int], ...]:
+    sizes = [(n, min(WIDEST, last - n)) for n in range(first, last, WIDEST)]
+    return tuple((n, size, max(width(size), MIN_WIDTH)) for n, size in sizes)

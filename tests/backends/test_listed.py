@@ -1,0 +1,129 @@
+"""Keys that each query selected, read alone: Triton's kernels in its interpreter, and which calls are theirs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import tilewise as tw
+from bench.testing import Call, call, normal
+from tilewise import accuracy
+from tilewise.backends import listed as lists
+from tilewise.backends.hopper import Hopper
+from tilewise.backends.hopper.host.selected_call import SelectedPlan
+from tilewise.problem import Problem, check
+from tilewise.spec import Options, assemble, parse_spec
+
+pytest.importorskip("triton", reason="the package triton is not installed")
+
+from tilewise.backends import triton
+from tilewise.backends.triton import listed
+from tilewise.backends.triton.host.listed import ListedCall
+
+
+def drawn(*shape: int, first: int = -1, last: int) -> Tensor:
+    return torch.randint(first, last, shape, generator=torch.Generator().manual_seed(3))
+
+
+def tensors(
+    queries: int, keys: int, heads: tuple[int, int], dim: int, dim_v: int, batch: int = 1, dtype=torch.bfloat16
+):
+    each = ((queries, heads[0], dim), (keys, heads[1], dim), (keys, heads[1], dim_v), (queries, heads[0], dim_v))
+    q, k, v, do = (normal(batch, *shape, dtype=dtype, seed=n) for n, shape in enumerate(each))
+    return q, k, v, do
+
+
+def latent(queries: int, keys: int, heads: int, **options: object) -> Call:
+    q, k, _, do = tensors(queries, keys, (heads, 1), 576, 512)
+    return call(q, k, k[..., :512], do, **options)
+
+
+def packed(**options: object) -> Call:
+    q, k, v, do = (x[0] for x in tensors(9, 90, (4, 2), 16, 24))
+    return call(
+        q, k, v, do, cu_seqlens_q=torch.tensor([0, 3, 3, 8]), cu_seqlens_k=torch.tensor([0, 40, 41, 90]), **options
+    )
+
+
+CASES = {
+    "causal": lambda: call(*tensors(5, 90, (4, 1), 16, 24), mask=tw.causal() & tw.selected(drawn(1, 1, 5, 70, last=90))),
+    "of-each-head": lambda: call(
+        *tensors(5, 80, (6, 3), 136, 16, batch=2, dtype=torch.float16),
+        mask=tw.selected(drawn(2, 3, 5, 7, last=80)), sink=normal(6, seed=8),
+    ),
+    "many-heads": lambda: call(*tensors(2, 70, (67, 1), 16, 16), mask=tw.selected(drawn(1, 1, 2, 70, last=70))),
+    "window": lambda: call(*tensors(6, 90, (2, 1), 16, 16), mask=tw.window(9, 3) & tw.selected(drawn(1, 1, 3, 20, last=23), 4, 2)),
+    # The copies of a block, which the window's end cuts, fill tiles.
+    "twice": lambda: call(
+        *tensors(4, 300, (2, 1), 16, 16), mask=tw.window(20, 20) & tw.selected(drawn(1, 1, 4, 75, first=69, last=71), 4)
+    ),
+    "none": lambda: call(*tensors(4, 30, (2, 1), 16, 16), mask=tw.selected(torch.full((1, 1, 4, 3), -1)), sink=normal(2)),
+    "packed": lambda: packed(mask=tw.causal() & tw.selected(drawn(3, 1, 5, 9, last=49)), sink=normal(4, seed=8)),
+    "latent": lambda: latent(3, 70, 20, mask=tw.causal() & tw.selected(drawn(1, 1, 3, 40, last=70))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_kernels_read_the_selected_keys(name):
+    if not triton.interpreting():
+        pytest.skip("kernels are not interpreted (tests/conftest.py)")
+    c = CASES[name]()
+    assert listed.serves(c.p)
+    by = ListedCall(c.p)
+    hide_unseen(c)
+    out = by.forward(c.t)
+    errors = c.expected().judge(accuracy.tensors(out, by.backward(c.t, out, c.do, c.dlse)))
+    assert not [str(e) for e in errors if not e.ok]
+
+
+def hide_unseen(c: Call) -> None:
+    """NaN in the first keys, which no call's query sees where their entries are taken out."""
+    entries = lists.entries_of(c.p, c.t)
+    entries[entries == 0] = torch.iinfo(torch.int32).max
+    entries.copy_(entries.sort(-1).values)
+    for x in {c.t.k.data_ptr(): c.t.k, c.t.v.data_ptr(): c.t.v}.values():
+        x[(0,) if c.p.packed else (slice(None), 0)] = torch.nan
+
+
+def problem(
+    queries: int, count: int, block: int = 1, heads=(64, 1), dims=(128, 128), block_q: int = 1, **options: object
+) -> Problem:
+    """A causal call that wants gradients, of tensors without memory."""
+    entries = torch.empty(1, 1, -(-queries // block_q), count, dtype=torch.int32, device="meta")
+    shapes = ((heads[0], dims[0]), (heads[1], dims[0]), (heads[1], dims[1]))
+    q, k, v = (torch.empty(1, queries, *shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
+    mask = tw.causal() & tw.selected(entries, block, block_q)
+    extras, seed, text = assemble(q.requires_grad_(), k, v, Options(mask=mask, **options))
+    p = check(q, k, v, extras, seed, parse_spec(text))
+    return replace(p, device=torch.device("cpu"), latent=dims[0] > dims[1])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "sooner"),
+    [((16384, 2048), {}, True), ((8192, 512), {"heads": (16, 4)}, True), ((8192, 4096), {"heads": (4, 4)}, False),
+     ((8192, 16, 64), {"heads": (64, 4)}, True), ((8192, 32, 64), {"heads": (64, 4)}, False),
+     ((8192, 16, 64), {"heads": (64, 4), "block_q": 128}, False), ((4096, 2048), {"dims": (576, 512)}, True),
+     ((4096, 2048), {"deterministic": True}, False), ((4096, 2048), {"dropout_p": 0.1, "dropout_seed": 1}, False),
+     ((4096, 2048), {"score": tw.softcap(9.0)}, False)],
+)  # fmt: skip
+def test_keys_are_read_alone_where_that_is_sooner(sizes, options, sooner):
+    assert listed.sooner(problem(*sizes, **options)) == sooner
+
+
+def test_hopper_trains_latent_attention_over_selected_keys():
+    p, hopper = problem(4096, 2048, dims=(576, 512)), Hopper()
+    assert hopper.refused(p) == []
+    assert len(hopper.configs(p)) == 1
+    assert isinstance(hopper._plan(p), SelectedPlan)
+    assert isinstance(hopper._backward_plan(p), ListedCall)
+    (reason,) = hopper.refused(problem(4096, 2048, dims=(576, 512), deterministic=True))
+    assert "they add up in any order" in reason
+
+
+def test_hopper_trains_over_the_selected_keys_of_one_head():
+    few, many = problem(16384, 2048), problem(16384, 8192)
+    assert isinstance(Hopper()._backward_plan(few), ListedCall)
+    assert Hopper().backward_config(many).form == "bits"

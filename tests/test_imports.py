@@ -64,7 +64,6 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "backends.base",
         "backends.piecewise",
         "backends.triton.host.sum_rows",
-        "device",
         "planning.bit_tiles",
         "selections",
         "problem",

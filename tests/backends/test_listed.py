@@ -21,6 +21,7 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 
 from tilewise.backends import triton
 from tilewise.backends.triton import listed
+from tilewise.backends.triton.host import listed as host
 from tilewise.backends.triton.host.listed import ListedCall
 
 
@@ -62,15 +63,18 @@ CASES = {
     ),
     "none": lambda: call(*tensors(4, 30, (2, 1), 16, 16), mask=tw.selected(torch.full((1, 1, 4, 3), -1)), sink=normal(2)),
     "packed": lambda: packed(mask=tw.causal() & tw.selected(drawn(3, 1, 5, 9, last=49)), sink=normal(4, seed=8)),
+    "wide": lambda: call(*tensors(5, 60, (4, 2), 136, 24), mask=tw.causal() & tw.selected(drawn(1, 2, 5, 9, last=60))),
     "latent": lambda: latent(3, 70, 20, mask=tw.causal() & tw.selected(drawn(1, 1, 3, 40, last=70))),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_kernels_read_the_selected_keys(name):
+@pytest.mark.parametrize("name", [*CASES, "in-parts"])
+def test_the_kernels_read_the_selected_keys(name, monkeypatch):
     if not triton.interpreting():
         pytest.skip("kernels are not interpreted (tests/conftest.py)")
-    c = CASES[name]()
+    if name == "in-parts":
+        monkeypatch.setattr(host, "room", lambda p: 1)
+    c = CASES["wide" if name == "in-parts" else name]()
     assert listed.serves(c.p)
     by = ListedCall(c.p)
     hide_unseen(c)
@@ -111,6 +115,14 @@ def problem(
 )  # fmt: skip
 def test_keys_are_read_alone_where_that_is_sooner(sizes, options, sooner):
     assert listed.sooner(problem(*sizes, **options)) == sooner
+
+
+@pytest.mark.parametrize(
+    ("sizes", "heads", "blocks"),
+    [((8192, 16, 64), (64, 4), False), ((65536, 8, 512), (32, 8), True), ((16384, 4, 512), (8, 8), True)],
+)
+def test_queries_are_gathered_by_block_where_that_is_sooner_than_by_list(sizes, heads, blocks):
+    assert triton.gathers(problem(*sizes, heads=heads)) == blocks
 
 
 def test_hopper_trains_latent_attention_over_selected_keys():

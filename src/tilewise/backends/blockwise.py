@@ -18,10 +18,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise import device as devices
 from tilewise import state
 from tilewise.backends.base import Grads, Inputs, Output
-from tilewise.backends.piecewise import Cut, Piecewise, cuts, described
+from tilewise.backends.piecewise import Cut, Piecewise, cuts, described, room
 from tilewise.caching import cached_property
 from tilewise.expr import indices, is_number
 from tilewise.masks import as_mask
@@ -93,10 +92,15 @@ def sooner(p: Problem, least_pairs: int, visited: float) -> bool:
     """
     if p.seqlen_q * p.seqlen_k < least_pairs or (blocks := blocks_of(p)) is None:
         return False
-    entries = most_blocks(p, blocks)
     # A tile visits no more than all of its queries select together.
-    together = -(-LINES // blocks.block_q) * entries * blocks.block
-    return entries * (blocks.block + ROW) <= min(visited * p.seqlen_k, together)
+    together = -(-LINES // blocks.block_q) * most_blocks(p, blocks) * blocks.block
+    return cost(p) <= min(visited * p.seqlen_k, together)
+
+
+def cost(p: Problem) -> int:
+    """Return the keys that would take a query as long, were they visited without a mask."""
+    blocks = blocks_of(p)
+    return most_blocks(p, blocks) * (blocks.block + ROW)
 
 
 def cut(p: Problem, backward: bool) -> list[Cut]:
@@ -104,11 +108,6 @@ def cut(p: Problem, backward: bool) -> list[Cut]:
     return cuts(
         p, (True, True), lambda batch, heads, queries: gathered_bytes(p, batch * heads * queries, backward) <= room(p)
     )
-
-
-def room(p: Problem) -> int:
-    """Return how many bytes gathered rows may take at a time: a piece's launches take the host some milliseconds."""
-    return devices.of(p.device).memory // 32 or 2 << 30
 
 
 def told(p: Problem) -> str:

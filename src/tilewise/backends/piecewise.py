@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from tilewise import device as devices
 from tilewise import expr
 from tilewise.backends.base import Grads, Inputs, Output
 from tilewise.caching import cached_property
@@ -116,6 +117,11 @@ def _piece(p: Problem, query: int) -> Piece:
     """Return the place of the piece that begins with a query of the call."""
     (first, key), totals = p.starts, p.totals
     return Piece(first + query, key, *totals)
+
+
+def room(p: Problem) -> int:
+    """Return how many bytes what a piece needs beside its tensors may take: its launches take the host some milliseconds."""
+    return devices.of(p.device).memory // 32 or 2 << 30
 
 
 def problem_of(p: Problem, cut: Cut) -> Problem:

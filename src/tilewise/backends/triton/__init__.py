@@ -80,6 +80,7 @@ LEAST_TILE = 16  # keys of the smallest tiles
 LEAST_PAIRS = 4096**2  # of a head, from which a gathered call takes longer than its launches
 # Each pair of a tile is a search in the entries of its query: as long as a gathered key eight times.
 VISITED = 4
+LISTED = 6  # keys of a gathered query that take as long as one of a list
 
 
 class Triton(Backend):
@@ -205,8 +206,10 @@ class Triton(Backend):
 
 
 def gathers(problem: Problem) -> bool:
-    """Return whether the queries of a call are gathered by the blocks that they select."""
-    return blockwise.sooner(problem, LEAST_PAIRS, VISITED)
+    """Return whether the queries of a call are gathered by the blocks that they select, sooner than their keys would be by query."""
+    if not blockwise.sooner(problem, LEAST_PAIRS, VISITED):
+        return False
+    return not listed.serves(problem) or blockwise.cost(problem) < LISTED * listed.cost(problem)
 
 
 def _told(p: Problem) -> str:

@@ -18,10 +18,11 @@ MULTIPLE = 8  # elements: 16 bytes
 WIDEST = 128  # columns of a piece
 # By the kernel, for head dims up to WIDEST and for wider ones; fewer query heads take fewer rows (docs/decisions.md#listed-tiles).
 TILES = {
-    "listed_forward": (Tiles(64, 64, 4, 2), Tiles(64, 64, 8, 2)),
-    "listed_backward": (Tiles(64, 32, 4, 2), Tiles(32, 64, 8, 1)),
+    "listed_forward": (Tiles(64, 128, 4, 2), Tiles(64, 64, 8, 2)),
+    "listed_backward": (Tiles(64, 32, 4, 2), Tiles(64, 32, 8, 1)),
+    "listed_dq": (None, Tiles(64, 64, 8, 2)),  # of dS, which the backward of wide heads leaves
 }
-SHARED_MEMORY = (100 << 10, 216 << 10)  # bytes that these may need
+SHARED_MEMORY = (146 << 10, 216 << 10)  # bytes that these may need
 # Keys of a tile that take as long as one of a list, whose block is shorter or longer than so many keys.
 SHORT, VISITED, VISITED_BLOCKS = 16, 1, 1 / 5
 
@@ -44,9 +45,13 @@ def sooner(p: Problem) -> bool:
         return False
     (places, block), block_q = listed.places_of(p), queries_of_row(p.spec.region.predicate)[0]
     together = min(p.k.shape[0] if p.packed else p.seqlen_k, -(-LINES // block_q) * places)
-    rows = max(p.group, tiles_of(p, "listed_forward").tile_m)
     visited = VISITED if block < SHORT else VISITED_BLOCKS
-    return block_q < LINES and places * rows <= visited * together * p.group
+    return block_q < LINES and cost(p) <= visited * together
+
+
+def cost(p: Problem) -> float:
+    """Return the keys of a query's list, and for heads that do not fill a tile as many more."""
+    return listed.places_of(p)[0] * max(1, tiles_of(p, "listed_forward").tile_m / p.group)
 
 
 def has_gradients(p: Problem) -> bool:
@@ -70,17 +75,18 @@ def told(p: Problem) -> str:
 
 
 def tiles_of(p: Problem, kernel: str) -> Tiles:
-    """Return the tiles of a kernel, ``listed_forward`` or ``listed_backward``."""
-    tiles = TILES[kernel][_is_wide(p)]
+    """Return the tiles of a kernel."""
+    tiles = TILES[kernel][is_wide(p)]
     return replace(tiles, tile_m=min(tiles.tile_m, width(p.group)))
 
 
 def needed(p: Problem) -> int:
     """Return the bytes of shared memory that the kernels of a call may need."""
-    return SHARED_MEMORY[_is_wide(p)]
+    return SHARED_MEMORY[is_wide(p)]
 
 
-def _is_wide(p: Problem) -> bool:
+def is_wide(p: Problem) -> bool:
+    """Return whether a call's head dims take more than a piece."""
     return max(p.head_dim, p.head_dim_v) > WIDEST
 
 

@@ -20,10 +20,13 @@ from tilewise.backends.base import (
     has_no_pair,
     output_of_no_pair,
 )
+from tilewise.backends.piecewise import room
 from tilewise.backends.triton.host import runtime
 from tilewise.backends.triton.host.facts import Facts
-from tilewise.backends.triton.listed import MULTIPLE, pieces_of, tiles_of
+from tilewise.backends.triton.listed import MULTIPLE, is_wide, pieces_of, tiles_of
 from tilewise.backends.triton.tiles import Tiles
+from tilewise.piece import Span, evenly
+from tilewise.planning.bit_tiles import LINES
 from tilewise.problem import Problem
 
 
@@ -67,7 +70,8 @@ class ListedCall:
         if has_no_pair(p):
             return output_of_no_pair(p, inputs)
         out = empty_output(p, inputs.q, inputs.v)
-        self._launch("listed_forward", inputs, {"o": out.o, "lse": out.lse, "sink": inputs.sink})
+        given = {**self._read(inputs), "o": out.o, "lse": out.lse, "sink": inputs.sink}
+        self._launch("listed_forward", given, (0, listed.rows_of(p) * p.heads_k), sink=inputs.sink is not None)
         return out
 
     def backward(self, inputs: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads:
@@ -76,37 +80,57 @@ class ListedCall:
             return gradients_of_no_pair(p, inputs, dlse)
         dq, delta = inputs.q.new_empty(inputs.q.shape), torch.empty_like(out.lse)
         dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (inputs.k, inputs.v))
-        given = {"o": out.o, "lse": out.lse, "do": do.contiguous(), "dlse": dlse.contiguous()}
-        self._launch("listed_backward", inputs, given | {"delta": delta, "dq": dq, "dk": dk, "dv": dv})
+        given = self._read(inputs) | {"o": out.o, "lse": out.lse, "do": do.contiguous(), "dlse": dlse.contiguous()}
+        given |= {"delta": delta, "dq": dq, "dk": dk, "dv": dv}
+        count = listed.rows_of(p) * p.heads_k
+        if not is_wide(p):
+            self._launch("listed_backward", given, (0, count), sheet=0)
+        for lines in evenly(count, max(1, room(p) // self._bytes_of_ds)) if is_wide(p) else ():
+            given["ds"] = dq.new_empty((lines[1] - lines[0], p.group, self._places))
+            self._launch("listed_backward", given, lines, sheet=1)
+            self._launch("listed_dq", given, lines)
         dsink = None
         if inputs.sink is not None:
             dsink = state.sink_gradient(inputs.sink.float().view(-1, 1), out.lse, delta)
             dsink = dsink.sum(-1 if p.packed else (0, 2)).to(inputs.sink.dtype)
         return Grads(dq, dk.to(p.dtype), dv.to(p.dtype), dsink, {})
 
-    def _launch(self, name: str, inputs: Inputs, named: dict[str, Tensor | None]) -> None:
-        p, kernels = self.problem, runtime.kernels()
-        tiles = tiles_of(p, name)
-        row_tiles = -(-p.group // tiles.tile_m)
-        q, k = self._rows(inputs.q), self._rows(inputs.k)
+    @property
+    def _places(self) -> int:
+        """Places of a list, filled up to whole tiles."""
+        return -(-listed.places_of(self.problem)[0] // LINES) * LINES
+
+    @property
+    def _bytes_of_ds(self) -> int:
+        """Those of dS of one query and key head."""
+        return self.problem.group * self._places * self.problem.dtype.itemsize
+
+    def _read(self, inputs: Inputs) -> dict[str, Tensor]:
+        """The tensors that all kernels read."""
+        p, q, k = self.problem, self._rows(inputs.q), self._rows(inputs.k)
         v = k[..., : p.head_dim_v] if p.latent else self._rows(inputs.v)
-        entries, lines = listed.entries_of(p, inputs), listed.lines(p, inputs)
+        return {"q": q, "k": k, "v": v, "entries": listed.entries_of(p, inputs), "lines": listed.lines(p, inputs)}
+
+    def _launch(self, name: str, named: dict[str, Tensor | None], lines: Span, **facts: object) -> None:
+        """Launches a kernel for some of all queries and key heads."""
+        p, kernels, tiles = self.problem, runtime.kernels(), tiles_of(self.problem, name)
+        first, last = lines
         sizes = kernels.ListedSizes(
+            first=first,
             heads_k=p.heads_k,
             group=p.group,
-            tiles=row_tiles,
+            tiles=-(-p.group // tiles.tile_m),
             queries=p.q.shape[0] if p.packed else p.seqlen_q,
-            entries=entries.shape[-1],
+            entries=named["entries"].shape[-1],
             block=listed.places_of(p)[1],
-            **{name: tuple(n // MULTIPLE for n in x.stride()[:2]) for name, x in (("q", q), ("k", k), ("v", v))},
+            places=self._places,
+            **{x: tuple(n // MULTIPLE for n in named[x].stride()[:2]) for x in "qkv"},
         )
-        facts = self.facts(tiles, **({"sink": inputs.sink is not None} if name == "listed_forward" else {}))
-        tensors = kernels.ListedTensors(q, k, v, entries, lines, **named)
-        grid = (listed.rows_of(p) * p.heads_k * row_tiles, 1, 1)
-        given = tensors, runtime.opaque(sizes), float(p.softmax_scale), facts
+        tensors = kernels.ListedTensors(**named)
+        given = tensors, runtime.opaque(sizes), float(p.softmax_scale), self.facts(tiles, **facts)
         # Memory of ours begins at multiples of 16 bytes, but what a caller gives may not.
         start = self.record or (runtime.start if runtime.aligned(tensors) else runtime.run)
-        start(getattr(kernels, name), grid, tiles, *given)
+        start(getattr(kernels, name), ((last - first) * sizes.tiles, 1, 1), tiles, *given)
 
     def _rows(self, x: Tensor) -> Tensor:
         """A tensor with the rows of all batch elements one after the other, which begin at multiples of 16 bytes."""

@@ -1,8 +1,9 @@
 """Attention over the keys that each query selected: a program for a query and some heads of a key head, which are the rows of its tiles.
 
 A list has blocks of keys in order: place p is key ``p % block`` of entry ``p // block``. A key that stands twice is kept at its first
-place. A forward and a backward read each listed key once for all rows of a tile; dK and dV are added up in memory, in any order.
-Where v lies in k's memory (``FACTS.latent``), its tiles are the first pieces of k's.
+place. Each listed key is read once for all rows of a tile. A backward adds dK and dV up in memory, in any order. Of wide heads it leaves
+dS behind, of which another kernel makes dQ, since the registers hold no sums of dQ beside it (docs/decisions.md#listed-tiles). Where v
+lies in k's memory (``FACTS.latent``), its tiles are the first pieces of k's.
 """
 
 # ruff: noqa: RET505, RUF005 - a compile-time `if` keeps its `else`: without it both returns would be compiled; and Triton's
@@ -35,6 +36,7 @@ class ListedTensors(NamedTuple):
     Attributes:
         q, k, v: rows (token, head, column) with the strides of :class:`ListedSizes`. o, do, dq: as q, contiguous.
         dk, dv: fp32 (key, key head, column), contiguous, zeros before.
+        ds: (query and key head of this launch, query head of the key head, place), rows of whole tiles, times the scale.
         lse, dlse, delta: fp32 (batch, query head, query), packed (query head, token).
         sink: (query heads,).
         entries: int32 (list, entry), each list in order. lines: int32 (query, key head, 4), as :func:`tilewise.backends.listed.lines`.
@@ -54,22 +56,27 @@ class ListedTensors(NamedTuple):
     dq: Any = None
     dk: Any = None
     dv: Any = None
+    ds: Any = None
 
 
 class ListedSizes(NamedTuple):
     """The whole numbers of a launch, passed as those of :class:`arguments.Sizes`.
 
     Attributes:
+        first: the first query and key head of this launch.
         group: query heads of a key head. tiles: of their rows. queries: of a head in lse. entries: of a list. block: keys of an entry.
+        places: of a row of ds.
         q, k, v: ``(row, head)`` strides in units of ``FACTS.align`` elements.
     """
 
+    first: int
     heads_k: int
     group: int
     tiles: int
     queries: int
     entries: int
     block: int
+    places: int
     q: tuple
     k: tuple
     v: tuple
@@ -79,11 +86,13 @@ class List(NamedTuple):
     """A query with its list.
 
     Attributes:
-        row: the query among all rows of q. head: its key head. first: the first of its query heads in this tile. left: how many there are.
+        number: of the query and key head in this launch. row: the query among all rows of q. head: its key head.
+        first: the first of its query heads in this tile. left: how many there are.
         origin: the row of k of key 0. at: a pointer to its entries, of which there are ``entries`` with ``block`` keys each.
         lo, hi: it sees the keys ``lo <= j < hi`` of its list; ``hi`` is -1 in rows of q past the last sequence.
     """
 
+    number: Any
     row: Any
     head: Any
     first: Any
@@ -100,12 +109,14 @@ class List(NamedTuple):
 def list_of(tensors, sizes, FACTS: tl.constexpr):
     """The :class:`List` of a program. Grid: (queries · key heads · tiles), tiles of one query side by side."""
     tiles, heads, entries = plain(sizes.tiles), plain(sizes.heads_k), plain(sizes.entries)
-    tile, line = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    tile, number = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    line = plain(sizes.first) + number
     told = tensors.lines + tl.cast(line, tl.int64) * 4
     at = tensors.entries + tl.cast(tl.load(told + 1), tl.int64) * entries
     first, group = tile * FACTS.tile_m, plain(sizes.group)
     head = line % heads
     return List(
+        number,
         line // heads,
         head,
         head * group + first,
@@ -165,8 +176,9 @@ def load_rows_at(pointer, offsets, ok, OF_V: tl.constexpr, FACTS: tl.constexpr):
     tiles = ()
     for n in tl.static_range(len(PIECES)):
         columns = tl.arange(0, PIECES[n][2])
+        # The piece's start is added last: so it is a constant of the instruction, and pieces share their addresses.
         tiles = tiles + (
-            load_block(pointer + offsets[:, None] + (PIECES[n][0] + columns)[None, :], ok, columns, PIECES[n][1]),
+            load_block(pointer + offsets[:, None] + columns[None, :] + PIECES[n][0], ok, columns, PIECES[n][1]),
         )
     return tiles
 
@@ -229,7 +241,7 @@ def listed_forward_kernel(tensors, sizes, scale, FACTS: tl.constexpr):
     acc = zeros(FACTS.tile_m, True, FACTS)
     first, last = tiles_of(line, FACTS)
     rows, seen = seen_keys(first, line, FACTS)
-    for t in tl.range(first, last):
+    for t in tl.range(first, last, disable_licm=True):
         # Keys are looked up an iteration ahead: in the iteration that waits for them they would take a stage of its loads.
         next_rows, next_seen = seen_keys(t + 1, line, FACTS)
         k = load_listed(tensors.k, sizes.k, rows, seen, line.head, False, FACTS)
@@ -258,13 +270,21 @@ def add_rows(pointer, rows, seen, head, heads, tile, N: tl.constexpr, OF_V: tl.c
     PIECE: tl.constexpr = FACTS.pieces_v[N] if OF_V else FACTS.pieces[N]
     WIDTH: tl.constexpr = FACTS.head_dim_v if OF_V else FACTS.head_dim
     within = tl.arange(0, PIECE[2])
-    to = pointer + ((rows * heads + head) * WIDTH)[None, :] + (PIECE[0] + within)[:, None]
+    to = pointer + ((rows * heads + head) * WIDTH)[None, :] + within[:, None] + PIECE[0]
     tl.atomic_add(to, tile, mask=seen[None, :] & (within < PIECE[1])[:, None], sem="relaxed")
 
 
 @triton.jit
+def places_of_ds(t, line, sizes, FACTS: tl.constexpr):
+    """Where a tile of dS lies in memory: int64 (tile_m, tile_n)."""
+    group, heads = plain(sizes.group), tl.arange(0, FACTS.tile_m)
+    row = tl.cast(line.number + 1, tl.int64) * group - line.left + heads
+    return (row * plain(sizes.places))[:, None] + (t * FACTS.tile_n + tl.arange(0, FACTS.tile_n))[None, :]
+
+
+@triton.jit
 def listed_backward_kernel(tensors, sizes, scale, FACTS: tl.constexpr):
-    """The backward: dq, delta, and additions to dk and dv. lse has what a sink changes."""
+    """The backward: delta, additions to dk and dv, and dq, or with ``FACTS.sheet`` dS. lse has what a sink changes."""
     COUNT: tl.constexpr = len(FACTS.pieces)
     COUNT_V: tl.constexpr = len(FACTS.pieces_v)
     line = list_of(tensors, sizes, FACTS)
@@ -278,19 +298,24 @@ def listed_backward_kernel(tensors, sizes, scale, FACTS: tl.constexpr):
         delta += tl.sum(do[n].to(tl.float32) * o[n].to(tl.float32), 1)
     tl.store(tensors.delta + of_head, delta, mask=ok)
     shift = shift_of_rows(tl.load(tensors.lse + of_head, mask=ok, other=float("-inf")), FACTS)
-    dq = zeros(FACTS.tile_m, False, FACTS)
+    if not FACTS.sheet:
+        dq = zeros(FACTS.tile_m, False, FACTS)
     first, last = tiles_of(line, FACTS)
     heads = plain(sizes.heads_k)
     rows, seen = seen_keys(first, line, FACTS)
-    for t in tl.range(first, last):
+    # Descriptors of Q and dO, which the compiler would move out of the loop, take more registers than there are.
+    for t in tl.range(first, last, disable_licm=True):
         next_rows, next_seen = seen_keys(t + 1, line, FACTS)
         k = load_listed(tensors.k, sizes.k, rows, seen, line.head, False, FACTS)
         v = values_of(tensors, sizes, k, rows, seen, line.head, FACTS)
         s = dot_transposed(q, k, FACTS) * (scale * LOG2E)
         p = tl.where(seen[None, :], exponential(s - shift[:, None], FACTS), 0.0)
-        ds = p * (dot_transposed(do, v, FACTS) - delta[:, None]) * scale
-        dq = accumulate(ds, k, dq, FACTS)
-        p, ds = p.to(q[0].dtype), ds.to(q[0].dtype)
+        ds = (p * (dot_transposed(do, v, FACTS) - delta[:, None]) * scale).to(q[0].dtype)
+        if FACTS.sheet:
+            tl.store(tensors.ds + places_of_ds(t, line, sizes, FACTS), ds, mask=ok[:, None])
+        else:
+            dq = accumulate(ds, k, dq, FACTS)
+        p = p.to(q[0].dtype)
         # Turned: the columns of a head dim are enough rows for wgmma, the keys of a tile may be fewer.
         for n in tl.static_range(COUNT):
             part = dot(tl.trans(q[n]), ds, None, FACTS)
@@ -299,4 +324,22 @@ def listed_backward_kernel(tensors, sizes, scale, FACTS: tl.constexpr):
             part = dot(tl.trans(do[n]), p, None, FACTS)
             add_rows(tensors.dv, rows, seen, line.head, heads, part, n, True, FACTS)
         rows, seen = next_rows, next_seen
-    store_heads(tensors.dq, of_row, dq, ok, FACTS.head_dim, False, FACTS)
+    if not FACTS.sheet:
+        store_heads(tensors.dq, of_row, dq, ok, FACTS.head_dim, False, FACTS)
+
+
+@triton.jit
+def listed_dq_kernel(tensors, sizes, scale, FACTS: tl.constexpr):
+    """dQ, of the dS that :func:`listed_backward_kernel` left."""
+    line = list_of(tensors, sizes, FACTS)
+    ok = tl.arange(0, FACTS.tile_m) < line.left
+    dq = zeros(FACTS.tile_m, False, FACTS)
+    first, last = tiles_of(line, FACTS)
+    rows, seen = seen_keys(first, line, FACTS)
+    for t in tl.range(first, last, disable_licm=True):
+        next_rows, next_seen = seen_keys(t + 1, line, FACTS)
+        ds = tl.load(tensors.ds + places_of_ds(t, line, sizes, FACTS), mask=ok[:, None] & seen[None, :], other=0.0)
+        k = load_listed(tensors.k, sizes.k, rows, seen, line.head, False, FACTS)
+        dq = accumulate(ds, k, dq, FACTS)
+        rows, seen = next_rows, next_seen
+    store_heads(tensors.dq, places_of_heads(line, sizes, FACTS)[0], dq, ok, FACTS.head_dim, False, FACTS)

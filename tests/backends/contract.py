@@ -20,15 +20,19 @@ from tilewise.backends.base import Backend, Grads, Output, OutputGrads
 
 def run(backend: Backend, c: Call) -> dict[str, Tensor]:
     """Results by name; skips, with the reasons, what the backend refuses."""
-    reasons = backend.unsupported(c.p)
-    if reasons:
-        pytest.skip(f"{backend.name} refuses: {'; '.join(reasons)}")
+    skip_refused(backend, c)
     with poisoned():
         out = backend.forward(c.p, c.t)
         given = OutputGrads.of(c.do, c.dlse)
         grads = backend.backward(c.p, c.t, out, given.do, given.dlse)
     check_form(c, out, grads)
     return accuracy.tensors(out, grads)
+
+
+def skip_refused(backend: Backend, c: Call) -> None:
+    reasons = backend.unsupported(c.p)
+    if reasons:
+        pytest.skip(f"{backend.name} refuses: {'; '.join(reasons)}")
 
 
 def check_form(c: Call, out: Output, grads: Grads) -> None:
@@ -131,6 +135,7 @@ class Contract:
     def output_under(self, mask: tw.Mask) -> Tensor:
         """o of a call without gradients, which the interpreter computes in a fourth of the time."""
         c = self.call(*qkv(batch=1), mask=mask).forward_only()
+        skip_refused(self.backend, c)
         return self.backend.forward(c.p, c.t).o
 
     def of_case(self, case: cases.Case) -> Call:

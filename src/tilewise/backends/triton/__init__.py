@@ -209,7 +209,7 @@ def gathers(problem: Problem) -> bool:
     """Return whether the queries of a call are gathered by the blocks that they select, sooner than their keys would be by query."""
     if not blockwise.sooner(problem, LEAST_PAIRS, VISITED):
         return False
-    return not listed.serves(problem) or blockwise.cost(problem) < LISTED * listed.cost(problem)
+    return not listed.runs(problem) or blockwise.cost(problem) < LISTED * listed.cost(problem)
 
 
 def _told(p: Problem) -> str:

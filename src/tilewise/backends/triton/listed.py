@@ -28,20 +28,25 @@ SHORT, VISITED, VISITED_BLOCKS = 16, 1, 1 / 5
 
 
 def serves(p: Problem) -> bool:
-    """Return whether kernels read the selected keys of a call alone, in whatever time."""
+    """Return whether kernels read the selected keys of a call alone on some GPU, in whatever time."""
     if not listed.asked(p) or p.dtype not in (torch.bfloat16, torch.float16):
         return False
-    if any(n % MULTIPLE for n in (p.head_dim, p.head_dim_v)) or needed(p) > memory_limit(p.device):
+    if any(n % MULTIPLE for n in (p.head_dim, p.head_dim_v)):
         return False
     # dK and dV are added up in any order.
-    latent = p.latent and p.head_dim <= MAX_LATENT_DIM and architecture(p.device) != "sm100"  # where it needs 441 KiB
-    fits = latent or max(p.head_dim, p.head_dim_v) <= 2 * WIDEST
+    fits = max(p.head_dim, p.head_dim_v) <= 2 * WIDEST or (p.latent and p.head_dim <= MAX_LATENT_DIM)
     return fits and not (p.spec.deterministic and p.spec.needs_grad)
+
+
+def runs(p: Problem) -> bool:
+    """Return whether they do so on the call's own device."""
+    beyond = p.latent and is_wide(p) and architecture(p.device) == "sm100"  # where a forward needs 441 KiB
+    return serves(p) and not beyond and SHARED_MEMORY[is_wide(p)] <= memory_limit(p.device)
 
 
 def sooner(p: Problem) -> bool:
     """Return whether that takes less time than to visit the tiles that a tile's queries select together."""
-    if not serves(p):
+    if not runs(p):
         return False
     (places, block), block_q = listed.places_of(p), queries_of_row(p.spec.region.predicate)[0]
     together = min(p.k.shape[0] if p.packed else p.seqlen_k, -(-LINES // block_q) * places)
@@ -78,11 +83,6 @@ def tiles_of(p: Problem, kernel: str) -> Tiles:
     """Return the tiles of a kernel."""
     tiles = TILES[kernel][is_wide(p)]
     return replace(tiles, tile_m=min(tiles.tile_m, width(p.group)))
-
-
-def needed(p: Problem) -> int:
-    """Return the bytes of shared memory that the kernels of a call may need."""
-    return SHARED_MEMORY[is_wide(p)]
 
 
 def is_wide(p: Problem) -> bool:

@@ -168,7 +168,7 @@ def shared_memory(problem: Problem, name: str, tiles: Tiles) -> int:
     if name == "paged":
         return paged_memory(problem, tiles)
     if name.startswith("listed"):
-        return listed.needed(problem)
+        return listed.SHARED_MEMORY[listed.is_wide(problem)]
     return config.needed(problem, name, tiles, PairReads.of(problem).bytes)
 
 

@@ -130,7 +130,8 @@ class ListedCall:
         given = tensors, runtime.opaque(sizes), float(p.softmax_scale), self.facts(tiles, **facts)
         # Memory of ours begins at multiples of 16 bytes, but what a caller gives may not.
         start = self.record or (runtime.start if runtime.aligned(tensors) else runtime.run)
-        start(getattr(kernels, name), ((last - first) * sizes.tiles, 1, 1), tiles, *given)
+        with runtime.on_device(named["q"]):  # Hopper's backward comes here too
+            start(getattr(kernels, name), ((last - first) * sizes.tiles, 1, 1), tiles, *given)
 
     def _rows(self, x: Tensor) -> Tensor:
         """A tensor with the rows of all batch elements one after the other, which begin at multiples of 16 bytes."""

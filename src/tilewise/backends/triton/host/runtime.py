@@ -100,7 +100,7 @@ current = getattr(torch._C, "_cuda_getDevice", lambda: None)  # the number of th
 
 def on_device(x: torch.Tensor):
     """A context with x's GPU as the current one, where Triton launches. It costs nothing if that is so already."""
-    if x.device.type == "cpu" or x.device.index == torch._C._cuda_getDevice():
+    if x.device.type != "cuda" or x.device.index == torch._C._cuda_getDevice():
         return _HERE
     return torch.cuda.device(x.device)
 

@@ -261,6 +261,6 @@ def test_hooks_of_saved_tensors_may_bring_them_in_another_layout():
 
 
 def test_a_step_can_be_differentiated_again():
-    q, k, v = (x.double().requires_grad_() for x in drawn(7))
+    q, k, v = (x[:1, ..., :3].double().requires_grad_() for x in drawn(4))
     for _ in range(2):
-        assert torch.autograd.gradgradcheck(lambda *x: tw.attention(*x, causal=True), (q[:1], k[:1], v[:1]))
+        assert torch.autograd.gradgradcheck(lambda *x: tw.attention(*x, causal=True), (q, k, v))

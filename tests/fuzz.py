@@ -361,7 +361,8 @@ def draw_backend(r: Draw, target: Target, p: Problem):
     if target.backend == "cpu":
         isa = target.isa or r.choice(library.load().isas)
         backend = Cpu(cpu_config(r, isa, p)) if r.likely(0.5) and not p.paged else Cpu(isa=isa)
-    elif target.backend == "triton" and not p.paged:
+    elif target.backend == "triton" and not p.paged and not (p.spec.region.selections and r.likely(0.5)):
+        # Of itself it may read selected keys alone, or by block.
         backend = type(backend)(triton_config(r, backend.config(p), p))
     return backend, threads, f"{backend.config(p)}"
 

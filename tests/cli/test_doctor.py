@@ -3,7 +3,6 @@
 import json
 from importlib import metadata
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -119,7 +118,7 @@ def test_the_home_folder_is_a_tilde(monkeypatch):
 def test_kernels_that_have_never_run_on_such_a_gpu_are_named(capability, says, monkeypatch):
     from tilewise import device as devices
 
-    monkeypatch.setattr(devices, "of", lambda device: SimpleNamespace(capability=capability))
+    monkeypatch.setattr(devices, "of", lambda device: devices.Device("a GPU", "cuda", 1, capability=capability))
     said = doctor._runs("triton", torch.device("cuda"))
     assert ("have never run" in said) == (says != "runs")
     assert says in said

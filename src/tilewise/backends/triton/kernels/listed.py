@@ -27,7 +27,7 @@ from tilewise.backends.triton.kernels.tile import (
     zeros,
 )
 
-AT_ONCE = tl.constexpr(64)  # tiles of a list whose first keys are looked up at once
+AT_ONCE = tl.constexpr(64)  # tiles of a list whose first entries are looked up at once
 
 
 class ListedTensors(NamedTuple):

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
+from bench import cases
 from bench.testing import Call, call, normal
+from tests.backends.contract import agree, of_case
 from tilewise import accuracy
 from tilewise.backends import listed as lists
 from tilewise.backends.hopper import Hopper
@@ -83,6 +85,17 @@ def test_the_kernels_read_the_selected_keys(name, monkeypatch):
     assert not [str(e) for e in errors if not e.ok]
 
 
+def test_the_backend_reads_a_case_of_the_contract_so(monkeypatch):
+    if not triton.interpreting():
+        pytest.skip("kernels are not interpreted (tests/conftest.py)")
+    monkeypatch.setattr(listed, "sooner", listed.serves)  # its few heads do not fill a tile
+    (case,) = (x for x in cases.tagged("contract") if x.name == "contract-selected-mqa-bfloat16-sink")
+    c, by = of_case(case, "cpu"), triton.Triton()
+    assert isinstance(by._plan(c.p), ListedCall)
+    assert "selected keys alone" in by.pieces(c.p)
+    agree(by, c)
+
+
 def hide_unseen(c: Call) -> None:
     """NaN in the first keys, which no call's query sees where their entries are taken out."""
     entries = lists.entries_of(c.p, c.t)
@@ -138,4 +151,6 @@ def test_hopper_trains_latent_attention_over_selected_keys():
 def test_hopper_trains_over_the_selected_keys_of_one_head():
     few, many = problem(16384, 2048), problem(16384, 8192)
     assert isinstance(Hopper()._backward_plan(few), ListedCall)
+    wanted = Hopper().backward_config(few)
+    assert Hopper(backward=wanted).configs(few)[1:] == [wanted]
     assert Hopper().backward_config(many).form == "bits"

@@ -143,7 +143,7 @@ class Hopper(Backend):
 
     def _passes(self, p: Problem) -> tuple[Callable[[Problem], AnyConfig], ...]:
         """What chooses the configs of a problem's passes."""
-        return (self.config, self.backward_config) if p.spec.needs_grad and not _lists(p) else (self.config,)
+        return (self.config, self.backward_config) if p.spec.needs_grad and not _lists(p, self) else (self.config,)
 
     def forward(self, p: Problem, t: Inputs) -> Output:
         return self._plans.of(p).forward(t)
@@ -183,16 +183,15 @@ class Hopper(Backend):
     def _backward_plan(self, p: Problem):
         from tilewise.backends.hopper.host.backward_call import BackwardPlan
 
-        if _lists(p):
+        if _lists(p, self):
             return gradients_of(p)
-
         config = self.backward_config(p)
         return _converted(p, config, self._backward_plans) or BackwardPlan(p, config)
 
 
-def _lists(p: Problem) -> bool:
-    """Whether kernels read the keys alone that each query selected. Their gradients are Triton's."""
-    return selected.asked(p) or listed.serves(p)
+def _lists(p: Problem, hopper: Hopper) -> bool:
+    """Whether kernels read the keys alone that each query selected. Their gradients are Triton's, unless a kernel is wanted."""
+    return hopper.override_backward is None and (selected.asked(p) or listed.serves(p))
 
 
 def _of_kernels(p: Problem, choose: Callable[[Problem], AnyConfig]) -> list[AnyConfig]:
@@ -265,7 +264,7 @@ def _decided(p: Problem, plans: PerProblem, plan: Callable[[Problem], Any], conf
 
 def _decided_backward(p: Problem, hopper: Hopper) -> tuple:
     """The same of a backward."""
-    if _lists(p):
+    if _lists(p, hopper):
         return hopper._backward_plan(p).decided()
     return _decided(p, hopper._backward_plans, hopper._backward_plan, hopper.backward_config(p))
 

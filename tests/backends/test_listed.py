@@ -10,7 +10,7 @@ from torch import Tensor
 
 import tilewise as tw
 from bench import cases
-from bench.testing import Call, call, normal
+from bench.testing import Call, call, normal, paged_call
 from tests.backends.contract import agree, of_case
 from tilewise import accuracy
 from tilewise.backends import listed as lists
@@ -51,6 +51,26 @@ def packed(**options: object) -> Call:
     )
 
 
+def paged(
+    queries: int,
+    pages: int,
+    size: int,
+    heads: tuple[int, int],
+    dim: int,
+    dim_v: int,
+    cu: tuple[int, ...] = (),
+    **options: object,
+) -> Call:
+    """A call over pages in any order, the last ones of nobody, of sequences with the lengths 0 and some."""
+    table = torch.randperm(2 * pages + 2, generator=torch.Generator().manual_seed(6))[: 2 * pages].view(2, pages).int()
+    k, v = (normal(2 * pages + 2, size, heads[1], n, dtype=torch.bfloat16, seed=n) for n in (dim, dim_v))
+    rows = (cu[-1],) if cu else (2, queries)
+    q = normal(*rows, heads[0], dim, dtype=torch.bfloat16)
+    v = k[..., :dim_v] if dim > 256 else v
+    options |= {"cu_seqlens_q": torch.tensor(cu)} if cu else {}
+    return paged_call(q, tw.paged(k, v, table, torch.tensor([pages * size - 5, 7], dtype=torch.int32)), **options)
+
+
 CASES = {
     "causal": lambda: call(*tensors(5, 90, (4, 1), 16, 24), mask=tw.causal() & tw.selected(drawn(1, 1, 5, 70, last=90))),
     "of-each-head": lambda: call(
@@ -66,6 +86,11 @@ CASES = {
     "none": lambda: call(*tensors(4, 30, (2, 1), 16, 16), mask=tw.selected(torch.full((1, 1, 4, 3), -1)), sink=normal(2)),
     "packed": lambda: packed(mask=tw.causal() & tw.selected(drawn(3, 1, 5, 9, last=49)), sink=normal(4, seed=8)),
     "wide": lambda: call(*tensors(5, 60, (4, 2), 136, 24), mask=tw.causal() & tw.selected(drawn(1, 2, 5, 9, last=60))),
+    "pages": lambda: paged(3, 6, 16, (4, 2), 16, 24, mask=tw.causal() & tw.selected(drawn(2, 2, 3, 30, last=90)), sink=normal(4, seed=8)),
+    "packed-pages": lambda: paged(
+        3, 6, 16, (4, 1), 16, 16, cu=(0, 2, 5), mask=tw.causal() & tw.selected(drawn(2, 1, 3, 9, last=12), 8)
+    ),
+    "latent-pages": lambda: paged(1, 5, 16, (20, 1), 576, 512, mask=tw.selected(drawn(2, 1, 1, 40, last=70))),
     "latent": lambda: latent(3, 70, 20, mask=tw.causal() & tw.selected(drawn(1, 1, 3, 40, last=70))),
 }  # fmt: skip
 
@@ -79,9 +104,11 @@ def test_the_kernels_read_the_selected_keys(name, monkeypatch):
     c = CASES["wide" if name == "in-parts" else name]()
     assert listed.serves(c.p)
     by = ListedCall(c.p)
-    hide_unseen(c)
+    if not c.p.paged:
+        hide_unseen(c)
     out = by.forward(c.t)
-    errors = c.expected().judge(accuracy.tensors(out, by.backward(c.t, out, c.do, c.dlse)))
+    grads = by.backward(c.t, out, c.do, c.dlse) if c.p.spec.needs_grad else None
+    errors = c.expected().judge(accuracy.tensors(out, grads))
     assert not [str(e) for e in errors if not e.ok]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from tilewise import expr
 from tilewise.backends.base import Inputs
@@ -27,7 +28,7 @@ def asked(p: Problem) -> bool:
     """Return whether a call has a list of keys for each query, and nothing for which a kernel would have to know a key's place in the
     sequence."""
     spec = p.spec
-    others = spec.score is not None or spec.dropout_p or spec.mapped or spec.max_logit or spec.everywhere or p.paged
+    others = spec.score is not None or spec.dropout_p or spec.mapped or spec.max_logit or spec.everywhere or p.quantised
     return not others and bool(spec.region.selections) and not mask_reasons(p)
 
 
@@ -51,21 +52,29 @@ def entries_of(p: Problem, t: Inputs) -> Tensor:
 def lines(p: Problem, t: Inputs) -> Tensor:
     """Return a line for each row of q and key head, int32 ``(rows, heads_k, 4)``.
 
-    A line is the row of k of its sequence's key 0, the number of its list, and ``(lo, hi)``, the keys among which the query sees those of
-    its list. ``hi`` is -1 past the last sequence.
+    A line is the row of k of its sequence's key 0, in pages the place of its first page in the table, the number of its list, and
+    ``(lo, hi)``, the keys among which the query sees those of its list. ``hi`` is -1 past the last sequence.
     """
-    spec, shape = p.spec, p.q.shape
+    spec = p.spec
     selection, row = spec.region.predicate, torch.arange(rows_of(p), device=t.q.device).unsqueeze(1)
+    b, i, queries, real = (
+        row // p.seqlen_q,
+        row % p.seqlen_q,
+        torch.full_like(row, p.seqlen_q),
+        torch.ones_like(row) > 0,
+    )
     if p.packed:
-        cu_q, cu_k = t.cu_seqlens_q.long(), t.cu_seqlens_k.long()
+        cu_q = t.cu_seqlens_q.long()
         b = torch.searchsorted(cu_q[1:].contiguous(), row, right=True)
         # Those past the last sequence are of one more, without keys.
-        queries, keys = (torch.nn.functional.pad(cu.diff(), (0, 1))[b] for cu in (cu_q, cu_k))
-        i, origin, real = row - cu_q[b], cu_k[b], b < p.batch
+        i, queries, real = row - cu_q[b], pad(cu_q.diff(), (0, 1))[b], b < p.batch
+    if p.paged:
+        keys, origin = pad(t.seqlens_k.long().clamp(0, p.capacity), (0, 1))[b], b * t.block_table.shape[1]
+    elif p.packed:
+        cu_k = t.cu_seqlens_k.long()
+        keys, origin = pad(cu_k.diff(), (0, 1))[b], cu_k[b]
     else:
-        queries, keys = (torch.full_like(row, n) for n in (p.seqlen_q, p.seqlen_k))
-        b, i = row // shape[1], row % shape[1]
-        origin, real = b * p.seqlen_k, torch.ones_like(row, dtype=torch.bool)
+        keys, origin = torch.full_like(row, p.seqlen_k), b * p.seqlen_k
     heads = torch.arange(0, p.heads_q, p.group, device=row.device)
     env = {"b": b, "h": heads, "i": i, "off": keys - queries, "seqlen_q": queries, "seqlen_k": keys}
     lo, hi = spec.region.lo, spec.region.hi

@@ -33,6 +33,8 @@ def serves(p: Problem) -> bool:
         return False
     if any(n % MULTIPLE for n in (p.head_dim, p.head_dim_v)):
         return False
+    if p.paged and any(x.stride[0] != p.page_size * x.stride[1] or x.stride[1] % MULTIPLE for x in (p.k, p.v)):
+        return False  # a pool would be copied
     # dK and dV are added up in any order.
     fits = max(p.head_dim, p.head_dim_v) <= 2 * WIDEST or (p.latent and p.head_dim <= MAX_LATENT_DIM)
     return fits and not (p.spec.deterministic and p.spec.needs_grad)
@@ -49,7 +51,7 @@ def sooner(p: Problem) -> bool:
     if not runs(p):
         return False
     (places, block), block_q = listed.places_of(p), queries_of_row(p.spec.region.predicate)[0]
-    together = min(p.k.shape[0] if p.packed else p.seqlen_k, -(-LINES // block_q) * places)
+    together = min(p.k.shape[0] if p.packed and not p.paged else p.seqlen_k, -(-LINES // block_q) * places)
     visited = VISITED if block < SHORT else VISITED_BLOCKS
     return block_q < LINES and cost(p) <= visited * together
 

@@ -18,7 +18,7 @@ WHOLE = 64  # keys of a block, of which tiles with a bit for each pair hold noth
 def serves(problem: Problem) -> bool:
     """Whether a forward gathers the selected keys of one key head, and a call takes less time than tiles with a bit for each pair would."""
     spec, dims = problem.spec, (problem.head_dim, problem.head_dim_v)
-    if not listed.asked(problem) or problem.heads_k != 1 or problem.softmax_scale <= 0:
+    if not listed.asked(problem) or problem.paged or problem.heads_k != 1 or problem.softmax_scale <= 0:
         return False
     if str(problem.dtype) not in DTYPES or max(dims) > WIDEST or any(n % MULTIPLE for n in dims):
         return False

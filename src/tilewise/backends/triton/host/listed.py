@@ -55,6 +55,7 @@ class ListedCall:
             head_dim_v=p.head_dim_v,
             align=MULTIPLE,
             latent=p.latent,
+            page_size=p.page_size if p.paged else 0,
             natural=False,
             ordered=False,
             terms=1,
@@ -109,7 +110,8 @@ class ListedCall:
         """The tensors that all kernels read."""
         p, q, k = self.problem, self._rows(inputs.q), self._rows(inputs.k)
         v = k[..., : p.head_dim_v] if p.latent else self._rows(inputs.v)
-        return {"q": q, "k": k, "v": v, "entries": listed.entries_of(p, inputs), "lines": listed.lines(p, inputs)}
+        found = {"q": q, "k": k, "v": v, "entries": listed.entries_of(p, inputs), "lines": listed.lines(p, inputs)}
+        return found | ({"table": inputs.block_table.contiguous()} if p.paged else {})
 
     def _launch(self, name: str, named: dict[str, Tensor | None], lines: Span, **facts: object) -> None:
         """Launches a kernel for some of all queries and key heads."""
@@ -124,6 +126,7 @@ class ListedCall:
             entries=named["entries"].shape[-1],
             block=listed.places_of(p)[1],
             places=self._places,
+            pages=p.k.shape[0],
             **{x: tuple(n // MULTIPLE for n in named[x].stride()[:2]) for x in "qkv"},
         )
         tensors = kernels.ListedTensors(**named)
@@ -134,7 +137,7 @@ class ListedCall:
             start(getattr(kernels, name), ((last - first) * sizes.tiles, 1, 1), tiles, *given)
 
     def _rows(self, x: Tensor) -> Tensor:
-        """A tensor with the rows of all batch elements one after the other, which begin at multiples of 16 bytes."""
-        x = x if self.problem.packed else x.flatten(0, 1)
+        """A tensor with the rows of all batch elements, or pages, one after the other, which begin at multiples of 16 bytes."""
+        x = x if x.ndim == 3 else x.flatten(0, 1)
         served = x.stride(-1) == 1 and not any(n % MULTIPLE for n in x.stride()[:2]) and x.data_ptr() % 16 == 0
         return x if served else x.contiguous()

@@ -34,11 +34,12 @@ class ListedTensors(NamedTuple):
     """The pointers of a launch; None where a kernel has no use for one.
 
     Attributes:
-        q, k, v: rows (token, head, column) with the strides of :class:`ListedSizes`. o, do, dq: as q, contiguous.
+        q, k, v: rows (token, head, column) with the strides of :class:`ListedSizes`; k and v in pages have those of all pages.
+        o, do, dq: as q, contiguous.
         dk, dv: fp32 (key, key head, column), contiguous, zeros before.
         ds: (query and key head of this launch, query head of the key head, place), rows of whole tiles, times the scale.
         lse, dlse, delta: fp32 (batch, query head, query), packed (query head, token).
-        sink: (query heads,).
+        sink: (query heads,). table: the pages of all sequences, one behind the other, or None.
         entries: int32 (list, entry), each list in order. lines: int32 (query, key head, 4), as :func:`tilewise.backends.listed.lines`.
     """
 
@@ -50,6 +51,7 @@ class ListedTensors(NamedTuple):
     o: Any
     lse: Any
     sink: Any = None
+    table: Any = None
     do: Any = None
     dlse: Any = None
     delta: Any = None
@@ -65,7 +67,7 @@ class ListedSizes(NamedTuple):
     Attributes:
         first: the first query and key head of this launch.
         group: query heads of a key head. tiles: of their rows. queries: of a head in lse. entries: of a list. block: keys of an entry.
-        places: of a row of ds.
+        places: of a row of ds. pages: of k and v.
         q, k, v: ``(row, head)`` strides in units of ``FACTS.align`` elements.
     """
 
@@ -77,6 +79,7 @@ class ListedSizes(NamedTuple):
     entries: int
     block: int
     places: int
+    pages: int
     q: tuple
     k: tuple
     v: tuple
@@ -88,7 +91,8 @@ class List(NamedTuple):
     Attributes:
         number: of the query and key head in this launch. row: the query among all rows of q. head: its key head.
         first: the first of its query heads in this tile. left: how many there are.
-        origin: the row of k of key 0. at: a pointer to its entries, of which there are ``entries`` with ``block`` keys each.
+        origin: the row of k of key 0, or the place of its page in the table.
+        at: a pointer to its entries, of which there are ``entries`` with ``block`` keys each.
         lo, hi: it sees the keys ``lo <= j < hi`` of its list; ``hi`` is -1 in rows of q past the last sequence.
     """
 
@@ -162,11 +166,18 @@ def tiles_of(line, FACTS: tl.constexpr):
 
 
 @triton.jit
-def seen_keys(t, line, FACTS: tl.constexpr):
+def seen_keys(t, line, tensors, sizes, FACTS: tl.constexpr):
     """``(row of k, seen)`` of each place of a tile: int64 and bool (tile_n,)."""
     key, first = keys_at(t * FACTS.tile_n + tl.arange(0, FACTS.tile_n), line)
     seen = first & (key >= line.lo) & (key < line.hi)
-    return tl.cast(line.origin + tl.where(seen, key, 0), tl.int64), seen
+    key = tl.where(seen, key, 0)
+    if FACTS.page_size:
+        # A number outside the pool becomes one inside.
+        page = tl.load(tensors.table + line.origin + key // FACTS.page_size, mask=seen, other=0).to(tl.int64)
+        page = tl.minimum(tl.maximum(page, 0), plain(sizes.pages) - 1)
+        return page * FACTS.page_size + key % FACTS.page_size, seen
+    else:
+        return tl.cast(line.origin + key, tl.int64), seen
 
 
 @triton.jit
@@ -240,10 +251,10 @@ def listed_forward_kernel(tensors, sizes, scale, FACTS: tl.constexpr):
     l = tl.full([FACTS.tile_m], 0.0, tl.float32)
     acc = zeros(FACTS.tile_m, True, FACTS)
     first, last = tiles_of(line, FACTS)
-    rows, seen = seen_keys(first, line, FACTS)
+    rows, seen = seen_keys(first, line, tensors, sizes, FACTS)
     for t in tl.range(first, last, disable_licm=True):
         # Keys are looked up an iteration ahead: in the iteration that waits for them they would take a stage of its loads.
-        next_rows, next_seen = seen_keys(t + 1, line, FACTS)
+        next_rows, next_seen = seen_keys(t + 1, line, tensors, sizes, FACTS)
         k = load_listed(tensors.k, sizes.k, rows, seen, line.head, False, FACTS)
         v = values_of(tensors, sizes, k, rows, seen, line.head, FACTS)
         s = tl.where(seen[None, :], dot_transposed(q, k, FACTS) * (scale * LOG2E), float("-inf"))
@@ -302,10 +313,10 @@ def listed_backward_kernel(tensors, sizes, scale, FACTS: tl.constexpr):
         dq = zeros(FACTS.tile_m, False, FACTS)
     first, last = tiles_of(line, FACTS)
     heads = plain(sizes.heads_k)
-    rows, seen = seen_keys(first, line, FACTS)
+    rows, seen = seen_keys(first, line, tensors, sizes, FACTS)
     # Descriptors of Q and dO, which the compiler would move out of the loop, take more registers than there are.
     for t in tl.range(first, last, disable_licm=True):
-        next_rows, next_seen = seen_keys(t + 1, line, FACTS)
+        next_rows, next_seen = seen_keys(t + 1, line, tensors, sizes, FACTS)
         k = load_listed(tensors.k, sizes.k, rows, seen, line.head, False, FACTS)
         v = values_of(tensors, sizes, k, rows, seen, line.head, FACTS)
         s = dot_transposed(q, k, FACTS) * (scale * LOG2E)
@@ -335,9 +346,9 @@ def listed_dq_kernel(tensors, sizes, scale, FACTS: tl.constexpr):
     ok = tl.arange(0, FACTS.tile_m) < line.left
     dq = zeros(FACTS.tile_m, False, FACTS)
     first, last = tiles_of(line, FACTS)
-    rows, seen = seen_keys(first, line, FACTS)
+    rows, seen = seen_keys(first, line, tensors, sizes, FACTS)
     for t in tl.range(first, last, disable_licm=True):
-        next_rows, next_seen = seen_keys(t + 1, line, FACTS)
+        next_rows, next_seen = seen_keys(t + 1, line, tensors, sizes, FACTS)
         ds = tl.load(tensors.ds + places_of_ds(t, line, sizes, FACTS), mask=ok[:, None] & seen[None, :], other=0.0)
         k = load_listed(tensors.k, sizes.k, rows, seen, line.head, False, FACTS)
         dq = accumulate(ds, k, dq, FACTS)

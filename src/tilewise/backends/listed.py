@@ -3,12 +3,16 @@ heads of a key head together, which are the rows of a tile."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from tilewise import expr
 from tilewise.backends.base import Inputs
+from tilewise.planning import planner
+from tilewise.planning.planner import Kind, Making, Sequences
 from tilewise.problem import Problem
 from tilewise.selections import keys_of_entry
 
@@ -37,6 +41,16 @@ def rows_of(p: Problem) -> int:
     return p.seqlen_q * (1 if p.packed else p.batch)
 
 
+def rows_of_keys(p: Problem) -> int:
+    """Return the rows of k."""
+    return p.k.shape[0] if len(p.k.shape) == 3 else p.k.shape[0] * p.k.shape[1]
+
+
+def pool_is_rows(p: Problem) -> bool:
+    """Return whether keys lie in no pages, or these one behind the other: a pool is not copied."""
+    return not p.paged or all(x.stride[0] == p.page_size * x.stride[1] for x in (p.k, p.v))
+
+
 def places_of(p: Problem) -> tuple[int, int]:
     """Return how many keys a list may name, and how many an entry of it does."""
     selection = p.spec.region.predicate
@@ -46,44 +60,56 @@ def places_of(p: Problem) -> tuple[int, int]:
 
 def entries_of(p: Problem, t: Inputs) -> Tensor:
     """Return all lists: int32 ``(list, entry)``."""
-    return t.leaves[p.spec.region.predicate.args[0][1]].flatten(0, 2)
+    return t.leaves[p.spec.region.predicate.args[0][1]].flatten(0, 2).contiguous()
 
 
-def lines(p: Problem, t: Inputs) -> Tensor:
-    """Return a line for each row of q and key head, int32 ``(rows, heads_k, 4)``.
+def read_slots(p: Problem) -> tuple[int, ...]:
+    """Return the slots of the tensors of which lines are made: those of the mask, and those that say where sequences begin and end."""
+    return (*p.spec.mask_slots, *p.spec.cu_slots, *p.spec.page_slots[1:])
 
-    A line is the row of k of its sequence's key 0, in pages the place of its first page in the table, the number of its list, and
-    ``(lo, hi)``, the keys among which the query sees those of its list. ``hi`` is -1 past the last sequence.
+
+def lines(p: Problem) -> Making:
+    """Return what makes a line for each row of q and key head of a call's extras, int32 ``(rows, heads_k, 4)``.
+
+    A line is the row of k of its sequence's key 0, in pages the number of its sequence, the number of its list, and ``(lo, hi)``, the keys
+    among which the query sees those of its list. ``hi`` is -1 past the last sequence.
     """
-    spec = p.spec
-    selection, row = spec.region.predicate, torch.arange(rows_of(p), device=t.q.device).unsqueeze(1)
-    b, i, queries, real = (
-        row // p.seqlen_q,
-        row % p.seqlen_q,
-        torch.full_like(row, p.seqlen_q),
-        torch.ones_like(row) > 0,
-    )
+    cu, pages = p.spec.cu_slots, p.spec.page_slots
+    slots = dict(zip(("cu_q", "cu_k"), cu, strict=False)) | ({"lengths": pages[1]} if pages else {})
+    kind, short = Kind.of_problem(p), [p.extras[n] for n in slots.values()]
+    kernels = planner.of_kind(kind)
+    if kernels is None or any(x.dtype != torch.int32 or x.stride != (1,) for x in short):
+        return lambda extras, device: _lines(p, extras)
+    return kernels.list_lines(kind, Sequences(rows_of(p), p.group, **slots))
+
+
+def _lines(p: Problem, extras: Sequence[Tensor]) -> Tensor:
+    """The lines by PyTorch's operations."""
+    spec, device = p.spec, p.device
+    selection, row = spec.region.predicate, torch.arange(rows_of(p), device=device).unsqueeze(1)
+    b, i = row // p.seqlen_q, row % p.seqlen_q
+    queries, real = torch.full_like(row, p.seqlen_q), torch.ones_like(row, dtype=torch.bool)
     if p.packed:
-        cu_q = t.cu_seqlens_q.long()
+        cu_q = extras[spec.cu_slots[0]].long()
         b = torch.searchsorted(cu_q[1:].contiguous(), row, right=True)
         # Those past the last sequence are of one more, without keys.
         i, queries, real = row - cu_q[b], pad(cu_q.diff(), (0, 1))[b], b < p.batch
     if p.paged:
-        keys, origin = pad(t.seqlens_k.long().clamp(0, p.capacity), (0, 1))[b], b * t.block_table.shape[1]
+        keys, origin = pad(extras[spec.page_slots[1]].long().clamp(0, p.capacity), (0, 1))[b], b.clamp(max=p.batch - 1)
     elif p.packed:
-        cu_k = t.cu_seqlens_k.long()
+        cu_k = extras[spec.cu_slots[1]].long()
         keys, origin = pad(cu_k.diff(), (0, 1))[b], cu_k[b]
     else:
         keys, origin = torch.full_like(row, p.seqlen_k), b * p.seqlen_k
-    heads = torch.arange(0, p.heads_q, p.group, device=row.device)
+    heads = torch.arange(0, p.heads_q, p.group, device=device)
     env = {"b": b, "h": heads, "i": i, "off": keys - queries, "seqlen_q": queries, "seqlen_k": keys}
     lo, hi = spec.region.lo, spec.region.hi
     wanted = [*expr.indices(selection), *(e for e in (lo, hi) if e is not None)]
-    zero = torch.zeros(len(row), len(heads), dtype=torch.int64, device=row.device)
-    found = [zero + x for x in expr.evaluate(wanted, env, t.leaves, spec.region.compared_in(t.leaves))]
+    zero = torch.zeros(len(row), len(heads), dtype=torch.int64, device=device)
+    found = [zero + x for x in expr.evaluate(wanted, env, extras, spec.region.compared_in(extras))]
     *at, lo, hi = [*found[:3], zero if lo is None else found[3], keys if hi is None else found[-1]]
     place = zero
-    for index, size in zip(at, t.leaves[selection.args[0][1]].shape, strict=False):
+    for index, size in zip(at, p.extras[selection.args[0][1]].shape, strict=False):
         place = place * size + index.clamp(0, size - 1)
     hi = torch.where(real, torch.minimum(hi, keys).clamp(min=0), -1)
     return torch.stack([x.expand_as(zero) for x in (origin, place, lo.clamp(min=0).minimum(keys), hi)], dim=2).int()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -14,6 +15,7 @@ from tilewise.masks import Region
 if TYPE_CHECKING:
     from tilewise.planning.bit_tiles import Layout, Sections
     from tilewise.planning.tiles import Grid
+    from tilewise.problem import Problem
 
 
 class Kind(NamedTuple):
@@ -30,6 +32,29 @@ class Kind(NamedTuple):
     def of(cls, grid: Grid) -> Kind:
         leaves = tuple([(x.shape, x.stride(), x.dtype) for x in grid.leaves])
         return cls(grid.region, leaves, len(grid.b), len(grid.h), (grid.seqlen_q, grid.keys), grid.b.device)
+
+    @classmethod
+    def of_problem(cls, p: Problem) -> Kind:
+        """All of a problem's mask; kernels judge all tiles in one launch, so that none are prepared."""
+        leaves = tuple((x.shape, x.stride, x.dtype) for x in p.extras)
+        region = replace(p.spec.region, prepared=None) if p.spec.region.prepared else p.spec.region
+        return cls(region, leaves, p.batch, p.heads_q, (p.seqlen_q, p.seqlen_k), p.device)
+
+
+class Sequences(NamedTuple):
+    """What else decides the lines of lists (:func:`tilewise.backends.listed.lines`).
+
+    Attributes:
+        rows: of q, those of all sequences. group: query heads of a key head.
+        cu_q, cu_k, lengths: the slots of the tensors, int32 and contiguous, that say where packed sequences begin, and how many keys those
+            in pages have; None: there is none.
+    """
+
+    rows: int
+    group: int
+    cu_q: int | None = None
+    cu_k: int | None = None
+    lengths: int | None = None
 
 
 Making = Callable[[Sequence[Tensor], torch.device], Tensor]
@@ -81,6 +106,10 @@ class Planner(Protocol):
     def own_keys(self, kind: Kind, page_rows: int) -> Making:
         """Return what makes the keys that the first query of each batch element sees: int32 ``(2, batch)``, the number of the first one's
         row, where those of two elements are ``page_rows`` apart, and how many there are."""
+        ...
+
+    def list_lines(self, kind: Kind, sequences: Sequences) -> Making:
+        """Return what makes the lines of lists: int32 ``(rows, heads_k, 4)``."""
         ...
 
 

@@ -182,12 +182,12 @@ def run(
     ``extra`` and ``numbers`` are those of the launch, without states and scales; ``scales`` those of a cache of e4m3 numbers, or empty.
     """
     latent = load_kernel(pool)
-    lo, hi, tiles, splits, least, num_pages, sinks, even, scale2, *block = numbers
+    lo, hi, tiles, splits, least, sinks, even, scale2, num_pages, *of_lists = numbers
     (_, rows, heads, _), heads_k = q.shape, pool.shape[2]
     o, lse = np.full((1, rows, heads, 512), np.nan, np.float32), np.full((1, heads, rows), np.nan, np.float32)
-    names = ("entries", "tokens") if config.selected else ("cu_q", "seqlens_k", "block_table")
+    names = ("entries", "tokens", "block_table") if config.selected else ("cu_q", "seqlens_k", "block_table")
     named = dict(zip(names, map(Global, extra), strict=True))
-    named |= dict(zip(("block",), block, strict=False))
+    named |= dict(zip(("block", "page_rows"), of_lists, strict=False))
     if config.split:
         states = (splits // PAIR, 1, heads, rows)
         named |= {

@@ -45,7 +45,7 @@ def emulate(c: Call, splits: int, least: int = 1) -> Output:
         "splits": splits,
         "least": least,
     }
-    numbers = [given[name] for name in names_of(plan.config.parameters[-1])]
+    numbers = [given[name] for name in (*names_of(plan.config.parameters[-1]), "num_pages")]
     q = c.t.q if c.p.packed else c.t.q.flatten(0, 1)
     sink = torch.full((c.p.heads_q,), torch.nan) if c.t.sink is None else c.t.sink.float()
     extra = tuple(x.numpy() for x in (plan.starts(c.t), c.t.seqlens_k, c.t.block_table))
@@ -57,15 +57,15 @@ def emulate(c: Call, splits: int, least: int = 1) -> Output:
 
 
 def emulate_selected(c: Call, splits: int, plan: SelectedPlan) -> Output:
-    given = plan.numbers | {"num_pages": 0, "splits": splits, "least": 1}
-    q, k = (x if c.p.packed else x.flatten(0, 1) for x in (c.t.q, c.t.k))
+    given = plan.numbers | {"splits": splits, "least": 1}
+    q, k = (x if x.ndim == 3 else x.flatten(0, 1) for x in (c.t.q, c.t.k))
     tensors = plan.tensors(c.t)
+    extra = [tensors["entries"], tensors["tokens"].flatten(0, 1), tensors["block_table"]]
+    extra[-1] = extra[1] if extra[-1] is None else extra[-1]
     sink = torch.full((c.p.heads_q,), torch.nan) if c.t.sink is None else c.t.sink.float()
-    numbers = [given[name] for name in (*names_of(plan.config.parameters[-1]), "block")]
+    numbers = [given[x] for x in (*names_of(plan.config.parameters[-1]), "num_pages", "block", "page_rows")]
     arrays = (x.float().numpy() for x in (q[None], k.unsqueeze(1), sink))
-    o, lse = emulated_latent.run(
-        plan.config, *arrays, tuple(tensors[name].numpy() for name in ("entries", "tokens")), numbers, ()
-    )
+    o, lse = emulated_latent.run(plan.config, *arrays, tuple(x.numpy() for x in extra), numbers, ())
     o, lse = (torch.from_numpy(np.array(x[0])) for x in (o, lse))
     return in_layout_of(c.p, Output(o.to(c.p.dtype), lse))
 
@@ -144,7 +144,27 @@ def latent_call(
     return c
 
 
+def over_pages(
+    queries: int, lengths: tuple[int, ...], entries: int, size: int, block: int = 1, heads: int = 6, cu=(), **options
+) -> Call:
+    """A call over pages in any order, with NaN in those of nobody."""
+    generator, pages = torch.Generator().manual_seed(5), -(-max(lengths) // size)
+    table = torch.randperm(len(lengths) * pages + 2, generator=generator)
+    used, spare = table[:-2].view(len(lengths), pages).int(), table[-2:]
+    k = torch.randn(len(table), size, 1, 576, generator=generator).bfloat16()
+    k[spare] = torch.nan
+    indices = torch.randint(-1, -(-max(lengths) // block), (len(lengths), 1, queries, entries), generator=generator)
+    rows = (cu[-1],) if cu else (len(lengths), queries)
+    options |= {"cu_seqlens_q": torch.tensor(cu)} if cu else {}
+    q = torch.randn(*rows, heads, 576, generator=generator).bfloat16()
+    cache = tw.paged(k, k[..., :512], used, torch.tensor(lengths, dtype=torch.int32))
+    return paged_call(q, cache, mask=tw.selected(indices, block), **options)
+
+
 SELECTED = {
+    "pages": (lambda: over_pages(1, (300, 0, 70), 130, 16, sink=normal(6, seed=3)), 1),
+    "pages-splits": (lambda: over_pages(2, (300, 129), 200, 48, heads=66, causal=True), 4),
+    "packed-pages": (lambda: over_pages(4, (130, 1, 290), 20, 7, 8, cu=(0, 3, 3, 7), causal=True), 2),
     "causal": (lambda: latent_call(5, 300, 130, causal=True), 1),
     "blocks-sink": (lambda: latent_call(3, 330, 3, 64, 66, sink=normal(66, seed=3), causal=True), 1),
     "window": (lambda: latent_call(6, 300, 200, batch=2, mask=tw.window(70, 0)), 1),

@@ -17,6 +17,7 @@ from tilewise.backends.hopper.forward import config as forward_config
 from tilewise.backends.hopper.host import masks
 from tilewise.backends.hopper.host.padded_call import PaddedPlan
 from tilewise.backends.portable import Portable
+from tilewise.planning.planner import Kind
 from tilewise.problem import Problem
 
 LENGTHS, STARTS = torch.tensor([5, 0, 17, 29]), torch.tensor([1, 0, 3, 9])
@@ -87,7 +88,7 @@ def test_a_kernel_makes_what_other_operations_make(of, name):
     )
     p, extras = padded_call(PADDED[name]).p, PADDED[name].leaves
     size, other = (padding.parts(p), padding.starts) if of == "starts" else (24, masks.own_keys)
-    making = getattr(tile_map, of)(masks.kind_of(p), size)
+    making = getattr(tile_map, of)(Kind.of_problem(p), size)
     expected = other(p, extras, size)
     assert expected.unique().numel() > 4
     assert torch.equal(making(extras, p.device), expected)
@@ -102,7 +103,7 @@ def test_a_kept_launch_gets_the_addresses_of_what_its_first_one_got(monkeypatch)
 
     lengths, seen = torch.arange(9), []
     p = padded_call(tw.key_lengths(lengths[:4])).p
-    making = tile_map.starts(masks.kind_of(p), 2)
+    making = tile_map.starts(Kind.of_problem(p), 2)
     monkeypatch.setattr(
         runtime, "start", lambda kernel, grid, tiles, tensors, *rest: seen.append(tensors) or "compiled"
     )

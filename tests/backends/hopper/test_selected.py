@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tilewise as tw
-from bench.testing import Call, call, normal
+from bench.testing import Call, call, normal, paged_call
 from tests.backends.hopper import emulated
 from tilewise import accuracy
 from tilewise.backends.hopper import Hopper
@@ -39,7 +39,21 @@ def mqa_call(
     return c
 
 
+def over_pages(queries: int, size: int, entries: int, **options) -> Call:
+    """The same over pages in any order, of sequences with 600, no and 90 keys."""
+    generator, pages = torch.Generator().manual_seed(5), -(-600 // size)
+    table = torch.randperm(3 * pages, generator=generator).view(3, pages).int()
+    q, k, v = (
+        torch.randn(*n, 64, generator=generator).bfloat16() for n in ((3, queries, 70), *[(3 * pages, size, 1)] * 2)
+    )
+    indices = torch.randint(-1, 600, (3, 1, queries, entries), generator=generator)
+    cache = tw.paged(k, v, table, torch.tensor([600, 0, 90], dtype=torch.int32))
+    return paged_call(q, cache, mask=tw.selected(indices), **options)
+
+
 CASES = {
+    "pages": lambda: over_pages(1, 16, 130),
+    "pages-causal": lambda: over_pages(3, 50, 200, causal=True, sink=normal(70, seed=3)),
     "causal": lambda: mqa_call(5, 600, 130, causal=True),
     "128-fp16": lambda: mqa_call(3, 600, 150, dim=128, heads=66, causal=True, dtype=torch.float16),
     "64-heads": lambda: mqa_call(3, 600, 130, heads=40, causal=True),
@@ -60,8 +74,13 @@ def test_the_source_gathers_the_keys_of_one_head(name):
     plan = Hopper()._plan(c.p)
     assert type(plan) is ListedPlan
     tensors = plan.tensors(c.t)
-    q, k, v = (x if c.p.packed else x.flatten(0, 1) for x in (c.t.q, c.t.k, c.t.v))
-    given = plan.numbers | {x: tensors[x].numpy() for x in ("entries", "tokens")} | {"ctas": 2}
+    q, k, v = (x if x.ndim == 3 else x.flatten(0, 1) for x in (c.t.q, c.t.k, c.t.v))
+    named = {
+        "entries": tensors["entries"],
+        "tokens": tensors["tokens"].flatten(0, 1),
+        "block_table": tensors["block_table"],
+    }
+    given = plan.numbers | {name: x.numpy() for name, x in named.items() if x is not None} | {"ctas": 2}
     sink = np.full(c.p.heads_q, np.nan, np.float32) if c.t.sink is None else c.t.sink.float().numpy()
     arrays = (x.float().numpy() for x in (q.unsqueeze(2), k.unsqueeze(0), v.unsqueeze(0)))
     o, lse = map(torch.from_numpy, emulated.run(plan.config, *arrays, sink, given))

@@ -134,10 +134,11 @@ SEEN = numbers("first", "last")  # keys before `first` or from `last` on are mas
 QUEUE = Parameter("queue", INT32, (1,))  # how many tiles were taken after each CTA's first
 LENGTHS = Parameter("seqlens_k", INT32, (ANY,), 0)  # keys of each sequence in pages
 PAGES = Parameter("block_table", INT32, (ANY, ANY), 0)  # (sequence, page of the sequence): pages of the pool
-# Of lists of selected keys: (list, entry), the blocks of keys in order; (row of q, 4), a kit.lists.QueryList each; keys of a block.
-LISTS = Parameter("entries", INT32, (ANY, ANY)), Parameter("tokens", INT32, (ANY, 4)), Parameter("block")
 # Pages of the pool, and rows from the beginning of a page to that of the next, in K and in V.
 POOL = numbers("num_pages", "page_rows")
+# Of lists of selected keys: (list, entry), the blocks of keys in order; (row of q, 4), a kit.lists.QueryList each; keys of a block. Keys
+# that lie in no pages have 0 rows of a page.
+LISTS = Parameter("entries", INT32, (ANY, ANY)), Parameter("tokens", INT32, (ANY, 4)), PAGES, Parameter("block"), *POOL
 # Of a launch that has some of the keys: not 0 where earlier keys have left sums of dQ, and where later ones follow.
 PORTION = numbers("resumes", "suspends")
 # How CTAs share key tiles (tilewise.backends.hopper.backward.parts.Division).

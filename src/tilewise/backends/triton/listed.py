@@ -33,7 +33,7 @@ def serves(p: Problem) -> bool:
         return False
     if any(n % MULTIPLE for n in (p.head_dim, p.head_dim_v)):
         return False
-    if p.paged and any(x.stride[0] != p.page_size * x.stride[1] or x.stride[1] % MULTIPLE for x in (p.k, p.v)):
+    if not listed.pool_is_rows(p) or (p.paged and any(x.stride[1] % MULTIPLE for x in (p.k, p.v))):
         return False  # a pool would be copied
     # dK and dV are added up in any order.
     fits = max(p.head_dim, p.head_dim_v) <= 2 * WIDEST or (p.latent and p.head_dim <= MAX_LATENT_DIM)

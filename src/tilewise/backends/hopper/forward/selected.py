@@ -18,14 +18,19 @@ WHOLE = 64  # keys of a block, of which tiles with a bit for each pair hold noth
 def serves(problem: Problem) -> bool:
     """Whether a forward gathers the selected keys of one key head, and a call takes less time than tiles with a bit for each pair would."""
     spec, dims = problem.spec, (problem.head_dim, problem.head_dim_v)
-    if not listed.asked(problem) or problem.paged or problem.heads_k != 1 or problem.softmax_scale <= 0:
+    if (
+        not listed.asked(problem)
+        or not listed.pool_is_rows(problem)
+        or problem.heads_k != 1
+        or problem.softmax_scale <= 0
+    ):
         return False
     if str(problem.dtype) not in DTYPES or max(dims) > WIDEST or any(n % MULTIPLE for n in dims):
         return False
     if spec.needs_grad and not has_gradients(problem):
         return False
-    keys = problem.k.shape[0] * (1 if problem.packed else problem.seqlen_k)
-    return max(keys, rows_of(problem)) < LONG and (problem.packed or _is_sooner(problem))
+    anyhow = problem.packed or problem.paged  # no tiles with bits are of these
+    return max(listed.rows_of_keys(problem), rows_of(problem)) < LONG and (anyhow or _is_sooner(problem))
 
 
 def _is_sooner(problem: Problem) -> bool:

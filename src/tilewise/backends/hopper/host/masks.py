@@ -4,7 +4,7 @@ sees. All are made on the device."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -42,23 +42,15 @@ def row_ends(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
     )
 
 
-def kind_of(problem: Problem) -> Kind:
-    """All of a problem that decides the launches which plan its mask."""
-    leaves = tuple((x.shape, x.stride, x.dtype) for x in problem.extras)
-    lengths, region = (problem.seqlen_q, problem.seqlen_k), problem.spec.region
-    region = replace(region, prepared=None) if region.prepared else region  # kernels judge all tiles in one launch
-    return Kind(region, leaves, problem.batch, problem.heads_q, lengths, problem.device)
-
-
 def _kernels_for(problem: Problem) -> planner.Planner | None:
-    return planner.of_kind(kind_of(problem))
+    return planner.of_kind(Kind.of_problem(problem))
 
 
 def making(problem: Problem, name: str, size: int, otherwise: Callable[..., Tensor]) -> Making:
     """What makes ``starts`` or ``own_keys`` (:class:`tilewise.planning.planner.Planner`) of a call's extras, without kernels by another
     function of the problem, its extras and a size, of which the kernels are asked too."""
     kernels = _kernels_for(problem)
-    found = None if kernels is None else getattr(kernels, name)(kind_of(problem), size)
+    found = None if kernels is None else getattr(kernels, name)(Kind.of_problem(problem), size)
     return found or (lambda extras, device: otherwise(problem, extras, size))
 
 
@@ -149,7 +141,11 @@ class BitsOf:
         p, how, sharing = self.problem, (self.crossing, self.by_columns), self.problem.group if seen else 0
         sections = Sections(p.batch * p.heads_q // self.group, section, ctas, self.group)
         kernels = _kernels_for(p)
-        found = None if kernels is None else kernels.all_of_bits(kind_of(p), self.layout(seen), *how, sections, sharing)
+        found = (
+            None
+            if kernels is None
+            else kernels.all_of_bits(Kind.of_problem(p), self.layout(seen), *how, sections, sharing)
+        )
         return found or (lambda extras, device: BitTiles.build(grid_of(p, extras), *how, sections, sharing).memory)
 
 

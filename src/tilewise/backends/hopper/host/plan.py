@@ -56,9 +56,14 @@ class Plan:
         """The tensors that the mask reads."""
         return [inputs.leaves[n] for n in self.problem.spec.mask_slots]
 
+    @property
+    def slots_of_mask(self) -> tuple[int, ...]:
+        """The slots of the tensors of which memories are made."""
+        return self.problem.spec.mask_slots
+
     def of_leaves(self, key: str, extras: Sequence[Tensor], making: Making) -> Tensor:
         """What is made of the mask's tensors among the extras, kept while they are the same."""
-        leaves = [extras[n] for n in self.problem.spec.mask_slots]
+        leaves = [extras[n] for n in self.slots_of_mask]
         return self.made.of(key, leaves, partial(making, extras, self.problem.device))
 
     def of_mask(self, inputs: Inputs, make: Callable[..., Any], *more: Any, by_columns: bool = False) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +18,14 @@ from tilewise.backends.hopper.forward.grids import Grid
 from tilewise.backends.hopper.host.draft import Draft, View, flattens
 from tilewise.backends.hopper.host.forward_call import ForwardPlan
 from tilewise.backends.hopper.host.latent_call import LatentPlan
+from tilewise.backends.hopper.host.plan import is_plain
 from tilewise.backends.hopper.latent import selected
 from tilewise.backends.listed import places_of, rows_of
 from tilewise.caching import cached_property
 from tilewise.gather import statistic_in_layout_of
+from tilewise.planning.planner import Making
+
+LINES = "tokens"  # of :func:`listed.lines`
 
 
 @dataclass(eq=False)
@@ -40,20 +45,54 @@ class ListedPlan(ForwardPlan):
 
     @cached_property
     def numbers(self) -> dict[str, int | float]:
-        return super().numbers | {"block": places_of(self.problem)[1]}
+        p = self.problem
+        pages = {"num_pages": p.k.shape[0], "page_rows": p.page_size if p.paged else 0}
+        return super().numbers | pages | {"block": places_of(p)[1]}
+
+    @cached_property
+    def keeps(self) -> tuple[str, ...]:
+        return (LINES,)
+
+    @cached_property
+    def makings(self) -> tuple[Making, ...]:
+        return (listed.lines(self.problem),)
+
+    @property
+    def slots_of_mask(self) -> tuple[int, ...]:
+        return listed.read_slots(self.problem)
+
+    @property
+    def places(self) -> dict[str, int]:
+        slot, _ = self.entries
+        found, plain = super().places, is_plain(self.problem.extras[slot], torch.int32)
+        return found | ({"entries": 3 + slot} if plain else {})
+
+    @property
+    def entries(self) -> tuple[int, View]:
+        """The lists: their slot, and ``(list, entry)``."""
+        slot = self.problem.spec.region.predicate.args[0][1]
+        *lists, count = self.problem.extras[slot].shape
+        return slot, View.contiguous("entries", torch.int32, lists[0] * lists[1] * lists[2], count)
+
+    def beside(self, draft: Draft) -> dict[str, Any]:
+        p = self.problem
+        tokens = View.contiguous(LINES, torch.int32, rows_of(p) * p.heads_k, 4)
+        # Without pages the table is not read.
+        table = View.of("block_table", p.extras[p.spec.page_slots[0]]) if p.paged else tokens
+        return ForwardPlan.beside(self, draft) | {"entries": self.entries[1], LINES: tokens, "block_table": table}
 
     @cached_property
     def copied(self) -> tuple[str, ...]:
         p = self.problem
 
         def served(x: Any) -> bool:
-            return (p.packed or flattens(x)) and strides_addressable(x.shape, x.stride)
+            return (len(x.shape) == 3 or flattens(x)) and strides_addressable(x.shape, x.stride)
 
         return tuple(name for name, x in (("q", p.q), ("k", p.k), ("v", p.v)) if not served(x))
 
     def flat(self, x: View) -> View:
-        """A tensor with the rows of all batch elements one after the other."""
-        return x if self.problem.packed else x.flatten(0, 1)
+        """A tensor with the rows of all batch elements one after the other, and of pages."""
+        return x if len(x.shape) == 3 else x.flatten(0, 1)
 
     def drafted_rows(self, draft: Draft) -> tuple[View, ...]:
         problem = self.problem
@@ -63,13 +102,8 @@ class ListedPlan(ForwardPlan):
         # (query, query head as a row, 1, column), and of keys (1, key, 1, column).
         return q.unsqueeze(2), k.unsqueeze(0), v.unsqueeze(0), self.flat(o).unsqueeze(2), lse
 
-    def tensors(self, inputs: Inputs) -> dict[str, Tensor]:
-        found = super().tensors(inputs)
-        read = [*self.mask_leaves(inputs), inputs.cu_seqlens_q, inputs.cu_seqlens_k]
-        lines = self.made.of(
-            "lines", [x for x in read if x is not None], lambda: listed.lines(self.problem, inputs).flatten(0, 1)
-        )
-        return found | {"entries": listed.entries_of(self.problem, inputs), "tokens": lines}
+    def mask_tensors(self, inputs: Inputs, kept: Sequence[Tensor]) -> dict[str, Tensor]:
+        return {LINES: kept[0], "entries": listed.entries_of(self.problem, inputs), "block_table": inputs.block_table}
 
     @property
     def result_is_made(self) -> bool:
@@ -91,7 +125,7 @@ class SelectedPlan(ListedPlan, LatentPlan):
     """The decisions for one problem whose values lie in the memory of its keys."""
 
     CHOICE = selected
-    grid = LatentPlan.grid
+    grid, result_is_made = LatentPlan.grid, LatentPlan.result_is_made
 
     @cached_property
     def copied(self) -> tuple[str, ...]:
@@ -101,8 +135,8 @@ class SelectedPlan(ListedPlan, LatentPlan):
         q, k, *rest = LatentPlan.drafted_rows(self, draft)
         return q, self.flat(k).unsqueeze(1), *rest  # pages of single rows
 
-    def beside(self, draft: Draft) -> dict[str, Any]:
-        return ForwardPlan.beside(self, draft) | {"num_pages": 0}
+    def tensors(self, inputs: Inputs) -> dict[str, Tensor]:
+        return LatentPlan.tensors(self, inputs) | self.mask_tensors(inputs, self.kept(inputs.leaves))
 
     def forward(self, inputs: Inputs) -> Output:
         return output_of_no_pair(self.problem, inputs) if self.launches is None else LatentPlan.forward(self, inputs)

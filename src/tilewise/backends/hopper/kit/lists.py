@@ -26,8 +26,8 @@ class QueryList(NamedTuple):
     """What a launch says of a query with a list of its own.
 
     Attributes:
-        origin: the row of k of key 0. row: of the entries. lo, hi: the query sees the keys ``lo <= j < hi`` of its list; ``hi`` is -1 in
-            rows of q past the last sequence.
+        origin: the row of k of key 0, in pages the row of the table. row: of the entries. lo, hi: the query sees the keys
+            ``lo <= j < hi`` of its list; ``hi`` is -1 in rows of q past the last sequence.
     """
 
     origin: I32
@@ -79,6 +79,18 @@ def entry_at(number, line: QueryList, extra: OptionalParams):
     return extra.entries[line.row, PICK.larger(PICK.smaller(number, last), 0)]
 
 
+@cute.jit
+def row_of(key, seen, line: QueryList, extra: OptionalParams):
+    """The row of k of a key that the query sees."""
+    row = I32(line.origin + key)
+    if extra.page_rows > 0:
+        page = extra.block_table[line.origin, cutlass.select_(seen, I32(key // extra.page_rows), I32(0))]
+        # The table is checked by no host: a number outside the pool must not become an address.
+        page = PICK.larger(PICK.smaller(page, extra.num_pages - 1), 0)
+        row = I32(page * extra.page_rows + key % extra.page_rows)
+    return row
+
+
 def look_up(place, line: QueryList, extra: OptionalParams) -> tuple[I32, I32]:
     """``(row, word)`` of the place of each lane: the row of k, -1 where the query sees no such key; and a bit for each lane, set where it
     sees one that no earlier place has."""
@@ -88,7 +100,7 @@ def look_up(place, line: QueryList, extra: OptionalParams) -> tuple[I32, I32]:
     seen = both(there, both(key >= line.lo, key < line.hi))
     first = cutlass.select_(entry != before, number >= 0, number == 0)
     word = I32(cute.arch.vote_ballot_sync(both(seen, first)))
-    return I32(cutlass.select_(seen, I32(line.origin + key), I32(-1))), word
+    return I32(cutlass.select_(seen, row_of(key, seen, line, extra), I32(-1))), word
 
 
 # -- Copies --------------------------------------------------------------------------------------------------------

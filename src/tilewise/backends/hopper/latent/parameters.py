@@ -10,6 +10,7 @@ from tilewise.backends.hopper.parameters import (
     LENGTHS,
     LISTS,
     PAGES,
+    POOL,
     STARTS,
     Parameter,
     Parameters,
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 def parameters(config: LatentConfig) -> Parameters:
     """The parameters of :func:`tilewise.backends.hopper.latent.kernel.launch`."""
     width, width_v = config.tiles.width, config.tiles.width_v
-    k, found = tiled("k", "pages", "seqlen_k", "heads_k", width), [STARTS[0], LENGTHS, PAGES]
+    k, found = tiled("k", "pages", "seqlen_k", "heads_k", width), [STARTS[0], LENGTHS, PAGES, POOL[0]]
     if config.e4m3:
         k = k._replace(dtype="uint8", step=16)
         found += (Parameter(name, FP32, (ANY, "heads_k"), 0) for name in ("k_scale", "v_scale"))
@@ -38,5 +39,5 @@ def parameters(config: LatentConfig) -> Parameters:
         tiled("q", 1, "rows", "heads_q", width), k, tiled("o", 1, "rows", "heads_q", width_v),
         Parameter("lse", FP32, (1, "heads_q", "rows"), 0), Parameter("sink", FP32, ("heads_q",)), tuple(found),
         # As LatentParams has them; the grid's tiles and splits.
-        (*numbers("lo", "hi", "tiles", "splits", "least", "num_pages", "sinks", "even"), Parameter("scale2", FP32)),
+        (*numbers("lo", "hi", "tiles", "splits", "least", "sinks", "even"), Parameter("scale2", FP32)),
     )  # fmt: skip

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from tilewise.backends.hopper.config import DTYPES, LONG, ROWS
 from tilewise.backends.hopper.latent.config import KEYS, PAIR, WIDTH, WIDTH_V, LatentConfig, best_splits
-from tilewise.backends.listed import mask_reasons, places_of, rows_of
+from tilewise.backends.listed import mask_reasons, places_of, pool_is_rows, rows_of, rows_of_keys
 from tilewise.backends.triton.listed import has_gradients
 from tilewise.problem import Problem
 
 
 def asked(problem: Problem) -> bool:
-    """Whether a call selects keys of latent attention's widths, in no pages."""
+    """Whether a call selects 16-bit keys of latent attention's widths."""
     dims = problem.head_dim, problem.head_dim_v
-    return bool(problem.spec.region.selections) and not problem.paged and dims == (WIDTH, WIDTH_V)
+    return bool(problem.spec.region.selections) and not problem.quantised and dims == (WIDTH, WIDTH_V)
 
 
 def reasons(problem: Problem) -> list[str]:
@@ -30,8 +30,9 @@ def reasons(problem: Problem) -> list[str]:
     found += [f"{what} under vmap"] if spec.mapped else []
     if problem.softmax_scale <= 0:
         found.append(f"softmax_scale {problem.softmax_scale} is not above 0")
-    rows = max(problem.k.shape[0] * (1 if problem.packed else problem.k.shape[1]), rows_of(problem))
+    rows = max(rows_of_keys(problem), rows_of(problem))
     found += [f"{rows} rows, {LONG} or more"] if rows >= LONG else []
+    found += [] if pool_is_rows(problem) else [f"{what} in pages of which one does not begin where another ends"]
     return found + mask_reasons(problem)
 
 

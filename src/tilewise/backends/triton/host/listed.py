@@ -25,8 +25,10 @@ from tilewise.backends.triton.host import runtime
 from tilewise.backends.triton.host.facts import Facts
 from tilewise.backends.triton.listed import MULTIPLE, is_wide, pieces_of, tiles_of
 from tilewise.backends.triton.tiles import Tiles
+from tilewise.caching import cached_property
 from tilewise.piece import Span, evenly
 from tilewise.planning.bit_tiles import LINES
+from tilewise.planning.planner import Making
 from tilewise.problem import Problem
 
 
@@ -110,8 +112,12 @@ class ListedCall:
         """The tensors that all kernels read."""
         p, q, k = self.problem, self._rows(inputs.q), self._rows(inputs.k)
         v = k[..., : p.head_dim_v] if p.latent else self._rows(inputs.v)
-        found = {"q": q, "k": k, "v": v, "entries": listed.entries_of(p, inputs), "lines": listed.lines(p, inputs)}
-        return found | ({"table": inputs.block_table.contiguous()} if p.paged else {})
+        found = {"q": q, "k": k, "v": v, "entries": listed.entries_of(p, inputs), "table": inputs.block_table}
+        return found | {"lines": self._lines(inputs.leaves, inputs.q.device)}
+
+    @cached_property
+    def _lines(self) -> Making:
+        return listed.lines(self.problem)
 
     def _launch(self, name: str, named: dict[str, Tensor | None], lines: Span, **facts: object) -> None:
         """Launches a kernel for some of all queries and key heads."""
@@ -127,6 +133,7 @@ class ListedCall:
             block=listed.places_of(p)[1],
             places=self._places,
             pages=p.k.shape[0],
+            table=p.extras[p.spec.page_slots[0]].stride if p.paged else (0, 0),
             **{x: tuple(n // MULTIPLE for n in named[x].stride()[:2]) for x in "qkv"},
         )
         tensors = kernels.ListedTensors(**named)

@@ -26,11 +26,11 @@ from tilewise.backends.triton.kernels.emit import Emitted, emit_mask
 from tilewise.backends.triton.kernels.writer import OPERATIONS
 from tilewise.backends.triton.tiles import Tiles
 from tilewise.caching import cached_property
-from tilewise.expr import Expr
+from tilewise.expr import Expr, apply, number, symbol
 from tilewise.masks.facts import granularity
 from tilewise.masks.regions import Region
 from tilewise.planning.bit_tiles import LINES, RESERVED, THREADS, Layout, Sections
-from tilewise.planning.planner import Kind
+from tilewise.planning.planner import Kind, Sequences
 from tilewise.planning.tiles import Grid
 from tilewise.problem import TensorFacts
 
@@ -172,7 +172,9 @@ class MaskLaunches:
     @cached_property
     def reads(self) -> tuple[int, ...]:
         """The slots of the tensors that launches read."""
-        return tuple(dict.fromkeys(n for launch, _ in self.steps for n in launch.slots))
+        slots = [n for launch, _ in self.steps for n in launch.slots]
+        places = [x for _, (*tensors, _) in self.steps for x in tensors if x is not None]
+        return tuple(dict.fromkeys([*slots, *[x.memory - LEAVES for x in places if x.memory >= LEAVES]]))
 
     def __call__(self, leaves: Sequence[Tensor], device: torch.device) -> Tensor:
         allocate = torch.zeros if self.zeros else torch.empty
@@ -261,6 +263,38 @@ def runs(ids: tuple, device: torch.device) -> MaskLaunches:
     programs = (batch * -(-places // kernels.RUNS.value),)
     launch = MaskLaunch.of(kernels.runs, programs, sizes, Facts(overlap=None), slots=(0,))
     return MaskLaunches(result, ((launch, kernels.KeysTensors(result, ())),))
+
+
+@lru_cache(maxsize=1024)
+def list_lines(kind: Kind, sequences: Sequences) -> MaskLaunches:
+    """The launch that makes the lines of lists."""
+    kernels, selection = runtime.kernels(), kind.region.predicate
+    leaf = selection.args[0][1]
+    sizes, place = kind.tensors[leaf][0], number(0)
+    for index, size in zip(expr.indices(selection), sizes, strict=False):
+        place = apply("add", apply("mul", place, number(size)), index)
+    region = Region(lo=kind.region.lo, hi=kind.region.hi, first=expr.substitute(place, {"i": symbol("j")}))
+    emitted = emit_mask(region, _leaves(kind), kind.lengths)
+    facts = Facts(**{name: emitted.functions.get(name) for name in ("lo", "hi", "first")}, overlap=None)
+    found = kernels.LinesSizes(
+        batch=kind.batch,
+        heads_k=kind.heads // sequences.group,
+        group=sequences.group,
+        rows=sequences.rows,
+        lists=math.prod(sizes[:-1]),
+        seqlen_q=kind.lengths[0],
+        seqlen_k=kind.lengths[1],
+        extents=_extents(kind, emitted),
+    )
+    lengths = [
+        None if n is None else Place(LEAVES + n, 0, torch.int32, tuple(kind.tensors[n][0]))
+        for n in (sequences.cu_q, sequences.cu_k, sequences.lengths)
+    ]
+    count = kind.batch + (sequences.cu_q is not None)
+    programs = count * found.heads_k, max(1, min(-(-kind.lengths[0] // _LINES), PROGRAMS // count))
+    result = Place(MADE, 0, torch.int32, (sequences.rows, found.heads_k, 4))
+    launch = MaskLaunch.of(kernels.list_lines, programs, found, facts, emitted)
+    return MaskLaunches(result, ((launch, kernels.LinesTensors(result, *lengths, ())),))
 
 
 def all_of_bits(

@@ -39,7 +39,7 @@ class ListedTensors(NamedTuple):
         dk, dv: fp32 (key, key head, column), contiguous, zeros before.
         ds: (query and key head of this launch, query head of the key head, place), rows of whole tiles, times the scale.
         lse, dlse, delta: fp32 (batch, query head, query), packed (query head, token).
-        sink: (query heads,). table: the pages of all sequences, one behind the other, or None.
+        sink: (query heads,). table: int32 (sequence, page of the sequence), pages of the pool, or None.
         entries: int32 (list, entry), each list in order. lines: int32 (query, key head, 4), as :func:`tilewise.backends.listed.lines`.
     """
 
@@ -67,7 +67,7 @@ class ListedSizes(NamedTuple):
     Attributes:
         first: the first query and key head of this launch.
         group: query heads of a key head. tiles: of their rows. queries: of a head in lse. entries: of a list. block: keys of an entry.
-        places: of a row of ds. pages: of k and v.
+        places: of a row of ds. pages: of k and v. table: its strides.
         q, k, v: ``(row, head)`` strides in units of ``FACTS.align`` elements.
     """
 
@@ -80,6 +80,7 @@ class ListedSizes(NamedTuple):
     block: int
     places: int
     pages: int
+    table: tuple
     q: tuple
     k: tuple
     v: tuple
@@ -91,7 +92,7 @@ class List(NamedTuple):
     Attributes:
         number: of the query and key head in this launch. row: the query among all rows of q. head: its key head.
         first: the first of its query heads in this tile. left: how many there are.
-        origin: the row of k of key 0, or the place of its page in the table.
+        origin: the row of k of key 0, or the row of the table.
         at: a pointer to its entries, of which there are ``entries`` with ``block`` keys each.
         lo, hi: it sees the keys ``lo <= j < hi`` of its list; ``hi`` is -1 in rows of q past the last sequence.
     """
@@ -173,7 +174,8 @@ def seen_keys(t, line, tensors, sizes, FACTS: tl.constexpr):
     key = tl.where(seen, key, 0)
     if FACTS.page_size:
         # A number outside the pool becomes one inside.
-        page = tl.load(tensors.table + line.origin + key // FACTS.page_size, mask=seen, other=0).to(tl.int64)
+        at = tl.cast(line.origin, tl.int64) * plain(sizes.table[0]) + key // FACTS.page_size * plain(sizes.table[1])
+        page = tl.load(tensors.table + at, mask=seen, other=0).to(tl.int64)
         page = tl.minimum(tl.maximum(page, 0), plain(sizes.pages) - 1)
         return page * FACTS.page_size + key % FACTS.page_size, seen
     else:

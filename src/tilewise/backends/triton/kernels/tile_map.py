@@ -107,13 +107,19 @@ def tile_map_kernel(tensors, sizes, numbers, FACTS: tl.constexpr):
 @triton.jit
 def whole_sequence(b, tensors, sizes, numbers):
     """The WorkTile of batch element b, for the emitted functions: they read lengths, tensors and numbers of it."""
+    return sequence_of(b, 0, plain(sizes.seqlen_q), plain(sizes.seqlen_k), tensors, sizes, numbers)
+
+
+@triton.jit
+def sequence_of(b, start_q, seqlen_q, seqlen_k, tensors, sizes, numbers):
+    """The same of a sequence of these lengths, whose first row of q is ``start_q``."""
     return WorkTile(
         b=b,
         block=0,
-        start_q=0,
+        start_q=start_q,
         start_k=0,
-        seqlen_q=plain(sizes.seqlen_q),
-        seqlen_k=plain(sizes.seqlen_k),
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
         leaves=tensors.leaves,
         extents=sizes.extents,
         grads=(),
@@ -418,3 +424,71 @@ def run_begins(x, at, sizes):
 @triton.jit
 def larger(a, b):
     return tl.maximum(a, b)
+
+
+# -- The lines of lists --------------------------------------------------------------------------------------------------
+
+
+class LinesTensors(NamedTuple):
+    """The pointers of a launch.
+
+    Attributes:
+        made: int32 (row of q, key head, 4), written: the lines of :func:`tilewise.backends.listed.lines`.
+        cu_q, cu_k: int32 (batch + 1), where packed sequences begin; None: all are as long, or their keys lie in pages.
+        lengths: int32 (batch,), keys of sequences in pages, or None.
+        leaves: as in :class:`MapTensors`.
+    """
+
+    made: Any
+    cu_q: Any
+    cu_k: Any
+    lengths: Any
+    leaves: Any
+
+
+class LinesSizes(NamedTuple):
+    """The whole numbers of a launch, passed as those of :class:`arguments.Sizes`; rows of q of all sequences, the number of lists."""
+
+    batch: int
+    heads_k: int
+    group: int
+    rows: int
+    lists: int
+    seqlen_q: int
+    seqlen_k: int
+    extents: tuple
+
+
+@triton.jit
+def list_lines_kernel(tensors, sizes, numbers, FACTS: tl.constexpr):
+    """Writes the lines of some queries of a sequence for one key head. ``FACTS.first``: the number of a query's list.
+
+    Grid: (sequences · key heads, programs of a sequence); packed, there is one sequence more, of the rows that belong to nobody.
+    """
+    heads, batch, rows = plain(sizes.heads_k), plain(sizes.batch), plain(sizes.rows)
+    b, head = tl.program_id(0) // heads, tl.program_id(0) % heads
+    # The key heads' first query heads: a mask's ends are the same for all.
+    queries, keys, of_group = plain(sizes.seqlen_q), plain(sizes.seqlen_k), head * plain(sizes.group)
+    start, origin = b * queries, b * keys
+    if tensors.cu_q is not None:
+        start = tl.load(tensors.cu_q + b)
+        queries = tl.load(tensors.cu_q + b + 1, mask=b < batch, other=rows) - start
+    if tensors.lengths is not None:
+        keys = tl.load(tensors.lengths + b, mask=b < batch, other=0)
+        keys, origin = tl.minimum(tl.maximum(keys, 0), plain(sizes.seqlen_k)), tl.minimum(b, batch - 1)
+    elif tensors.cu_k is not None:
+        origin = tl.load(tensors.cu_k + b)
+        keys = tl.load(tensors.cu_k + b + 1, mask=b < batch, other=0) - origin
+        keys = tl.where(b < batch, keys, 0)
+    work = sequence_of(tl.minimum(b, batch - 1), start, queries, keys, tensors, sizes, numbers)
+    for first in range(tl.program_id(1) * BLOCK_N, queries, tl.num_programs(1) * BLOCK_N):
+        i = first + tl.arange(0, BLOCK_N)
+        lo, hi = key_interval(i, of_group, work, FACTS)
+        place = i * 0 + FACTS.first(work.b, of_group, i, work)
+        place = tl.minimum(tl.maximum(place, 0), plain(sizes.lists) - 1)
+        row = start + i
+        to, inside = tensors.made + (row.to(tl.int64) * heads + head) * 4, (i < queries) & (row >= 0) & (row < rows)
+        tl.store(to, i * 0 + origin, mask=inside)
+        tl.store(to + 1, place, mask=inside)
+        tl.store(to + 2, lo, mask=inside)
+        tl.store(to + 3, tl.where(b < batch, hi, -1), mask=inside)

@@ -74,7 +74,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "masks.facts",
         "expr",
     ),
-    "backends.listed": ("backends.base", "problem", "selections", "expr"),
+    "backends.listed": ("backends.base", "planning.planner", "problem", "selections", "expr"),
     "gather": ("backends.base", "problem", "spec"),
     "reference": (
         "backends.base",
@@ -143,6 +143,8 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "device",
         "backends.base",
         "backends.sample",
+        "backends.listed",
+        "planning.planner",
         "problem",
         "spec",
         "masks.catalogue",

@@ -13,6 +13,7 @@ import tilewise as tw
 from bench.testing import call, qkv
 from tests.backends.contract import agree
 from tests.planning.test_tiles import HEADS, IDS, INTERVALS, MONOTONE, PREDICATES, grid_of, masks, matrix, true_status
+from tilewise import expr
 from tilewise.backends.triton import Triton, interpreting
 from tilewise.backends.triton.config import Config
 from tilewise.backends.triton.host import runtime, tile_map
@@ -200,3 +201,21 @@ def test_attention_over_judged_tiles_agrees_with_the_oracle(monkeypatch):
     for x in (k, v):
         x.data[:, unseen] = torch.nan
     agree(Triton(Config(*[Tiles(16, 16, 4, 1)] * 3)), call(q, k, v, mask=mask))
+
+
+@pytest.mark.parametrize("count", [1, 5, 16, 130])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_entries_come_in_order(count, dtype):
+    entries = torch.randint(-4, 90, (2, count, 3, 2), generator=torch.Generator().manual_seed(count)).to(dtype)
+    entries[0, 0] = torch.iinfo(dtype).max if dtype == torch.int32 else 1 << 40
+    for x in (entries.transpose(1, 3), entries.permute(0, 2, 3, 1), entries[:1].expand(2, -1, -1, -1).transpose(1, 3)):
+        making = tile_map.sorted_entries((x.shape, x.stride(), x.dtype), x.device)
+        wanted = torch.where(
+            x == -1, expr.NO_ENTRY, torch.where(x < -1, expr.WRONG_ENTRY, x.clamp(max=expr.WRONG_ENTRY - 1))
+        )
+        expected = wanted.int().sort(-1).values
+        assert torch.equal(*catalogue._sorted_rows(x), expected)
+        found = making((x,), x.device)
+        assert found.is_contiguous()
+        assert found.dtype == torch.int32
+        assert torch.equal(found, expected)

@@ -433,6 +433,12 @@ def _sorted_rows(indices: torch.Tensor) -> tuple[torch.Tensor]:
     """Return the entries as int32 rows that never decrease, at least one a row. -1 becomes NO_ENTRY, and what is below it WRONG_ENTRY."""
     if indices.shape[-1] == 0:
         indices = indices.new_full((*indices.shape[:-1], 1), -1)
+    from tilewise.planning import planner  # which imports masks
+
+    kernels = planner.of_plain(indices) if indices.shape[-1] <= planner.MOST_ENTRIES else None
+    if kernels is not None:
+        making = kernels.sorted_entries((indices.shape, indices.stride(), indices.dtype), indices.device)
+        return (making((indices,), indices.device),)
     # Without their sign, -1 and -2 are the largest numbers.
     entries = indices.clamp(-2, expr.WRONG_ENTRY - 1).int() & expr.NO_ENTRY
     return (entries.sort(-1).values,)

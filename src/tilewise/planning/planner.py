@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -15,7 +15,9 @@ from tilewise.masks import Region
 if TYPE_CHECKING:
     from tilewise.planning.bit_tiles import Layout, Sections
     from tilewise.planning.tiles import Grid
-    from tilewise.problem import Problem
+
+
+Problem = Any  # of the module problem, which planning does not import
 
 
 class Kind(NamedTuple):
@@ -108,11 +110,17 @@ class Planner(Protocol):
         row, where those of two elements are ``page_rows`` apart, and how many there are."""
         ...
 
+    def sorted_entries(self, entries: tuple, device: torch.device) -> Making:
+        """Return what puts rows of at most :data:`MOST_ENTRIES` entries of that shape, stride and dtype in order, as
+        :func:`tilewise.masks.catalogue.selected` keeps them."""
+        ...
+
     def list_lines(self, kind: Kind, sequences: Sequences) -> Making:
         """Return what makes the lines of lists: int32 ``(rows, heads_k, 4)``."""
         ...
 
 
+MOST_ENTRIES = 2048  # of a row that a kernel sorts: one for twice as many takes ten seconds to compile
 _LOADED: dict[str, Callable[[], Planner]] = {}  # by device type
 
 

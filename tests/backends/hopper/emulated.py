@@ -122,9 +122,9 @@ class Registers:
 class RegisterRow(np.ndarray):
     """A few numbers of each thread."""
 
-    def __new__(cls, count: int):
-        unwritten = np.nan  # a register holds what was in it before
-        return np.full((count, role.threads), unwritten, np.float32).view(cls)
+    def __new__(cls, count: int, whole: bool = False):
+        unwritten = -(1 << 40) if whole else np.nan  # a register holds what was in it before
+        return np.full((count, role.threads), unwritten, np.int64 if whole else np.float32).view(cls)
 
 
 class Global:
@@ -272,7 +272,7 @@ def modules() -> dict[str, types.ModuleType]:
     vars(cute).update(
         jit=plain, kernel=plain, arch=arch, math=math, copy=copy, prefetch=lambda atom, source: None,
         size=lambda s, mode=None: prod(s.shape[:1] if isinstance(s, RegisterRow) else s.shape) if mode is None else s.shape[mode[0]],
-        make_rmem_tensor=lambda shape, kind: RegisterRow(shape[0]),
+        make_rmem_tensor=lambda shape, kind: RegisterRow(shape[0], kind is _whole),
         make_rmem_tensor_like=lambda of: Registers(4 * of.values.shape[1]),
         domain_offset=lambda at, t: Global(t.values[at[0] :]), assume=assume,
     )  # fmt: skip

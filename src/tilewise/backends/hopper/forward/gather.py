@@ -59,7 +59,9 @@ def gather_tile(
 def rows_of(step, query_tile: QueryTile, params: ForwardParams, config: Config) -> tuple[I32, I32]:
     """``(row, word)`` of :func:`lists.look_up`, for a thread's place in the block of a step."""
     place = block_at(query_tile, step, params, config) * config.tiles.tile_n + cute.arch.thread_idx()[0] % 128
-    return look_up(place, list_of(query_tile.batch, params.extra), params.extra)
+    row, word = (cute.make_rmem_tensor((1,), I32) for _ in range(2))
+    look_up([place], list_of(query_tile.batch, params.extra), row, word, params.extra)
+    return row[0], word[0]
 
 
 def bring_rows(

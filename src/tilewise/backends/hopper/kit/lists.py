@@ -79,28 +79,33 @@ def entry_at(number, line: QueryList, extra: OptionalParams):
     return extra.entries[line.row, PICK.larger(PICK.smaller(number, last), 0)]
 
 
+def look_up(places: list, line: QueryList, rows: cute.Tensor, words: cute.Tensor, extra: OptionalParams) -> None:
+    """Looks up some places of each lane: ``rows`` gets those of k, -1 where the query sees no such key; ``words`` a bit for each lane, set
+    where it sees a key that no earlier place has."""
+    for n, place in enumerate(places):
+        key, there = key_at(place, line, extra)
+        number = place // extra.block
+        entry, before = (entry_at(x, line, extra) for x in (number, number - 1))
+        seen = both(there, both(key >= line.lo, key < line.hi))
+        first = cutlass.select_(entry != before, number >= 0, number == 0)
+        words[n] = I32(cute.arch.vote_ballot_sync(both(seen, first)))
+        rows[n] = cutlass.select_(seen, I32(key), I32(-1))
+    find_rows(rows, len(places), line, extra)
+
+
 @cute.jit
-def row_of(key, seen, line: QueryList, extra: OptionalParams):
-    """The row of k of a key that the query sees."""
-    row = I32(line.origin + key)
+def find_rows(rows: cute.Tensor, count: cutlass.Constexpr, line: QueryList, extra: OptionalParams):
+    """Replaces keys by their rows of k. All at once: a branch between two of them would wait for the first one's entry."""
     if extra.page_rows > 0:
-        page = extra.block_table[line.origin, cutlass.select_(seen, I32(key // extra.page_rows), I32(0))]
-        # The table is checked by no host: a number outside the pool must not become an address.
-        page = PICK.larger(PICK.smaller(page, extra.num_pages - 1), 0)
-        row = I32(page * extra.page_rows + key % extra.page_rows)
-    return row
-
-
-def look_up(place, line: QueryList, extra: OptionalParams) -> tuple[I32, I32]:
-    """``(row, word)`` of the place of each lane: the row of k, -1 where the query sees no such key; and a bit for each lane, set where it
-    sees one that no earlier place has."""
-    key, there = key_at(place, line, extra)
-    number = place // extra.block
-    entry, before = (entry_at(x, line, extra) for x in (number, number - 1))
-    seen = both(there, both(key >= line.lo, key < line.hi))
-    first = cutlass.select_(entry != before, number >= 0, number == 0)
-    word = I32(cute.arch.vote_ballot_sync(both(seen, first)))
-    return I32(cutlass.select_(seen, row_of(key, seen, line, extra), I32(-1))), word
+        for n in cutlass.range_constexpr(count):
+            key = PICK.larger(rows[n], 0)
+            page = extra.block_table[line.origin, key // extra.page_rows]
+            # The table is checked by no host: a number outside the pool must not become an address.
+            page = PICK.larger(PICK.smaller(page, extra.num_pages - 1), 0)
+            rows[n] = cutlass.select_(rows[n] >= 0, I32(page * extra.page_rows + key % extra.page_rows), I32(-1))
+    else:
+        for n in cutlass.range_constexpr(count):
+            rows[n] = cutlass.select_(rows[n] >= 0, I32(line.origin + rows[n]), I32(-1))
 
 
 # -- Copies --------------------------------------------------------------------------------------------------------

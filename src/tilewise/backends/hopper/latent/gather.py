@@ -43,11 +43,10 @@ def sources_of(n, kept: cute.Tensor, tile: LatentTile, params: LatentParams) -> 
 
     Each lane looks up two places, for all threads of its warp.
     """
-    thread, found = cute.arch.thread_idx()[0] % 128, []
+    thread, found = cute.arch.thread_idx()[0] % 128, cute.make_rmem_tensor((KEYS // WARP,), I32)
     line = QueryList(*(params.extra.tokens[tile.sequence, x] for x in range(2)), tile.lo, tile.hi)
-    for word in range(KEYS // WARP):
-        row, kept[word] = look_up(n * KEYS + word * WARP + thread % WARP, line, params.extra)
-        found.append(row)
+    places = [n * KEYS + word * WARP + thread % WARP for word in range(KEYS // WARP)]
+    look_up(places, line, found, kept, params.extra)
     sources = []
     for start in range(0, ROWS, APART):
         row = I32(cute.arch.shuffle_sync(found[start // WARP], start % WARP + thread // LANES))

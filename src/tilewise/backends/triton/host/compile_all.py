@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -27,6 +27,7 @@ import torch
 
 from tilewise import device as devices
 from tilewise.backends.base import Directions, Inputs, Output, OutputGrads, empty_output
+from tilewise.backends.listed import rows_of
 from tilewise.backends.sample import sample, values
 from tilewise.backends.triton import Triton, config, listed
 from tilewise.backends.triton.host import launch, runtime, tangent, tile_map
@@ -40,6 +41,7 @@ from tilewise.backends.triton.tiles import Tiles, pieces
 from tilewise.device import Device
 from tilewise.masks.catalogue import block_sparse, causal, dense, keep, selected, window
 from tilewise.planning.bit_tiles import Layout, Sections
+from tilewise.planning.planner import MOST_ENTRIES, Kind, Sequences
 from tilewise.planning.tiles import Grid
 from tilewise.problem import Problem, check
 from tilewise.scores.catalogue import alibi, bias, score, softcap
@@ -159,8 +161,10 @@ class Launch:
 
 def shared_memory(problem: Problem, name: str, tiles: Tiles) -> int:
     """The bytes that a kernel may need, as it was promised."""
-    if name.startswith("tile_") or name == "runs":
+    if name.startswith("tile_") or name in ("runs", "list_lines"):
         return tile_map.SHARED_MEMORY
+    if name == "sorted_entries":  # which pass through it from warp to warp
+        return tile_map.SORTED_MEMORY
     if name == "seen_rows":  # which Triton 3.6 passes through shared memory
         return 2 * tiles.tile_m * tiles.tile_n * problem.dtype.itemsize
     if name in tangent.PASSES:
@@ -228,7 +232,9 @@ def recorded(item: Launch) -> Iterator[tuple]:
             if not problem.paged:
                 launch.backward(plan, inputs, out, do, dlse)
     yield from found
-    if not listed_alone and plan.lists:
+    if listed_alone:
+        yield from _of_lists(problem, inputs)
+    elif plan.lists:
         yield from _of_mask(problem, inputs)
 
 
@@ -236,7 +242,7 @@ def _of_mask(problem: Problem, inputs: Inputs) -> Iterator[tuple]:
     """The launches that plan a mask with a bit for each pair, as :func:`recorded` has them; and one for the runs of equal ids."""
     shape = (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
     grid = Grid.whole(problem.spec.region, inputs.leaves, shape, inputs.q.device)
-    kind, memories = tile_map.Kind.of(grid), [inputs.q.new_empty(1 << 40, dtype=torch.uint8)] * tile_map.LEAVES
+    kind = Kind.of(grid)
     for by_columns in (False, True):
         layout = Layout.of(grid.region, shape, 128, by_columns, grid.leaves, sharing=problem.group)
         bits = tile_map.all_of_bits(kind, layout, 128, by_columns, Sections(), problem.group)
@@ -245,11 +251,27 @@ def _of_mask(problem: Problem, inputs: Inputs) -> Iterator[tuple]:
             ids = grid.b[None]
             rows = tile_map.seen_rows(problem.v, layout.seen, 4 * layout.places["seen"], ids.device)
             runs = tile_map.runs((ids.shape, ids.stride(), ids.dtype), ids.device)
-            kept += [(rows, (inputs.v, memories[0])), (runs, (ids,))]
+            seen = inputs.v.new_empty(1 << 40, dtype=torch.uint8)
+            kept += [(rows, (inputs.v, seen)), (runs, (ids,))]
         for launches, given in kept:
-            for x, tensors in launches.tensors([*memories, *given]):
-                name = x.kernel.fn.__name__.removesuffix("_kernel") + "_by_columns" * by_columns
-                yield name, x.kernel, x.tiles, (tensors, *x.numbers, x.facts)
+            for name, *kept_launch in _kept(launches, given):
+                yield name + "_by_columns" * by_columns, *kept_launch
+
+
+def _of_lists(problem: Problem, inputs: Inputs) -> Iterator[tuple]:
+    """The same of selected keys: the launches that put their entries in order and make the lines."""
+    entries = torch.empty((1, 1, problem.seqlen_q, MOST_ENTRIES), dtype=torch.int64, device="meta")
+    making = tile_map.sorted_entries((entries.shape, entries.stride(), entries.dtype), entries.device)
+    yield from _kept(making, (entries,))
+    sequences = Sequences(rows_of(problem), problem.group)
+    yield from _kept(tile_map.list_lines(Kind.of_problem(problem), sequences), inputs.leaves)
+
+
+def _kept(launches: tile_map.MaskLaunches, given: Sequence[torch.Tensor]) -> Iterator[tuple]:
+    """Launches that are kept, with these tensors."""
+    memories = [torch.empty(1 << 40, dtype=torch.uint8, device="meta")] * tile_map.LEAVES
+    for x, tensors in launches.tensors([*memories, *given]):
+        yield x.kernel.fn.__name__.removesuffix("_kernel"), x.kernel, x.tiles, (tensors, *x.numbers, x.facts)
 
 
 @contextmanager

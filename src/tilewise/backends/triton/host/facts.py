@@ -84,6 +84,7 @@ MEANINGS = {
     # Plans of masks (kernels.tile_map, tile_lists, tile_bits)
     "some": "function: whether the predicate may hold somewhere in a tile",
     "every": "function: whether it holds in all of a tile",
+    "width": "entries of a row that are put in order, up to a power of two",
     "block_m": "rows of a block of pairs that are judged at once",
     "crossing": "keys, or queries, of a tile of 128 lines",
     "by_columns": "lines are keys, not queries",

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,13 +24,13 @@ from tilewise.backends.triton.host.facts import Facts
 from tilewise.backends.triton.host.plan import extents_of
 from tilewise.backends.triton.kernels.emit import Emitted, emit_mask
 from tilewise.backends.triton.kernels.writer import OPERATIONS
-from tilewise.backends.triton.tiles import Tiles
+from tilewise.backends.triton.tiles import MIN_WIDTH, Tiles
 from tilewise.caching import cached_property
 from tilewise.expr import Expr, apply, number, symbol
 from tilewise.masks.facts import granularity
 from tilewise.masks.regions import Region
 from tilewise.planning.bit_tiles import LINES, RESERVED, THREADS, Layout, Sections
-from tilewise.planning.planner import Kind, Sequences
+from tilewise.planning.planner import MOST_ENTRIES, Kind, Sequences
 from tilewise.planning.tiles import Grid
 from tilewise.problem import TensorFacts
 
@@ -42,6 +42,7 @@ MOST_ROWS = 16
 # the tiles of documents, and 140 us to write the bits of the 0.6 % that are partial.
 PROGRAMS = 8192
 SHARED_MEMORY = 1024  # bytes; a block's columns are summed up across warps
+SORTED_MEMORY = 4 * MOST_ENTRIES  # bytes of the kernel that sorts
 PROGRAM = Tiles(MOST_ROWS, 128, 4, 1)
 _LINES = 128  # of a program that writes ends
 
@@ -104,7 +105,7 @@ class MaskLaunch:
     slots: tuple[int, ...] = ()
     made: tuple[tuple[int, ...] | None, ...] = ()
     compiled: Any = None
-    tiles: ClassVar[Tiles] = PROGRAM
+    tiles: Tiles = PROGRAM
 
     @classmethod
     def of(
@@ -116,9 +117,11 @@ class MaskLaunch:
         emitted: Emitted | None = None,
         made=(),
         slots=(),
+        tiles: Tiles = PROGRAM,
     ) -> MaskLaunch:
         numbers, slots = ((), slots) if emitted is None else (emitted.numbers, emitted.slots)
-        return cls(kernel, (*grid, 1, 1)[:3], (runtime.opaque(sizes), runtime.opaque(numbers)), facts, slots, made)
+        numbers = runtime.opaque(sizes), runtime.opaque(numbers)
+        return cls(kernel, (*grid, 1, 1)[:3], numbers, facts, slots, made, tiles=tiles)
 
     def read(self, grid: Grid) -> tuple[Tensor, ...]:
         """The mask's tensors that the kernel reads."""
@@ -262,6 +265,20 @@ def runs(ids: tuple, device: torch.device) -> MaskLaunches:
     )
     programs = (batch * -(-places // kernels.RUNS.value),)
     launch = MaskLaunch.of(kernels.runs, programs, sizes, Facts(overlap=None), slots=(0,))
+    return MaskLaunches(result, ((launch, kernels.KeysTensors(result, ())),))
+
+
+@lru_cache(maxsize=1024)
+def sorted_entries(entries: tuple, device: torch.device) -> MaskLaunches:
+    """The launch that puts entries of that shape, stride and dtype in order."""
+    kernels, (shape, strides, _) = runtime.kernels(), entries
+    batch, heads, rows, count = shape
+    width = max(MIN_WIDTH, 1 << (count - 1).bit_length())
+    facts, result = Facts(width=width, overlap=None), Place(MADE, 0, torch.int32, tuple(shape))
+    sizes = kernels.SortedSizes(heads, rows, count, tuple(strides))
+    # Fewer numbers a thread take less time in few rows and as much in many, and their kernels are compiled in two seconds, not in ten.
+    tiles = replace(PROGRAM, num_warps=max(1, width // 128))
+    launch = MaskLaunch.of(kernels.sorted_entries, (batch * heads * rows,), sizes, facts, slots=(0,), tiles=tiles)
     return MaskLaunches(result, ((launch, kernels.KeysTensors(result, ())),))
 
 

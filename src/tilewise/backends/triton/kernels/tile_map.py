@@ -15,11 +15,13 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+from tilewise import expr
 from tilewise.backends.triton.kernels.arguments import WorkTile
 from tilewise.backends.triton.kernels.mask import key_interval, query_interval
 from tilewise.backends.triton.kernels.maths import plain
 
 BLOCK_N = tl.constexpr(128)
+NO_ENTRY, LAST_ENTRY = tl.constexpr(expr.NO_ENTRY), tl.constexpr(expr.WRONG_ENTRY - 1)
 
 
 class MapTensors(NamedTuple):
@@ -424,6 +426,34 @@ def run_begins(x, at, sizes):
 @triton.jit
 def larger(a, b):
     return tl.maximum(a, b)
+
+
+# -- Lists of keys -------------------------------------------------------------------------------------------------------
+
+
+class SortedSizes(NamedTuple):
+    """The whole numbers of a launch, passed as those of :class:`arguments.Sizes`; rows of a head, entries of a row, and the strides of
+    batch elements, heads, rows and entries."""
+
+    heads: int
+    rows: int
+    entries: int
+    strides: tuple
+
+
+@triton.jit
+def sorted_entries_kernel(tensors, sizes, numbers, FACTS: tl.constexpr):
+    """Writes one row of entries in order, as :func:`tilewise.masks.catalogue.selected` keeps them. Grid: (batch · heads · rows)."""
+    row, rows, heads, entries = tl.program_id(0), plain(sizes.rows), plain(sizes.heads), plain(sizes.entries)
+    start = (row // rows // heads).to(tl.int64) * plain(sizes.strides[0])
+    start += (row // rows % heads).to(tl.int64) * plain(sizes.strides[1]) + (row % rows).to(tl.int64) * plain(
+        sizes.strides[2]
+    )
+    at = tl.arange(0, FACTS.width)
+    x = tl.load(tensors.leaves[0] + start + at.to(tl.int64) * plain(sizes.strides[3]), mask=at < entries, other=-1)
+    # Without their sign -1 and -2, which stands for all below it, are the largest numbers.
+    x = tl.minimum(tl.maximum(x, -2), LAST_ENTRY).to(tl.int32) & NO_ENTRY
+    tl.store(tensors.made + row.to(tl.int64) * entries + at, tl.sort(x), mask=at < entries)
 
 
 # -- The lines of lists --------------------------------------------------------------------------------------------------

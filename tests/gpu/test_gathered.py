@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tilewise as tw
-from bench.testing import call, normal, qkv
+from bench.testing import call, normal, paged_call, qkv
 from tests.backends.contract import agree
 from tests.backends.test_blockwise import own
 from tests.planning.test_bit_tiles import entries
@@ -12,8 +12,10 @@ from tilewise import dispatch
 from tilewise.backends import blockwise, triton
 from tilewise.backends.hopper import pieces
 from tilewise.backends.hopper.forward import selected
+from tilewise.backends.hopper.host.selected_call import ListedPlan
 from tilewise.backends.triton import listed
 from tilewise.backends.triton.host.listed import ListedCall
+from tilewise.masks import catalogue
 
 pytestmark = [
     pytest.mark.gpu,
@@ -96,3 +98,43 @@ def test_calls_that_read_selected_keys_alone_agree_with_the_oracle(name, sizes, 
     plan = backend._backward_plan(c.p) if name == "hopper" else backend._plan(c.p)
     assert isinstance(plan, ListedCall)
     agree(backend, c)
+
+
+@pytest.mark.parametrize("count", [5, 64, 700, 2048])
+def test_entries_are_put_in_order(count):
+    entries = torch.randint(-3, 900, (2, 2, count, 30), generator=torch.Generator().manual_seed(3)).transpose(2, 3)
+    for x in (entries, entries.int()):
+        (found,) = catalogue._sorted_rows(x.cuda())
+        assert torch.equal(found.cpu(), catalogue._sorted_rows(x)[0])
+
+
+PAGES = {  # Queries of a sequence, query and key heads, head dims, entries, block, page size; where packed sequences begin.
+    "latent": (1, 128, 1, 576, 512, 200, 1, 64, ()),
+    "latent-packed": (3, 20, 1, 576, 512, 12, 16, 16, (0, 1, 1, 4)),
+    "multi-query": (2, 70, 1, 64, 64, 150, 1, 48, ()),
+    "grouped": (2, 32, 2, 128, 128, 60, 4, 16, ()),
+}
+
+
+@pytest.mark.parametrize("sizes", PAGES)
+@pytest.mark.parametrize("name", ["hopper", "triton"])
+def test_calls_that_read_selected_keys_of_pages_agree_with_the_oracle(name, sizes, monkeypatch):
+    monkeypatch.setattr(listed, "sooner", listed.serves)
+    queries, hq, hk, d, dv, count, block, size, cu = PAGES[sizes]
+    if name == "hopper" and hk > 1:
+        pytest.skip("hopper reads the keys of one head alone")
+    lengths, generator = torch.tensor([900, 0, 371], dtype=torch.int32), torch.Generator().manual_seed(3)
+    pages = -(-900 // size)
+    table = torch.randperm(3 * pages + 1, generator=generator)[: 3 * pages].view(3, pages).int()
+    pool = 3 * pages + 1, size, hk
+    shapes = ((cu[-1],) if cu else (3, queries)) + (hq, d), (*pool, d), (*pool, dv)
+    q, k, v = (normal(*shape, dtype=torch.bfloat16, seed=n).cuda() for n, shape in enumerate(shapes))
+    entries = torch.randint(-1, -(-900 // block), (3, hk, queries, count), generator=generator)
+    mask = tw.causal() & tw.selected(entries.cuda(), block)
+    cache = tw.paged(k, k[..., :dv] if d > 256 else v, table.cuda(), lengths.cuda())
+    c = paged_call(q, cache, mask=mask, **({"cu_seqlens_q": torch.tensor(cu, dtype=torch.int32).cuda()} if cu else {}))
+    backend = dispatch.backend(name)
+    assert backend.unsupported(c.p) == []
+    assert isinstance(backend._plan(c.p), ListedPlan if name == "hopper" else ListedCall)
+    out = backend.forward(c.p, c.t)
+    assert not [str(e) for e in c.expected().judge({"o": out.o, "lse": out.lse}) if not e.ok]

@@ -428,7 +428,7 @@ def larger(a, b):
     return tl.maximum(a, b)
 
 
-# -- Lists of keys -------------------------------------------------------------------------------------------------------
+# -- Lists of keys (docs/decisions.md#hopper-gathers) ---------------------------------------------------------------------
 
 
 class SortedSizes(NamedTuple):
@@ -454,9 +454,6 @@ def sorted_entries_kernel(tensors, sizes, numbers, FACTS: tl.constexpr):
     # Without their sign -1 and -2, which stands for all below it, are the largest numbers.
     x = tl.minimum(tl.maximum(x, -2), LAST_ENTRY).to(tl.int32) & NO_ENTRY
     tl.store(tensors.made + row.to(tl.int64) * entries + at, tl.sort(x), mask=at < entries)
-
-
-# -- The lines of lists --------------------------------------------------------------------------------------------------
 
 
 class LinesTensors(NamedTuple):

@@ -290,6 +290,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "compat.torch_provider": ("compat.refusals", "compat.sdpa", "untraced", ""),
     "compat.flex_attention": (
         "words",
+        "compat.refusals",
         "compat.sdpa",
         "masks.catalogue",
         "masks.derived",

@@ -168,6 +168,7 @@ def dense_cache(
         seqlens_k: int32 ``(batch,)``, the number of keys of each sequence.
         k_scale, v_scale: as in :func:`paged`; for each token and head ``(batch, capacity, heads_k)``.
     """
+    raise_wrong("dense_cache", not_tensors([("k", k)], ["k"]))
     rows = torch.arange(k.shape[0], dtype=torch.int32, device=k.device)
     return paged(k, v, rows.unsqueeze(1), seqlens_k, k_scale=k_scale, v_scale=v_scale)
 
@@ -203,7 +204,7 @@ def append(cache: Cache, k: Tensor, v: Tensor | None = None, cu_seqlens_q: Tenso
         raise ValueError(f"append was called wrongly\n  {not_a_cache(cache)}")
     k_pages, v_pages, block_table, seqlens_k, *scales = cache
     tensors = k_pages, v_pages, k, v, block_table, seqlens_k, cu_seqlens_q, *scales
-    if _is_plain(tensors):
+    if k is not None and _is_plain(tensors):
         _write_behind(cache, k, v, cu_seqlens_q)
     else:
         named = *zip(cache._fields, cache, strict=True), ("k", k), ("v", v), ("cu_seqlens_q", cu_seqlens_q)

@@ -6,7 +6,7 @@ import torch
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import tilewise as tw
-from tilewise.compat import flash_attn, sdpa, xformers
+from tilewise.compat import cuequivariance, flash_attn, sdpa, xformers
 from tilewise.compat import flex_attention as flex
 
 torch_sdpa = torch.nn.functional.scaled_dot_product_attention
@@ -115,3 +115,33 @@ def test_a_scale_that_torch_does_not_take_is_refused(scale):
         torch_sdpa(Q, Q, Q, scale=scale)
     with pytest.raises(NotImplementedError, match=r"float\(scale\)"):
         sdpa.scaled_dot_product_attention(Q, Q, Q, scale=scale)
+
+
+ENDS = torch.tensor([0, 16], dtype=torch.int32)
+NO_TENSORS = {
+    "scaled_dot_product_attention": ("query", lambda x: sdpa.scaled_dot_product_attention(x, Q, Q)),
+    "scaled_dot_product_attention-mask": (
+        "attn_mask",
+        lambda x: sdpa.scaled_dot_product_attention(Q, Q, Q, attn_mask=[x]),
+    ),
+    "flex_attention": ("key", lambda x: flex.flex_attention(Q, x, Q)),
+    "flash_attn_func": ("v", lambda x: flash_attn.flash_attn_func(Q, Q, x)),
+    "flash_attn_qkvpacked_func": ("qkv", flash_attn.flash_attn_qkvpacked_func),
+    "flash_attn_varlen_func": (
+        "cu_seqlens_q",
+        lambda x: flash_attn.flash_attn_varlen_func(Q[0], Q[0], Q[0], x, ENDS, 16, 16),
+    ),
+    "flash_attn_with_kvcache": ("k_cache", lambda x: flash_attn.flash_attn_with_kvcache(Q, x, Q)),
+    "memory_efficient_attention": ("value", lambda x: xformers.memory_efficient_attention(Q, Q, x)),
+    "triangle_attention": ("bias", lambda x: cuequivariance.triangle_attention(Q[None], Q[None], Q[None], x)),
+    "append": ("k", lambda x: tw.append(tw.dense_cache(Q, Q, ENDS), x, x)),
+    "dense_cache": ("k", lambda x: tw.dense_cache(x, Q, ENDS)),
+}
+
+
+@pytest.mark.parametrize("given", [None, [1.0]], ids=["nothing", "a-list"])
+@pytest.mark.parametrize("door", NO_TENSORS)
+def test_a_door_names_what_is_no_tensor(door, given):
+    name, call = NO_TENSORS[door]
+    with pytest.raises(ValueError, match=rf"{name} must be a tensor"):
+        call(given)

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tilewise as tw
-from tilewise.compat.refusals import refuse
+from tilewise.compat.refusals import need_tensors, refuse
 from tilewise.compat.sdpa import pairs_of
 from tilewise.compat.stand_in import StandIn, put_module
 from tilewise.words import raise_wrong
@@ -53,6 +53,7 @@ def triangle_attention(
     Raises:
         ValueError: shapes that do not fit, all of them; or a mask and kv_lengths.
     """
+    need_tensors("triangle_attention", q=q, k=k, v=v, bias=bias)
     given = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask, "kv_lengths": kv_lengths}
     given = {name: x[(None,) * max(0, 5 - x.ndim)] for name, x in given.items() if x is not None}
     _check(given)

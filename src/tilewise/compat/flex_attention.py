@@ -27,6 +27,7 @@ from torch.nn.attention.flex_attention import (
 
 import tilewise as tw
 from tilewise.caching import edition
+from tilewise.compat.refusals import need_tensors
 from tilewise.compat.sdpa import HEADS_DIFFER
 from tilewise.device import Ready
 from tilewise.masks.catalogue import MaskFunction, keep_wrapping
@@ -74,6 +75,7 @@ def flex_attention(
     Raises:
         ValueError: a wrong call, as torch's has it. NotImplementedError: a mod that cannot be traced, by what it does.
     """
+    need_tensors("flex_attention", query=query, key=key, value=value)
     _check(query, key, value, enable_gqa, return_lse and return_aux is not None)
     q, k, v = (x.expand(len(query), -1, -1, -1).transpose(1, 2) for x in (query, key, value))
     scored = score_wrapping(score_mod) if callable(score_mod) else score_mod

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from tilewise.spec import not_tensors
+from tilewise.words import raise_wrong
+
 
 def refuse(function: str, given: Mapping[str, object], instead: Mapping[str, str]) -> None:
     """Raise for each argument of ``instead`` that was given; its text says why, or what to do.
@@ -20,3 +23,12 @@ def refuse(function: str, given: Mapping[str, object], instead: Mapping[str, str
     ]
     if reasons:
         raise NotImplementedError(f"{function} cannot honour" + "".join(reasons))
+
+
+def need_tensors(function: str, **given: object) -> None:
+    """Raise for arguments, by name, that are no tensors.
+
+    Raises:
+        ValueError: at least one is none.
+    """
+    raise_wrong(function, not_tensors(tuple(given.items()), tuple(given)))

@@ -29,6 +29,7 @@ from torch.nn.modules.transformer import _detect_is_causal_mask, _get_seq_len  #
 import tilewise as tw
 from tilewise.compat.encoder import offsets_of_rows, over_packed_rows, would_pack
 from tilewise.compat.probabilities import probabilities
+from tilewise.compat.refusals import need_tensors
 
 
 def scaled_dot_product_attention(
@@ -62,6 +63,7 @@ def scaled_dot_product_attention(
     """
     if isinstance(scale, Tensor) and not (scale.ndim or scale.requires_grad or torch.compiler.is_compiling()):
         scale = float(scale)  # as torch does
+    need_tensors("scaled_dot_product_attention", query=query, key=key, value=value)
     if any(x.is_nested and x.layout == torch.jagged for x in (query, key, value)):
         return _of_nested((query, key, value), attn_mask, dropout_p, is_causal, scale, enable_gqa)
     call = read(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
@@ -206,6 +208,7 @@ HEADS_DIFFER = (
 
 def pairs_of(attn_mask: Tensor, shape: tuple[int, ...]) -> tuple[tw.Mask | None, tw.Score | None]:
     """Return a tensor that broadcasts to ``shape``, (..., heads, seqlen_q, seqlen_k), as a mask or a score; it is not expanded."""
+    need_tensors("scaled_dot_product_attention", attn_mask=attn_mask)
     sizes, lead = tuple(attn_mask.shape), shape[:-3]
     fits = len(sizes) <= len(shape) and all(n in (1, m) for n, m in zip(sizes[::-1], shape[::-1], strict=False))
     if not fits or not (attn_mask.dtype == torch.bool or attn_mask.is_floating_point()):

@@ -30,6 +30,7 @@ from torch import Tensor
 import tilewise as tw
 from tilewise.compat.flash_attn import bert_padding
 from tilewise.compat.flash_attn.kvcache import CacheCall
+from tilewise.compat.refusals import need_tensors
 
 __version__ = "2.8.3+tilewise"  # whose interface this is
 
@@ -81,6 +82,7 @@ def _keywords(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slop
 
 def _unpacked(packed: Tensor, count: int, name: str) -> tuple[Tensor, ...]:
     """Return the ``count`` tensors along the third axis from the end: views, whose gradients are stacked once."""
+    need_tensors("flash_attn", **{name: packed})
     if packed.ndim < 4 or packed.shape[-3] != count:
         shape = f"(batch, seqlen, {count}, heads, head_dim), packed (total, {count}, heads, head_dim)"
         raise ValueError(f"{name} must be {shape}; got {tuple(packed.shape)}")
@@ -167,6 +169,7 @@ def flash_attn_func(
         ``(batch, heads, seqlen_q)`` and S_dmask ``(batch, heads, seqlen_q, seqlen_k)``.
     """
     options = _keywords(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    need_tensors("flash_attn_func", q=q, k=k, v=v)
     sizes = (q.shape[0], q.shape[-2], q.shape[1], k.shape[1])
     return _run(partial(tw.attention_with_lse, q, k, v), q, sizes, options, return_attn_probs)
 
@@ -221,6 +224,7 @@ def flash_attn_varlen_func(
         ``(batch, heads, max_seqlen_q, max_seqlen_k)``.
     """
     options = _keywords(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    need_tensors("flash_attn_varlen_func", q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     if block_table is not None:
         cache = tw.paged(k, v, block_table, cu_seqlens_k.diff().to(torch.int32))
         return _over_pages(q, cache, cu_seqlens_q, options, return_attn_probs)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
+from tilewise.compat.refusals import need_tensors
 from tilewise.words import raise_wrong
 
 FLOAT8 = torch.float8_e4m3fn
@@ -37,6 +38,7 @@ class CacheCall:
 
     def attend(self, options: dict) -> tuple[Tensor, Tensor]:
         """out and softmax_lse, with the keywords of :func:`tilewise.attention_paged`; writes new keys and values before."""
+        need_tensors("flash_attn_with_kvcache", q=self.q, k_cache=self.k_cache, v_cache=self.v_cache)
         self._refuse_wrong()
         cache, q, k = self._cache(), self.q, self.k
         if q.dtype == FLOAT8:

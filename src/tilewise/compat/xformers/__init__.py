@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
+from tilewise.compat.refusals import need_tensors
 from tilewise.compat.sdpa import pairs_of
 from tilewise.compat.stand_in import StandIn, public, put_module
 from tilewise.compat.xformers import attn_bias as biases
@@ -69,6 +70,7 @@ def memory_efficient_attention_forward_requires_grad(
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, bias: object, p: float, scale: float | None):
+    need_tensors("memory_efficient_attention", query=query, key=key, value=value)
     shapes = [tuple(x.shape) for x in (query, key, value)]
     ndim = query.ndim
     if ndim not in (3, 4, 5) or not key.ndim == value.ndim == ndim:

@@ -372,7 +372,9 @@ def _leaf_reasons(q: Tensor, k: Tensor, extras: Sequence[Tensor], spec: Spec) ->
     region, score = spec.whole_region, spec.whole_score
     shapes = [tuple(x.shape) for x in extras]
     roots = [*region.parts, *([] if score is None else [score])]
-    empty = dict.fromkeys(shapes[e.args[0][1]] for e in expr.lookups(*roots) if 0 in shapes[e.args[0][1]])
+    read = [shapes[e.args[0][1]] for e in expr.lookups(*roots)]
+    # A size without a value, in a compiled function, cannot be asked.
+    empty = [shape for shape in read if any(isinstance(n, int) and n == 0 for n in shape)]
     reasons = [f"a mask or score tensor {x} is empty and cannot be read" for x in empty if q.numel() and k.numel()]
     reasons = reasons or read_reasons(region, score, shapes, sizes, (spec.mask_text, spec.mask_slots))
     if region.prepared is not None and (spec.piece is not None or spec.paged):

@@ -24,6 +24,7 @@ CALLS = {
     "causal": lambda x, kept: one_row(x, kept, causal=True),
     "a window and a softcap": lambda x, kept: one_row(x, kept, mask=tw.window(3), score=tw.softcap(3.0)),
     "lengths": lambda x, kept: one_row(x, kept, mask=tw.key_lengths(kept.sum().view(1) // 2)),
+    "documents": lambda x, kept: one_row(x, kept, mask=tw.documents(IDS.view(2, 20)[kept])),
     "a function of a tensor": lambda x, kept: one_row(x, kept, mask=lambda b, h, i, j: IDS[i] == IDS[j]),
 }
 

@@ -306,8 +306,9 @@ def _ends_of_documents(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if (kernels := planner.of_plain(ids)) is not None:
         start, end = kernels.runs((ids.shape, ids.stride(), ids.dtype), ids.device)((ids,), ids.device).unbind()
         return start, end
-    # Return the document's number at each position, from 0 or 1 on, because the first id is compared with the last.
-    document = (ids != ids.roll(1, -1)).cumsum(-1, dtype=torch.int32)
+    # The document's number at each position, from 0 or 1 on, because the first id is compared with 0.
+    before = torch.nn.functional.pad(ids, (1, 0))[..., :-1]
+    document = (ids != before).cumsum(-1, dtype=torch.int32)
     start, end = (torch.searchsorted(document, document, right=right, out_int32=True) for right in (False, True))
     return start, end
 

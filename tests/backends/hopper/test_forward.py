@@ -119,7 +119,7 @@ CASES = {
         {"score": lambda s, b, h, i, j: s + BUCKETS[1, (i - j).clamp(260, 290) - 260], "causal": True},
     ),
     "table-both-ways": (
-        qkv(400, 700, batch=2),
+        qkv(260, 400, batch=2),
         {"score": lambda s, b, h, i, j: s + WORDS[(i - j).clamp(-16, 16) + 16, h]},
     ),
     "table-before": (qkv(200, 700), {"score": lambda s, b, h, i, j: s + BUCKETS[h, (i + 450 - j).clamp(0, 32)]}),

@@ -16,6 +16,7 @@ from tilewise import accuracy
 from tilewise.backends import listed as lists
 from tilewise.backends.hopper import Hopper
 from tilewise.backends.hopper.host.selected_call import SelectedPlan
+from tilewise.planning import planner
 from tilewise.problem import Problem, check
 from tilewise.spec import Options, assemble, parse_spec
 
@@ -24,6 +25,7 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 from tilewise.backends import triton
 from tilewise.backends.triton import listed
 from tilewise.backends.triton.host import listed as host
+from tilewise.backends.triton.host import tile_map
 from tilewise.backends.triton.host.listed import ListedCall
 
 
@@ -93,6 +95,17 @@ CASES = {
     "latent-pages": lambda: paged(1, 5, 16, (20, 1), 576, 512, mask=tw.selected(drawn(2, 1, 1, 40, last=70))),
     "latent": lambda: latent(3, 70, 20, mask=tw.causal() & tw.selected(drawn(1, 1, 3, 40, last=70))),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_launch_makes_the_lines_that_operations_make(name, monkeypatch):
+    c = CASES[name]()
+    expected = lists.lines(c.p)(c.t.leaves, c.p.device)
+    monkeypatch.setattr(planner, "of_kind", lambda kind: tile_map)
+    found = lists.lines(c.p)(c.t.leaves, c.p.device)
+    real = expected[..., 3] >= 0  # of rows past the last sequence nothing else is read
+    assert torch.equal(found[..., 3], expected[..., 3])
+    assert torch.equal(found[real], expected[real])
 
 
 @pytest.mark.parametrize("name", [*CASES, "in-parts"])

@@ -13,8 +13,10 @@ from tilewise import expr
 from tilewise.backends.base import Inputs
 from tilewise.planning import planner
 from tilewise.planning.planner import Kind, Making, Sequences
-from tilewise.problem import Problem
+from tilewise.problem import Problem, TensorFacts
 from tilewise.selections import keys_of_entry
+
+MULTIPLE = 8  # elements of 16 bits, of which rows begin at multiples: 16 bytes
 
 
 def mask_reasons(p: Problem) -> list[str]:
@@ -47,8 +49,16 @@ def rows_of_keys(p: Problem) -> int:
 
 
 def pool_is_rows(p: Problem) -> bool:
-    """Return whether keys lie in no pages, or these one behind the other: a pool is not copied."""
-    return not p.paged or all(x.stride[0] == p.page_size * x.stride[1] for x in (p.k, p.v))
+    """Return whether keys lie in no pages, or these one behind the other and rows where kernels take them: a pool is not copied."""
+
+    def served(x: TensorFacts) -> bool:
+        return (
+            x.stride[0] == p.page_size * x.stride[1]
+            and x.stride[3] == 1
+            and not any(n % MULTIPLE for n in x.stride[1:3])
+        )
+
+    return not p.paged or (served(p.k) and served(p.v))
 
 
 def places_of(p: Problem) -> tuple[int, int]:
@@ -78,7 +88,7 @@ def lines(p: Problem) -> Making:
     slots = dict(zip(("cu_q", "cu_k"), cu, strict=False)) | ({"lengths": pages[1]} if pages else {})
     kind, short = Kind.of_problem(p), [p.extras[n] for n in slots.values()]
     kernels = planner.of_kind(kind)
-    if kernels is None or any(x.dtype != torch.int32 or x.stride != (1,) for x in short):
+    if kernels is None or any(x.stride != (1,) for x in short):
         return lambda extras, device: _lines(p, extras)
     return kernels.list_lines(kind, Sequences(rows_of(p), p.group, **slots))
 

@@ -48,8 +48,8 @@ class Sequences(NamedTuple):
 
     Attributes:
         rows: of q, those of all sequences. group: query heads of a key head.
-        cu_q, cu_k, lengths: the slots of the tensors, int32 and contiguous, that say where packed sequences begin, and how many keys those
-            in pages have; None: there is none.
+        cu_q, cu_k, lengths: the slots of the tensors, whole numbers and contiguous, that say where packed sequences begin, and how many
+            keys those in pages have; None: there is none.
     """
 
     rows: int

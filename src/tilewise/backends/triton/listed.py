@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from tilewise.backends import listed
+from tilewise.backends.listed import MULTIPLE
 from tilewise.backends.piecewise import PieceCall
 from tilewise.backends.triton.config import MAX_LATENT_DIM, architecture, memory_limit
 from tilewise.backends.triton.tiles import MIN_WIDTH, Tiles, width
@@ -14,7 +15,6 @@ from tilewise.planning.bit_tiles import LINES
 from tilewise.problem import Problem
 from tilewise.selections import queries_of_row
 
-MULTIPLE = 8  # elements: 16 bytes
 WIDEST = 128  # columns of a piece
 # By the kernel, for head dims up to WIDEST and for wider ones; fewer query heads take fewer rows (docs/decisions.md#listed-tiles).
 TILES = {
@@ -33,8 +33,8 @@ def serves(p: Problem) -> bool:
         return False
     if any(n % MULTIPLE for n in (p.head_dim, p.head_dim_v)):
         return False
-    if not listed.pool_is_rows(p) or (p.paged and any(x.stride[1] % MULTIPLE for x in (p.k, p.v))):
-        return False  # a pool would be copied
+    if not listed.pool_is_rows(p):
+        return False
     # dK and dV are added up in any order.
     fits = max(p.head_dim, p.head_dim_v) <= 2 * WIDEST or (p.latent and p.head_dim <= MAX_LATENT_DIM)
     return fits and not (p.spec.deterministic and p.spec.needs_grad)

@@ -140,12 +140,8 @@ class BitsOf:
         """What makes them of a call's extras. ``section``: heads that a section has at least. ``ctas``: of the launch."""
         p, how, sharing = self.problem, (self.crossing, self.by_columns), self.problem.group if seen else 0
         sections = Sections(p.batch * p.heads_q // self.group, section, ctas, self.group)
-        kernels = _kernels_for(p)
-        found = (
-            None
-            if kernels is None
-            else kernels.all_of_bits(Kind.of_problem(p), self.layout(seen), *how, sections, sharing)
-        )
+        kernels, kind = _kernels_for(p), Kind.of_problem(p)
+        found = None if kernels is None else kernels.all_of_bits(kind, self.layout(seen), *how, sections, sharing)
         return found or (lambda extras, device: BitTiles.build(grid_of(p, extras), *how, sections, sharing).memory)
 
 

@@ -20,10 +20,11 @@ from tilewise.backends.base import (
     has_no_pair,
     output_of_no_pair,
 )
+from tilewise.backends.listed import MULTIPLE
 from tilewise.backends.piecewise import room
 from tilewise.backends.triton.host import runtime
 from tilewise.backends.triton.host.facts import Facts
-from tilewise.backends.triton.listed import MULTIPLE, is_wide, pieces_of, tiles_of
+from tilewise.backends.triton.listed import is_wide, pieces_of, tiles_of
 from tilewise.backends.triton.tiles import Tiles
 from tilewise.caching import cached_property
 from tilewise.piece import Span, evenly

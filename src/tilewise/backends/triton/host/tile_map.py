@@ -304,7 +304,7 @@ def list_lines(kind: Kind, sequences: Sequences) -> MaskLaunches:
         extents=_extents(kind, emitted),
     )
     lengths = [
-        None if n is None else Place(LEAVES + n, 0, torch.int32, tuple(kind.tensors[n][0]))
+        None if n is None else Place(LEAVES + n, 0, kind.tensors[n][2], tuple(kind.tensors[n][0]))
         for n in (sequences.cu_q, sequences.cu_k, sequences.lengths)
     ]
     count = kind.batch + (sequences.cu_q is not None)

@@ -461,8 +461,8 @@ class LinesTensors(NamedTuple):
 
     Attributes:
         made: int32 (row of q, key head, 4), written: the lines of :func:`tilewise.backends.listed.lines`.
-        cu_q, cu_k: int32 (batch + 1), where packed sequences begin; None: all are as long, or their keys lie in pages.
-        lengths: int32 (batch,), keys of sequences in pages, or None.
+        cu_q, cu_k: whole numbers (batch + 1), where packed sequences begin; None: all are as long, or their keys lie in pages.
+        lengths: whole numbers (batch,), keys of sequences in pages, or None.
         leaves: as in :class:`MapTensors`.
     """
 
@@ -498,14 +498,14 @@ def list_lines_kernel(tensors, sizes, numbers, FACTS: tl.constexpr):
     queries, keys, of_group = plain(sizes.seqlen_q), plain(sizes.seqlen_k), head * plain(sizes.group)
     start, origin = b * queries, b * keys
     if tensors.cu_q is not None:
-        start = tl.load(tensors.cu_q + b)
-        queries = tl.load(tensors.cu_q + b + 1, mask=b < batch, other=rows) - start
+        start = tl.load(tensors.cu_q + b).to(tl.int32)
+        queries = tl.load(tensors.cu_q + b + 1, mask=b < batch, other=rows).to(tl.int32) - start
     if tensors.lengths is not None:
-        keys = tl.load(tensors.lengths + b, mask=b < batch, other=0)
+        keys = tl.load(tensors.lengths + b, mask=b < batch, other=0).to(tl.int32)
         keys, origin = tl.minimum(tl.maximum(keys, 0), plain(sizes.seqlen_k)), tl.minimum(b, batch - 1)
     elif tensors.cu_k is not None:
-        origin = tl.load(tensors.cu_k + b)
-        keys = tl.load(tensors.cu_k + b + 1, mask=b < batch, other=0) - origin
+        origin = tl.load(tensors.cu_k + b).to(tl.int32)
+        keys = tl.load(tensors.cu_k + b + 1, mask=b < batch, other=0).to(tl.int32) - origin
         keys = tl.where(b < batch, keys, 0)
     work = sequence_of(tl.minimum(b, batch - 1), start, queries, keys, tensors, sizes, numbers)
     for first in range(tl.program_id(1) * BLOCK_N, queries, tl.num_programs(1) * BLOCK_N):

@@ -165,7 +165,7 @@ def test_the_page_on_serving_is_one_program():
 
 def test_the_page_on_selected_keys_is_one_program():
     texts = [b.text for b in blocks(SPARSE.read_text(encoding="utf-8")) if b.language == "python"]
-    assert len(texts) == 6
+    assert len(texts) == 7
     python(ROOT, "-c", "\n".join(texts))
 
 

@@ -277,9 +277,7 @@ CASES |= {name: FORWARD[name] for name in (*ENDS, *PAIRED)} | OTHERS
 # Every case for some form of the pass over keys, and what is a form's own for each.
 LINES = [name for name in FORWARD if name.startswith(("buckets", "table"))]
 LINEAR = ("alibi", "alibi-wide", "alibi-empty-rows")
-# Pair by pair a table is a tensor like any other: two of its shapes do.
-TABLES = [name for name in LINES if name.startswith("table-") and name != "table-empty-rows"]
-PAIRS = [(name, form) for form in ("whole", "split") for name in CASES if name not in (*LINEAR[1:], *TABLES)]
+PAIRS = [(name, form) for form in ("whole", "split") for name in CASES if name not in LINEAR[1:]]
 PAIRS += [(name, "summed") for name in ("full", "causal-wide", "window", "keys", "large-scores", "softcap")]
 PAIRS += [(name, "summed") for name in ("prefix-lengths", "documents", "documents-empty-rows", "ranges-per-head")]
 PAIRS += [(name, "summed-wide") for name in ("one", "causal-empty-rows", "narrow", "lengths")]

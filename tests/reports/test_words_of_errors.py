@@ -134,6 +134,7 @@ NO_TENSORS = {
     "flash_attn_with_kvcache": ("k_cache", lambda x: flash_attn.flash_attn_with_kvcache(Q, x, Q)),
     "memory_efficient_attention": ("value", lambda x: xformers.memory_efficient_attention(Q, Q, x)),
     "triangle_attention": ("bias", lambda x: cuequivariance.triangle_attention(Q[None], Q[None], Q[None], x)),
+    "triangle_attention-mask": ("mask", lambda x: cuequivariance.triangle_attention(*[Q[None]] * 4, [x])),
     "append": ("k", lambda x: tw.append(tw.dense_cache(Q, Q, ENDS), x, x)),
     "dense_cache": ("k", lambda x: tw.dense_cache(x, Q, ENDS)),
 }

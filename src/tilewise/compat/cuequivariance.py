@@ -19,9 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tilewise as tw
-from tilewise.compat.refusals import need_tensors, refuse
+from tilewise.compat.refusals import refuse
 from tilewise.compat.sdpa import pairs_of
 from tilewise.compat.stand_in import StandIn, put_module
+from tilewise.spec import not_tensors
 from tilewise.words import raise_wrong
 
 __version__ = "0.13.0+tilewise"  # whose interface this is
@@ -53,8 +54,8 @@ def triangle_attention(
     Raises:
         ValueError: shapes that do not fit, all of them; or a mask and kv_lengths.
     """
-    need_tensors("triangle_attention", q=q, k=k, v=v, bias=bias)
     given = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask, "kv_lengths": kv_lengths}
+    raise_wrong("triangle_attention", not_tensors(tuple(given.items()), ("q", "k", "v", "bias")))
     given = {name: x[(None,) * max(0, 5 - x.ndim)] for name, x in given.items() if x is not None}
     _check(given)
     batch, rows = given["q"].shape[:2]

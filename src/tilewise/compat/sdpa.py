@@ -139,6 +139,7 @@ def read(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa) 
     elif variant == "LOWER_RIGHT":
         mask = tw.causal()
     elif attn_mask is not None:
+        need_tensors("scaled_dot_product_attention", attn_mask=attn_mask)
         mask, score = pairs_of(attn_mask, (*lead, q.shape[2], q.shape[1], k.shape[1]))
     options = {"mask": mask, "score": score, "softmax_scale": scale, "dropout_p": dropout_p}
     headless = query.ndim == key.ndim == value.ndim == 2
@@ -208,7 +209,6 @@ HEADS_DIFFER = (
 
 def pairs_of(attn_mask: Tensor, shape: tuple[int, ...]) -> tuple[tw.Mask | None, tw.Score | None]:
     """Return a tensor that broadcasts to ``shape``, (..., heads, seqlen_q, seqlen_k), as a mask or a score; it is not expanded."""
-    need_tensors("scaled_dot_product_attention", attn_mask=attn_mask)
     sizes, lead = tuple(attn_mask.shape), shape[:-3]
     fits = len(sizes) <= len(shape) and all(n in (1, m) for n, m in zip(sizes[::-1], shape[::-1], strict=False))
     if not fits or not (attn_mask.dtype == torch.bool or attn_mask.is_floating_point()):

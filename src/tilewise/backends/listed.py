@@ -61,16 +61,20 @@ def pool_is_rows(p: Problem) -> bool:
     return not p.paged or (served(p.k) and served(p.v))
 
 
+def slot_of(p: Problem) -> int:
+    """Return the slot of the entries."""
+    return p.spec.region.predicate.args[0][1]
+
+
 def places_of(p: Problem) -> tuple[int, int]:
     """Return how many keys a list may name, and how many an entry of it does."""
-    selection = p.spec.region.predicate
-    block = keys_of_entry(selection)[0]
-    return p.extras[selection.args[0][1]].shape[-1] * block, block
+    block = keys_of_entry(p.spec.region.predicate)[0]
+    return p.extras[slot_of(p)].shape[-1] * block, block
 
 
 def entries_of(p: Problem, t: Inputs) -> Tensor:
     """Return all lists: int32 ``(list, entry)``."""
-    return t.leaves[p.spec.region.predicate.args[0][1]].flatten(0, 2).contiguous()
+    return t.leaves[slot_of(p)].flatten(0, 2).contiguous()
 
 
 def read_slots(p: Problem) -> tuple[int, ...]:
@@ -119,7 +123,7 @@ def _lines(p: Problem, extras: Sequence[Tensor]) -> Tensor:
     found = [zero + x for x in expr.evaluate(wanted, env, extras, spec.region.compared_in(extras))]
     *at, lo, hi = [*found[:3], zero if lo is None else found[3], keys if hi is None else found[-1]]
     place = zero
-    for index, size in zip(at, p.extras[selection.args[0][1]].shape, strict=False):
+    for index, size in zip(at, p.extras[slot_of(p)].shape, strict=False):
         place = place * size + index.clamp(0, size - 1)
     hi = torch.where(real, torch.minimum(hi, keys).clamp(min=0), -1)
     return torch.stack([x.expand_as(zero) for x in (origin, place, lo.clamp(min=0).minimum(keys), hi)], dim=2).int()

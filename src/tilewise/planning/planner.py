@@ -120,7 +120,7 @@ class Planner(Protocol):
         ...
 
 
-MOST_ENTRIES = 2048  # of a row that a kernel sorts: one for twice as many takes ten seconds to compile
+MOST_ENTRIES = 2048  # of a row that a kernel sorts: one for twice as many takes more than twice as long to compile
 _LOADED: dict[str, Callable[[], Planner]] = {}  # by device type
 
 

@@ -19,8 +19,7 @@ def serves(problem: Problem) -> bool:
     """Whether a forward gathers the selected keys of one key head, and a call takes less time than tiles with a bit for each pair would."""
     spec, dims = problem.spec, (problem.head_dim, problem.head_dim_v)
     if (
-        not listed.asked(problem)
-        or not listed.pool_is_rows(problem)
+        not (listed.asked(problem) and listed.pool_is_rows(problem))
         or problem.heads_k != 1
         or problem.softmax_scale <= 0
     ):

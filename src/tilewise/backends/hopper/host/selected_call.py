@@ -63,23 +63,18 @@ class ListedPlan(ForwardPlan):
 
     @property
     def places(self) -> dict[str, int]:
-        slot, _ = self.entries
-        found, plain = super().places, is_plain(self.problem.extras[slot], torch.int32)
-        return found | ({"entries": 3 + slot} if plain else {})
-
-    @property
-    def entries(self) -> tuple[int, View]:
-        """The lists: their slot, and ``(list, entry)``."""
-        slot = self.problem.spec.region.predicate.args[0][1]
-        *lists, count = self.problem.extras[slot].shape
-        return slot, View.contiguous("entries", torch.int32, lists[0] * lists[1] * lists[2], count)
+        slot = listed.slot_of(self.problem)
+        plain = is_plain(self.problem.extras[slot], torch.int32)
+        return super().places | ({"entries": 3 + slot} if plain else {})
 
     def beside(self, draft: Draft) -> dict[str, Any]:
         p = self.problem
+        batch, heads, rows, count = p.extras[listed.slot_of(p)].shape
+        entries = View.contiguous("entries", torch.int32, batch * heads * rows, count)
         tokens = View.contiguous(LINES, torch.int32, rows_of(p) * p.heads_k, 4)
         # Without pages the table is not read.
         table = View.of("block_table", p.extras[p.spec.page_slots[0]]) if p.paged else tokens
-        return ForwardPlan.beside(self, draft) | {"entries": self.entries[1], LINES: tokens, "block_table": table}
+        return ForwardPlan.beside(self, draft) | {"entries": entries, LINES: tokens, "block_table": table}
 
     @cached_property
     def copied(self) -> tuple[str, ...]:

@@ -32,7 +32,11 @@ def reasons(problem: Problem) -> list[str]:
         found.append(f"softmax_scale {problem.softmax_scale} is not above 0")
     rows = max(rows_of_keys(problem), rows_of(problem))
     found += [f"{rows} rows, {LONG} or more"] if rows >= LONG else []
-    found += [] if pool_is_rows(problem) else [f"{what} in pages of which one does not begin where another ends"]
+    found += (
+        []
+        if pool_is_rows(problem)
+        else [f"{what} in pages that are not rows one behind the other, at multiples of 16 bytes"]
+    )
     return found + mask_reasons(problem)
 
 

@@ -276,7 +276,7 @@ def sorted_entries(entries: tuple, device: torch.device) -> MaskLaunches:
     width = max(MIN_WIDTH, 1 << (count - 1).bit_length())
     facts, result = Facts(width=width, overlap=None), Place(MADE, 0, torch.int32, tuple(shape))
     sizes = kernels.SortedSizes(heads, rows, count, tuple(strides))
-    # Fewer numbers a thread take less time in few rows and as much in many, and their kernels are compiled in two seconds, not in ten.
+    # With more numbers a thread a kernel takes six times as long to compile (docs/tried.md).
     tiles = replace(PROGRAM, num_warps=max(1, width // 128))
     launch = MaskLaunch.of(kernels.sorted_entries, (batch * heads * rows,), sizes, facts, slots=(0,), tiles=tiles)
     return MaskLaunches(result, ((launch, kernels.KeysTensors(result, ())),))

@@ -62,7 +62,7 @@ def remember() -> None:
 
 def tensors(t: Inputs) -> Iterator[Tensor | None]:
     """All tensors of a call, those that it lacks too."""
-    for field in fields(t):
+    for field in (x for x in fields(t) if x.name != "joint"):
         value = getattr(t, field.name)
         yield from value if isinstance(value, list | tuple) else (value,)
 

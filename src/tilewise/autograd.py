@@ -11,6 +11,7 @@ with ``extras or ()``.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -163,6 +164,18 @@ def _below_autograd(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], s
         return derivatives.operator_of(spec)(q, k, v, extras, seed, spec)
 
 
+def _is_part(v: Tensor, k: Tensor) -> bool:
+    """Return whether v, which lies in k's memory, was made of k alone as autograd has it, so that all of its gradient goes there, and no
+    hook waits for it."""
+    base = k if k._base is None else k._base
+    if v._base is not base or v.grad_fn is None or v._backward_hooks or v.retains_grad:
+        return False
+    (node, number), *others = v.grad_fn.next_functions
+    if others or node is None:
+        return False
+    return getattr(node, "variable", None) is k if k.is_leaf else node is k.grad_fn and number == k.output_nr
+
+
 def _gradients_are_mapped() -> bool:
     """Return whether a backward runs inside a vmap of either kind, so that its gradients may be batched."""
     mapped = torch._C._dispatch_tls_is_dispatch_key_included(_LEGACY_VMAP)
@@ -178,7 +191,10 @@ class _Attention(torch.autograd.Function):
         else:
             outputs = plan.forward(q, k, v, extras, seed)
         o, lse, *stats = outputs
-        saved = q, k, v, *extras, seed, o, lse
+        # Of a view of k that nobody holds in the backward nobody can ask for the gradient: dk may have it
+        # (docs/decisions.md#hopper-listed-gradients). What is saved must not hold the view.
+        ctx.view = weakref.ref(v) if plan is not None and plan.problem.latent and _is_part(v, k) else None
+        saved = q, k, v if ctx.view is None else v.detach(), *extras, seed, o, lse
         ctx.save_for_backward(*saved)
         # Hooks of saved tensors may bring others, in another layout.
         ctx.spec, ctx.plan, ctx.layout = spec, plan, [x is not None and x.stride() for x in saved]
@@ -203,9 +219,13 @@ class _Attention(torch.autograd.Function):
                 plan = dispatch.plan(q, k, v, extras, seed, ctx.spec)
             elif extras:
                 dispatch.check_lengths(plan, extras)
-            dq, dk, dv, dextras = plan.backward(do, dlse, saved)
+            joint = ctx.view is not None and ctx.view() is None
+            dq, dk, dv, dextras = plan.backward(do, dlse, saved, joint)
         else:
             dlse = torch.zeros_like(lse) if dlse is None else dlse
+            if ctx.view is not None:  # the one with a graph
+                held = ctx.view()
+                v = k[..., : v.shape[-1]] if held is None else held
             arguments = do, dlse, q, k, v, o, lse, extras, seed, ctx.spec
             dq, dk, dv, *dextras = derivatives.gradients(*arguments, count=len(ctx.grad_slots))
         if not extras:

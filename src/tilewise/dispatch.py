@@ -188,14 +188,20 @@ class Plan:
         """The backward by the tensors' memory alone, or None if there is no such backward."""
         return None if self.problem.spec.grad_slots else self.backend.direct_backward(self.problem)
 
-    def backward(self, do: Tensor, dlse: Tensor | None, saved: Saved) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-        """Return dq, dk, dv, and the gradients of the extras that want one. ``dlse``: None where lse has no gradient."""
+    def backward(
+        self, do: Tensor, dlse: Tensor | None, saved: Saved, joint: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor | None, list[Tensor]]:
+        """Return dq, dk, dv, and the gradients of the extras that want one.
+
+        ``dlse``: None where lse has no gradient. ``joint``: dk may have dv in its first columns (:class:`tilewise.backends.base.Inputs`).
+        """
         found = None if self.direct_backward is None else self.direct_backward(do, dlse, saved)
         if found is not None:
             return *found, []
         q, k, v, *extras, seed, o, lse = saved
         grad = OutputGrads.of(do, torch.zeros_like(lse) if dlse is None else dlse)
         given = inputs(self, q, k, v, extras, seed)
+        given.joint = joint
         with torch._C._DisableAutocast():  # which is on here if the caller's loss.backward() is inside it
             grads = self.backend.backward(self.problem, given, Output.of(o, lse), grad.do, grad.dlse)
         return grads.dq, grads.dk, grads.dv, grads.extras(self.problem, extras)

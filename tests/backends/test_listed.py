@@ -14,8 +14,13 @@ from bench.testing import Call, call, normal, paged_call
 from tests.backends.contract import agree, of_case
 from tilewise import accuracy
 from tilewise.backends import listed as lists
+from tilewise.backends.base import Output
 from tilewise.backends.hopper import Hopper
+from tilewise.backends.hopper.host.draft import Launches
+from tilewise.backends.hopper.host.recipe import flat
 from tilewise.backends.hopper.host.selected_call import SelectedPlan
+from tilewise.backends.hopper.latent.config import LatentConfig
+from tilewise.backends.hopper.latent.gradients_config import GradientsConfig
 from tilewise.planning import planner
 from tilewise.problem import Problem, check
 from tilewise.spec import Options, assemble, parse_spec
@@ -23,6 +28,7 @@ from tilewise.spec import Options, assemble, parse_spec
 pytest.importorskip("triton", reason="the package triton is not installed")
 
 from tilewise.backends import triton
+from tilewise.backends.hopper.host.selected_gradients import SelectedGradients
 from tilewise.backends.triton import listed
 from tilewise.backends.triton.host import listed as host
 from tilewise.backends.triton.host import tile_map
@@ -183,11 +189,107 @@ def test_queries_are_gathered_by_block_where_that_is_sooner_than_by_list(sizes, 
 def test_hopper_trains_latent_attention_over_selected_keys():
     p, hopper = problem(4096, 2048, dims=(576, 512)), Hopper()
     assert hopper.refused(p) == []
-    assert len(hopper.configs(p)) == 1
+    assert [type(x) for x in hopper.configs(p)] == [LatentConfig, GradientsConfig, GradientsConfig]
     assert isinstance(hopper._plan(p), SelectedPlan)
-    assert isinstance(hopper._backward_plan(p), ListedCall)
+    assert isinstance(hopper._backward_plan(p).own, SelectedGradients)
     (reason,) = hopper.refused(problem(4096, 2048, dims=(576, 512), deterministic=True))
     assert "they add up in any order" in reason
+
+
+def test_few_heads_of_latent_attention_have_the_gradients_of_triton():
+    p, hopper = problem(4096, 2048, heads=(16, 1), dims=(576, 512)), Hopper()
+    assert len(hopper.configs(p)) == 1
+    assert hopper._backward_plan(p).own is None
+
+
+@pytest.mark.parametrize("queries", [False, True])
+@pytest.mark.parametrize("joint", [False, True])
+def test_launches_of_gradients_bring_what_the_kernels_take(queries, joint, monkeypatch):
+    c = latent(3, 40, 70, mask=tw.causal() & tw.selected(drawn(1, 1, 3, 70, last=40)))
+    c.t.joint, given = joint, []
+    monkeypatch.setattr(Launches, "run_named", lambda self, tensors: given.append((self, tensors)))
+    out = Output(torch.zeros_like(c.do), torch.zeros_like(c.dlse))
+    ListedCall(c.p, own=SelectedGradients(c.p)).backward(c.t, out, c.do, c.dlse)
+    launches, tensors = given[queries]
+    (launch,) = launches.launches
+    assert launch.config == GradientsConfig("bf16", queries)
+    for x, kind in zip(flat(launch.config.parameters), launch.kinds, strict=True):
+        assert kind == (None if x.shape is None else (getattr(torch, x.dtype or "bfloat16"), len(x.shape))), x.name
+    assert queries or tensors["dv"].shape[-1] == 512
+    assert queries or (tensors["dv"].data_ptr() == tensors["dk"].data_ptr()) == joint
+
+
+# -- Values in the memory of keys ------------------------------------------------------------------------------------
+
+
+def in_keys(hold: bool, dims: tuple[int, int]) -> tuple[Tensor, Tensor | None]:
+    """The gradient of keys in whose memory the values lie, and that of these where somebody holds them."""
+    q, k, _, do = tensors(5, 60, (6, 1), *dims)
+    q, k, held = q.requires_grad_(), k.requires_grad_(), []
+    mask = tw.causal() & tw.selected(drawn(1, 1, 5, 30, last=60))
+
+    def attention() -> Tensor:
+        v = k[..., : dims[1]]
+        if hold:
+            held.append(v)
+            v.retain_grad()
+        return tw.attention(q, k, v, mask=mask, backend="triton")
+
+    attention().backward(do)
+    return k.grad, held[0].grad if hold else None
+
+
+@pytest.mark.parametrize("dims", [(48, 32), (136, 40)])
+def test_the_gradient_of_values_in_keys_is_part_of_that_of_the_keys(dims, monkeypatch):
+    monkeypatch.setattr(listed, "sooner", listed.serves)
+    asked, backward = [], ListedCall.backward
+
+    def told(self, inputs, *rest):
+        asked.append(inputs.joint)
+        return backward(self, inputs, *rest)
+
+    monkeypatch.setattr(ListedCall, "backward", told)
+    (joint, _), (apart, dv) = in_keys(hold=False, dims=dims), in_keys(hold=True, dims=dims)
+    assert asked == [True, False]
+    assert dv is not None
+    assert dv.abs().sum() > 0
+    # Of one sum that is rounded once, and of two that are rounded before they are added.
+    assert (joint.double() - apart.double()).abs().max() <= 3 * 2**-8 * apart.abs().max()
+
+
+def test_a_hook_gets_the_gradient_of_values_in_keys(monkeypatch):
+    monkeypatch.setattr(listed, "sooner", listed.serves)
+    q, k, _, do = tensors(5, 60, (6, 1), 48, 32)
+    k, seen = k.requires_grad_(), []
+
+    def attention() -> Tensor:
+        v = k[..., :32]
+        v.register_hook(seen.append)
+        return tw.attention(q, k, v, mask=tw.selected(drawn(1, 1, 5, 30, last=60)), backend="triton")
+
+    attention().backward(do)
+    assert [x.shape for x in seen] == [(1, 60, 1, 32)]
+
+
+def test_second_derivatives_go_through_values_in_keys():
+    q, k = (normal(1, n, 1, 4, dtype=torch.float64, seed=n).requires_grad_() for n in (2, 5))
+    mask = tw.selected(torch.tensor([[0, 2, 3], [1, 4, -1]]).view(1, 1, 2, 3))
+    assert torch.autograd.gradgradcheck(lambda q, k: tw.attention(q, k, k[..., :2], mask=mask), (q, k))
+
+
+def test_values_of_another_graph_keep_their_gradient(monkeypatch):
+    """What lies in the memory of keys but was made apart from them, as of a detached view, is no part of theirs."""
+    monkeypatch.setattr(listed, "sooner", listed.serves)
+    q, k, _, do = tensors(5, 60, (6, 1), 48, 32)
+    k = k.requires_grad_()
+    v = k.detach()[..., :32].requires_grad_()
+    mask = tw.causal() & tw.selected(drawn(1, 1, 5, 30, last=60))
+    tw.attention(q, k, v, mask=mask, backend="triton").backward(do)
+    dk, dv = k.grad.clone(), v.grad.clone()
+    other, apart = k.detach().clone().requires_grad_(), v.detach().clone().requires_grad_()
+    tw.attention(q, other, apart, mask=mask, backend="triton").backward(do)
+    assert torch.equal(dv, apart.grad)
+    assert torch.equal(dk, other.grad)
 
 
 def test_hopper_trains_over_the_selected_keys_of_one_head():

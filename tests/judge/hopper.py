@@ -21,8 +21,12 @@ from tilewise.backends.hopper.decoding.config import DecodingConfig
 from tilewise.backends.hopper.forward import config
 from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.host import kernel_files, proven
+from tilewise.backends.hopper.kernels import AnyConfig
 from tilewise.backends.hopper.latent import config as latent_config
+from tilewise.backends.hopper.latent import gradients_config
 from tilewise.backends.hopper.latent.config import LatentConfig
+from tilewise.backends.hopper.latent.gradients_config import GradientsConfig
+from tilewise.backends.hopper.latent.selected import own_gradients
 
 PROBES = (
     "forward_bf16_d128_upper_128", "forward_bf16_d64_full_192", "forward_bf16_d256_band_128",
@@ -110,7 +114,7 @@ class Kind(NamedTuple):
     @classmethod
     def of(cls, x: Config | Backward) -> "Kind":
         t = x.keys if isinstance(x, Backward) else x.tiles
-        latent = isinstance(x, LatentConfig)
+        latent = isinstance(x, (LatentConfig, GradientsConfig))
         return cls(
             t.dims if isinstance(x, Backward) else (t.width, t.width_v),
             x.dtype,
@@ -120,7 +124,7 @@ class Kind(NamedTuple):
             latent_config.KEYS if latent else getattr(x, "paged", 0),
             x.dropout,
             latent,
-            latent and x.e4m3,
+            isinstance(x, LatentConfig) and x.e4m3,
             t.rows if isinstance(x, DecodingConfig) else 0,
             x.trained,
             isinstance(x, Backward) and x.score == "bias",
@@ -198,7 +202,9 @@ def check_calls(x: Config | Backward, sizes: Sizes | None = None) -> Named:
         return torch.randn(shape, generator=generator, device=sizes.device).to(dtype)
 
     if kind.selected:
-        yield from selected_calls(kind, new)
+        each = selected_calls(kind, new)
+        own = isinstance(x, GradientsConfig)
+        yield from ((label, c if own else c.forward_only()) for label, c in each if not own or own_gradients(c.p))
         return
     calls = paged_calls if kind.paged else packed_calls if kind.packed else unpacked_calls
     yield from (decoding_calls if kind.decoding else calls)(kind, new, sizes)
@@ -258,7 +264,7 @@ def selected_calls(kind: Kind, new: Callable[..., Tensor]) -> Named:
         places[..., 1], places[..., 2::7] = places[..., 0], -1
         mask = tw.selected(places, block) if n % 2 else tw.causal() & tw.selected(places, block)
         sink = torch.randn(heads, device=q.device) if n == 1 else None
-        yield f"selected-{n}", call(q, k, v, mask=mask, sink=sink).forward_only()
+        yield f"selected-{n}", call(q, k, v, mask=mask, sink=sink)
 
 
 def packed_calls(kind: Kind, new: Callable[..., Tensor], sizes: Sizes) -> Named:
@@ -381,24 +387,25 @@ def cache_of(
 # ---- the kernels ----------------------------------------------------------------------------------------------------
 
 
-def every() -> list[Config | Backward]:
+def every() -> list[AnyConfig]:
     """All configurations that are shipped or candidates."""
     forwards = [*config.shipped(), *config.candidates(), *latent_config.shipped(), *decoding_config.shipped()]
-    return [*forwards, *backward_config.shipped(), *backward_config.candidates()]
+    return [*forwards, *backward_config.shipped(), *backward_config.candidates(), *gradients_config.shipped()]
 
 
-def kernel_of(x: Config | Backward, program: str = "", cubin: str = "") -> Kernel:
+def kernel_of(x: AnyConfig, program: str = "", cubin: str = "") -> Kernel:
     """A configuration as a kernel to be checked."""
-    back = isinstance(x, Backward)
+    back, own = isinstance(x, Backward), isinstance(x, GradientsConfig)
+    loose = {"dk", "dv"} if own else {"dq"} if back and x.keys.sums_dq and not x.keys.ordered else ()
     return Kernel(
         name=x.name,
-        direction="backward" if back else "forward",
+        direction="backward" if back or own else "forward",
         kind=Kind.of(x),
-        backend=partial(Hopper, forward_of(x), backward=x) if back else partial(Hopper, x),
+        backend=partial(Hopper, forward_of(x), backward=x) if back else Hopper if own else partial(Hopper, x),
         calls=partial(check_calls, x),
         program=program,
         cubin=cubin,
-        loose=frozenset({"dq"}) if back and x.keys.sums_dq and not x.keys.ordered else frozenset(),
+        loose=frozenset(loose),
     )
 
 

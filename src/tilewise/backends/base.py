@@ -32,7 +32,10 @@ def unit_last(x: Tensor) -> Tensor:
 
 @dataclass
 class Inputs:
-    """The tensors of a call, named. Shapes as in :class:`Problem`, strides as :class:`Backend` says; ``leaves`` are all extras, by slot."""
+    """The tensors of a call, named. Shapes as in :class:`Problem`, strides as :class:`Backend` says; ``leaves`` are all extras, by slot.
+
+    ``joint``: v lies in k's memory, and its gradient goes to k. A backward may add it to dk's first columns, and give None for dv.
+    """
 
     q: Tensor
     k: Tensor
@@ -46,6 +49,7 @@ class Inputs:
     seqlens_k: Tensor | None = None
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
+    joint: bool = False
 
     @classmethod
     def of(cls, p: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None) -> Inputs:
@@ -97,12 +101,13 @@ class Output:
 class Grads:
     """Gradients in the shapes and dtypes of what they belong to.
 
-    ``leaves`` holds one per slot of ``spec.grad_slots`` that a score reads, by slot; ``sink`` where it is wanted.
+    ``leaves`` holds one per slot of ``spec.grad_slots`` that a score reads, by slot; ``sink`` where it is wanted; ``dv`` is None where dk
+    has it (:attr:`Inputs.joint`).
     """
 
     dq: Tensor
     dk: Tensor
-    dv: Tensor
+    dv: Tensor | None
     sink: Tensor | None
     leaves: dict[int, Tensor]
 

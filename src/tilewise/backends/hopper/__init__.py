@@ -5,7 +5,7 @@ Importing this imports no DSL. Where to look:
 - ``config``: what both passes share: limits, dtypes, forms of masks, expressions that are compiled in. No DSL.
 - ``parameters``: the tensors and numbers that launches take, and the scores that kernels know. No DSL.
 - ``forward/``, ``backward/``: the kernels of a pass, ``config``, which chooses among them, and ``tiles``: registers, shared memory.
-- ``latent/``: the forward where V lies in K's memory, over pages and over keys that queries selected.
+- ``latent/``: V in K's memory: the forward over pages and over keys that queries selected, the gradients of the latter.
 - ``decoding/``: the forward of a few queries a sequence, over pages or dense keys.
 - ``kit/``: what every kernel uses: rings of stages, tiles, softmax, schedulers, expressions, dropout.
 - ``host/``: from a call to a launch, and from a kernel's source to the file that is shipped.
@@ -62,6 +62,7 @@ from tilewise.backends.hopper.latent import selected
 from tilewise.backends.hopper.latent.config import LatentConfig
 from tilewise.backends.hopper.padding import as_packed
 from tilewise.backends.hopper.pieces import gathers, in_pieces, told
+from tilewise.backends.piecewise import PieceCall
 from tilewise.backends.triton.listed import gradients_of
 from tilewise.problem import Problem
 
@@ -139,7 +140,8 @@ class Hopper(Backend):
 
     def configs(self, p: Problem) -> list[AnyConfig]:
         """The configs of the kernels that a problem needs."""
-        return [config for choose in self._passes(p) for config in _of_kernels(p, choose)]
+        found = [config for choose in self._passes(p) for config in _of_kernels(p, choose)]
+        return found + (selected.own_gradients(p) if _lists(p, self) else [])
 
     def _passes(self, p: Problem) -> tuple[Callable[[Problem], AnyConfig], ...]:
         """What chooses the configs of a problem's passes."""
@@ -184,13 +186,20 @@ class Hopper(Backend):
         from tilewise.backends.hopper.host.backward_call import BackwardPlan
 
         if _lists(p, self):
-            return gradients_of(p)
+            return _gradients_of_lists(p)
         config = self.backward_config(p)
         return _converted(p, config, self._backward_plans) or BackwardPlan(p, config)
 
 
+def _gradients_of_lists(p: Problem) -> PieceCall:
+    """The call whose backward has the gradients of selected keys."""
+    from tilewise.backends.hopper.host.selected_gradients import SelectedGradients
+
+    return gradients_of(p, SelectedGradients(p) if selected.own_gradients(p) else None)
+
+
 def _lists(p: Problem, hopper: Hopper) -> bool:
-    """Whether kernels read the keys alone that each query selected. Their gradients are Triton's, unless a kernel is wanted."""
+    """Whether kernels read the keys alone that each query selected, for gradients too, unless a kernel is wanted."""
     return hopper.override_backward is None and (selected.asked(p) or listed.serves(p))
 
 

@@ -9,12 +9,14 @@ from tilewise.backends.hopper.decoding.config import DecodingConfig
 from tilewise.backends.hopper.forward import config as forward_config
 from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.latent import config as latent_config
+from tilewise.backends.hopper.latent import gradients_config
 from tilewise.backends.hopper.latent.config import LatentConfig
+from tilewise.backends.hopper.latent.gradients_config import GradientsConfig
 
-AnyConfig = Config | LatentConfig | DecodingConfig | Backward
+AnyConfig = Config | LatentConfig | GradientsConfig | DecodingConfig | Backward
 
 
 def shipped() -> list[AnyConfig]:
     """Every kernel that is compiled ahead of time."""
     forwards = [*forward_config.shipped(), *latent_config.shipped(), *decoding_config.shipped()]
-    return [*forwards, *backward_config.shipped()]
+    return [*forwards, *backward_config.shipped(), *gradients_config.shipped()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -68,11 +69,11 @@ def has_gradients(p: Problem) -> bool:
     return installed() and serves(p)
 
 
-def gradients_of(p: Problem) -> PieceCall:
-    """Return the call whose backward does."""
+def gradients_of(p: Problem, own: Any = None) -> PieceCall:
+    """Return the call whose backward does; ``own``: by a backend's own :class:`tilewise.backends.triton.host.listed.GradientKernels`."""
     from tilewise.backends.triton.host.listed import ListedCall
 
-    return ListedCall(p)
+    return ListedCall(p, own=own)
 
 
 def told(p: Problem) -> str:

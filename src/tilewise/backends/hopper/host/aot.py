@@ -41,6 +41,7 @@ from tilewise.backends.hopper.host.recipe import Recipe
 from tilewise.backends.hopper.host.traits import traits
 from tilewise.backends.hopper.kernels import AnyConfig, shipped
 from tilewise.backends.hopper.latent.config import LatentConfig
+from tilewise.backends.hopper.latent.gradients_config import GradientsConfig
 from tilewise.backends.sample import sample
 
 OPTIONS = "--gpu-arch sm_90a --keep-cubin --keep-ptx"
@@ -67,6 +68,11 @@ def compiled(
         from tilewise.backends.hopper.backward.launch import launch
     elif isinstance(config, LatentConfig):
         from tilewise.backends.hopper.latent.kernel import launch
+    elif isinstance(config, GradientsConfig):
+        if config.queries:
+            from tilewise.backends.hopper.latent.gradients_dq import launch
+        else:
+            from tilewise.backends.hopper.latent.gradients import launch
     elif isinstance(config, DecodingConfig):
         from tilewise.backends.hopper.decoding.kernel import launch
     else:

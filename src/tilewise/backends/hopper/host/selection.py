@@ -13,12 +13,14 @@ from tilewise.backends.hopper.forward import tiles as forward_tiles
 from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.kernels import AnyConfig, shipped
 from tilewise.backends.hopper.latent.config import LatentConfig
+from tilewise.backends.hopper.latent.gradients_config import GradientsConfig
 
 FORMS = dict(zip(("full", "causal", "window", "rows", "bits"), (*SHIPPED, "bits"), strict=True))
 """The word for each form: every key, up to a moving end, between two such ends, between ends that tensors hold, by a bit for each pair."""
-PASSES = {"forward": (Config, LatentConfig, DecodingConfig), "backward": (Backward,)}
+PASSES = {"forward": (Config, LatentConfig, DecodingConfig), "backward": (Backward, GradientsConfig)}
 FEATURES = ("softcap", "dropout", "packed", "paged", "latent", "decoding", "selected")
-OWN = {LatentConfig: "latent", DecodingConfig: "decoding"}  # kernels of calls that one word names, whatever their form
+# The kernels of calls that one word names, whatever their form.
+OWN = {LatentConfig: "latent", GradientsConfig: "latent", DecodingConfig: "decoding"}
 _DIMS = re.compile(r"d(\d+)(?:v(\d+))?")
 _OFTEN = ((128, 128), (64, 64))  # head dims that most models have
 
@@ -44,7 +46,7 @@ def _rank(config: AnyConfig) -> tuple:
         usual,
         form,
         dims,
-        isinstance(config, Backward),
+        isinstance(config, PASSES["backward"]),
     )
 
 
@@ -55,7 +57,7 @@ def dims_of(config: AnyConfig) -> tuple[int, int]:
 
 def paged(config: AnyConfig) -> bool:
     """Whether a kernel reads keys from pages; no backward does."""
-    return type(config) in OWN or (isinstance(config, Config) and config.paged > 0)
+    return isinstance(config, (LatentConfig, DecodingConfig)) or (isinstance(config, Config) and config.paged > 0)
 
 
 def features_of(config: AnyConfig) -> set[str]:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from tilewise.backends.hopper.config import DTYPES, LONG, ROWS
 from tilewise.backends.hopper.latent.config import KEYS, PAIR, WIDTH, WIDTH_V, LatentConfig, best_splits
+from tilewise.backends.hopper.latent.gradients_config import GradientsConfig
 from tilewise.backends.listed import mask_reasons, places_of, pool_is_rows, rows_of, rows_of_keys
 from tilewise.backends.triton.listed import has_gradients
 from tilewise.problem import Problem
+
+# Query heads of a key head: of more, these gradients are sooner than Triton's (docs/decisions.md#hopper-listed-gradients).
+MANY_HEADS = 16
 
 
 def asked(problem: Problem) -> bool:
@@ -38,6 +42,13 @@ def reasons(problem: Problem) -> list[str]:
         else [f"{what} in pages that are not rows one behind the other, at multiples of 16 bytes"]
     )
     return found + mask_reasons(problem)
+
+
+def own_gradients(problem: Problem) -> list[GradientsConfig]:
+    """The kernels of a call's gradients, if it gets our own."""
+    if not (problem.spec.needs_grad and asked(problem) and problem.group > MANY_HEADS):
+        return []
+    return [GradientsConfig(DTYPES[str(problem.dtype)], queries) for queries in (False, True)]
 
 
 def tiles_of(problem: Problem) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -33,17 +33,29 @@ from tilewise.planning.planner import Making
 from tilewise.problem import Problem
 
 
+class GradientKernels(Protocol):
+    """The launches of wide heads' gradients for some of all queries and key heads, of the tensors of a launch by their names."""
+
+    def leave_ds(self, given: dict[str, Tensor], lines: Span) -> None:
+        """Leaves dS and delta, and adds to dK and dV; without dv, to dK's first columns what belongs there."""
+
+    def make_dq(self, given: dict[str, Tensor], lines: Span) -> None:
+        """Makes dQ of dS."""
+
+
 @dataclass(eq=False)
 class ListedCall:
-    """The call of a problem with lists. ``record``: what takes its launches in place of a GPU."""
+    """The call of a problem with lists. ``record``: what takes its launches in place of a GPU. ``own``: a backend's own kernels."""
 
     problem: Problem
     record: Callable[..., object] | None = None
+    own: GradientKernels | None = None
     direct: ClassVar[bool] = False
 
     def decided(self) -> tuple:
         """The ``(make, values)`` of :class:`tilewise.backends.base.PerProblem`."""
-        return lambda p, _: ListedCall(p), None
+        own = self.own and type(self.own)
+        return lambda p, _: ListedCall(p, own=own and own(p)), None
 
     def facts(self, tiles: Tiles, **more: object) -> Facts:
         """The facts of a kernel."""
@@ -83,21 +95,28 @@ class ListedCall:
         if has_no_pair(p):
             return gradients_of_no_pair(p, inputs, dlse)
         dq, delta = inputs.q.new_empty(inputs.q.shape), torch.empty_like(out.lse)
-        dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (inputs.k, inputs.v))
+        dk = inputs.k.new_zeros(inputs.k.shape, dtype=torch.float32)
+        dv = None if inputs.joint else inputs.v.new_zeros(inputs.v.shape, dtype=torch.float32)
         given = self._read(inputs) | {"o": out.o, "lse": out.lse, "do": do.contiguous(), "dlse": dlse.contiguous()}
         given |= {"delta": delta, "dq": dq, "dk": dk, "dv": dv}
-        count = listed.rows_of(p) * p.heads_k
+        count, kernels = listed.rows_of(p) * p.heads_k, self.own or self
         if not is_wide(p):
             self._launch("listed_backward", given, (0, count), sheet=0)
         for lines in evenly(count, max(1, room(p) // self._bytes_of_ds)) if is_wide(p) else ():
             given["ds"] = dq.new_empty((lines[1] - lines[0], p.group, self._places))
-            self._launch("listed_backward", given, lines, sheet=1)
-            self._launch("listed_dq", given, lines)
+            kernels.leave_ds(given, lines)
+            kernels.make_dq(given, lines)
         dsink = None
         if inputs.sink is not None:
             dsink = state.sink_gradient(inputs.sink.float().view(-1, 1), out.lse, delta)
             dsink = dsink.sum(-1 if p.packed else (0, 2)).to(inputs.sink.dtype)
-        return Grads(dq, dk.to(p.dtype), dv.to(p.dtype), dsink, {})
+        return Grads(dq, dk.to(p.dtype), dv if dv is None else dv.to(p.dtype), dsink, {})
+
+    def leave_ds(self, given: dict[str, Tensor], lines: Span) -> None:
+        self._launch("listed_backward", given, lines, sheet=1)
+
+    def make_dq(self, given: dict[str, Tensor], lines: Span) -> None:
+        self._launch("listed_dq", given, lines)
 
     @property
     def _places(self) -> int:
@@ -111,8 +130,8 @@ class ListedCall:
 
     def _read(self, inputs: Inputs) -> dict[str, Tensor]:
         """The tensors that all kernels read."""
-        p, q, k = self.problem, self._rows(inputs.q), self._rows(inputs.k)
-        v = k[..., : p.head_dim_v] if p.latent else self._rows(inputs.v)
+        p, q, k = self.problem, rows(inputs.q), rows(inputs.k)
+        v = k[..., : p.head_dim_v] if p.latent else rows(inputs.v)
         found = {"q": q, "k": k, "v": v, "entries": listed.entries_of(p, inputs), "table": inputs.block_table}
         return found | {"lines": self._lines(inputs.leaves, inputs.q.device)}
 
@@ -144,8 +163,9 @@ class ListedCall:
         with runtime.on_device(named["q"]):  # Hopper's backward comes here too
             start(getattr(kernels, name), ((last - first) * sizes.tiles, 1, 1), tiles, *given)
 
-    def _rows(self, x: Tensor) -> Tensor:
-        """A tensor with the rows of all batch elements, or pages, one after the other, which begin at multiples of 16 bytes."""
-        x = x if x.ndim == 3 else x.flatten(0, 1)
-        served = x.stride(-1) == 1 and not any(n % MULTIPLE for n in x.stride()[:2]) and x.data_ptr() % 16 == 0
-        return x if served else x.contiguous()
+
+def rows(x: Tensor) -> Tensor:
+    """A tensor with the rows of all batch elements, or pages, one after the other, which begin at multiples of 16 bytes."""
+    x = x if x.ndim == 3 else x.flatten(0, 1)
+    served = x.stride(-1) == 1 and not any(n % MULTIPLE for n in x.stride()[:2]) and x.data_ptr() % 16 == 0
+    return x if served else x.contiguous()

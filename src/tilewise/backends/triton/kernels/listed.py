@@ -36,7 +36,7 @@ class ListedTensors(NamedTuple):
     Attributes:
         q, k, v: rows (token, head, column) with the strides of :class:`ListedSizes`; k and v in pages have those of all pages.
         o, do, dq: as q, contiguous.
-        dk, dv: fp32 (key, key head, column), contiguous, zeros before.
+        dk, dv: fp32 (key, key head, column), contiguous, zeros before. Without dv, dk's first columns get what belongs there.
         ds: (query and key head of this launch, query head of the key head, place), rows of whole tiles, times the scale.
         lse, dlse, delta: fp32 (batch, query head, query), packed (query head, token).
         sink: (query heads,). table: int32 (sequence, page of the sequence), pages of the pool, or None.
@@ -332,10 +332,13 @@ def listed_backward_kernel(tensors, sizes, scale, FACTS: tl.constexpr):
         # Turned: the columns of a head dim are enough rows for wgmma, the keys of a tile may be fewer.
         for n in tl.static_range(COUNT):
             part = dot(tl.trans(q[n]), ds, None, FACTS)
+            if tensors.dv is None and n < COUNT_V:
+                part = dot(tl.trans(do[n]), p, part, FACTS)
             add_rows(tensors.dk, rows, seen, line.head, heads, part, n, False, FACTS)
-        for n in tl.static_range(COUNT_V):
-            part = dot(tl.trans(do[n]), p, None, FACTS)
-            add_rows(tensors.dv, rows, seen, line.head, heads, part, n, True, FACTS)
+        if tensors.dv is not None:
+            for n in tl.static_range(COUNT_V):
+                part = dot(tl.trans(do[n]), p, None, FACTS)
+                add_rows(tensors.dv, rows, seen, line.head, heads, part, n, True, FACTS)
         rows, seen = next_rows, next_seen
     if not FACTS.sheet:
         store_heads(tensors.dq, of_row, dq, ok, FACTS.head_dim, False, FACTS)

@@ -126,6 +126,12 @@ class RegisterRow(np.ndarray):
         unwritten = -(1 << 40) if whole else np.nan  # a register holds what was in it before
         return np.full((count, role.threads), unwritten, np.int64 if whole else np.float32).view(cls)
 
+    def load(self) -> np.ndarray:
+        return self.copy()
+
+    def store(self, x: np.ndarray) -> None:
+        self[:] = x
+
 
 class Global:
     """A tensor in global memory; None takes all of a mode, as in the DSL."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import tilewise as tw
 from bench import cases
@@ -269,6 +271,36 @@ def test_a_hook_gets_the_gradient_of_values_in_keys(monkeypatch):
 
     attention().backward(do)
     assert [x.shape for x in seen] == [(1, 60, 1, 32)]
+
+
+def of_compiled_autograd(attention) -> None:
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
+        attention().sum().backward()
+
+
+def of_saved_on_cpu(attention) -> None:
+    with torch.autograd.graph.save_on_cpu():
+        o = attention()
+    o.sum().backward()
+
+
+WAYS = {
+    "checkpoint": lambda attention: checkpoint(attention, use_reentrant=False).sum().backward(),
+    "saved-on-cpu": of_saved_on_cpu,
+    "compiled-autograd": of_compiled_autograd,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_values_in_keys_have_their_gradient_however_it_is_computed(way, monkeypatch):
+    monkeypatch.setattr(listed, "sooner", listed.serves)
+    q, k, _, _ = (x.requires_grad_() for x in tensors(3, 60, (6, 1), 48, 32))
+    mask = tw.selected(drawn(1, 1, 3, 30, last=60))
+    attend = partial(tw.attention, mask=mask, backend="triton")
+    WAYS[way](lambda: attend(q, k, k[..., :32]))
+    other = k.detach().clone().requires_grad_()
+    attend(q, other, other[..., :32].clone()).sum().backward()  # values of their own memory
+    assert (k.grad.double() - other.grad.double()).abs().max() <= 3 * 2**-8 * other.grad.abs().max()
 
 
 def test_second_derivatives_go_through_values_in_keys():

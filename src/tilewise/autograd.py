@@ -193,7 +193,7 @@ class _Attention(torch.autograd.Function):
         o, lse, *stats = outputs
         # Of a view of k that nobody holds in the backward nobody can ask for the gradient: dk may have it
         # (docs/decisions.md#hopper-listed-gradients). What is saved must not hold the view.
-        ctx.view = weakref.ref(v) if plan is not None and plan.problem.latent and _is_part(v, k) else None
+        ctx.view = weakref.ref(v) if plan is not None and plan.latent and _is_part(v, k) else None
         saved = q, k, v if ctx.view is None else v.detach(), *extras, seed, o, lse
         ctx.save_for_backward(*saved)
         # Hooks of saved tensors may bring others, in another layout.

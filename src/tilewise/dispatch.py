@@ -207,6 +207,11 @@ class Plan:
         return grads.dq, grads.dk, grads.dv, grads.extras(self.problem, extras)
 
     @cached_property
+    def latent(self) -> bool:
+        """As of a Problem."""
+        return self.problem.latent
+
+    @cached_property
     def reads_lengths(self) -> bool:
         """Whether a tensor says which rows, keys or pages there are. Its values, or the places of pages, are then read in each call."""
         spec = self.problem.spec

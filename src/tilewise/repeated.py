@@ -117,6 +117,7 @@ class _Sized:
 
     __slots__ = ("direct", "direct_backward", "spec")
     reads_lengths = False  # where their values are checked, none of these is made
+    latent = False  # no backward by memory takes values in the memory of keys
 
     def __init__(self, direct: dispatch.DirectCall, direct_backward: dispatch.DirectBackward | None, spec: str):
         self.direct, self.direct_backward, self.spec = direct, direct_backward, spec
@@ -127,12 +128,12 @@ class _Sized:
             dispatch.decide(q, k, v, extras, seed, self.spec).forward(q, k, v, extras, seed) if found is None else found
         )
 
-    def backward(self, do: Tensor, dlse: Tensor | None, saved: dispatch.Saved) -> tuple:
+    def backward(self, do: Tensor, dlse: Tensor | None, saved: dispatch.Saved, joint: bool = False) -> tuple:
         found = self.direct_backward(do, dlse, saved)
         if found is not None:
             return *found, []
         q, k, v, *extras, seed, _, _ = saved
-        return dispatch.decide(q, k, v, extras, seed, self.spec).backward(do, dlse, saved)
+        return dispatch.decide(q, k, v, extras, seed, self.spec).backward(do, dlse, saved, joint)
 
 
 def _structure_and_sizes(

@@ -48,13 +48,12 @@ from tilewise.backends.hopper.latent.gradients_keys import (
     new_found,
     new_places,
     read_entries,
-)  # fmt: skip
+)
 from tilewise.backends.hopper.latent.gradients_work import ROTARY, Work, copy_heads, work_of
 from tilewise.backends.hopper.latent.storage import ELEMENTS, chunked, swizzle_of
 
-LOWEST = (
-    -2.3e38
-)  # an lse that units of log2 do not hold: no key was seen, or each score is about the least number of fp32
+# An lse that units of log2 do not hold: no key was seen, or each score is about the least number of fp32.
+LOWEST = -2.3e38
 PARTS = 4 * HEADS * HALF  # bytes of the parts of S, or of dP, that a CTA gets of a tile,
 TILE = ELEMENT_BYTES * 2 * HEADS * HALF  # and of P and dS together
 

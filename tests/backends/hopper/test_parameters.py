@@ -21,9 +21,11 @@ LAUNCHES = {
     Config: "forward/kernel.py",
     LatentConfig: "latent/kernel.py",
     DecodingConfig: "decoding/kernel.py",
-    GradientsConfig: "latent/gradients.py",
     Backward: "backward/launch.py",
 }
+FILES = [(file, [c for c in shipped() if isinstance(c, kind)]) for kind, file in LAUNCHES.items()]
+for _queries, _file in ((False, "latent/gradients.py"), (True, "latent/gradients_dq.py")):
+    FILES.append((_file, [c for c in shipped() if isinstance(c, GradientsConfig) and c.queries == _queries]))
 
 
 def arguments_of(file: str) -> list[str]:
@@ -33,10 +35,11 @@ def arguments_of(file: str) -> list[str]:
     return [argument.arg for argument in launch.args.args][:-2]
 
 
-@pytest.mark.parametrize("kind", LAUNCHES, ids=lambda kind: kind.__name__)
-def test_a_launch_names_its_arguments_as_its_parameters_do(kind):
-    names, kinds = arguments_of(LAUNCHES[kind]), (c for c in shipped() if isinstance(c, kind))
-    for config in (c for c in kinds if not getattr(c, "queries", False)):
+@pytest.mark.parametrize(("file", "configs"), FILES, ids=[file for file, _ in FILES])
+def test_a_launch_names_its_arguments_as_its_parameters_do(file, configs):
+    names = arguments_of(file)
+    assert configs
+    for config in configs:
         assert len(config.parameters) == len(names)
         for name, x in zip(names, config.parameters, strict=True):
             assert not isinstance(x, Parameter) or x.name == name

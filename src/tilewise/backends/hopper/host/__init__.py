@@ -1,7 +1,7 @@
 """The host side of the Hopper backend.
 
-A call: ``forward_call``, over pages ``paged_call`` and ``latent_call``, of selected keys ``selected_call``, of one query
-``decoding_call``, and ``backward_call``, or ``padded_call``, decide once for a problem (``plan``) and make a launch's tensors
+A call: ``forward_call``, over pages ``paged_call`` and ``latent_call``, of selected keys ``selected_call`` and ``selected_gradients``, of
+one query ``decoding_call``, and ``backward_call``, or ``padded_call``, decide once for a problem (``plan``) and make a launch's tensors
 (``masks``: row ends and lists of blocks;
 ``backward_memory``: what a backward writes; ``portions``: the heads and keys of a launch that keeps dS); ``library`` finds the kernel's
 file or has it built; ``driver`` launches it by its ``recipe``.

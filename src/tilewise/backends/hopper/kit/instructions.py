@@ -7,7 +7,7 @@ import struct
 import cutlass
 import cutlass.cute as cute
 
-from tilewise.backends.hopper.kit.dtypes import F32
+from tilewise.backends.hopper.kit.dtypes import F32, I32
 
 # -- Registers -----------------------------------------------------------------------------------------------------
 
@@ -128,6 +128,12 @@ def meet() -> None:
     """All threads of a cluster's CTAs wait for each other, and see what the others have written."""
     cute.arch.cluster_arrive()
     cute.arch.cluster_wait()
+
+
+def in_peer(place, peer) -> I32:
+    """The address of the same place in the shared memory of another CTA of the cluster."""
+    code = "mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};"
+    return cute.arch.inline_ptx(code, write_only_types=[I32], read_only_args=[I32(place), I32(peer)])
 
 
 # -- Shared memory -------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from tilewise.backends.hopper.config import ALIGNMENT, ELEMENT_BYTES, ROWS
 from tilewise.backends.hopper.kit.bits import is_set
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
-from tilewise.backends.hopper.kit.instructions import both, choose, meet, pack, put_words_if
+from tilewise.backends.hopper.kit.instructions import both, choose, in_peer, meet, pack, put_words_if
 from tilewise.backends.hopper.kit.lists import PIECE, WARP, tiles_of_list
 from tilewise.backends.hopper.kit.params import OptionalParams, by_name, optional_params
 from tilewise.backends.hopper.kit.scheduler import PICK
@@ -281,12 +281,6 @@ def tell_peer(barrier: cute.Pointer, rank):
     with cute.arch.elect_one():
         code = "mbarrier.arrive.shared::cluster.b64 _, [{$r0}];"
         cute.arch.inline_ptx(code, read_only_args=[in_peer(barrier.toint(), 1 - rank)])
-
-
-def in_peer(place, peer) -> I32:
-    """The address of the same place in the shared memory of another CTA of the cluster."""
-    code = "mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};"
-    return cute.arch.inline_ptx(code, write_only_types=[I32], read_only_args=[I32(place), I32(peer)])
 
 
 def send_four(place, words: list, barrier) -> None:

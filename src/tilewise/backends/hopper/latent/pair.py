@@ -17,7 +17,7 @@ import cutlass.cute as cute
 
 from tilewise.backends.hopper.kit import softmax
 from tilewise.backends.hopper.kit.dtypes import F32, I32
-from tilewise.backends.hopper.kit.instructions import choose, meet
+from tilewise.backends.hopper.kit.instructions import choose, in_peer, meet
 from tilewise.backends.hopper.kit.tiles import rows_columns
 from tilewise.backends.hopper.latent.storage import LatentStorage
 
@@ -80,8 +80,7 @@ def own_place(smem: LatentStorage) -> I32:
 
 def peer_place(smem: LatentStorage, peer) -> I32:
     """The peer's :func:`own_place` for the thread of the same place."""
-    code = "mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};"
-    return cute.arch.inline_ptx(code, write_only_types=[I32], read_only_args=[own_place(smem), I32(peer)])
+    return in_peer(own_place(smem), peer)
 
 
 def send_four(place, n: int, values: list) -> None:

@@ -26,9 +26,7 @@ def reasons(problem: Problem) -> list[str]:
     found += [] if problem.latent else [f"{what} and v outside of k's memory: its kernel takes v = k[..., :{WIDTH_V}]"]
     found += [] if problem.heads_k == 1 else [f"{what} and {problem.heads_k} key heads: its kernel takes one"]
     if spec.needs_grad and not has_gradients(problem):
-        found.append(
-            f"{what} and gradients, which Triton's kernels compute: they add up in any order, and need the package triton"
-        )
+        found.append(f"{what} and gradients: they add up in any order, and need the package triton")
     found += [f"{what} and a score"] if spec.score is not None else []
     found += [f"{what} and dropout"] if spec.dropout_p else []
     found += [f"{what} under vmap"] if spec.mapped else []

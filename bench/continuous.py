@@ -8,19 +8,18 @@ unanswered. ``--device cpu`` rehearses it on small sizes.
 
 from __future__ import annotations
 
-import argparse
+import math
 import random
 import statistics
 import time
-from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
 import torch
 import transformers
 
 import tilewise.compat.transformers
-from bench import records
+from bench import script
+from bench.measure import interleaved
 
 CONTESTANTS = ("tilewise", "sdpa", "paged|eager")
 REQUESTS, SHORTEST, LONGEST, NEW, ROUNDS = 64, 100, 2000, 256, 3
@@ -82,43 +81,34 @@ def wrong(device: str) -> dict[str, str]:
     return dict.fromkeys(unlike, "its tokens are not eager's")
 
 
-def measured(device: str) -> Iterator[dict]:
-    """The run, and each contestant's milliseconds for all requests."""
+def main() -> None:
+    """Keep each contestant's milliseconds for all requests."""
+    options = script.parser(__doc__).parse_args()
+    device = options.device
+    tilewise.compat.transformers.register()
     count, longest, new = (4, 300, 8) if device == "cpu" else (REQUESTS, LONGEST, NEW)
     shape, dtype = (SMALL, torch.float32) if device == "cpu" else (LLAMA, torch.bfloat16)
     peers = dict.fromkeys(CONTESTANTS, "the attention that transformers calls")
-    head = records.run(f"python -m bench.continuous --device {device}", device, peers)
-    head["versions"]["transformers"] = transformers.__version__
-    yield head
+    log = script.Log.begin(f"python -m bench.continuous --device {device}", options, peers, ("transformers",))
     refused = wrong(device)
     asked, model = prompts(count, longest, shape["vocab_size"]), build(shape, device, dtype)
-    seconds: dict[str, list[float]] = {name: [] for name in CONTESTANTS if name not in refused}
-    for turn in range(ROUNDS):
-        for name in random.Random(turn).sample(list(seconds), len(seconds)):
-            if name in refused:
-                continue
-            try:
-                seconds[name].append(answered(model, name, asked, new)[1])
-            except RuntimeError as error:  # of one contestant
-                refused[name] = str(error)
+
+    def sample(name: str) -> float:
+        if name in refused:
+            return math.nan
+        try:
+            return 1e3 * answered(model, name, asked, new)[1]
+        except RuntimeError as error:  # of one contestant
+            refused[name] = str(error)
+            return math.nan
+
+    found = interleaved({name: partial(sample, name) for name in CONTESTANTS}, ROUNDS)
     said = {"requests": count, "prompts": f"{SHORTEST} to {longest}", "new": new, "dtype": str(dtype)}
     for name in CONTESTANTS:
-        times = [] if name in refused else [1e3 * each for each in seconds[name]]
-        more = {"low": min(times), "high": max(times)} if times else {"why": [refused[name]]}
-        middle = statistics.median(times) if times else None
-        yield records.result(head["run"], "llama-1b-continuous", name, "step", "time", middle, shape=said, **more)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, required=True, help="file that the results are appended to")
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    options = parser.parse_args()
-    tilewise.compat.transformers.register()
-    for found in records.append(measured(options.device), options.out)[1:]:
-        tokens = found["shape"]["requests"] * found["shape"]["new"]
-        rate = f"{1e3 * tokens / found['value']:.0f} tokens/s" if found["value"] else found["why"]
-        print(f"{found['contestant']:12} {rate}")
+        value, more = None, {"why": [refused.get(name)]}
+        if name not in refused:
+            value, more = statistics.median(found[name]), {"low": min(found[name]), "high": max(found[name])}
+        log.add("llama-1b-continuous", name, "step", "time", value, shape=said, **more)
 
 
 if __name__ == "__main__":

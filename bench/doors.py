@@ -4,15 +4,12 @@ Each is judged against the package's own in float64 first. A time is the process
 rounds in turns. A package that is not installed has no row. JAX's door has `bench.jax_door`.
 """
 
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from importlib import import_module
-from importlib.metadata import version
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +18,8 @@ from torch import Tensor, nn
 from torch.nn import attention
 from torch.nn.attention import flex_attention as flex
 
-from bench import records
+from bench import script
+from bench.measure import interleaved
 from tilewise.accuracy import judge
 from tilewise.compat import flex_attention as our_flex
 from tilewise.compat import torch_provider  # noqa: F401  registers the name
@@ -95,7 +93,8 @@ def run(row: Row, door: bool, inputs: list[Tensor], gradients: bool) -> tuple[fl
     return 1e3 * (time.process_time() - start), results
 
 
-def measured(case: str, row: Row, name: str) -> Iterator[dict]:
+def measured(case: str, row: Row, log: script.Log) -> None:
+    """Judge a row, and keep its times."""
     inputs = [torch.randn(2, 8, 1024, 64).requires_grad_(row.trains) for _ in range(3)]
     for training in (False, True)[: 1 + row.trains]:
         with torch.compiler.set_stance("force_eager"):  # the error rule is beside eager
@@ -105,15 +104,20 @@ def measured(case: str, row: Row, name: str) -> Iterator[dict]:
         wrong = [str(e) for e in (judge(case, x, y, [z]) for x, y, z in zip(ours, exact, own, strict=True)) if not e.ok]
         if wrong:
             raise SystemExit("\n".join(wrong))
-        rounds = [[run(row, door, inputs, training)[0] for door in (False, True)] for _ in range(ROUNDS)]
-        for who, times in zip(PEERS, zip(*rounds, strict=True), strict=True):
-            direction = "both" if training else "forward"
-            yield records.result(name, case, who, direction, "time", round(min(times), 3), shape=SHAPE)
+        samples = {who: partial(run, row, who == "door", inputs, training) for who in PEERS}
+        for who, found in interleaved(samples, ROUNDS).items():
+            log.add(case, who, "both" if training else "forward", "time", min(ms for ms, _ in found), shape=SHAPE)
+
+
+def main() -> None:
+    """Measure all rows."""
+    options = script.parser(__doc__).parse_args()
+    torch.manual_seed(0)
+    options.device, said = "cpu", f"Least of {ROUNDS} rounds in turns."
+    log = script.Log.begin("python -m bench.doors", options, PEERS, ("transformers", "diffusers"), statistic=said)
+    for case, row in (*of_torch(), *of_others()):
+        measured(case, row, log)
 
 
 if __name__ == "__main__":
-    torch.manual_seed(0)
-    head = records.run("python -m bench.doors", "cpu", PEERS, statistic=f"Least of {ROUNDS} rounds in turns.")
-    head["versions"] |= {name: version(name) for name in ("transformers", "diffusers") if find_spec(name)}
-    results = [x for rows in (of_torch(), of_others()) for case, row in rows for x in measured(case, row, head["run"])]
-    records.append([head, *results], Path(sys.argv[sys.argv.index("--out") + 1]))
+    main()

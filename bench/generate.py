@@ -6,15 +6,15 @@ prompts in turns, several rounds; the first is not counted. The time is that of 
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
-from itertools import pairwise
-from pathlib import Path
+from functools import partial
+from itertools import pairwise, product
 
 import torch
 
-from bench import records
+from bench import script
+from bench.measure import interleaved
 
 LLAMA = {
     "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12, "num_attention_heads": 16, "num_key_value_heads": 4,
@@ -38,8 +38,8 @@ def model(way: str, device: str) -> torch.nn.Module:
     return transformers.LlamaForCausalLM(config).to(device, torch.bfloat16).eval()
 
 
-def steps(made: torch.nn.Module, ids: torch.Tensor, cache: str) -> tuple[float, list[float], torch.Tensor]:
-    """Seconds of the prompt, of each step after it, and the tokens."""
+def steps(made: torch.nn.Module, ids: torch.Tensor, cache: str) -> tuple[float, list[float]]:
+    """Seconds of the prompt, and of each step after it."""
     stamps: list[float] = []
 
     def stamp(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -53,45 +53,24 @@ def steps(made: torch.nn.Module, ids: torch.Tensor, cache: str) -> tuple[float, 
         options["cache_implementation"] = "static"
     began = time.perf_counter()
     with torch.no_grad():
-        found = made.generate(ids, **options, max_new_tokens=NEW, disable_compile=True)
-    return stamps[0] - began, [b - a for a, b in pairwise(stamps)], found
-
-
-def measured(device: str, batch: int, length: int, cache: str, made: dict) -> list[tuple[str, str, float]]:
-    """``(way, part, seconds)``: the prompt, and a step after it."""
-    ids = torch.randint(1, LLAMA["vocab_size"], (batch, length), device=device)
-    prompts: dict[str, list] = {way: [] for way in WAYS}
-    each: dict[str, list] = {way: [] for way in WAYS}
-    for n in range(ROUNDS + 1):
-        for way in WAYS:
-            prompt, of_steps, _ = steps(made[way], ids, cache)
-            if n:
-                prompts[way].append(prompt)
-                each[way] += of_steps
-    parts = (("prompt", prompts), ("step", each))
-    return [(way, part, statistics.median(found[way])) for part, found in parts for way in WAYS]
+        made.generate(ids, **options, max_new_tokens=NEW, disable_compile=True)
+    return stamps[0] - began, [b - a for a, b in pairwise(stamps)]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, help="a file of JSON lines, which is appended to")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    options = parser.parse_args()
-    import transformers
-
-    peers = {"tilewise": 'attn_implementation="tilewise"', "sdpa": 'attn_implementation="sdpa"'}
-    run = records.run("python -m bench.generate", options.device, peers)
-    run["versions"]["transformers"] = transformers.__version__
-    found, made = [run], {way: model(way, options.device) for way in WAYS}
-    for cache in CACHES:
-        for batch, length in PROMPTS:
-            for way, part, seconds in measured(options.device, batch, length, cache, made):
-                shape = {"batch": batch, "seqlen": length}
-                case = f"generate-{cache}-{batch}x{length}-{part}"
-                found.append(records.result(run["run"], case, way, "forward", "host", 1e6 * seconds, shape=shape))
-                print(f"{cache:8} {batch:3} x {length:5} {part:7} {way:9} {1e3 * seconds:8.2f} ms", flush=True)
-    if options.out:
-        records.append(found, options.out)
+    """Keep the medians of the prompt, and of a step after it."""
+    options = script.parser(__doc__).parse_args()
+    peers = {way: f'attn_implementation="{way}"' for way in WAYS}
+    log = script.Log.begin("python -m bench.generate", options, peers, ("transformers",))
+    made = {way: model(way, options.device) for way in WAYS}
+    for cache, (batch, length) in product(CACHES, PROMPTS):
+        ids = torch.randint(1, LLAMA["vocab_size"], (batch, length), device=options.device)
+        found = interleaved({way: partial(steps, made[way], ids, cache) for way in WAYS}, ROUNDS + 1)
+        for way, (_, *counted) in found.items():
+            parts = {"prompt": [prompt for prompt, _ in counted], "step": [t for _, each in counted for t in each]}
+            for part, seconds in parts.items():
+                case, shape = f"generate-{cache}-{batch}x{length}-{part}", {"batch": batch, "seqlen": length}
+                log.add(case, way, "forward", "host", 1e6 * statistics.median(seconds), shape=shape)
 
 
 if __name__ == "__main__":

@@ -10,13 +10,15 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+Name, Result = TypeVar("Name"), TypeVar("Result")
 
 
 # ---- statistics ---------------------------------------------------------------------------------------------------
@@ -84,29 +86,39 @@ def calls_for(seconds: float, device: str) -> int:
     return max(1, min(200, round(enough / max(seconds, 1e-7))))
 
 
+def interleaved(samples: Mapping[Name, Callable[[], Result]], rounds: int) -> dict[Name, list[Result]]:
+    """What each sample gives in so many rounds.
+
+    The order is drawn anew each round: a chip at its power limit runs slower behind whoever used much. It is the same in every process.
+    """
+    found: dict[Name, list[Result]] = {name: [] for name in samples}
+    chance = random.Random(0)
+    for _ in range(rounds):
+        for name in chance.sample(list(samples), len(samples)):
+            found[name].append(samples[name]())
+    return found
+
+
 def in_turns(
-    calls: dict[str, Callable[[], object]],
+    calls: Mapping[Name, Callable[[], object]],
     device: str,
     rounds: int = 5,
     budget_ms: float = 12.0,
     queued: bool = True,
-) -> dict[str, float]:
-    """Milliseconds a call, the median over rounds; each round times everyone once, over at most 50 calls in that budget.
+) -> dict[Name, float]:
+    """Milliseconds a call, the median over :func:`interleaved` rounds of at most 50 calls in that budget.
 
-    The order is drawn anew each round: a chip at its power limit runs slower behind whoever used much. `queued` as in
-    :func:`seconds_per_call`.
+    `queued`: as in :func:`seconds_per_call`.
     """
-    counts = {}
-    for name, call in calls.items():
+
+    def sample(call: Callable[[], object]) -> Callable[[], float]:
         call()
         once = seconds_per_call(call, 2, device, queued)
-        counts[name] = max(1, min(50, int(budget_ms * 1e-3 / max(once, 1e-6))))
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    chance = random.Random(0)
-    for _ in range(rounds):
-        for name in chance.sample(list(calls), len(calls)):
-            samples[name].append(seconds_per_call(calls[name], counts[name], device, queued))
-    return {name: statistics.median(values) * 1e3 for name, values in samples.items()}
+        count = max(1, min(50, int(budget_ms * 1e-3 / max(once, 1e-6))))
+        return lambda: seconds_per_call(call, count, device, queued)
+
+    found = interleaved({name: sample(call) for name, call in calls.items()}, rounds)
+    return {name: statistics.median(values) * 1e3 for name, values in found.items()}
 
 
 def captured(

@@ -7,30 +7,31 @@ tensors first, waits for the device, and times the call alone, once for each set
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
-from typing import Any
+from itertools import repeat
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import tilewise as tw
-from bench import records
+from bench import script
 
 HEADS, KEY_HEADS, DIM = 16, 4, 64
+PEERS = {"tilewise": "the public call", "sdpa": "F.scaled_dot_product_attention"}
 CALLS, WARM = 120, 8  # of each row; those that are not counted: the second of a structure is recorded
 
 
-class Row:
+class Row(NamedTuple):
     """A kind of call: ``make(n)`` gives the arguments of its n-th call, ``ours`` and ``sdpa`` make it."""
 
-    def __init__(self, make: Callable[[int], tuple], ours: Callable[..., Any], sdpa: Callable[..., Any] | None = None):
-        self.make, self.ours, self.sdpa = make, ours, sdpa
+    make: Callable[[int], tuple]
+    ours: Callable[..., Any]
+    sdpa: Callable[..., Any] | None = None
 
 
 def rows(device: str, dtype: torch.dtype) -> dict[str, Row]:
@@ -67,13 +68,8 @@ def rows(device: str, dtype: torch.dtype) -> dict[str, Row]:
 
     def paged(n: int) -> tuple:
         pools, table = new(2, 64, 64, KEY_HEADS, DIM), torch.arange(64, device=device, dtype=torch.int32).view(4, 16)
-        return (
-            new(4, 1, HEADS, DIM),
-            pools,
-            table,
-            torch.full((4,), 300 + n, device=device, dtype=torch.int32),
-            new(4, 1, KEY_HEADS, DIM),
-        )
+        seqlens = torch.full((4,), 300 + n, device=device, dtype=torch.int32)
+        return new(4, 1, HEADS, DIM), pools, table, seqlens, new(4, 1, KEY_HEADS, DIM)
 
     def over_pages(q: Tensor, pools: Tensor, table: Tensor, seqlens: Tensor, k: Tensor, append: bool) -> Tensor:
         cache = tw.paged(*pools, table, seqlens)
@@ -113,47 +109,28 @@ def microseconds(call: Callable[..., Any], given: Iterator[tuple], device: str) 
         began = time.perf_counter_ns()
         call(*arguments)
         found.append((time.perf_counter_ns() - began) / 1e3)
-    return found
-
-
-def measured(row: Row, device: str) -> dict[tuple[str, str], dict[str, float]]:
-    """Medians and ninth deciles, by contestant, and by whether all is new or known."""
-    found = {}
-    for who, call in (("tilewise", row.ours), ("sdpa", row.sdpa)):
-        if call is None:
-            continue
-        same = row.make(7)
-        for what, given in (("new", (row.make(n) for n in range(CALLS))), ("known", (same for _ in range(CALLS)))):
-            each = microseconds(call, given, device)[WARM:]
-            median, high = statistics.median(each), statistics.quantiles(each, n=10)[-1]
-            found[who, what] = {"value": round(median, 1), "high": round(high, 1)}
-    return found
+    return found[WARM:]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, help="a file of JSON lines, which is appended to")
+    """Keep the median and the ninth decile of each row, by contestant, and by whether all is new or known."""
+    parser = script.parser(__doc__)
     parser.add_argument("--only", nargs="*", help="names of rows")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
-    peers = {"tilewise": "the public call", "sdpa": "F.scaled_dot_product_attention"}
-    run = records.run("python -m bench.new_lengths", options.device, peers)
-    made = [run]
+    log = script.Log.begin("python -m bench.new_lengths", options, PEERS)
+    shape = {"heads": HEADS, "heads_k": KEY_HEADS, "head_dim": DIM}
     for name, row in rows(options.device, torch.bfloat16).items():
         if options.only and name not in options.only:
             continue
         direction = "both" if name == "training" else "forward"
-        for (who, what), us in measured(row, options.device).items():
-            case, shape = (
-                f"{what}-lengths-{name.replace(' ', '-')}",
-                {"heads": HEADS, "heads_k": KEY_HEADS, "head_dim": DIM},
-            )
-            made.append(
-                records.result(run["run"], case, who, direction, "host", us["value"], high=us["high"], shape=shape)
-            )
-            print(f"{name:24} {what:6} {who:9} {us['value']:9.1f}  p90 {us['high']:9.1f}", flush=True)
-    if options.out:
-        records.append(made, options.out)
+        for who, call in zip(PEERS, (row.ours, row.sdpa), strict=True):
+            if call is None:
+                continue
+            same = row.make(7)
+            for what, given in (("new", map(row.make, range(CALLS))), ("known", repeat(same, CALLS))):
+                us = microseconds(call, given, options.device)
+                case, high = f"{what}-lengths-{name.replace(' ', '-')}", statistics.quantiles(us, n=10)[-1]
+                log.add(case, who, direction, "host", statistics.median(us), high=round(high, 1), shape=shape)
 
 
 if __name__ == "__main__":

@@ -130,25 +130,21 @@ def _softmax(s: Tensor, sink: Tensor | None, empty_rows: bool) -> Tensor:
 
 
 class FromLse(torch.autograd.Function):
-    """softmax(s) v whose backward recomputes P = exp(s − lse) and takes delta = rowsum(dO ∘ O), both rounded."""
+    """softmax(s) v whose backward recomputes P = exp(s − lse) and O, and takes delta = rowsum(dO ∘ O), all rounded.
+
+    The backward keeps s, v and the sink alone, so that it can be differentiated again.
+    """
 
     @staticmethod
     def forward(ctx, s: Tensor, v: Tensor, sink: Tensor | None, dropped: Tensor | None) -> Tensor:
-        wide = s.double() if s.dtype == torch.float64 else s.float()
-        column = [] if sink is None else [sink.to(wide.dtype)[None, :, None, None].expand(*s.shape[:3], 1)]
-        lse = torch.logsumexp(torch.cat([wide, *column], -1), -1, keepdim=True)
-        p = torch.exp(wide - lse.masked_fill(lse == -math.inf, math.inf))
-        z = 1.0 if dropped is None else dropped
-        o = (p * z).to(v.dtype) @ v
-        ctx.save_for_backward(p, v, o, lse, *(t for t in (sink, dropped) if t is not None))
-        ctx.has = sink is not None, dropped is not None
-        return o
+        ctx.save_for_backward(s, v, sink, dropped)
+        return _by_lse(s, v, sink, dropped)[0]
 
     @staticmethod
     def backward(ctx, do: Tensor) -> tuple[Tensor | None, ...]:
-        p, v, o, lse, *rest = ctx.saved_tensors
-        sink = rest.pop(0) if ctx.has[0] else None
-        z = rest.pop(0) if ctx.has[1] else 1.0
+        s, v, sink, dropped = ctx.saved_tensors
+        o, p, lse = _by_lse(s, v, sink, dropped)
+        z = 1.0 if dropped is None else dropped
         delta = (do * o).sum(-1, keepdim=True)
         ds = p * ((do @ v.mT) * z - delta)
         dv = (p * z).to(v.dtype).mT @ do
@@ -156,6 +152,16 @@ class FromLse(torch.autograd.Function):
         if sink is not None:
             dsink = -(torch.exp(sink[None, :, None, None] - lse) * delta).sum((0, 2, 3)).to(sink.dtype)
         return ds, dv, dsink, None
+
+
+def _by_lse(s: Tensor, v: Tensor, sink: Tensor | None, dropped: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """o, P before dropout, and lse."""
+    wide = s.double() if s.dtype == torch.float64 else s.float()
+    column = [] if sink is None else [sink.to(wide.dtype)[None, :, None, None].expand(*s.shape[:3], 1)]
+    lse = torch.logsumexp(torch.cat([wide, *column], -1), -1, keepdim=True)
+    p = torch.exp(wide - lse.masked_fill(lse == -math.inf, math.inf))
+    kept = p if dropped is None else p * dropped
+    return kept.to(v.dtype) @ v, p, lse
 
 
 def _dropout_factor(x: Inputs, i: Tensor, j: Tensor) -> Tensor | None:

@@ -10,17 +10,15 @@ With `--cases masks` the masks of these benchmark cases are planned as the kerne
 lists and bits or ends, and the keys that are seen.
 """
 
-import argparse
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 import tilewise as tw
-from bench import records, testing
+from bench import script, testing
 from bench.cases import Inputs, draw, tagged
 from bench.measure import in_turns
 from tilewise.backends.base import PerTensors
@@ -137,8 +135,8 @@ def make_tensors(plan: Plan, c: testing.Call) -> None:
     plan.mask_tensors(c.t, plan.kept(c.t.leaves))
 
 
-def time_cases(tag: str, run: dict, out: Path) -> None:
-    """Times and writes the plans of the cases with a tag that Hopper runs."""
+def time_cases(tag: str, log: script.Log) -> None:
+    """Keep the times of the plans of the cases with a tag that Hopper runs."""
     for case in tagged(tag):
         x = draw(case, "cuda")
         c = testing.call(x.q, x.k, x.v, do=x.do, **x.options())
@@ -148,55 +146,43 @@ def time_cases(tag: str, run: dict, out: Path) -> None:
         plans = backend._plan(c.p), backend._backward_plan(c.p)
         call = partial(plan_for_kernels, x, c, plans)
         (ms,) = in_turns({"tilewise": call}, "cuda", rounds=9, budget_ms=30.0, queued=False).values()
-        timed = records.result(run["run"], case.name, "tilewise", "forward", "plan", round(ms, 4))
-        records.append([timed], out)
-        print(f"{case.name}: {ms:.3f} ms", flush=True)
+        log.add(case.name, "tilewise", "forward", "plan", ms)
 
 
-def main() -> None:
-    """Checks, times and writes every mask."""
-    parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--seqlen", type=int, default=16384)
-    parser.add_argument("--cases", metavar="TAG", help="the masks of these cases, as Hopper's kernels read them")
-    parser.add_argument("--compiled", action="store_true", help="FlexAttention's compiled, which takes seconds a mask")
-    options = parser.parse_args()
-    n, device = options.seqlen, options.device
-    command, peers = "python -m bench.plans", PEERS
-    if options.cases:
-        command, peers = (
-            f"{command} --cases {options.cases}",
-            {"tilewise": "a new mask, and what Hopper's kernels read of it"},
-        )
-    run = records.run(command, device, peers)
-    records.append([run], options.out)
-    if options.cases:
-        time_cases(options.cases, run, options.out)
-        return
+def time_masks(n: int, device: str, compiled: bool, log: script.Log) -> None:
+    """Check every mask, and keep the times of those that are right."""
     for name, (make, flex) in masks(n, device).items():
         shape, case = {"what": name, "batch": BATCH, "heads_q": HEADS, "seqlen": n}, f"plan-{name}-n{n}"
         right = agrees(make(), n, device)
-        checked = records.result(run["run"], case, "tilewise", "forward", "right", int(right), of=1, shape=shape)
-        records.append([checked], options.out)
-        print(f"{case}: {'right' if right else 'WRONG'}", flush=True)
+        log.add(case, "tilewise", "forward", "right", int(right), of=1, shape=shape)
         if not right:
             continue
         calls = {
             "tilewise": lambda make=make: planned(make(), n, device),
             "torch": lambda make=make: in_torch(make(), n, device),
         }
-        if device.startswith("cuda"):
+        if device == "cuda":
             from torch.nn.attention.flex_attention import create_block_mask
 
-            who, plan = "flex", create_block_mask
-            if options.compiled:
-                who, plan = "flex-compiled", torch.compile(create_block_mask)
-            calls[who] = lambda flex=flex, plan=plan: plan(flex, None, None, n, n, device=device)
+            plan = torch.compile(create_block_mask) if compiled else create_block_mask
+            calls["flex-compiled" if compiled else "flex"] = partial(plan, flex, None, None, n, n, device=device)
         for who, ms in in_turns(calls, device, rounds=5, budget_ms=30.0, queued=False).items():
-            timed = records.result(run["run"], case, who, "forward", "plan", round(ms, 4), shape=shape)
-            records.append([timed], options.out)
-            print(f"  {who}: {ms:.2f} ms", flush=True)
+            log.add(case, who, "forward", "plan", ms, shape=shape)
+
+
+def main() -> None:
+    """Time the masks of this file, or those of cases."""
+    parser = script.parser(__doc__)
+    parser.add_argument("--seqlen", type=int, default=16384)
+    parser.add_argument("--cases", metavar="TAG", help="the masks of these cases, as Hopper's kernels read them")
+    parser.add_argument("--compiled", action="store_true", help="FlexAttention's compiled, which takes seconds a mask")
+    options = parser.parse_args()
+    if options.cases:
+        peers = {"tilewise": "a new mask, and what Hopper's kernels read of it"}
+        time_cases(options.cases, script.Log.begin(f"python -m bench.plans --cases {options.cases}", options, peers))
+    else:
+        log = script.Log.begin("python -m bench.plans", options, PEERS)
+        time_masks(options.seqlen, options.device, options.compiled, log)
 
 
 if __name__ == "__main__":

@@ -10,14 +10,10 @@ over the time, of a cache in 8 bits those of its numbers and scales, of a latent
 not timed. ``--device cpu`` rehearses it on small calls, of Triton in its interpreter.
 """
 
-import argparse
-import random
 import re
-import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -26,8 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 import tilewise as tw
-from bench import measure, records
-from bench.measure import seconds_per_call
+from bench import measure, script
 from bench.testing import paged_call
 from tilewise import pages
 
@@ -46,15 +41,7 @@ PEERS |= {
 PEERS |= {f"pages-{size}": f"tw.attention_paged over pages of {size} keys" for size in PAGE_SIZES}
 PEERS |= {f"pages-{size}-triton": f"the same over pages of {size} keys, by the triton backend" for size in PAGE_SIZES}
 FP8 = re.compile(r"(fp8(-each)?)?$")  # what a contestant's name says of its numbers
-PARTS = ("time", "decode", "steps", "rates")
-# The contestants of some parts; of the other one all.
-CHOSEN = {
-    "rates": ("pages-64", "cudnn"),
-    "decode": ("dense", "dense-triton", "pages-64", "pages-64-triton", "cudnn"),
-    "steps": ("dense", "dense-triton", "pages-16", "pages-16-triton", "pages-64", "pages-64-triton", "cudnn"),
-}
 ROUNDS = 7
-DECODED = ("b1-1k", "b1-16k", "b1-128k", "b8-32k", "b64-1k", "b64-4k", "b16-8k-d64", "b8-8k-h16", "b2-200")  # of CASES
 ROTATED = 400 << 20  # bytes of K and V that one graph reads at least: an H200's L2 has 50 MiB
 MOST_COPIES = 64
 Attend = Callable[[int], Tensor]
@@ -110,7 +97,7 @@ class Case:
         return {"what": "queries over a cache"} | {name: getattr(self, name) for name in names} | window
 
 
-CASES = {
+TIME = {
     "cuda": (
         Case("b1-1k", 1, 1024, pages=(16, 64)),
         Case("b1-16k", 1, 16384, fp8=True),
@@ -154,10 +141,31 @@ STEPS = {
     "cpu": [Case("q2-b2-70", 2, 70, 4, 2, 16, queries=2, left=15)],
 }  # decoding steps of other kinds
 
-SWEPT = {
-    "cuda": {1: (1024, 4096, 16384, 65536, 131072), 8: (1024, 4096, 16384, 32768), 64: (256, 1024, 4096, 8192)},
-    "cpu": {1: (128, 256), 8: (64,)},
-}  # keys, by batch
+MORE = (
+    (8, 1024),
+    (4, 4096),
+    (8, 4096),
+    (12, 4096),
+    (20, 2048),
+    (32, 8192),
+)  # sequences, which even shares cut anywhere, and keys
+DECODE = {device: [c for c in cases if c.queries == 1 and not c.values] for device, cases in TIME.items()}
+DECODE["cuda"] += [Case(f"b{batch}-{keys // 1024}k", batch, keys) for batch, keys in MORE]
+
+SWEPT = {1: (1024, 4096, 16384, 65536, 131072), 8: (1024, 4096, 16384, 32768), 64: (256, 1024, 4096, 8192)}
+RATES = {
+    "cuda": [Case(f"rate-b{batch}-{keys}", batch, keys) for batch, lengths in SWEPT.items() for keys in lengths],
+    "cpu": [Case(f"rate-b{batch}-{keys}", batch, keys, 4, 2, 16) for batch, keys in ((1, 128), (1, 256), (8, 64))],
+}
+
+BOTH = ("dense", "dense-triton", "pages-64", "pages-64-triton", "cudnn")
+PARTS = {
+    "time": (TIME, PEERS),
+    "decode": (DECODE, BOTH),
+    "steps": (STEPS, (*BOTH, "pages-16", "pages-16-triton")),
+    "rates": (RATES, ("pages-64", "cudnn")),
+}
+"""The cases of each part by device, and its contestants."""
 
 
 # ---- tensors -------------------------------------------------------------------------------------------------------
@@ -279,7 +287,7 @@ def expected_of(keys: Keys, contestant: str):
 
 
 def timed(keys: Keys, who: Iterator[tuple[str, Attend]]) -> tuple[dict[str, float], dict[str, str]]:
-    """Milliseconds a call of those that are right, the median over rounds in orders of their own; and who is not, and why."""
+    """Milliseconds a call of those that are right; and who is not, and why."""
     graphs, wrong = {}, {}
     oracles = lru_cache(partial(expected_of, keys))  # one for all that read the same numbers
     kept = list(who)  # until the last replay: a graph reads the caches of its contestant where they lay at its capture
@@ -289,84 +297,39 @@ def timed(keys: Keys, who: Iterator[tuple[str, Attend]]) -> tuple[dict[str, floa
             if fault:
                 wrong[name] = fault
                 continue
-            for n in range(keys.copies):
-                attend(n)
-            again = captured(lambda a=attend: [a(n) for n in range(keys.copies)], keys.device)
-            graphs[name] = again
+            every = lambda a=attend: [a(n) for n in range(keys.copies)]  # noqa: E731
+            every()
+            graphs[name] = measure.captured(every)[0] if keys.device == "cuda" else every
         except Exception as error:  # one that cannot run leaves the others their time
             wrong[name] = str(error).strip().splitlines()[-1][:200]
-    samples: dict[str, list[float]] = {name: [] for name in graphs}
-    chance = random.Random(0)
-    for _ in range(ROUNDS if keys.device == "cuda" else 1):
-        for name in chance.sample(list(graphs), len(graphs)):
-            once = seconds_per_call(graphs[name], 1, keys.device)
-            calls = max(1, min(40, int(8e-3 / once)))
-            samples[name].append(seconds_per_call(graphs[name], calls, keys.device) / keys.copies)
-    return {name: statistics.median(x) * 1e3 for name, x in samples.items()}, wrong
+    ms = measure.in_turns(graphs, keys.device, ROUNDS if keys.device == "cuda" else 1, budget_ms=8.0)
+    return {name: each / keys.copies for name, each in ms.items()}, wrong
 
 
-def captured(call: Callable[[], object], device: str) -> Callable[[], object]:
-    """A call as a CUDA graph; on a CPU the call itself."""
-    return measure.captured(call)[0] if device != "cpu" else call
-
-
-def results_of(part: str, run: str, device: str) -> Iterator[dict]:
-    """The results of a part, as they come."""
-    for case in cases_of(part, device):
-        with torch.no_grad():
-            keys = Keys(case, device)
-            found, wrong = timed(keys, ((n, attend) for n, attend in contestants(keys) if n in CHOSEN.get(part, PEERS)))
-        for name, ms in found.items():
-            numbers = {"gb_per_s": round(case.bytes_of(name) / ms / 1e6, 1), "shape": case.shape}
-            numbers |= {"tflop_per_s": round(case.flops / ms / 1e9, 1)} if case.values else {}
-            yield records.result(run, f"serving-{case.name}", name, "forward", "time", ms, **numbers)
-        for name, why in wrong.items():
-            yield records.result(
-                run, f"serving-{case.name}", name, "forward", "time", None, why=[why], shape=case.shape
-            )
-
-
-def cases_of(part: str, device: str) -> list[Case]:
-    """The cases of a part."""
-    if part in ("rates", "steps"):
-        return list(swept(device)) if part == "rates" else STEPS[device]
-    return [*(c for c in CASES[device] if c.name in DECODED), *shapes(device)] if part == "decode" else CASES[device]
-
-
-def shapes(device: str) -> Iterator[Case]:
-    """Decoding steps whose sequences even shares cut at their ends, or anywhere; beside those of the other parts."""
-    for batch, keys in (
-        ((8, 1024), (4, 4096), (8, 4096), (12, 4096), (20, 2048), (32, 8192)) if device == "cuda" else ()
-    ):
-        yield Case(f"b{batch}-{keys // 1024}k", batch, keys)
-
-
-def swept(device: str) -> Iterator[Case]:
-    """Decoding steps of 32 query heads and 8 key heads of 128, over ever more keys; on a CPU of few narrow ones."""
-    heads = () if device == "cuda" else (4, 2, 16)
-    for batch, lengths in SWEPT[device].items():
-        yield from (Case(f"rate-b{batch}-{keys}", batch, keys, *heads) for keys in lengths)
-
-
-def shown(r: dict) -> str:
-    if r["value"] is None:
-        return f"{r['case']:26} {r['contestant']:40} {r['why'][0]}"
-    rate = f"{r['gb_per_s']:8.1f} GB/s" + (f" {r['tflop_per_s']:8.1f} TFLOP/s" if "tflop_per_s" in r else "")
-    return f"{r['case']:26} {r['contestant']:40} {1e3 * r['value']:9.2f} us  {rate}"
+def keep_times(case: Case, device: str, chosen: Collection[str], log: script.Log) -> None:
+    """Keep the times of a case's contestants."""
+    with torch.no_grad():
+        keys = Keys(case, device)
+        found, wrong = timed(keys, ((name, attend) for name, attend in contestants(keys) if name in chosen))
+    keep = partial(log.add, f"serving-{case.name}", direction="forward", metric="time", shape=case.shape)
+    for name, ms in found.items():
+        numbers = {"gb_per_s": round(case.bytes_of(name) / ms / 1e6, 1)}
+        numbers |= {"tflop_per_s": round(case.flops / ms / 1e9, 1)} if case.values else {}
+        keep(who=name, value=ms, **numbers)
+    for name, why in wrong.items():
+        keep(who=name, value=None, why=[why])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
-    parser.add_argument("--out", type=Path, default=Path("out/serving.jsonl"))
+    """Time the parts."""
+    parser = script.parser(__doc__)
     parser.add_argument("--parts", nargs="+", default=["time"], choices=PARTS)
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     options = parser.parse_args()
-    head = records.run(f"python -m bench.serving --parts {' '.join(options.parts)}", options.device, PEERS)
-    records.append([head], options.out)
+    log = script.Log.begin(f"python -m bench.serving --parts {' '.join(options.parts)}", options, PEERS)
     for part in options.parts:
-        for r in results_of(part, head["run"], options.device):
-            records.append([r], options.out)
-            print(shown(r), flush=True)
+        cases, chosen = PARTS[part]
+        for case in cases[options.device]:
+            keep_times(case, options.device, chosen, log)
 
 
 if __name__ == "__main__":

@@ -4,33 +4,29 @@ On a CPU a contestant's figure is its fastest run, since other work on the machi
 function that transformers calls for it.
 """
 
+from functools import cache
+
 from bench import records
-from bench.tables import RESULTS, load, spread, table
+from bench.tables import RESULTS, grid, load, spread
 
 CONTESTANTS = ("eager", "sdpa", "tilewise")
 N, SHORT, NEW, WINDOW = 4096, 1024, 16, 512
-# What is timed, as the page names it.
+# What is timed, as the plot and the page name it.
 TASKS = {
-    "forward": f"forward, {N} tokens",
-    "train": f"forward and backward, {N} tokens",
-    "padded": f"forward, two sequences of {N} and {SHORT} tokens in one padded batch",
-    "window": f"forward, {N} tokens, `MistralForCausalLM` with a window of {WINDOW}",
-    "prefill": f"`generate`: the prompt of {N} tokens",
-    "token": f"`generate`: each of {NEW} tokens after it",
+    "forward": ("forward", f"forward, {N} tokens"),
+    "train": ("forward and backward", f"forward and backward, {N} tokens"),
+    "padded": ("forward, padded batch", f"forward, two sequences of {N} and {SHORT} tokens in one padded batch"),
+    "window": (f"forward, window of {WINDOW}", f"forward, {N} tokens, `MistralForCausalLM` with a window of {WINDOW}"),
+    "prefill": ("prompt of generate", f"`generate`: the prompt of {N} tokens"),
+    "token": ("a step of generate", f"`generate`: each of {NEW} tokens after it"),
 }
-SHORT_TITLES = {
-    "forward": "forward",
-    "train": "forward and backward",
-    "padded": "forward, padded batch",
-    "window": f"forward, window of {WINDOW}",
-    "prefill": "prompt of generate",
-    "token": "a step of generate",
-}
-
-
 GENERATE = ("h100-generate", "h100-generate-round1", "h100-generate-round2")
 """The runs of ``bench.generate`` with today's code. The table shows the first, the ratios are of all."""
-CACHES = [f"{cache}-{size}" for cache in ("dynamic", "static") for size in ("1x1024", "16x2048")]
+CACHES = {
+    f"{size.replace('x', ' × ')}{{}}, {cache}": f"{cache}-{size}"
+    for cache in ("dynamic", "static")
+    for size in ("1x1024", "16x2048")
+}
 STEPS, CONTEXTS = "b12178aa0a97", (1024, 4096, 16384)
 """The run that timed training steps of a GPT on a GPU."""
 
@@ -47,14 +43,10 @@ def paces(cache: str) -> list[float]:
 
 def generating() -> str:
     """Steps of ``generate`` on a GPU."""
-    lines = []
-    for cache in CACHES:
-        kind, size = cache.split("-")
-        both = [f"{milliseconds(GENERATE[0], cache, who):.2f}" for who in ("sdpa", "tilewise")]
-        lines.append([f"{size.replace('x', ' × ')}, {kind}", *both, spread(paces(cache), 2)])
-    return "\n".join(
-        table(["sequences × tokens, cache", "sdpa, ms", "tilewise, ms", "sdpa / tilewise, three runs"], lines)
-    )
+    columns = {f"{who}, ms": lambda cache, who=who: milliseconds(GENERATE[0], cache, who) for who in CONTESTANTS[1:]}
+    columns |= {"sdpa / tilewise, three runs": lambda cache: spread(paces(cache), 2)}
+    rows = {title.format(""): cache for title, cache in CACHES.items()}
+    return "\n".join(grid(rows, columns, lambda cache, shown: shown(cache), 2, "sequences × tokens, cache"))
 
 
 def beside_sdpa() -> dict[str, dict[str, list[float]]]:
@@ -67,19 +59,19 @@ def beside_sdpa() -> dict[str, dict[str, list[float]]]:
 
     return {
         f"A step of generate, Llama of 12 layers, bf16, {steps.runs[GENERATE[0]]['device'].removesuffix(' 80GB HBM3')}": {
-            f"{size.replace('x', ' × ')} tokens, {kind} cache": paces(f"{kind}-{size}")
-            for kind, size in (cache.split("-") for cache in CACHES)
+            f"{title.format(' tokens')} cache": paces(cache) for title, cache in CACHES.items()
         },
         f"A training step, GPT of 6 layers, bf16, {steps.runs[STEPS]['device']}": {
             f"context {n:,}": [step(n)] for n in CONTEXTS
         },
         "Llama of 6 layers, 4,096 tokens, fp32, two CPU cores": {
             title: [cpu["sdpa"][task]["seconds"] / cpu["tilewise"][task]["seconds"]]
-            for task, title in SHORT_TITLES.items()
+            for task, (title, _) in TASKS.items()
         },
     }
 
 
+@cache
 def fastest() -> dict[str, dict[str, dict]]:
     """Each contestant's fastest run of each task, and its least peak of memory: kept memory is time's gain and peak's loss."""
     lines = records.read(RESULTS / "cpu-calls.jsonl")
@@ -96,33 +88,24 @@ def fastest() -> dict[str, dict[str, dict]]:
     return {name: {task: best(name, task) for task in TASKS} for name in CONTESTANTS}
 
 
-def seconds_and_memory(found: dict[str, dict[str, dict]]) -> str:
+def seconds_and_memory() -> str:
     """Seconds, peak memory above the weights, and tilewise's gain."""
-    titles = [f"{name}, {unit}" for unit in ("s", "GiB") for name in CONTESTANTS]
-    lines = []
-    for task, title in TASKS.items():
-        seconds = {name: found[name][task]["seconds"] for name in CONTESTANTS}
-        cells = [f"{seconds[name]:#.3g}" for name in CONTESTANTS]
-        cells += [f"{found[name][task]['gib']:.2f}" for name in CONTESTANTS]
-        lines.append([title, *cells, *[f"{seconds[name] / seconds['tilewise']:.2f}" for name in ("eager", "sdpa")]])
-    return "\n".join(table(["", *titles, "× eager", "× sdpa"], lines))
-
-
-def shares(found: dict[str, dict[str, dict]]) -> str:
-    """The share of attention in the time of the forward tasks."""
-    lines = []
-    for task, title in TASKS.items():
-        parts = [found[name][task] for name in CONTESTANTS]
-        if "attention_seconds" in parts[0]:
-            lines.append([title, *[f"{100 * part['attention_seconds'] / part['seconds']:.0f} %" for part in parts]])
-    return "\n".join(table(["attention's share of the time", *CONTESTANTS], lines))
-
-
-def quoted(text: str) -> str:
-    """The text of the page with its tables as the results have them now."""
     found = fastest()
-    made_now = {"generate": generating(), "table": seconds_and_memory(found), "shares": shares(found)}
-    for mark, made in made_now.items():
-        before, rest = text.split(f"<!-- {mark} -->\n", 1)
-        text = f"{before}<!-- {mark} -->\n{made}\n<!-- /{mark} -->" + rest.split(f"<!-- /{mark} -->", 1)[1]
-    return text
+    seconds = lambda task, who: found[who][task]["seconds"]  # noqa: E731
+    columns = {f"{who}, s": lambda task, who=who: f"{seconds(task, who):#.3g}" for who in CONTESTANTS}
+    columns |= {f"{who}, GiB": lambda task, who=who: found[who][task]["gib"] for who in CONTESTANTS}
+    columns |= {f"× {x}": lambda task, who=x: seconds(task, who) / seconds(task, "tilewise") for x in CONTESTANTS[:2]}
+    rows = {title: task for task, (_, title) in TASKS.items()}
+    return "\n".join(grid(rows, columns, lambda task, shown: shown(task), 2))
+
+
+def shares() -> str:
+    """The share of attention in the time of the forward tasks."""
+    found = fastest()
+    rows = {title: task for task, (_, title) in TASKS.items() if "attention_seconds" in found["eager"][task]}
+    share = lambda task, who: found[who][task]["attention_seconds"] / found[who][task]["seconds"]  # noqa: E731
+    percent = lambda task, who: f"{100 * share(task, who):.0f} %"  # noqa: E731
+    return "\n".join(grid(rows, {x: x for x in CONTESTANTS}, percent, corner="attention's share of the time"))
+
+
+QUOTED = {"generate": generating, "table": seconds_and_memory, "shares": shares}

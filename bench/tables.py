@@ -3,8 +3,9 @@
 import math
 import re
 import textwrap
-from collections.abc import Iterable
-from functools import cache
+from collections.abc import Callable, Iterable
+from functools import cache, partial
+from typing import TypeVar
 
 from bench.measure import ROOT
 from bench.records import rate, read
@@ -12,6 +13,10 @@ from bench.records import rate, read
 RESULTS = ROOT / "bench" / "results"
 WIDTH = 160
 NONE = "—"
+PASSES = ("forward", "backward")
+Row, Column, Item = TypeVar("Row"), TypeVar("Column"), TypeVar("Item")
+Named = dict[str, Item] | list[tuple[str, Item]]
+"""Things by their titles; in a list, titles may be alike."""
 
 
 class Results:
@@ -24,7 +29,8 @@ class Results:
     def __init__(self, name: str):
         records = read(RESULTS / f"{name}.jsonl")
         self.runs = {r["run"]: r for r in records if r["record"] == "run"}
-        self.found = {_key(r): r for r in records if r["record"] == "result"}
+        names = ("run", "case", "contestant", "pass", "metric")
+        self.found = {tuple(r[name] for name in names): r for r in records if r["record"] == "result"}
 
     def value(self, run: str, case: str, who: str, direction: str, metric: str) -> float | None:
         """The number that was measured, or None."""
@@ -88,10 +94,6 @@ def runs_today(command: str) -> bool:
     return all((ROOT / path).exists() or (ROOT / "src" / path).exists() for path in paths)
 
 
-def _key(record: dict) -> tuple:
-    return tuple(record[name] for name in ("run", "case", "contestant", "pass", "metric"))
-
-
 def machine(run: dict) -> str:
     """The processor of a run, with its threads where it is a CPU."""
     threads = f", {run['threads']} threads" if "NVIDIA" not in run["device"] and run.get("threads") else ""
@@ -112,11 +114,31 @@ def geometric_mean(values: Iterable[float]) -> float:
 
 def table(header: list[str], rows: Iterable[list[str]]) -> list[str]:
     """A markdown table, the first column aligned left and the others right."""
-    return [_row(header), _row(["---", *["---:"] * (len(header) - 1)]), *map(_row, rows)]
+    ruler = ["---", *["---:"] * (len(header) - 1)]
+    return [f"| {' | '.join(cells)} |" for cells in (header, ruler, *rows)]
 
 
-def _row(cells: list[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+def grid(
+    rows: Named[Row],
+    columns: Named[Column],
+    cell: Callable[[Row, Column], float | str | None],
+    digits: int | None = None,
+    corner: str = "",
+) -> list[str]:
+    """A table with a title for each row and column; ``cell`` gives the number, or the text, that stands where two of them meet."""
+    rows, columns = ([*x.items()] if isinstance(x, dict) else x for x in (rows, columns))
+    lines = [[title, *(number(cell(row, column), digits) for _, column in columns)] for title, row in rows]
+    return table([corner, *(title for title, _ in columns)], lines)
+
+
+def titled(title: str, lines: list[str]) -> list[str]:
+    """A table below its title."""
+    return [f"**{title}**", "", *lines]
+
+
+def by_pass(rows: Named[Row], columns: Named[Column], cell: Callable[..., object], digits: int | None = None) -> list:
+    """Two tables of ``cell(direction, row, column)``, of the forward and of the backward."""
+    return [titled(d.capitalize(), grid(rows, columns, partial(cell, d), digits)) for d in PASSES]
 
 
 def wrapped(text: str) -> list[str]:
@@ -132,11 +154,11 @@ def section(title: str, text: str, *tables: list[str]) -> list[str]:
     return lines
 
 
-def number(value: float | None, digits: int | None = None) -> str:
-    """The number as text, to a whole one from 10 on unless ``digits`` are given, or a dash where there is none."""
-    if value is None:
-        return NONE
-    return f"{value:,.{int(value < 10) if digits is None else digits}f}"
+def number(value: float | str | None, digits: int | None = None) -> str:
+    """The number as text, to a whole one from 10 on unless ``digits`` are given, or a dash where there is none; text as it is."""
+    if isinstance(value, str):
+        return value
+    return NONE if value is None else f"{value:,.{int(value < 10) if digits is None else digits}f}"
 
 
 def pair(values: Iterable[float | None], digits: int | None = None) -> str:

@@ -33,9 +33,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
 import tilewise as tw
-from bench import measure, ranks_torch, records
+from bench import measure, ranks_torch
 from bench.check import verdict
-from bench.testing import call, normal
+from bench.script import Log, parser
+from bench.testing import call
 from tilewise.masks import Mask
 from tilewise.parallel import ContextParallel, balanced, calls, heads
 from tilewise.parallel.exchange import Group
@@ -45,7 +46,7 @@ HEAD_DIM = 128
 SAMPLE_MS = 150
 """How long a sample runs: several short steps, so that the first one's launches, which find idle GPUs, count little."""
 LONG_MS = 1000
-"""A step that takes longer needs no call to warm up, and is not profiled."""
+"""A step that takes longer needs no second call to warm up, and is not profiled."""
 
 
 @dataclass(frozen=True)
@@ -121,10 +122,11 @@ def kept_pairs(name: str, seqlen: int) -> int:
     return seqlen * (seqlen + 1) // 2
 
 
-def tensors(heads_q: int, heads_k: int, seqlen: int, device: str) -> list[Tensor]:
-    """Random q, k, v and do of so many rows."""
+def tensors(heads_q: int, heads_k: int, seqlen: int, device: str, seed: int | None = None) -> list[Tensor]:
+    """Random q, k, v and do of so many rows; with a seed the same on every rank."""
+    generator = None if seed is None else torch.Generator(device).manual_seed(seed)
     shapes = [(1, seqlen, heads, HEAD_DIM) for heads in (heads_q, heads_k, heads_k, heads_q)]
-    return [torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in shapes]
+    return [torch.randn(shape, device=device, generator=generator, dtype=torch.bfloat16) for shape in shapes]
 
 
 def steps(q: Tensor, k: Tensor, v: Tensor, do: Tensor, **options: object) -> dict[str, Callable[[], object]]:
@@ -261,21 +263,14 @@ def received(
 
 def timed(contestants: dict[str, dict[str, Callable]], device: str, rounds: int) -> dict[tuple[str, str], float]:
     """Median milliseconds by contestant and pass."""
-    runs = {(who, way): run for who, ways in contestants.items() for way, run in ways.items()}
-    samples: dict[tuple[str, str], list[float]] = {}
-    chance = random.Random(0)  # the same order on all ranks
-    counts = {}
-    for key, run in runs.items():
+    samples = {}
+    for key, run in {(who, way): run for who, ways in contestants.items() for way, run in ways.items()}.items():
         told("warms", *key)
         took = milliseconds(run, device, 1)
-        samples[key] = [took] if took > LONG_MS else []
-        counts[key] = max(1, min(20, int(SAMPLE_MS / (took if samples[key] else milliseconds(run, device, 1)))))
-    for n in range(rounds):
-        told("round", n)
-        for key in chance.sample(list(runs), len(runs)):
-            if len(samples[key]) < rounds:
-                samples[key].append(milliseconds(runs[key], device, counts[key]))
-    return {key: statistics.median(values) for key, values in samples.items()}
+        if took <= LONG_MS:
+            took = milliseconds(run, device, 1)
+        samples[key] = partial(milliseconds, run, device, max(1, min(20, int(SAMPLE_MS / took))))
+    return {key: statistics.median(found) for key, found in measure.interleaved(samples, rounds).items()}
 
 
 def told(*what: object) -> None:
@@ -363,9 +358,8 @@ def attended(inputs: list[Tensor], do: Tensor, **options: object) -> tuple[Tenso
 
 def checked(mask_name: str, names: list[str], groups: dict[bool, Group], device: str) -> dict[str, list[str]]:
     """The errors of a small attention over all ranks beyond the error rule of one device, by contestant; alike on every rank."""
-    n, dtype, heads_k = 96 if device == "cpu" else 1000, torch.bfloat16, 2 * dist.get_world_size()
-    shapes = [(1, n, heads, HEAD_DIM) for heads in (2 * heads_k, heads_k, heads_k, 2 * heads_k)]
-    q, k, v, do = (normal(*shape, dtype=dtype, seed=seed) for seed, shape in enumerate(shapes))
+    n, heads_k = 96 if device == "cpu" else 1000, 2 * dist.get_world_size()
+    q, k, v, do = tensors(2 * heads_k, heads_k, n, "cpu", seed=0)
     mask = mask_of(mask_name, n, device)
     c = call(q, k, v, do, device, mask=mask)
     c.dlse.zero_()
@@ -400,10 +394,8 @@ def checked(mask_name: str, names: list[str], groups: dict[bool, Group], device:
 
 def checked_peers(names: list[str], mesh: DeviceMesh) -> dict[str, bool]:
     """PyTorch's contestants that are right under a causal mask, and whether shared key heads are repeated for them."""
-    n, heads_k = 256 * mesh.size(), 2
-    found: dict[str, bool] = {}
-    shapes = [(1, n, heads, HEAD_DIM) for heads in (2 * heads_k, heads_k, heads_k, 2 * heads_k)]
-    q, k, v, do = (normal(*shape, dtype=torch.bfloat16, seed=seed) for seed, shape in enumerate(shapes))
+    n, found = 256 * mesh.size(), {}
+    q, k, v, do = tensors(4, 2, n, "cpu", seed=0)
     expected = call(q, k, v, do, "cuda", mask=tw.causal()).expected()
     for name, repeat in [(name, repeat) for name in names for repeat in (False, True)]:
         if name in found:
@@ -415,8 +407,7 @@ def checked_peers(names: list[str], mesh: DeviceMesh) -> dict[str, bool]:
             said = f"{type(error).__name__}: {error}"[:300]
         if said in ("green", "loose"):
             found[name] = repeat
-        if dist.get_rank() == 0:
-            print(name, "with repeated key heads:" if repeat else "with shared key heads:", said, flush=True)
+        told(name, "with repeated key heads:" if repeat else "with shared key heads:", said)
     return found
 
 
@@ -440,112 +431,91 @@ def ways(device: str, only: list[str]) -> tuple[list[str], dict[bool, Group]]:
     return [name for name in wanted if device != "cpu" or not CONTESTANTS[name].graph], groups
 
 
-def report(row: Row, ms: dict[tuple[str, str], float], parts: dict[str, dict], flops: float) -> None:
-    """Prints a row: each contestant's rate beside that of one GPU alone, and where its step's time goes."""
-    for name in dict.fromkeys(who for who, _ in ms):
-        rates = [
-            f"{way} {flops * (1 if way == 'forward' else 3.5) / ms[name, way] / 1e9:.0f}" for way in ("forward", "both")
-        ]
-        shares = [f"{ms['alone', way] / ms[name, way]:.3f}" for way in ("forward", "both")]
-        print(
-            f"{row.name:32} {name:10} share {shares}  TFLOP/s {rates}  {ms[name, 'both']:.3f} ms {parts.get(name, '')}",
-            flush=True,
-        )
-
-
-def process(rank: int, size: int, options: argparse.Namespace, folder: str) -> None:
+def process(options: argparse.Namespace, device: str) -> None:
     """One rank: checks, then times; the first one writes the results."""
-    device = "cpu" if options.device == "cpu" else f"cuda:{rank}"
-    if device != "cpu":
-        torch.cuda.set_device(rank)
-    backend = "gloo" if device == "cpu" else "nccl"
-    dist.init_process_group(backend, store=dist.FileStore(f"{folder}/store", size), rank=rank, world_size=size)
+    rank, size = dist.get_rank(), dist.get_world_size()
     names, groups = ways(device, options.only)
     asked = [name for name in ranks_torch.NAMES if device != "cpu" and name in (options.only or ranks_torch.NAMES)]
     with ranks_torch.entered(init_device_mesh("cuda", (size,))) if asked else contextlib.nullcontext() as mesh:
         peers = checked_peers(asked, mesh) if asked else {}
-        described = {name: str(CONTESTANTS[name]) for name in names} | {
-            name: ranks_torch.described(name) for name in peers
-        }
+        described = {name: str(CONTESTANTS[name]) for name in names} | {x: ranks_torch.described(x) for x in peers}
         described |= {"alone": "tilewise on a rank's share of the heads"}
-        lines = [records.run(f"python -m bench.ranks --ranks {size}", device, described, gpus=size)]
+        log = Log.begin(f"python -m bench.ranks --ranks {size}", options, described, gpus=size) if rank == 0 else None
         red = {}
         for name in CHECKS:
             told("checks", name)
             red |= {name: said} if (said := checked(name, names, groups, device)) else {}
-        if rank == 0:
-            print("red:", red or "nothing", flush=True)
+        told("red:", red or "nothing")
         wanted = [row for row in (*ROWS, *MANY) if row.name in options.rows] or ROWS
         for row in REHEARSAL if device == "cpu" else wanted:
             told(row.name)
             whys = dict(red.get(row.mask, {}))
             contestants, parts = contests(row, names, groups, device, whys)
-            green = [name for name in names if name not in whys]
-            for name, why in whys.items():
-                lines.append(records.result(lines[0]["run"], row.name, name, "both", "time", None, why=why))
-                told(row.name, name, "is not timed:", *why)
             if peers:
                 torch_contests(row, peers, mesh, contestants)
-            ms = compared(row, contestants, parts, device, options.rounds, lines)
-            for name in green if options.host_profiles else ():
-                if ms[name, "both"] * PROFILED < LONG_MS and not CONTESTANTS[name].graph:
+            ms = timed(contestants, device, options.rounds)
+            for who, ways_of in contestants.items() if device != "cpu" else ():
+                parts[who] = parts.get(who, {}) | looked_at(who, ways_of["both"], ms[who, "both"])
+            if log:
+                keep(log, row, ms, parts, whys)
+            for name in contestants if options.host_profiles else ():
+                if name in CONTESTANTS and ms[name, "both"] * PROFILED < LONG_MS and not CONTESTANTS[name].graph:
                     host_profile(contestants[name]["both"], options.host_profiles / f"{row.name}-{name}-{rank}.txt")
-            if rank == 0 and options.out:  # what is known already, should a later row fail
-                options.out.unlink(missing_ok=True)
-                records.append(lines, options.out)
-    dist.destroy_process_group()
 
 
-def compared(
-    row: Row,
-    contestants: dict[str, dict[str, Callable]],
-    parts: dict[str, dict],
-    device: str,
-    rounds: int,
-    lines: list[dict],
-) -> dict[tuple[str, str], float]:
-    """Times a row's contestants, adds the results to the lines of the run, prints them on the first rank, and returns the milliseconds."""
+def looked_at(who: str, step: Callable[[], object], ms: float) -> dict[str, float]:
+    """Where a step's time goes, if it is a short one of ours, and its peak of memory."""
+    told("looks at", who)
+    parts = breakdown(step) if who not in ranks_torch.NAMES and ms < LONG_MS else {}
+    return parts | {"peak_mib": round(peak(step))}
+
+
+def keep(log: Log, row: Row, ms: dict[tuple[str, str], float], parts: dict[str, dict], whys: dict[str, list]) -> None:
+    """Keep a row's times, each as a rate and as a share of one GPU's pace too; and who is not timed, and why."""
     size = dist.get_world_size()
-    ms = timed(contestants, device, rounds)
-    for who, ways in contestants.items() if device != "cpu" else ():
-        told("looks at", who)
-        if who not in ranks_torch.NAMES and ms[who, "both"] < LONG_MS:
-            parts[who] = parts.get(who, {}) | breakdown(ways["both"])
-        parts[who] = parts.get(who, {}) | {"peak_mib": round(peak(ways["both"]))}
     flops = 4 * kept_pairs(row.mask, row.seqlen) * row.heads_q * HEAD_DIM / size
     shape = {"gpus": size, "seqlen": row.seqlen, "heads_q": row.heads_q, "heads_k": row.heads_k, "mask": row.mask}
+    for name, why in whys.items():
+        log.add(row.name, name, "both", "time", None, why=why, shape=shape)
     for (who, way), t in ms.items():
-        tflops = round(flops * (1 if way == "forward" else 3.5) / t / 1e9, 4)
-        more = {"tflops": tflops, "shape": shape} | ({"parts": parts[who]} if way == "both" and who in parts else {})
-        lines.append(records.result(lines[0]["run"], row.name, who, way, "time", t, **more))
-    if dist.get_rank() == 0:
-        report(row, ms, parts, flops)
-    return ms
+        more = {"tflops": round(flops * (1 if way == "forward" else 3.5) / t / 1e9, 4)}
+        more |= {"share": round(ms["alone", way] / t, 4), "shape": shape}
+        more |= {"parts": parts[who]} if way == "both" and who in parts else {}
+        log.add(row.name, who, way, "time", t, **more)
 
 
-def parser_of(description: str, rounds: int) -> argparse.ArgumentParser:
+def parser_of(doc: str, rounds: int) -> argparse.ArgumentParser:
     """The options of every benchmark over ranks."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--ranks", type=int, required=True)
-    parser.add_argument("--rounds", type=int, default=rounds)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--out", type=Path)
-    return parser
+    found = parser(doc)
+    found.add_argument("--ranks", type=int, required=True)
+    found.add_argument("--rounds", type=int, default=rounds)
+    return found
 
 
-def start(process: Callable[[int, int, argparse.Namespace, str], None], options: argparse.Namespace) -> None:
-    """Runs ``process(rank, ranks, options, folder)`` in a process for each rank; they meet in the folder."""
+def start(process: Callable[[argparse.Namespace, str], None], options: argparse.Namespace) -> None:
+    """Runs ``process(options, device)`` in a process for each rank, within their group."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(process, (options.ranks, options, folder), nprocs=options.ranks, start_method="spawn")
+        mp.start_processes(entered, (process, options, folder), nprocs=options.ranks, start_method="spawn")
+
+
+def entered(rank: int, process: Callable, options: argparse.Namespace, folder: str) -> None:
+    """A rank's process: joins the others in the folder."""
+    cpu = options.device == "cpu"
+    if not cpu:
+        torch.cuda.set_device(rank)
+    store = dist.FileStore(f"{folder}/store", options.ranks)
+    dist.init_process_group("gloo" if cpu else "nccl", store=store, rank=rank, world_size=options.ranks)
+    process(options, "cpu" if cpu else f"cuda:{rank}")
+    dist.destroy_process_group()
 
 
 def main() -> None:
     """Starts the ranks."""
-    parser = parser_of(__doc__.partition(":")[0], 5)
-    parser.add_argument("--only", nargs="*", choices=[*CONTESTANTS, *ranks_torch.NAMES], help="some contestants")
-    parser.add_argument("--rows", nargs="*", default=(), choices=[row.name for row in (*ROWS, *MANY)], help="some rows")
-    parser.add_argument("--host-profiles", type=Path, help="a folder for the host's time of every rank, by function")
-    start(process, parser.parse_args())
+    found = parser_of(__doc__, 5)
+    found.add_argument("--only", nargs="*", choices=[*CONTESTANTS, *ranks_torch.NAMES], help="some contestants")
+    found.add_argument("--rows", nargs="*", default=(), choices=[row.name for row in (*ROWS, *MANY)], help="some rows")
+    found.add_argument("--host-profiles", type=Path, help="a folder for the host's time of every rank, by function")
+    start(process, found.parse_args())
 
 
 if __name__ == "__main__":

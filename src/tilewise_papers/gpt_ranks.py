@@ -9,7 +9,6 @@ are compared, then their steps are timed in turns. `--device cpu` rehearses with
 """
 
 import argparse
-import random
 import statistics
 from functools import partial
 
@@ -21,8 +20,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import tilewise as tw
-from bench import records
+from bench.measure import interleaved
 from bench.ranks import milliseconds, parser_of, start
+from bench.script import Log
 from examples.gpt.model import GPT, GPTConfig, tilewise_attention
 from tilewise_papers.gpt_speed import RECIPES, step_flops
 
@@ -97,44 +97,29 @@ def measured(sizes: GPTConfig, device: str, rounds: int) -> tuple[dict[str, list
         training = Training(way, sizes, tokens)
         first[way] = losses(training, way == "alone")
         runs[way] = training
-    samples: dict[str, list[float]] = {way: [] for way in runs}
-    chance = random.Random(0)
-    for n in range(WARM + rounds):
-        for way in chance.sample(list(runs), len(runs)):
-            took = milliseconds(runs[way].step, device, 1)
-            samples[way] += [took] if n >= WARM else []
-    return first, {way: statistics.median(taken) for way, taken in samples.items()}, runs["alone"].weights
+    samples = {way: partial(milliseconds, training.step, device, 1) for way, training in runs.items()}
+    found = interleaved(samples, WARM + rounds)
+    return first, {way: statistics.median(taken[WARM:]) for way, taken in found.items()}, runs["alone"].weights
 
 
-def process(rank: int, size: int, options: argparse.Namespace, folder: str) -> None:
+def process(options: argparse.Namespace, device: str) -> None:
     """One rank; the first one writes."""
-    device = "cpu" if options.device == "cpu" else f"cuda:{rank}"
-    if device != "cpu":
-        torch.cuda.set_device(rank)
-    store = dist.FileStore(f"{folder}/store", size)
-    dist.init_process_group("gloo" if device == "cpu" else "nccl", store=store, rank=rank, world_size=size)
+    size = dist.get_world_size()
     sizes, name = (SMALL, "cpu") if device == "cpu" else (RECIPES["1.3B"].sizes, "cuda")
     first, ms, weights = measured(sizes, name, options.rounds)
-    if rank == 0:
-        run = records.run(f"python -m tilewise_papers.gpt_ranks --ranks {size}", device, PEERS, gpus=size)
+    if dist.get_rank() == 0:
+        log = Log.begin(f"python -m tilewise_papers.gpt_ranks --ranks {size}", options, PEERS, gpus=size)
         flops = step_flops(sizes, weights, sizes.context, sizes.context)
         shape = {"gpus": size, "weights": weights, "context": sizes.context, "tokens": sizes.context}
-        lines = [run]
         for way, t in ms.items():
-            more = {"shape": shape, "losses": first[way], "tokens_per_s": round(sizes.context / t * 1e3)}
-            lines.append(records.result(run["run"], CASE, way, "step", "time", t, **more))
-            lines.append(records.result(run["run"], CASE, way, "step", "rate", flops / t / 1e9, shape=shape))
-            print(
-                f"{way:8} {t:8.1f} ms, {sizes.context / t * 1e3:,.0f} tokens/s a GPU, losses {first[way]}", flush=True
-            )
-        if options.out:
-            records.append(lines, options.out)
-    dist.destroy_process_group()
+            more = {"losses": first[way], "tokens_per_s": round(sizes.context / t * 1e3)}
+            log.add(CASE, way, "step", "time", t, shape=shape, **more)
+            log.add(CASE, way, "step", "rate", flops / t / 1e9, shape=shape)
 
 
 def main() -> None:
     """Starts the ranks."""
-    start(process, parser_of(__doc__.partition("\n")[0], TIMED).parse_args())
+    start(process, parser_of(__doc__, TIMED).parse_args())
 
 
 if __name__ == "__main__":

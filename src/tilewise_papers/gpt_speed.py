@@ -21,7 +21,6 @@ for a step, with or without a causal mask, and whatever is computed twice. Weigh
 
 import argparse
 import gc
-import random
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -38,7 +37,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tilewise as tw
 from bench import records
-from bench.measure import PeakMemory, seconds_per_call, summarize
+from bench.measure import PeakMemory, interleaved, seconds_per_call, summarize
 from examples.gpt.model import GPT, VOCABULARY, Attention, GPTConfig, standard_attention, tilewise_attention
 
 Batch = tuple[Tensor, Tensor]
@@ -227,14 +226,9 @@ def times(trained: Trained, names: Iterable[str], batch: Batch) -> dict[str, lis
     """Milliseconds of each timed step, and of one product, by contestant."""
     calls: dict[str, Callable] = {name: partial(trained.step, CONTESTANTS[name], batch) for name in names}
     calls["matmul"] = products(trained.device)
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    chance = random.Random(0)
-    for n in range(WARM + TIMED):
-        for name in chance.sample(list(calls), len(calls)):
-            ms = milliseconds(calls[name], trained.device)
-            if n >= WARM:
-                samples[name].append(ms / PRODUCTS if name == "matmul" else ms)
-    return samples
+    samples = {name: partial(milliseconds, call, trained.device) for name, call in calls.items()}
+    found = {name: taken[WARM:] for name, taken in interleaved(samples, WARM + TIMED).items()}
+    return found | {"matmul": [ms / PRODUCTS for ms in found["matmul"]]}
 
 
 def peak(trained: Trained, name: str, batch: Batch) -> float:

@@ -7,27 +7,16 @@ and `masks` the masks and scores whose peers are in docs/performance.md · `pape
 (docs/evidence.md) · `decode`, `window`, `packed`, `sparse`, `score`, `split`, `memory`, `feature` what they probe.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, NamedTuple
+from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bench.kinds import MASKS, SCORES, document_lengths, leaf_dtype
-
-
-class Shape(NamedTuple):
-    """batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim, head_dim_v; a packed case sets batch and seqlens itself."""
-
-    batch: int
-    seqlen_q: int
-    seqlen_k: int
-    heads_q: int
-    heads_k: int
-    head_dim: int
-    head_dim_v: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,9 +192,26 @@ def _kept_pairs(case: Case, device: str) -> int:
 
 # ---- the table ----------------------------------------------------------------------------------------------------
 
+SIZES = ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_k", "head_dim", "head_dim_v")
+DIMS, LENGTHS = (64, 128, 256), (512, 1024, 2048, 4096, 8192, 16384)
+BF16, CAUSAL = {"dtype": "bfloat16"}, {"mask": "causal"}
+
+
+def _square(batch: int, n: int, heads_q: int, heads_k: int, head_dim: int) -> tuple[int, ...]:
+    """The sizes of as many queries as keys."""
+    return batch, n, n, heads_q, heads_k, head_dim, head_dim
+
 
 def _case(name: str, source: str, shape: tuple[int, ...], tags: str, **options: Any) -> Case:
-    return Case(name=name, source=source, tags=frozenset(tags.split()), **Shape(*shape)._asdict(), **options)
+    return Case(
+        name=name, source=source, tags=frozenset(tags.split()), **dict(zip(SIZES, shape, strict=True)), **options
+    )
+
+
+def _both(name: str, *row: Any, **options: Any) -> Iterator[Case]:
+    """A case without a mask, and the same with a causal one."""
+    yield _case(f"{name}-full", *row, **options)
+    yield _case(f"{name}-causal", *row, **options, **CAUSAL)
 
 
 def _packed(name: str, source: str, shape: tuple[int, int, int, int], tags: str, **options: Any) -> Case:
@@ -215,109 +221,94 @@ def _packed(name: str, source: str, shape: tuple[int, int, int, int], tags: str,
     return _case(name, source, (len(lengths), *longest, *shape), f"{tags} packed", **options)
 
 
-def _h200() -> Iterable[Case]:
+def _equal(*lengths: int) -> tuple[tuple[int, int], ...]:
+    """The lengths of packed sequences that have as many queries as keys."""
+    return tuple((n, n) for n in lengths)
+
+
+def _h200() -> Iterator[Case]:
     """16,384 tokens of hidden size 2048 in bf16: H = 2048 / D, B = 16384 / N."""
-    for head_dim in (64, 128, 256):
-        for n in (512, 1024, 2048, 4096, 8192, 16384):
-            for label, mask in (("full", None), ("causal", "causal")):
-                shape = (16384 // n, n, n, 2048 // head_dim, 2048 // head_dim, head_dim, head_dim)
-                name, source = f"h200-d{head_dim}-n{n}-{label}", "FlashAttention-2 and -3 papers' grid"
-                tags = (
-                    "h200 cuda" if head_dim == 256 else "h200 cuda paper"
-                )  # FlashAttention-2's Figures 4 to 7 have 64 and 128
-                yield _case(name, source, shape, tags, dtype="bfloat16", mask=mask)
-    for n in (4096, 8192, 16384):
-        for label, mask in (("full", None), ("causal", "causal")):
-            shape = (16384 // n, n, n, 16, 4, 128, 128)
-            yield _case(
-                f"h200-gqa4-d128-n{n}-{label}", "grouped queries", shape, "grouped", dtype="bfloat16", mask=mask
-            )
-    for head_dim in (64, 128, 256):
-        for n in (2048, 4096, 8192):  # one GPU's heads of a tensor-parallel group
-            shape, options = (1, n, n, 8, 1, head_dim, head_dim), {"dtype": "bfloat16", "mask": "causal"}
-            yield _case(f"h200-mqa8-d{head_dim}-n{n}-causal", "one key head", shape, "grouped", **options)
-
-
-def _cpu() -> Iterable[Case]:
-    """PyTorch's CPU attention is the peer: batch 1, 8 heads."""
-    for dtype, short in (("float32", "fp32"), ("bfloat16", "bf16")):
-        for head_dim in (64, 128):
-            for n in (1024, 2048, 4096, 8192):
-                for label, mask in (("full", None), ("causal", "causal")):
-                    name, shape = f"cpu-{short}-d{head_dim}-n{n}-{label}", (1, n, n, 8, 8, head_dim, head_dim)
-                    tags = "cpu paper" if (short, head_dim) == ("fp32", 64) else "cpu"
-                    yield _case(name, "CPU grid", shape, tags, dtype=dtype, mask=mask)
-        for n in (128, 256):
-            yield _case(f"cpu-{short}-d64-n{n}-b16", "CPU, short", (16, n, n, 8, 8, 64, 64), "cpu", dtype=dtype)
-        decode = (1, 1, 32768, 8, 1, 64, 64)
-        yield _case(f"cpu-{short}-decode-32k", "CPU, decode", decode, "cpu decode paper", dtype=dtype, backward=False)
-        batch = 4 if dtype == "float32" else 8  # 64 MiB of K and V: from memory, where those of one may stay in the L3
-        several = (batch, *decode[1:])
-        yield _case(
-            f"cpu-{short}-decode-32k-b{batch}", "CPU, decode", several, "cpu decode", dtype=dtype, backward=False
+    source = "FlashAttention-2 and -3 papers' grid"
+    for d, n in product(DIMS, LENGTHS):
+        tags = "h200 cuda" + " paper" * (d != 256)  # FlashAttention-2's Figures 4 to 7 have 64 and 128
+        yield from _both(f"h200-d{d}-n{n}", source, _square(16384 // n, n, 2048 // d, 2048 // d, d), tags, **BF16)
+    for n in LENGTHS[3:]:
+        yield from _both(
+            f"h200-gqa4-d128-n{n}", "grouped queries", _square(16384 // n, n, 16, 4, 128), "grouped", **BF16
         )
-    long = (1, 16384, 16384, 8, 8, 64, 64)
+    for d, n in product(DIMS, LENGTHS[2:5]):  # one GPU's heads of a tensor-parallel group
+        options = ("one key head", _square(1, n, 8, 1, d), "grouped")
+        yield _case(f"h200-mqa8-d{d}-n{n}-causal", *options, **BF16, **CAUSAL)
+
+
+def _cpu() -> Iterator[Case]:
+    """PyTorch's CPU attention is the peer: batch 1, 8 heads."""
+    for short, dtype, batch in (("fp32", "float32", 4), ("bf16", "bfloat16", 8)):
+        for d, n in product((64, 128), LENGTHS[1:5]):
+            tags = "cpu" + " paper" * ((short, d) == ("fp32", 64))
+            yield from _both(f"cpu-{short}-d{d}-n{n}", "CPU grid", _square(1, n, 8, 8, d), tags, dtype=dtype)
+        for n in (128, 256):
+            yield _case(f"cpu-{short}-d64-n{n}-b16", "CPU, short", _square(16, n, 8, 8, 64), "cpu", dtype=dtype)
+        options, several = {"dtype": dtype, "backward": False}, f"cpu-{short}-decode-32k-b{batch}"
+        yield _case(
+            f"cpu-{short}-decode-32k", "CPU, decode", (1, 1, 32768, 8, 1, 64, 64), "cpu decode paper", **options
+        )
+        # 64 MiB of K and V: from memory, where those of one may stay in the L3
+        yield _case(several, "CPU, decode", (batch, 1, 32768, 8, 1, 64, 64), "cpu decode", **options)
+    long = _square(1, 16384, 8, 8, 64)
     yield _case("cpu-fp32-d64-n16384-full", "CPU, the sparse cases' whole", long, "cpu sparse paper")
     yield _case("cpu-fp32-d64-n16384-window512", "CPU, window", long, "cpu window", mask="window-512")
     yield _case("cpu-fp32-d64-n16384-sparse90", "CPU, 90 % block-sparse", long, "cpu sparse paper", mask="sparse-90")
-    yield _case("cpu-fp32-d64-n32768-full", "memory at 32k", (1, 32768, 32768, 8, 8, 64, 64), "cpu memory")
-    yield _case(
-        "cpu-bf16-d64-n16384-h2", "memory at 16k", (1, 16384, 16384, 2, 2, 64, 64), "cpu memory", dtype="bfloat16"
-    )
+    yield _case("cpu-fp32-d64-n32768-full", "memory at 32k", _square(1, 32768, 8, 8, 64), "cpu memory")
+    yield _case("cpu-bf16-d64-n16384-h2", "memory at 16k", _square(1, 16384, 2, 2, 64), "cpu memory", **BF16)
     for score in ("softcap-30", "alibi", "bias"):
-        shape = (1, 2048, 2048, 8, 8, 64, 64)
-        yield _case(f"cpu-fp32-d64-n2048-{score}", "CPU, scores", shape, "cpu score", score=score, mask="causal")
-    lengths = tuple((n, n) for n in (700, 1, 1500, 300, 64, 900, 631))
-    yield _packed("cpu-fp32-packed-4k", "CPU, packed", (8, 8, 64, 64), "cpu", lengths=lengths, mask="causal")
+        row = ("CPU, scores", _square(1, 2048, 8, 8, 64), "cpu score")
+        yield _case(f"cpu-fp32-d64-n2048-{score}", *row, score=score, **CAUSAL)
+    lengths = _equal(700, 1, 1500, 300, 64, 900, 631)
+    yield _packed("cpu-fp32-packed-4k", "CPU, packed", (8, 8, 64, 64), "cpu", lengths=lengths, **CAUSAL)
 
 
-def _cuda() -> Iterable[Case]:
+def _cuda() -> Iterator[Case]:
     """Cases that the grid of full and causal squares leaves out, in bf16."""
-    wide = {"dtype": "bfloat16", "source": "H200, structure"}
 
-    def row(name: str, shape: tuple[int, ...], tags: str, **options: Any) -> Case:
-        return _case(f"cuda-{name}", wide["source"], shape, f"cuda {tags}", dtype="bfloat16", **options)
+    def row(name: str, shape: tuple[int, ...], tags: str, make: Callable = _case, **options: Any) -> Any:
+        return make(f"cuda-{name}", "H200, structure", shape, f"cuda {tags}", **BF16, **options)
 
-    yield row("window1024-n32768", (1, 32768, 32768, 16, 16, 128, 128), "window", mask="window-1024")
-    yield row("full-n32768", (1, 32768, 32768, 16, 16, 128, 128), "window")
-    yield row("sparse90-n16384", (1, 16384, 16384, 16, 16, 128, 128), "sparse paper", mask="sparse-90")
-    yield row("documents-n32768", (1, 32768, 32768, 16, 16, 128, 128), "packed", mask="documents")
+    long = _square(1, 32768, 16, 16, 128)
+    yield row("window1024-n32768", long, "window", mask="window-1024")
+    yield row("full-n32768", long, "window")
+    yield row("sparse90-n16384", _square(1, 16384, 16, 16, 128), "sparse paper", mask="sparse-90")
+    yield row("documents-n32768", long, "packed", mask="documents")
     for score in ("softcap-30", "alibi", "bias", "bias-16"):
-        yield row(f"{score}-n4096", (4, 4096, 4096, 16, 16, 128, 128), "score", mask="causal", score=score)
-    yield row("one-head-n4096", (1, 4096, 4096, 1, 1, 128, 128), "split paper")
-    yield row("four-heads-n4096", (1, 4096, 4096, 4, 4, 128, 128), "split")
-    for head_dim in (96, 192):
-        shape = (4, 4096, 4096, 2048 // head_dim, 2048 // head_dim, head_dim, head_dim)
-        for label, mask in (("full", None), ("causal", "causal")):
-            yield row(f"d{head_dim}-n4096-{label}", shape, "dims", mask=mask)
-    for n in (512, 1024, 2048, 4096, 8192, 16384):
-        for label, mask in (("full", None), ("causal", "causal")):
-            yield row(f"d512-n{n}-{label}", (max(1, 4096 // n), n, n, 16, 16, 512, 512), "dims", mask=mask)
-    for short, dtype, head_dims in (("fp16", "float16", (64, 128, 256)), ("fp32", "float32", (64, 128))):
-        for head_dim in head_dims:
-            shape = (4, 4096, 4096, 2048 // head_dim, 2048 // head_dim, head_dim, head_dim)
-            for label, mask in (("full", None), ("causal", "causal")):
-                name = f"cuda-{short}-d{head_dim}-n4096-{label}"
-                yield _case(name, "H200, other dtypes", shape, f"cuda {short}", dtype=dtype, mask=mask)
-    yield row("gqa8-n4096-causal", (4, 4096, 4096, 16, 2, 128, 128), "gqa", mask="causal")
+        yield row(f"{score}-n4096", _square(4, 4096, 16, 16, 128), "score", score=score, **CAUSAL)
+    yield row("one-head-n4096", _square(1, 4096, 1, 1, 128), "split paper")
+    yield row("four-heads-n4096", _square(1, 4096, 4, 4, 128), "split")
+    for d in (96, 192):
+        yield from row(f"d{d}-n4096", _square(4, 4096, 2048 // d, 2048 // d, d), "dims", _both)
+    for n in LENGTHS:
+        yield from row(f"d512-n{n}", _square(max(1, 4096 // n), n, 16, 16, 512), "dims", _both)
+    for short, dtype, dims in (("fp16", "float16", DIMS), ("fp32", "float32", DIMS[:2])):
+        for d in dims:
+            shape = _square(4, 4096, 2048 // d, 2048 // d, d)
+            yield from _both(f"cuda-{short}-d{d}-n4096", "H200, other dtypes", shape, f"cuda {short}", dtype=dtype)
+    yield row("gqa8-n4096-causal", _square(4, 4096, 16, 2, 128), "gqa", **CAUSAL)
     yield row("decode-32k", (8, 1, 32768, 32, 4, 128, 128), "decode paper", backward=False)
-    lengths = tuple((n, n) for n in (4096, 512, 1024, 2560, 3072, 128, 1920, 3072))
-    options = {"lengths": lengths, "mask": "causal", "dtype": "bfloat16"}
-    yield _packed("cuda-packed-16k", wide["source"], (16, 16, 128, 128), "cuda", **options)
+    lengths = _equal(4096, 512, 1024, 2560, 3072, 128, 1920, 3072)
+    yield row("packed-16k", (16, 16, 128, 128), "", _packed, lengths=lengths, **CAUSAL)
 
 
-def _features() -> Iterable[Case]:
+def _features() -> Iterator[Case]:
     """A mask, score or dropout each, in bf16, at a size at which its cost shows."""
-    shape, dropout = (2, 4096, 4096, 8, 8, 128, 128), {"dropout_p": 0.2}
+    dropout = {"dropout_p": 0.2}
     features = {
         "lengths": {"mask": "key-lengths"},
         "documents": {"mask": "documents"},
         "prefix": {"mask": "prefix"},
         "range": {"mask": "key-range"},
         "dropout": dropout,
-        "dropout-causal": {"mask": "causal", **dropout},
+        "dropout-causal": CAUSAL | dropout,
         "dropout-lengths": {"mask": "key-lengths", **dropout},
-        "alibi": {"mask": "causal", "score": "alibi"},
+        "alibi": CAUSAL | {"score": "alibi"},
         "softcap-alibi": {"score": "softcap-alibi"},
         "bias": {"score": "bias-16"},
         "relative": {"score": "relative"},
@@ -326,43 +317,42 @@ def _features() -> Iterable[Case]:
         "sparse-bias-dropout": {"mask": "sparse-90", "score": "bias-16", **dropout},
     }
     for name, options in features.items():
-        yield _case(f"cuda-feature-{name}", "H200, features", shape, "cuda feature", dtype="bfloat16", **options)
+        row = ("H200, features", _square(2, 4096, 8, 8, 128), "cuda feature")
+        yield _case(f"cuda-feature-{name}", *row, **BF16, **options)
 
 
-def _masks() -> Iterable[Case]:
+def _masks() -> Iterator[Case]:
     """Masks and scores in bf16 where their tiles take the time, and documents as a packed call beside the same as a mask."""
+    source, tags = "H200, masks and scores", "masks cuda"
 
-    def row(what: str, head_dim: int = 128, heads_k: int = 16, n: int = 16384, batch: int = 1, **options: Any) -> Case:
-        name, shape = f"h200-{what}-d{head_dim}-h16-{heads_k}-n{n}", (batch, n, n, 16, heads_k, head_dim, head_dim)
-        return _case(name, "H200, masks and scores", shape, "masks cuda", dtype="bfloat16", **options)
+    def row(what: str, d: int = 128, heads_k: int = 16, n: int = 16384, batch: int = 1, **options: Any) -> Case:
+        name, shape = f"h200-{what}-d{d}-h16-{heads_k}-n{n}", _square(batch, n, 16, heads_k, d)
+        return _case(name, source, shape, tags, **BF16, **options)
 
     sizes = ((128, 16), (64, 16), (128, 4))
-    yield from (row("causal", *size, mask="causal") for size in sizes)
+    yield from (row("causal", *size, **CAUSAL) for size in sizes)
     yield from (row("window-1023-causal", *size, mask="window-1024") for size in sizes)
-    lengths = tuple((n, n) for n in document_lengths(32768))
-    for head_dim, heads_k in sizes:
-        yield row("documents-causal", head_dim, heads_k, 32768, mask="texts")
-        name, options = f"h200-packed-causal-d{head_dim}-h16-{heads_k}-n32768", {"mask": "causal", "dtype": "bfloat16"}
-        heads = (16, heads_k, head_dim, head_dim)
-        yield _packed(name, "H200, masks and scores", heads, "masks cuda", lengths=lengths, **options)
+    packed = {"lengths": _equal(*document_lengths(32768))} | BF16 | CAUSAL
+    for d, heads_k in sizes:
+        yield row("documents-causal", d, heads_k, 32768, mask="texts")
+        yield _packed(f"h200-packed-causal-d{d}-h16-{heads_k}-n32768", source, (16, heads_k, d, d), tags, **packed)
     yield row("block-causal-1024", mask="block-causal-1024")
     yield row("prefix-4096", mask="prefix-4096")
     yield row("key-lengths", n=8192, batch=4, mask="key-lengths")
     yield row("documents-window-511", n=32768, mask="texts-window-512")
     yield row("block-sparse-90", mask="sparse-90")
     for what, score in (("softcap-30", "softcap-30"), ("alibi", "alibi"), ("learned-table", "relative")):
-        yield row(f"causal-{what}", mask="causal", score=score)
+        yield row(f"causal-{what}", score=score, **CAUSAL)
 
 
-def _demo() -> Iterable[Case]:
+def _demo() -> Iterator[Case]:
     """`tilewise demo`: causal self-attention at growing N, small enough that a laptop's CPU reaches 16,384."""
-    for n in (512, 1024, 2048, 4096, 8192, 16384):
-        yield _case(f"demo-cpu-n{n}", "tilewise demo", (1, n, n, 4, 4, 64, 64), "demo cpu", mask="causal")
-        cuda = {"mask": "causal", "dtype": "bfloat16"}
-        yield _case(f"demo-cuda-n{n}", "tilewise demo", (1, n, n, 16, 16, 128, 128), "demo cuda", **cuda)
+    for n in LENGTHS:
+        yield _case(f"demo-cpu-n{n}", "tilewise demo", _square(1, n, 4, 4, 64), "demo cpu", **CAUSAL)
+        yield _case(f"demo-cuda-n{n}", "tilewise demo", _square(1, n, 16, 16, 128), "demo cuda", **BF16, **CAUSAL)
 
 
-def _exact() -> Iterable[Case]:
+def _exact() -> Iterator[Case]:
     """The demo's table of errors: a feature each, at a size where the largest of many errors is no accident."""
     square, cross, tall = (1, 384, 384, 8, 2, 64, 64), (1, 300, 412, 8, 2, 64, 64), (1, 412, 300, 8, 2, 64, 64)
     features = {
@@ -381,11 +371,11 @@ def _exact() -> Iterable[Case]:
     }
     for name, (shape, options) in features.items():
         yield _case(f"exact-{name}", "tilewise demo", shape, "exact", **options)
-    lengths = tuple((n, n) for n in (100, 37, 1, 180, 66))
-    yield _packed("exact-packed", "tilewise demo", (8, 2, 64, 64), "exact", lengths=lengths, mask="causal")
+    lengths = _equal(100, 37, 1, 180, 66)
+    yield _packed("exact-packed", "tilewise demo", (8, 2, 64, 64), "exact", lengths=lengths, **CAUSAL)
 
 
-def _contract() -> Iterable[Case]:
+def _contract() -> Iterator[Case]:
     """Tiny shapes that every backend must compute or refuse: odd sizes, empty rows, groups, every mask and score."""
     sizes = {
         "one": (1, 1, 1, 1, 1, 32, 32),
@@ -411,8 +401,7 @@ def _contract() -> Iterable[Case]:
         return _case(f"contract-{name}", "contract", shape, "contract", **options)
 
     for size, shape in sizes.items():
-        yield row(f"{size}-full", shape)
-        yield row(f"{size}-causal", shape, mask="causal")
+        yield from _both(f"contract-{size}", "contract", shape, "contract")
     for size in ("no-queries", "no-keys"):  # lists of tiles and the tensors of masks and scores have no memory then
         yield row(f"{size}-keep-odd-bias-sink", sizes[size], mask="keep-odd", score="bias", sink=True)
         yield row(f"{size}-documents", sizes[size], mask="documents")
@@ -421,9 +410,8 @@ def _contract() -> Iterable[Case]:
     for mask in MASKS:
         if mask not in ("causal", "window-512", "window-1024", "sparse-90"):
             yield row(mask, masked, mask=mask)
-    for mask in ("window-8", "window-both", "window-right", "prefix", "key-range", "keep-odd", "window-or-first"):
-        yield row(f"{mask}-cross", cross, mask=mask)
-    for mask in ("selected-causal", "selected-16"):
+    crossed = ("window-8", "window-both", "window-right", "prefix", "key-range", "keep-odd", "window-or-first")
+    for mask in (*crossed, "selected-causal", "selected-16"):
         yield row(f"{mask}-cross", cross, mask=mask)
     yield row("key-lengths-decode", sizes["decode"], mask="key-lengths")
     yield row("selected-more-queries-sink", sizes["more-queries"], mask="selected-causal", sink=True)
@@ -453,8 +441,8 @@ def _contract() -> Iterable[Case]:
     yield from _contract_packed()
 
 
-def _contract_packed() -> Iterable[Case]:
-    same = tuple((n, n) for n in (5, 0, 64, 1, 33))
+def _contract_packed() -> Iterator[Case]:
+    same = _equal(5, 0, 64, 1, 33)
     cross = ((5, 9), (7, 0), (0, 4), (30, 12), (1, 40))
 
     def row(name: str, lengths: tuple[tuple[int, int], ...], **options: Any) -> Case:

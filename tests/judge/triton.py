@@ -48,7 +48,7 @@ EXTRA = {
 def extra(name: str) -> cases.Case:
     shape, dtype, mask, score = EXTRA[name]
     options = {"dtype": dtype, "mask": mask, "score": score}
-    return cases.Case(name=f"extra-{name}", source="GPU", **options, **cases.Shape(*shape)._asdict())
+    return cases.Case(name=f"extra-{name}", source="GPU", **options, **dict(zip(cases.SIZES, shape, strict=True)))
 
 
 def rows_of(kernel: str, head_dim: int) -> tuple[Tiles, ...]:

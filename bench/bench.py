@@ -57,13 +57,16 @@ def bench(options: BenchOptions) -> int:
     chosen = options.tag or options.case
     groups = _groups(options, device)
     out = options.out or Path("out") / f"bench-{datetime.now(UTC):%Y%m%d-%H%M%S}.jsonl"
-    records = _measure(groups, out, device, options)
+    head, *results = _measure(groups, out, device, options)
+    entries = records.entries(results)
     if options.as_json:
-        print(json.dumps(records))
+        print(json.dumps([head, *entries]))
     else:
-        _print_records(records)
+        bounds = list(records.select(results, contestant="bound"))
+        for case in dict.fromkeys(entry["case"] for entry in entries):
+            _print_case(case, *([r for r in found if r["case"] == case] for found in (entries, bounds)))
         console().print(f"Results: {out}", highlight=False, soft_wrap=True)
-    if any(r.get("status") == "red" for r in records):
+    if any(entry["status"] == "red" for entry in entries):
         return 1
     return (
         0
@@ -108,13 +111,13 @@ def _measure(groups: list[list], out: Path, device: str, options: BenchOptions) 
     with progress(bar=True) as bar:
         task = bar.add_task("starting", total=cases)
 
-        def entries() -> Iterator[dict]:
+        def results() -> Iterator[dict]:
             for record in run.run(groups, plan, lambda text: bar.update(task, description=text), seconds):
                 done.update([record["case"]] if "case" in record else [])
                 bar.update(task, completed=len(done))
                 yield record
 
-        found = records.append(entries(), out)
+        found = records.append(results(), out)
     left_out = [lineup.case.name for group in groups for lineup in group if lineup.case.name not in done]
     if left_out and not options.as_json:
         note(f"Left out, to end in {seconds / 60:g} min (--minutes): {', '.join(left_out)}")
@@ -144,49 +147,33 @@ def _who_can_run(cases: list, device: str) -> list:
     return [c for c in by_name if any(not c.unsupported(case, device) for case in cases)]
 
 
-def _print_records(records: list[dict]) -> None:
-    """A table a case: milliseconds with their quartiles, GFLOP/s, memory beyond inputs and outputs, and the bound."""
-    by_case: dict[str, list[dict]] = {}
-    for record in records:
-        if record["record"] == "entry":
-            by_case.setdefault(record["case"], []).append(record)
-    for case, results in by_case.items():
-        heading(case, "bound: " + "  ".join(f"{name} {ms:.3g} ms" for name, ms in results[0]["bound_ms"].items()))
-        columns = (
-            "contestant",
-            "check",
-            "forward\nms",
-            "\nspread",
-            "backward\nms",
-            "\nspread",
-            "GFLOP/s",
-            "extra\nMiB",
-            "noise",
-        )
-        page = table(columns, left=("contestant", "check"))
-        for r in results:
-            page.add_row(r["contestant"], status_text(r["status"]), *_numbers(r))
-        console().print(page)
-        for r in results:
-            if r["status"] in ("refused", "failed"):
-                note(f"{r['contestant']} {r['status']}: {'; '.join(r['why'])}")
-        note(f"checked: {results[0]['checked']}")
-        console().print()
+WHO, TIMES = ("contestant", "check"), ("forward\nms", "\nspread", "backward\nms", "\nspread")
+COLUMNS = (*WHO, *TIMES, "GFLOP/s", "extra\nMiB", "noise")
 
 
-def _numbers(r: dict) -> list[str]:
-    cells = []
-    for direction in ("forward", "backward"):
-        timing = r.get(direction)
-        cells += [f"{timing['median_ms']:.4g}", _spread(timing)] if timing else ["–", ""]
-    rates = " / ".join(f"{r[d]['gflops']:.0f}" for d in ("forward", "backward") if d in r)
-    extra = f"{r['memory']['extra_bytes'] / 2**20:.1f}" if "memory" in r else "–"
-    noise = [r[d]["noise"] for d in ("forward", "backward") if "noise" in r.get(d, {})]
+def _print_case(case: str, entries: list[dict], bounds: list[dict]) -> None:
+    """Print milliseconds with their quartiles, GFLOP/s, memory beyond inputs and outputs, and the bound."""
+    heading(case, "bound: " + "  ".join(f"{r['pass']} {r['value']:.3g} ms" for r in bounds))
+    page = table(COLUMNS, left=WHO)
+    for entry in entries:
+        page.add_row(entry["contestant"], status_text(entry["status"]), *_numbers(entry))
+    console().print(page)
+    for entry in entries:
+        if entry["status"] in ("refused", "failed"):
+            note(f"{entry['contestant']} {entry['status']}: {'; '.join(entry['why'])}")
+    note(f"checked: {entries[0]['checked']}")
+    console().print()
+
+
+def _numbers(entry: dict) -> list[str]:
+    cells, timed = [], [entry[way] for way in ("forward", "backward") if way in entry]
+    for way in ("forward", "backward"):
+        t = entry.get(way)
+        cells += [f"{t['median_ms']:.4g}", f"{t['low_ms']:.4g}–{t['high_ms']:.4g}"] if t else ["–", ""]
+    rates = " / ".join(f"{1e3 * t['tflops']:.0f}" for t in timed)
+    extra = f"{entry['memory']['extra_bytes'] / 2**20:.1f}" if "memory" in entry else "–"
+    noise = [t["noise"] for t in timed if "noise" in t]
     return [*cells, rates or "–", extra, f"{max(noise):.1%}" if noise else ""]
-
-
-def _spread(timing: dict) -> str:
-    return f"{timing['low_ms']:.4g}–{timing['high_ms']:.4g}"
 
 
 def _judge(path: Path, as_json: bool, only: set[str] | None = None) -> int:

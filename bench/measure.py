@@ -11,9 +11,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -24,27 +25,20 @@ Name, Result = TypeVar("Name"), TypeVar("Result")
 # ---- statistics ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Seconds of one call over rounds: the median, and the quartiles as its spread."""
+class Timing(NamedTuple):
+    """Seconds of one call over rounds: the median between the quartiles, its spread."""
 
-    median: float
     low: float
+    median: float
     high: float
-    rounds: int
-    calls: int
-
-    def as_record(self) -> dict:
-        ms = {name: round(getattr(self, name) * 1e3, 6) for name in ("median", "low", "high")}
-        return {f"{name}_ms": value for name, value in ms.items()} | {"rounds": self.rounds, "calls": self.calls}
 
 
-def summarize(seconds: list[float], calls: int = 1) -> Timing:
+def summarize(seconds: list[float]) -> Timing:
     """Median and quartiles (inclusive, so that two samples have them too) of at least one sample."""
     if not seconds:
         raise ValueError("no samples to summarize")
     low, median, high = statistics.quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else seconds * 3
-    return Timing(median, low, high, len(seconds), calls)
+    return Timing(low, median, high)
 
 
 # ---- time ---------------------------------------------------------------------------------------------------------
@@ -252,27 +246,28 @@ def _cgroup_left() -> int | None:
 
 def machine(device: str) -> dict:
     """The facts that a reader needs to judge a number: processor or GPU, threads, memory, versions, commit."""
-    import importlib.metadata
-
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
-    for name in ("tilewise", "triton", "numpy"):
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     found = {
         "device": device_name(device),
         "cpu": cpu_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
         "system": f"{platform.system()} {platform.machine()}",
-        "versions": versions,
+        "versions": versions("tilewise", "triton", "numpy"),
         "commit": commit(),
         "sources": sources(),
     }
     if device.startswith("cuda"):
-        versions |= {"cuda": torch.version.cuda or torch.version.hip, "cudnn": torch.backends.cudnn.version()}
+        found["versions"] |= {"cuda": torch.version.cuda or torch.version.hip, "cudnn": torch.backends.cudnn.version()}
         found["driver"] = _nvidia_smi("driver_version")
+    return found
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """The versions of Python, torch, and of these packages, where they are installed."""
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    for name in packages:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
     return found
 
 

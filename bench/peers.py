@@ -8,7 +8,7 @@ compiling and moving data happen in `prepare`, outside what is timed, as a model
 import importlib
 import importlib.util
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bench import measure
 from bench.cases import MASKS, SCORES, Case, Inputs
-from bench.measure import free_memory
 
 Call = Callable[[], Tensor]
 
@@ -201,7 +201,7 @@ def eager_bytes(case: Case) -> int:
 
 
 def _eager_unsupported(case: Case, device: str) -> list[str]:
-    need, free = eager_bytes(case), free_memory(device)
+    need, free = eager_bytes(case), measure.free_memory(device)
     if need <= free // 2:
         return []
     return [f"its N × N matrices would take {need / 2**30:.1f} GiB, more than half of the free {free / 2**30:.1f} GiB"]
@@ -212,7 +212,6 @@ def _eager_unsupported(case: Case, device: str) -> list[str]:
 
 def tilewise(backend: str | None = None) -> Contestant:
     """A backend of tilewise by its name, or with None the one that it chooses by itself."""
-    from importlib.metadata import PackageNotFoundError, version
 
     def prepare(x: Inputs) -> Call:
         import tilewise as tw
@@ -220,29 +219,55 @@ def tilewise(backend: str | None = None) -> Contestant:
         attention = tw.attention_varlen if x.case.lengths else tw.attention
         return partial(attention, x.q, x.k, x.v, **x.options(), backend=backend)
 
-    try:
-        number = version("tilewise")
-    except PackageNotFoundError:
-        number = "checkout"
+    number = measure.versions("tilewise").get("tilewise", "checkout")
     return Contestant(backend or "tilewise", lambda case, device: [], prepare, f"tilewise {number}", ours=True)
 
 
 # ---- PyTorch's own --------------------------------------------------------------------------------------------------
 
 
-def _sdpa_unsupported(case: Case, device: str) -> list[str]:
-    reasons = []
-    if case.mask not in (None, "causal"):
-        reasons.append(f"mask {case.mask}: it takes none or causal, others only as a stored N × N matrix")
-    if case.mask == "causal" and case.seqlen_q != case.seqlen_k:
-        reasons.append("its causal aligns the first query with the first key")
-    if case.lengths:
-        reasons.append("packed sequences")
-    if case.score or case.sink:
-        reasons.append("scores and sinks")
-    if case.dropout_p:
-        reasons.append("its dropout draws other bits, so that it cannot be checked")
-    return reasons
+@dataclass(frozen=True, kw_only=True)
+class Takes:
+    """What a peer runs. No peer has sinks, and every dropout draws other bits, so that it cannot be checked.
+
+    masks: their names, every other way than as a stored N × N matrix. last: causal aligns the last query with the last key, as ours.
+    module: what has to be installed.
+    """
+
+    masks: Collection[str | None] = (None, "causal")
+    scores: bool = False
+    packed: bool = False
+    last: bool = True
+    cuda: bool = True
+    half: bool = True
+    module: str | None = None
+
+    def unsupported(self, case: Case, device: str) -> list[str]:
+        """Every reason that a case cannot be run."""
+        reasons = {
+            f"runs on CUDA, this is {device}": self.cuda and not device.startswith("cuda"),
+            f"dtype {case.dtype}: bfloat16 or float16 only": self.half and case.dtype not in ("bfloat16", "float16"),
+            f"mask {case.mask}": case.mask not in self.masks,
+            "its causal aligns the first query with the first key": not self.last
+            and (case.mask == "causal" and case.seqlen_q != case.seqlen_k),
+            "packed sequences": case.lengths and not self.packed,
+            "scores": case.score and not self.scores,
+            "sinks": case.sink,
+            "dropout": case.dropout_p,
+            f"{self.module} is not installed": self.module and not installed(self.module),
+        }
+        return [why for why, holds in reasons.items() if holds]
+
+
+def installed(module: str) -> bool:
+    """Whether a module is there to be imported."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of a package above it
+        return False
+
+
+EVERY_MASK = (None, *MASKS)
 
 
 def _sdpa_prepare(x: Inputs) -> Call:
@@ -264,28 +289,11 @@ def _only(backend_name: str) -> Callable[[], AbstractContextManager]:
     return context
 
 
-def _on_cuda(case: Case, device: str) -> list[str]:
-    reasons = _sdpa_unsupported(case, device)
-    if not device.startswith("cuda"):
-        reasons.append(f"runs on CUDA, this is {device}")
-    if case.dtype not in ("bfloat16", "float16"):
-        reasons.append(f"dtype {case.dtype}: bfloat16 or float16 only")
-    return reasons
-
-
 # ---- FlashAttention-3 and -4, where they are installed ----------------------------------------------------------------
 
 
 def _flash(name: str, module: str, what: str) -> Contestant:
-    """A FlashAttention by the module whose ``flash_attn_func`` it is; causal aligns the last query with the last key, as ours."""
-
-    def unsupported(case: Case, device: str) -> list[str]:
-        reasons = _on_cuda(replace(case, seqlen_k=case.seqlen_q), device)  # unlike SDPA's, its causal fits any lengths
-        try:
-            found = importlib.util.find_spec(module) is not None
-        except ModuleNotFoundError:  # of a package above it
-            found = False
-        return reasons if found else [*reasons, f"{what} is not installed"]
+    """A FlashAttention by the module whose ``flash_attn_func`` it is."""
 
     def prepare(x: Inputs) -> Call:
         attention, causal = importlib.import_module(module).flash_attn_func, x.case.mask == "causal"
@@ -296,17 +304,10 @@ def _flash(name: str, module: str, what: str) -> Contestant:
 
         return call
 
-    return Contestant(name, unsupported, prepare, what)
+    return Contestant(name, Takes(module=module).unsupported, prepare, what)
 
 
-def _flex_unsupported(case: Case, device: str) -> list[str]:
-    reasons = []
-    if not device.startswith("cuda"):
-        reasons.append(f"compiled with its backward only on CUDA, this is {device}")
-    if case.lengths or case.sink or case.dropout_p:
-        reasons.append("packed sequences, sinks and dropout")
-    return reasons
-
+# ---- FlexAttention ----------------------------------------------------------------------------------------------------
 
 _FLEX_OPTIONS = {"bias": {"bwd_num_stages": 2}, "bias-16": {"bwd_num_stages": 2}}
 """By score, where FlexAttention's own tiles do not fit the chip (D 128 on an H200: 256 KB of 227 with three stages) and it raises."""
@@ -344,23 +345,6 @@ def _flex_prepare(x: Inputs) -> Call:
 
 
 # ---- cudnn.flex_attention, where it is installed ------------------------------------------------------------------------
-
-
-def _cudnn_flex_unsupported(case: Case, device: str) -> list[str]:
-    reasons = []
-    if not device.startswith("cuda"):
-        reasons.append(f"runs on CUDA, this is {device}")
-    if case.dtype not in ("bfloat16", "float16"):
-        reasons.append(f"dtype {case.dtype}: bfloat16 or float16 only")
-    if case.score or case.sink or case.dropout_p:
-        reasons.append("scores, sinks and dropout")
-    if case.mask in ("keep-odd", "dense"):
-        reasons.append(f"mask {case.mask}: too many intervals a row")
-    try:
-        found = importlib.util.find_spec("cudnn.flex_attention") is not None
-    except ModuleNotFoundError:
-        found = False
-    return reasons if found else [*reasons, "cudnn.flex_attention is not installed"]
 
 
 def interval_ends(x: Inputs, rows: int = 256) -> Tensor:
@@ -417,30 +401,26 @@ def _read_prepare(x: Inputs) -> Call:
     return lambda: k.sum() + v.sum()
 
 
-def _cudnn_version() -> str:
-    return f"cuDNN {torch.backends.cudnn.version()}, torch {torch.__version__}"
-
-
 def all_contestants() -> dict[str, Contestant]:
     """Everyone who can be asked to run, by name. Every backend of tilewise is one of them."""
-    torch_version = f"torch {torch.__version__}"
-    peers = (
-        Contestant("eager", _eager_unsupported, eager_call, torch_version),
-        Contestant("sdpa", _sdpa_unsupported, _sdpa_prepare, torch_version),
-        Contestant("fa2", _on_cuda, _sdpa_prepare, f"SDPA flash, {torch_version}", _only("FLASH_ATTENTION")),
-        _flash("fa3", "flash_attn_interface", "FlashAttention-3"),
-        _flash("fa4", "flash_attn.cute.interface", "FlashAttention-4"),
-        Contestant("cudnn", _on_cuda, _sdpa_prepare, _cudnn_version(), _only("CUDNN_ATTENTION")),
-        Contestant("flex", _flex_unsupported, _flex_prepare, torch_version),
-        Contestant("cudnn-flex", _cudnn_flex_unsupported, _cudnn_flex_prepare, "cudnn.flex_attention"),
-        Contestant("read", _read_unsupported, _read_prepare, torch_version, limit=True),
-    )
-    ours = [tilewise(), *[tilewise(name) for name in backend_names()]]
-    return {c.name: c for c in (*ours, *peers)}
-
-
-def backend_names() -> list[str]:
-    """The backends that tilewise has, without the oracle."""
     from tilewise import dispatch
 
-    return [backend.name for backend in dispatch.BACKENDS]
+    torch_version = f"torch {torch.__version__}"
+    cudnn_version = f"cuDNN {torch.backends.cudnn.version()}, {torch_version}"
+    anywhere, on_cuda = Takes(last=False, cuda=False, half=False).unsupported, Takes(last=False).unsupported
+    flex = Takes(masks=EVERY_MASK, scores=True, half=False).unsupported  # compiled with its backward only on CUDA
+    intervals = [mask for mask in EVERY_MASK if mask not in ("keep-odd", "dense")]  # which have too many a row
+    cudnn_flex = Takes(masks=intervals, packed=True, module="cudnn.flex_attention").unsupported
+    peers = (
+        Contestant("eager", _eager_unsupported, eager_call, torch_version),
+        Contestant("sdpa", anywhere, _sdpa_prepare, torch_version),
+        Contestant("fa2", on_cuda, _sdpa_prepare, f"SDPA flash, {torch_version}", _only("FLASH_ATTENTION")),
+        _flash("fa3", "flash_attn_interface", "FlashAttention-3"),
+        _flash("fa4", "flash_attn.cute.interface", "FlashAttention-4"),
+        Contestant("cudnn", on_cuda, _sdpa_prepare, cudnn_version, _only("CUDNN_ATTENTION")),
+        Contestant("flex", flex, _flex_prepare, torch_version),
+        Contestant("cudnn-flex", cudnn_flex, _cudnn_flex_prepare, "cudnn.flex_attention"),
+        Contestant("read", _read_unsupported, _read_prepare, torch_version, limit=True),
+    )
+    ours = [tilewise(), *(tilewise(backend.name) for backend in dispatch.BACKENDS)]  # without the oracle
+    return {c.name: c for c in (*ours, *peers)}

@@ -1,7 +1,6 @@
 """The one form of every result: JSON lines, first the record of a run, then its results. bench/results/README.md describes it.
 
-A benchmark works with an *entry*: all that one contestant did on one case, as bench/run.py makes it. A file holds *results*: a
-number each. :func:`lines` takes entries apart, :func:`entries` puts them together again.
+A result is one number. :func:`entries` puts together all that one contestant did on one case.
 """
 
 import json
@@ -30,7 +29,6 @@ METRICS = {
 
 PASSES = ("forward", "backward", "both", "step", "exchange")
 STATUSES = ("green", "loose", "red", "refused", "failed", "limit")
-TIMED = ("forward", "backward", "both")
 
 RUN = ("run", "when", "command", "device", "versions", "peers", "sm_clock_mhz", "commit")
 RESULT = ("run", "case", "contestant", "pass", "metric", "unit", "value")
@@ -100,76 +98,36 @@ def run(command: str, device: str, peers: dict[str, str], **more: Any) -> dict:
 
 
 def append(records: Iterable[dict], path: Path) -> list[dict]:
-    """Appends runs and entries to a file as they come, so that an interrupted run keeps what it measured. Returns them."""
+    """Appends records to a file as they come, so that an interrupted run keeps what it measured. Returns them."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    kept, bounded = [], set()
+    kept = []
     with path.open("a", encoding="utf-8") as file:
-        for item in records:
-            parts = lines(item) if item["record"] == "entry" else [item]
-            if item["record"] == "entry" and (item["run"], item["case"]) not in bounded:
-                bounded.add((item["run"], item["case"]))
-                parts += bounds(item)
-            for part in parts:
-                file.write(json.dumps(part) + "\n")
+        for record in records:
+            file.write(json.dumps(record) + "\n")
             file.flush()
-            kept.append(item)
+            kept.append(record)
     return kept
 
 
-# ---- entries and results --------------------------------------------------------------------------------------------
-
-
-def lines(entry: dict) -> list[dict]:
-    """An entry as results: how right it was, its memory, and each direction that was timed."""
-
-    def made(direction: str, metric: str, value: Any, **more: Any) -> dict:
-        return result(entry["run"], entry["case"], entry["contestant"], direction, metric, value, **more)
-
-    directions = [name for name in TIMED if name in entry]
-    whole = "both" if entry.get("shape", {}).get("backward", "backward" in entry) else "forward"
-    checked = {name: entry[name] for name in ("why", "checked") if entry.get(name)}
-    if entry.get("share") is None and "why" not in checked:
-        checked["why"] = ["a limit of the machine: nothing is checked"]
-    found = [made(whole, "error", entry.get("share"), status=entry["status"], **checked)]
-    if entry.get("memory"):
-        memory = entry["memory"]
-        found.append(made(whole, "memory", memory["extra_bytes"] / MIB, peak=memory["peak_bytes"] / MIB))
-    for name in directions:
-        timing = dict(entry[name])
-        ms = {short: timing.pop(f"{short}_ms") for short in ("median", "low", "high")}
-        tflops = timing.pop("gflops") / 1e3
-        clock = {"sm_clock_mhz": entry["sm_clock_mhz"]} if entry.get("sm_clock_mhz") else {}
-        spread = {"low": ms["low"], "high": ms["high"], "tflops": round(tflops, 4)}
-        found.append(made(name, "time", ms["median"], **spread, **timing, **clock))
-    return found
-
-
-def bounds(entry: dict) -> list[dict]:
-    """The times below which the machine's own paces do not let a case, as those of the contestant "bound"."""
-    found = entry.get("bound_ms", {})
-    return [result(entry["run"], entry["case"], "bound", name, "time", ms) for name, ms in found.items()]
+# ---- entries --------------------------------------------------------------------------------------------------------
 
 
 def entries(records: Iterable[dict]) -> list[dict]:
-    """An entry for each contestant on each case in each run, in the file's order; the opposite of :func:`lines`."""
+    """All that each contestant did on each case in each run, in the file's order."""
     found: dict[tuple, dict] = {}
     for r in records:
         if r["record"] == "run" or r["contestant"] == "bound":
             continue
-        key = (r["run"], r["case"], r["contestant"])
-        names = ("run", "case", "contestant")
-        entry = found.setdefault(key, {"record": "entry", "status": "green"} | {name: r[name] for name in names})
-        _add(entry, r)
+        head = {name: r[name] for name in ("run", "case", "contestant")}
+        entry = found.setdefault(tuple(head.values()), head | {"status": "green"})
+        if r["metric"] == "error":
+            entry |= {"share": r["value"], "why": []} | {n: r[n] for n in ("status", "why", "checked") if n in r}
+        elif r["metric"] == "memory":
+            entry["memory"] = {f"{n}_bytes": r[x] * MIB for n, x in (("extra", "value"), ("peak", "peak")) if x in r}
+        elif r["metric"] == "time":
+            ms = {f"{n}_ms": r[x] for n, x in (("median", "value"), ("low", "low"), ("high", "high")) if x in r}
+            entry[r["pass"]] = ms | {n: r[n] for n in ("noise", "tflops") if n in r}
     return list(found.values())
-
-
-def _add(entry: dict, r: dict) -> None:
-    if r["metric"] == "error":
-        entry |= {"status": r["status"], "share": r["value"], "why": r.get("why", [])}
-    elif r["metric"] == "memory":
-        entry["memory"] = {"extra_bytes": r["value"] * MIB} | ({"peak_bytes": r["peak"] * MIB} if "peak" in r else {})
-    elif r["metric"] == "time":
-        entry[r["pass"]] = {"median_ms": r["value"]} | {n: r[n] for n in ("noise", "tflops") if n in r}
 
 
 # ---- reading for pages and plots --------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -86,19 +87,27 @@ class Entry:
     def timed(self) -> bool:
         return self.status in ("green", "loose", "limit")
 
+    @property
+    def why(self) -> list[str]:
+        """What keeps it from being green, with the checkout's files named from its root on: a result says nothing of where that was."""
+        found = self.refused or ([self.failed] if self.failed else [str(e) for e in self.errors if not e.ok])
+        if self.contestant.limit:
+            found = ["a limit of the machine: nothing is checked"]
+        return [line.replace(f"{measure.ROOT}/", "") for line in found]
+
 
 # ---- one case -----------------------------------------------------------------------------------------------------
 
 
 def run_group(lineups: Sequence[Lineup], plan: Plan, say: Report = lambda _: None) -> list[dict]:
-    """Records of cases whose times are compared: checked one after the other, then timed in the same rounds, since the
+    """Results of cases whose times are compared: checked one after the other, then timed in the same rounds, since the
     pace of a machine changes from minute to minute."""
     heats = [heat(lineup, plan, say) for lineup in lineups]
     say(f"{', '.join(h.case.name for h in heats)}: timing")
     runners = [e for h in heats for e in (*h.runners, *h.again)]
     with measure.Clock(plan.device) as clock:
         time_rounds(runners, replace(plan, budget=plan.budget * len(lineups)))
-    return [found for h in heats for found in heat_records(h, plan, clock.mhz)]
+    return [found for h in heats for found in heat_results(h, plan, clock.mhz)]
 
 
 @dataclass(frozen=True)
@@ -124,15 +133,6 @@ def heat(lineup: Lineup, plan: Plan, say: Report) -> Heat:
     return Heat(lineup.case, want.says, entries, runners, again)
 
 
-def heat_records(h: Heat, plan: Plan, mhz: float | None) -> list[dict]:
-    limits = machine_limits(plan.device, h.case.torch_dtype)
-    shared = {"case": h.case.name, "checked": h.says, "bound_ms": bounds_ms(h.case, limits, plan.device)}
-    if mhz:
-        shared["sm_clock_mhz"] = mhz
-    again = lambda e: h.again[0] if h.again and e in h.runners[:1] else None  # noqa: E731
-    return [record(e, h.case, plan, again(e)) | shared for e in h.entries]
-
-
 def checked(contestant: Contestant, x: Inputs, want: check.Expected, plan: Plan) -> Entry:
     """Runs a contestant once under the memory meter and compares; keeps its call if it may be timed."""
     entry = Entry(contestant, x, refused=contestant.unsupported(x.case, plan.device))
@@ -155,7 +155,7 @@ def checked(contestant: Contestant, x: Inputs, want: check.Expected, plan: Plan)
         entry.failed = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         return entry
     outputs = sum(t.numel() * t.element_size() for t in found.values())
-    entry.memory = {"peak_bytes": peak.bytes, "output_bytes": outputs, "extra_bytes": max(0, peak.bytes - outputs)}
+    entry.memory = {"peak": peak.bytes, "extra": max(0, peak.bytes - outputs)}
     entry.call = call
     return entry
 
@@ -254,37 +254,34 @@ def bounds_ms(case: Case, limits: dict[str, float], device: str) -> dict[str, fl
     return {name: round(ms, 6) for name, ms in bounds.items()}
 
 
-def from_root(text: str) -> str:
-    """The text with the checkout's files named from its root on: a result says nothing of where that was."""
-    return text.replace(f"{measure.ROOT}/", "")
+def heat_results(h: Heat, plan: Plan, mhz: float | None = None) -> Iterator[dict]:
+    """All that each contestant did on a case, and the times below which the machine's own paces do not let it."""
+    for entry in h.entries:
+        yield from results(entry, h, plan, mhz)
+    limits = machine_limits(plan.device, h.case.torch_dtype)
+    for name, ms in bounds_ms(h.case, limits, plan.device).items():
+        yield records.result(PROCESS, h.case.name, "bound", name, "time", ms)
 
 
-def record(entry: Entry, case: Case, plan: Plan, again: Entry | None) -> dict:
-    """All that one contestant did on a case, as an entry of bench/records.py."""
-    found = {
-        "record": "entry",
-        "run": PROCESS,
-        "contestant": entry.contestant.name,
-        "version": entry.contestant.version,
-        "status": entry.status,
-        "shape": describe(case),
-    }
-    if entry.refused or entry.failed:
-        return found | {"why": [from_root(line) for line in entry.refused or [entry.failed]]}
-    if not entry.contestant.limit:
-        found["errors"] = [asdict(e) | {"green": e.ok} for e in entry.errors]
-        found["share"] = max((check.share(e) for e in entry.errors), default=None)
-        found["why"] = [str(e) for e in entry.errors if not e.ok]
-        found["memory"] = entry.memory
-    if not entry.timed:
-        return found
-    timings = {name: measure.summarize(s, entry.calls[name]) for name, s in entry.seconds.items() if s}
-    for name, timing in timings.items():
-        rate = case.flops(name, plan.device) / timing.median if timing.median else 0.0
-        found[name] = timing.as_record() | {"gflops": round(rate / 1e9, 1)}
-        if again:
-            found[name]["noise"] = round(abs(measure.summarize(again.seconds[name]).median / timing.median - 1.0), 4)
-    return found
+def results(entry: Entry, h: Heat, plan: Plan, mhz: float | None = None) -> Iterator[dict]:
+    """How right a contestant was on a case, its memory, and each direction that was timed."""
+    made = partial(records.result, PROCESS, h.case.name, entry.contestant.name)
+    whole = "both" if h.case.backward else "forward"
+    more = {"status": entry.status, "checked": h.says} | ({"why": why} if (why := entry.why) else {})
+    yield made(whole, "error", max((check.share(e) for e in entry.errors), default=None), **more)
+    if entry.memory:
+        mib = {name: size / records.MIB for name, size in entry.memory.items()}
+        yield made(whole, "memory", mib["extra"], peak=mib["peak"])
+    for name, samples in entry.seconds.items():
+        if not (entry.timed and samples):
+            continue
+        low, median, high = (round(1e3 * x, 6) for x in measure.summarize(samples))
+        rate = 1e3 * h.case.flops(name, plan.device) / median if median else 0.0
+        more = {"low": low, "high": high, "tflops": round(rate / 1e12, 4)}
+        more |= {"rounds": len(samples), "calls": entry.calls[name]} | ({"sm_clock_mhz": mhz} if mhz else {})
+        if h.again and entry is h.runners[0]:
+            more["noise"] = round(abs(1e3 * measure.summarize(h.again[0].seconds[name]).median / median - 1.0), 4)
+        yield made(name, "time", median, **more)
 
 
 def describe(case: Case) -> dict:
@@ -303,7 +300,7 @@ def run_record(plan: Plan, contestants: Iterable[Contestant]) -> dict:
 def run(
     groups: Iterable[Sequence[Lineup]], plan: Plan, say: Report = lambda _: None, seconds: float | None = None
 ) -> Iterator[dict]:
-    """The run's record, then the entries of every group of cases as soon as it is measured; of those alone that fit so many seconds."""
+    """The run's record, then the results of every group of cases as soon as it is measured; of those alone that fit so many seconds."""
     groups = list(groups)
     yield run_record(plan, [c for group in groups for lineup in group for c in lineup.contestants])
     for group in groups if seconds is None else timely(groups, plan, seconds):

@@ -8,14 +8,12 @@ log.add("plan-causal-n4096", "tilewise", "forward", "plan", 0.2, shape={"seqlen"
 import argparse
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench import records
+from bench import measure, records
 
 
 def parser(doc: str) -> argparse.ArgumentParser:
@@ -44,7 +42,7 @@ class Log:
     ) -> "Log":
         """Write the record of a run; ``packages``: those whose versions a reader needs beside torch's."""
         head = records.run(command, options.device, dict(peers), **more)
-        head["versions"] |= {name: version(name) for name in packages if find_spec(name)}
+        head["versions"] |= measure.versions(*packages)
         records.append([head], options.out)
         return cls(head, options.out)
 

@@ -20,6 +20,10 @@ def contestant(name="right", prepare=eager_call, refuses=(), ours=True):
     return Contestant(name, lambda case, device: list(refuses), prepare, "test", ours=ours)
 
 
+def entries(lineups, plan):
+    return records.entries(run.run_group(lineups, plan))
+
+
 class Counted:
     """Eager attention, wrong by `error`, that counts its calls at the case's own size."""
 
@@ -40,17 +44,17 @@ def test_a_red_contestant_is_checked_once_and_never_timed():
     case = named("contract-n129-causal")
     wrong = Counted(error=0.01, seqlen=129)
     # The warm-up runs at 128: at 129 there is the one call that is checked.
-    red, green = run.run_group([run.Lineup(case, [contestant("wrong", wrong), contestant()])], PLAN)
+    red, green = entries([run.Lineup(case, [contestant("wrong", wrong), contestant()])], PLAN)
     assert red["status"] == "red"
     assert not {"forward", "backward", "both"} & set(red)
     assert wrong.calls == 1
-    assert [e["tensor"] for e in red["errors"] if not e["green"]] == ["o"]
+    assert [why.partition(":")[0] for why in red["why"]] == ["o"]
     assert green["status"] == "green"
     assert green["forward"]["median_ms"] > 0
 
 
 def test_a_red_peer_is_not_timed_either():
-    (found,) = run.run_group(
+    (found,) = entries(
         [run.Lineup(named("contract-n63-full"), [contestant("peer", Counted(error=0.1), ours=False)])], PLAN
     )
     assert found["status"] == "red"
@@ -68,9 +72,9 @@ def test_wrong_gradients_are_red():
 
         return doubled
 
-    (found,) = run.run_group([run.Lineup(named("contract-n63-full"), [contestant("wrong", wrong_gradient)])], PLAN)
+    (found,) = entries([run.Lineup(named("contract-n63-full"), [contestant("wrong", wrong_gradient)])], PLAN)
     assert found["status"] == "red"
-    assert {e["tensor"] for e in found["errors"] if not e["green"]} == {"dq", "dk", "dv"}
+    assert {why.partition(":")[0] for why in found["why"]} == {"dq", "dk", "dv"}
 
 
 def test_refusals_and_failures_are_recorded_and_do_not_stop_the_others():
@@ -81,9 +85,7 @@ def test_refusals_and_failures_are_recorded_and_do_not_stop_the_others():
         raise RuntimeError("out of luck\nsecond line")
 
     crowd = [contestant("declares", refuses=["no causal"]), contestant("raises", raises), contestant("breaks", breaks)]
-    declared, raised, broke, right = run.run_group(
-        [run.Lineup(named("contract-n63-causal"), [*crowd, contestant()])], PLAN
-    )
+    declared, raised, broke, right = entries([run.Lineup(named("contract-n63-causal"), [*crowd, contestant()])], PLAN)
     assert (declared["status"], declared["why"]) == ("refused", ["no causal"])
     assert (raised["status"], raised["why"]) == ("refused", ["cannot run this", "head_dim 16 is odd"])
     assert (broke["status"], broke["why"]) == ("failed", ["RuntimeError: out of luck"])
@@ -93,8 +95,7 @@ def test_refusals_and_failures_are_recorded_and_do_not_stop_the_others():
 def test_a_result_says_nothing_of_where_the_checkout_was():
     refuses = [f"no kernels in {measure.ROOT}/src/tilewise"]
     entry = run.Entry(contestant(), draw(named("contract-one-full")), refused=refuses)
-    row = run.record(entry, named("contract-one-full"), run.Plan("cpu"), None)
-    assert row["why"] == ["no kernels in src/tilewise"]
+    assert entry.why == ["no kernels in src/tilewise"]
 
 
 def test_contestants_take_turns_and_the_order_turns_with_the_rounds(monkeypatch):
@@ -131,18 +132,23 @@ def test_a_very_long_case_stops_after_one_round():
     assert run._enough(30, 0.1, plan)
 
 
-def test_record_has_timings_noise_memory_bounds_and_what_was_checked():
-    (found,) = run.run_group([run.Lineup(named("contract-gqa-causal"), [contestant()])], PLAN)
-    assert {"run", "contestant", "version", "shape", "errors", "memory", "bound_ms", "checked"} <= set(found)
-    for direction in ("forward", "backward", "both"):
-        assert {"median_ms", "low_ms", "high_ms", "rounds", "calls", "gflops", "noise"} <= set(found[direction])
-    assert found["memory"]["output_bytes"] == 4 * 65 * 2 * 16 * (6 + 6 + 2 + 2)
+def test_results_have_timings_noise_memory_bounds_and_what_was_checked():
+    found = run.run_group([run.Lineup(named("contract-gqa-causal"), [contestant()])], PLAN)
+    error, memory, *times = (r for r in found if r["contestant"] == "right")
+    assert (error["metric"], error["status"]) == ("error", "green")
+    assert error["checked"].startswith("every query")
+    assert [r["pass"] for r in times] == ["forward", "backward", "both"]
+    assert all({"low", "high", "rounds", "calls", "tflops", "noise"} <= set(r) for r in times)
+    outputs = 4 * 65 * 2 * 16 * (6 + 6 + 2 + 2) / records.MIB
+    assert memory["value"] == pytest.approx(max(0, memory["peak"] - outputs))
+    bounds = {r["pass"]: r["value"] for r in records.select(found, contestant="bound")}
+    assert bounds["both"] == pytest.approx(bounds["forward"] + bounds["backward"], abs=2e-6)
     json.dumps(found)
 
 
 def test_a_case_without_backward_has_no_backward_time():
     case = named("cpu-fp32-decode-32k")
-    (found,) = run.run_group([run.Lineup(case, [contestant()])], run.Plan(budget=0.0, min_rounds=1, max_rounds=1))
+    (found,) = entries([run.Lineup(case, [contestant()])], run.Plan(budget=0.0, min_rounds=1, max_rounds=1))
     assert found["status"] == "green"
     assert "forward" in found
     assert not {"backward", "both"} & set(found)
@@ -151,7 +157,7 @@ def test_a_case_without_backward_has_no_backward_time():
 def test_a_limit_is_timed_and_not_checked():
     case = named("cpu-fp32-decode-32k")
     (read,) = run.pick(["read"])
-    (found,) = run.run_group([run.Lineup(case, [read])], run.Plan(budget=0.0, min_rounds=1, max_rounds=1, again=False))
+    (found,) = entries([run.Lineup(case, [read])], run.Plan(budget=0.0, min_rounds=1, max_rounds=1, again=False))
     assert found["status"] == "limit"
     assert found["forward"]["median_ms"] > 0
     assert read.unsupported(named("cpu-fp32-d64-n1024-full"), "cpu")
@@ -161,14 +167,14 @@ def test_cases_that_are_compared_are_timed_in_the_same_rounds(monkeypatch):
     order, sample = [], run.one_sample
     monkeypatch.setattr(run, "one_sample", lambda e, device: (order.append(e.x.case.name), sample(e, device))[1])
     names = ("contract-n63-full", "contract-n63-causal")
-    found = run.run_group([run.Lineup(named(n), [contestant()]) for n in names], PLAN)
+    found = entries([run.Lineup(named(n), [contestant()]) for n in names], PLAN)
     assert [r["case"] for r in found] == list(names)
     assert sorted(order[-4:]) == sorted(names * 2)  # the last round: a contestant of each case, and once more
 
 
 def test_whoever_is_asked_for_memory_alone_is_checked_and_not_timed():
     who = [contestant("weighed"), contestant("timed")]
-    weighed, timed = run.run_group([run.Lineup(named("contract-n63-full"), who, frozenset({"weighed"}))], PLAN)
+    weighed, timed = entries([run.Lineup(named("contract-n63-full"), who, frozenset({"weighed"}))], PLAN)
     assert (weighed["status"], timed["status"]) == ("green", "green")
     assert weighed["memory"]["peak_bytes"] > 0
     assert "forward" not in weighed

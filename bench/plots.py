@@ -21,7 +21,7 @@ from bench import cases, huggingface, records
 from bench.compare import Verdict, judge, load_goals
 from bench.ranks import HEAD_DIM, kept_pairs
 from tilewise.parallel import cost
-from tilewise.problem import Problem, check
+from tilewise.problem import check
 from tilewise.spec import Options, assemble, parse_spec
 
 BLUE, RED, GREEN, GREY = "#0b6e8f", "#c8553d", "#4f9d69", "#555555"
@@ -41,6 +41,12 @@ def styled(axes, ticks=(), **labels: object) -> None:
     axes.grid(True, color="#e6e6e6", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def line(axes, points: dict[float, float], *style: str, **how: object) -> None:
+    """A line through points by x, if there are any."""
+    if points:
+        axes.plot(*zip(*sorted(points.items()), strict=True), *style, **how)
 
 
 def titled(figure: Figure, text: str) -> Figure:
@@ -65,34 +71,33 @@ STYLES = {
 """How a contestant is drawn; tilewise comes first and stands out."""
 
 
-def square_points(rows: list[dict], direction: str, head_dim: int, mask: str | None) -> dict[str, dict[int, float]]:
-    """TFLOP/s by N, by contestant; of rows for the same, the last counts."""
-    found: dict[str, dict[int, float]] = {name: {} for name in STYLES}
-    for r in records.select(rows, direction=direction):
+def square_points(rows: list[dict]) -> dict[tuple[str, str, int], dict[int, float]]:
+    """TFLOP/s of causal attention by N, by contestant, pass and head dim; of rows for the same, the last counts."""
+    found: dict[tuple[str, str, int], dict[int, float]] = {}
+    for r in records.select(rows):
         case, speed = cases.CASES.get(r["case"]), records.rate(r)
-        wanted = case and "h200" in case.tags and (case.head_dim, case.mask) == (head_dim, mask)
-        if wanted and speed and r["contestant"] in found:
-            found[r["contestant"]][case.seqlen_q] = speed
-    return {name: values for name, values in found.items() if values}
+        if case and "h200" in case.tags and case.mask and speed:
+            found.setdefault((r["contestant"], r["pass"], case.head_dim), {})[case.seqlen_q] = speed
+    return found
 
 
-def squares(rows: list[dict], mask: str | None = "causal") -> Figure:
+def squares(rows: list[dict]) -> Figure:
     """Forward above, backward below, a column for each head dim. The letters are legible at 800 pixels."""
-    figure = Figure(figsize=(8, 5.4), layout="constrained")
+    figure, found = Figure(figsize=(8, 5.4), layout="constrained"), square_points(rows)
     grid = figure.subplots(2, 3, sharex=True, sharey="row")
-    for line, direction in zip(grid, ("forward", "backward"), strict=True):
-        for axes, head_dim in zip(line, (64, 128, 256), strict=True):
-            for name, values in square_points(rows, direction, head_dim, mask).items():
-                axes.plot(*zip(*sorted(values.items()), strict=True), **STYLES[name])
+    for of_pass, direction in zip(grid, ("forward", "backward"), strict=True):
+        for axes, head_dim in zip(of_pass, (64, 128, 256), strict=True):
+            for name, style in STYLES.items():
+                line(axes, found.get((name, direction, head_dim), {}), **style)
             styled(axes, (512, 2048, 8192))
             axes.set_title(f"{direction}, head_dim {head_dim}", fontsize=11)
-        highest = max(y for axes in line for drawn in axes.get_lines() for y in drawn.get_ydata())
-        line[0].set(ylabel="TFLOP/s", ylim=(0, 1.05 * highest))
+        highest = max(y for axes in of_pass for drawn in axes.get_lines() for y in drawn.get_ydata())
+        of_pass[0].set(ylabel="TFLOP/s", ylim=(0, 1.05 * highest))
     grid[1, 1].set_xlabel("sequence length")
     handles = {label: h for axes in grid.flat for h, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False, fontsize=10.5)
     run = next(iter(records.runs(rows).values()))
-    figure.suptitle(f"{(mask or 'full').capitalize()} attention, bf16, {run['device']}", fontsize=12)
+    figure.suptitle(f"Causal attention, bf16, {run['device']}", fontsize=12)
     return figure
 
 
@@ -146,31 +151,25 @@ PACE = 615e12
 """About what one GPU alone makes of a causal step of these heads, from 32k tokens on."""
 
 
-def ranks_problem(seqlen: int, heads_q: int, heads_k: int) -> Problem:
-    """A causal step of so many tokens."""
+def ranks_model(size: int, seqlen: int, heads_q: int, heads_k: int) -> float:
+    """The share of one GPU's pace that the cost model, which knows nothing of the host's time, expects of a causal step by heads."""
     whole = torch.empty(1, 1, 1, 1, dtype=torch.bfloat16)
     q, k, v = (whole.expand(1, seqlen, heads, HEAD_DIM).requires_grad_() for heads in (heads_q, heads_k, heads_k))
     extras, seed, text = assemble(q, k, v, Options(causal=True))
-    return check(q, k, v, extras, seed, parse_spec(text))
-
-
-def ranks_model(size: int, seqlen: int, heads_q: int, heads_k: int) -> float:
-    """The share of one GPU's pace that the cost model, which knows nothing of the host's time, expects of a step by heads."""
+    exchanged = cost.exchanging_heads(check(q, k, v, extras, seed, parse_spec(text)), size)
     products = 14 * kept_pairs("causal", seqlen) * heads_q * HEAD_DIM / size / PACE * 1e3
-    exchanged = cost.exchanging_heads(ranks_problem(seqlen, heads_q, heads_k), size)
     return products / (products + exchanged.milliseconds)
 
 
-def ranks_measured(rows: list[dict], size: int, heads_q: int, heads_k: int) -> list[tuple[int, float]]:
-    """``(tokens, share)`` of the newest run of each length."""
+def ranks_measured(rows: list[dict], size: int, heads_q: int, heads_k: int) -> dict[int, float]:
+    """The share by tokens, of the newest run of each length."""
     times: dict[tuple[int, str], dict[str, float]] = {}
+    wanted = {"gpus": size, "heads_q": heads_q, "heads_k": heads_k, "mask": "causal"}
     for r in records.select(rows, direction="both"):
         shape = r.get("shape", {})
-        found = shape.get("gpus"), shape.get("heads_q"), shape.get("heads_k"), shape.get("mask")
-        if found == (size, heads_q, heads_k, "causal") and r["contestant"] in ("engines", "alone"):
+        if wanted.items() <= shape.items() and r["contestant"] in ("engines", "alone"):
             times.setdefault((shape["seqlen"], r["run"]), {})[r["contestant"]] = r["value"]
-    newest = {seqlen: both for (seqlen, _), both in times.items() if len(both) == 2}
-    return sorted((seqlen, both["alone"] / both["engines"]) for seqlen, both in newest.items())
+    return {seqlen: both["alone"] / both["engines"] for (seqlen, _), both in times.items() if len(both) == 2}
 
 
 def ranks(rows: list[dict]) -> Figure:
@@ -181,9 +180,8 @@ def ranks(rows: list[dict]) -> Figure:
             if heads[1] % size:
                 continue
             axes.plot(TOKENS, [ranks_model(size, n, *heads) for n in TOKENS], color=colour, linewidth=1.2)
-            if points := ranks_measured(rows, size, *heads):
-                label = f"{size} GPUs, measured; line: the cost model"
-                axes.plot(*zip(*points, strict=True), "o", color=colour, label=label)
+            label = f"{size} GPUs, measured; line: the cost model"
+            line(axes, ranks_measured(rows, size, *heads), "o", color=colour, label=label)
         styled(axes, TOKENS, ylim=(0.5, 1.0), title=f"{heads[0]} query, {heads[1]} key heads", xlabel="tokens")
         axes.legend(frameon=False, loc="lower right", fontsize=8)
     figure.axes[0].set_ylabel("share of one GPU's pace")
@@ -209,9 +207,7 @@ def decoding(rows: list[dict]) -> Figure:
     for (name, batch), values in sorted(found.items(), key=lambda each: each[0][1]):
         style, label = CACHES[name]
         label = f"{'1 sequence' if batch == 1 else f'{batch} sequences'}, {label}"
-        axes.plot(
-            *zip(*sorted(values.items()), strict=True), f"{style}o", markersize=4, color=BATCHES[batch], label=label
-        )
+        line(axes, values, f"{style}o", markersize=4, color=BATCHES[batch], label=label)
     ticks = {keys for values in found.values() for keys in values}
     styled(axes, ticks, xlabel="keys of each sequence", ylabel="K and V read, TB/s", ylim=(0, None))
     axes.legend(frameon=False, fontsize=8)
@@ -231,35 +227,30 @@ def derivatives(rows: list[dict]) -> Figure:
     run = next(iter(records.runs(rows).values()))
     ours, relative = next(iter(run["peers"])), "NVIDIA" not in run["device"]
     units = {"time": "times of tilewise's forward" if relative else "ms", "memory": "MiB beyond inputs and outputs"}
-    plain = [r for r in records.select(rows) if r["value"] and r.get("shape", {}).get("what")]
-    plain = [r for r in plain if r["shape"].get("mask") is None]
-    head_dims = sorted({r["shape"]["head_dim"] for r in plain})
+    points: dict[tuple, dict[int, float]] = {}
+    for r in records.select(rows):
+        shape = r.get("shape", {})
+        if r["value"] and shape.get("what") and shape.get("mask") is None:
+            key = shape["what"], r["contestant"], r["metric"], shape["head_dim"]
+            points.setdefault(key, {})[shape["seqlen"]] = r["value"]
+            said = f"{run['device']}, {shape['dtype']}, {shape['heads_q']} heads, torch {run['versions']['torch']}"
+    head_dims = sorted({head_dim for *_, head_dim in points})
     figure = Figure(figsize=(9, 6), layout="constrained")
     grid = figure.subplots(2, len(head_dims), sharex=True, sharey="row", squeeze=False)
-
-    def points(what: str, who: str, metric: str, head_dim: int) -> dict[int, float]:
-        found = ((r, r["shape"]) for r in plain if (r["contestant"], r["metric"]) == (who, metric))
-        return {s["seqlen"]: r["value"] for r, s in found if (s["what"], s["head_dim"]) == (what, head_dim)}
-
-    for line, (metric, unit) in zip(grid, units.items(), strict=True):
-        for axes, head_dim in zip(line, head_dims, strict=True):
-            forward = points("forward", ours, metric, head_dim)
+    for of_metric, (metric, unit) in zip(grid, units.items(), strict=True):
+        for axes, head_dim in zip(of_metric, head_dims, strict=True):
+            forward = points["forward", ours, metric, head_dim]
             for what, (colour, label) in DERIVATIVES.items():
                 for who, name, style in ((ours, "tilewise", "-o"), ("eager", "eager", "--s")):
-                    values = points(what, who, metric, head_dim)
+                    values = points.get((what, who, metric, head_dim), {})
                     if metric == "time" and relative:
                         values = {n: ms / forward[n] for n, ms in values.items()}
-                    if values:
-                        drawn = zip(*sorted(values.items()), strict=True)
-                        axes.plot(*drawn, style, color=colour, label=f"{name}, {label}")
+                    line(axes, values, style, color=colour, label=f"{name}, {label}")
             styled(axes, forward, yscale="log", title=f"head dim {head_dim}" if metric == "time" else "")
-        line[0].set_ylabel(unit)
+        of_metric[0].set_ylabel(unit)
     axes.set_xlabel("sequence length N")
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
-    shape = plain[0]["shape"]
-    return titled(
-        figure, f"{run['device']}, {shape['dtype']}, {shape['heads_q']} heads, torch {run['versions']['torch']}"
-    )
+    return titled(figure, said)
 
 
 # ---- the demo -------------------------------------------------------------------------------------------------------
@@ -338,14 +329,7 @@ def models(_: list[dict]) -> Figure:
     return figure
 
 
-PLOTS = {
-    "squares": squares,
-    "cpu": cpu,
-    "ranks": ranks,
-    "decoding": decoding,
-    "derivatives": derivatives,
-    "models": models,
-}
+PLOTS = {draw.__name__: draw for draw in (squares, cpu, ranks, decoding, derivatives, models)}
 
 
 def main(words: list[str] | None = None) -> None:

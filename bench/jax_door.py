@@ -9,16 +9,18 @@ alternate between the two. Memory is the largest that a call adds to the process
 
 from __future__ import annotations
 
-import ctypes
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
+from itertools import product
 
 import jax
 import jax.numpy as jnp
 
 import tilewise.jax as tw
+from bench.measure import PeakMemory, interleaved
+from bench.records import MIB
 
 HEADS, DIM, ROUNDS = 8, 64, 40  # rounds of N 2,048; longer ones have fewer
 Call = Callable[..., object]
@@ -42,18 +44,10 @@ def milliseconds(call: Call, operands: list[jax.Array]) -> float:
     return 1e3 * (time.process_time() - start)
 
 
-def resident(name: str) -> float:
-    """VmRSS, the process's memory, or VmHWM, its largest since it was last reset, in MiB."""
-    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(name))
-    return int(line.split()[1]) / 1024
-
-
 def mebibytes(call: Call, operands: list[jax.Array]) -> float:
-    ctypes.CDLL(None).malloc_trim(0)  # what earlier calls freed would serve this one
-    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
-    before = resident("VmRSS")
-    results = jax.block_until_ready(call(*operands))
-    return resident("VmHWM") - before - sum(x.nbytes for x in jax.tree.leaves(results)) / 2**20
+    with PeakMemory("cpu") as peak:
+        results = jax.block_until_ready(call(*operands))
+    return (peak.bytes - sum(x.nbytes for x in jax.tree.leaves(results))) / MIB
 
 
 def errors(pair: list[Call], operands: list[jax.Array]) -> list[float]:
@@ -72,17 +66,16 @@ def row(seqlen: int, causal: bool, gradients: bool) -> str:
         raise SystemExit(f"N {seqlen}: the largest error is {ours:.3g}, JAX's is {theirs:.3g}")
     rounds = max(3, ROUNDS * 2048**2 // seqlen**2)
     memory = [mebibytes(f, operands) for f in pair]
-    times = [min(x) for x in zip(*[[milliseconds(f, operands) for f in pair] for _ in range(rounds)], strict=True)]
+    samples = {n: partial(milliseconds, f, operands) for n, f in enumerate(pair)}
+    times = [min(x) for x in interleaved(samples, rounds).values()]
     what = ("causal" if causal else "full") + (", forward and gradients" if gradients else ", forward")
     return f"| {seqlen:,} | {what} | {times[0]:.1f} | {times[1]:.1f} | {times[1] / times[0]:.1f} | {memory[0]:.0f} | {memory[1]:.0f} |"
 
 
 def main(lengths: list[int]) -> None:
     print("| N | call | ours, ms | JAX's, ms | ratio | ours, MiB | JAX's, MiB |\n|---:|---|---:|---:|---:|---:|---:|")
-    for seqlen in lengths:
-        for causal in (False, True):
-            for gradients in (False, True):
-                print(row(seqlen, causal, gradients), flush=True)
+    for case in product(lengths, (False, True), (False, True)):
+        print(row(*case), flush=True)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -84,10 +85,8 @@ def main(lengths: list[int]) -> None:
     for gradients in (False, True):
         print(small(gradients), flush=True)
     print("| N | head_dim | call | ours, us | cuDNN's, us | difference, us |\n|---:|---:|---|---:|---:|---:|")
-    for dim in (128, 64):
-        for seqlen in lengths:
-            for gradients in (False, True):
-                print(row(seqlen, dim, gradients), flush=True)
+    for dim, seqlen, gradients in product((128, 64), lengths, (False, True)):
+        print(row(seqlen, dim, gradients), flush=True)
 
 
 if __name__ == "__main__":

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+import tilewise as tw
+
 if TYPE_CHECKING:
     from bench.cases import Case, Inputs
 
 Normal = Callable[..., Tensor]
-Predicate = Callable[[Any, Any, Any, Any], Any]
 
 
 def leaf_dtype(case: Case) -> torch.dtype:
@@ -31,36 +32,28 @@ def _no_leaves(case: Case, normal: Normal) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class MaskKind:
-    """build(x): the tilewise Mask. keep(x): the same set as a predicate of (b, h, i, j)."""
+    """build(x): the tilewise Mask. kept(x, b, h, i, j): whether the same set has a pair. leaves: the tensors that both read."""
 
     build: Callable[[Inputs], Any]
-    keep: Callable[[Inputs], Predicate]
+    kept: Callable[..., Any]
     leaves: Callable[[Case, Normal], dict[str, Tensor]] = _no_leaves
+
+    def keep(self, x: Inputs) -> Callable[..., Any]:
+        """The set as a predicate of (b, h, i, j)."""
+        return lambda b, h, i, j: self.kept(x, b, h, i, j)
 
 
 @dataclass(frozen=True)
 class ScoreKind:
-    """build(x): the tilewise Score. apply(x): the same map as a function of (s, b, h, i, j)."""
+    """build(x): the tilewise Score. applied(x, s, b, h, i, j): the same map. leaves: the tensors that both read."""
 
     build: Callable[[Inputs], Any]
-    apply: Callable[[Inputs], Callable[..., Any]]
+    applied: Callable[..., Any]
     leaves: Callable[[Case, Normal], dict[str, Tensor]] = _no_leaves
 
-
-def _tw() -> Any:
-    """tilewise, imported on use: the table itself can be read without it."""
-    import tilewise
-
-    return tilewise
-
-
-def _window(left: int | None, right: int | None = 0) -> MaskKind:
-    def keep(x: Inputs) -> Predicate:
-        low = x.off - left if left is not None else -(1 << 30)
-        high = x.off + right if right is not None else 1 << 30
-        return lambda b, h, i, j: (j >= i + low) & (j <= i + high)
-
-    return MaskKind(build=lambda x: _tw().window(left=left, right=right), keep=keep)
+    def apply(self, x: Inputs) -> Callable[..., Any]:
+        """The map as a function of (s, b, h, i, j)."""
+        return lambda s, b, h, i, j: self.applied(x, s, b, h, i, j)
 
 
 def _sparse(block: int, keep_share: float) -> MaskKind:
@@ -72,9 +65,9 @@ def _sparse(block: int, keep_share: float) -> MaskKind:
         return {"pattern": pattern | torch.eye(blocks_q, blocks_k, dtype=torch.bool)}
 
     return MaskKind(
-        build=lambda x: _tw().block_sparse(x.leaves["pattern"], block, block),
-        keep=lambda x: lambda b, h, i, j: x.leaves["pattern"][i // block, j // block],
-        leaves=leaves,
+        lambda x: tw.block_sparse(x.leaves["pattern"], block, block),
+        lambda x, b, h, i, j: x.leaves["pattern"][i // block, j // block],
+        leaves,
     )
 
 
@@ -89,19 +82,15 @@ def _selected(block: int, block_q: int, count: int, causal: bool = False) -> Mas
         return {"entries": torch.stack(given) if given else torch.zeros(0, *shape, dtype=torch.int64)}
 
     def build(x: Inputs) -> Any:
-        mask = _tw().selected(x.leaves["entries"], block, block_q)
-        return mask & _tw().causal() if causal else mask
+        mask = tw.selected(x.leaves["entries"], block, block_q)
+        return mask & tw.causal() if causal else mask
 
-    def keep(x: Inputs) -> Predicate:
+    def kept(x: Inputs, b: Any, h: Any, i: Any, j: Any) -> Any:
         group = x.case.heads_q // x.case.heads_k
+        given = (x.leaves["entries"][b, h // group, i // block_q] == (j // block)[..., None]).any(-1)
+        return given & (j <= i + x.off) if causal else given
 
-        def kept(b: Any, h: Any, i: Any, j: Any) -> Any:
-            given = (x.leaves["entries"][b, h // group, i // block_q] == (j // block)[..., None]).any(-1)
-            return given & (j <= i + x.off) if causal else given
-
-        return kept
-
-    return MaskKind(build, keep, leaves)
+    return MaskKind(build, kept, leaves)
 
 
 def _document_ids(case: Case, normal: Normal) -> dict[str, Tensor]:
@@ -137,78 +126,78 @@ def _dense_mask(case: Case, normal: Normal) -> dict[str, Tensor]:
     return {"dense": torch.rand(shape, generator=torch.Generator().manual_seed(0)) < 0.5}
 
 
+def _same(x: Inputs, i: Any, j: Any) -> Any:
+    """Whether two positions are of one document."""
+    return x.leaves["ids"][i] == x.leaves["ids"][j]
+
+
+def _first(x: Inputs) -> int:
+    """The keys that every query sees under "prefix"."""
+    return x.case.seqlen_k // 3
+
+
 MASKS: dict[str | None, MaskKind] = {
-    "causal": MaskKind(
-        build=lambda x: _tw().causal(),
-        keep=lambda x: lambda b, h, i, j: j <= i + x.off,
+    "causal": MaskKind(lambda x: tw.causal(), lambda x, b, h, i, j: j <= i + x.off),
+    "window-8": MaskKind(
+        lambda x: tw.window(left=7, right=0), lambda x, b, h, i, j: (j >= i + x.off - 7) & (j <= i + x.off)
     ),
-    "window-8": _window(left=7),
-    "window-both": _window(left=5, right=9),
-    "window-right": _window(left=None, right=3),
-    "window-512": _window(left=511),
-    "window-1024": _window(left=1023),
+    "window-both": MaskKind(
+        lambda x: tw.window(left=5, right=9), lambda x, b, h, i, j: (j >= i + x.off - 5) & (j <= i + x.off + 9)
+    ),
+    "window-right": MaskKind(lambda x: tw.window(left=None, right=3), lambda x, b, h, i, j: j <= i + x.off + 3),
+    "window-512": MaskKind(
+        lambda x: tw.window(left=511, right=0), lambda x, b, h, i, j: (j > i + x.off - 512) & (j <= i + x.off)
+    ),
+    "window-1024": MaskKind(
+        lambda x: tw.window(left=1023, right=0), lambda x, b, h, i, j: (j > i + x.off - 1024) & (j <= i + x.off)
+    ),
     "causal-window-16": MaskKind(
-        build=lambda x: _tw().causal() & _tw().window(left=15, right=4),
-        keep=lambda x: lambda b, h, i, j: (j <= i + x.off) & (j >= i + x.off - 15),
+        lambda x: tw.causal() & tw.window(left=15, right=4),
+        lambda x, b, h, i, j: (j <= i + x.off) & (j >= i + x.off - 15),
     ),
-    "prefix": MaskKind(
-        build=lambda x: _tw().prefix(x.case.seqlen_k // 3),
-        keep=lambda x: lambda b, h, i, j: (j <= i + x.off) | (j < x.case.seqlen_k // 3),
-    ),
+    "prefix": MaskKind(lambda x: tw.prefix(_first(x)), lambda x, b, h, i, j: (j <= i + x.off) | (j < _first(x))),
     "key-range": MaskKind(
-        build=lambda x: _tw().key_range(2, x.case.seqlen_k - 3),
-        keep=lambda x: lambda b, h, i, j: (j >= 2) & (j < x.case.seqlen_k - 3) & (i >= 0),
+        lambda x: tw.key_range(2, x.case.seqlen_k - 3),
+        lambda x, b, h, i, j: (j >= 2) & (j < x.case.seqlen_k - 3) & (i >= 0),
     ),
     "key-lengths": MaskKind(
-        build=lambda x: _tw().key_lengths(x.leaves["n"]),
-        keep=lambda x: lambda b, h, i, j: (j < x.leaves["n"][b]) & (i >= 0),
-        leaves=_lengths,
+        lambda x: tw.key_lengths(x.leaves["n"]), lambda x, b, h, i, j: (j < x.leaves["n"][b]) & (i >= 0), _lengths
     ),
     "documents": MaskKind(
-        build=lambda x: _tw().causal() & _tw().documents(x.leaves["ids"]),
-        keep=lambda x: lambda b, h, i, j: (j <= i + x.off) & (x.leaves["ids"][i + x.off] == x.leaves["ids"][j]),
-        leaves=_document_ids,
+        lambda x: tw.causal() & tw.documents(x.leaves["ids"]),
+        lambda x, b, h, i, j: (j <= i + x.off) & _same(x, i + x.off, j),
+        _document_ids,
     ),
     "texts": MaskKind(
-        build=lambda x: _tw().causal() & _tw().documents(x.leaves["ids"]),
-        keep=lambda x: lambda b, h, i, j: (j <= i) & (x.leaves["ids"][i] == x.leaves["ids"][j]),
-        leaves=_text_ids,
+        lambda x: tw.causal() & tw.documents(x.leaves["ids"]),
+        lambda x, b, h, i, j: (j <= i) & _same(x, i, j),
+        _text_ids,
     ),
     "texts-window-512": MaskKind(
-        build=lambda x: _tw().window(left=511, right=0) & _tw().documents(x.leaves["ids"]),
-        keep=lambda x: lambda b, h, i, j: (j <= i) & (j > i - 512) & (x.leaves["ids"][i] == x.leaves["ids"][j]),
-        leaves=_text_ids,
+        lambda x: tw.window(left=511, right=0) & tw.documents(x.leaves["ids"]),
+        lambda x, b, h, i, j: (j <= i) & (j > i - 512) & _same(x, i, j),
+        _text_ids,
     ),
     "block-causal-1024": MaskKind(
-        build=lambda x: _tw().keep(lambda b, h, i, j: j // 1024 <= i // 1024),
-        keep=lambda x: lambda b, h, i, j: j // 1024 <= i // 1024,
+        lambda x: tw.keep(lambda b, h, i, j: j // 1024 <= i // 1024), lambda x, b, h, i, j: j // 1024 <= i // 1024
     ),
-    "prefix-4096": MaskKind(
-        build=lambda x: _tw().prefix(4096),
-        keep=lambda x: lambda b, h, i, j: (j <= i + x.off) | (j < 4096),
-    ),
+    "prefix-4096": MaskKind(lambda x: tw.prefix(4096), lambda x, b, h, i, j: (j <= i + x.off) | (j < 4096)),
     "keep-odd": MaskKind(
-        build=lambda x: _tw().keep(lambda b, h, i, j: (i + 2 * j + h) % 3 != 0),
-        keep=lambda x: lambda b, h, i, j: (i + 2 * j + h) % 3 != 0,
+        lambda x: tw.keep(lambda b, h, i, j: (i + 2 * j + h) % 3 != 0), lambda x, b, h, i, j: (i + 2 * j + h) % 3 != 0
     ),
     "window-or-first": MaskKind(
-        build=lambda x: _tw().window(left=7, right=0) | _tw().key_range(0, 4),
-        keep=lambda x: lambda b, h, i, j: ((j >= i + x.off - 7) & (j <= i + x.off)) | (j < 4),
+        lambda x: tw.window(left=7, right=0) | tw.key_range(0, 4),
+        lambda x, b, h, i, j: ((j >= i + x.off - 7) & (j <= i + x.off)) | (j < 4),
     ),
     "dense": MaskKind(
-        build=lambda x: _tw().dense(x.leaves["dense"]),
-        keep=lambda x: lambda b, h, i, j: x.leaves["dense"][b, 0, i, j],
-        leaves=_dense_mask,
+        lambda x: tw.dense(x.leaves["dense"]), lambda x, b, h, i, j: x.leaves["dense"][b, 0, i, j], _dense_mask
     ),
     "sparse-16": _sparse(block=16, keep_share=0.4),
     "sparse-90": _sparse(block=128, keep_share=0.1),
     "selected": _selected(block=1, block_q=1, count=9),
     "selected-causal": _selected(block=1, block_q=1, count=20, causal=True),
     "selected-16": _selected(block=16, block_q=8, count=2),
-    "nothing": MaskKind(
-        build=lambda x: _tw().key_range(0, 0),
-        keep=lambda x: lambda b, h, i, j: (j < 0) & (i < 0),
-    ),
+    "nothing": MaskKind(lambda x: tw.key_range(0, 0), lambda x, b, h, i, j: (j < 0) & (i < 0)),
 }
 
 
@@ -220,44 +209,41 @@ def _slopes(case: Case, normal: Normal) -> dict[str, Tensor]:
 
 def _pair_bias(dtype: Callable[[Case], torch.dtype]) -> ScoreKind:
     """A bias by head and pair, the same for the whole batch."""
-    return ScoreKind(
-        build=lambda x: _tw().bias(x.leaves["bias"]),
-        apply=lambda x: lambda s, b, h, i, j: s + x.leaves["bias"][0, h, i, j],
-        leaves=lambda case, normal: {
-            "bias": normal(1, case.heads_q, case.seqlen_q, case.seqlen_k, dtype=dtype(case)),
-        },
-    )
+
+    def leaves(case: Case, normal: Normal) -> dict[str, Tensor]:
+        return {"bias": normal(1, case.heads_q, case.seqlen_q, case.seqlen_k, dtype=dtype(case))}
+
+    add = lambda x, s, b, h, i, j: s + x.leaves["bias"][0, h, i, j]  # noqa: E731
+    return ScoreKind(lambda x: tw.bias(x.leaves["bias"]), add, leaves)
+
+
+def _softcap(cap: float) -> ScoreKind:
+    return ScoreKind(lambda x: tw.softcap(cap), lambda x, s, b, h, i, j: cap * torch.tanh(s / cap))
 
 
 def _table(case: Case, normal: Normal) -> dict[str, Tensor]:
     return {"table": normal(case.heads_q, 32, dtype=leaf_dtype(case))}
 
 
-def _alibi(x: Inputs) -> Callable[..., Any]:
-    return lambda s, b, h, i, j: s - x.leaves["slopes"][h] * (i + x.off - j).abs()
+def _alibi(x: Inputs, s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+    return s - x.leaves["slopes"][h] * (i + x.off - j).abs()
 
 
-def _relative(x: Inputs) -> Callable[..., Any]:
+def _relative(x: Inputs, s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
     """A learned table by head and distance, as T5's bias but with one bucket a distance, clamped to 32."""
-    return lambda s, b, h, i, j: s + x.leaves["table"][h, (i + x.off - j).abs().clamp(0, 31)]
+    return s + x.leaves["table"][h, (i + x.off - j).abs().clamp(0, 31)]
 
 
 SCORES: dict[str | None, ScoreKind] = {
-    "softcap-30": ScoreKind(
-        build=lambda x: _tw().softcap(30.0),
-        apply=lambda x: lambda s, b, h, i, j: 30.0 * torch.tanh(s / 30.0),
-    ),
-    "softcap-2": ScoreKind(
-        build=lambda x: _tw().softcap(2.0),
-        apply=lambda x: lambda s, b, h, i, j: 2.0 * torch.tanh(s / 2.0),
-    ),
-    "alibi": ScoreKind(build=lambda x: _tw().alibi(x.leaves["slopes"]), apply=_alibi, leaves=_slopes),
+    "softcap-30": _softcap(30.0),
+    "softcap-2": _softcap(2.0),
+    "alibi": ScoreKind(lambda x: tw.alibi(x.leaves["slopes"]), _alibi, _slopes),
     "bias": _pair_bias(leaf_dtype),
     "bias-16": _pair_bias(lambda case: getattr(torch, case.dtype)),
-    "relative": ScoreKind(build=lambda x: _tw().score(_relative(x)), apply=_relative, leaves=_table),
+    "relative": ScoreKind(lambda x: tw.score(lambda s, b, h, i, j: _relative(x, s, b, h, i, j)), _relative, _table),
     "softcap-alibi": ScoreKind(
-        build=lambda x: _tw().softcap(5.0) >> _tw().alibi(x.leaves["slopes"]),
-        apply=lambda x: lambda s, b, h, i, j: _alibi(x)(5.0 * torch.tanh(s / 5.0), b, h, i, j),
-        leaves=_slopes,
+        lambda x: tw.softcap(5.0) >> tw.alibi(x.leaves["slopes"]),
+        lambda x, s, *at: _alibi(x, 5.0 * torch.tanh(s / 5.0), *at),
+        _slopes,
     ),
 }

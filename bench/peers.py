@@ -16,9 +16,12 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import tilewise as tw
 from bench import measure
 from bench.cases import MASKS, SCORES, Case, Inputs
+from tilewise import dispatch
 
 Call = Callable[[], Tensor]
 
@@ -168,8 +171,6 @@ def _dropout_factor(x: Inputs, i: Tensor, j: Tensor) -> Tensor | None:
     """0 where a pair is dropped and 65536 / T where it is kept: the bits of docs/algorithm.md."""
     if not x.case.dropout_p or not len(i) or not len(j):
         return None
-    import tilewise as tw
-
     last_batch = x.first_batch + x.case.batch
     sizes = (last_batch, x.case.heads_q, x.case.seqlen_q, x.case.seqlen_k)
     kept = tw.dropout_mask(x.dropout_seed, x.case.dropout_p, *sizes)[x.first_batch :]
@@ -214,8 +215,6 @@ def tilewise(backend: str | None = None) -> Contestant:
     """A backend of tilewise by its name, or with None the one that it chooses by itself."""
 
     def prepare(x: Inputs) -> Call:
-        import tilewise as tw
-
         attention = tw.attention_varlen if x.case.lengths else tw.attention
         return partial(attention, x.q, x.k, x.v, **x.options(), backend=backend)
 
@@ -281,12 +280,8 @@ def _sdpa_prepare(x: Inputs) -> Call:
 
 
 def _only(backend_name: str) -> Callable[[], AbstractContextManager]:
-    def context() -> AbstractContextManager:
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-
-        return sdpa_kernel(getattr(SDPBackend, backend_name))
-
-    return context
+    """The context in which SDPA has one backend."""
+    return lambda: sdpa_kernel(getattr(SDPBackend, backend_name))
 
 
 # ---- FlashAttention-3 and -4, where they are installed ----------------------------------------------------------------
@@ -403,8 +398,6 @@ def _read_prepare(x: Inputs) -> Call:
 
 def all_contestants() -> dict[str, Contestant]:
     """Everyone who can be asked to run, by name. Every backend of tilewise is one of them."""
-    from tilewise import dispatch
-
     torch_version = f"torch {torch.__version__}"
     cudnn_version = f"cuDNN {torch.backends.cudnn.version()}, {torch_version}"
     anywhere, on_cuda = Takes(last=False, cuda=False, half=False).unsupported, Takes(last=False).unsupported

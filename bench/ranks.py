@@ -291,12 +291,9 @@ def agreement(parallel: ContextParallel, inputs: list[Tensor], mask: Mask) -> fl
 
 def peak(run: Callable[[], object]) -> float:
     """The most memory that a step takes beside what lies there before it: MiB of the rank that takes the most, without symmetric memory."""
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    run()
-    torch.cuda.synchronize()
-    most = torch.tensor([torch.cuda.max_memory_allocated() - before], device="cuda")
+    with measure.PeakMemory("cuda") as memory:
+        run()
+    most = torch.tensor([memory.bytes], device="cuda")
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     return int(most) / 2**20
 

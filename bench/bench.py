@@ -105,8 +105,9 @@ def _measure(groups: list[list], out: Path, device: str, options: BenchOptions) 
     seconds, cases = _limit(options, device), sum(map(len, groups))
     budget = 10.0 if seconds is None else min(10.0, seconds / (2 * cases))
     plan = run.Plan(device=device, budget=budget if options.budget is None else options.budget)
-    if not options.as_json and not device.startswith("cuda"):
-        console().print(f"{cases} cases, {_how_long(groups, plan, seconds)}.")
+    if not options.as_json:
+        said = f"about {plan.budget:.2g} s of timing each"
+        console().print(f"{cases} cases, {said if seconds is None else f'as many as fit {seconds / 60:g} min'}.")
     done: set[str] = set()
     with progress(bar=True) as bar:
         task = bar.add_task("starting", total=cases)
@@ -122,14 +123,6 @@ def _measure(groups: list[list], out: Path, device: str, options: BenchOptions) 
     if left_out and not options.as_json:
         note(f"Left out, to end in {seconds / 60:g} min (--minutes): {', '.join(left_out)}")
     return found
-
-
-def _how_long(groups: list[list], plan, seconds: float | None) -> str:
-    """Return how long the cases will take on a CPU, in words; where there is an end, their time is predicted case by case."""
-    if seconds is not None:
-        return f"the short ones first, as many as fit {seconds / 60:g} min"
-    minutes = max(1, round(run.predicted_seconds(groups, plan) / 60))
-    return f"about {minutes} min on a machine that does nothing else"
 
 
 def _limit(options: BenchOptions, device: str) -> float | None:

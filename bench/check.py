@@ -20,10 +20,6 @@ PAIRS_CHECKED = {"cpu": 1 << 22, "cuda": 1 << 27}
 """Scores (batch × heads × rows × keys) that the float64 oracle may hold, by device: 32 MB and 1 GB a matrix."""
 
 
-SECONDS = {"pair": 1e-8, "element": 2e-8}
-"""What a pair of query and key, and an element of K or V, cost one order of eager attention with gradients; two cores."""
-
-
 @dataclass(frozen=True)
 class Expected:
     """The float64 oracle's results on the rows that are checked, and eager's in each order; do is zero in other rows."""
@@ -49,16 +45,6 @@ def checked_rows(case: Case, device: str) -> Tensor | None:
     inner = 8 + torch.randperm(case.seqlen_q - 16, generator=torch.Generator().manual_seed(0))[: count - 16]
     edges = torch.cat([torch.arange(8), torch.arange(case.seqlen_q - 8, case.seqlen_q)])
     return torch.cat([edges, inner]).sort().values.to(device)
-
-
-def seconds(case: Case, device: str) -> float:
-    """About how long :func:`expected` takes on a CPU."""
-    rows = checked_rows(case, device)
-    keys = [(c, c.batch * c.heads_q * c.seqlen_k) for c in case.sequences]
-    pairs = sum(n * (c.seqlen_q if rows is None else len(rows)) for c, n in keys)
-    elements = sum(n * (c.head_dim + c.head_dim_v) for c, n in keys)
-    once = SECONDS["pair"] * pairs + SECONDS["element"] * elements
-    return (ORDERS + 1) * once * (1.0 if case.backward else 0.1)
 
 
 def results(call: Call, x: Inputs, do: Tensor) -> dict[str, Tensor]:

@@ -9,7 +9,6 @@ round. The first contestant runs a second time: the difference of its two median
 """
 
 import argparse
-import math
 import random
 import sys
 import time
@@ -30,9 +29,6 @@ PROCESS = uuid.uuid4().hex[:12]
 
 LONG = 0.5
 """Seconds of a call on a CPU from which on its first one is taken at its word."""
-
-PACE = {"cpu": 0.7, "others": 0.3}
-"""Of a matrix product's pace, what an attention reaches on a CPU: for saying beforehand how long a run takes."""
 
 Report = Callable[[str], None]
 
@@ -303,52 +299,31 @@ def run(
     """The run's record, then the results of every group of cases as soon as it is measured; of those alone that fit so many seconds."""
     groups = list(groups)
     yield run_record(plan, [c for group in groups for lineup in group for c in lineup.contestants])
-    for group in groups if seconds is None else timely(groups, plan, seconds):
+    for group in groups if seconds is None else timely(groups, seconds):
         yield from run_group(group, plan, say)
         if plan.device.startswith("cuda"):
             torch.cuda.empty_cache()
 
 
-def timely(groups: Iterable[Sequence[Lineup]], plan: Plan, seconds: float) -> Iterator[Sequence[Lineup]]:
-    """The groups that will be done within so many seconds, short ones first, by what was predicted and how true that has been so far.
+def timely(groups: Iterable[Sequence[Lineup]], seconds: float) -> Iterator[Sequence[Lineup]]:
+    """The groups that will be done within so many seconds, short ones first.
 
-    A prediction is right to a factor of 2 on a quiet machine. The first and shortest are off by more, since drawing and checking takes
-    its time too; so what they took counts twice at most, until a tenth of the time is over. A machine that is busy with other work is
-    then known to be slow by whatever factor.
+    Each is expected to take as much longer than the one before as it has more work: so a machine that is busy with other work is
+    known to be slow, by whatever factor.
     """
-    began, predicted = time.monotonic(), 0.0
-    for expected, group in sorted(((predicted_seconds([g], plan), g) for g in groups), key=lambda each: each[0]):
-        spent = time.monotonic() - began
-        slower = max(1.0, spent / predicted) if predicted else 1.0
-        if spent < 0.1 * seconds:
-            slower = min(2.0, slower)
-        if spent + expected * slower > seconds:
+    began, pace = time.monotonic(), 0.0
+    for group in sorted(groups, key=work):
+        start = time.monotonic()
+        if start - began + pace * work(group) >= seconds:
             return
-        predicted += expected
         yield group
+        pace = (time.monotonic() - start) / work(group)
 
 
-def predicted_seconds(groups: Iterable[Sequence[Lineup]], plan: Plan) -> float:
-    """About how long `run` will take on a CPU: products at PACE of torch's own, measured now. Right to a factor of 2."""
-    return sum(_group_seconds(group, plan) for group in groups)
-
-
-def _group_seconds(group: Sequence[Lineup], plan: Plan) -> float:
-    checks, a_round, budget = 0.0, 0.0, plan.budget * len(group)
-    for lineup in group:
-        case = lineup.case
-        product = (
-            case.flops("both" if case.backward else "forward") / machine_limits("cpu", case.torch_dtype)["matmul_flops"]
-        )
-        calls = {c.name: product / PACE.get(c.name, PACE["others"]) for c in lineup.contestants}
-        timed = [seconds for name, seconds in calls.items() if name not in lineup.untimed]
-        checks += check.seconds(case, plan.device) + sum(calls.values())
-        a_round += sum(timed) + sum(timed[:1]) * plan.again
-    if not a_round:
-        return checks
-    enough = max(plan.min_rounds, math.ceil(budget / a_round))
-    rounds = max(1, min(enough, plan.max_rounds, math.ceil(4 * budget / a_round)))
-    return checks + rounds * a_round
+def work(group: Sequence[Lineup]) -> float:
+    """The products of all contestants of a group, once."""
+    cases = ((lineup.case, len(lineup.contestants)) for lineup in group)
+    return sum(count * case.flops("both" if case.backward else "forward") for case, count in cases)
 
 
 def pick(names: list[str]) -> list[Contestant]:

@@ -181,15 +181,6 @@ def test_whoever_is_asked_for_memory_alone_is_checked_and_not_timed():
     assert timed["forward"]["median_ms"] > 0
 
 
-def test_the_time_said_beforehand_grows_with_the_work_and_whoever_does_it():
-    plan = run.Plan(budget=3.0)
-    seconds = lambda case, *who: run.predicted_seconds([[run.Lineup(named(case), run.pick(who))]], plan)  # noqa: E731
-    short, long = "cpu-fp32-d64-n2048-full", "cpu-fp32-d64-n8192-full"
-    assert seconds(short, "cpu") < seconds(short, "cpu", "portable") < seconds(long, "cpu", "portable")
-    weighed = run.Lineup(named(long), run.pick(["cpu"]), frozenset({"cpu"}))
-    assert run.predicted_seconds([[weighed]], plan) < seconds(long, "cpu") - plan.budget
-
-
 def test_a_file_begins_with_its_run_and_every_result_names_the_process(tmp_path):
     path = tmp_path / "new" / "results.jsonl"
     records.append(run.run([[run.Lineup(named("contract-one-full"), [contestant()])]], PLAN), path)
@@ -206,15 +197,14 @@ def test_unknown_contestants_are_refused_with_the_known(monkeypatch):
         run.pick(["eager", "flesh"])
 
 
-def test_what_fits_the_time_is_begun_short_cases_first_at_the_pace_so_far(monkeypatch):
-    clock = iter([0.0, 0.0, 4.0, 12.0])  # the first case took twice what was predicted
+def test_what_fits_the_time_is_begun_short_cases_first_at_the_pace_of_the_one_before(monkeypatch):
+    clock = iter([0.0, 0.0, 4.0, 4.0, 12.0, 12.0])  # two seconds a piece of work: the third would end at 30
     monkeypatch.setattr(run.time, "monotonic", lambda: next(clock))
-    monkeypatch.setattr(run, "predicted_seconds", lambda groups, plan: groups[0])
-    assert list(run.timely([9.0, 2.0, 4.0], run.Plan(), 25.0)) == [2.0, 4.0]
+    monkeypatch.setattr(run, "work", lambda group: group)
+    assert list(run.timely([9.0, 2.0, 4.0], 25.0)) == [2.0, 4.0]
 
 
-def test_a_machine_that_is_four_times_as_slow_is_believed_after_a_tenth_of_the_time(monkeypatch):
-    clock = iter([0.0, 0.0, 8.0, 28.0])
-    monkeypatch.setattr(run.time, "monotonic", lambda: next(clock))
-    monkeypatch.setattr(run, "predicted_seconds", lambda groups, plan: groups[0])
-    assert list(run.timely([9.0, 2.0, 5.0], run.Plan(), 60.0)) == [2.0, 5.0]  # twice as slow, 9.0 would have fitted
+def test_work_grows_with_the_case_and_with_whoever_runs_it():
+    work = lambda case, *who: run.work([run.Lineup(named(case), run.pick(who))])  # noqa: E731
+    short, long = "cpu-fp32-d64-n2048-full", "cpu-fp32-d64-n8192-full"
+    assert work(short, "cpu") < work(short, "cpu", "portable") < work(long, "cpu")

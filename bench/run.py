@@ -321,9 +321,13 @@ def timely(groups: Iterable[Sequence[Lineup]], seconds: float) -> Iterator[Seque
 
 
 def work(group: Sequence[Lineup]) -> float:
-    """The products of all contestants of a group, once."""
-    cases = ((lineup.case, len(lineup.contestants)) for lineup in group)
-    return sum(count * case.flops("both" if case.backward else "forward") for case, count in cases)
+    """What all contestants of a group compute, in pairs of a query and a key; an element of K or V takes the time of two."""
+    cases = [(c, len(lineup.contestants)) for lineup in group for c in lineup.case.sequences]
+    pairs = [
+        count * c.batch * c.heads_q * c.seqlen_k * (c.seqlen_q + 2 * c.head_dim + 2 * c.head_dim_v)
+        for c, count in cases
+    ]
+    return sum(pairs)
 
 
 def pick(names: list[str]) -> list[Contestant]:

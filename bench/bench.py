@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
@@ -13,7 +13,7 @@ from bench import records, run
 from bench.cases import CASES, named, tagged
 from bench.compare import asked, judge, load_goals, read_results
 from bench.peers import all_contestants
-from bench.run import Lineup, describe, pick
+from bench.run import Lineup, pick
 from tilewise.cli import checkout
 from tilewise.cli.page import console, heading, note, progress, status_text, table
 
@@ -212,7 +212,7 @@ def _print_verdicts(verdicts: list) -> None:
 def _list(tags: list[str], as_json: bool) -> int:
     cases = tagged(*tags) if tags else list(CASES.values())
     if as_json:
-        print(json.dumps([{"name": c.name, "source": c.source, "tags": sorted(c.tags), **describe(c)} for c in cases]))
+        print(json.dumps([asdict(c) | {"tags": sorted(c.tags)} for c in cases]))
         return 0
     page = table(("name", "q", "k heads", "dtype", "what", "tags"), left=("name", "what", "tags"))
     for c in cases:

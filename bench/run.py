@@ -1,4 +1,4 @@
-"""Checks, then times: contestants of a case run interleaved in one process, and each writes one JSON line.
+"""Checks, then times: contestants of a case run interleaved in one process. Their results are lines of JSON.
 
     python -m bench.run --case demo-cpu-n1024 --contestant portable --contestant sdpa --out result.jsonl
 
@@ -8,19 +8,18 @@ timed forward (no gradients wanted) and backward (of a graph made outside the cl
 round. The first contestant runs a second time: the difference of its two medians is the noise.
 """
 
-import argparse
 import random
 import sys
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import torch
 
-from bench import check, measure, records
+from bench import check, measure, records, script
 from bench.cases import Case, Inputs, draw, named
 from bench.peers import Call, Contestant, all_contestants
 
@@ -219,14 +218,10 @@ def one_sample(entry: Entry, device: str) -> dict[str, float]:
 # ---- records ------------------------------------------------------------------------------------------------------
 
 
-_LIMITS: dict[tuple[str, torch.dtype], dict[str, float]] = {}
-
-
+@cache
 def machine_limits(device: str, dtype: torch.dtype) -> dict[str, float]:
     """The paces of a matrix product and of a copy, measured once per process and dtype."""
-    if (device, dtype) not in _LIMITS:
-        _LIMITS[device, dtype] = measure.limits(device, dtype)
-    return _LIMITS[device, dtype]
+    return measure.limits(device, dtype)
 
 
 def tensor_bytes(case: Case, direction: str) -> int:
@@ -280,11 +275,6 @@ def results(entry: Entry, h: Heat, plan: Plan, mhz: float | None = None) -> Iter
         yield made(name, "time", median, **more)
 
 
-def describe(case: Case) -> dict:
-    """A case as JSON, without its tags and source."""
-    return {name: value for name, value in asdict(case).items() if name not in ("tags", "source", "name")}
-
-
 def run_record(plan: Plan, contestants: Iterable[Contestant]) -> dict:
     """The first line of a file: the machine, when, who runs, and how the run was made."""
     plan_record = {name: value for name, value in asdict(plan).items() if name != "device"}
@@ -327,7 +317,7 @@ def work(group: Sequence[Lineup]) -> float:
         count * c.batch * c.heads_q * c.seqlen_k * (c.seqlen_q + 2 * c.head_dim + 2 * c.head_dim_v)
         for c, count in cases
     ]
-    return sum(pairs)
+    return max(1, sum(pairs))
 
 
 def pick(names: list[str]) -> list[Contestant]:
@@ -339,17 +329,11 @@ def pick(names: list[str]) -> list[Contestant]:
     return [known[name] for name in names]
 
 
-def default_device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Measures named cases into a file; `tilewise bench` is the same with tables."""
-    parser = argparse.ArgumentParser(prog="python -m bench.run", description=__doc__.splitlines()[0])
+    parser = script.parser(__doc__)
     parser.add_argument("--case", action="append", required=True, help="a name of bench/cases.py; repeatable")
     parser.add_argument("--contestant", action="append", required=True, help="a name of bench/peers.py; repeatable")
-    parser.add_argument("--out", type=Path, required=True, help="JSON lines are appended here")
-    parser.add_argument("--device", default=default_device())
     parser.add_argument("--budget", type=float, default=Plan.budget, help="seconds of timing a case")
     parser.add_argument("--min-rounds", type=int, default=Plan.min_rounds)
     parser.add_argument("--no-again", action="store_true", help="do not run the first contestant twice")

@@ -208,3 +208,4 @@ def test_work_grows_with_the_case_and_with_whoever_runs_it():
     work = lambda case, *who: run.work([run.Lineup(named(case), run.pick(who))])  # noqa: E731
     short, long = "cpu-fp32-d64-n2048-full", "cpu-fp32-d64-n8192-full"
     assert work(short, "cpu") < work(short, "cpu", "portable") < work(long, "cpu")
+    assert work("contract-empty-batch-full", "cpu") > 0

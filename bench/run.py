@@ -331,7 +331,7 @@ def pick(names: list[str]) -> list[Contestant]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Measures named cases into a file; `tilewise bench` is the same with tables."""
-    parser = script.parser(__doc__)
+    parser = script.parser(__doc__, devices=None)
     parser.add_argument("--case", action="append", required=True, help="a name of bench/cases.py; repeatable")
     parser.add_argument("--contestant", action="append", required=True, help="a name of bench/peers.py; repeatable")
     parser.add_argument("--budget", type=float, default=Plan.budget, help="seconds of timing a case")

@@ -16,10 +16,10 @@ import torch
 from bench import measure, records
 
 
-def parser(doc: str) -> argparse.ArgumentParser:
-    """The options of every script: the device, and the file that results are appended to."""
+def parser(doc: str, devices: tuple[str, ...] | None = ("cuda", "cpu")) -> argparse.ArgumentParser:
+    """The options of every script: the device, one of some or any, and the file that results are appended to."""
     found = argparse.ArgumentParser(description=doc.partition("\n")[0])
-    found.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    found.add_argument("--device", choices=devices, default="cuda" if torch.cuda.is_available() else "cpu")
     found.add_argument("--out", type=Path, default=Path("out/results.jsonl"), help="JSON lines are appended here")
     return found
 

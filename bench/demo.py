@@ -52,14 +52,6 @@ EXACT = {
 
 
 @dataclass(frozen=True)
-class Place:
-    """The devices and the output folder of the demo."""
-
-    device: str
-    out: Path
-
-
-@dataclass(frozen=True)
 class DemoOptions:
     """Options: where the demo runs, and how much of it."""
 
@@ -72,24 +64,24 @@ class DemoOptions:
 def demo(options: DemoOptions) -> int:
     """Try it: errors against float64, time and memory over N, a small GPT trained twice. Takes under 4 minutes on 2 cores."""
     began = time.perf_counter()
-    place = Place(checkout.choose_device(options.device), options.out)
+    device = checkout.choose_device(options.device)
     options.out.mkdir(parents=True, exist_ok=True)
-    machine = measure.machine(place.device)
-    if place.device != "cpu":  # gives autograd's thread its context, of whose lack the first product would warn
-        torch.ones(1, device=place.device, requires_grad=True).square().backward()
+    machine = measure.machine(device)
+    if device != "cpu":  # gives autograd's thread its context, of whose lack the first product would warn
+        torch.ones(1, device=device, requires_grad=True).square().backward()
     console().print(
         f"[bold]tilewise demo[/] on {machine['device']}, {machine['threads']} threads, torch {torch.__version__}",
         highlight=False,
     )
-    if place.device == "cpu" and (hint := busy_hint(load(), machine["threads"], os.environ)):
+    if device == "cpu" and (hint := busy_hint(load(), machine["threads"], os.environ)):
         note(hint)
     console().print()
-    if place.device != "cpu":
-        hopper_kernels(place, options.longest)
-    exact = exactness(place)
-    counted(place)
-    scaling = time_and_memory(place, options.longest)
-    training = train_twice(place, options.steps)
+    if device != "cpu":
+        hopper_kernels(device, options.longest)
+    exact = exactness(device)
+    counted(device)
+    scaling = time_and_memory(device, options.longest)
+    training = train_twice(device, options.steps)
     green = all(row["green"] for row in exact) and training["agrees"]
     record = {"machine": machine, "exactness": exact, "scaling": scaling, "training": training, "green": green}
     json_path, png_path = options.out / "demo.json", options.out / "demo.png"
@@ -115,12 +107,12 @@ def busy_hint(load: float, threads: int, environment: Mapping[str, str]) -> str:
     return f"This machine is busy (load {load:.1f} on {threads} threads). GOMP_SPINCOUNT=1000 tilewise demo loses less by it."
 
 
-def hopper_kernels(place: Place, longest: int) -> None:
+def hopper_kernels(device: str, longest: int) -> None:
     """Build the demo's missing kernels on a Hopper GPU, or say what keeps them from being built."""
-    if devices.of(torch.device(place.device)).capability != (9, 0) or driver_reasons():
+    if devices.of(torch.device(device)).capability != (9, 0) or driver_reasons():
         return
     backend = dispatch.backend("hopper")
-    configs = dict.fromkeys(config for p in problems(place.device, longest) for config in backend.configs(p))
+    configs = dict.fromkeys(config for p in problems(device, longest) for config in backend.configs(p))
     try:
         kernels.build(list(configs), os.cpu_count() or 1)
     except ValueError as error:  # there is no compiler
@@ -141,11 +133,11 @@ def problems(device: str, longest: int) -> list:
     return found
 
 
-def exactness(place: Place) -> list[dict]:
+def exactness(device: str) -> list[dict]:
     """tilewise and eager attention against float64 on small cases: the forward and the worst gradient."""
     rows = []
     for name, label in EXACT.items():
-        x = draw(named(name), place.device)
+        x = draw(named(name), device)
         want = check.expected(x)
         errors = check.compare(check.results(peers.tilewise().prepare(x), x, want.do), want)
         gradient = max(errors[1:], key=check.share)
@@ -171,24 +163,22 @@ def _print_exactness(rows: list[dict]) -> None:
         worst = f"{gradient['name']} {gradient['tilewise']:.1e}"
         numbers = (f"{o['tilewise']:.1e}", f"{o['standard']:.1e}", worst, f"{gradient['standard']:.1e}")
         page.add_row(row["what"], row["dtype"], *numbers, status_text("agrees" if row["green"] else "red"))
-    heading("1. Exactness", "relative RMS error against float64, beside standard attention's")
-    console().print(page)
-    note("agrees: every output and gradient errs at most twice as much as standard attention in the same dtype")
-    console().print()
+    agrees = "agrees: every output and gradient errs at most twice as much as standard attention in the same dtype"
+    _show("1. Exactness", "relative RMS error against float64, beside standard attention's", page, agrees)
 
 
 # ---- 2. time and memory -------------------------------------------------------------------------------------------
 
 
-def time_and_memory(place: Place, longest: int) -> dict:
+def time_and_memory(device: str, longest: int) -> dict:
     """tilewise, standard attention and SDPA, forward and backward, each N in a process of its own."""
-    cases = [c for c in tagged("demo", place.device.split(":")[0]) if c.seqlen_q <= longest]
+    cases = [c for c in tagged("demo", device.split(":")[0]) if c.seqlen_q <= longest]
     points = []
     with progress() as bar:
         task = bar.add_task("", total=None)
         for case in cases:
             bar.update(task, description=f"N = {case.seqlen_q}: time and memory")
-            results = measured_apart(place, case.name)
+            results = measured_apart(device, case.name)
             points.append({"seqlen": case.seqlen_q, "standard_bytes": peers.eager_bytes(case), "results": results})
     first = cases[0]
     shape = f"batch {first.batch}, {first.heads_q} heads, head_dim {first.head_dim}, {first.dtype}, causal"
@@ -197,28 +187,28 @@ def time_and_memory(place: Place, longest: int) -> dict:
     return found
 
 
-def counted(place: Place) -> None:
+def counted(device: str) -> None:
     """Count what the algorithms of the papers move at the demo's own shape (`tilewise io` for more)."""
     heading(
         "2. What attention moves, counted", "the papers' algorithms on this machine's memories: forward and backward"
     )
-    case = next(c for c in tagged("demo", place.device.split(":")[0]) if c.seqlen_q == 4096)
+    case = next(c for c in tagged("demo", device.split(":")[0]) if c.seqlen_q == 4096)
     setting = report.Setting(
         case.seqlen_q,
         case.head_dim,
         case.heads_q,
         case.batch,
-        paper_devices.device("h200" if "cuda" in place.device else "cpu"),
+        paper_devices.device("h200" if "cuda" in device else "cpu"),
     )
     show(setting, [tables.sum_table(setting, report.table(setting))])
 
 
-def measured_apart(place: Place, case: str) -> dict[str, dict]:
+def measured_apart(device: str, case: str) -> dict[str, dict]:
     """Measure one case with bench in a fresh process: the results by contestant. Raises ValueError if the process dies."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(measure.ROOT), *sys.path])}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "result.jsonl"
-        command = [sys.executable, "-m", "bench.run", "--case", case, "--out", str(file), "--device", place.device]
+        command = [sys.executable, "-m", "bench.run", "--case", case, "--out", str(file), "--device", device]
         command += ["--budget", "3", "--no-again"]
         for name in NAMES:
             command += ["--contestant", name]
@@ -248,23 +238,20 @@ def _print_scaling(found: dict) -> None:
                 cells += ["–", "–"]
                 notes.append(f"{NAMES[name]} at N = {point['seqlen']:,} was not run: {reason}")
         page.add_row(f"{point['seqlen']:,}", *cells)
-    heading("3. Time and peak memory, forward and backward", found["shape"])
-    console().print(page)
-    for line in (*notes, "MiB: the peak above the inputs; the outputs and gradients are part of it"):
-        note(line)
-    console().print()
+    notes.append("MiB: the peak above the inputs; the outputs and gradients are part of it")
+    _show("3. Time and peak memory, forward and backward", found["shape"], page, *notes)
 
 
 # ---- 3. training --------------------------------------------------------------------------------------------------
 
 
-def train_twice(place: Place, steps: int) -> dict:
+def train_twice(device: str, steps: int) -> dict:
     """Train two GPTs from the same weights on the same batches, step by step in turn; only their attention differs."""
     config = loop.TrainConfig(steps=steps)
     text = loop.load_text(None)
     runs = {}
     for name in ("standard", "tilewise"):
-        model = gpt.GPT(gpt.GPTConfig(context=config.context), gpt.ATTENTIONS[name]).to(place.device)
+        model = gpt.GPT(gpt.GPTConfig(context=config.context), gpt.ATTENTIONS[name]).to(device)
         runs[name] = loop.train(model, text, config)
     weights = sum(p.numel() for p in model.parameters())
     losses, speeds = {name: [] for name in runs}, {name: [] for name in runs}
@@ -295,10 +282,14 @@ def _print_training(found: dict) -> None:
         rates = [f"{median(speed[name][until]):,.0f}" for name in ("standard", "tilewise")]
         page.add_row(str(step), f"{a:.5f}", f"{b:.5f}", f"{abs(a - b):.1e}", *rates)
     size = f"{found['weights'] / 1e6:.1f} M weights, context {found['context']}, on Python's standard library"
-    heading("4. A small GPT, trained twice", size)
+    gap = f"largest difference over {steps} steps {found['largest_gap']:.1e}, allowed {found['allowed_gap']:g}"
+    _show("4. A small GPT, trained twice", size, page, f"losses {'agree' if found['agrees'] else 'DISAGREE'}: {gap}")
+
+
+def _show(title: str, said: str, page: object, *notes: str) -> None:
+    """Print a table below its title, and notes on it."""
+    heading(title, said)
     console().print(page)
-    word = "agree" if found["agrees"] else "DISAGREE"
-    note(
-        f"losses {word}: largest difference over {steps} steps {found['largest_gap']:.1e}, allowed {found['allowed_gap']:g}"
-    )
+    for each in notes:
+        note(each)
     console().print()

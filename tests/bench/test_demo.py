@@ -12,11 +12,6 @@ from tilewise.backends.hopper import Hopper
 from tilewise.backends.hopper.host import compiler, library
 
 
-@pytest.fixture
-def place(tmp_path):
-    return demo.Place("cpu", tmp_path)
-
-
 def point(seqlen, standard=True):
     timed = {"both": {"median_ms": seqlen / 100}, "memory": {"peak_bytes": seqlen << 10}}
     refused = {"why": ["its N × N matrices would take 12.0 GiB, more than half of the free 16.0 GiB"]}
@@ -27,9 +22,9 @@ def point(seqlen, standard=True):
 SCALING = {"shape": "batch 1, 4 heads", "points": [point(512), point(1024), point(2048, standard=False)]}
 
 
-def test_exactness_compares_with_float64_on_named_cases(place, monkeypatch, capsys):
+def test_exactness_compares_with_float64_on_named_cases(monkeypatch, capsys):
     monkeypatch.setattr(demo, "EXACT", {"exact-causal": "causal", "exact-packed": "packed"})
-    rows = demo.exactness(place)
+    rows = demo.exactness("cpu")
     assert all(row["green"] for row in rows)
     assert 0 < rows[0]["o"]["tilewise"] < 1e-6
     said = capsys.readouterr().out
@@ -37,23 +32,23 @@ def test_exactness_compares_with_float64_on_named_cases(place, monkeypatch, caps
     assert "red" not in said
 
 
-def test_training_twice_gives_the_same_losses(place):
-    found = demo.train_twice(place, steps=2)
+def test_training_twice_gives_the_same_losses():
+    found = demo.train_twice("cpu", steps=2)
     assert found["agrees"]
     assert found["largest_gap"] <= 1e-3
     assert len(found["loss"]["standard"]) == len(found["loss"]["tilewise"]) == 2
     assert found["loss"]["tilewise"][0] == pytest.approx(5.5, abs=0.5)
 
 
-def test_a_size_that_dies_in_its_process_is_one_clear_error(place, monkeypatch):
+def test_a_size_that_dies_in_its_process_is_one_clear_error(monkeypatch):
     died = SimpleNamespace(returncode=-9, stderr="")
     monkeypatch.setattr(demo.subprocess, "run", lambda *_, **__: died)
     with pytest.raises(ValueError, match="measuring demo-cpu-n512 stopped: exit code -9"):
-        demo.measured_apart(place, "demo-cpu-n512")
+        demo.measured_apart("cpu", "demo-cpu-n512")
 
 
-def test_a_size_is_measured_in_a_process_of_its_own(place):
-    results = demo.measured_apart(place, "contract-n63-causal")
+def test_a_size_is_measured_in_a_process_of_its_own():
+    results = demo.measured_apart("cpu", "contract-n63-causal")
     assert list(results) == list(demo.NAMES)
     assert all(r["memory"]["peak_bytes"] >= 0 and r["both"]["median_ms"] > 0 for r in results.values())
 
@@ -84,17 +79,17 @@ def hopper(monkeypatch):
     return built
 
 
-def test_on_a_hopper_gpu_the_demo_builds_the_kernels_that_its_calls_need(place, hopper):
-    demo.hopper_kernels(place, longest=16384)
+def test_on_a_hopper_gpu_the_demo_builds_the_kernels_that_its_calls_need(hopper):
+    demo.hopper_kernels("cpu", longest=16384)
     calls = demo.problems("cpu", 16384)
     assert {p.seqlen_q for p in calls} == {384, 512, 1024, 2048, 4096, 8192, 16384}
     assert set(hopper) == {config for p in calls for config in Hopper().configs(p)}
     assert 4 <= len(hopper) == len(set(hopper)) <= 12
 
 
-def test_without_their_compiler_the_demo_says_so_and_goes_on(place, hopper, monkeypatch, capsys):
+def test_without_their_compiler_the_demo_says_so_and_goes_on(hopper, monkeypatch, capsys):
     monkeypatch.setattr(compiler, "unusable", lambda: "there is no compiler")
-    demo.hopper_kernels(place, longest=512)
+    demo.hopper_kernels("cpu", longest=512)
     assert hopper == []
     said = " ".join(capsys.readouterr().out.split())
     assert "kernels are not built, and there is no compiler; pip install 'tilewise[kernels]'" in said
@@ -102,12 +97,12 @@ def test_without_their_compiler_the_demo_says_so_and_goes_on(place, hopper, monk
 
 @pytest.mark.parametrize(("gap", "code"), [(1e-3, 0), (1.1e-3, 1)])
 def test_the_whole_demo_writes_its_figure_and_numbers_and_fails_on_a_gap(monkeypatch, tmp_path, capsys, gap, code):
-    def trained(place, steps):
+    def trained(device, steps):
         losses = {"standard": [5.0, 4.0], "tilewise": [5.0, 4.0 + gap]}
         return {"loss": losses, "largest_gap": gap, "agrees": gap <= demo.TIGHT}
 
-    monkeypatch.setattr(demo, "exactness", lambda place: [{"green": True}])
-    monkeypatch.setattr(demo, "time_and_memory", lambda place, longest: SCALING)
+    monkeypatch.setattr(demo, "exactness", lambda device: [{"green": True}])
+    monkeypatch.setattr(demo, "time_and_memory", lambda device, longest: SCALING)
     monkeypatch.setattr(demo, "train_twice", trained)
     assert cli.main(["demo", "--out", str(tmp_path / "made"), "--device", "cpu"]) == code
     closing = capsys.readouterr().out.splitlines()[-1]

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from tilewise.backends.triton.host import machine_code
+from tilewise.backends.triton.host.compile_all import continued_sums
 from tilewise.backends.triton.host.machine_code import (
     Control,
     Instruction,
@@ -230,3 +231,10 @@ def test_products_that_wait_for_each_other_are_found():
     assert serialised(listing(PRODUCT, wait, PRODUCT, wait))
     assert not serialised(listing(PRODUCT, PRODUCT, wait))
     assert unset_registers("") == []
+
+
+def test_products_that_go_on_with_a_sum_are_counted():
+    first = "%total = tt.dot %q, %k, %cst_58, inputPrecision = tf32 : tensor<16x128xf32> * tensor<128x32xf32>"
+    second = "%total_1 = tt.dot %p, %v, {} : tensor<16x32xf32> * tensor<32x128xf32> -> tensor<16x128xf32>"
+    for begin, count in (("%total", 0), ("%cst_91", 0), ("%scaled_365", 1), ("%arg4#1", 1)):
+        assert continued_sums("\n".join([first, second.format(begin)])) == count

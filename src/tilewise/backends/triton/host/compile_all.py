@@ -363,6 +363,13 @@ def compile_launches(item: Launch) -> Iterator[Compiled]:
             yield Compiled(name, tiles, made, time.perf_counter() - started)
 
 
+def continued_sums(ttir: str) -> int:
+    """How many products go on with a sum that no product before them began: none of fp32 should (``tile.accumulate``)."""
+    products = re.findall(r"(%[\w#]+) = tt\.dot (?:%[\w#]+, ){2}(%[\w#]+)", ttir)
+    begun = {total for total, _ in products}
+    return sum(not acc.startswith("%cst") and acc not in begun for _, acc in products)
+
+
 def compile_item(item: Launch) -> list[str]:
     """The lines of the report; a line that starts with FAIL fails the run."""
     dtype = str(item.dtype).removeprefix("torch.") if item.products == "ieee" else item.products
@@ -383,9 +390,12 @@ def compile_item(item: Launch) -> list[str]:
             allowed = min(shared_memory(problem, x.name, x.tiles), TARGETS[item.arch].device.shared_memory)
         sass = next(codes, "")
         serial, wrong = serialised(sass), faults(x.made.asm["cubin"], sass) if sass else []
-        state = "ok  " if used <= allowed and not serial and not wrong else "FAIL"
+        exact = item.dtype == torch.float32 and item.products != "tf32"
+        chained = exact and continued_sums(x.made.asm["ttir"])
+        state = "ok  " if used <= allowed and not (serial or wrong or chained) else "FAIL"
         spills += ", wgmma serialised" if serial else ""
         spills += f", wrong code: {wrong[0]}" if wrong else ""
+        spills += f", {chained} products go on with sums of earlier tiles" if chained else ""
         tiles = x.tiles.describe()
         lines.append(f"{state} {head}{x.name:8} {tiles:32} shared {used:6} of {allowed:6}  {spills}  {x.seconds:.1f} s")
     return lines

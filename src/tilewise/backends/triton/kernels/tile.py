@@ -249,22 +249,24 @@ def dot_transposed(left, right, FACTS: tl.constexpr):
 def accumulate(p, tiles, acc, FACTS: tl.constexpr):
     """``p tiles + acc`` in fp32.
 
-    For fp32 inputs the sum of each tile starts from zero: one chain of additions over all tiles would round more than eager
-    attention does.
+    For fp32 inputs, unless rounded to tf32, the sum of each tile starts from zero: one chain of additions over all tiles would round
+    more than eager attention does.
 
     Args:
         p: fp32 (rows of acc, rows of the tiles), P or dS; rounded to the tiles' dtype, or split into terms as the tiles are.
         acc: a tile of sums, fp32 (rows, width) for each piece.
     """
     COUNT: tl.constexpr = len(FACTS.products)
+    APART: tl.constexpr = FACTS.natural and FACTS.precision == "ieee"
     p = split_into_terms(p) if FACTS.terms > 1 else (p.to(tiles[0].dtype),)
     sums = ()
     for piece in tl.static_range(len(acc)):
-        total = None if FACTS.natural else acc[piece]
+        total = None if APART else acc[piece]
         for n in tl.static_range(COUNT):
             # (rows of acc, rows of the tiles) · (rows of the tiles, width)
             total = dot(p[FACTS.products[n][0]], tiles[FACTS.products[n][1] * len(acc) + piece], total, FACTS)
-        sums = sums + (acc[piece] + total if FACTS.natural else total,)
+        # Not by an addition: of a product and an addition Triton makes one product that goes on with the sum.
+        sums = sums + (tl.fma(total, 1.0, acc[piece]) if APART else total,)
     return sums
 
 

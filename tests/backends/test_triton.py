@@ -794,6 +794,34 @@ def test_heads_that_share_a_tile_agree_with_the_oracle(nq, options, splits):
     agree(Triton(replace(INTERPRETED, few=few)), call(*qkv(nq=nq, nk=70, d=40, dv=24), **options()))
 
 
+ROW = Tiles(1, 16, 4, 1)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict,
+        lambda: {"causal": True, "sink": normal(3)},
+        lambda: {"mask": tw.window(20, 0), "score": tw.softcap(3.0) >> tw.alibi(normal(3))},
+        lambda: {"mask": tw.key_lengths(torch.tensor([33, 0]))},
+    ],
+    ids=["plain", "causal-sink", "window-scores", "key-lengths"],
+)
+@pytest.mark.parametrize("splits", [1, 4])
+def test_a_row_alone_agrees_with_the_oracle(options, splits):
+    few = PagedConfig(*[ROW] * 3, splits=splits, split=16)
+    agree(Triton(replace(INTERPRETED, few=few)), call(*qkv(nq=1, nk=70, hq=3, hk=3, d=40, dv=24), **options()))
+
+
+def test_one_query_in_fp32_has_a_row_alone_and_no_terms(monkeypatch):
+    monkeypatch.setitem(devices.STAND_INS, "meta", TARGETS["sm90"].device)
+    for heads, queries, rows in ((32, 1, 1), (32, 2, None), (8, 1, 16)):
+        q, k = (torch.empty(8, n, h, 128, device="meta") for n, h in ((queries, 32), (8192, heads)))
+        p = check(q, k, k, (), None, parse_spec(assemble(q, k, k, Options())[2]))
+        found = few_config(p, "bf16x6")
+        assert (found and found.forward.tile_m) == rows
+
+
 def test_hidden_keys_that_hold_nan_leave_no_trace_with_split_keys():
     q, k, v = qkv(nq=2, nk=70)
     c = call(q, k.clone(), v.clone(), mask=tw.key_range(0, 60))

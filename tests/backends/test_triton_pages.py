@@ -69,6 +69,7 @@ class TestTritonOverPages(PagedContract):
 
 POOLS = ("k_pages", "v_pages", "k_scale", "v_scale")
 SPLIT = PagedConfig(*[Tiles(16, 16, 4, 1)] * 3, splits=4)
+ROW = PagedConfig(*[Tiles(1, 16, 4, 1)] * 3, splits=4)
 DESCRIBED = PagedConfig(*[Tiles(32, 32, 4, 3, tma=True)] * 3, splits=2)
 PAGE_64 = Case(64, (130, 64, 7), rows=2, options=lambda: {"causal": True}, dtype=torch.bfloat16, dims=(64, 32))
 
@@ -83,6 +84,7 @@ PAGE_64 = Case(64, (130, 64, 7), rows=2, options=lambda: {"causal": True}, dtype
         (SPLIT, replace(CASES["tree"], dtype=torch.bfloat16)),
         (replace(DESCRIBED, splits=4, split=64), replace(PAGE_64, lengths=(400, 64, 7, 0, 200), rows=2)),
         (SPLIT, CASES["softcap-alibi"]),
+        (ROW, Case(16, (70, 3, 0), heads=(2, 2), options=lambda: {"mask": tw.window(40, 0), "sink": normal(2)})),
         (SPLIT, replace(CASES["fp8-sequences"], options=dict)),
         (DESCRIBED, PAGE_64),
         (DESCRIBED, replace(PAGE_64, lengths=(70,), rows=1, page_size=128)),
@@ -95,6 +97,7 @@ PAGE_64 = Case(64, (130, 64, 7), rows=2, options=lambda: {"causal": True}, dtype
         "split-tree",
         "described-splits",
         "split-softcap-alibi",
+        "split-row",
         "split-fp8",
         "described",
         "described-dense",

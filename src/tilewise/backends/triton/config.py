@@ -328,6 +328,12 @@ DECODING = {
         Choices(256, forward=_tmas((64, 32, 4, 3))),
     )
 }
+# One query and one head in fp32: no matrix instruction has so few rows (docs/decisions.md#triton-one-row).
+ONE_ROW = (
+    Choices(128, forward=(Tiles(1, 64, 4, 1),)),
+    Choices(256, forward=(Tiles(1, 64, 8, 1),)),
+    Choices(512, forward=(Tiles(1, 32, 8, 1),)),
+)
 
 
 AnyRow = TypeVar("AnyRow", Row, Choices)

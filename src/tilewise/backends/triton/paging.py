@@ -15,6 +15,7 @@ from tilewise.backends.triton.config import (
     E4M3,
     INTERPRETED,
     LATENT,
+    ONE_ROW,
     OVERLAPPING,
     Config,
     architecture,
@@ -96,12 +97,14 @@ def few_config(problem: Problem, products: str) -> PagedConfig | None:
     """
     if problem.spec.everywhere or not takes_dense(problem):
         return None
-    few = rows_of_sequence(problem) <= LARGEST_SHARED
+    rows = rows_of_sequence(problem)
+    few = rows <= LARGEST_SHARED
+    alone = rows == 1 and problem.dtype.itemsize == 4  # no terms of all keys for it: docs/decisions.md#triton-one-row
     if products == "bf16x6" and not few:  # the kernel has no products of terms
         return None
     chosen = paged_config(problem, "tf32" if products == "tf32" else "ieee")
     splits = dense_splits(problem, chosen.forward.tile_m)
-    return replace(chosen, splits=splits) if splits > 1 or (few and problem.group > 1) else None
+    return replace(chosen, splits=splits) if splits > 1 or alone or (few and problem.group > 1) else None
 
 
 def takes_dense(problem: Problem) -> bool:
@@ -155,7 +158,7 @@ def paged_config(problem: Problem, products: str, measured: Tiles | None = None)
     if few is not None and rows <= few.forward[0].tile_m:
         tiles = few.forward[0] if rows > FEWEST_ROWS else replace(few.forward[0], tile_m=FEWEST_ROWS)
     elif few is None and rows < tiles.tile_m:
-        tiles = replace(tiles, tile_m=width(rows))
+        tiles = replace(tiles, tile_m=width(rows)) if rows > 1 or size != 4 else row_for(ONE_ROW, problem).forward[0]
     if problem.quantised and scales_of_keys(problem) and tiles.tile_m <= FEWEST_ROWS:
         tiles = replace(
             tiles, tma=False

@@ -119,6 +119,7 @@ PAGED = {
     "paged": (64, 512, 1, lambda q: {"causal": True}),
     "pages16": (16, 512, 1, lambda q: {"causal": True}),
     "cache": (4096, 1, 1, lambda q: {}),
+    "row": (64, 512, 1, lambda q: {"causal": True}),
     "chunk": (64, 512, 512, lambda q: {"causal": True}),
     "mla": (64, 128, 1, lambda q: {}),
     "mla-chunk": (64, 128, 64, lambda q: {"causal": True}),
@@ -188,7 +189,7 @@ def call_of(item: Launch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dic
         latent = item.feature == "listed" and item.head_dim == config.MAX_LATENT_DIM
         return q, k, k[..., : dims[2]] if latent else v, _options(item.feature, q)
     page_size, max_pages, queries, options = PAGED[item.feature]
-    heads_q, heads_k = (128, 1) if item.feature in LATENT else (32, 8)
+    heads_q, heads_k = (128, 1) if item.feature in LATENT else (32, 32 if item.feature == "row" else 8)
     q = torch.empty((8, queries, heads_q, dims[0]), dtype=item.dtype, device="meta")
     of_pages = torch.float8_e4m3fn if item.feature in QUANTISED else item.dtype
     k, v = (torch.empty((4096, page_size, heads_k, d), dtype=of_pages, device="meta") for d in dims[1:])
@@ -468,7 +469,7 @@ def items() -> list[Launch]:
                     found += [Launch(arch, dtype, head_dim, feature, products) for feature in features]
         found += [Launch(arch, torch.float32, limit, "causal", "tf32") for limit in (64, 128) if arch == "sm90"]
         found.append(Launch(arch, torch.bfloat16, config.MAX_LATENT_DIM, "latent"))
-        found.append(Launch(arch, torch.float32, 128, "paged"))
+        found += [Launch(arch, torch.float32, 128, feature) for feature in ("paged", "row")]
         widths = (128, 256, config.MAX_LATENT_DIM)[: {"amd": 0, "sm80": 1, "sm90": 3, "sm100": 2}[arch]]
         found += [Launch(arch, torch.bfloat16, head_dim, "listed") for head_dim in widths]
         found += [

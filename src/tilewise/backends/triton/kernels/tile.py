@@ -274,7 +274,10 @@ def accumulate(p, tiles, acc, FACTS: tl.constexpr):
 def dot(left, right, acc, FACTS: tl.constexpr):
     """``left right + acc`` in fp32. Triton's interpreter knows no bf16 products: it gets the same numbers as fp32."""
     # On Hopper wgmma, whose second factor is read from shared memory; the host sees to the assembler (runtime.assembling).
-    if FACTS.upcast:
+    if FACTS.tile_m == 1:  # of fp32: a matrix instruction would compute 15 rows that there are not
+        row = tl.sum(tl.trans(left) * right, 0)[None, :]
+        return row if acc is None else acc + row
+    elif FACTS.upcast:
         return tl.dot(left.to(tl.float32), right.to(tl.float32), acc, input_precision=FACTS.precision)
     else:
         return tl.dot(left, right, acc, input_precision=FACTS.precision)

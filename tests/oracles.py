@@ -19,7 +19,7 @@ from tilewise.accuracy import Expected, Scale
 from tilewise.backends.base import Inputs
 from tilewise.problem import Problem
 
-NUMBERS = 1 << 18  # the most that the tensors of a call hold which is remembered
+NUMBERS = 1 << 21  # the most that the tensors of a call hold which is remembered
 KEPT = 1 << 24  # those of all calls that are remembered at a time
 
 

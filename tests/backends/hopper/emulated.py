@@ -14,7 +14,7 @@ import sys
 import threading
 import types
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from tilewise.backends.hopper.config import LONG, ROWS
+from tilewise.backends.hopper.config import LONG, ROWS, Traced
 from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.kit.params import optional_params
 
@@ -31,6 +31,7 @@ THREADS = np.arange(128)
 ELEMENTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 LIMIT = 60.0  # seconds that a role may wait: then it is a deadlock
 role = threading.local()
+Traced.trees = cache(Traced.trees)  # a kernel asks for them at each pair
 
 
 def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
@@ -373,8 +374,26 @@ def kernel_modules() -> list[str]:
 def imported(*kernels: str) -> list[types.ModuleType]:
     """The kernels' modules ("kit.tiles"), imported with ``cutlass`` stood in for; other modules keep what they have.
 
-    Every module has ``emulated``, the list of all that were imported with it.
+    They are the same for the same names, without what was put into them since. Every module has ``emulated``, the list of all that
+    were imported with it.
     """
+    found, loaded, as_imported = _imported(kernels)
+    for namespace, names in as_imported:
+        namespace.clear()
+        namespace.update(names)
+    for module in loaded:
+        if module.__name__ == f"{HOPPER}.kit.instructions":
+            stand_in(module, after=lambda x, score: x, zero_after=lambda score, zero: zero, held=np.float32,
+                     clamp=lambda x, limit: np.clip(x, -limit, limit), reaches_two=reaches_two, common_bits=common_bits,
+                     rough_tanh=np.tanh, spread_signs=spread_signs, keep_words_above=lambda word, words: None)  # fmt: skip
+        if module.__name__ == f"{HOPPER}.kit.dropout":
+            stand_in(module, drop=drop)
+    return found
+
+
+@cache
+def _imported(kernels: tuple[str, ...]) -> tuple[list, list, list]:
+    """The kernels' modules, all that were imported with them, and each namespace with what is in it then."""
     fakes, names = modules(), kernel_modules()
     hidden = {n: sys.modules.pop(n) for n in [*fakes, *names] if n in sys.modules}
     rooms = [(vars(importlib.import_module(room)), name) for room, _, name in (n.rpartition(".") for n in names)]
@@ -393,13 +412,8 @@ def imported(*kernels: str) -> list[types.ModuleType]:
             room[name] = module
     for module in loaded:
         module.emulated = loaded
-        if module.__name__ == f"{HOPPER}.kit.instructions":
-            stand_in(module, after=lambda x, score: x, zero_after=lambda score, zero: zero, held=np.float32,
-                     clamp=lambda x, limit: np.clip(x, -limit, limit), reaches_two=reaches_two, common_bits=common_bits,
-                     rough_tanh=np.tanh, spread_signs=spread_signs, keep_words_above=lambda word, words: None)  # fmt: skip
-        if module.__name__ == f"{HOPPER}.kit.dropout":
-            stand_in(module, drop=drop)
-    return found
+    spaces = [vars(space) for space in (*fakes.values(), fakes["cutlass.cute"].arch, *loaded)]
+    return found, loaded, [(space, dict(space)) for space in spaces]
 
 
 def stand_in(module: types.ModuleType, **functions: object) -> None:
@@ -429,7 +443,7 @@ class Places:
 
     def __init__(self, tile):
         self.rows = tile.row_of(THREADS, np.arange(2)[:, None])[:, None, :]  # (2, 1, 128)
-        self.columns = lambda count: np.stack([tile.column_of(THREADS, c) for c in range(count)])[None]
+        self.columns = cache(lambda count: np.stack([tile.column_of(THREADS, c) for c in range(count)])[None])
 
     def matrix(self, values: np.ndarray) -> np.ndarray:
         """64 rows, of a warpgroup's registers."""

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
@@ -487,9 +488,9 @@ def test_every_arrow_is_used():
     to_come: set[str] = set()
     known, used = set(modules(SRC)), set()
     for i in all_imports(SRC):
-        imported = target(i.name, known)
+        imported, followed = target(i.name, known), rule(ARROWS, i.importer)
         for pattern, allowed in ARROWS.items():
-            if imported is not None and rule(ARROWS, i.importer) is allowed:
+            if imported is not None and followed is allowed:
                 used |= {(pattern, a) for a in allowed if a != "own" and fnmatchcase(imported, a)}
     plain = {(m, a) for m, allowed in ARROWS.items() if "*" not in m for a in allowed}  # a backend uses what it needs
     assert plain - used == set()
@@ -532,11 +533,18 @@ def test_a_circle_is_found():
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == [{"b", "c"}]
 
 
+def nodes_of_files_with(*words: str) -> Iterator[tuple[str, ast.AST]]:
+    """The nodes of every file that has one of some words, each with its module."""
+    for name, path in modules(SRC).items():
+        source = path.read_text(encoding="utf-8")
+        if any(word in source for word in words):
+            yield from ((name, node) for node in ast.walk(ast.parse(source)))
+
+
 def test_modules_are_loaded_by_name_only_where_a_backend_is_chosen():
     calls = [
         name
-        for name, path in modules(SRC).items()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for name, node in nodes_of_files_with("import_module", "__import__")
         if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__")
     ]
     assert {name for name in calls if not name.startswith("cli")} <= {"dispatch"}
@@ -545,8 +553,7 @@ def test_modules_are_loaded_by_name_only_where_a_backend_is_chosen():
 def test_environment_variables_are_read_in_settings_alone():
     readers = {
         name
-        for name, path in modules(SRC).items()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for name, node in nodes_of_files_with("environ", "getenv")
         if isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv")
     }
     assert {name for name in readers if not name.startswith("cli")} <= {"settings"}
@@ -555,8 +562,7 @@ def test_environment_variables_are_read_in_settings_alone():
 def test_cached_properties_are_those_that_survive_a_fork():
     readers = {
         name
-        for name, path in modules(SRC).items()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for name, node in nodes_of_files_with("cached_property")
         if (isinstance(node, ast.ImportFrom) and node.module == "functools" and "cached_property" in ast.unparse(node))
         or (isinstance(node, ast.Attribute) and ast.unparse(node) == "functools.cached_property")
     }

@@ -80,7 +80,7 @@ def spare_types(interpreter, made: dict[tuple, object]) -> None:
             type.of_tensors = {name: x for name, x in vars(self).items() if name != "handle"}
 
     def constant_of(self, value, dtype):
-        key = type(value), value, dtype
+        key = type(value), repr(value), dtype  # 0.0 and -0.0 are equal
         if key not in made:
             made[key] = constant(self, value, dtype)
         return made[key]

@@ -49,6 +49,20 @@ def test_narrow_values_beside_wide_keys_and_the_other_way_round(d, dv):
         agree(Triton(), call(*on_gpu(*qkv(batch=1, nq=384, nk=384, d=d, dv=dv, dtype=torch.bfloat16)), **masked))
 
 
+@pytest.mark.parametrize(("batch", "heads_k"), [(8, 32), (32, 8)], ids=["one-row", "group"])
+def test_one_query_of_fp32_over_many_keys_is_as_exact_as_eager_attention(batch, heads_k):
+    """So many programs that no keys are split: a chain of sums over all of them would show."""
+    q, k, v = (x.cuda() for x in qkv(batch=batch, nq=1, nk=8192, hq=32, hk=heads_k, d=64, dv=64))
+
+    def eager(dtype: torch.dtype) -> torch.Tensor:
+        keys, values = (x.to(dtype).repeat_interleave(32 // heads_k, 2) for x in (k, v))
+        scores = torch.einsum("bqhd,bkhd->bhqk", q.to(dtype), keys) / 8
+        return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), values).double()
+
+    exact, found = eager(torch.float64), tw.attention(q, k, v, backend="triton").double()
+    assert (found - exact).norm() <= 2 * (eager(torch.float32) - exact).norm()
+
+
 def test_a_row_has_the_same_bits_in_every_way():
     found = ways.pairs(12, ways.CUDA, "cuda", "triton", seed=3000)
     assert (found["pairs"], found["refused"], found["failures"]) == (12, {}, [])

@@ -469,7 +469,7 @@ def items() -> list[Launch]:
                     found += [Launch(arch, dtype, head_dim, feature, products) for feature in features]
         found += [Launch(arch, torch.float32, limit, "causal", "tf32") for limit in (64, 128) if arch == "sm90"]
         found.append(Launch(arch, torch.bfloat16, config.MAX_LATENT_DIM, "latent"))
-        found += [Launch(arch, torch.float32, 128, feature) for feature in ("paged", "row")]
+        found.append(Launch(arch, torch.float32, 128, "paged"))
         widths = (128, 256, config.MAX_LATENT_DIM)[: {"amd": 0, "sm80": 1, "sm90": 3, "sm100": 2}[arch]]
         found += [Launch(arch, torch.bfloat16, head_dim, "listed") for head_dim in widths]
         found += [
@@ -477,6 +477,7 @@ def items() -> list[Launch]:
             for feature in ([x for x in PAGED if x not in LATENT] if arch == "sm90" else ("pages16",))
         ]
         if arch == "sm90":
+            found.append(Launch(arch, torch.float32, 128, "row"))
             found += [Launch(arch, torch.float16, 128, feature) for feature in QUANTISED[:2]]
             found.append(Launch(arch, torch.bfloat16, 80, "fp8-chunk"))  # 40 pairs, a piece of them 8
             found += [Launch(arch, torch.bfloat16, config.MAX_LATENT_DIM, feature) for feature in LATENT]

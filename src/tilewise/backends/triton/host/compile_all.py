@@ -463,7 +463,7 @@ def items() -> list[Launch]:
                     features += ["softcap", "dense", "selected", "full", "window", "split"] if arch == "sm90" else []
                     features += ["bias", "bias32", "relative", "distances"] if arch == "sm90" else []
                 if dtype == torch.float32 and head_dim in (64, 128) and arch == "sm90":
-                    features += ["rich", "bias", "parted", *(["dense"] if head_dim == 128 else [])]
+                    features += ["rich", "bias", "parted", "moving", *(["dense"] if head_dim == 128 else [])]
                 products = products_of(dtype, head_dim)
                 if arch != "sm100" or dtype != torch.float32 or products != "ieee":
                     found += [Launch(arch, dtype, head_dim, feature, products) for feature in features]

@@ -158,7 +158,8 @@ def paged_config(problem: Problem, products: str, measured: Tiles | None = None)
     if few is not None and rows <= few.forward[0].tile_m:
         tiles = few.forward[0] if rows > FEWEST_ROWS else replace(few.forward[0], tile_m=FEWEST_ROWS)
     elif few is None and rows < tiles.tile_m:
-        tiles = replace(tiles, tile_m=width(rows)) if rows > 1 or size != 4 else row_for(ONE_ROW, problem).forward[0]
+        one = (row_for(ONE_ROW, problem) or ONE_ROW[-1]).forward[0]  # the last: of a call that is refused
+        tiles = replace(tiles, tile_m=width(rows)) if rows > 1 or size != 4 else one
     if problem.quantised and scales_of_keys(problem) and tiles.tile_m <= FEWEST_ROWS:
         tiles = replace(
             tiles, tma=False

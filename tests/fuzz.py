@@ -391,7 +391,8 @@ def triton_config(r: Draw, own, p: Problem):
         drawn = {n: replace(x, tile_m=r.choice(sides), tile_n=r.choice(sides), tma=tma) for n, x in own.passes.items()}
         own = type(own).of(drawn)
         if takes_dense(p) and r.likely(0.4):
-            few = [replace(own.forward, tile_m=r.choice(sides), tile_n=r.choice(sides))] * 3
+            rows = sides if p.dtype.itemsize == 2 else (1, *sides)
+            few = [replace(own.forward, tile_m=r.choice(rows), tile_n=r.choice(sides))] * 3
             own = replace(own, few=PagedConfig(*few, splits=r.choice((1, 2, 4)), split=r.choice((0, 16, 64))))
     return replace(own, group_parts=parts)
 

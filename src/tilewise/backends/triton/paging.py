@@ -97,14 +97,13 @@ def few_config(problem: Problem, products: str) -> PagedConfig | None:
     """
     if problem.spec.everywhere or not takes_dense(problem):
         return None
-    rows = rows_of_sequence(problem)
-    few = rows <= LARGEST_SHARED
-    alone = rows == 1 and problem.dtype.itemsize == 4  # no terms of all keys for it: docs/decisions.md#triton-one-row
+    few = rows_of_sequence(problem) <= LARGEST_SHARED
     if products == "bf16x6" and not few:  # the kernel has no products of terms
         return None
     chosen = paged_config(problem, "tf32" if products == "tf32" else "ieee")
     splits = dense_splits(problem, chosen.forward.tile_m)
-    return replace(chosen, splits=splits) if splits > 1 or alone or (few and problem.group > 1) else None
+    shared = few and problem.group > 1
+    return replace(chosen, splits=splits) if splits > 1 or shared or chosen.forward.tile_m == 1 else None
 
 
 def takes_dense(problem: Problem) -> bool:
@@ -157,9 +156,10 @@ def paged_config(problem: Problem, products: str, measured: Tiles | None = None)
     few = row_for(DECODING.get(arch, ()), problem) if size == 2 else None
     if few is not None and rows <= few.forward[0].tile_m:
         tiles = few.forward[0] if rows > FEWEST_ROWS else replace(few.forward[0], tile_m=FEWEST_ROWS)
+    elif rows == 1 and size == 4:  # docs/decisions.md#triton-one-row
+        tiles = (row_for(ONE_ROW, problem) or ONE_ROW[-1]).forward[0]  # the last: of a call that is refused
     elif few is None and rows < tiles.tile_m:
-        one = (row_for(ONE_ROW, problem) or ONE_ROW[-1]).forward[0]  # the last: of a call that is refused
-        tiles = replace(tiles, tile_m=width(rows)) if rows > 1 or size != 4 else one
+        tiles = replace(tiles, tile_m=width(rows))
     if problem.quantised and scales_of_keys(problem) and tiles.tile_m <= FEWEST_ROWS:
         tiles = replace(
             tiles, tma=False

@@ -12,7 +12,7 @@ from tilewise import device as devices
 from tilewise.backends.cpu import Cpu
 from tilewise.backends.hopper import Hopper
 from tilewise.backends.portable import Portable
-from tilewise.backends.triton import Triton, interpreting, launches, runtime
+from tilewise.backends.triton import Triton, config, interpreting, launches, runtime
 from tilewise.backends.triton.host import tangent
 from tilewise.device import MOST_BLOCKS, beyond_grid
 
@@ -136,3 +136,16 @@ def test_head_dims_every_tangent_that_triton_takes_has_tiles(dtype, capability, 
         if not Triton().without_tangents(p, second=True):
             assert all(tangent.tangent_tiles(p, name) for name in tangent.PASSES)
         assert bool(Triton().without_tangents(p, second=True)) == (dim > 256)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tf32", "own"),
+    [(torch.float32, False, True), (torch.float32, True, False), (torch.bfloat16, False, False)],
+)
+def test_tangents_of_fp32_have_tiles_of_their_own_unless_rounded_to_tf32(dtype, tf32, own, monkeypatch):
+    gpu = devices.Device("a GPU", "cuda", 132, 232_448, 80 << 30, (9, 0))
+    monkeypatch.setattr(devices, "of", lambda device: gpu)
+    monkeypatch.setattr(config, "tf32_allowed", lambda: tf32)
+    p = replace(call(*qkv(3, 3, d=64, dtype=dtype)).p, device=torch.device("cuda", 0))
+    found = tuple(tangent.tangent_tiles(p, name) for name in tangent.PASSES)
+    assert (found == tangent.FLOAT_TILES[128]) == own

@@ -18,7 +18,7 @@ from tilewise.backends.base import (
     has_no_pair,
     tangents_of_no_pair,
 )
-from tilewise.backends.triton.config import INTERPRETED, architecture, memory_limit
+from tilewise.backends.triton.config import INTERPRETED, architecture, memory_limit, products
 from tilewise.backends.triton.host.buffers import BackwardBuffers
 from tilewise.backends.triton.host.call import Call, tile_slots
 from tilewise.backends.triton.host.descriptors import operand_views, statistics_view
@@ -47,8 +47,7 @@ HOPPER_TILES = {
     128: (Tiles(128, 64, 8, 2, tma=True), Tiles(64, 32, 4, 2, tma=True), Tiles(32, 64, 4, 2, tma=True)),
     256: (Tiles(128, 64, 8, 2, tma=True), Tiles(64, 64, 8, 2, tma=True), Tiles(64, 64, 8, 2, tma=True)),
 }
-# fp32 has arithmetic units alone, whose operands are registers: with tiles of half precision 10 to 26 KB a thread spill at D 64, with
-# these 32 bytes, and ptxas takes 10 to 20 seconds instead of 50 to 120 (sm_90).
+# Of fp32 that is not rounded to tf32. Arithmetic units read registers, of which tiles of half precision are too large.
 FLOAT_TILES = {
     128: (Tiles(32, 32, 8, 1),) * 3,
     256: (Tiles(16, 16, 8, 1),) * 3,
@@ -68,7 +67,9 @@ def tangent_tiles(problem: Problem, kernel: str) -> Tiles:
     if problem.device.type == "cpu":
         return INTERPRETED.forward
     limit, half = memory_limit(problem.device), problem.dtype.itemsize == 2
-    table = FLOAT_TILES if not half else HOPPER_TILES if architecture(problem.device) == "sm90" else TANGENT_TILES
+    table = HOPPER_TILES if half and architecture(problem.device) == "sm90" else TANGENT_TILES
+    if not half and products(problem) != "tf32":
+        table = FLOAT_TILES
     dims = problem.head_dim, problem.head_dim_v
     tiles = next(row for most, row in table.items() if max(dims) <= most)[PASSES.index(kernel)]
     for smaller in _SMALLER:

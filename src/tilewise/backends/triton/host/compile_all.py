@@ -366,7 +366,7 @@ def compile_launches(item: Launch) -> Iterator[Compiled]:
 
 def continued_sums(ttir: str) -> int:
     """How many products go on with a sum that no product before them began: none of fp32 should (``tile.accumulate``)."""
-    products = re.findall(r"(%[\w#]+) = tt\.dot (?:%[\w#]+, ){2}(%[\w#]+)", ttir)
+    products = re.findall(r"(%[\w$.#-]+) = tt\.dot (?:%[\w$.#-]+, ){2}(%[\w$.#-]+)", ttir)
     begun = {total for total, _ in products}
     return sum(not acc.startswith("%cst") and acc not in begun for _, acc in products)
 

@@ -161,6 +161,8 @@ OTHER_TILES = {
     "three-passes": Config(*[Tiles(32, 32, 4, 1, tma=True)] * 4),
     "terms": replace(INTERPRETED, products="bf16x6"),
     "terms-tma": Config(*[Tiles(32, 32, 4, 3, tma=True)] * 3, products="bf16x6"),
+    "chunks": Config(*[Tiles(32, 32, 4, 2, tma=True, chunk=16)] * 3, products="bf16x6"),
+    "columns": Config(*[Tiles(32, 32, 4, 2, tma=True, chunk=16, column_parts=2)] * 4, products="bf16x6"),
 }
 
 
@@ -179,6 +181,10 @@ OTHER_TILES = {
         ("terms", "packed-causal-cross"),
         ("terms-tma", "gqa-causal"),
         ("terms-tma", "window-both-cross"),
+        ("chunks", "gqa-causal"),
+        ("chunks", "packed-causal-cross"),
+        ("columns", "window-both-cross"),
+        ("columns", "dropout-causal-alibi-sink"),
     ],
 )
 def test_tiles_do_not_change_the_result(tiles, name):
@@ -540,11 +546,13 @@ def tf32(request):
 
 def test_products_of_fp32_follow_pytorchs_setting(tf32):
     tf32(False)
-    assert [config.float_products(n) for n in (64, 256, 257, 512)] == ["bf16x6", "bf16x6", "ieee", "ieee"]
+    assert [config.float_products(n, "sm90") for n in (64, 256, 257, 512)] == ["bf16x6"] * 4
+    assert [config.float_products(n, "sm80") for n in (256, 257)] == ["bf16x6", "ieee"]
     backend, p = Triton(), call(*qkv()).p
     plan = backend._plan_of(p)
     tf32(True)
-    assert config.float_products(64) == "tf32"
+    assert [config.float_products(n, "sm90") for n in (64, 128, 129)] == ["tf32", "tf32", "bf16x6"]
+    assert config.float_products(512, "sm80") == "tf32"
     assert backend._plan_of(p) is not plan
     half = call(*qkv(dtype=torch.float16)).p
     assert backend._plan_of(half) is backend._plans.of(half)

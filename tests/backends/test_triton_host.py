@@ -446,7 +446,7 @@ def test_what_a_kernel_reads_is_there_although_kernels_overlap(feature, roles):
 @pytest.mark.parametrize("arch", compile_all.TARGETS)
 def test_one_head_dim_of_each_form_is_compiled(arch, dtype):
     def form(head_dim: int) -> str:
-        products = compile_all.products_of(dtype, head_dim)
+        products = compile_all.products_of(dtype, head_dim, arch)
         return str(compile_all.form(compile_all.Launch(arch, dtype, head_dim, "causal", products)))
 
     compiled = compile_all.head_dims(arch, dtype)

@@ -92,6 +92,10 @@ def _tma(*row: int) -> Tiles:
     return Tiles(*row, tma=True)
 
 
+def _chunks(*row: int, column_parts: int = 1) -> Tiles:
+    return Tiles(*row, tma=True, chunk=64, column_parts=column_parts)
+
+
 @dataclass(frozen=True)
 class Row:
     """The tiles of each pass for head dims up to ``head_dim``, the larger of q's and v's; as in :class:`Config`."""
@@ -163,13 +167,23 @@ _FLOAT = (
 _BF16X6_SM90 = (
     # Two programs run on a multiprocessor with at most 128 registers. Triton 3.7 takes 133, 3.9 135: 11.8 ms instead of 7.9 (N 4096, H200).
     Row(64, Tiles(128, 32, 8, 2, tma=True, registers=128), _tma(32, 64, 4, 2), _tma(64, 32, 4, 2)),
-    Row(128, _tma(64, 64, 4, 1), _tma(32, 64, 4, 2), _tma(64, 32, 4, 2)),
+    Row(
+        127, _chunks(64, 64, 4, 2), _tma(32, 64, 4, 2), _tma(64, 32, 4, 2)
+    ),  # chunks that are not full are read by pointers
+    Row(128, *[_chunks(64, 64, 4, 2)] * 3),
     Row(
         256,
-        forward=_tma(64, 32, 4, 1),
-        dkdv=_padded(32, 32, 4, 1),
-        dq=_padded(32, 32, 4, 1),
-        dv=_padded(32, 32, 4, 1),
+        forward=_chunks(64, 64, 4, 2),
+        dkdv=_chunks(64, 128, 8, 3),
+        dq=_chunks(64, 64, 4, 2),
+        dv=_chunks(64, 128, 8, 3),
+    ),
+    Row(
+        512,
+        forward=_chunks(64, 64, 4, 2, column_parts=2),
+        dkdv=_chunks(64, 128, 8, 3, column_parts=2),
+        dq=_chunks(64, 64, 4, 2, column_parts=2),
+        dv=_chunks(64, 128, 8, 3, column_parts=2),
     ),
 )
 _TF32_SM90 = (
@@ -190,7 +204,10 @@ NEVER_RUN = {"sm80": "sm_80", "sm100": "sm_100", "amd": "AMD"}
 SHARED_MEMORY = {"sm80": 163 << 10, "sm90": 227 << 10, "sm100": 227 << 10, "amd": 64 << 10}
 MAX_HEAD_DIM = min(tables["ieee"][-1].head_dim for tables in TABLE.values())
 MAX_LATENT_DIM = min(tables["half"][-1].head_dim for tables in TABLE.values())  # of q and k in half precision
-TERMS_HEAD_DIM = _BF16X6_SM90[-1].head_dim  # the largest at which tiles of three terms fit
+# The largest head dim at which tiles of three terms fit; on other devices those of _FLOAT with terms.
+TERMS_HEAD_DIM = {"sm90": _BF16X6_SM90[-1].head_dim}
+OTHER_TERMS_HEAD_DIM = 256
+TF32_HEAD_DIM = {"sm90": 128}  # beyond it terms are faster than tf32, and exact
 # The interpreter takes about 5 ms a step with any tile. Small problems should still have several tiles.
 INTERPRETED = Config(Tiles(64, 64, 4, 1), Tiles(64, 64, 4, 1), Tiles(64, 64, 4, 1))
 
@@ -355,18 +372,18 @@ def tf32_allowed() -> bool:
     return matmul.allow_tf32 if precision is None else precision == "tf32"
 
 
-def float_products(head_dim: int) -> str:
+def float_products(head_dim: int, arch: str) -> str:
     """Return :attr:`Config.products` of fp32 on a GPU, as PyTorch's setting allows."""
-    if tf32_allowed():
+    if tf32_allowed() and head_dim <= TF32_HEAD_DIM.get(arch, head_dim):
         return "tf32"
-    return "bf16x6" if head_dim <= TERMS_HEAD_DIM else "ieee"
+    return "bf16x6" if head_dim <= TERMS_HEAD_DIM.get(arch, OTHER_TERMS_HEAD_DIM) else "ieee"
 
 
 def products(problem: Problem) -> str:
     """Return :attr:`Config.products` of a problem under PyTorch's present setting."""
     if problem.dtype != torch.float32 or problem.device.type == "cpu":
         return "ieee"
-    return float_products(max(problem.head_dim, problem.head_dim_v))
+    return float_products(max(problem.head_dim, problem.head_dim_v), architecture(problem.device))
 
 
 def operand_bytes(itemsize: int, products: str) -> int:

@@ -93,7 +93,8 @@ def sheet_tiles(problem: Problem, config: Config) -> Tiles:
     # With at most 168 registers a third program runs on a multiprocessor: 1.85 ms instead of 2.13 (H200, N 16384).
     registers = 168 if widest <= 64 and problem.dtype.itemsize == 2 else 0
     tiles = Tiles(64, 64, 4, 3 if widest <= 128 else 2, tma=True, registers=registers) if config.dkdv.tma else config.dq
-    tiles = replace(tiles, tile_m=min(tiles.tile_m, SHEET_STRIP), tile_n=min(tiles.tile_n, config.dkdv.tile_n))
+    sides = {"tile_m": min(tiles.tile_m, SHEET_STRIP), "tile_n": min(tiles.tile_n, config.dkdv.tile_n)}
+    tiles = replace(tiles, **sides, chunk=config.dkdv.chunk)
     return with_stages(problem, "sheet", tiles)
 
 

@@ -20,6 +20,8 @@ class Tiles:
         tma: whole tiles are loaded through tensor descriptors (Hopper and newer) if the strides allow it.
         padded: a head dim that is no power of two is padded to one instead of being cut in two pieces (:func:`pieces`).
         registers: the most that a thread may have, so that one more program fits; 0 leaves the choice to the compiler.
+        chunk: columns of a head dim that are read at a time, where they are multiplied (docs/decisions.md#triton-chunks); 0: all, before.
+        column_parts: programs that each hold a part of the columns of a tile's sums, whole chunks, and compute all of its pairs.
     """
 
     tile_m: int
@@ -29,6 +31,8 @@ class Tiles:
     tma: bool = False
     padded: bool = False
     registers: int = 0
+    chunk: int = 0
+    column_parts: int = 1
 
     @property
     def options(self) -> dict[str, int]:
@@ -46,6 +50,8 @@ class Tiles:
         how = ", tma" if self.tma else ""
         how += ", padded" if self.padded else ""
         how += f", {self.registers} registers" if self.registers else ""
+        how += f", {self.chunk} columns at a time" if self.chunk else ""
+        how += f", columns in {self.column_parts} parts" if self.column_parts > 1 else ""
         return f"{self.tile_m} x {self.tile_n}, {self.num_warps} warps, {self.num_stages} stages{how}"
 
 
@@ -58,8 +64,10 @@ def pieces(head_dim: int, tiles: Tiles) -> tuple[tuple[int, int, int], ...]:
     """Return ``(first column, columns, width)`` of each tile that holds a head dim.
 
     Unless ``tiles.padded``, these are the largest power of two and the padded rest, if that takes fewer columns than padding the whole:
-    96 = 64 + 32, 72 = 64 + 8 of 16, but 112 is 112 of 128 (docs/decisions.md#triton-pieces).
+    96 = 64 + 32, 72 = 64 + 8 of 16, but 112 is 112 of 128 (docs/decisions.md#triton-pieces). With ``tiles.chunk`` they are chunks.
     """
+    if tiles.chunk:
+        return tuple((n, min(tiles.chunk, head_dim - n), tiles.chunk) for n in range(0, head_dim, tiles.chunk))
     first = 1 << (head_dim.bit_length() - 1)
     rest = head_dim - first
     if not tiles.padded and first >= MIN_WIDTH and rest and first + width(rest) < width(head_dim):
@@ -133,6 +141,15 @@ def shared_memory(
         "sheet_strip": m * n,
     }
     statistics = 4 * 2 * m * stages if kernel in OVER_KEYS else 0
+    if tiles.chunk and kernel in (
+        "forward",
+        *OVER_KEYS,
+        "dq",
+        "tile",
+        "strip",
+        "sheet",
+    ):  # one loop at a time reads chunks of both factors
+        rows[kernel] = stages * (m + n) * tiles.chunk + (0 if streams.plain and kernel != "sheet" else m * n)
     bytes_ = streams.pair_bytes if kernel not in ("delta", "terms", "sheet") else 0
     scratch = {"sm90": 1024 if streams.plain else 2048, "sm100": 18 << 10}.get(arch, 2048)  # for changes of layout
     pairs = max(stages - 1, 1) * m * n * bytes_ + (0 if arch == "sm90" else 4096) if bytes_ else 0

@@ -438,13 +438,13 @@ def head_dims(arch: str, dtype: torch.dtype) -> list[int]:
     rows = [row.head_dim for row in config.table(arch, dtype.itemsize) if row.head_dim <= config.MAX_HEAD_DIM]
     found: dict[tuple, int] = {}
     for head_dim in sorted({*rows, 72, 80, 96, 160, 192}):
-        found.setdefault(form(Launch(arch, dtype, head_dim, "causal", products_of(dtype, head_dim))), head_dim)
+        found.setdefault(form(Launch(arch, dtype, head_dim, "causal", products_of(dtype, head_dim, arch))), head_dim)
     return list(found.values())
 
 
-def products_of(dtype: torch.dtype, head_dim: int) -> str:
+def products_of(dtype: torch.dtype, head_dim: int, arch: str) -> str:
     """:attr:`config.Config.products` of a dtype."""
-    return config.float_products(head_dim) if dtype == torch.float32 else "ieee"
+    return config.float_products(head_dim, arch) if dtype == torch.float32 else "ieee"
 
 
 def items() -> list[Launch]:
@@ -464,7 +464,7 @@ def items() -> list[Launch]:
                     features += ["bias", "bias32", "relative", "distances"] if arch == "sm90" else []
                 if dtype == torch.float32 and head_dim in (64, 128) and arch == "sm90":
                     features += ["rich", "bias", "parted", "moving", *(["dense"] if head_dim == 128 else [])]
-                products = products_of(dtype, head_dim)
+                products = products_of(dtype, head_dim, arch)
                 if arch != "sm100" or dtype != torch.float32 or products != "ieee":
                     found += [Launch(arch, dtype, head_dim, feature, products) for feature in features]
         found += [Launch(arch, torch.float32, limit, "causal", "tf32") for limit in (64, 128) if arch == "sm90"]

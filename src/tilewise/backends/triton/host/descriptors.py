@@ -26,7 +26,12 @@ def operand_views(
     """Two descriptors of each operand, for the pieces of its head dim; the second is None where there is one piece.
 
     All are None where one is impossible, or a piece is padded. ``cuts``: the pieces, where they are not :func:`tiles.pieces`.
+
+    With ``tiles.chunk`` one descriptor serves all pieces of an operand, and the second is of the operand that it is multiplied by; where
+    descriptors may not read every tile, all are None.
     """
+    if tiles.chunk:
+        return _views_of_chunks(call, tiles, names)
     problem = call.plan.problem  # an operand's own rows may hold several terms of a head dim
     dims = {"q": problem.head_dim, "k": problem.head_dim, "v": problem.head_dim_v, "do": problem.head_dim_v}
     cuts = {name: pieces(dims[name], tiles) for name in names} if cuts is None else cuts
@@ -41,6 +46,26 @@ def operand_views(
                 # (1, 1, rows, columns) tiles
                 views = [_view(name, operand.dtype, *axes, [1, 1, rows, piece]) for _, _, piece in cuts[name]]
                 found += [*views, None][:2]
+    return tuple(found) if len(found) == 2 * len(names) else (None,) * (2 * len(names))
+
+
+_FACTORS = {"q": "k", "k": "q", "v": "do", "do": "v"}
+
+
+def _views_of_chunks(call: Call, tiles: Tiles, names: tuple[str, ...]) -> tuple[View | None, ...]:
+    """The :func:`operand_views` of tiles that are read in chunks."""
+    problem, (align, strides) = call.plan.problem, call.layout
+    found: list[View | None] = []
+    if tiles.tma and align > 1 and call.plan.whole and not any(n % tiles.chunk for n in call.plan.dims):
+        for name in (x for pair in zip(names, map(_FACTORS.get, names), strict=True) for x in pair):
+            operand, by_queries = call.operands.get(name), name in ("q", "do")
+            if operand is None:  # dO, in a forward
+                found.append(None)
+                continue
+            heads, rows = (problem.heads_q, tiles.tile_m) if by_queries else (problem.heads_k, tiles.tile_n)
+            batch = operand.shape[0] if operand.ndim == 4 else 1
+            if axes := four_axes(operand, tuple(n * align for n in strides[name]), heads, batch):
+                found.append(_view(name, operand.dtype, *axes, [1, 1, rows, tiles.chunk]))
     return tuple(found) if len(found) == 2 * len(names) else (None,) * (2 * len(names))
 
 

@@ -10,6 +10,8 @@ MEANINGS = {
     "tile_n": "keys of a tile",
     "pieces": "(first column, columns, width) of each piece of the head dim of q and k (tiles.pieces)",
     "pieces_v": "the same of v's head dim",
+    "chunk": "columns of a head dim that are read at a time, where they are multiplied; 0: all, before (Tiles.chunk)",
+    "column_parts": "programs, along the grid's second axis, that share a tile's sums by columns",
     "align": "elements of which every stride is a multiple: strides come in units of so many",
     "together": "K and V, loaded by descriptor, are waited for together (Tiles.ahead)",
     "tma": "descriptors load the tiles that they may load",

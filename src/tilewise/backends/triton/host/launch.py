@@ -68,8 +68,13 @@ def _attend(call: Call) -> KernelLaunch:
     if problem.spec.max_logit:  # bounded scores are summed up without their maximum
         chosen |= {"max_logit": True, "bounded": False}
     facts = plan.facts(tiles, call.align, tma=tma, whole=tma and plan.whole, **chosen)
-    grid = (slots * problem.heads_q * problem.batch_dim,)
+    grid = _grid(slots * problem.heads_q * problem.batch_dim, tiles)
     return call.launch(kernels().forward, grid, tiles, call.sizes(slots), facts, *views, pair, lists=False)
+
+
+def _grid(programs: int, tiles: Tiles) -> tuple[int, ...]:
+    """The grid of so many programs, of each part of the columns."""
+    return (programs, tiles.column_parts) if tiles.column_parts > 1 else (programs,)
 
 
 # -- Backward ------------------------------------------------------------------------------------------------------
@@ -149,7 +154,7 @@ def _pass(call: Call, name: str, part: SheetPart | None = None, *, role: Role = 
     sizes = call.sizes(slots) if part is None else _sheet_sizes(call, slots, part)
     outer = (part.heads if part else problem.heads_k) * plan.config.group_parts if over_keys else problem.heads_q
     kernel = kernels().dkdv if over_keys else kernels().dq
-    grid = (slots * outer * (part.batches if part else problem.batch_dim),)
+    grid = _grid(slots * outer * (part.batches if part else problem.batch_dim), tiles)
     return call.launch(kernel, grid, tiles, sizes, facts, *views, lists=over_keys)
 
 
@@ -173,7 +178,7 @@ def _views_over_keys(
     if pair is not None:
         facts["pair"] = plan.pair_leaf[1]
     statistics, sheet = None, None
-    if tma and not plan.problem.packed:
+    if tma and not plan.problem.packed and not tiles.chunk:
         statistics = statistics_view(call, tiles, "lse2", 1 if name == "dv" else 2)
     if part is not None and tma and tiles.tile_m <= SHEET_STRIP:
         sheet, facts["strips"] = sheet_view(plan, tiles), SHEET_STRIP

@@ -268,6 +268,8 @@ def all_facts(plan: Decisions, tiles: Tiles, align: int, chosen: dict[str, objec
         "tile_n": tiles.tile_n,
         "pieces": pieces(plan.problem.head_dim, tiles),
         "pieces_v": pieces(plan.problem.head_dim_v, tiles),
+        "chunk": tiles.chunk,
+        "column_parts": tiles.column_parts,
         "align": align,
         "row_grads": row_grads,
         "unit": math.gcd(*plan.dims, 8),

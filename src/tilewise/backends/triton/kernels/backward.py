@@ -56,6 +56,7 @@ from tilewise.backends.triton.kernels.tile import (
     line_of,
     load_rows,
     load_streamed,
+    of_first_columns,
     sheet_pointers,
     shift_of_rows,
     source_of,
@@ -253,7 +254,8 @@ def dkdv_kernel(
     (:mod:`group_parts`).
 
     Args:
-        q_view, q_rest, do_view, do_rest: descriptors for the first and the second piece of the head dim, None where there is none.
+        q_view, q_rest, do_view, do_rest: descriptors for the first and the second piece of the head dim, None where there is none. With
+            ``FACTS.chunk`` one serves all pieces, and the second is that of k, and of v.
         statistics, pairs, sheet: descriptors, or None (:class:`QueryHead`, :class:`KeyTile`).
     """
     sizes = plain_sizes(sizes)
@@ -270,7 +272,7 @@ def dkdv_kernel(
     work = work_tile(slot, b, tensors, sizes, scales, OVER_KEYS=True, FACTS=FACTS)
     n0 = work.block * FACTS.tile_n
     left = work.seqlen_k - n0
-    k, v = key_sources(tensors, sizes, work, head_k, (None, None), (None, None), FACTS)
+    k, v = key_sources(tensors, sizes, work, head_k, (q_rest, None), (do_rest, None), FACTS)
     pairs, sheet = tensors.q if pairs is None else pairs, tensors.q if sheet is None else sheet
     keys = load_key_tile(k, v, n0, pairs, sheet, work, FACTS)
     # The sums: fp32 (tile_n, width) for each piece.
@@ -322,7 +324,10 @@ def dkdv_block(m0, state, beside, partial, FACTS: tl.constexpr):
     # Q: (tile_m, head_dim), dO: (tile_m, head_dim_v), in the inputs' dtype.
     q = load_streamed(rows.q, m0, left, None, FACTS.tile_m, OF_V=False, partial=partial, FACTS=FACTS)
     do = load_streamed(rows.do, m0, left, None, FACTS.tile_m, OF_V=True, partial=partial, FACTS=FACTS)
-    if (FACTS.whole or (FACTS.tma and not partial)) and not FACTS.packed:
+    if FACTS.chunk:
+        s = dot_transposed(k, q, FACTS)
+        lse2, _ = load_statistics(tensors, rows.statistics_start, i, work.seqlen_q, MASKED=False)
+    elif (FACTS.whole or (FACTS.tma and not partial)) and not FACTS.packed:
         line = (rows.statistics_start + m0).to(tl.int32)
         if (
             FACTS.dk
@@ -333,7 +338,8 @@ def dkdv_block(m0, state, beside, partial, FACTS: tl.constexpr):
             delta = lse2
     else:
         lse2, delta = load_statistics(tensors, rows.statistics_start, i, work.seqlen_q, MASKED=False)
-    s = dot_transposed(k, q, FACTS)  # Sᵀ = K Qᵀ, (tile_n, tile_m) fp32
+    if not FACTS.chunk:
+        s = dot_transposed(k, q, FACTS)  # Sᵀ = K Qᵀ, (tile_n, tile_m) fp32
     work = with_tile(with_pair_tile(work, keys.pairs, rows.head, m0, n0, OVER_KEYS=True, FACTS=FACTS), m0, n0, FACTS)
     x = exponent(s, lse2[None, :], rows.head, i[None, :], j[:, None], scales, work, FACTS)
     p = exponential(x, FACTS)  # (11); normalised, as lse holds the row's sum
@@ -343,6 +349,8 @@ def dkdv_block(m0, state, beside, partial, FACTS: tl.constexpr):
         z = tl.trans(dropout_keep(m0, n0, work.b, rows.head, tensors, sizes, FACTS.tile_m, FACTS.tile_n))
     if FACTS.dk:
         dp = dot_transposed(v, do, FACTS)  # dPᵀ = V dOᵀ, (tile_n, tile_m) fp32
+        if FACTS.chunk:
+            _, delta = load_statistics(tensors, rows.statistics_start, i, work.seqlen_q, MASKED=False)
         if FACTS.dropout:
             dp = tl.where(z, dp * scales.keep, 0.0)
         d = dp - delta[None, :]
@@ -368,7 +376,8 @@ def dkdv_block(m0, state, beside, partial, FACTS: tl.constexpr):
         if FACTS.columns is not None:
             line = line_of(rows.head, sizes.heads_q, sizes.seqlen_k, work, work.start_k, FACTS) + j
             # Sums over the tile's queries of leaves read at j alone, fp32 (tile_n,), added atomically.
-            FACTS.columns(ds, p > 0.0, line, j < work.seqlen_k, s, work.b, rows.head, i[None, :], j[:, None], work)
+            added = (j < work.seqlen_k) & of_first_columns(FACTS)
+            FACTS.columns(ds, p > 0.0, line, added, s, work.b, rows.head, i[None, :], j[:, None], work)
         if FACTS.slope is not None:
             ds = ds * FACTS.slope(s, work.b, rows.head, i[None, :], j[:, None], work)
             if FACTS.hides or not FACTS.whole:  # 0 times a slope that is not finite
@@ -400,14 +409,15 @@ def dq_kernel(tensors, sizes, scales, k_view, k_rest, v_view, v_rest, FACTS: tl.
     """dQ of one query tile, and its sums for leaves that are read by rows. Grid: (slots · heads_q · batch); the last tiles first.
 
     Args:
-        k_view, k_rest, v_view, v_rest: descriptors for the first and the second piece of the head dim, None where there is none.
+        k_view, k_rest, v_view, v_rest: descriptors for the first and the second piece of the head dim, None where there is none. With
+            ``FACTS.chunk`` one serves all pieces, and the second is that of q, and of dO.
     """
     sizes = plain_sizes(sizes)
     begin_overlap(FACTS)
     slot, head, b = scheduled(sizes.heads_q // sizes.heads_k, sizes)
     work = work_tile(sizes.slots - 1 - slot, b, tensors, sizes, scales, OVER_KEYS=False, FACTS=FACTS)
     work = with_heads(work, head, FACTS)
-    rows = query_head(tensors, sizes, work, head, (None, None), (None, None), None, FACTS)
+    rows = query_head(tensors, sizes, work, head, (k_rest, None), (v_rest, None), None, FACTS)
     head_k = head // (sizes.heads_q // sizes.heads_k)
     k, v = key_sources(tensors, sizes, work, head_k, (k_view, k_rest), (v_view, v_rest), FACTS)
     query = load_grad_query_tile(work.block * FACTS.tile_m, rows, tensors, work, FACTS)
@@ -485,7 +495,7 @@ def dq_block(n0, state, beside, partial, FACTS: tl.constexpr):
             ds = tl.where(p == 0.0, 0.0, ds)
     if FACTS.leaves is not None:
         # Gradients that are stored where the leaf was read, or scattered with atomic additions.
-        inside = (i[:, None] < work.seqlen_q) & (j[None, :] < work.seqlen_k)
+        inside = (i[:, None] < work.seqlen_q) & (j[None, :] < work.seqlen_k) & of_first_columns(FACTS)
         FACTS.leaves(ds, p > 0.0, inside, s, work.b, rows.head, i[:, None], j[None, :], work)
     if FACTS.rows is not None:
         # Sums over the tile's keys of leaves that are not read at j, fp32 (tile_m, PARTIAL), kept in registers: a sum of

@@ -118,7 +118,7 @@ def forward_kernel(tensors, sizes, scales, k_view, k_rest, v_view, v_rest, pairs
 def load_query_tile(tensors, sizes, work, head, k_views, v_views, pairs, FACTS: tl.constexpr):
     """The :class:`QueryTile` of a head; rows past the sequence's last are zero."""
     m0 = work.block * FACTS.tile_m
-    q = source_of(tensors.q, (None, None), sizes.q, work, work.start_q, head, FACTS)
+    q = source_of(tensors.q, (k_views[1] if FACTS.chunk else None, None), sizes.q, work, work.start_q, head, FACTS)
     # Q: (tile_m, width) for each piece, by pointers: it is read once, before the loop.
     q = load_rows(q, m0, work.seqlen_q - m0, None, FACTS.tile_m, OF_V=False, MASKED=True, FACTS=FACTS)
     i = seen_rows(m0, work, FACTS)

@@ -4,7 +4,7 @@ A tile of q, k, v, do or of a sum is a tuple with one block for each piece of th
 Triton's blocks have powers of two as sizes, so a head dim of 192 is a piece of 128 and one of 64
 (docs/decisions.md#triton-pieces). ``OF_V`` says which head dim it is: that of v, o and dO, or that of q and k. Where products
 read fp32 as bf16 terms (:mod:`terms`), the terms lie side by side in a row, and a tile holds the pieces of the first term, then
-those of the second, then those of the third.
+those of the second, then those of the third. With ``FACTS.chunk`` a tile is :class:`Unread`: products read it.
 """
 
 # ruff: noqa: RET505, RUF005 - a compile-time `if` keeps its `else`: without it both returns would be compiled; and Triton's
@@ -83,6 +83,23 @@ def source_of(tensor, descriptors, strides, work, start, head, FACTS: tl.constex
     return Source(pointer, row, (first, rest), b, head, start)
 
 
+class Unread(NamedTuple):
+    """Rows that products read, ``FACTS.chunk`` columns at a time: neither registers nor shared memory hold a wide row's terms.
+
+    Attributes:
+        pointer: the first row. lines: offsets of the rows from it, int32 (rows,).
+        ok: ``(bool (rows,),)``, the rows that may be read; () where all may be.
+        view: ``(descriptor, b, head, first row)``, where a descriptor reads them; else ().
+        of_v: ``(0,)`` if the head dim is v's, else (): Triton's tuples hold no constants.
+    """
+
+    pointer: Any
+    lines: Any
+    ok: Any
+    view: Any
+    of_v: Any
+
+
 # -- Between global memory and registers or shared memory ----------------------------------------------------------
 
 
@@ -143,13 +160,61 @@ def load_block(pointers, ok, columns, DIM: tl.constexpr):
 def load_rows(
     source, first, left, alive, TILE: tl.constexpr, OF_V: tl.constexpr, MASKED: tl.constexpr, FACTS: tl.constexpr
 ):
-    """A tile of a :class:`Source` by pointers; the arguments are those of :func:`load_piece`."""
-    PIECES: tl.constexpr = FACTS.pieces_v if OF_V else FACTS.pieces
-    COUNT: tl.constexpr = FACTS.terms * len(PIECES)
-    tiles = ()
-    for n in tl.static_range(COUNT):
-        tiles = tiles + (load_piece(source.pointer, source.row, first, left, alive, TILE, OF_V, n, MASKED, FACTS),)
-    return tiles
+    """A tile of a :class:`Source` by pointers, or an :class:`Unread` one; the arguments are those of :func:`load_piece`."""
+    if FACTS.chunk:
+        return unread_rows(source, first, left, alive, TILE, OF_V, MASKED, FACTS)
+    else:
+        PIECES: tl.constexpr = FACTS.pieces_v if OF_V else FACTS.pieces
+        COUNT: tl.constexpr = FACTS.terms * len(PIECES)
+        tiles = ()
+        for n in tl.static_range(COUNT):
+            tiles = tiles + (load_piece(source.pointer, source.row, first, left, alive, TILE, OF_V, n, MASKED, FACTS),)
+        return tiles
+
+
+@triton.jit
+def unread_rows(
+    source, first, left, alive, TILE: tl.constexpr, OF_V: tl.constexpr, MASKED: tl.constexpr, FACTS: tl.constexpr
+):
+    """The :class:`Unread` rows of a :class:`Source`; the arguments are those of :func:`load_piece`."""
+    rows = tl.arange(0, TILE)
+    ok, view, of_v = (), (), ()
+    if FACTS.whole:  # zeros past the tensor's last row
+        view = (source.descriptors[0], source.b, source.head, (source.start + first).to(tl.int32))
+    elif MASKED and alive is None:
+        ok = (rows < left,)
+    elif MASKED:
+        ok = ((rows < left) & alive,)
+    if OF_V:
+        of_v = (0,)
+    return Unread(source.pointer + tl.cast(first, tl.int64) * source.row, rows * source.row, ok, view, of_v)
+
+
+@triton.jit
+def load_chunk(rows, column, FACTS: tl.constexpr):
+    """A chunk of :class:`Unread` rows from ``column`` on: (rows, FACTS.chunk) for each term."""
+    TERMS: tl.constexpr = FACTS.terms
+    CHUNK: tl.constexpr = FACTS.chunk
+    DIM: tl.constexpr = FACTS.head_dim_v if len(rows.of_v) > 0 else FACTS.head_dim
+    columns = column + tl.arange(0, CHUNK)
+    blocks = ()
+    for term in tl.static_range(TERMS):
+        if len(rows.view) > 0:
+            # (1, 1, rows, FACTS.chunk) by TMA from global to shared memory. Partner: the barrier of this stage of the loop, on which
+            # Triton's pipeliner lets the product wait that reads the chunk.
+            corner = [rows.view[1], rows.view[2], rows.view[3], term * DIM + column]
+            blocks = blocks + (rows.view[0].load(corner).reshape(rows.lines.shape[0], CHUNK),)
+        else:
+            # Global memory to shared memory by cp.async.
+            pointers = rows.pointer + (rows.lines[:, None] + (term * DIM + columns)[None, :])
+            within = columns < DIM
+            if len(rows.ok) > 0:
+                blocks = blocks + (tl.load(pointers, mask=rows.ok[0][:, None] & within[None, :], other=0.0),)
+            elif DIM % CHUNK == 0 and FACTS.column_parts == 1:
+                blocks = blocks + (tl.load(pointers),)
+            else:
+                blocks = blocks + (tl.load(pointers, mask=within[None, :], other=0.0),)
+    return blocks
 
 
 @triton.jit
@@ -158,7 +223,9 @@ def load_streamed(source, first, left, alive, TILE: tl.constexpr, OF_V: tl.const
 
     A descriptor gives zeros past the tensor's last row; it cannot leave out the rows that are not ``alive``.
     """
-    if FACTS.whole or (FACTS.tma and not partial):
+    if FACTS.chunk and FACTS.whole:
+        return unread_rows(source, first, left, None, TILE, OF_V, False, FACTS)
+    elif FACTS.whole or (FACTS.tma and not partial):
         PIECES: tl.constexpr = FACTS.pieces_v if OF_V else FACTS.pieces
         DIM: tl.constexpr = FACTS.head_dim_v if OF_V else FACTS.head_dim
         TERMS: tl.constexpr = FACTS.terms
@@ -178,12 +245,16 @@ def load_streamed(source, first, left, alive, TILE: tl.constexpr, OF_V: tl.const
 def store_rows(pointer, row, first, left, tiles, factor, TILE: tl.constexpr, OF_V: tl.constexpr, FACTS: tl.constexpr):
     """Stores the first ``left`` rows of ``tiles · factor``; the factor is a number, or one for each row, (TILE, 1)."""
     PIECES: tl.constexpr = FACTS.pieces_v if OF_V else FACTS.pieces
+    DIM: tl.constexpr = FACTS.head_dim_v if OF_V else FACTS.head_dim
     rows = tl.arange(0, TILE)
-    for n in tl.static_range(len(PIECES)):
+    for n in tl.static_range(len(tiles)):
         within = tl.arange(0, PIECES[n][2])
         columns = (PIECES[n][0] + within)[None, :]
         ok = (rows < left)[:, None]
-        if PIECES[n][1] < PIECES[n][2]:  # the piece is padded: its last columns are another head's
+        if FACTS.column_parts > 1:  # this program's
+            columns += first_column(len(tiles), FACTS)
+            ok = ok & (columns < DIM)
+        elif PIECES[n][1] < PIECES[n][2]:  # the piece is padded: its last columns are another head's
             ok = ok & (within < PIECES[n][1])[None, :]
         pointers = pointer + tl.cast(first, tl.int64) * row + (rows[:, None] * row + columns)
         # Registers to global memory: fp32 (TILE, width), rounded to the tensor's dtype.
@@ -214,10 +285,11 @@ def sheet_pointers(tensors, sizes, b, head, m0, n0, FACTS: tl.constexpr):
 
 @triton.jit
 def zeros(TILE: tl.constexpr, OF_V: tl.constexpr, FACTS: tl.constexpr):
-    """A tile of sums that begin at zero: fp32 (TILE, width) for each piece."""
+    """A tile of sums that begin at zero: fp32 (TILE, width) for each piece, or for a part of them (``FACTS.column_parts``)."""
     PIECES: tl.constexpr = FACTS.pieces_v if OF_V else FACTS.pieces
+    COUNT: tl.constexpr = (len(PIECES) + FACTS.column_parts - 1) // FACTS.column_parts
     tiles = ()
-    for n in tl.static_range(len(PIECES)):
+    for n in tl.static_range(COUNT):
         tiles = tiles + (tl.full([TILE, PIECES[n][2]], 0.0, tl.float32),)
     return tiles
 
@@ -232,8 +304,44 @@ def rescaled(tiles, factor):
 
 
 @triton.jit
+def first_column(COUNT: tl.constexpr, FACTS: tl.constexpr):
+    """The first column of this program's sums, which are ``COUNT`` chunks."""
+    return tl.program_id(1) * (COUNT * FACTS.chunk) if FACTS.column_parts > 1 else 0
+
+
+@triton.jit
+def of_first_columns(FACTS: tl.constexpr):
+    """Whether this program, of those that compute the same pairs, is the one that writes what it adds up of them."""
+    return tl.program_id(1) == 0 if FACTS.column_parts > 1 else True
+
+
+@triton.jit
 def dot_transposed(left, right, FACTS: tl.constexpr):
     """``left rightᵀ`` in fp32, (rows of left, rows of right), summed over the head dim."""
+    if FACTS.chunk:
+        return dot_of_chunks(left, right, FACTS)
+    else:
+        return dot_of_tiles(left, right, FACTS)
+
+
+@triton.jit
+def dot_of_chunks(left, right, FACTS: tl.constexpr):
+    """:func:`dot_transposed` of :class:`Unread` rows."""
+    COUNT: tl.constexpr = len(FACTS.products)
+    DIM: tl.constexpr = FACTS.head_dim_v if len(left.of_v) > 0 else FACTS.head_dim
+    total = tl.full([left.lines.shape[0], right.lines.shape[0]], 0.0, tl.float32)
+    for column in range(0, DIM, FACTS.chunk):
+        of_left, of_right = load_chunk(left, column, FACTS), load_chunk(right, column, FACTS)
+        part = None
+        for n in tl.static_range(COUNT):
+            part = dot(of_left[FACTS.products[n][0]], tl.trans(of_right[FACTS.products[n][1]]), part, FACTS)
+        total = tl.fma(part, 1.0, total)  # as in accumulate
+    return total
+
+
+@triton.jit
+def dot_of_tiles(left, right, FACTS: tl.constexpr):
+    """:func:`dot_transposed` of tiles."""
     PIECES: tl.constexpr = len(left) // FACTS.terms
     COUNT: tl.constexpr = len(FACTS.products)
     total = None
@@ -256,9 +364,34 @@ def accumulate(p, tiles, acc, FACTS: tl.constexpr):
         p: fp32 (rows of acc, rows of the tiles), P or dS; rounded to the tiles' dtype, or split into terms as the tiles are.
         acc: a tile of sums, fp32 (rows, width) for each piece.
     """
-    COUNT: tl.constexpr = len(FACTS.products)
     APART: tl.constexpr = FACTS.natural and FACTS.precision == "ieee"
-    p = split_into_terms(p) if FACTS.terms > 1 else (p.to(tiles[0].dtype),)
+    if FACTS.chunk:
+        return accumulate_chunks(split_into_terms(p) if FACTS.terms > 1 else (p,), tiles, acc, FACTS)
+    else:
+        p = split_into_terms(p) if FACTS.terms > 1 else (p.to(tiles[0].dtype),)
+        return accumulate_tiles(p, tiles, acc, APART, FACTS)
+
+
+@triton.jit
+def accumulate_chunks(p, rows, acc, FACTS: tl.constexpr):
+    """:func:`accumulate` of the terms of p and :class:`Unread` rows."""
+    COUNT: tl.constexpr = len(FACTS.products)
+    for chunk in range(len(acc)):  # a loop, so that a chunk is read beside the products of the one before
+        blocks = load_chunk(rows, first_column(len(acc), FACTS) + chunk * FACTS.chunk, FACTS)
+        part = None
+        for n in tl.static_range(COUNT):
+            part = dot(p[FACTS.products[n][0]], blocks[FACTS.products[n][1]], part, FACTS)
+        sums = ()
+        for n in tl.static_range(len(acc)):  # registers have no index
+            sums = sums + (acc[n] + tl.where(chunk == n, part, 0.0),)
+        acc = sums
+    return acc
+
+
+@triton.jit
+def accumulate_tiles(p, tiles, acc, APART: tl.constexpr, FACTS: tl.constexpr):
+    """:func:`accumulate` of the terms of p, or p in the tiles' dtype, and tiles."""
+    COUNT: tl.constexpr = len(FACTS.products)
     sums = ()
     for piece in tl.static_range(len(acc)):
         total = None if APART else acc[piece]

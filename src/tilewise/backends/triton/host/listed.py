@@ -74,6 +74,8 @@ class ListedCall:
             natural=False,
             ordered=False,
             terms=1,
+            chunk=0,
+            column_parts=1,
             products=((0, 0),),
             precision="ieee",
             upcast=p.dtype == torch.bfloat16 and p.device.type == "cpu",

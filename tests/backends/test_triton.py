@@ -420,6 +420,7 @@ def test_programs_take_turns_at_a_sum_that_three_or_four_or_all_share(shape, til
 
 NARROW, SQUARE = Config(*[Tiles(32, 64, 4, 1)] * 3), Config(*[Tiles(32, 32, 4, 1, tma=True)] * 3)
 ELEMENT = 3 * 128 * 256 * 4  # bytes of dS of a batch element below
+CHUNKS = Config(*[Tiles(32, 32, 4, 1, tma=True, chunk=16)] * 4)
 SOME_KEYS = [(0, 3, 0, 3, 0, 128), (0, 3, 0, 3, 128, 128)]
 
 
@@ -431,8 +432,9 @@ SOME_KEYS = [(0, 3, 0, 3, 0, 128), (0, 3, 0, 3, 128, 128)]
         ((3, 48, 136), NARROW, ELEMENT - 1, [(0, 3, n, 1, 0, 256) for n in range(3)]),
         ((3, 1, 48, 136), NARROW, 1.5 * ELEMENT, SOME_KEYS),
         ((48, 136), SQUARE, 1.5 * ELEMENT, SOME_KEYS),
+        ((48, 136), CHUNKS, 1.5 * ELEMENT, SOME_KEYS),
     ],
-    ids=["batch", "batch-by-descriptor", "few", "heads", "both"],
+    ids=["batch", "batch-by-descriptor", "few", "heads", "both", "both-in-chunks"],
 )
 def test_ds_is_kept_of_some_batch_elements_or_heads_or_keys_at_a_time(shape, override, memory, kept, monkeypatch):
     monkeypatch.setattr(sheet, "sheet_memory", lambda p: int(memory))

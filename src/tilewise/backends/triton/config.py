@@ -93,6 +93,7 @@ def _tma(*row: int) -> Tiles:
 
 
 def _chunks(*row: int, column_parts: int = 1) -> Tiles:
+    # For products of terms of wide rows: docs/decisions.md#triton-chunks
     return Tiles(*row, tma=True, chunk=64, column_parts=column_parts)
 
 

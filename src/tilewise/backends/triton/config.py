@@ -380,6 +380,11 @@ def float_products(head_dim: int, arch: str) -> str:
     return "bf16x6" if head_dim <= TERMS_HEAD_DIM.get(arch, OTHER_TERMS_HEAD_DIM) else "ieee"
 
 
+def may_round(problem: Problem) -> bool:
+    """Return whether PyTorch allows a problem's products of fp32 to be rounded to tf32."""
+    return problem.dtype == torch.float32 and problem.device.type != "cpu" and tf32_allowed()
+
+
 def products(problem: Problem) -> str:
     """Return :attr:`Config.products` of a problem under PyTorch's present setting."""
     if problem.dtype != torch.float32 or problem.device.type == "cpu":

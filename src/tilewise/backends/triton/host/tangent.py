@@ -18,7 +18,7 @@ from tilewise.backends.base import (
     has_no_pair,
     tangents_of_no_pair,
 )
-from tilewise.backends.triton.config import INTERPRETED, architecture, memory_limit, tf32_allowed
+from tilewise.backends.triton.config import INTERPRETED, architecture, may_round, memory_limit
 from tilewise.backends.triton.host.buffers import BackwardBuffers
 from tilewise.backends.triton.host.call import Call, tile_slots
 from tilewise.backends.triton.host.descriptors import operand_views, statistics_view
@@ -68,7 +68,7 @@ def tangent_tiles(problem: Problem, kernel: str) -> Tiles:
         return INTERPRETED.forward
     limit, half = memory_limit(problem.device), problem.dtype.itemsize == 2
     table = HOPPER_TILES if half and architecture(problem.device) == "sm90" else TANGENT_TILES
-    if not half and not tf32_allowed():
+    if not half and not may_round(problem):
         table = FLOAT_TILES
     dims = problem.head_dim, problem.head_dim_v
     tiles = next(row for most, row in table.items() if max(dims) <= most)[PASSES.index(kernel)]
@@ -111,8 +111,7 @@ class TangentPlan(Plan):
 
 def new_plan(problem: Problem, config, moving: tuple[int, ...]) -> TangentPlan:
     """The plan of a problem's tangents: fp32 comes as it is, not as bf16 terms."""
-    rounded = problem.dtype == torch.float32 and problem.device.type != "cpu" and tf32_allowed()
-    config = replace(config, products="tf32" if rounded else "ieee")
+    config = replace(config, products="tf32" if may_round(problem) else "ieee")
     return TangentPlan(problem, config, moving=moving, tiles={name: tangent_tiles(problem, name) for name in PASSES})
 
 

@@ -49,6 +49,24 @@ def test_narrow_values_beside_wide_keys_and_the_other_way_round(d, dv):
         agree(Triton(), call(*on_gpu(*qkv(batch=1, nq=384, nk=384, d=d, dv=dv, dtype=torch.bfloat16)), **masked))
 
 
+# Chunks by descriptor, the last one padded, and by pointers; sums of dS kept, added up tile by tile, and by distance.
+WIDE_CALLS = {
+    "bias": lambda: {"causal": True, "score": tw.bias(normal(300, 300).requires_grad_())},
+    "capped-bias": lambda: {"score": tw.bias(normal(2, 4, 300, 300).requires_grad_()) >> tw.softcap(10.0)},
+    "alibi": lambda: {"causal": True, "score": tw.alibi(normal(4).requires_grad_()), "sink": normal(4)},
+    "dropout": lambda: {"dropout_p": 0.2, "dropout_seed": 3},
+    "dense": lambda: {"mask": tw.dense(normal(300, 300) > -0.2)},
+    "window": lambda: {"mask": tw.window(40, 10)},
+}
+
+
+@pytest.mark.parametrize("d", [96, 128, 200, 256, 320, 512])
+@pytest.mark.parametrize("options", WIDE_CALLS.values(), ids=WIDE_CALLS)
+def test_wide_rows_of_fp32_agree_with_the_oracle(options, d):
+    q, k, v = (x.cuda() for x in qkv(batch=2, nq=300, nk=300, hq=4, hk=2, d=d, dv=d))
+    agree(Triton(), call(q, k, v, **options()))
+
+
 @pytest.mark.parametrize(("batch", "heads_k"), [(8, 32), (32, 8)], ids=["one-row", "group"])
 def test_one_query_of_fp32_over_many_keys_is_as_exact_as_eager_attention(batch, heads_k):
     """So many programs that no keys are split: a chain of sums over all of them would show."""

@@ -97,6 +97,13 @@ def _chunks(*row: int, column_parts: int = 1) -> Tiles:
     return Tiles(*row, tma=True, chunk=64, column_parts=column_parts)
 
 
+def _wide(column_parts: int) -> tuple[Tiles, Tiles, Tiles, Tiles]:
+    # Of the forward, dK, dQ and dV.
+    over_queries = _chunks(64, 64, 4, 2, column_parts=column_parts)
+    over_keys = _chunks(64, 128, 8, 3, column_parts=column_parts)
+    return over_queries, over_keys, over_queries, over_keys
+
+
 @dataclass(frozen=True)
 class Row:
     """The tiles of each pass for head dims up to ``head_dim``, the larger of q's and v's; as in :class:`Config`."""
@@ -168,24 +175,11 @@ _FLOAT = (
 _BF16X6_SM90 = (
     # Two programs run on a multiprocessor with at most 128 registers. Triton 3.7 takes 133, 3.9 135: 11.8 ms instead of 7.9 (N 4096, H200).
     Row(64, Tiles(128, 32, 8, 2, tma=True, registers=128), _tma(32, 64, 4, 2), _tma(64, 32, 4, 2)),
-    Row(
-        127, _chunks(64, 64, 4, 2), _tma(32, 64, 4, 2), _tma(64, 32, 4, 2)
-    ),  # chunks that are not full are read by pointers
+    # Chunks that are not full are read by pointers, which costs the backward more than chunks save.
+    Row(127, _chunks(64, 64, 4, 2), _tma(32, 64, 4, 2), _tma(64, 32, 4, 2)),
     Row(128, *[_chunks(64, 64, 4, 2)] * 3),
-    Row(
-        256,
-        forward=_chunks(64, 64, 4, 2),
-        dkdv=_chunks(64, 128, 8, 3),
-        dq=_chunks(64, 64, 4, 2),
-        dv=_chunks(64, 128, 8, 3),
-    ),
-    Row(
-        512,
-        forward=_chunks(64, 64, 4, 2, column_parts=2),
-        dkdv=_chunks(64, 128, 8, 3, column_parts=2),
-        dq=_chunks(64, 64, 4, 2, column_parts=2),
-        dv=_chunks(64, 128, 8, 3, column_parts=2),
-    ),
+    Row(256, *_wide(column_parts=1)),
+    Row(512, *_wide(column_parts=2)),
 )
 _TF32_SM90 = (
     Row(64, _tma(128, 32, 8, 2), _tma(64, 64, 4, 2), _tma(128, 32, 8, 2)),

@@ -141,14 +141,7 @@ def shared_memory(
         "sheet_strip": m * n,
     }
     statistics = 4 * 2 * m * stages if kernel in OVER_KEYS else 0
-    if tiles.chunk and kernel in (
-        "forward",
-        *OVER_KEYS,
-        "dq",
-        "tile",
-        "strip",
-        "sheet",
-    ):  # one loop at a time reads chunks of both factors
+    if tiles.chunk and rows[kernel]:  # one loop at a time reads chunks of both factors
         rows[kernel] = stages * (m + n) * tiles.chunk + (0 if streams.plain and kernel != "sheet" else m * n)
     bytes_ = streams.pair_bytes if kernel not in ("delta", "terms", "sheet") else 0
     scratch = {"sm90": 1024 if streams.plain else 2048, "sm100": 18 << 10}.get(arch, 2048)  # for changes of layout

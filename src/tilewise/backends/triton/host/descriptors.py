@@ -37,14 +37,8 @@ def operand_views(
     cuts = {name: pieces(dims[name], tiles) for name in names} if cuts is None else cuts
     found: list[View | None] = []
     if tiles.tma and call.align > 1 and not any(n != wide or len(cuts[x]) > 2 for x in names for _, n, wide in cuts[x]):
-        align, strides = call.layout
         for name in names:
-            operand, by_queries = call.operands[name], name in ("q", "do")
-            heads, rows = (problem.heads_q, tiles.tile_m) if by_queries else (problem.heads_k, tiles.tile_n)
-            batch = operand.shape[0] if operand.ndim == 4 else 1
-            if axes := four_axes(operand, tuple(n * align for n in strides[name]), heads, batch):
-                # (1, 1, rows, columns) tiles
-                views = [_view(name, operand.dtype, *axes, [1, 1, rows, piece]) for _, _, piece in cuts[name]]
+            if views := _views(call, tiles, name, [piece for _, _, piece in cuts[name]]):
                 found += [*views, None][:2]
     return tuple(found) if len(found) == 2 * len(names) else (None,) * (2 * len(names))
 
@@ -54,19 +48,22 @@ _FACTORS = {"q": "k", "k": "q", "v": "do", "do": "v"}
 
 def _views_of_chunks(call: Call, tiles: Tiles, names: tuple[str, ...]) -> tuple[View | None, ...]:
     """The :func:`operand_views` of tiles that are read in chunks."""
-    problem, (align, strides) = call.plan.problem, call.layout
-    found: list[View | None] = []
-    if tiles.tma and align > 1 and call.plan.whole and not any(n % tiles.chunk for n in call.plan.dims):
+    plan, found = call.plan, []
+    if tiles.tma and call.align > 1 and plan.whole and not any(n % tiles.chunk for n in plan.dims):
         for name in (x for pair in zip(names, map(_FACTORS.get, names), strict=True) for x in pair):
-            operand, by_queries = call.operands.get(name), name in ("q", "do")
-            if operand is None:  # dO, in a forward
-                found.append(None)
-                continue
-            heads, rows = (problem.heads_q, tiles.tile_m) if by_queries else (problem.heads_k, tiles.tile_n)
-            batch = operand.shape[0] if operand.ndim == 4 else 1
-            if axes := four_axes(operand, tuple(n * align for n in strides[name]), heads, batch):
-                found.append(_view(name, operand.dtype, *axes, [1, 1, rows, tiles.chunk]))
+            # A forward has no dO.
+            found += _views(call, tiles, name, [tiles.chunk]) if name in call.operands else [None]
     return tuple(found) if len(found) == 2 * len(names) else (None,) * (2 * len(names))
+
+
+def _views(call: Call, tiles: Tiles, name: str, widths: list[int]) -> list[View]:
+    """Descriptors of an operand, of (1, 1, rows, width) tiles for each of ``widths``; none where there can be none."""
+    problem, (align, strides) = call.plan.problem, call.layout
+    operand, by_queries = call.operands[name], name in ("q", "do")
+    heads, rows = (problem.heads_q, tiles.tile_m) if by_queries else (problem.heads_k, tiles.tile_n)
+    batch = operand.shape[0] if operand.ndim == 4 else 1
+    axes = four_axes(operand, tuple(n * align for n in strides[name]), heads, batch)
+    return [_view(name, operand.dtype, *axes, [1, 1, rows, width]) for width in widths] if axes else []
 
 
 def _view(name: str, dtype: torch.dtype, shape: list[int], strides: list[int], block: list[int]) -> View:

@@ -388,9 +388,11 @@ def triton_config(r: Draw, own, p: Problem):
     parts = r.choice([n for n in range(1, p.group + 1) if p.group % n == 0])
     if sides := r.ranges.tiles:
         tma = r.likely(0.5)
-        alike = {"tma": tma, "chunk": 16, "column_parts": r.randint(1, 2)} if r.likely(0.25) else {"tma": tma}
-        drawn = {n: replace(x, tile_m=r.choice(sides), tile_n=r.choice(sides), **alike) for n, x in own.passes.items()}
-        own = replace(type(own).of(drawn), products="bf16x6" if p.dtype == torch.float32 and r.likely(0.5) else "ieee")
+        terms = p.dtype == torch.float32 and r.likely(0.5)
+        alike = {"chunk": 16, "column_parts": r.randint(1, 2)} if terms and r.likely(0.5) else {}
+        sizes = {n: {"tile_m": r.choice(sides), "tile_n": r.choice(sides)} for n in own.passes}
+        drawn = {n: replace(x, tma=tma, **sizes[n], **alike) for n, x in own.passes.items()}
+        own = replace(type(own).of(drawn), products="bf16x6" if terms else "ieee")
         if takes_dense(p) and r.likely(0.4):
             rows = sides if p.dtype.itemsize == 2 else (1, *sides)
             few = [replace(own.forward, tile_m=r.choice(rows), tile_n=r.choice(sides), chunk=0, column_parts=1)] * 3

@@ -420,7 +420,7 @@ def test_programs_take_turns_at_a_sum_that_three_or_four_or_all_share(shape, til
 
 NARROW, SQUARE = Config(*[Tiles(32, 64, 4, 1)] * 3), Config(*[Tiles(32, 32, 4, 1, tma=True)] * 3)
 ELEMENT = 3 * 128 * 256 * 4  # bytes of dS of a batch element below
-CHUNKS = Config(*[Tiles(32, 32, 4, 1, tma=True, chunk=16)] * 4)
+CHUNKS = Config(*[Tiles(32, 32, 4, 1, tma=True, chunk=16)] * 4, products="bf16x6")
 SOME_KEYS = [(0, 3, 0, 3, 0, 128), (0, 3, 0, 3, 128, 128)]
 
 

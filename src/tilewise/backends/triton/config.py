@@ -92,9 +92,9 @@ def _tma(*row: int) -> Tiles:
     return Tiles(*row, tma=True)
 
 
-def _chunks(*row: int, column_parts: int = 1) -> Tiles:
+def _chunks(*row: int, chunk: int = 64, column_parts: int = 1) -> Tiles:
     # For products of terms of wide rows: docs/decisions.md#triton-chunks
-    return Tiles(*row, tma=True, chunk=64, column_parts=column_parts)
+    return Tiles(*row, tma=True, chunk=chunk, column_parts=column_parts)
 
 
 def _wide(column_parts: int) -> tuple[Tiles, Tiles, Tiles, Tiles]:
@@ -173,10 +173,10 @@ _FLOAT = (
     Row(512, *[Tiles(16, 16, 4, 1)] * 3),
 )
 _BF16X6_SM90 = (
+    Row(32, *[_tma(64, 64, 4, 2)] * 3),
     # Two programs run on a multiprocessor with at most 128 registers. Triton 3.7 takes 133, 3.9 135: 11.8 ms instead of 7.9 (N 4096, H200).
     Row(64, Tiles(128, 32, 8, 2, tma=True, registers=128), _tma(32, 64, 4, 2), _tma(64, 32, 4, 2)),
-    # Chunks that are not full are read by pointers, which costs the backward more than chunks save.
-    Row(127, _chunks(64, 64, 4, 2), _tma(32, 64, 4, 2), _tma(64, 32, 4, 2)),
+    Row(96, *[_chunks(64, 64, 4, 3, chunk=32)] * 3),
     Row(128, *[_chunks(64, 64, 4, 2)] * 3),
     Row(256, *_wide(column_parts=1)),
     Row(512, *_wide(column_parts=2)),

@@ -20,7 +20,8 @@ class Tiles:
         tma: whole tiles are loaded through tensor descriptors (Hopper and newer) if the strides allow it.
         padded: a head dim that is no power of two is padded to one instead of being cut in two pieces (:func:`pieces`).
         registers: the most that a thread may have, so that one more program fits; 0 leaves the choice to the compiler.
-        chunk: columns of a head dim that are read at a time, where they are multiplied (docs/decisions.md#triton-chunks); 0: all, before.
+        chunk: columns of a head dim of bf16 terms that are read at a time, where they are multiplied
+            (docs/decisions.md#triton-chunks); 0: all, before.
         column_parts: programs that each hold a part of the columns of a tile's sums, whole chunks, and compute all of its pairs.
     """
 
@@ -45,6 +46,11 @@ class Tiles:
         """Whether loads run more than a tile ahead. With fewer stages, a kernel waits for an early load early
         (docs/decisions.md#triton-v-beside-k)."""
         return self.num_stages > 2
+
+    @property
+    def padding(self) -> int:
+        """What columns of a term are padded to a multiple of: whole chunks for each part."""
+        return max(self.chunk, 1) * self.column_parts
 
     def describe(self) -> str:
         how = ", tma" if self.tma else ""

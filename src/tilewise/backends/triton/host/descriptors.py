@@ -49,7 +49,7 @@ _FACTORS = {"q": "k", "k": "q", "v": "do", "do": "v"}
 def _views_of_chunks(call: Call, tiles: Tiles, names: tuple[str, ...]) -> tuple[View | None, ...]:
     """The :func:`operand_views` of tiles that are read in chunks."""
     plan, found = call.plan, []
-    if tiles.tma and call.align > 1 and plan.whole and not any(n % tiles.chunk for n in plan.dims):
+    if tiles.tma and call.align > 1 and plan.whole:
         for name in (x for pair in zip(names, map(_FACTORS.get, names), strict=True) for x in pair):
             # A forward has no dO.
             found += _views(call, tiles, name, [tiles.chunk]) if name in call.operands else [None]

@@ -83,6 +83,11 @@ class Decisions:
         """The bf16 numbers that stand for each element of q, k, v and dO in the kernels' products."""
         return TERMS if self.config.products == "bf16x6" else 1
 
+    @property
+    def padding(self) -> int:
+        """What columns of a term are padded to a multiple of; all passes read the same terms."""
+        return self.config.forward.padding if self.terms > 1 else 1
+
     @cached_property
     def emitted(self) -> Emitted:
         return self._emitted(None)
@@ -315,6 +320,7 @@ def _problem_facts(plan: Decisions, emitted: Emitted) -> dict[str, object]:
         "dropout": spec.dropout_p > 0,
         "precision": "tf32" if plan.config.products == "tf32" else "ieee",
         "terms": plan.terms,
+        "padding": plan.padding,
         "products": TERM_PRODUCTS if plan.terms > 1 else ((0, 0),),
         "upcast": (problem.dtype == torch.bfloat16 or plan.terms > 1) and problem.device.type == "cpu",
         "varies": bool(expr.lookups(*ends) or expr.depends_on(*ends) & {"b", "h"}),

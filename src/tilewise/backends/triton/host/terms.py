@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -17,13 +19,14 @@ WRITTEN = {"q": "dq", "k": "dk", "v": "dv", "do": "o"}
 
 
 def split_into_terms(plan: Plan, operands: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The terms of q, k, v and, in a backward, of do: an operand (.., heads, D) of fp32 becomes (.., heads, 3 D) of bf16, its terms side
-    by side, in one buffer for all."""
-    sizes = [TERMS * x.numel() for x in operands.values()]
+    """The terms of q, k, v and, in a backward, of do: an operand (.., heads, D) of fp32 becomes one of bf16, its terms side by side and
+    each padded with zeros (``Plan.padding``), in one buffer for all."""
+    columns = {name: TERMS * -(-x.shape[-1] // plan.padding) * plan.padding for name, x in operands.items()}
+    sizes = [math.prod(x.shape[:-1]) * columns[name] for name, x in operands.items()]
     each = [-(-n // 8) * 8 for n in sizes]  # so that each begins at a multiple of 16 bytes
     buffer = next(iter(operands.values())).new_empty(sum(each), dtype=torch.bfloat16)
     terms = {
-        name: part[:n].view(*x.shape[:-1], TERMS * x.shape[-1])
+        name: part[:n].view(*x.shape[:-1], columns[name])
         for (name, x), part, n in zip(operands.items(), buffer.split(each), sizes, strict=True)
     }
     key = ("terms", *[x.stride() for x in operands.values()])
@@ -41,7 +44,7 @@ def _launch(plan: Plan, operands: dict[str, Tensor]) -> KernelLaunch:
     strides = {name: operand_strides(x) for name, x in operands.items()}
     sizes = runtime.opaque(runtime.kernels().Sizes(batch=problem.batch_dim, dims=plan.dims, **lengths, **strides))
     programs = max(-(-x.shape[-3] // TERM_ROWS) * x.shape[-2] for x in operands.values()) * problem.batch_dim
-    only = ("tile_m", "tile_n", "unit", "terms", "overlap")
+    only = ("tile_m", "tile_n", "unit", "terms", "padding", "overlap")
     grid, facts = (programs, len(operands)), plan.facts(tiles, 1, only=only)
     scales = plan.scales._replace(numbers=())
     return KernelLaunch(runtime.kernels().terms, grid, tiles, sizes, scales, (), facts)

@@ -149,7 +149,8 @@ def delta_kernel(tensors, sizes, scales, FACTS: tl.constexpr):
         ok = (i < sizes.seqlen_q)[:, None] & (first + columns < dim)[None, :]
         total = tl.load(do + first, mask=ok, other=0.0).to(tl.float32)
         for term in tl.static_range(1, TERMS):
-            total += tl.load(do + first + term * dim, mask=ok, other=0.0).to(tl.float32)
+            padded = tl.cdiv(dim, FACTS.padding) * FACTS.padding
+            total += tl.load(do + first + term * padded, mask=ok, other=0.0).to(tl.float32)
         delta += tl.sum(tl.load(o + first, mask=ok, other=0.0).to(tl.float32) * total, 1)
     line = (tl.cast(b, tl.int64) * sizes.heads_q + head) * sizes.seqlen_q + i
     ok = i < sizes.seqlen_q

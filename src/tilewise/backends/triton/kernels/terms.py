@@ -17,7 +17,8 @@ from tilewise.backends.triton.kernels.maths import multiple
 def terms_kernel(tensors, sizes, scales, FACTS: tl.constexpr):
     """Splits the rows of fp32 q, k, v, and of do in a backward, into rows of three terms in dq, dk, dv and o.
 
-    An operand (.., heads, D) becomes a contiguous (.., heads, 3 D). Strides are in elements.
+    An operand (.., heads, D) becomes a contiguous (.., heads, 3 D), where D is padded with zeros (``FACTS.padding``). Strides are in
+    elements.
     Grid: (programs of the tensor that needs most, tensors).
     """
     sizes = plain_sizes(sizes)
@@ -37,9 +38,10 @@ def rows_to_terms(operand, to, strides, length, heads, dim, sizes, FACTS: tl.con
     """Splits the tile_m rows of one operand that belong to program_id(0); it does nothing where the operand has no such rows.
 
     Args:
-        operand: fp32, with ``strides`` (batch, row, head). to: bf16, contiguous (batch, length, heads, 3 D).
+        operand: fp32, with ``strides`` (batch, row, head). to: bf16, contiguous (batch, length, heads, columns of three terms).
     """
     dim = multiple(dim, FACTS.unit)
+    padded = tl.cdiv(dim, FACTS.padding) * FACTS.padding
     pid, blocks = (
         tl.program_id(0),
         tl.maximum(tl.cdiv(length, FACTS.tile_m), 1),
@@ -49,18 +51,19 @@ def rows_to_terms(operand, to, strides, length, heads, dim, sizes, FACTS: tl.con
     m, columns = (pid % blocks) * FACTS.tile_m + tl.arange(0, FACTS.tile_m), tl.arange(0, FACTS.tile_n)
     base = operand + (tl.cast(b, tl.int64) * by_batch + tl.cast(head, tl.int64) * by_head)
     base += m.to(tl.int64)[:, None] * by_row + columns[None, :]
-    to += ((tl.cast(b, tl.int64) * length + m)[:, None] * heads + head) * (FACTS.terms * dim) + columns[None, :]
-    for first in range(0, dim, FACTS.tile_n):
-        ok = (m < length)[:, None] & (first + columns < dim)[None, :] & (b < sizes.batch)
+    to += ((tl.cast(b, tl.int64) * length + m)[:, None] * heads + head) * (FACTS.terms * padded) + columns[None, :]
+    rows = (m < length)[:, None] & (b < sizes.batch)
+    for first in range(0, padded, FACTS.tile_n):
         # Global memory to registers: fp32 (tile_m, tile_n).
-        x = tl.load(base + first, mask=ok, other=0.0)
+        x = tl.load(base + first, mask=rows & (first + columns < dim)[None, :], other=0.0)
         high, middle, low = split_into_terms(x)
         # An infinity is all in the first term: Inf - Inf would put a NaN into the others.
         finite = tl.abs(x) < float("inf")
-        # Registers to global memory: three terms of bf16 (tile_m, tile_n), D columns from one to the next.
+        # Registers to global memory: three terms of bf16 (tile_m, tile_n).
+        ok = rows & (first + columns < padded)[None, :]
         tl.store(to + first, high, mask=ok)
-        tl.store(to + first + dim, tl.where(finite, middle, 0.0), mask=ok)
-        tl.store(to + first + 2 * dim, tl.where(finite, low, 0.0), mask=ok)
+        tl.store(to + first + padded, tl.where(finite, middle, 0.0), mask=ok)
+        tl.store(to + first + 2 * padded, tl.where(finite, low, 0.0), mask=ok)
 
 
 @triton.jit

@@ -196,24 +196,22 @@ def load_chunk(rows, column, FACTS: tl.constexpr):
     TERMS: tl.constexpr = FACTS.terms
     CHUNK: tl.constexpr = FACTS.chunk
     DIM: tl.constexpr = FACTS.head_dim_v if len(rows.of_v) > 0 else FACTS.head_dim
+    PADDED: tl.constexpr = (DIM + FACTS.padding - 1) // FACTS.padding * FACTS.padding
     columns = column + tl.arange(0, CHUNK)
     blocks = ()
     for term in tl.static_range(TERMS):
         if len(rows.view) > 0:
             # (1, 1, rows, FACTS.chunk) by TMA from global to shared memory. Partner: the barrier of this stage of the loop, on which
             # Triton's pipeliner lets the product wait that reads the chunk.
-            corner = [rows.view[1], rows.view[2], rows.view[3], term * DIM + column]
+            corner = [rows.view[1], rows.view[2], rows.view[3], term * PADDED + column]
             blocks = blocks + (rows.view[0].load(corner).reshape(rows.lines.shape[0], CHUNK),)
         else:
             # Global memory to shared memory by cp.async.
-            pointers = rows.pointer + (rows.lines[:, None] + (term * DIM + columns)[None, :])
-            within = columns < DIM
+            pointers = rows.pointer + (rows.lines[:, None] + (term * PADDED + columns)[None, :])
             if len(rows.ok) > 0:
-                blocks = blocks + (tl.load(pointers, mask=rows.ok[0][:, None] & within[None, :], other=0.0),)
-            elif DIM % CHUNK == 0 and FACTS.column_parts == 1:
-                blocks = blocks + (tl.load(pointers),)
+                blocks = blocks + (tl.load(pointers, mask=rows.ok[0][:, None], other=0.0),)
             else:
-                blocks = blocks + (tl.load(pointers, mask=within[None, :], other=0.0),)
+                blocks = blocks + (tl.load(pointers),)
     return blocks
 
 
@@ -366,7 +364,7 @@ def accumulate(p, tiles, acc, FACTS: tl.constexpr):
     """
     APART: tl.constexpr = FACTS.natural and FACTS.precision == "ieee"
     if FACTS.chunk:
-        return accumulate_chunks(split_into_terms(p) if FACTS.terms > 1 else (p,), tiles, acc, FACTS)
+        return accumulate_chunks(split_into_terms(p), tiles, acc, FACTS)
     else:
         p = split_into_terms(p) if FACTS.terms > 1 else (p.to(tiles[0].dtype),)
         return accumulate_tiles(p, tiles, acc, APART, FACTS)

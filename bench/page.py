@@ -454,14 +454,21 @@ def summary() -> str:
 
 def doors() -> str:
     """The times of other packages' calls by themselves and through our doors."""
-    found = load("cpu-calls")
-    run = [name for name, r in found.runs.items() if r["command"] == "python -m bench.doors"][-1]
+    return "\n\n".join("\n".join(doors_of(*of)) for of in (("cpu-calls", None), ("hopper-calls", 2)))
+
+
+def doors_of(name: str, digits: int | None) -> list[str]:
+    """The newest run of a file of results, as a table."""
+    found = load(name)
+    run = [run for run, r in found.runs.items() if r["command"] == "python -m bench.doors"][-1]
     titles = {"forward": "forward", "both": "forward and backward"}
     contestants = {"{}, by itself": "own", "tilewise": "door"}
     columns = [(title.format(way), (who, d)) for (d, way), (title, who) in product(titles.items(), contestants.items())]
     ms = lambda case, of: found.value(run, case, *of, "time")  # noqa: E731
-    lines = grid({case: case for case in found.cases(run)}, columns, ms, corner="ms")
-    return "\n".join([*lines, "", *wrapped(f"Batch 2, 8 heads of 64, N 1,024, fp32. {found.source(run)}")])
+    lines = grid({case: case for case in found.cases(run)}, columns, ms, digits, "ms")
+    shape = next(iter(found.cases(run).values()))
+    said = "Batch {batch}, {heads_q} heads of {head_dim}, N {seqlen:,}, {dtype}. ".format(**shape)
+    return [*lines, "", *wrapped(said + found.source(run))]
 
 
 QUOTED = {"speed": summary, "times": doors} | derivative_tables.QUOTED | huggingface.QUOTED

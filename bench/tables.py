@@ -96,7 +96,11 @@ def runs_today(command: str) -> bool:
 
 def machine(run: dict) -> str:
     """The processor of a run, with its threads where it is a CPU."""
-    threads = f", {run['threads']} threads" if "NVIDIA" not in run["device"] and run.get("threads") else ""
+    threads = (
+        f", {run['threads']} thread{'s' * (run['threads'] != 1)}"
+        if "NVIDIA" not in run["device"] and run.get("threads")
+        else ""
+    )
     return run["device"].replace("(R)", "") + threads
 
 

@@ -6,7 +6,8 @@ import pytest
 
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.forward import config
-from tilewise.backends.hopper.host.traits import traits
+from tilewise.backends.hopper.host import aot
+from tilewise.backends.hopper.host.traits import sources, traits
 from tilewise.backends.sample import sample, values
 
 SHIPPED = [*config.shipped(), *backward_config.shipped()]
@@ -49,3 +50,15 @@ def test_a_config_whose_traits_are_all_shown_is_left_out():
     first, second = SAMPLE[:2]
     assert sample([first, first, second], traits) == [first, second]
     assert not traits(first) >= traits(second)
+
+
+def test_one_kernel_of_each_kind_of_sources_stands_for_all_where_their_programs_are_known():
+    kinds = [sources(config) for config in sample(aot.shipped(), sources)]
+    assert sorted(name for (name,) in kinds) == [
+        "backward",
+        "decoding",
+        "forward",
+        "latent",
+        "latent_dk_dv",
+        "latent_dq",
+    ]

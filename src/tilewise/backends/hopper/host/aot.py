@@ -38,7 +38,7 @@ from tilewise.backends.hopper.forward import config as forward_config
 from tilewise.backends.hopper.host import hostcode, kernel_files, proven, sass
 from tilewise.backends.hopper.host.kernel_files import file_name
 from tilewise.backends.hopper.host.recipe import Recipe
-from tilewise.backends.hopper.host.traits import traits
+from tilewise.backends.hopper.host.traits import sources, traits
 from tilewise.backends.hopper.kernels import AnyConfig, shipped
 from tilewise.backends.hopper.latent.config import LatentConfig
 from tilewise.backends.hopper.latent.gradients_config import GradientsConfig
@@ -291,8 +291,10 @@ def main(arguments: list[str]) -> int:
         )
         return 0
     kept, started, rows, failed = shipped(), time.perf_counter(), {}, 0
+    # Of these no program and no figure can be another, unless the compiler is.
+    known = listed_of_these_sources() if options.sample and options.programs else {}
     if options.sample or not options.programs:
-        every = sample(kept, traits) if options.sample else kept
+        every = sample(kept, sources if known else traits) if options.sample else kept
         every += forward_config.candidates() + backward_config.candidates() if options.candidates else []
         configs = [c for c in every if options.only in c.name]
         rows = build_all(configs, kernel_files.folder(), options.jobs)
@@ -301,7 +303,6 @@ def main(arguments: list[str]) -> int:
             options.table.write_text(table({c.name: rows[c.name] for c in configs if c in kept}))
     if options.programs:
         configs, started = [c for c in kept if options.only in c.name], time.perf_counter()
-        known = listed_of_these_sources() if options.sample else {}
         known |= {name: row["program"] for name, row in rows.items()}
         others = other_programs(configs, known, options.jobs)
         print("".join(f"FAIL {name}: not the program that kernels.txt lists\n" for name in others), end="")

@@ -16,6 +16,11 @@ def options(config: AnyConfig) -> Hashable:
     return type(config).__name__, *((name, x) for name, x in found if x is not None and not is_dataclass(x))
 
 
+def sources(config: AnyConfig) -> frozenset[Hashable]:
+    """The one trait that kernels of the same sources share, how their names begin: one shows whether the compiler is still the same."""
+    return frozenset({config.name.partition("16_")[0][:-3]})
+
+
 def traits(config: AnyConfig) -> frozenset[Hashable]:
     """The traits that a kernel shows in a sample: each value of its fields, tiles as a whole and by their parts; and its options."""
     return frozenset({*((type(config).__name__, *each) for each in values(config)), options(config)})

@@ -279,8 +279,8 @@ def shipped() -> list[Backward]:
         if (keys := row.biased(score, form, packed))
     ]
     found = [(x, more) for x, more in found if x and exists(x.keys, more["form"], more.get("packed", False))]
-    kinds = [(passes, more, dtypes_of(more.get("score", ""), more.get("dropout", False))) for passes, more in found]
-    return [Backward(*passes, dtype=dtype, **options) for passes, options, dtypes in kinds for dtype in dtypes]
+    every = [Backward(*passes, dtype=dtype, **options) for passes, options in found for dtype in DTYPES.values()]
+    return [x for x in every if x.dtype in dtypes_of(x.keys.width, x.score, x.dropout)]
 
 
 # -- The choice ----------------------------------------------------------------------------------------------------

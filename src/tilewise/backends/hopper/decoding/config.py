@@ -133,7 +133,7 @@ class DecodingConfig(Formed):
 def shipped() -> list[DecodingConfig]:
     """Every kernel that is compiled ahead of time."""
     kinds = [(tiles, score) for tiles in TILES.values() for score in ("", "softcap") if tiles.rows in rows_of(score)]
-    kinds = [(*kind, dtype) for kind in kinds for dtype in dtypes_of(kind[1])]
+    kinds = [(tiles, score, dtype) for tiles, score in kinds for dtype in dtypes_of(tiles.width, score)]
     return [DecodingConfig(dtype, tiles, n, score) for n in BOX_ROWS for tiles, score, dtype in kinds]
 
 

@@ -161,7 +161,6 @@ def shipped() -> list[Config]:
         for row in TABLE.values()
         if row.softcap
         for dtype, form in kinds
-        if dtype in dtypes_of("softcap")
     ]
     whole = plain + capped
     ends = [c for c in whole if c.of_numbers]
@@ -172,13 +171,12 @@ def shipped() -> list[Config]:
     few = [other for c in ends if c.form != "band" for other in smaller(c)]
     both = [*few, *[replace(c, split=True) for c in few if c.form == "upper"]]
     bits = [Config(row.bits, dtype, "bits") for row in TABLE.values() if row.bits for dtype in DTYPES.values()]
-    trained = [(row, *kind) for row in TABLE.values() if row.dropout for kind in kinds]
-    trained = [kind for kind in trained if kind[1] in dtypes_of("", dropout=True) and kind[2] in DROPPED]
+    trained = [(row, *kind) for row in TABLE.values() if row.dropout for kind in kinds if kind[1] in DROPPED]
     dropped = [Config(row.dropout, dtype, form, dropout=True) for row, dtype, form in trained]
     packed += [replace(c, packed=True) for c in dropped if c.form == "upper"]
     scored = [(row, score, form) for row in TABLE.values() for score, x in SCORES.items() for form in x.forms]
     scored = [(tiles, form, score) for row, score, form in scored if (tiles := row.biased(score))]
-    biased = [Config(tiles, dtype, form, score) for tiles, form, score in scored for dtype in dtypes_of(score)]
+    biased = [Config(tiles, dtype, form, score) for tiles, form, score in scored for dtype in DTYPES.values()]
     packed += [replace(c, packed=True) for c in biased if (True, False) in SCORES[c.score].ways]
     gathers = [Config(t, dtype, "upper", selected=True) for t in SELECTED_TILES.values() for dtype in DTYPES.values()]
     ordered = [
@@ -188,7 +186,8 @@ def shipped() -> list[Config]:
     ]
     ordered += [c for c in paged if c.form == "upper"]
     ordered = [replace(c, tiles=one_order(c.tiles)) for c in ordered]
-    return list(dict.fromkeys((*whole, *split, *packed, *paged, *both, *bits, *dropped, *biased, *gathers, *ordered)))
+    every = dict.fromkeys((*whole, *split, *packed, *paged, *both, *bits, *dropped, *biased, *gathers, *ordered))
+    return [c for c in every if c.dtype in dtypes_of(c.tiles.width, c.score, c.dropout)]
 
 
 @lru_cache(maxsize=1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tilewise import device as devices
-from tilewise.backends.hopper.config import ALIGNMENT, DTYPES, ELEMENT_BYTES, PLAIN, ROWS, Formed
+from tilewise.backends.hopper.config import ALIGNMENT, DTYPES, ELEMENT_BYTES, PLAIN, ROWS, Formed, dtypes_of
 from tilewise.backends.hopper.expected import Expected
 from tilewise.backends.hopper.latent.parameters import parameters
 from tilewise.backends.hopper.parameters import Parameters
@@ -156,7 +156,7 @@ class LatentConfig(Formed):
 def shipped() -> list[LatentConfig]:
     """Every kernel that is compiled ahead of time."""
     shares = ((False, False), (True, False), (True, True))
-    kinds = [(dtype, *kind) for kind in KINDS for dtype in DTYPES.values()]
+    kinds = [(dtype, *kind) for kind in KINDS for dtype in dtypes_of(WIDTH)]
     return [LatentConfig(dtype, *shared, e4m3, selected) for dtype, e4m3, selected in kinds for shared in shares]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tilewise.backends.hopper.config import DTYPES, ELEMENT_BYTES, PLAIN, ROWS, Formed
+from tilewise.backends.hopper.config import ELEMENT_BYTES, PLAIN, ROWS, Formed, dtypes_of
 from tilewise.backends.hopper.expected import Expected
 from tilewise.backends.hopper.latent.config import CHUNK, KEYS, PAIR, WIDTH, WIDTH_V, LatentTiles
 from tilewise.backends.hopper.parameters import FP32, LISTS, Parameter, Parameters, numbers, tiled
@@ -80,4 +80,4 @@ class GradientsConfig(Formed):
 
 def shipped() -> list[GradientsConfig]:
     """Every kernel that is compiled ahead of time."""
-    return [GradientsConfig(dtype, queries) for dtype in DTYPES.values() for queries in (False, True)]
+    return [GradientsConfig(dtype, queries) for dtype in dtypes_of(WIDTH) for queries in (False, True)]

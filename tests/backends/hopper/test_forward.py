@@ -225,7 +225,9 @@ def test_a_bias_by_pair_has_kernels(name):
     tensors, options = CASES[name]
     chosen = config.choose(without_gradient(call(*tensors, **options)).p)
     assert chosen.score == "bias"
-    assert (chosen in config.shipped()) == (chosen.dtype in shared.dtypes_of(chosen.tiles.width, "bias"))
+    assert (chosen in config.shipped()) == (
+        chosen.dtype in shared.dtypes_of(chosen.tiles.width, chosen.tiles.width_v, "bias")
+    )
 
 
 @pytest.mark.parametrize("name", TABLES)

@@ -42,10 +42,11 @@ DROPPED = ("full", "upper", "rows")  # those with dropout: bands with two ends c
 SHARING = 4  # CTAs that read one head's keys at a time, so that K and V come from L2: docs/decisions.md#hopper-sharing
 
 
-def dtypes_of(width: int, score: str = "", dropout: bool = False) -> tuple[str, ...]:
-    """The dtypes in which kernels of a head dim ship. In fp16 those with a score, with dropout or of heads wider than 128 are compiled at
-    a first call, or left to Triton: models with these run in bf16 (docs/decisions.md#hopper-shipped-dtypes)."""
-    return ("bf16",) if score or dropout or width > 128 else tuple(DTYPES.values())
+def dtypes_of(width: int, width_v: int, score: str = "", dropout: bool = False) -> tuple[str, ...]:
+    """The dtypes in which kernels of these head dims ship. In fp16 those with a score, with dropout, of two head dims or of one above 256
+    are compiled at a first call, or left to Triton: models with these run in bf16 (docs/decisions.md#hopper-shipped-dtypes)."""
+    plain = width == width_v <= 256 and not (score or dropout)
+    return tuple(DTYPES.values()) if plain else ("bf16",)
 
 
 # -- Registers -----------------------------------------------------------------------------------------------------

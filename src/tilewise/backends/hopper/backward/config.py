@@ -280,7 +280,7 @@ def shipped() -> list[Backward]:
     ]
     found = [(x, more) for x, more in found if x and exists(x.keys, more["form"], more.get("packed", False))]
     every = [Backward(*passes, dtype=dtype, **options) for passes, options in found for dtype in DTYPES.values()]
-    return [x for x in every if x.dtype in dtypes_of(x.keys.width, x.score, x.dropout)]
+    return [x for x in every if x.dtype in dtypes_of(*x.keys.dims, x.score, x.dropout)]
 
 
 # -- The choice ----------------------------------------------------------------------------------------------------

@@ -187,7 +187,7 @@ def shipped() -> list[Config]:
     ordered += [c for c in paged if c.form == "upper"]
     ordered = [replace(c, tiles=one_order(c.tiles)) for c in ordered]
     every = dict.fromkeys((*whole, *split, *packed, *paged, *both, *bits, *dropped, *biased, *gathers, *ordered))
-    return [c for c in every if c.dtype in dtypes_of(c.tiles.width, c.score, c.dropout)]
+    return [c for c in every if c.dtype in dtypes_of(c.tiles.width, c.tiles.width_v, c.score, c.dropout)]
 
 
 @lru_cache(maxsize=1)

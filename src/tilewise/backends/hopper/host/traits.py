@@ -18,7 +18,7 @@ def options(config: AnyConfig) -> Hashable:
 
 def sources(config: AnyConfig) -> frozenset[Hashable]:
     """The one trait that kernels of the same sources share, how their names begin: one shows whether the compiler is still the same."""
-    return frozenset({config.name.partition("16_")[0][:-3]})
+    return frozenset({config.name.partition(f"_{config.dtype}_")[0]})
 
 
 def traits(config: AnyConfig) -> frozenset[Hashable]:

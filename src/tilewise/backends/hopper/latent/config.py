@@ -156,7 +156,7 @@ class LatentConfig(Formed):
 def shipped() -> list[LatentConfig]:
     """Every kernel that is compiled ahead of time."""
     shares = ((False, False), (True, False), (True, True))
-    kinds = [(dtype, *kind) for kind in KINDS for dtype in dtypes_of(WIDTH)]
+    kinds = [(dtype, *kind) for kind in KINDS for dtype in dtypes_of(WIDTH, WIDTH_V)]
     return [LatentConfig(dtype, *shared, e4m3, selected) for dtype, e4m3, selected in kinds for shared in shares]
 
 

@@ -80,4 +80,4 @@ class GradientsConfig(Formed):
 
 def shipped() -> list[GradientsConfig]:
     """Every kernel that is compiled ahead of time."""
-    return [GradientsConfig(dtype, queries) for dtype in dtypes_of(WIDTH) for queries in (False, True)]
+    return [GradientsConfig(dtype, queries) for dtype in dtypes_of(WIDTH, WIDTH_V) for queries in (False, True)]

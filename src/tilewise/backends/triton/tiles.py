@@ -48,8 +48,8 @@ class Tiles:
         return self.num_stages > 2
 
     @property
-    def padding(self) -> int:
-        """What columns of a term are padded to a multiple of: whole chunks for each part."""
+    def term_unit(self) -> int:
+        """Columns of which a term of a row is a multiple, padded with zeros: a chunk for each part."""
         return max(self.chunk, 1) * self.column_parts
 
     def describe(self) -> str:

@@ -25,7 +25,7 @@ MEANINGS = {
     "natural": "exponents are natural, as fp32 inputs ask; else in units of log2",
     "precision": "how tl.dot computes fp32 products: 'ieee' or 'tf32'",
     "terms": "bf16 numbers that stand for an element of q, k, v and dO",
-    "padding": "columns of a term, from which the next one begins, are a multiple of it (Tiles.padding)",
+    "term_unit": "columns of which a term is a multiple (Tiles.term_unit)",
     "products": "the pairs of terms whose products are added up (config.TERM_PRODUCTS)",
     "upcast": "products are of fp32, as Triton's interpreter has none of bf16",
     "max_logit": "the largest score of each row is stored",

@@ -123,7 +123,7 @@ def run_statistics(call: Call, out: Output, dlse: Tensor, buffers: BackwardBuffe
     slots = -(-problem.seqlen_q // tiles.tile_m)
 
     def new(call: Call) -> list[KernelLaunch]:
-        only = ("tile_m", "tile_n", "align", "unit", "natural", "terms", "padding", "overlap")
+        only = ("tile_m", "tile_n", "align", "unit", "natural", "terms", "term_unit", "overlap")
         facts = plan.facts(tiles, call.align, only=only, **plan.overlap("leads"), **chosen)
         grid = (slots * problem.heads_q * problem.batch_dim,)
         reads = ("o", "lse", "do", "dlse", "lse2", "delta")

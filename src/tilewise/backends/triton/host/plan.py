@@ -84,9 +84,9 @@ class Decisions:
         return TERMS if self.config.products == "bf16x6" else 1
 
     @property
-    def padding(self) -> int:
-        """What columns of a term are padded to a multiple of; all passes read the same terms."""
-        return self.config.forward.padding if self.terms > 1 else 1
+    def term_unit(self) -> int:
+        """``Tiles.term_unit`` of every pass: all read the same terms."""
+        return self.config.forward.term_unit if self.terms > 1 else 1
 
     @cached_property
     def emitted(self) -> Emitted:
@@ -320,7 +320,7 @@ def _problem_facts(plan: Decisions, emitted: Emitted) -> dict[str, object]:
         "dropout": spec.dropout_p > 0,
         "precision": "tf32" if plan.config.products == "tf32" else "ieee",
         "terms": plan.terms,
-        "padding": plan.padding,
+        "term_unit": plan.term_unit,
         "products": TERM_PRODUCTS if plan.terms > 1 else ((0, 0),),
         "upcast": (problem.dtype == torch.bfloat16 or plan.terms > 1) and problem.device.type == "cpu",
         "varies": bool(expr.lookups(*ends) or expr.depends_on(*ends) & {"b", "h"}),

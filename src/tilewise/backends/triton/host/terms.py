@@ -20,8 +20,8 @@ WRITTEN = {"q": "dq", "k": "dk", "v": "dv", "do": "o"}
 
 def split_into_terms(plan: Plan, operands: dict[str, Tensor]) -> dict[str, Tensor]:
     """The terms of q, k, v and, in a backward, of do: an operand (.., heads, D) of fp32 becomes one of bf16, its terms side by side and
-    each padded with zeros (``Plan.padding``), in one buffer for all."""
-    columns = {name: TERMS * -(-x.shape[-1] // plan.padding) * plan.padding for name, x in operands.items()}
+    each padded with zeros to a multiple of ``Plan.term_unit`` columns, in one buffer for all."""
+    columns = {name: TERMS * -(-x.shape[-1] // plan.term_unit) * plan.term_unit for name, x in operands.items()}
     sizes = [math.prod(x.shape[:-1]) * columns[name] for name, x in operands.items()]
     each = [-(-n // 8) * 8 for n in sizes]  # so that each begins at a multiple of 16 bytes
     buffer = next(iter(operands.values())).new_empty(sum(each), dtype=torch.bfloat16)
@@ -44,7 +44,7 @@ def _launch(plan: Plan, operands: dict[str, Tensor]) -> KernelLaunch:
     strides = {name: operand_strides(x) for name, x in operands.items()}
     sizes = runtime.opaque(runtime.kernels().Sizes(batch=problem.batch_dim, dims=plan.dims, **lengths, **strides))
     programs = max(-(-x.shape[-3] // TERM_ROWS) * x.shape[-2] for x in operands.values()) * problem.batch_dim
-    only = ("tile_m", "tile_n", "unit", "terms", "padding", "overlap")
+    only = ("tile_m", "tile_n", "unit", "terms", "term_unit", "overlap")
     grid, facts = (programs, len(operands)), plan.facts(tiles, 1, only=only)
     scales = plan.scales._replace(numbers=())
     return KernelLaunch(runtime.kernels().terms, grid, tiles, sizes, scales, (), facts)

@@ -48,6 +48,7 @@ from tilewise.backends.triton.kernels.mask import (
     query_interval,
 )
 from tilewise.backends.triton.kernels.maths import PARTIAL, here, multiple
+from tilewise.backends.triton.kernels.terms import columns_of_term
 from tilewise.backends.triton.kernels.tile import (
     LOG2E,
     accumulate,
@@ -149,8 +150,7 @@ def delta_kernel(tensors, sizes, scales, FACTS: tl.constexpr):
         ok = (i < sizes.seqlen_q)[:, None] & (first + columns < dim)[None, :]
         total = tl.load(do + first, mask=ok, other=0.0).to(tl.float32)
         for term in tl.static_range(1, TERMS):
-            padded = tl.cdiv(dim, FACTS.padding) * FACTS.padding
-            total += tl.load(do + first + term * padded, mask=ok, other=0.0).to(tl.float32)
+            total += tl.load(do + first + term * columns_of_term(dim, FACTS), mask=ok, other=0.0).to(tl.float32)
         delta += tl.sum(tl.load(o + first, mask=ok, other=0.0).to(tl.float32) * total, 1)
     line = (tl.cast(b, tl.int64) * sizes.heads_q + head) * sizes.seqlen_q + i
     ok = i < sizes.seqlen_q

@@ -17,8 +17,8 @@ from tilewise.backends.triton.kernels.maths import multiple
 def terms_kernel(tensors, sizes, scales, FACTS: tl.constexpr):
     """Splits the rows of fp32 q, k, v, and of do in a backward, into rows of three terms in dq, dk, dv and o.
 
-    An operand (.., heads, D) becomes a contiguous (.., heads, 3 D), where D is padded with zeros (``FACTS.padding``). Strides are in
-    elements.
+    An operand (.., heads, D) becomes a contiguous (.., heads, 3 D), each term padded with zeros (:func:`columns_of_term`).
+    Strides are in elements.
     Grid: (programs of the tensor that needs most, tensors).
     """
     sizes = plain_sizes(sizes)
@@ -41,7 +41,7 @@ def rows_to_terms(operand, to, strides, length, heads, dim, sizes, FACTS: tl.con
         operand: fp32, with ``strides`` (batch, row, head). to: bf16, contiguous (batch, length, heads, columns of three terms).
     """
     dim = multiple(dim, FACTS.unit)
-    padded = tl.cdiv(dim, FACTS.padding) * FACTS.padding
+    padded = columns_of_term(dim, FACTS)
     pid, blocks = (
         tl.program_id(0),
         tl.maximum(tl.cdiv(length, FACTS.tile_m), 1),
@@ -64,6 +64,12 @@ def rows_to_terms(operand, to, strides, length, heads, dim, sizes, FACTS: tl.con
         tl.store(to + first, high, mask=ok)
         tl.store(to + first + padded, tl.where(finite, middle, 0.0), mask=ok)
         tl.store(to + first + 2 * padded, tl.where(finite, low, 0.0), mask=ok)
+
+
+@triton.jit
+def columns_of_term(dim, FACTS: tl.constexpr):
+    """The columns from one term of a row to the next."""
+    return tl.cdiv(dim, FACTS.term_unit) * FACTS.term_unit
 
 
 @triton.jit

@@ -196,7 +196,7 @@ def load_chunk(rows, column, FACTS: tl.constexpr):
     TERMS: tl.constexpr = FACTS.terms
     CHUNK: tl.constexpr = FACTS.chunk
     DIM: tl.constexpr = FACTS.head_dim_v if len(rows.of_v) > 0 else FACTS.head_dim
-    PADDED: tl.constexpr = (DIM + FACTS.padding - 1) // FACTS.padding * FACTS.padding
+    PADDED: tl.constexpr = (DIM + FACTS.term_unit - 1) // FACTS.term_unit * FACTS.term_unit
     columns = column + tl.arange(0, CHUNK)
     blocks = ()
     for term in tl.static_range(TERMS):

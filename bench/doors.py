@@ -11,6 +11,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from operator import call
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import attention
 from torch.nn.attention import flex_attention as flex
+from torch.nn.attention.varlen import varlen_attn
 
 from bench import script
 from bench.measure import interleaved, seconds_per_call
@@ -65,7 +67,7 @@ def of_torch(device: str) -> Iterator[tuple[str, Row]]:
     def encode(*qkv: Tensor, padding: Tensor) -> Tensor:
         return models[qkv[0].dtype](qkv[0].transpose(1, 2).flatten(2), src_key_padding_mask=padding)
 
-    _, heads, _, n, dim, dtype = SHAPES[device].values()
+    heads, n, dim, dtype = (SHAPES[device][name] for name in ("heads_q", "seqlen", "head_dim", "dtype"))
     layer = nn.TransformerEncoderLayer(heads * dim, heads, dropout=0.0, batch_first=True, device=device)
     models = {x: nn.TransformerEncoder(layer, 2).to(x).eval() for x in (torch.float64, getattr(torch, dtype))}
     short, long = (n // 4, n // 6), (n, 2 * n // 3)
@@ -74,10 +76,10 @@ def of_torch(device: str) -> Iterator[tuple[str, Row]]:
     blocks, our_blocks = (x.create_block_mask(window, None, None, n, n, device=device) for x in (flex, our_flex))
     compiled = partial(torch.compile(flex.flex_attention), block_mask=blocks)
     ours = partial(our_flex.flex_attention, block_mask=our_blocks)
-    trains = device != "cpu"  # PyTorch's FlexAttention has no gradients on a CPU
+    on_gpu = device != "cpu"  # where varlen_attn runs, and FlexAttention has gradients
     causal = partial(attend, is_causal=True)
     yield "SDPA, causal: the provider", Row(causal, causal, provided)
-    if device != "cpu":
+    if on_gpu:
         yield "`varlen_attn`, causal: the provider", Row(packed, packed, provided, exact=causal)
     padded = partial(attend, attn_mask=~padding[long][:, None, None])
     yield "SDPA, padded keys: `patch()`", Row(padded, padded, patch)
@@ -85,15 +87,14 @@ def of_torch(device: str) -> Iterator[tuple[str, Row]]:
         encoder = partial(encode, padding=mask)
         title = "two encoder layers, rows of {:,} and {:,}: `patch()`".format(*lengths)
         yield title, Row(encoder, encoder, patch, trains=False)
-    yield f"FlexAttention, compiled, causal window of {n // 4:,}", Row(compiled, ours, trains=trains)
+    yield f"FlexAttention, compiled, causal window of {n // 4:,}", Row(compiled, ours, trains=on_gpu)
 
 
 def packed(*qkv: Tensor) -> Tensor:
     """Causal attention of sequences of one length, one behind the other."""
     batch, _, n, _ = qkv[0].shape
     cu = torch.arange(0, n * (batch + 1), n, device=qkv[0].device, dtype=torch.int32)
-    varlen = import_module("torch.nn.attention.varlen")  # it needs a GPU
-    o = varlen.varlen_attn(*[x.transpose(1, 2).flatten(0, 1) for x in qkv], cu, cu, n, n, window_size=(-1, 0))
+    o = varlen_attn(*[x.transpose(1, 2).flatten(0, 1) for x in qkv], cu, cu, n, n, window_size=(-1, 0))
     return o.unflatten(0, (batch, n)).transpose(1, 2)
 
 
@@ -108,22 +109,22 @@ def of_others() -> Iterator[tuple[str, Row]]:
     if find_spec("diffusers"):
         import_module("tilewise.compat.diffusers").register()
         theirs = import_module("diffusers.models.attention_dispatch")
-        call = lambda *x: theirs.dispatch_attention_fn(*[y.transpose(1, 2) for y in x]).transpose(1, 2)  # noqa: E731
-        yield "diffusers' `native`", Row(call, call, lambda: theirs.attention_backend("tilewise"))
+        attention_of = lambda *x: theirs.dispatch_attention_fn(*[y.transpose(1, 2) for y in x]).transpose(1, 2)  # noqa: E731
+        yield "diffusers' `native`", Row(attention_of, attention_of, lambda: theirs.attention_backend("tilewise"))
 
 
-def results(call: Callable[..., Tensor], inputs: list[Tensor], gradients: bool) -> list[Tensor]:
+def results(attend: Callable[..., Tensor], inputs: list[Tensor], gradients: bool) -> list[Tensor]:
     """o, and with `gradients` those of half of its square."""
     with torch.set_grad_enabled(gradients):
-        o = call(*inputs)
+        o = attend(*inputs)
         return [o, *torch.autograd.grad(o, inputs, o.detach())] if gradients else [o]
 
 
-def milliseconds(call: Callable[[], object], device: str) -> float:
+def milliseconds(work: Callable[[], object], device: str) -> float:
     if device != "cpu":
-        return 1e3 * seconds_per_call(call, CALLS, device)
+        return 1e3 * seconds_per_call(work, CALLS, device)
     start = time.process_time()
-    call()
+    work()
     return 1e3 * (time.process_time() - start)
 
 
@@ -141,8 +142,8 @@ def measured(case: str, row: Row, log: script.Log, device: str = "cpu") -> None:
         with torch.compiler.set_stance("force_eager"):  # the error rule is beside eager
             doubles = [x.detach().double().requires_grad_(row.trains) for x in inputs]
             exact = results(row.exact or row.own, doubles, training)
-            own = run(False, lambda call: call(), training)
-        ours = run(True, lambda call: call(), training)
+            own = run(False, call, training)
+        ours = run(True, call, training)
         wrong = [str(e) for e in (judge(case, x, y, [z]) for x, y, z in zip(ours, exact, own, strict=True)) if not e.ok]
         if wrong:
             raise SystemExit("\n".join(wrong))

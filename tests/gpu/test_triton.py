@@ -60,7 +60,7 @@ WIDE_CALLS = {
 }
 
 
-@pytest.mark.parametrize("d", [32, 80, 112, 200, 256, 320, 512])
+@pytest.mark.parametrize("d", [32, 80, 96, 112, 128, 200, 256, 320, 512])
 @pytest.mark.parametrize("options", WIDE_CALLS.values(), ids=WIDE_CALLS)
 def test_wide_rows_of_fp32_agree_with_the_oracle(options, d):
     q, k, v = (x.cuda() for x in qkv(batch=2, nq=300, nk=300, hq=4, hk=2, d=d, dv=d))

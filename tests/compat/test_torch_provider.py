@@ -398,6 +398,22 @@ def test_results_have_the_strides_of_pytorchs_meta_kernels(layout, heads_k, arri
         assert [_form(x) for x in found] == [_form(x) for x in expected]
 
 
+def test_heads_that_lie_before_rows_need_no_copy(arrived, monkeypatch):
+    copied, original = [], torch_provider._in_strides_of
+
+    def watched(like, x):
+        found = original(like, x)
+        copied.append(found is not x)
+        return found
+
+    monkeypatch.setattr(torch_provider, "_in_strides_of", watched)
+    q, k, v = normal(B, H, NQ, D), normal(B, H, NK, D), normal(B, H, NK, D)
+    for run in list(_operators(q, k, v))[:4]:
+        run(q, k, v, normal(B, NQ, H, D).transpose(1, 2))
+    assert len(copied) > 4
+    assert not any(copied)
+
+
 def _form(x):
     return x.shape, x.stride(), x.dtype
 

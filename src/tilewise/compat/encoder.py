@@ -30,20 +30,23 @@ def would_pack(encoder: nn.TransformerEncoder, src: Tensor, mask: Tensor | None,
     )
     if not usual or any(x._forward_hooks or x._forward_pre_hooks for x in encoder.layers.modules()):
         return False  # these would see packed rows
-    keep = padding.logical_not()
-    return bool(keep.any()) and (not encoder.mask_check or torch._nested_tensor_from_mask_left_aligned(src, keep))
+    return not encoder.mask_check or torch._nested_tensor_from_mask_left_aligned(src, padding.logical_not())
 
 
-def over_packed_rows(encoder: nn.TransformerEncoder, src: Tensor, padding: Tensor) -> Tensor:
-    """Compute the encoder of ``src`` ``(batch, seqlen, features)`` where ``padding`` is False, or 0 if it is floating."""
+def over_packed_rows(encoder: nn.TransformerEncoder, src: Tensor, padding: Tensor) -> Tensor | None:
+    """Compute the encoder of ``src`` ``(batch, seqlen, features)`` where ``padding`` is False, or 0 if it is floating; None if it is
+    False nowhere."""
     keep = padding.logical_not()
-    x = src[keep][None]
-    _rows.offsets = F.pad(keep.sum(1).cumsum(0), (1, 0))
+    (kept,) = torch.where(keep.flatten())  # the only one of these operations that waits for the device
+    if not len(kept):
+        return None
+    x = src.flatten(0, 1)[kept][None]
+    _rows.offsets = F.pad(keep.sum(1, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0))
     try:
         for layer in encoder.layers:
             x = layer(x)
     finally:
         _rows.offsets = None
     o = x.new_zeros(src.shape)
-    o[keep] = x[0]
+    o.flatten(0, 1)[kept] = x[0]
     return o if encoder.norm is None else encoder.norm(o)

@@ -473,7 +473,9 @@ def _multi_head(*arguments) -> tuple[Tensor, Tensor | None]:
 @wraps(nn.TransformerEncoder.forward)  # TorchScript, which looks for the source behind this, compiles torch's
 def _patched_encoder(encoder, src, mask=None, src_key_padding_mask=None, is_causal=None) -> Tensor:
     if _active and _saved["fastpath"] and would_pack(encoder, src, mask, src_key_padding_mask):
-        return over_packed_rows(encoder, src, src_key_padding_mask)
+        found = over_packed_rows(encoder, src, src_key_padding_mask)
+        if found is not None:
+            return found
     return _saved["forward"](encoder, src, mask, src_key_padding_mask, is_causal)
 
 

@@ -67,6 +67,18 @@ def _swapped(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple([x.transpose(1, 2) for x in tensors])
 
 
+def _heads_last(*tensors: Tensor) -> tuple[list[Tensor], Callable[[Tensor], Tensor]]:
+    """Return query, key, value and others, ``(batch, heads, seqlen, head_dim)``, as ``(batch, seqlen, heads, head_dim)``, and what gives
+    results laid out so their order back.
+
+    Where heads lie before rows and share no keys, each is a sequence of one head: so results have query's strides without a copy.
+    """
+    heads = tensors[0].shape[1]
+    if not all(x.shape[1] == heads and x.is_contiguous() for x in tensors[:3]):
+        return list(_swapped(*tensors)), lambda x: x.transpose(1, 2)
+    return [x.flatten(0, 1).unsqueeze(2) for x in tensors], lambda x: x.squeeze(2).unflatten(0, (-1, heads))
+
+
 def _in_strides_of(like: Tensor, x: Tensor) -> Tensor:
     """Return ``x``, or a copy, in the strides of ``torch.empty_like(like)``, which has its shape."""
     return x if x.stride() == torch.empty_like(like, device="meta").stride() else torch.empty_like(like).copy_(x)
@@ -107,8 +119,10 @@ def _scaled_dot_product_flash_attention_for_cpu(
     """Return ``(o, lse)``: o in query's strides, lse ``(batch, heads, seqlen_q)`` with heads last in memory."""
     _refuse_on_cpu(query, value, dropout_p)
     options = _cpu_options(query, key, is_causal, attn_mask, scale)
-    o, lse = tw.attention_with_lse(*_swapped(query, key, value), **options)
-    return _in_strides_of(query, o.transpose(1, 2)), *_swapped(lse.transpose(1, 2).contiguous())
+    qkv, back = _heads_last(query, key, value) if attn_mask is None else (_swapped(query, key, value), None)
+    o, lse = tw.attention_with_lse(*qkv, **options)
+    o = o.transpose(1, 2) if back is None else back(o)
+    return _in_strides_of(query, o), *_swapped(lse.view(query.shape[:3]).transpose(1, 2).contiguous())
 
 
 @_kernel
@@ -230,13 +244,13 @@ def _scaled_dot_product_flash_attention(
     query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None
 ) -> tuple:
     """Return ``(o, lse, cum_seq_q, cum_seq_k, max_q, max_k, rng_state, unused, debug_mask)`` of ``(batch, heads, seqlen, head_dim)``."""
-    qkv = _swapped(query, key, value)
+    qkv, back = _heads_last(query, key, value)
     lengths = query.shape[2], key.shape[2]
     o, *found = _flash_attention_forward(
         *qkv, None, None, *lengths, dropout_p, is_causal, return_debug_mask, scale=scale
     )
     lse, *rest = found
-    return _in_strides_of(query, o.transpose(1, 2)), lse, None, None, *lengths, *rest
+    return _in_strides_of(query, back(o)), lse.view(query.shape[:3]), None, None, *lengths, *rest
 
 
 @_kernel
@@ -246,8 +260,10 @@ def _scaled_dot_product_flash_attention_backward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """``(grad_query, grad_key, grad_value)`` in the strides of query, key and value."""
     options = _options(dropout_p, is_causal, scale, (None, None))
-    tensors = *_swapped(grad_out, query, key, value, out), logsumexp
-    return _like((query, key, value), _swapped(*_backward(tensors, (None, None), options, philox_seed)))
+    (q, k, v, do, o), back = _heads_last(query, key, value, grad_out, out)
+    lse = logsumexp.reshape(q.shape[0], q.shape[2], q.shape[1])
+    grads = _backward((do, q, k, v, o, lse), (None, None), options, philox_seed)
+    return _like((query, key, value), [back(x) for x in grads])
 
 
 _OF_CPU, _OF_CUDA = (

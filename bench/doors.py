@@ -42,6 +42,7 @@ class Row(NamedTuple):
     Attributes:
         around: what the door needs around both passes.
         exact: what computes the same in float64, if `own` cannot.
+        heads_first: heads lie before rows in memory, not behind them, as models' projections leave them.
     """
 
     own: Callable[..., Tensor]
@@ -49,6 +50,7 @@ class Row(NamedTuple):
     around: Callable[[], Any] = nullcontext
     trains: bool = True
     exact: Callable[..., Tensor] | None = None
+    heads_first: bool = False
 
 
 @contextmanager
@@ -79,6 +81,7 @@ def of_torch(device: str) -> Iterator[tuple[str, Row]]:
     on_gpu = device != "cpu"  # where varlen_attn runs, and FlexAttention has gradients
     causal = partial(attend, is_causal=True)
     yield "SDPA, causal: the provider", Row(causal, causal, provided)
+    yield "SDPA, causal, heads before rows: the provider", Row(causal, causal, provided, heads_first=True)
     if on_gpu:
         yield "`varlen_attn`, causal: the provider", Row(packed, packed, provided, exact=causal)
     padded = partial(attend, attn_mask=~padding[long][:, None, None])
@@ -131,8 +134,8 @@ def milliseconds(work: Callable[[], object], device: str) -> float:
 def measured(case: str, row: Row, log: script.Log, device: str = "cpu") -> None:
     """Judge a row, and keep its times."""
     *sizes, dtype = (SHAPES[device][name] for name in ("batch", "seqlen", "heads_q", "head_dim", "dtype"))
-    made = (torch.randn(sizes, device=device, dtype=getattr(torch, dtype)) for _ in "qkv")
-    inputs = [x.transpose(1, 2).requires_grad_(row.trains) for x in made]  # as models' projections lie
+    made = (torch.randn(sizes, device=device, dtype=getattr(torch, dtype)).transpose(1, 2) for _ in "qkv")
+    inputs = [(x.contiguous() if row.heads_first else x).requires_grad_(row.trains) for x in made]
 
     def run(door: bool, use: Callable[[Callable[[], Any]], Any], gradients: bool) -> Any:
         with row.around() if door else nullcontext():

@@ -424,6 +424,17 @@ CHUNKS = Config(*[Tiles(32, 32, 4, 1, tma=True, chunk=16)] * 4, products="bf16x6
 SOME_KEYS = [(0, 3, 0, 3, 0, 128), (0, 3, 0, 3, 128, 128)]
 
 
+def fill_new_memory(monkeypatch):
+    """Lets what a kernel reads and none has written be NaN."""
+    empty = torch.Tensor.new_empty
+
+    def filled(x, *size, **more):
+        new = empty(x, *size, **more)
+        return new.fill_(torch.nan) if new.is_floating_point() else new
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", filled)
+
+
 @pytest.mark.parametrize(
     ("shape", "override", "memory", "kept"),
     [
@@ -439,12 +450,43 @@ SOME_KEYS = [(0, 3, 0, 3, 0, 128), (0, 3, 0, 3, 128, 128)]
 def test_ds_is_kept_of_some_batch_elements_or_heads_or_keys_at_a_time(shape, override, memory, kept, monkeypatch):
     monkeypatch.setattr(sheet, "sheet_memory", lambda p: int(memory))
     monkeypatch.setattr(sheet, "SHEET_KEYS", 128)
-    empty = torch.Tensor.new_empty
-    monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *size, **more: empty(x, *size, **more).fill_(torch.nan))
+    fill_new_memory(monkeypatch)
     score = tw.bias(normal(*shape).requires_grad_())
     c = call(*qkv(batch=3, nq=48, nk=136, hq=3, hk=3, d=8, dv=8), mask=tw.causal() & tw.window(100), score=score)
     assert [astuple(part) for part in Plan(c.p, override).sheet] == kept
     agree(Triton(override), c)
+
+
+COLUMNS = OTHER_TILES["columns"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mask": tw.causal() & tw.window(100), "score": tw.softcap(2.0)},
+        {"dropout_p": 0.3, "dropout_seed": 5},
+    ],
+    ids=["window-softcap", "dropout"],
+)
+@pytest.mark.parametrize("heads", [1, 2], ids=["part-by-part", "at-once"])
+def test_programs_that_share_columns_keep_pairs_and_make_every_gradient_of_them(options, heads, monkeypatch):
+    monkeypatch.setattr(sheet, "sheet_memory", lambda p: 2 * heads * 2 * 2 * 128 * 256 * 4)
+    fill_new_memory(monkeypatch)
+    c = call(*qkv(batch=2, nq=72, nk=136, hq=4, hk=2, d=40, dv=24), **options)
+    plan = Plan(c.p, COLUMNS)
+    assert (plan.keeps_pairs, len(plan.sheet)) == (True, 2 // heads)
+    agree(Triton(COLUMNS), c)
+
+
+def test_pairs_are_kept_where_their_sums_alone_are_wanted():
+    keeps = lambda config=COLUMNS, **options: bool(  # noqa: E731
+        (plan := Plan(call(*qkv(), **options).p, config)).sheet and plan.keeps_pairs
+    )
+    assert keeps(causal=True)
+    assert not keeps(OTHER_TILES["chunks"], causal=True)
+    assert not keeps(replace(COLUMNS, group_parts=2), causal=True)
+    assert not keeps(score=tw.bias(normal(4, 70, 70).requires_grad_()))
+    assert not keeps(mask=tw.key_range(0, 60))
 
 
 @pytest.mark.parametrize("read", ["bias", "table"])

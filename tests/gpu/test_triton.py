@@ -57,6 +57,7 @@ WIDE_CALLS = {
     "dropout": lambda: {"dropout_p": 0.2, "dropout_seed": 3},
     "dense": lambda: {"mask": tw.dense(normal(300, 300) > -0.2)},
     "window": lambda: {"mask": tw.window(40, 10)},
+    "softcap": lambda: {"causal": True, "score": tw.softcap(2.0)},
 }
 
 

@@ -18,12 +18,17 @@ SHEET_UNIT = 128  # its rows and columns are multiples of this
 SHEET_KEYS = 512  # the fewest keys of a part: dQ is read and written once a part, in fp32
 BATCH_MEMORY = 512 << 20  # bytes of a part of the batch: the gradient is read and written once a part, in fp32
 SUMMED_BESIDE = 32  # an eighth of the programs that an H200 runs at a time
-SHEET_HEAD_DIM = 256  # the largest with which a GPU has run its kernels
+SHEET_HEAD_DIM = 256
 
 
 def sheet_memory(problem: Problem) -> int:
     """Return the bytes of dS that a backward keeps at a time, a fraction of its device's memory."""
     return devices.of(problem.device).memory // 64 or 2 << 30
+
+
+def is_too_wide(problem: Problem) -> bool:
+    """Return whether no GPU has run the kernels that sum a bias's gradient from a sheet with head dims this large."""
+    return max(problem.head_dim, problem.head_dim_v) > SHEET_HEAD_DIM
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,7 @@ class SheetPart:
 
 
 def sheet_parts(
-    problem: Problem, loops: Sequence[str], beside: tuple[int, int], gradient: int
+    problem: Problem, loops: Sequence[str], beside: tuple[int, int], gradient: int, kept: int = 1
 ) -> tuple[SheetPart, ...]:
     """Return the parts of dS that are kept in turn, or none if dS is not kept.
 
@@ -51,12 +56,11 @@ def sheet_parts(
         loops: "b" and "h", if the sum runs over them.
         beside: the batch elements and the heads that run side by side; a part has a multiple of them.
         gradient: bytes of the bias.
+        kept: how many sheets there are.
     """
-    if max(problem.head_dim, problem.head_dim_v) > SHEET_HEAD_DIM:
-        return ()
     queries, keys = (-(-n // SHEET_UNIT) * SHEET_UNIT for n in (problem.seqlen_q, problem.seqlen_k))
     most, heads = max(gradient, sheet_memory(problem)), problem.heads_k
-    key_of_head = problem.batch * problem.group * queries * problem.dtype.itemsize
+    key_of_head = problem.batch * problem.group * queries * problem.dtype.itemsize * kept
     if "h" in loops:
         least = min(SHEET_KEYS, keys)
         if heads * key_of_head * least > 2 * most:
@@ -96,6 +100,20 @@ def sheet_tiles(problem: Problem, config: Config) -> Tiles:
     sides = {"tile_m": min(tiles.tile_m, SHEET_STRIP), "tile_n": min(tiles.tile_n, config.dkdv.tile_n)}
     tiles = replace(tiles, **sides, chunk=config.dkdv.chunk)
     return with_stages(problem, "sheet", tiles)
+
+
+def product_tiles(problem: Problem, config: Config) -> Tiles:
+    """Return the tiles of products of sheets of which programs each make some columns, where no bias has a gradient."""
+    tiles = replace(sheet_tiles(problem, config), column_parts=config.dq.column_parts)
+    return replace(tiles, num_stages=3) if tiles.tma else tiles
+
+
+def pairs_tiles(problem: Problem, config: Config) -> Tiles:
+    """Return the tiles of the pass that leaves dS and P in sheets: with no sums of columns, it has registers for larger ones."""
+    tiles = replace(config.dkdv, column_parts=1)
+    if config.dkdv.tma:
+        tiles = replace(tiles, tile_m=SHEET_UNIT, num_stages=2)
+    return with_stages(problem, "pairs", tiles)
 
 
 def sheet_strip_tiles(problem: Problem, config: Config) -> Tiles:

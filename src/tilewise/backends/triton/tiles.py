@@ -10,6 +10,7 @@ WIDEST_PIECE = 512  # columns of a head dim
 # a * b + c rounds once: the default of Triton up to 3.9, but not of 3.10.
 FUSION = {"enable_fp_fusion": True}
 OVER_KEYS = ("dkdv", "dk", "dv")  # the passes whose programs own key tiles
+OF_SHEETS = ("sheet", "kept_pairs")  # the kernels of one product of kept tiles
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ def shared_memory(
 
     Args:
         kernel: "forward", "paged", "latent", "merge_rows", "dkdv", "dk", "dv", "dq",
-            "group_parts", "delta", "tile", "strip", "sheet" or "sheet_strip".
+            "group_parts", "delta", "tile", "strip", "pairs", "sheet", "kept_pairs" or "sheet_strip".
         widths: :func:`columns` of q, k and of v.
     """
     w, wv = widths
@@ -135,6 +136,7 @@ def shared_memory(
         "latent": m * w + stages * n * w + (m * n if streams.plain else 2 * m * n),
         "dkdv": n * (w + wv) + over_keys,
         "dk": n * (w + wv) + over_keys,
+        "pairs": n * (w + wv) + over_keys,
         "dv": n * w + over_keys,
         "dq": m * (w + wv) + stages * n * (w + wv),
         "delta": 0,
@@ -144,12 +146,13 @@ def shared_memory(
         "tile": stages * (m + n) * (w + wv),
         "strip": stages * (m + n) * (w + wv),
         "sheet": stages * n * (m + w) + 2 * m * n,
+        "kept_pairs": stages * m * (n + max(w, wv)) + 2 * m * n,
         "sheet_strip": m * n,
     }
-    statistics = 4 * 2 * m * stages if kernel in OVER_KEYS else 0
+    statistics = 4 * 2 * m * stages if kernel in (*OVER_KEYS, "pairs") else 0
     if tiles.chunk and rows[kernel]:  # one loop at a time reads chunks of both factors
-        rows[kernel] = stages * (m + n) * tiles.chunk + (0 if streams.plain and kernel != "sheet" else m * n)
-    bytes_ = streams.pair_bytes if kernel not in ("delta", "terms", "sheet") else 0
+        rows[kernel] = stages * (m + n) * tiles.chunk + (0 if streams.plain and kernel not in OF_SHEETS else m * n)
+    bytes_ = streams.pair_bytes if kernel not in ("delta", "terms", *OF_SHEETS) else 0
     scratch = {"sm90": 1024 if streams.plain else 2048, "sm100": 18 << 10}.get(arch, 2048)  # for changes of layout
     pairs = max(stages - 1, 1) * m * n * bytes_ + (0 if arch == "sm90" else 4096) if bytes_ else 0
     pairs += (

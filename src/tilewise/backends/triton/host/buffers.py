@@ -77,8 +77,9 @@ def sheet_shape(plan: Plan) -> tuple[int, ...]:
 
 
 def new_sheet(plan: Plan, q: Tensor) -> dict[str, Tensor | None]:
-    """Memory for a part of dS, and in fp32 for the sum of dQ that earlier parts of the keys make, laid out as dQ."""
+    """Memory for a part of dS, and of P, and in fp32 for the sum of dQ that earlier parts of the keys make, laid out as dQ."""
     if not plan.sheet:
         return {}
     sums = q.new_empty(q.shape, dtype=torch.float32) if plan.sheet[-1].first_key > 0 else None
-    return {"sheet": q.new_empty(sheet_shape(plan), dtype=plan.problem.dtype), "dq_sums": sums}
+    sheets = {name: q.new_empty(sheet_shape(plan), dtype=plan.problem.dtype) for name in plan.sheets}
+    return sheets | {"dq_sums": sums}

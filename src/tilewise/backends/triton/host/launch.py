@@ -27,7 +27,14 @@ from tilewise.backends.triton.host.plan import Plan, Role
 from tilewise.backends.triton.host.runtime import kernels
 from tilewise.backends.triton.host.terms import TERM_ROWS
 from tilewise.backends.triton.paging import PagedConfig
-from tilewise.backends.triton.sheet import SHEET_STRIP, SheetPart, sheet_tiles, summed_beside
+from tilewise.backends.triton.sheet import (
+    SHEET_STRIP,
+    SheetPart,
+    pairs_tiles,
+    product_tiles,
+    sheet_tiles,
+    summed_beside,
+)
 from tilewise.backends.triton.tiles import OVER_KEYS, Tiles
 from tilewise.leaf_gradients import DIAGONALS, TILES, Read
 from tilewise.masks.facts import as_band
@@ -104,7 +111,7 @@ def _passes(call: Call) -> list[KernelLaunch]:
     """The launches of a backward behind that of the statistics."""
     plan, reads = call.plan, call.plan.emitted.reads
     if plan.sheet:
-        passes = _passes_over_sheets(call, reads[0])
+        passes = _passes_over_pairs(call) if plan.keeps_pairs else _passes_over_sheets(call, reads[0])
     else:
         # dQ first: where its programs have a multiprocessor each, two of the next pass's fill one that has no more of them.
         passes = [_pass(call, "dq", role="reads")]
@@ -134,20 +141,21 @@ def run_statistics(call: Call, out: Output, dlse: Tensor, buffers: BackwardBuffe
 
 
 def _pass(call: Call, name: str, part: SheetPart | None = None, *, role: Role = "reads") -> KernelLaunch:
-    """One of ``Config.passes`` of the backward: for a ``part`` of dS alone, it leaves that in a sheet."""
-    plan, problem, over_keys = call.plan, call.plan.problem, name in OVER_KEYS
-    tiles = plan.config.passes[name]
+    """One of ``Config.passes`` of the backward: for a ``part`` of dS alone, it leaves that in a sheet; "pairs" leaves P too."""
+    plan, problem, over_keys = call.plan, call.plan.problem, name in (*OVER_KEYS, "pairs")
+    tiles = pairs_tiles(problem, plan.config) if name == "pairs" else plan.config.passes[name]
     length, tile = (problem.seqlen_k, tiles.tile_n) if over_keys else (problem.seqlen_q, tiles.tile_m)
     if part is not None:
         length = min(part.keys, problem.seqlen_k - part.first_key)
     slots = tile_slots(problem, length, tile)
     views = operand_views(call, tiles, *(("q", "do") if over_keys else ("k", "v")))
     tma = views[0] is not None
-    chosen = {"dk": name != "dv", "dv": name != "dk", "again": True, "sink": False, **plan.overlap(role)}
+    sums = {"dk": name in ("dkdv", "dk"), "dv": name in ("dkdv", "dv")}
+    chosen = {**sums, "again": True, "sink": False, **plan.overlap(role)}
     if part is not None:
         chosen["sheet"] = max(SHEET_STRIP, sheet_tiles(problem, plan.config).tile_m)
     if over_keys:
-        more, facts_of_them = _views_over_keys(call, name, part, tma)
+        more, facts_of_them = _views_over_keys(call, name, tiles, part, tma)
         views, chosen = (*views, *more), chosen | facts_of_them | {"in_parts": plan.config.group_parts > 1}
     chosen |= {"rows": None, "leaves": None, "row_grads": ()} if over_keys else {"columns": None}
     facts = plan.facts(tiles, call.align, tma=tma, whole=tma and plan.whole, **chosen)
@@ -170,17 +178,17 @@ def _sum_group_parts(call: Call) -> KernelLaunch:
 
 
 def _views_over_keys(
-    call: Call, name: str, part: SheetPart | None, tma: bool
+    call: Call, name: str, tiles: Tiles, part: SheetPart | None, tma: bool
 ) -> tuple[tuple[View | None, ...], dict[str, object]]:
     """The further views of a pass over key tiles, of the statistics, a pair leaf and a sheet; and the facts that tell of them."""
-    plan, tiles, facts = call.plan, call.plan.config.passes[name], {}
+    plan, facts = call.plan, {}
     pair = pair_view(call, tiles)
     if pair is not None:
         facts["pair"] = plan.pair_leaf[1]
     statistics, sheet = None, None
     if tma and not plan.problem.packed and not tiles.chunk:
         statistics = statistics_view(call, tiles, "lse2", 1 if name == "dv" else 2)
-    if part is not None and tma and tiles.tile_m <= SHEET_STRIP:
+    if part is not None and tma and tiles.tile_m <= SHEET_STRIP and name != "pairs":
         sheet, facts["strips"] = sheet_view(plan, tiles), SHEET_STRIP
     return (statistics, pair, sheet), facts
 
@@ -225,28 +233,65 @@ def _passes_over_sheets(call: Call, read: Read) -> list[KernelLaunch]:
     return launched
 
 
+def _passes_over_pairs(call: Call) -> list[KernelLaunch]:
+    """A pass leaves parts of dS and P behind; from these come dQ, dK and dV, each by one product of a tile."""
+    launched = []
+    for part in call.plan.sheet:
+        launched.append(_pass(call, "pairs", part))
+        launched.append(_sum_sheet(call, None, part))
+        launched += [_sum_pairs(call, name, part) for name in ("dk", "dv")]
+    return launched
+
+
+def _sum_pairs(call: Call, name: str, part: SheetPart) -> KernelLaunch:
+    """Adds up dK of a part of dS, or dV of one of P."""
+    plan, problem, tiles = call.plan, call.plan.problem, product_tiles(call.plan.problem, call.plan.config)
+    slots = tile_slots(problem, problem.seqlen_k, tiles.tile_n)
+    views = operand_views(call, tiles, "do" if name == "dv" else "q")
+    tma = views[0] is not None
+    facts = plan.facts(tiles, call.align, tma=tma, whole=tma and plan.whole)
+    grid = _grid(slots * part.heads * part.batches, tiles)
+    sizes = _sheet_sizes(call, slots, part, beside=(1, 1))
+    return call.launch(kernels().kept_pairs, grid, tiles, sizes, facts, *views, name == "dv")
+
+
 def _sheet_sizes(call: Call, slots: int, part: SheetPart, **chosen: tuple[int, int]):
     """The whole numbers of a launch for a part of dS; ``chosen`` as in :meth:`Call.sizes`."""
     of_part = {"batches": (part.first_batch, part.batches), "heads": (part.first_head, part.heads)}
     return call.sizes(slots, portion=part.first_key, sheet=sheet_shape(call.plan)[2:4], **of_part, **chosen)
 
 
-def _sum_sheet(call: Call, read: Read, part: SheetPart) -> KernelLaunch:
-    """Adds up dQ of a part of dS, with sums from part to part of the keys, and the gradient of a pair bias that it makes."""
-    plan, problem, tiles = call.plan, call.plan.problem, sheet_tiles(call.plan.problem, call.plan.config)
+def _sum_sheet(call: Call, read: Read | None, part: SheetPart) -> KernelLaunch:
+    """Adds up dQ of a part of dS, with sums from part to part of the keys, and the gradient of a pair bias, ``read``, that it makes."""
+    plan, problem = call.plan, call.plan.problem
+    tiles = (product_tiles if read is None else sheet_tiles)(problem, plan.config)
     slots = tile_slots(problem, problem.seqlen_q, tiles.tile_m)
     views = operand_views(call, tiles, "k")
     tma = views[0] is not None
     unit = math.gcd(problem.seqlen_k, 16 // problem.dtype.itemsize)
-    facts = plan.facts(
-        tiles, call.align, tma=tma, whole=tma and plan.whole, read=0, unit=unit, adds=part.first_batch > 0
-    )
-    grid = (slots * part.heads * problem.group * part.batches,)
-    grad, loops = (0 if read.how == TILES else None), ("b" in read.loops, "h" in read.loops)
+    grad, loops, facts_of_sum = None, (), {}
+    if read is not None:
+        grad, loops = 0 if read.how == TILES else None, read.loops
+        facts_of_sum = {"read": 0, "unit": unit, "adds": part.first_batch > 0}
+    facts = plan.facts(tiles, call.align, tma=tma, whole=tma and plan.whole, **facts_of_sum)
+    grid = _grid(slots * part.heads * problem.group * part.batches, tiles)
     more, last = part.first_key > 0, part.first_key == plan.sheet[-1].first_key
-    together = summed_beside(part.batches, part.heads * problem.group, read.loops)
+    together = summed_beside(part.batches, part.heads * problem.group, loops)
     sizes = _sheet_sizes(call, slots, part, beside=together)
-    return call.launch(kernels().sheet, grid, tiles, sizes, facts, *views, View("dq_sums"), grad, *loops, more, last)
+    return call.launch(
+        kernels().sheet,
+        grid,
+        tiles,
+        sizes,
+        facts,
+        *views,
+        View("dq_sums"),
+        grad,
+        "b" in loops,
+        "h" in loops,
+        more,
+        last,
+    )
 
 
 def _sum_sheet_strips(call: Call, read: Read, part: SheetPart) -> KernelLaunch:

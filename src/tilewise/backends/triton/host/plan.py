@@ -19,7 +19,7 @@ from tilewise.backends.triton.host.launches import KernelLaunch
 from tilewise.backends.triton.kernels.emit import Emitted, emit
 from tilewise.backends.triton.kernels.leaf_reads import AXES, PairReads, all_axes, described_lookup, is_wide
 from tilewise.backends.triton.paging import PagedConfig
-from tilewise.backends.triton.sheet import SheetPart, sheet_parts
+from tilewise.backends.triton.sheet import SheetPart, is_too_wide, sheet_parts
 from tilewise.backends.triton.tiles import Tiles, pieces
 from tilewise.caching import cached_property
 from tilewise.device import lasting
@@ -155,15 +155,32 @@ class Decisions:
         problem = self.problem
         return not problem.packed and every_key_seen(problem.spec.region, problem.seqlen_q, problem.seqlen_k)
 
+    @property
+    def keeps_pairs(self) -> bool:
+        """Whether a sheet holds P too, so that all gradients come from kept tiles: with terms of fp32, where each of three passes would
+        compute all pairs again (docs/decisions.md#triton-kept-pairs)."""
+        config = self.config
+        return config.dv is not None and config.dkdv.chunk > 0 and config.group_parts == 1 and not self.emitted.reads
+
+    @property
+    def sheets(self) -> tuple[str, ...]:
+        """The tensors that are kept in parts."""
+        return ("sheet", "p_sheet") if self.keeps_pairs else ("sheet",)
+
     @cached_property
     def sheet(self) -> tuple[SheetPart, ...]:
         """The parts of dS that the backward keeps for dQ and the gradient of a broadcast bias, or of a table read at most distances.
 
         There are none unless that is the one tensor that wants a gradient, dS is that gradient, and a sheet can hold a part of it; nor
         where tiles come as lists, since a sheet is read wherever the ends of rows allow, and listed tiles alone would be written.
+        Where :attr:`keeps_pairs`, no tensor need want a gradient.
         """
         problem, emitted = self.problem, self.emitted
-        if len(emitted.reads) != 1 or {"slope", "tile_0"} & set(emitted.functions) or self.lists or not self.whole:
+        if self.lists or not self.whole:
+            return ()
+        if self.keeps_pairs:
+            return sheet_parts(problem, (), (1, 1), 0, kept=2)
+        if len(emitted.reads) != 1 or {"slope", "tile_0"} & set(emitted.functions) or is_too_wide(problem):
             return ()
         read = emitted.reads[0]
         leaf = problem.extras[read.slot]

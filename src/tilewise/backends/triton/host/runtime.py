@@ -37,6 +37,7 @@ def kernels() -> SimpleNamespace:
         diagonals,
         forward,
         group_parts,
+        kept_pairs,
         listed,
         merge_rows,
         paged,
@@ -53,8 +54,8 @@ def kernels() -> SimpleNamespace:
 
     found: dict[str, object] = {}
     for module in (
-        *(append, arguments, backward, diagonals, forward, group_parts, listed, merge_rows, paged),
-        *(pair_bias, sum_rows, tangent, tangent_tiles, terms, tile_bits, tile_lists, tile_map),
+        *(append, arguments, backward, diagonals, forward, group_parts, kept_pairs, listed, merge_rows),
+        *(paged, pair_bias, sum_rows, tangent, tangent_tiles, terms, tile_bits, tile_lists, tile_map),
     ):
         found |= {n.removesuffix("_kernel"): x for n, x in vars(module).items() if n.endswith("_kernel")}
         found |= {n: x for n, x in vars(module).items() if n.isupper() or getattr(x, "_fields", None)}
@@ -64,7 +65,9 @@ def kernels() -> SimpleNamespace:
 def pass_name(kernel, facts: Facts) -> str:
     """The name of a kernel's launch, as in ``Config.passes`` where it is one of these."""
     name = kernel.fn.__name__.removesuffix("_kernel")
-    return name if name != "dkdv" or (facts.dk and facts.dv) else "dk" if facts.dk else "dv"
+    if name != "dkdv":
+        return name
+    return {(True, True): "dkdv", (True, False): "dk", (False, True): "dv", (False, False): "pairs"}[facts.dk, facts.dv]
 
 
 def run(kernel, grid: tuple[int, ...], tiles: Tiles, *arguments: object) -> object:

@@ -31,7 +31,7 @@ class Tensors(NamedTuple):
         sink: (heads_q,). seed: int64 (1,).
         k_scale, v_scale: fp32, what multiplies the numbers of a quantised cache.
         piece: int64 (2,), the call's first query and key in the whole attention, which dropout counts; None where they are 0.
-        sheet: dS of some heads, kept between two passes (:func:`tile.sheet_pointers`).
+        sheet, p_sheet: dS and P of some heads, kept between two passes (:func:`tile.sheet_pointers`).
         lists: the two tensors of ``TileMap.visits``: the tiles to visit, partial ones first, and their counts.
         leaves: the tensors that the mask and the score read. grads: buffers for the gradients of those that want one.
     """
@@ -57,6 +57,7 @@ class Tensors(NamedTuple):
     v_scale: Any = None
     piece: Any = None
     sheet: Any = None
+    p_sheet: Any = None
     lists: Any = None
     leaves: Any = ()
     grads: Any = ()

@@ -251,6 +251,8 @@ def dkdv_kernel(
 ):
     """dK of one key tile if ``FACTS.dk``, its dV if ``FACTS.dv``. Grid: (slots · heads_k · group_parts · batch).
 
+    With ``FACTS.sheet`` it leaves dS behind, and where it computes neither sum, P too.
+
     Where ``FACTS.in_parts``, a program has a part of the key head's query heads, and dk and dv hold the sums of each part
     (:mod:`group_parts`).
 
@@ -348,7 +350,7 @@ def dkdv_block(m0, state, beside, partial, FACTS: tl.constexpr):
     d = p  # will be dP - delta
     if FACTS.dropout:
         z = tl.trans(dropout_keep(m0, n0, work.b, rows.head, tensors, sizes, FACTS.tile_m, FACTS.tile_n))
-    if FACTS.dk:
+    if FACTS.dk or FACTS.sheet:
         dp = dot_transposed(v, do, FACTS)  # dPᵀ = V dOᵀ, (tile_n, tile_m) fp32
         if FACTS.chunk:
             _, delta = load_statistics(tensors, rows.statistics_start, i, work.seqlen_q, MASKED=False)
@@ -363,17 +365,15 @@ def dkdv_block(m0, state, beside, partial, FACTS: tl.constexpr):
         p = tl.where(kept, p, 0.0)  # masking selects: a hidden pair's score may be anything
         d = tl.where(kept, d, 0.0)  # d is selected too: past the last row the statistics' buffers may hold NaN
 
+    dropped = tl.where(z, p, 0.0) if FACTS.dropout else p
     if FACTS.dv:
-        dropped = tl.where(z, p, 0.0) if FACTS.dropout else p
         dv = accumulate(dropped, do, dv, FACTS)  # dV += (P ∘ Z)ᵀ dO, (tile_n, head_dim_v) fp32
-    if FACTS.dk:
+    if FACTS.dk or FACTS.sheet:
         ds = p * d
         if (
             FACTS.score is not None and not FACTS.whole
         ):  # where FACTS.whole, all that P's zeros are multiplied by is finite
             ds = tl.where(p == 0.0, 0.0, ds)
-        if FACTS.sheet:
-            store_sheet(ds, m0, n0, keys, rows, tensors, sizes, work, FACTS)
         if FACTS.columns is not None:
             line = line_of(rows.head, sizes.heads_q, sizes.seqlen_k, work, work.start_k, FACTS) + j
             # Sums over the tile's queries of leaves read at j alone, fp32 (tile_n,), added atomically.
@@ -383,7 +383,13 @@ def dkdv_block(m0, state, beside, partial, FACTS: tl.constexpr):
             ds = ds * FACTS.slope(s, work.b, rows.head, i[None, :], j[:, None], work)
             if FACTS.hides or not FACTS.whole:  # 0 times a slope that is not finite
                 ds = tl.where(p == 0.0, 0.0, ds)
-        dk = accumulate(ds, q, dk, FACTS)  # dK += dSᵀ Q, (tile_n, head_dim) fp32; scaled when it is stored
+        if FACTS.sheet:
+            store_sheet(ds, m0, n0, keys, rows, tensors, sizes, work, FACTS)
+            if not (FACTS.dk or FACTS.dv):
+                to = sheet_pointers(tensors.p_sheet, sizes, work.b - sizes.batches[0], rows.head, m0, n0, FACTS)
+                tl.store(to, dropped)
+        if FACTS.dk:
+            dk = accumulate(ds, q, dk, FACTS)  # dK += dSᵀ Q, (tile_n, head_dim) fp32; scaled when it is stored
     return dk, dv
 
 
@@ -398,7 +404,7 @@ def store_sheet(ds, m0, n0, keys, rows, tensors, sizes, work, FACTS: tl.constexp
         first_key = sizes.portion
         keys.sheet.store([b, head, m0 // FACTS.strips, n0 - first_key, m0 % FACTS.strips], strip)
     else:
-        to = sheet_pointers(tensors, sizes, b, rows.head, m0, n0, FACTS)
+        to = sheet_pointers(tensors.sheet, sizes, b, rows.head, m0, n0, FACTS)
         tl.store(to, ds.to(tensors.sheet.dtype.element_ty))
 
 

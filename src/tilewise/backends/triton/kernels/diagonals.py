@@ -78,7 +78,7 @@ def sheet_strip_kernel(tensors, sizes, scales, GRAD: tl.constexpr, FACTS: tl.con
         m0, n0 = n * T, (n - strip) * T
         # A tile that the mask does not visit was not written; past the last query and the last key dS is 0.
         written = is_visited(m0, n0, head, work, FACTS) & (m0 >= 0)
-        pointers = sheet_pointers(tensors, sizes, outer // heads, head, m0, n0, FACTS)
+        pointers = sheet_pointers(tensors.sheet, sizes, outer // heads, head, m0, n0, FACTS)
         # dSᵀ, (keys, queries), in the sheet's dtype.
         tile = tl.load(pointers, mask=tl.broadcast_to(written, (T, T)), other=0.0)
         total += tile.to(tl.float32)

@@ -92,7 +92,7 @@ def sheet_kernel(
     for n in range(first, last):
         n0 = n * FACTS.tile_n
         ds = tl.load(
-            sheet_pointers(tensors, sizes, at, head, m0, n0, FACTS)
+            sheet_pointers(tensors.sheet, sizes, at, head, m0, n0, FACTS)
         )  # dSᵀ, (tile_n, tile_m), in the sheet's dtype
         tile = load_streamed(
             k, n0, work.seqlen_k - n0, None, FACTS.tile_n, OF_V=False, partial=True, FACTS=FACTS
@@ -144,7 +144,7 @@ def store_sheet_sum(m0, n0, b, head, count, step, tensors, sizes, work, GRAD: tl
     i = m0 + tl.arange(0, FACTS.tile_m)
     j = n0 + tl.arange(0, FACTS.tile_n)
     total = tl.full([FACTS.tile_n, FACTS.tile_m], 0.0, tl.float32)
-    tiles = sheet_pointers(tensors, sizes, b, head, m0, n0, FACTS)
+    tiles = sheet_pointers(tensors.sheet, sizes, b, head, m0, n0, FACTS)
     for bh in tl.range(count, loop_unroll_factor=4):  # so that the loads of four tiles are under way at once
         total += tl.load(tiles + bh * step).to(tl.float32)
     lo, hi = key_interval(i, head, work, FACTS)

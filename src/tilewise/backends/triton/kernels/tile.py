@@ -260,11 +260,11 @@ def store_rows(pointer, row, first, left, tiles, factor, TILE: tl.constexpr, OF_
 
 
 @triton.jit
-def sheet_pointers(tensors, sizes, b, head, m0, n0, FACTS: tl.constexpr):
-    """Pointers to the tile at (m0, n0) of dSᵀ, (tile_n, tile_m), in the sheet that the pass over key tiles leaves behind.
+def sheet_pointers(sheet, sizes, b, head, m0, n0, FACTS: tl.constexpr):
+    """Pointers to the tile at (m0, n0) of dSᵀ, or of Pᵀ, (tile_n, tile_m), in the sheet that the pass over key tiles leaves behind.
 
-    ``tensors.sheet`` is (batch, heads, strips, rows, STRIP) for the batch elements, heads and keys of a launch, with room for whole tiles:
-    a strip holds STRIP queries, its rows are the keys. So what lies side by side in memory is read and written at once.
+    ``sheet`` is (batch, heads, strips, rows, STRIP) for the batch elements, heads and keys of a launch, with room for whole tiles: a strip
+    holds STRIP queries, its rows are the keys. So what lies side by side in memory is read and written at once.
 
     Args:
         b: a batch element of the launch, from 0 on. head: one of all heads.
@@ -275,7 +275,7 @@ def sheet_pointers(tensors, sizes, b, head, m0, n0, FACTS: tl.constexpr):
     first_key = sizes.portion
     n, m = n0 - first_key + tl.arange(0, FACTS.tile_n), m0 + tl.arange(0, FACTS.tile_m)
     base = (tl.cast(b, tl.int64) * (heads * group) + (head - first * group)) * strips * rows * STRIP
-    return tensors.sheet + base + ((m // STRIP)[None, :] * rows + n[:, None]) * STRIP + (m % STRIP)[None, :]
+    return sheet + base + ((m // STRIP)[None, :] * rows + n[:, None]) * STRIP + (m % STRIP)[None, :]
 
 
 # -- Products ------------------------------------------------------------------------------------------------------

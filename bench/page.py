@@ -250,11 +250,11 @@ def few() -> list[str]:
 def single_precision() -> list[str]:
     """Products of fp32 beside PyTorch's memory-efficient attention."""
     found, run = load("triton-calls"), "h200-triton-fp32"
-    one, wide, padded = "h200-fp32-one-row", "h200-fp32-chunks", "h200-fp32-padded-terms"
-    rows, newer = {}, {case: again for again in (one, wide, padded) for case in found.cases(again)}
+    one, wide, padded, kept = (f"h200-fp32-{name}" for name in ("one-row", "chunks", "padded-terms", "kept-pairs"))
+    rows, newer = {}, {case: again for again in (one, wide, padded, kept) for case in found.cases(again)}
     measured = {
         case: x
-        for again in (run, wide, padded)
+        for again in (run, wide, padded, kept)
         for case, x in found.cases(again).items()
         if x["mask"] in (None, "causal")
     }
@@ -278,7 +278,7 @@ def single_precision() -> list[str]:
     text = (
         "Milliseconds by the Triton backend; SDPA runs its memory-efficient kernels, whose errors are 1.8 to 3.3 times as large. "
         f"tf32 and the backward of one query: {found.source(run)} The rest is of 2026-11-29: the forward of one query is run `{one}`; it "
-        f"has no product that tf32 could round. All others are run `{padded}`, or `{wide}` where that has none. "
+        f"has no product that tf32 could round. All others are of the newest run that has them: `{kept}`, `{padded}` or `{wide}`. "
         "Above D 128 tf32 is not used."
     )
     return section("fp32 on an H200", text, *by_pass(rows, columns, ms, 2))

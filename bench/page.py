@@ -247,6 +247,34 @@ def few() -> list[str]:
     return section("One key head on an H200", text, grid(rows, columns, speed))
 
 
+def triangles() -> list[str]:
+    """Triangle attention and its block, by the newest run."""
+    found = load("triton-calls")
+    run = [run for run, r in found.runs.items() if r["command"] == "python -m bench.triangles"][-1]
+    alone, blocks = {}, {}
+    for case, x in found.cases(run).items():
+        if "-block-" in case:
+            blocks[f"N {x['seqlen']}"] = case
+        else:
+            alone[f"N {x['seqlen']}, D {x['head_dim']}"] = case
+    names = {"cuequivariance": "cuEquivariance", "flex": "FlexAttention", "sdpa": "SDPA", "eager": "eager"}
+    columns = {"tilewise": "tilewise"} | {title: who for who, title in names.items()}
+    value = lambda d, metric: lambda case, who: found.value(run, case, who, d, metric)  # noqa: E731
+    tables = [titled(d.capitalize(), grid(alone, dict([*columns.items()][:4]), value(d, "rate"), 0)) for d in PASSES]
+    wide = {
+        f"{title}, {unit}": (who, metric)
+        for metric, unit in (("time", "ms"), ("memory", "MiB"))
+        for title, who in columns.items()
+    }
+    wide = {title: of for title, of in wide.items() if of[0] != "flex"}
+    of_block = grid(blocks, wide, lambda case, of: found.value(run, case, of[0], "both", of[1]))
+    text = (
+        "TFLOP/s of N rows of N queries in 4 heads with one bias for all rows, and its gradient; bf16. Below them a block of both nodes "
+        f"as AlphaFold 3 has it, 128 channels, with a mask, forward and backward. {found.source(run)}"
+    )
+    return section("Triangle attention on an H200", text, *tables, titled("A block of both nodes", of_block))
+
+
 def single_precision() -> list[str]:
     """Products of fp32 beside PyTorch's memory-efficient attention."""
     found, run = load("triton-calls"), "h200-triton-fp32"
@@ -434,7 +462,7 @@ def training() -> list[str]:
 
 def page() -> str:
     """The whole of docs/performance.md."""
-    parts = (squares, wide, masks, few, single_precision, cpu, host, new_lengths, training)
+    parts = (squares, wide, masks, few, triangles, single_precision, cpu, host, new_lengths, training)
     return "\n".join([HEAD.format(summary=summary()), *[line for part in parts for line in part()], ""])
 
 

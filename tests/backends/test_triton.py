@@ -489,6 +489,57 @@ def test_pairs_are_kept_where_their_sums_alone_are_wanted():
     assert not keeps(mask=tw.key_range(0, 60))
 
 
+def some_keys(batch: int, keys: int) -> torch.Tensor:
+    """Which keys each batch element has, of no order; the second has none."""
+    kept = torch.arange(keys) % 3 > torch.arange(batch)[:, None] % 3 - 1
+    kept[1] = False
+    return kept[:, None, None]
+
+
+HIDDEN_KEYS = {
+    "dense": lambda: tw.dense(some_keys(3, 72)),
+    "lengths": lambda: tw.key_lengths(torch.tensor([41, 0, 72])),
+    "range": lambda: tw.key_range(3, 60),
+}
+SUMMED = {
+    "bias": lambda: tw.bias(normal(48, 72).requires_grad_()),
+    "bias-of-heads": lambda: tw.softcap(9.0) >> tw.bias(normal(2, 48, 72).requires_grad_()),
+    "table": lambda: of_distances(normal(2, 119).requires_grad_()),
+}
+
+
+def of_distances(t: torch.Tensor) -> tw.Score:
+    return tw.score(lambda s, b, h, i, j: s + t[h, i - j + 71])
+
+
+@pytest.mark.parametrize("score", SUMMED.values(), ids=SUMMED)
+@pytest.mark.parametrize("mask", HIDDEN_KEYS.values(), ids=HIDDEN_KEYS)
+def test_ds_is_kept_where_a_mask_hides_keys_from_all_queries(mask, score):
+    q, k, v = qkv(batch=3, nq=48, nk=72, hq=2, hk=1, d=16, dv=16)
+    hidden = (torch.arange(72) < 3) | (torch.arange(72) > 60)  # of each mask's, some
+    c, backend = call(q, k, v, mask=mask() & tw.key_range(3, 61), score=score()), Triton(OTHER_TILES["tma"])
+    c.t.k[:, hidden], c.t.v[:, hidden] = torch.nan, torch.nan
+    plan = Plan(c.p, backend.config(c.p))
+    assert not plan.sheet
+    seen = Plan(plan.revealed, backend.config(plan.revealed))
+    assert bool(seen.sheet) == ("tanh" not in c.p.spec.score_text)
+    agree(backend, c)
+
+
+def test_keys_are_hidden_by_a_mask_of_them_alone():
+    bias = normal(70, 70).requires_grad_()
+
+    def revealed(**options) -> bool:
+        return Plan(call(*qkv(), **options).p, INTERPRETED).revealed is not None
+
+    lengths = tw.key_lengths(torch.tensor([41, 70]))
+    assert revealed(mask=lengths, score=tw.bias(bias))
+    assert not revealed(score=tw.bias(bias))  # all are seen
+    assert not revealed(mask=lengths)  # nothing is summed
+    assert not revealed(mask=lengths, score=tw.bias(bias.detach()))
+    assert not revealed(mask=lengths & tw.causal(), score=tw.bias(bias))
+
+
 @pytest.mark.parametrize("read", ["bias", "table"])
 def test_ds_past_the_last_key_is_zero_where_it_would_be_infinite(read):
     # Past the last key K is zeros, and the score what it reads there: far above a row's scores its P overflows, and dQ would be NaN.

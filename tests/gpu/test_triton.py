@@ -103,6 +103,20 @@ def test_sums_over_parts_of_ds_agree_with_the_oracle(shape, memory, monkeypatch)
     agree(backend, c)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("d", [16, 32, 64])
+def test_triangles_with_masks_agree_with_the_oracle(d, dtype):
+    q, k, v = on_gpu(*qkv(batch=6, nq=200, nk=200, hq=4, hk=4, d=d, dv=d, dtype=dtype))
+    kept = (torch.rand(6, 1, 1, 200) < 0.8).cuda()
+    kept[3] = False
+    bias = normal(4, 200, 200, dtype=dtype).cuda().requires_grad_()
+    c = call(q, k, v, mask=tw.dense(kept), score=tw.bias(bias))
+    c.t.k[~kept[:, 0, 0]] = torch.nan
+    backend = Triton()
+    assert Plan(Plan(c.p, backend.config(c.p)).revealed, backend.config(c.p)).sheet
+    agree(backend, c)
+
+
 def test_an_older_ptxas_assembles_a_loop_that_is_never_entered():
     q, k, v = on_gpu(*qkv(batch=2, nq=700, nk=700, hq=3, hk=3, d=16, dv=16, dtype=torch.bfloat16))
     lengths = torch.tensor([655, 700], device="cuda")

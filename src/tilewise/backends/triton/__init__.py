@@ -3,8 +3,9 @@
 Kernels run on Hopper (sm_90). For NVIDIA's sm_80 and sm_100 and for AMD's gfx942 they are compiled, never run (``config.NEVER_RUN``).
 
 Importing this module does not import Triton; the first question about a problem does. ``config`` chooses tiles, ``paging`` those over a
-paged cache, ``group_parts`` the programs that share the query heads of a key tile, and ``sheet`` the parts of dS to keep. ``tiles`` says
-how much shared memory they need. ``kernels/`` has the kernels, and ``host/`` launches them.
+paged cache, ``group_parts`` the programs that share the query heads of a key tile, and ``sheet`` the parts of dS to keep, for which
+``hidden_keys`` takes a mask of keys apart. ``tiles`` says how much shared memory they need. ``kernels/`` has the kernels, and ``host/``
+launches them.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from tilewise.backends.base import (
     wide_mask,
 )
 from tilewise.backends.piecewise import PieceCall
-from tilewise.backends.triton import listed
+from tilewise.backends.triton import hidden_keys, listed
 from tilewise.backends.triton.config import (
     MAX_HEAD_DIM,
     MAX_LATENT_DIM,
@@ -151,8 +152,13 @@ class Triton(Backend):
 
     def backward(self, problem: Problem, inputs: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads:
         with runtime.on_device(inputs.q):
-            plan, given = self._plan_of(problem), (inputs, out, do, dlse)
-            return launch.backward(plan, *given) if isinstance(plan, Plan) else plan.backward(*given)
+            plan = self._plan_of(problem)
+            if not isinstance(plan, Plan):
+                return plan.backward(inputs, out, do, dlse)
+            seen = None if plan.revealed is None else self._plan_of(plan.revealed)
+            if seen is not None and seen.sheet:
+                plan, inputs = seen, hidden_keys.inputs(problem, seen.problem, inputs)
+            return launch.backward(plan, inputs, out, do, dlse)
 
     def without_tangents(self, problem: Problem, second: bool) -> list[str]:
         reasons = ["a cache in pages has no tangents"] if problem.paged else []

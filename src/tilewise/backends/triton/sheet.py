@@ -1,6 +1,7 @@
 """The parts of dS that a backward keeps in turn, for dQ and the gradient of a broadcast bias, and the tiles that read them.
 
-A *sheet* is the dS buffer of one part, in strips of SHEET_STRIP queries (docs/decisions.md#triton-kept-ds).
+A *sheet* is the dS buffer of one part, in strips of SHEET_STRIP queries (docs/decisions.md#triton-kept-ds). Wide heads of fp32 keep P in
+a second one, for all gradients (docs/decisions.md#triton-kept-pairs).
 """
 
 from __future__ import annotations

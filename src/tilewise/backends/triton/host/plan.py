@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tilewise import dropout, expr
 from tilewise.backends.base import Inputs, PerTensors
+from tilewise.backends.triton import hidden_keys
 from tilewise.backends.triton.config import TERM_PRODUCTS, TERMS, Config
 from tilewise.backends.triton.host import runtime
 from tilewise.backends.triton.host.facts import Facts
@@ -189,6 +190,14 @@ class Decisions:
             return ()
         gradient = 0 if read.pairs or read.how == DIAGONALS else math.prod(leaf.shape) * leaf.dtype.itemsize
         return sheet_parts(problem, read.loops, self.config.beside, gradient)
+
+    @cached_property
+    def revealed(self) -> Problem | None:
+        """The problem that a backward computes instead, where keys that a mask hides are all that keeps it from keeping dS
+        (:mod:`tilewise.backends.triton.hidden_keys`)."""
+        reads = self.emitted.reads
+        summed = len(reads) == 1 and reads[0].how in (TILES, DIAGONALS)
+        return hidden_keys.revealed(self.problem) if summed and not self.sheet else None
 
 
 @dataclass(eq=False)

@@ -9,7 +9,8 @@ The passes of dQ, dK and dV read nothing of each other, so each begins where the
 (:func:`arguments.begin_overlap`), dQ first (docs/decisions.md#triton-overlap).
 
 Where the registers do not hold dK and dV at once (head dims above 128), dV has a pass of its own (``FACTS.dv`` without
-``FACTS.dk``) and another pass computes dK alone: 8 products of a tile instead of 7. A pass for dQ and one for dK and dV cost two
+``FACTS.dk``) and another pass computes dK alone: 8 products of a tile instead of 7; in fp32 on Hopper one pass leaves dS and P
+behind instead, of which :mod:`kept_pairs` makes both. A pass for dQ and one for dK and dV cost two
 products more than one pass would, which would need atomics (docs/decisions.md#triton-two-passes). The passes over key tiles work on
 transposed tiles, (tile_n, tile_m), read the mask by columns, and sum the query heads of a group in order, or where there are few key
 tiles those of its parts, whose sums :mod:`group_parts` adds up.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 
@@ -152,13 +153,8 @@ class Triton(Backend):
 
     def backward(self, problem: Problem, inputs: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads:
         with runtime.on_device(inputs.q):
-            plan = self._plan_of(problem)
-            if not isinstance(plan, Plan):
-                return plan.backward(inputs, out, do, dlse)
-            seen = None if plan.revealed is None else self._plan_of(plan.revealed)
-            if seen is not None and seen.sheet:
-                plan, inputs = seen, hidden_keys.inputs(problem, seen.problem, inputs)
-            return launch.backward(plan, inputs, out, do, dlse)
+            plan, *given = *_of_seen_keys(self._plan_of, problem, inputs), out, do, dlse
+            return launch.backward(plan, *given) if isinstance(plan, Plan) else plan.backward(*given)
 
     def without_tangents(self, problem: Problem, second: bool) -> list[str]:
         reasons = ["a cache in pages has no tangents"] if problem.paged else []
@@ -209,6 +205,17 @@ class Triton(Backend):
         if not bound and listed.sooner(problem):
             return ListedCall(problem).decided()
         return Plan(problem, self.config(problem)).decided()
+
+
+def _of_seen_keys(
+    plan_of: Callable[[Problem], Plan | PieceCall], problem: Problem, inputs: Inputs
+) -> tuple[Plan | PieceCall, Inputs]:
+    """Return the plan of a backward and its tensors, with hidden keys as zeros where dS is kept then."""
+    plan = plan_of(problem)
+    seen = plan_of(plan.revealed) if isinstance(plan, Plan) and plan.revealed is not None else None
+    if isinstance(seen, Plan) and seen.sheet:
+        return seen, hidden_keys.inputs(problem, seen.problem, inputs)
+    return plan, inputs
 
 
 def gathers(problem: Problem) -> bool:

@@ -156,6 +156,11 @@ class Decisions:
         problem = self.problem
         return not problem.packed and every_key_seen(problem.spec.region, problem.seqlen_q, problem.seqlen_k)
 
+
+@dataclass(eq=False)
+class KeptDecisions(Decisions):
+    """The decisions about tiles of pairs that a backward keeps."""
+
     @property
     def keeps_pairs(self) -> bool:
         """Whether a sheet holds P too, so that all gradients come from kept tiles: with terms of fp32, where each of three passes would
@@ -201,7 +206,7 @@ class Decisions:
 
 
 @dataclass(eq=False)
-class Plan(Decisions):
+class Plan(KeptDecisions):
     """The decisions for one problem, and what its calls have in common.
 
     Attributes:

@@ -468,13 +468,21 @@ COLUMNS = OTHER_TILES["columns"]
     ],
     ids=["window-softcap", "dropout"],
 )
-@pytest.mark.parametrize("heads", [1, 2], ids=["part-by-part", "at-once"])
-def test_programs_that_share_columns_keep_pairs_and_make_every_gradient_of_them(options, heads, monkeypatch):
-    monkeypatch.setattr(sheet, "sheet_memory", lambda p: 2 * heads * 2 * 2 * 128 * 256 * 4)
+@pytest.mark.parametrize(
+    ("room", "kept"),
+    [
+        (6, [(0, 3, 0, 2)]),
+        (3, [(0, 3, 0, 1), (0, 3, 1, 1)]),
+        (2, [(0, 2, 0, 1), (2, 1, 0, 1), (0, 2, 1, 1), (2, 1, 1, 1)]),
+    ],
+    ids=["at-once", "by-heads", "by-batch-elements"],
+)
+def test_pairs_are_kept_and_every_gradient_is_made_of_them(options, room, kept, monkeypatch):
+    monkeypatch.setattr(sheet, "sheet_memory", lambda p: room * 2 * 2 * 128 * 256 * 4)
     fill_new_memory(monkeypatch)
-    c = call(*qkv(batch=2, nq=72, nk=136, hq=4, hk=2, d=40, dv=24), **options)
+    c = call(*qkv(batch=3, nq=72, nk=136, hq=4, hk=2, d=40, dv=24), **options)
     plan = Plan(c.p, COLUMNS)
-    assert (plan.keeps_pairs, len(plan.sheet)) == (True, 2 // heads)
+    assert (plan.keeps_pairs, [astuple(part)[:4] for part in plan.sheet]) == (True, kept)
     agree(Triton(COLUMNS), c)
 
 

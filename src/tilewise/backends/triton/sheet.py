@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from tilewise import device as devices
 from tilewise.backends.triton.config import Config, divisor, with_stages
@@ -45,7 +46,7 @@ class SheetPart:
 
 
 def sheet_parts(
-    problem: Problem, loops: Sequence[str], beside: tuple[int, int], gradient: int, kept: int = 1
+    problem: Problem, loops: Sequence[str], beside: tuple[int, int], gradient: int
 ) -> tuple[SheetPart, ...]:
     """Return the parts of dS that are kept in turn, or none if dS is not kept.
 
@@ -57,11 +58,10 @@ def sheet_parts(
         loops: "b" and "h", if the sum runs over them.
         beside: the batch elements and the heads that run side by side; a part has a multiple of them.
         gradient: bytes of the bias.
-        kept: how many sheets there are.
     """
-    queries, keys = (-(-n // SHEET_UNIT) * SHEET_UNIT for n in (problem.seqlen_q, problem.seqlen_k))
+    queries, keys = _rounded(problem)
     most, heads = max(gradient, sheet_memory(problem)), problem.heads_k
-    key_of_head = problem.batch * problem.group * queries * problem.dtype.itemsize * kept
+    key_of_head = problem.batch * problem.group * queries * problem.dtype.itemsize
     if "h" in loops:
         least = min(SHEET_KEYS, keys)
         if heads * key_of_head * least > 2 * most:
@@ -80,6 +80,23 @@ def sheet_parts(
     counts = (n for n in range(together, heads + 1, together) if heads % n == 0 and n * key_of_head * keys <= most)
     number = max(counts, default=together)
     return tuple(SheetPart(0, batch, n, number, 0, keys) for n in range(0, heads, number))
+
+
+def pair_parts(problem: Problem) -> tuple[SheetPart, ...]:
+    """Return the parts of dS and P that are kept in turn: of as many heads, or of as many batch elements of one, as fit into
+    :func:`sheet_memory`; none where one of one does not."""
+    queries, keys = _rounded(problem)
+    room = sheet_memory(problem) // max(2 * problem.group * queries * keys * problem.dtype.itemsize, 1)
+    if not room:
+        return ()
+    heads, batches = divisor(problem.heads_k, max(room // max(problem.batch, 1), 1)), min(room, problem.batch)
+    starts = product(range(0, problem.heads_k, heads), range(0, problem.batch, batches))
+    return tuple(SheetPart(b, min(batches, problem.batch - b), h, heads, 0, keys) for h, b in starts)
+
+
+def _rounded(problem: Problem) -> tuple[int, int]:
+    """Return the queries and the keys of a sheet."""
+    return tuple(-(-n // SHEET_UNIT) * SHEET_UNIT for n in (problem.seqlen_q, problem.seqlen_k))
 
 
 def summed_beside(batch: int, heads: int, loops: Sequence[str]) -> tuple[int, int]:

@@ -269,11 +269,10 @@ def _sum_sheet(call: Call, read: Read | None, part: SheetPart) -> KernelLaunch:
     views = operand_views(call, tiles, "k")
     tma = views[0] is not None
     unit = math.gcd(problem.seqlen_k, 16 // problem.dtype.itemsize)
-    grad, loops, facts_of_sum = None, (), {}
+    grad, loops, of_sum = None, (), {"adds": part.first_batch > 0}
     if read is not None:
-        grad, loops = 0 if read.how == TILES else None, read.loops
-        facts_of_sum = {"read": 0, "unit": unit, "adds": part.first_batch > 0}
-    facts = plan.facts(tiles, call.align, tma=tma, whole=tma and plan.whole, **facts_of_sum)
+        grad, loops, of_sum = 0 if read.how == TILES else None, read.loops, of_sum | {"read": 0, "unit": unit}
+    facts = plan.facts(tiles, call.align, tma=tma, whole=tma and plan.whole, **of_sum)
     grid = _grid(slots * part.heads * problem.group * part.batches, tiles)
     more, last = part.first_key > 0, part.first_key == plan.sheet[-1].first_key
     together = summed_beside(part.batches, part.heads * problem.group, loops)

@@ -20,7 +20,7 @@ from tilewise.backends.triton.host.launches import KernelLaunch
 from tilewise.backends.triton.kernels.emit import Emitted, emit
 from tilewise.backends.triton.kernels.leaf_reads import AXES, PairReads, all_axes, described_lookup, is_wide
 from tilewise.backends.triton.paging import PagedConfig
-from tilewise.backends.triton.sheet import SheetPart, is_too_wide, sheet_parts
+from tilewise.backends.triton.sheet import SheetPart, is_too_wide, pair_parts, sheet_parts
 from tilewise.backends.triton.tiles import Tiles, pieces
 from tilewise.caching import cached_property
 from tilewise.device import lasting
@@ -185,7 +185,7 @@ class KeptDecisions(Decisions):
         if self.lists or not self.whole:
             return ()
         if self.keeps_pairs:
-            return sheet_parts(problem, (), (1, 1), 0, kept=2)
+            return pair_parts(problem)
         if len(emitted.reads) != 1 or {"slope", "tile_0"} & set(emitted.functions) or is_too_wide(problem):
             return ()
         read = emitted.reads[0]

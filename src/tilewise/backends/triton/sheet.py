@@ -85,13 +85,14 @@ def sheet_parts(
 def pair_parts(problem: Problem) -> tuple[SheetPart, ...]:
     """Return the parts of dS and P that are kept in turn: of as many heads, or of as many batch elements of one, as fit into
     :func:`sheet_memory`; none where one of one does not."""
-    queries, keys = _rounded(problem)
-    room = sheet_memory(problem) // max(2 * problem.group * queries * keys * problem.dtype.itemsize, 1)
+    (queries, keys), batch = _rounded(problem), problem.batch
+    of_one = 2 * problem.group * queries * keys * problem.dtype.itemsize
+    room = sheet_memory(problem) // of_one if batch and of_one else 0
     if not room:
         return ()
-    heads, batches = divisor(problem.heads_k, max(room // max(problem.batch, 1), 1)), min(room, problem.batch)
-    starts = product(range(0, problem.heads_k, heads), range(0, problem.batch, batches))
-    return tuple(SheetPart(b, min(batches, problem.batch - b), h, heads, 0, keys) for h, b in starts)
+    heads, batches = divisor(problem.heads_k, max(room // batch, 1)), min(room, batch)
+    starts = product(range(0, problem.heads_k, heads), range(0, batch, batches))
+    return tuple(SheetPart(b, min(batches, batch - b), h, heads, 0, keys) for h, b in starts)
 
 
 def _rounded(problem: Problem) -> tuple[int, int]:

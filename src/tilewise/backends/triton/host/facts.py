@@ -67,7 +67,7 @@ MEANINGS = {
     "dk": "the pass over key tiles makes dK",
     "dv": "the pass over key tiles makes dV",
     "in_parts": "its programs have parts of a key head's query heads (Config.group_parts)",
-    "sheet": "queries that are read at once of the sheet to which a pass leaves dS; 0: it leaves none",
+    "sheet": "queries that are read at once of the sheet to which a pass leaves dS, and P if it makes no sum; 0: it leaves none",
     "strips": "queries of a strip, where a descriptor stores dS; else 0",
     "adds": "of a sheet's kernel: earlier sheets had other batch elements of the sums, which stand in the gradient",
     "unit": "a number that divides both head dims; of a sheet's kernel, seqlen_k",

@@ -307,7 +307,7 @@ def single_precision() -> list[str]:
         "Milliseconds by the Triton backend; SDPA runs its memory-efficient kernels, whose errors are 1.8 to 3.3 times as large. "
         f"tf32 and the backward of one query: {found.source(run)} The rest is of 2026-11-29: the forward of one query is run `{one}`; it "
         f"has no product that tf32 could round. All others are of the newest run that has them: `{kept}`, `{padded}` or `{wide}`. "
-        "Above D 128 tf32 is not used."
+        "Above D 128 tf32 is not used, and a backward keeps P and dS of some heads at a time, in a 64th of the GPU's memory at most."
     )
     return section("fp32 on an H200", text, *by_pass(rows, columns, ms, 2))
 

@@ -508,6 +508,8 @@ HIDDEN_KEYS = {
     "dense": lambda: tw.dense(some_keys(3, 72)),
     "lengths": lambda: tw.key_lengths(torch.tensor([41, 0, 72])),
     "range": lambda: tw.key_range(3, 60),
+    "windows": lambda: tw.keep(lambda b, h, i, j: (i // 24 == j // 36) | (b % 2 == 1)),
+    "causal-of-a-head": lambda: tw.keep(lambda b, h, i, j: (j <= i) | (h == 1)),
 }
 SUMMED = {
     "bias": lambda: tw.bias(normal(48, 72).requires_grad_()),
@@ -545,7 +547,10 @@ def test_keys_are_hidden_by_a_mask_of_them_alone():
     assert not revealed(score=tw.bias(bias))  # all are seen
     assert not revealed(mask=lengths)  # nothing is summed
     assert not revealed(mask=lengths, score=tw.bias(bias.detach()))
-    assert not revealed(mask=lengths & tw.causal(), score=tw.bias(bias))
+    assert revealed(mask=lengths & tw.causal(), score=tw.bias(bias))
+    long = normal(300, 300).requires_grad_()
+    of_pairs = Plan(call(*qkv(nq=300, nk=300), mask=lengths & tw.causal(), score=tw.bias(long)).p, INTERPRETED)
+    assert of_pairs.revealed is None  # too many pairs
 
 
 @pytest.mark.parametrize("read", ["bias", "table"])

@@ -1,12 +1,14 @@
-"""Keys that a mask hides from every query of a sequence, in the backward of a tensor whose gradient is made of kept dS.
+"""Masks as a tensor that the score adds, in the backward of a tensor whose gradient is made of kept dS.
 
-dS is kept where descriptors may read every key and every tile is visited (:attr:`host.plan.Plan.sheet`). A mask of keys alone, lengths or
-padding, forbids both, though all that it says is which columns of P are zero. So that backward gets zeros for the hidden keys, which
-may hold NaN, and for the mask one more tensor that the score adds: -inf at these (docs/decisions.md#triton-hidden-keys).
+dS is kept where descriptors may read every key and every tile is visited (:attr:`host.plan.Plan.sheet`). A mask of keys, lengths or
+padding, forbids both, though all that it says is which columns of P are zero. So that backward gets zeros for the keys that no query
+sees, which may hold NaN, and for the mask one more tensor that the score adds: -inf where it hides (docs/decisions.md#triton-hidden-keys).
+Other masks take as many numbers as they have pairs, which is done for short sequences, such as windows of an image.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -20,14 +22,20 @@ from tilewise.problem import Problem
 from tilewise.scores.catalogue import THEN, bias
 from tilewise.signature import TensorFacts
 
+WINDOW_PAIRS = 1 << 16  # of a batch element and head: with more, there are programs enough to compute tiles again
+MOST_NUMBERS = 1 << 25
+
 
 def revealed(p: Problem) -> Problem | None:
-    """Return the problem that sees every key, of :func:`inputs`; None where the mask is of no keys alone."""
+    """Return the problem without a mask, of :func:`inputs`; None where it has none, or too large a one."""
     region, spec = p.spec.region, p.spec
-    alone = not region.everything and not expr.depends_on(*region.parts) & {"i", "h"} and region.prepared is None
-    if not alone or region.selections or p.packed or p.paged or spec.piece is not None or spec.mapped:
+    if region.everything or region.prepared or region.selections or p.packed or p.paged or spec.piece or spec.mapped:
         return None
-    shape = p.batch, 1, 1, p.seqlen_k
+    varies = expr.depends_on(*region.parts)
+    sizes = {"b": p.batch, "h": p.heads_q, "i": p.seqlen_q}
+    shape = *(n if name in varies else 1 for name, n in sizes.items()), p.seqlen_k
+    if math.prod(shape) > MOST_NUMBERS or (varies & {"i", "h"} and p.seqlen_q * p.seqlen_k > WINDOW_PAIRS):
+        return None
     added = bias(torch.empty(shape, dtype=p.dtype, device="meta")).text
     seen = replace(
         spec,
@@ -41,18 +49,18 @@ def revealed(p: Problem) -> Problem | None:
 
 
 def inputs(p: Problem, seen: Problem, given: Inputs) -> Inputs:
-    """Return the tensors of the problem that sees every key; ``p``: the problem as it was given."""
+    """Return the tensors of the problem without a mask; ``p``: the problem as it was given."""
     lengths = p.batch, p.heads_q, p.seqlen_q, p.seqlen_k
     grid = Grid.whole(p.spec.region, given.leaves, lengths, p.device)
-    index = devices.indices(p.device, max(p.seqlen_k, 1))
-    kept = grid.kept(index[:1], index[: p.seqlen_k]).expand(p.batch, 1, 1, p.seqlen_k)
-    zero = given.k.new_zeros(())
+    index, zero = devices.indices(p.device, max(p.seqlen_q, p.seqlen_k)), given.k.new_zeros(())
+    shape = seen.extras[-1].shape
+    kept = grid.kept(index[: shape[2]], index[: p.seqlen_k]).expand(shape)
     added = torch.where(kept, zero, zero - torch.inf)
-    k, v = (_of_kept(x, kept, zero) for x in (given.k, given.v))
+    seen_keys = kept.flatten(1, 2).any(1).expand(p.batch, p.seqlen_k)
+    k, v = (_of_kept(x, seen_keys, zero) for x in (given.k, given.v))
     return Inputs.of(seen, given.q, k, v, [*given.leaves, added], given.seed)
 
 
 def _of_kept(x: Tensor, kept: Tensor, zero: Tensor) -> Tensor:
-    """Return the rows of k or v that are kept, and zeros for the others, contiguous."""
-    rows = kept.view(*x.shape[:2], 1, 1)
-    return torch.where(rows, x, zero, out=torch.empty(x.shape, dtype=x.dtype, device=x.device))
+    """Return the rows of k or v that are kept, ``(batch, seqlen_k)``, and zeros for the others, contiguous."""
+    return torch.where(kept[..., None, None], x, zero, out=torch.empty(x.shape, dtype=x.dtype, device=x.device))

@@ -117,6 +117,16 @@ def test_triangles_with_masks_agree_with_the_oracle(d, dtype):
     agree(backend, c)
 
 
+def test_shifted_windows_agree_with_the_oracle():
+    region = (torch.arange(49) % 5 < 2).int()[None] + torch.arange(4)[:, None] % 2
+    q, k, v = on_gpu(*qkv(batch=64, nq=49, nk=49, hq=3, hk=3, d=32, dv=32, dtype=torch.bfloat16))
+    bias, region = normal(3, 49, 49, dtype=torch.bfloat16).cuda().requires_grad_(), region.cuda()
+    same = tw.keep(lambda b, h, i, j: tw.lookup(region, b % 4, i) == tw.lookup(region, b % 4, j))
+    c, backend = call(q, k, v, mask=same, score=tw.bias(bias)), Triton()
+    assert Plan(c.p, backend.config(c.p)).revealed is not None
+    agree(backend, c)
+
+
 def test_an_older_ptxas_assembles_a_loop_that_is_never_entered():
     q, k, v = on_gpu(*qkv(batch=2, nq=700, nk=700, hq=3, hk=3, d=16, dv=16, dtype=torch.bfloat16))
     lengths = torch.tensor([655, 700], device="cuda")

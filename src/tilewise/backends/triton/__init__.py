@@ -4,7 +4,7 @@ Kernels run on Hopper (sm_90). For NVIDIA's sm_80 and sm_100 and for AMD's gfx94
 
 Importing this module does not import Triton; the first question about a problem does. ``config`` chooses tiles, ``paging`` those over a
 paged cache, ``group_parts`` the programs that share the query heads of a key tile, and ``sheet`` the parts of dS to keep, for which
-``hidden_keys`` takes a mask of keys apart. ``tiles`` says how much shared memory they need. ``kernels/`` has the kernels, and ``host/``
+``hidden_keys`` makes a mask a tensor of the score. ``tiles`` says how much shared memory they need. ``kernels/`` has the kernels, and ``host/``
 launches them.
 """
 
@@ -210,7 +210,7 @@ class Triton(Backend):
 def _of_seen_keys(
     plan_of: Callable[[Problem], Plan | PieceCall], problem: Problem, inputs: Inputs
 ) -> tuple[Plan | PieceCall, Inputs]:
-    """Return the plan of a backward and its tensors, with hidden keys as zeros where dS is kept then."""
+    """Return the plan of a backward and its tensors: without a mask, if dS is kept then and not with it."""
     plan = plan_of(problem)
     seen = plan_of(plan.revealed) if isinstance(plan, Plan) and plan.revealed is not None else None
     if isinstance(seen, Plan) and seen.sheet:

@@ -198,7 +198,7 @@ class KeptDecisions(Decisions):
 
     @cached_property
     def revealed(self) -> Problem | None:
-        """The problem that a backward computes instead, where keys that a mask hides are all that keeps it from keeping dS
+        """The problem without a mask that a backward computes instead, where a mask may be all that keeps it from keeping dS
         (:mod:`tilewise.backends.triton.hidden_keys`)."""
         reads = self.emitted.reads
         summed = len(reads) == 1 and reads[0].how in (TILES, DIAGONALS)

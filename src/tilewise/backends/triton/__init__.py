@@ -4,8 +4,8 @@ Kernels run on Hopper (sm_90). For NVIDIA's sm_80 and sm_100 and for AMD's gfx94
 
 Importing this module does not import Triton; the first question about a problem does. ``config`` chooses tiles, ``paging`` those over a
 paged cache, ``group_parts`` the programs that share the query heads of a key tile, and ``sheet`` the parts of dS to keep, for which
-``hidden_keys`` makes a mask a tensor of the score. ``tiles`` says how much shared memory they need. ``kernels/`` has the kernels, and ``host/``
-launches them.
+``hidden_keys`` makes a mask a tensor of the score. ``tiles`` says how much shared memory they need. ``kernels/`` has the kernels, and
+``host/`` launches them.
 """
 
 from __future__ import annotations

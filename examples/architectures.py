@@ -218,10 +218,9 @@ def swin(q, k, v, table, window=7, shift=3):
         n = b % len(regions)
         return tw.lookup(regions, n, i) == tw.lookup(regions, n, j)
 
-    def bias(s, b, h, i, j):
-        down, right = i // w - j // w + w - 1, i % w - j % w + w - 1
-        return s + tw.lookup(table, h, down, right)
-
+    place = torch.arange(w * w, device=q.device)
+    down, right = (x[:, None] - x + w - 1 for x in (place // w, place % w))
+    bias = table[:, down, right]  # once, for all windows
     regions = 3 * region(rows)[:, None] + region(columns)
     regions = split(regions[None])  # (windows, w * w)
     shifted = (split(x.roll((-shift, -shift), (1, 2))) for x in (q, k, v))

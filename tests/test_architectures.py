@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import tilewise as tw
 from bench.peers import FromLse
 from tests import support
 from tilewise import accuracy, dispatch
@@ -252,6 +253,22 @@ def test_the_call_and_all_its_gradients_are_the_textbooks(name, backend):
 @pytest.mark.parametrize(("name", "other"), [("triangle", {"ending": False}), ("swin", {"shift": 0})], ids=str)
 def test_what_a_call_does_by_argument_is_the_textbooks(name, other):
     agrees(name, **other)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "portable"])
+def test_a_table_of_windows_may_be_read_where_it_lies(backend):
+    table, w, place = torch.randn(2, 13, 13).requires_grad_(), 7, torch.arange(49)
+    q, k, v = (torch.randn(3, 49, 2, 8).requires_grad_() for _ in range(3))
+    down, right = (x[:, None] - x + w - 1 for x in (place // w, place % w))
+
+    def read(s, b, h, i, j):
+        return s + tw.lookup(table, h, i // w - j // w + w - 1, i % w - j % w + w - 1)
+
+    def results(score):
+        o = tw.attention(q, k, v, score=score, backend=backend)
+        return o, *torch.autograd.grad(o.square().sum(), (q, k, v, table))
+
+    torch.testing.assert_close(results(read), results(table[:, down, right]))
 
 
 # The rows whose functions are traced, and one of the catalogue: the others do less.

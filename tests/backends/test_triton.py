@@ -147,10 +147,22 @@ def test_every_operation_of_the_language_can_be_written_or_is_refused():
     assert set(expr.OPERATIONS) - IN_NO_KERNEL | {"selected"} == OPERATIONS  # a search in a row is a read of its own
 
 
-# What the contract's cases do not read: a table at quotients and remainders of i and j, a clamped distance, v inside k.
+# What the contract's cases do not read: windows' bias, a clamped distance, v inside k.
 @pytest.mark.parametrize("architecture", ["swin", "t5-encoder", "mla-absorbed"])
 def test_calls_of_published_models_are_the_textbooks(architecture):
     test_architectures.agrees(architecture, "triton")
+
+
+def test_a_table_is_read_at_quotients_and_remainders():
+    table, w = normal(2, 13, 13).requires_grad_(), 7
+
+    def score(s, b, h, i, j):
+        return s + tw.lookup(table, h, i // w - j // w + w - 1, i % w - j % w + w - 1)
+
+    agree(
+        Triton(),
+        call(*qkv(batch=2, nq=49, nk=49, hq=2, hk=2), mask=tw.keep(lambda b, h, i, j: i % 3 == j % 3), score=score),
+    )
 
 
 SMALL = Tiles(32, 32, 4, 1)

@@ -129,7 +129,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "backends.hopper.forward.tiles": ("backends.hopper.config",),
     "backends.triton.tiles": (),
     "backends.triton.group_parts": ("backends.triton.tiles", "masks.facts", "problem"),
-    "backends.triton.hidden_keys": (
+    "backends.triton.mask_as_score": (
         "backends.base",
         "scores.catalogue",
         "planning.tiles",

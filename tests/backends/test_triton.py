@@ -543,7 +543,7 @@ def test_ds_is_kept_where_a_mask_hides_keys_from_all_queries(mask, score):
     c.t.k[:, hidden], c.t.v[:, hidden] = torch.nan, torch.nan
     plan = Plan(c.p, backend.config(c.p))
     assert not plan.sheet
-    seen = Plan(plan.revealed, backend.config(plan.revealed))
+    seen = Plan(plan.unmasked, backend.config(plan.unmasked))
     assert bool(seen.sheet) == ("tanh" not in c.p.spec.score_text)
     agree(backend, c)
 
@@ -551,18 +551,18 @@ def test_ds_is_kept_where_a_mask_hides_keys_from_all_queries(mask, score):
 def test_keys_are_hidden_by_a_mask_of_them_alone():
     bias = normal(70, 70).requires_grad_()
 
-    def revealed(**options) -> bool:
-        return Plan(call(*qkv(), **options).p, INTERPRETED).revealed is not None
+    def unmasked(**options) -> bool:
+        return Plan(call(*qkv(), **options).p, INTERPRETED).unmasked is not None
 
     lengths = tw.key_lengths(torch.tensor([41, 70]))
-    assert revealed(mask=lengths, score=tw.bias(bias))
-    assert not revealed(score=tw.bias(bias))  # all are seen
-    assert not revealed(mask=lengths)  # nothing is summed
-    assert not revealed(mask=lengths, score=tw.bias(bias.detach()))
-    assert revealed(mask=lengths & tw.causal(), score=tw.bias(bias))
+    assert unmasked(mask=lengths, score=tw.bias(bias))
+    assert not unmasked(score=tw.bias(bias))  # all are seen
+    assert not unmasked(mask=lengths)  # nothing is summed
+    assert not unmasked(mask=lengths, score=tw.bias(bias.detach()))
+    assert unmasked(mask=lengths & tw.causal(), score=tw.bias(bias))
     long = normal(300, 300).requires_grad_()
     of_pairs = Plan(call(*qkv(nq=300, nk=300), mask=lengths & tw.causal(), score=tw.bias(long)).p, INTERPRETED)
-    assert of_pairs.revealed is None  # too many pairs
+    assert of_pairs.unmasked is None  # too many pairs
 
 
 @pytest.mark.parametrize("read", ["bias", "table"])

@@ -113,7 +113,7 @@ def test_triangles_with_masks_agree_with_the_oracle(d, dtype):
     c = call(q, k, v, mask=tw.dense(kept), score=tw.bias(bias))
     c.t.k[~kept[:, 0, 0]] = torch.nan
     backend = Triton()
-    assert Plan(Plan(c.p, backend.config(c.p)).revealed, backend.config(c.p)).sheet
+    assert Plan(Plan(c.p, backend.config(c.p)).unmasked, backend.config(c.p)).sheet
     agree(backend, c)
 
 
@@ -123,7 +123,7 @@ def test_shifted_windows_agree_with_the_oracle():
     bias, region = normal(3, 49, 49, dtype=torch.bfloat16).cuda().requires_grad_(), region.cuda()
     same = tw.keep(lambda b, h, i, j: tw.lookup(region, b % 4, i) == tw.lookup(region, b % 4, j))
     c, backend = call(q, k, v, mask=same, score=tw.bias(bias)), Triton()
-    assert Plan(c.p, backend.config(c.p)).revealed is not None
+    assert Plan(c.p, backend.config(c.p)).unmasked is not None
     agree(backend, c)
 
 

@@ -4,7 +4,7 @@ Kernels run on Hopper (sm_90). For NVIDIA's sm_80 and sm_100 and for AMD's gfx94
 
 Importing this module does not import Triton; the first question about a problem does. ``config`` chooses tiles, ``paging`` those over a
 paged cache, ``group_parts`` the programs that share the query heads of a key tile, and ``sheet`` the parts of dS to keep, for which
-``hidden_keys`` makes a mask a tensor of the score. ``tiles`` says how much shared memory they need. ``kernels/`` has the kernels, and
+``mask_as_score`` makes a mask a tensor of the score. ``tiles`` says how much shared memory they need. ``kernels/`` has the kernels, and
 ``host/`` launches them.
 """
 
@@ -40,7 +40,7 @@ from tilewise.backends.base import (
     wide_mask,
 )
 from tilewise.backends.piecewise import PieceCall
-from tilewise.backends.triton import hidden_keys, listed
+from tilewise.backends.triton import listed, mask_as_score
 from tilewise.backends.triton.config import (
     MAX_HEAD_DIM,
     MAX_LATENT_DIM,
@@ -212,9 +212,9 @@ def _of_seen_keys(
 ) -> tuple[Plan | PieceCall, Inputs]:
     """Return the plan of a backward and its tensors: without a mask, if dS is kept then and not with it."""
     plan = plan_of(problem)
-    seen = plan_of(plan.revealed) if isinstance(plan, Plan) and plan.revealed is not None else None
+    seen = plan_of(plan.unmasked) if isinstance(plan, Plan) and plan.unmasked is not None else None
     if isinstance(seen, Plan) and seen.sheet:
-        return seen, hidden_keys.inputs(problem, seen.problem, inputs)
+        return seen, mask_as_score.inputs(problem, seen.problem, inputs)
     return plan, inputs
 
 

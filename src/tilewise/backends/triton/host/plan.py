@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tilewise import dropout, expr
 from tilewise.backends.base import Inputs, PerTensors
-from tilewise.backends.triton import hidden_keys
+from tilewise.backends.triton import mask_as_score
 from tilewise.backends.triton.config import TERM_PRODUCTS, TERMS, Config
 from tilewise.backends.triton.host import runtime
 from tilewise.backends.triton.host.facts import Facts
@@ -197,12 +197,12 @@ class KeptDecisions(Decisions):
         return sheet_parts(problem, read.loops, self.config.beside, gradient)
 
     @cached_property
-    def revealed(self) -> Problem | None:
+    def unmasked(self) -> Problem | None:
         """The problem without a mask that a backward computes instead, where a mask may be all that keeps it from keeping dS
-        (:mod:`tilewise.backends.triton.hidden_keys`)."""
+        (:mod:`tilewise.backends.triton.mask_as_score`)."""
         reads = self.emitted.reads
         summed = len(reads) == 1 and reads[0].how in (TILES, DIAGONALS)
-        return hidden_keys.revealed(self.problem) if summed and not self.sheet else None
+        return mask_as_score.unmasked(self.problem) if summed and not self.sheet else None
 
 
 @dataclass(eq=False)

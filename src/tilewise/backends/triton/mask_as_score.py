@@ -2,8 +2,8 @@
 
 dS is kept where descriptors may read every key and every tile is visited (:attr:`host.plan.Plan.sheet`). A mask of keys, lengths or
 padding, forbids both, though all that it says is which columns of P are zero. So that backward gets zeros for the keys that no query
-sees, which may hold NaN, and for the mask one more tensor that the score adds: -inf where it hides (docs/decisions.md#triton-hidden-keys).
-Other masks take as many numbers as they have pairs, which is done for short sequences, such as windows of an image.
+sees, which may hold NaN, and for the mask one more tensor: -inf where it hides (docs/decisions.md#triton-mask-as-score). Other masks take
+as many numbers as they have pairs, which is done for short sequences, such as windows of an image.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WINDOW_PAIRS = 1 << 16  # of a batch element and head: with more, there are prog
 MOST_NUMBERS = 1 << 25
 
 
-def revealed(p: Problem) -> Problem | None:
+def unmasked(p: Problem) -> Problem | None:
     """Return the problem without a mask, of :func:`inputs`; None where it has none, or too large a one."""
     region, spec = p.spec.region, p.spec
     if region.everything or region.prepared or region.selections or p.packed or p.paged or spec.piece or spec.mapped:

@@ -256,23 +256,21 @@ def triangles() -> list[str]:
         if "-block-" in case:
             blocks[f"N {x['seqlen']}"] = case
         else:
-            alone[f"N {x['seqlen']}, D {x['head_dim']}"] = case
-    names = {"cuequivariance": "cuEquivariance", "flex": "FlexAttention", "sdpa": "SDPA", "eager": "eager"}
-    columns = {"tilewise": "tilewise"} | {title: who for who, title in names.items()}
-    value = lambda d, metric: lambda case, who: found.value(run, case, who, d, metric)  # noqa: E731
-    tables = [titled(d.capitalize(), grid(alone, dict([*columns.items()][:4]), value(d, "rate"), 0)) for d in PASSES]
-    wide = {
-        f"{title}, {unit}": (who, metric)
-        for metric, unit in (("time", "ms"), ("memory", "MiB"))
-        for title, who in columns.items()
+            alone[f"N {x['seqlen']}, D {x['head_dim']}" + ", fp32" * (x["dtype"] == "float32")] = case
+    both = {"tilewise": "tilewise", "cuEquivariance": "cuequivariance", "SDPA": "sdpa"}
+    units = {"ms": "time", "MiB": "memory"}
+    of_blocks = {
+        f"{who}, {unit}": (name, units[unit])
+        for unit, (who, name) in product(units, (both | {"eager": "eager"}).items())
     }
-    wide = {title: of for title, of in wide.items() if of[0] != "flex"}
-    of_block = grid(blocks, wide, lambda case, of: found.value(run, case, of[0], "both", of[1]))
+    block = grid(blocks, of_blocks, lambda case, of: found.value(run, case, of[0], "both", of[1]))
+    rate = lambda d, case, who: found.value(run, case, who, d, "rate")  # noqa: E731
     text = (
-        "TFLOP/s of N rows of N queries in 4 heads with one bias for all rows, and its gradient; bf16. Below them a block of both nodes "
-        f"as AlphaFold 3 has it, 128 channels, with a mask, forward and backward. {found.source(run)}"
+        "TFLOP/s of N rows of N queries in 4 heads with one bias for all rows, and its gradient; bf16 unless a row says fp32. The block "
+        f"has both nodes of AlphaFold 3, 128 channels in bf16 and a mask, forward and backward. {found.source(run)}"
     )
-    return section("Triangle attention on an H200", text, *tables, titled("A block of both nodes", of_block))
+    tables = by_pass(alone, both | {"FlexAttention": "flex"}, rate, 0)
+    return section("Triangle attention on an H200", text, *tables, titled("A block", block))
 
 
 def single_precision() -> list[str]:

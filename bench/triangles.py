@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 
 from bench import script
-from bench.measure import in_turns
+from bench.measure import PeakMemory, in_turns
 from tilewise.accuracy import judge
 from tilewise.compat import cuequivariance as ours
 
@@ -52,7 +52,7 @@ def flex(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
 
 
 def contestants(in_block: bool, dtype: torch.dtype = torch.bfloat16) -> Iterator[tuple[str, Attend]]:
-    """Contestants by name; FlexAttention takes no mask of keys as a tensor without a BlockMask, nor products of fp32."""
+    """Contestants by name; FlexAttention is timed in bf16 without the block's mask, which it would want as a BlockMask."""
     yield "tilewise", ours.triangle_attention
     if find_spec("cuequivariance_torch"):
         from cuequivariance_torch import triangle_attention
@@ -91,14 +91,11 @@ def runs(attend: Attend, n: int, d: int, dtype: torch.dtype) -> list[str]:
 
 
 def memory(work: Callable[[], object]) -> float:
-    """MiB that a call takes at its peak beside what was there."""
+    """MiB that a call takes at its peak beside what was there, once it has run."""
     work()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    work()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / MEBI
+    with PeakMemory("cuda") as peak:
+        work()
+    return peak.bytes / MEBI
 
 
 class Node(nn.Module):

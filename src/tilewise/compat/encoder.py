@@ -18,7 +18,8 @@ def offsets_of_rows() -> Tensor | None:
 
 
 def would_pack(encoder: nn.TransformerEncoder, src: Tensor, mask: Tensor | None, padding: Tensor | None) -> bool:
-    """Whether PyTorch's own forward packs the rows of this call. Its result is zero at padding then, before the last norm."""
+    """Whether PyTorch's own forward packs the rows of this call, if one has a token. Its result is zero at padding then, before the last
+    norm."""
     if padding is None or mask is not None or src.ndim != 3 or torch.compiler.is_compiling():
         return False
     if encoder.layers[0].training or not encoder.use_nested_tensor or torch.is_autocast_enabled():

@@ -67,15 +67,16 @@ def _swapped(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple([x.transpose(1, 2) for x in tensors])
 
 
-def _heads_last(*tensors: Tensor) -> tuple[list[Tensor], Callable[[Tensor], Tensor]]:
+def _heads_last(*tensors: Tensor, masked: bool = False) -> tuple[Sequence[Tensor], Callable[[Tensor], Tensor]]:
     """Return query, key, value and others, ``(batch, heads, seqlen, head_dim)``, as ``(batch, seqlen, heads, head_dim)``, and what gives
     results laid out so their order back.
 
-    Where heads lie before rows and share no keys, each is a sequence of one head: so results have query's strides without a copy.
+    Where heads lie before rows and share no keys, each is a sequence of one head: so results have query's strides without a copy. Not
+    where they are ``masked`` by a tensor, which has batch elements and heads of its own.
     """
     heads = tensors[0].shape[1]
-    if not all(x.shape[1] == heads and x.is_contiguous() for x in tensors[:3]):
-        return list(_swapped(*tensors)), lambda x: x.transpose(1, 2)
+    if masked or not all(x.shape[1] == heads and x.is_contiguous() for x in tensors[:3]):
+        return _swapped(*tensors), lambda x: x.transpose(1, 2)
     return [x.flatten(0, 1).unsqueeze(2) for x in tensors], lambda x: x.squeeze(2).unflatten(0, (-1, heads))
 
 
@@ -119,10 +120,9 @@ def _scaled_dot_product_flash_attention_for_cpu(
     """Return ``(o, lse)``: o in query's strides, lse ``(batch, heads, seqlen_q)`` with heads last in memory."""
     _refuse_on_cpu(query, value, dropout_p)
     options = _cpu_options(query, key, is_causal, attn_mask, scale)
-    qkv, back = _heads_last(query, key, value) if attn_mask is None else (_swapped(query, key, value), None)
+    qkv, back = _heads_last(query, key, value, masked=attn_mask is not None)
     o, lse = tw.attention_with_lse(*qkv, **options)
-    o = o.transpose(1, 2) if back is None else back(o)
-    return _in_strides_of(query, o), *_swapped(lse.view(query.shape[:3]).transpose(1, 2).contiguous())
+    return _in_strides_of(query, back(o)), *_swapped(lse.view(query.shape[:3]).transpose(1, 2).contiguous())
 
 
 @_kernel

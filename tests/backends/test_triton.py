@@ -516,7 +516,7 @@ def some_keys(batch: int, keys: int) -> torch.Tensor:
     return kept[:, None, None]
 
 
-HIDDEN_KEYS = {
+MASKS = {
     "dense": lambda: tw.dense(some_keys(3, 72)),
     "lengths": lambda: tw.key_lengths(torch.tensor([41, 0, 72])),
     "range": lambda: tw.key_range(3, 60),
@@ -535,20 +535,20 @@ def of_distances(t: torch.Tensor) -> tw.Score:
 
 
 @pytest.mark.parametrize("score", SUMMED.values(), ids=SUMMED)
-@pytest.mark.parametrize("mask", HIDDEN_KEYS.values(), ids=HIDDEN_KEYS)
-def test_ds_is_kept_where_a_mask_hides_keys_from_all_queries(mask, score):
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_ds_is_kept_where_a_mask_can_be_a_tensor_of_the_score(mask, score):
     q, k, v = qkv(batch=3, nq=48, nk=72, hq=2, hk=1, d=16, dv=16)
-    hidden = (torch.arange(72) < 3) | (torch.arange(72) > 60)  # of each mask's, some
+    hidden = (torch.arange(72) < 3) | (torch.arange(72) > 60)  # by each mask, beside others
     c, backend = call(q, k, v, mask=mask() & tw.key_range(3, 61), score=score()), Triton(OTHER_TILES["tma"])
     c.t.k[:, hidden], c.t.v[:, hidden] = torch.nan, torch.nan
     plan = Plan(c.p, backend.config(c.p))
     assert not plan.sheet
-    seen = Plan(plan.unmasked, backend.config(plan.unmasked))
-    assert bool(seen.sheet) == ("tanh" not in c.p.spec.score_text)
+    without = Plan(plan.unmasked, backend.config(plan.unmasked))
+    assert bool(without.sheet) == ("tanh" not in c.p.spec.score_text)
     agree(backend, c)
 
 
-def test_keys_are_hidden_by_a_mask_of_them_alone():
+def test_masks_are_made_tensors_of_the_score_where_one_gradient_is_summed():
     bias = normal(70, 70).requires_grad_()
 
     def unmasked(**options) -> bool:

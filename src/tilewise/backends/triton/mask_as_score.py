@@ -8,7 +8,6 @@ as many numbers as they have pairs, which is done for short sequences, such as w
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import torch
@@ -23,7 +22,6 @@ from tilewise.scores.catalogue import THEN, bias
 from tilewise.signature import TensorFacts
 
 WINDOW_PAIRS = 1 << 16  # of a batch element and head: with more, there are programs enough to compute tiles again
-MOST_NUMBERS = 1 << 25
 
 
 def unmasked(p: Problem) -> Problem | None:
@@ -32,12 +30,12 @@ def unmasked(p: Problem) -> Problem | None:
     if region.everything or region.prepared or region.selections or p.packed or p.paged or spec.piece or spec.mapped:
         return None
     varies = expr.depends_on(*region.parts)
+    if varies & {"i", "h"} and p.seqlen_q * p.seqlen_k > WINDOW_PAIRS:
+        return None
     sizes = {"b": p.batch, "h": p.heads_q, "i": p.seqlen_q}
     shape = *(n if name in varies else 1 for name, n in sizes.items()), p.seqlen_k
-    if math.prod(shape) > MOST_NUMBERS or (varies & {"i", "h"} and p.seqlen_q * p.seqlen_k > WINDOW_PAIRS):
-        return None
     added = bias(torch.empty(shape, dtype=p.dtype, device="meta")).text
-    seen = replace(
+    scored = replace(
         spec,
         mask_text="",
         mask_slots=(),
@@ -45,20 +43,20 @@ def unmasked(p: Problem) -> Problem | None:
         score_slots=(*spec.score_slots, len(p.extras)),
     )
     k, v, leaf = (TensorFacts.contiguous(of, p.dtype) for of in (p.k.shape, p.v.shape, shape))
-    return replace(p, k=k, v=v, extras=(*p.extras, leaf), spec=seen)
+    return replace(p, k=k, v=v, extras=(*p.extras, leaf), spec=scored)
 
 
-def inputs(p: Problem, seen: Problem, given: Inputs) -> Inputs:
-    """Return the tensors of the problem without a mask; ``p``: the problem as it was given."""
+def inputs(p: Problem, without: Problem, given: Inputs) -> Inputs:
+    """Return the tensors of the problem ``without`` a mask; ``p``: the problem as it was given."""
     lengths = p.batch, p.heads_q, p.seqlen_q, p.seqlen_k
     grid = Grid.whole(p.spec.region, given.leaves, lengths, p.device)
     index, zero = devices.indices(p.device, max(p.seqlen_q, p.seqlen_k)), given.k.new_zeros(())
-    shape = seen.extras[-1].shape
+    shape = without.extras[-1].shape
     kept = grid.kept(index[: shape[2]], index[: p.seqlen_k]).expand(shape)
     added = torch.where(kept, zero, zero - torch.inf)
     seen_keys = kept.flatten(1, 2).any(1).expand(p.batch, p.seqlen_k)
     k, v = (_of_kept(x, seen_keys, zero) for x in (given.k, given.v))
-    return Inputs.of(seen, given.q, k, v, [*given.leaves, added], given.seed)
+    return Inputs.of(without, given.q, k, v, [*given.leaves, added], given.seed)
 
 
 def _of_kept(x: Tensor, kept: Tensor, zero: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ SHEET_UNIT = 128  # its rows and columns are multiples of this
 SHEET_KEYS = 512  # the fewest keys of a part: dQ is read and written once a part, in fp32
 BATCH_MEMORY = 512 << 20  # bytes of a part of the batch: the gradient is read and written once a part, in fp32
 SUMMED_BESIDE = 32  # an eighth of the programs that an H200 runs at a time
-SHEET_HEAD_DIM = 256
+SHEET_HEAD_DIM = 256  # the largest with which a GPU has run the kernels that sum a bias's gradient
 
 
 def sheet_memory(problem: Problem) -> int:
@@ -29,7 +29,7 @@ def sheet_memory(problem: Problem) -> int:
 
 
 def is_too_wide(problem: Problem) -> bool:
-    """Return whether no GPU has run the kernels that sum a bias's gradient from a sheet with head dims this large."""
+    """Return whether head dims are above SHEET_HEAD_DIM."""
     return max(problem.head_dim, problem.head_dim_v) > SHEET_HEAD_DIM
 
 
@@ -124,7 +124,7 @@ def sheet_tiles(problem: Problem, config: Config) -> Tiles:
 def product_tiles(problem: Problem, config: Config) -> Tiles:
     """Return the tiles of products of sheets of which programs each make some columns, where no bias has a gradient."""
     tiles = replace(sheet_tiles(problem, config), column_parts=config.dq.column_parts)
-    return replace(tiles, num_stages=3) if tiles.tma else tiles
+    return with_stages(problem, "kept_pairs", replace(tiles, num_stages=3)) if tiles.tma else tiles
 
 
 def pairs_tiles(problem: Problem, config: Config) -> Tiles:

@@ -9,7 +9,7 @@ MIN_WIDTH = 16  # of a side of tl.dot
 WIDEST_PIECE = 512  # columns of a head dim
 # a * b + c rounds once: the default of Triton up to 3.9, but not of 3.10.
 FUSION = {"enable_fp_fusion": True}
-OVER_KEYS = ("dkdv", "dk", "dv")  # the passes whose programs own key tiles
+OVER_KEYS = ("dkdv", "dk", "dv", "pairs")  # the passes whose programs own key tiles
 OF_SHEETS = ("sheet", "kept_pairs")  # the kernels of one product of kept tiles
 
 
@@ -149,7 +149,7 @@ def shared_memory(
         "kept_pairs": stages * m * (n + max(w, wv)) + 2 * m * n,
         "sheet_strip": m * n,
     }
-    statistics = 4 * 2 * m * stages if kernel in (*OVER_KEYS, "pairs") else 0
+    statistics = 4 * 2 * m * stages if kernel in OVER_KEYS else 0
     if tiles.chunk and rows[kernel]:  # one loop at a time reads chunks of both factors
         rows[kernel] = stages * (m + n) * tiles.chunk + (0 if streams.plain and kernel not in OF_SHEETS else m * n)
     bytes_ = streams.pair_bytes if kernel not in ("delta", "terms", *OF_SHEETS) else 0

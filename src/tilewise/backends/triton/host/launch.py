@@ -142,7 +142,7 @@ def run_statistics(call: Call, out: Output, dlse: Tensor, buffers: BackwardBuffe
 
 def _pass(call: Call, name: str, part: SheetPart | None = None, *, role: Role = "reads") -> KernelLaunch:
     """One of ``Config.passes`` of the backward: for a ``part`` of dS alone, it leaves that in a sheet; "pairs" leaves P too."""
-    plan, problem, over_keys = call.plan, call.plan.problem, name in (*OVER_KEYS, "pairs")
+    plan, problem, over_keys = call.plan, call.plan.problem, name in OVER_KEYS
     tiles = pairs_tiles(problem, plan.config) if name == "pairs" else plan.config.passes[name]
     length, tile = (problem.seqlen_k, tiles.tile_n) if over_keys else (problem.seqlen_q, tiles.tile_m)
     if part is not None:
@@ -268,10 +268,10 @@ def _sum_sheet(call: Call, read: Read | None, part: SheetPart) -> KernelLaunch:
     slots = tile_slots(problem, problem.seqlen_q, tiles.tile_m)
     views = operand_views(call, tiles, "k")
     tma = views[0] is not None
-    unit = math.gcd(problem.seqlen_k, 16 // problem.dtype.itemsize)
     grad, loops, of_sum = None, (), {"adds": part.first_batch > 0}
     if read is not None:
-        grad, loops, of_sum = 0 if read.how == TILES else None, read.loops, of_sum | {"read": 0, "unit": unit}
+        grad, loops = 0 if read.how == TILES else None, read.loops
+        of_sum |= {"read": 0, "unit": math.gcd(problem.seqlen_k, 16 // problem.dtype.itemsize)}
     facts = plan.facts(tiles, call.align, tma=tma, whole=tma and plan.whole, **of_sum)
     grid = _grid(slots * part.heads * problem.group * part.batches, tiles)
     more, last = part.first_key > 0, part.first_key == plan.sheet[-1].first_key

@@ -1,8 +1,8 @@
-"""dK and dV from kept dS and P, where these are wider than the sums of a program: one product of a tile each.
+"""dK and dV from kept dS and P, one product of a tile each, where passes that compute these again would need one for each.
 
     dV = (P ∘ Z)ᵀ dO    dK = scale · dSᵀ Q    key tiles outside, queries inside       (16)
 
-The pass over key tiles has left both in sheets (:func:`backward.store_sheet`), from which :func:`pair_bias.sheet_kernel` makes dQ
+The pass over key tiles has left both in sheets (:func:`backward.dkdv_block`), from which :func:`pair_bias.sheet_kernel` makes dQ
 (docs/decisions.md#triton-kept-pairs).
 """
 

@@ -203,6 +203,18 @@ def test_attention_over_judged_tiles_agrees_with_the_oracle(monkeypatch):
     agree(Triton(Config(*[Tiles(16, 16, 4, 1)] * 3)), call(q, k, v, mask=mask))
 
 
+@pytest.mark.parametrize("by_columns", [False, True], ids=["rows", "columns"])
+def test_lists_of_tiles_are_those_of_planning(by_columns):
+    """Lines with more tiles than a program looks at at once, and lines that visit nothing."""
+    status = torch.randint(0, 3, (2, 3, 5, 300), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
+    status[0, 0, 1], status[0, 0, :, 7] = EMPTY, EMPTY
+    blocks, counts = tile_map.listed_tiles(status, by_columns)
+    expected, expected_counts = tiles.TileMap(status, 64, 64).visits(by_columns)
+    assert torch.equal(counts, expected_counts)
+    listed = torch.arange(blocks.shape[-1]) < counts[..., 1:]
+    assert torch.equal(blocks[listed], expected[listed])
+
+
 @pytest.mark.parametrize("count", [1, 5, 16, 130])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_entries_come_in_order(count, dtype):

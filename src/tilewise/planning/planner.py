@@ -80,6 +80,10 @@ class Planner(Protocol):
         """Return the state of every tile and, with ``group`` query heads per key head, the keys that are seen."""
         ...
 
+    def listed_tiles(self, status: Tensor, by_columns: bool) -> tuple[Tensor, Tensor]:
+        """Return :meth:`tilewise.planning.tiles.TileMap.visits` of contiguous states."""
+        ...
+
     def ends_of_lines(self, grid: Grid, lines: Tensor, by_columns: bool) -> tuple[Tensor, Tensor]:
         """Return the intervals of queries, or of keys ``by_columns``."""
         ...

@@ -170,6 +170,8 @@ class TileMap:
         ``transposed`` gives the query tiles for each key tile. Lists are int32 ``(b|1, h|1, lines, tiles)``, meaningless past the
         count; counts are ``(b|1, h|1, lines, 2)``.
         """
+        if (kernels := planner.of_plain(self.status)) is not None:
+            return kernels.listed_tiles(self.status.contiguous(), transposed)
         status = (self.status.mT if transposed else self.status).contiguous()
         order = torch.argsort((status + 2) % 3, dim=-1, stable=True)  # partial, full, empty
         counts = torch.stack([(status == PARTIAL).sum(-1), (status != EMPTY).sum(-1)], -1)

@@ -87,6 +87,14 @@ def judged_tiles(grid: Grid, tile_m: int, tile_n: int, group: int | None = None)
     return status, seen
 
 
+def listed_tiles(status: Tensor, by_columns: bool) -> tuple[Tensor, Tensor]:
+    """The lists of tiles of contiguous states, partial ones first, and their counts (:meth:`tilewise.planning.tiles.TileMap.visits`)."""
+    launch = _listing_alone(tuple(status.shape), by_columns, status.device)
+    blocks, counts = (torch.empty(shape, dtype=torch.int32, device=status.device) for shape in launch.made)
+    launch(runtime.kernels().ListTensors(status, counts, blocks, None, None, None, status, ()))
+    return blocks, counts
+
+
 @dataclass(eq=False)
 class MaskLaunch:
     """A launch that is kept for the masks of one text, in tensors of the same kinds and sizes: everything of it but the tensors
@@ -407,6 +415,19 @@ def _listing(
     facts, each = Facts(by_columns=by_columns, overlap=None), (kernels.tile_lists, kernels.tile_order)
     made = ((batch, heads, lines, 2),)
     return tuple(MaskLaunch.of(kernel, (batch * heads * lines,), sizes, facts, made=made) for kernel in each)
+
+
+@lru_cache(maxsize=1024)
+def _listing_alone(shape: tuple[int, int, int, int], by_columns: bool, device: torch.device) -> MaskLaunch:
+    """The launch that lists tiles and orders no lines."""
+    (batch, heads, *blocks), kernels = shape, runtime.kernels()
+    steps, lines = blocks if by_columns else reversed(blocks)
+    of_order = dict.fromkeys(("group", "alike", "most", "words", "all_heads", "least", "ctas"), 1)
+    sizes = kernels.ListSizes(heads=heads, lines=lines, steps=steps, ragged=0, **of_order)
+    lists = batch, heads, lines
+    made = (*lists, steps), (*lists, 2)
+    facts = Facts(by_columns=by_columns, overlap=None)
+    return MaskLaunch.of(kernels.tile_lists, (math.prod(lists),), sizes, facts, made=made)
 
 
 @lru_cache(maxsize=1024)

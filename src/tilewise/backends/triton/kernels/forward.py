@@ -143,17 +143,19 @@ def seen_rows(m0, work, FACTS: tl.constexpr):
 
 
 @triton.jit
-def load_key_value(query, n0, left, partial, FACTS: tl.constexpr):
+def load_key_value(query, n0, left, seen, partial, FACTS: tl.constexpr):
     """The tiles of k and v at ``n0``; v is () where :func:`key_block` loads it later.
 
-    By pointers v comes later, as rows of it may have to be left out. By descriptors both come at once, so that there is one
-    barrier to wait for, unless the product of q and k would then wait for v (not ``FACTS.together``;
-    docs/decisions.md#triton-v-beside-k).
+    By pointers v comes later, as rows of it may have to be left out, unless ``seen``, :func:`pairs_of_predicate`, tells which. By
+    descriptors both come at once, so that there is one barrier to wait for, unless the product of q and k would then wait for v (not
+    ``FACTS.together``; docs/decisions.md#triton-v-beside-k).
     """
     k = load_streamed(query.k, n0, left, None, FACTS.tile_n, OF_V=False, partial=partial, FACTS=FACTS)
     v = ()
     if FACTS.together and (FACTS.whole or (FACTS.tma and not partial)):
         v = load_streamed(query.v, n0, left, None, FACTS.tile_n, OF_V=True, partial=partial, FACTS=FACTS)
+    elif FACTS.together and len(seen) > 0:
+        v = load_streamed(query.v, n0, left, seen[1], FACTS.tile_n, OF_V=True, partial=partial, FACTS=FACTS)
     return k, v
 
 
@@ -170,18 +172,22 @@ def key_block(n0, state, beside, partial, FACTS: tl.constexpr):
     work = with_tile(
         with_pair_tile(work, query.pairs, query.head, query.m0, n0, OVER_KEYS=False, FACTS=FACTS), query.m0, n0, FACTS
     )
+    seen = pairs_of_predicate(
+        j, query, work, partial, FACTS
+    )  # before the loads, so that V's need not wait for a product
     # K: (tile_n, head_dim), V: (tile_n, head_dim_v), in the inputs' dtype.
-    k, v = load_key_value(query, n0, left, partial, FACTS)
+    k, v = load_key_value(query, n0, left, seen, partial, FACTS)
     s = dot_transposed(query.q, k, FACTS)  # S = Q Kᵀ, (tile_m, tile_n) fp32
     if FACTS.bounded:  # no exponential overflows, and any m is as exact as the maximum
         m_new = m
-        shown = apply_mask(bounded_exponentials(s, query, j, scales, work, FACTS), 0.0, j, query, work, partial, FACTS)
+        p = bounded_exponentials(s, query, j, scales, work, FACTS)
+        shown = apply_mask(p, 0.0, seen, j, query, work, partial, FACTS)
         p = shown[0]
         l += tl.sum(p, 1)
     else:
         if FACTS.general:
             s = apply_score(s, query, j, scales, work, FACTS)
-        shown = apply_mask(s, float("-inf"), j, query, work, partial, FACTS)
+        shown = apply_mask(s, float("-inf"), seen, j, query, work, partial, FACTS)
         m_new, p, rescale = online_softmax(shown[0], m, scales, partial, FACTS)
         l = l * rescale + tl.sum(p, 1)
         acc = rescaled(acc, rescale)
@@ -198,26 +204,47 @@ def key_block(n0, state, beside, partial, FACTS: tl.constexpr):
 
 
 @triton.jit
-def apply_mask(x, HIDDEN: tl.constexpr, j, query, work, partial, FACTS: tl.constexpr):
+def within_ends(j, query, FACTS: tl.constexpr):
+    """Whether a key lies in the interval of each row, bool (tile_m, tile_n)."""
+    at_j = here(j, FACTS)
+    return (at_j[None, :] >= query.lo[:, None]) & (at_j[None, :] < query.hi[:, None])
+
+
+@triton.jit
+def pairs_of_predicate(j, query, work, partial, FACTS: tl.constexpr):
+    """``(kept, alive)`` of a tile under a predicate, else (): whether a row sees a key, bool (tile_m, tile_n), and whether some row of
+    the tile does, bool (tile_n,)."""
+    seen = ()
+    if FACTS.keep is not None:  # noqa: SIM102 - of compile time
+        if partial:
+            i = seen_rows(query.m0, work, FACTS)
+            kept = within_ends(j, query, FACTS)
+            kept = kept & FACTS.keep(work.b, query.head, i[:, None], j[None, :], work)
+            seen = kept, tl.max(kept.to(tl.int8), 0) > 0
+    return seen
+
+
+@triton.jit
+def apply_mask(x, HIDDEN: tl.constexpr, seen, j, query, work, partial, FACTS: tl.constexpr):
     """``(x, alive)``, or ``(x,)`` where every key is read.
 
     Args:
         x: fp32 (tile_m, tile_n), scores or exponentials; the result is HIDDEN where a row does not see a key.
+        seen: :func:`pairs_of_predicate`.
 
     Returns:
         alive: bool (tile_n,), whether a key's row of V may be read.
     """
     alive = ()
     if partial:
-        at_j = here(j, FACTS)
-        kept = (at_j[None, :] >= query.lo[:, None]) & (at_j[None, :] < query.hi[:, None])
         if FACTS.keep is not None:
-            i = seen_rows(query.m0, work, FACTS)
-            kept = kept & FACTS.keep(work.b, query.head, i[:, None], j[None, :], work)
-            alive = (tl.max(kept.to(tl.int8), 0) > 0,)
-        elif FACTS.masked and not FACTS.whole:
-            first, last = query_interval(j, query.head, work, FACTS)
-            alive = (first < last,)
+            kept = seen[0]
+            alive = (seen[1],)
+        else:
+            kept = within_ends(j, query, FACTS)
+            if FACTS.masked and not FACTS.whole:
+                first, last = query_interval(j, query.head, work, FACTS)
+                alive = (first < last,)
         x = tl.where(kept, x, HIDDEN)
     return (x,) + alive
 

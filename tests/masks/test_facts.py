@@ -27,6 +27,7 @@ def chunks(monkeypatch):
 
 
 # The mask, and whether it is known that every key is seen at (70, 70), (75, 70) and (40, 70) queries and keys.
+PLACES = torch.arange(150).view(2, 75) % 7
 SEEN = {
     "full": (lambda: Mask(""), (True, True, True)),
     "causal": (tw.causal, (True, True, True)),
@@ -44,6 +45,15 @@ SEEN = {
     "either": (lambda: tw.window(3, 0) | tw.key_range(5, 9), (True, True, False)),
     "keep-diagonal": (lambda: tw.keep(lambda b, h, i, j: (i - j) % 5 == 0), (True, True, False)),
     "keep-others": (lambda: tw.keep(lambda b, h, i, j: i != j), (False, True, False)),
+    "keep-ids": (lambda: tw.keep(lambda b, h, i, j: (PLACES[b, i] == PLACES[b, j]) & (i >= j)), (True, False, False)),
+    "keep-ids-causal": (
+        lambda: tw.causal() & tw.keep(lambda b, h, i, j: PLACES[b, i] == PLACES[b, j]),
+        (True, False, False),
+    ),
+    "keep-floats": (
+        lambda: tw.keep(lambda b, h, i, j: PLACES.float()[b, i] == PLACES.float()[b, j]),
+        (False, False, False),
+    ),
     "keep-by-head": (lambda: tw.keep(lambda b, h, i, j: i >= j - h), (False, False, False)),
     "dense": (lambda: tw.dense(normal(70, 70) > 0), (False, False, False)),
 }

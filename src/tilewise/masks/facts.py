@@ -18,14 +18,15 @@ from torch import Tensor
 
 from tilewise import expr, sizes
 from tilewise.expr import Expr
-from tilewise.masks.regions import Region
+from tilewise.masks.regions import ALWAYS, SQUARE, Region
 
 # -- Which keys are seen -------------------------------------------------------------------------------------------
 
 
 def every_key_seen(region: Region, seqlen_q: int, seqlen_k: int) -> bool:
     """Return whether every key is certain to be seen by some query, in every batch element and head."""
-    if region.covers or (region.keeps_diagonal and seqlen_q >= seqlen_k):
+    kept = region.where_diagonal
+    if region.covers or (kept == ALWAYS and seqlen_q >= seqlen_k) or (kept == SQUARE and seqlen_q == seqlen_k):
         return True
     band = as_band(region, seqlen_k - seqlen_q, seqlen_k)
     if band is None and not _of_shapes(region):

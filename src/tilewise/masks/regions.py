@@ -36,6 +36,9 @@ class Prepared:
     shape: tuple[int, int, int, int]
 
 
+UNKNOWN, SQUARE, ALWAYS = range(3)
+
+
 @dataclass(frozen=True, eq=False)
 class Region:
     """A mask as kernels read it. ``None`` as an end means unbounded, as a predicate it keeps all pairs.
@@ -45,7 +48,8 @@ class Region:
         first, last: query interval of column ``j``: expressions of ``b, h, j`` and the lengths.
         predicate: bool expression of ``b, h, i, j``.
         prepared: the tensors of ``Mask.prepare``, and their shapes.
-        diagonal: every query sees the key at its own position ``i + off``, whatever the mask's tensors hold.
+        diagonal: where every query sees the key at its own position ``i + off``, whatever the mask's tensors hold: UNKNOWN, SQUARE, where
+            there are as many queries as keys, or ALWAYS.
         covers: every key is seen by some query, whatever the mask's tensors hold.
         sorted_leaves: the slots of tensors without negative elements that never decrease along the last axis.
     """
@@ -56,7 +60,7 @@ class Region:
     last: Expr | None = None
     predicate: Expr | None = None
     prepared: Prepared | None = None
-    diagonal: bool = False
+    diagonal: int = UNKNOWN
     covers: bool = False
     sorted_leaves: frozenset[int] = frozenset()
 
@@ -65,8 +69,8 @@ class Region:
         return not self.parts
 
     @property
-    def keeps_diagonal(self) -> bool:
-        return self.diagonal or self.everything
+    def where_diagonal(self) -> int:
+        return ALWAYS if self.everything else self.diagonal
 
     @property
     def ends(self) -> tuple[Expr | None, ...]:
@@ -142,7 +146,7 @@ def _intersect(a: Region, b: Region) -> Region:
         _tighter("maximum", a.first, b.first),
         _tighter("minimum", a.last, b.last),
         _all([p for p in (a.predicate, b.predicate) if p is not None]),
-        diagonal=a.keeps_diagonal and b.keeps_diagonal,
+        diagonal=min(a.where_diagonal, b.where_diagonal),
         sorted_leaves=a.sorted_leaves | b.sorted_leaves,
     )
 
@@ -161,7 +165,7 @@ def _unite(regions: Sequence[Region]) -> Region:
         bound("minimum", first),
         bound("maximum", last),
         None if any(x is None for x in inside) else reduce(or_, inside),
-        diagonal=any(x.keeps_diagonal for x in regions),
+        diagonal=max(x.where_diagonal for x in regions),
         sorted_leaves=frozenset().union(*[x.sorted_leaves for x in regions]),
     )
 
@@ -173,13 +177,13 @@ def _window_region(left: Expr | None, right: Expr | None, align: str = "last") -
         hi=None if right is None else _add_number(at_row, right.args[0] + 1),
         first=None if right is None else _add_number(at_column, -right.args[0]),
         last=None if left is None else _add_number(at_column, left.args[0] + 1),
-        diagonal=align == "last",
+        diagonal=ALWAYS if align == "last" else SQUARE,
     )
 
 
 def _prefix_region(n: Expr) -> Region:
     hi, first = apply("maximum", _add_number(I + OFF, 1), n), apply("where", J < n, number(0), J - OFF)
-    return Region(hi=hi, first=first, diagonal=True)
+    return Region(hi=hi, first=first, diagonal=ALWAYS)
 
 
 def _key_range_region(start: Expr, end: Expr) -> Region:
@@ -198,9 +202,22 @@ def _documents_region(row_start: Expr, row_end: Expr, column_start: Expr, column
         hi=apply("where", placed, row_end, number(0)),
         first=column_start - OFF,
         last=column_end - OFF,
-        diagonal=True,
+        diagonal=ALWAYS,
         sorted_leaves=frozenset(e.args[0][1] for e in (row_start, row_end, column_start, column_end)),
     )
+
+
+def _predicate_region(predicate: Expr) -> Region:
+    return Region(
+        predicate=predicate, diagonal=SQUARE if _is_certain(expr.substitute(predicate, {"j": I})) else UNKNOWN
+    )
+
+
+def _is_certain(e: Expr) -> bool:
+    """Whether an expression is true whatever its tensors hold, as a whole number equals itself, which NaN does not."""
+    if e.op in ("and", "or"):
+        return (all if e.op == "and" else any)(map(_is_certain, e.args))
+    return e.op in ("eq", "le", "ge") and expr.same(*e.args) and expr.kind(e.args[0]) != "float"
 
 
 def _selected_region(row: Expr, key: Expr) -> Region:
@@ -217,7 +234,7 @@ ATOMS: dict[str, Callable[..., Region]] = {
     "documents": _documents_region,
     "intervals": lambda *ends: Region(**dict(zip(_ENDS, ends, strict=True))),
     "covering": lambda *ends: Region(**dict(zip(_ENDS, ends, strict=True)), covers=True),
-    "keep": lambda predicate: Region(predicate=predicate),
+    "keep": _predicate_region,
     "selected": _selected_region,
 }
 GROUP = "group"

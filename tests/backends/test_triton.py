@@ -470,6 +470,46 @@ def test_ds_is_kept_of_some_batch_elements_or_heads_or_keys_at_a_time(shape, ove
 
 
 COLUMNS = OTHER_TILES["columns"]
+AT = torch.arange(48 * 136).view(48, 136) * 7 % 31
+FEW_TILES = {
+    "batch": ((5, 48, 136), tw.bias),
+    "heads": ((9, 1, 48, 136), tw.bias),
+    "both": ((48, 136), tw.bias),
+    "longer": ((48, 140), lambda t: tw.score(lambda s, b, h, i, j: s + t[i, j])),
+    "pairs": ((31,), lambda t: tw.score(lambda s, b, h, i, j: s + t[AT[i, j]])),
+}
+
+
+@pytest.mark.parametrize("memory", [None, 10 * ELEMENT], ids=["whole", "in-parts"])
+@pytest.mark.parametrize("name", FEW_TILES)
+def test_a_bias_of_few_tiles_is_summed_in_shares(name, memory, monkeypatch):
+    """Shares of a few programs each, of which the last has fewer; in parts of the batch or of the keys, too."""
+    if memory is not None:
+        monkeypatch.setattr(sheet, "sheet_memory", lambda p: memory)
+        monkeypatch.setattr(sheet, "SHEET_KEYS", 128)
+    monkeypatch.setattr(sheet, "SUMS", 1000)
+    monkeypatch.setattr(sheet, "LEAST_SUMMED", 2)
+    fill_new_memory(monkeypatch)
+    shape, build = FEW_TILES[name]
+    score = build(normal(*shape).requires_grad_())
+    c = call(*qkv(batch=9, nq=48, nk=136, hq=5, hk=5, d=8, dv=8), mask=tw.causal() & tw.window(100), score=score)
+    plan = Plan(c.p, SQUARE)
+    together, shares = plan.shares
+    assert shares > 1
+    assert together > 1
+    assert (len(plan.sheet) > 1) == (memory is not None)
+    agree(Triton(SQUARE), c)
+
+
+def test_shares_of_a_sequence_do_not_depend_on_batch_mates_where_results_are_deterministic(monkeypatch):
+    monkeypatch.setattr(sheet, "SUMS", 16)
+
+    def shares(batch: int, **options) -> tuple[int, int]:
+        score = tw.bias(normal(batch, 1, 70, 70).requires_grad_())
+        return Plan(call(*qkv(batch=batch, hq=16, hk=16), score=score, **options).p, INTERPRETED).shares
+
+    assert shares(1, deterministic=True) == shares(8, deterministic=True)
+    assert shares(1) != shares(8)
 
 
 @pytest.mark.parametrize(
@@ -545,6 +585,18 @@ def test_ds_is_kept_where_a_mask_can_be_a_tensor_of_the_score(mask, score):
     assert not plan.sheet
     without = Plan(plan.unmasked, backend.config(plan.unmasked))
     assert bool(without.sheet) == ("tanh" not in c.p.spec.score_text)
+    agree(backend, c)
+
+
+def test_k_and_v_stay_where_a_mask_that_hides_no_key_becomes_a_tensor_of_the_score():
+    """Shifted windows: a query sees the keys of its own region, of which it is one."""
+    region, table = torch.arange(49) % 5 % 2 + torch.arange(4)[:, None] % 2, normal(3, 49, 49).requires_grad_()
+    same = tw.keep(lambda b, h, i, j: tw.lookup(region, b % 4, i) == tw.lookup(region, b % 4, j))
+    c = call(*qkv(batch=8, nq=49, nk=49, hq=3, hk=3, d=16, dv=16), mask=same, score=tw.bias(table))
+    backend = Triton(OTHER_TILES["tma"])
+    without = Plan(c.p, backend.config(c.p)).unmasked
+    assert (without.k, without.v) == (c.p.k, c.p.v)
+    assert Plan(without, backend.config(without)).sheet
     agree(backend, c)
 
 

@@ -6,6 +6,7 @@ a second one, for all gradients (docs/decisions.md#triton-kept-pairs).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -19,6 +20,8 @@ SHEET_STRIP = 64  # adjacent queries in a sheet of dS: docs/decisions.md#triton-
 SHEET_UNIT = 128  # its rows and columns are multiples of this
 SHEET_KEYS = 512  # the fewest keys of a part: dQ is read and written once a part, in fp32
 BATCH_MEMORY = 512 << 20  # bytes of a part of the batch: the gradient is read and written once a part, in fp32
+LEAST_SUMMED = 4  # tiles of dS that one program adds up
+SUMS = 2  # programs that add up, for each multiprocessor: docs/decisions.md#triton-kept-ds
 SUMMED_BESIDE = 32  # an eighth of the programs that an H200 runs at a time
 SHEET_HEAD_DIM = 256  # the largest with which a GPU has run the kernels that sum a bias's gradient
 
@@ -108,6 +111,24 @@ def summed_beside(batch: int, heads: int, loops: Sequence[str]) -> tuple[int, in
     """
     some_b = divisor(batch, SUMMED_BESIDE) if "b" in loops else 1
     return some_b, divisor(heads, SUMMED_BESIDE // some_b) if "h" in loops else 1
+
+
+def shares_of_sums(problem: Problem, part: SheetPart, loops: Sequence[str], tiles: Tiles) -> tuple[int, int]:
+    """Return of how many adjacent programs each share of a bias's gradient is the sum, and how many shares a part of dS has.
+
+    A bias with few tiles, such as that of an image's windows, is summed over many rows: one sum would keep few programs busy.
+
+    Args:
+        loops: as in :func:`sheet_parts`. tiles: :func:`sheet_tiles`.
+    """
+    counts = {"b": part.batches, "h": part.heads * problem.group}
+    summed = math.prod(counts[x] for x in loops)
+    # Deterministic results of a sequence do not depend on its batch-mates.
+    apart = math.prod(n for x, n in counts.items() if x not in loops and not (x == "b" and problem.spec.deterministic))
+    sums = apart * -(-problem.seqlen_q // tiles.tile_m) * -(-part.keys // tiles.tile_n)
+    number = min(SUMS * devices.of(problem.device).cores // max(sums, 1), summed // LEAST_SUMMED)
+    together = -(-summed // max(number, 1))
+    return together, -(-summed // together)
 
 
 def sheet_tiles(problem: Problem, config: Config) -> Tiles:

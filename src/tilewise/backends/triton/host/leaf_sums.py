@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -69,7 +70,8 @@ class LeafSums:
     Attributes:
         grads: the gradients, by slot.
         buffers: what kernels write for each read: a gradient; sums of rows or columns (batch, heads_q, length), packed without batch;
-            sums of strips' distances (batch, heads_q, parts, strips, 2 T), the same; or of pairs (1, heads_q or 1, seqlen_q, seqlen_k).
+            sums of strips' distances (batch, heads_q, parts, strips, 2 T), the same; or shares of sums of pairs, or of a gradient
+            (shares, :func:`size_of_share`).
     """
 
     def __init__(self, plan: Plan, inputs: Inputs):
@@ -77,7 +79,7 @@ class LeafSums:
         self.reads = plan.emitted.reads
         self.grads: dict[int, Tensor] = {}
         for read in self.reads:
-            if read.slot not in self.grads:
+            if read.slot not in self.grads and (read.pairs or not self._in_shares(read)):
                 self.grads[read.slot] = self._new_gradient(read)
         self.buffers = tuple(self._buffer(read) for read in self.reads)
 
@@ -91,10 +93,14 @@ class LeafSums:
             strips = Strips.of(self.plan, read)
             shape = (*outer, strips.parts, strips.number, 2 * strips.tiles.tile_m)
             return q.new_empty(shape, dtype=torch.float32)
-        if read.pairs:
-            heads = problem.heads_q if "h" in expr.depends_on(*read.expr.args[1:]) else 1
-            return q.new_empty((1, heads, problem.seqlen_q, problem.seqlen_k), dtype=torch.float32)
+        if self._in_shares(read):
+            new = q.new_empty if read.pairs or _reads_every_element(problem, read) else q.new_zeros
+            return new((self.plan.shares[1], size_of_share(problem, read)), dtype=torch.float32)
         return self.grads[read.slot]
+
+    def _in_shares(self, read: Read) -> bool:
+        """Whether a leaf's gradient is made of the sums of pairs, or of several shares, that kernels write."""
+        return read.pairs or (read.how == TILES and self.plan.shares[1] > 1)
 
     def _new_gradient(self, read: Read) -> Tensor:
         """Memory for the gradient of a leaf, of which ``read`` is the first read: in its own dtype where one kernel writes it once."""
@@ -120,10 +126,8 @@ class LeafSums:
             if _of_distances(read):
                 self._add_distances(read, buffer)
                 continue
-            if read.pairs:
-                grad, axes = self.grads[read.slot], zip("bhij", map(range, buffer.shape), strict=True)
-                env = _indices(self.plan.problem, buffer.device, **dict(axes))
-                read_adjoint(grad, read.expr, env, self.inputs.leaves, buffer.to(grad.dtype))
+            if self._in_shares(read):
+                self._add_shares(read, buffer)
             if read.how not in (ROWS, COLUMNS):
                 continue
             grad, axes = self.grads[read.slot], kept_axes(self.plan.problem, read, buffer)
@@ -135,6 +139,17 @@ class LeafSums:
                 order = [sorted(axes).index(axis) for axis in axes]
                 grad += (buffer.sum(rest) if rest else buffer).permute(order)
         return {slot: grad.to(self.inputs.leaves[slot].dtype) for slot, grad in self.grads.items()}
+
+    def _add_shares(self, read: Read, buffer: Tensor) -> None:
+        """Makes a leaf's gradient of the sum of shares, or adds to it what the pairs' is."""
+        shape = shape_of_tiles(self.plan.problem, read)
+        total = (buffer.sum(0) if len(buffer) > 1 else buffer[0])[: math.prod(shape)].view(shape)
+        if not read.pairs:
+            self.grads[read.slot] = total
+            return
+        grad, axes = self.grads[read.slot], zip("hij", map(range, shape), strict=True)
+        env = _indices(self.plan.problem, buffer.device, b=range(1), **dict(axes))
+        read_adjoint(grad, read.expr, env, self.inputs.leaves, total[None].to(grad.dtype))
 
     def _add_distances(self, read: Read, buffer: Tensor) -> None:
         """Adds to a leaf's gradient the sums of a read by distance: of each distance near the diagonal, or of all beyond it."""
@@ -178,6 +193,19 @@ class LeafSums:
         seqlen_q, seqlen_k = (x.diff()[b].view(shape) for x in (cu_q, cu_k))
         at = {"b": b.view(shape), "i" if how == ROWS else "j": (line - cu[b]).view(shape)}
         return at | {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "off": seqlen_k - seqlen_q}
+
+
+def shape_of_tiles(problem: Problem, read: Read) -> tuple[int, ...]:
+    """The shape of what is summed in tiles: the leaf's, or where its gradient is made of pairs, ``(heads_q or 1, seqlen_q, seqlen_k)``."""
+    if not read.pairs:
+        return problem.extras[read.slot].shape
+    heads = problem.heads_q if "h" in expr.depends_on(*read.expr.args[1:]) else 1
+    return heads, problem.seqlen_q, problem.seqlen_k
+
+
+def size_of_share(problem: Problem, read: Read) -> int:
+    """The elements from one share of a read's sums to the next: a multiple of 16, so that kernels may store several at once."""
+    return -(-math.prod(shape_of_tiles(problem, read)) // 16) * 16
 
 
 def _of_distances(read: Read) -> bool:

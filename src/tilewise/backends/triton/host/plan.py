@@ -20,7 +20,14 @@ from tilewise.backends.triton.host.launches import KernelLaunch
 from tilewise.backends.triton.kernels.emit import Emitted, emit
 from tilewise.backends.triton.kernels.leaf_reads import AXES, PairReads, all_axes, described_lookup, is_wide
 from tilewise.backends.triton.paging import PagedConfig
-from tilewise.backends.triton.sheet import SheetPart, is_too_wide, pair_parts, sheet_parts
+from tilewise.backends.triton.sheet import (
+    SheetPart,
+    is_too_wide,
+    pair_parts,
+    shares_of_sums,
+    sheet_parts,
+    sheet_tiles,
+)
 from tilewise.backends.triton.tiles import Tiles, pieces
 from tilewise.caching import cached_property
 from tilewise.device import lasting
@@ -195,6 +202,15 @@ class KeptDecisions(Decisions):
             return ()
         gradient = 0 if read.pairs or read.how == DIAGONALS else math.prod(leaf.shape) * leaf.dtype.itemsize
         return sheet_parts(problem, read.loops, self.config.beside, gradient)
+
+    @cached_property
+    def shares(self) -> tuple[int, int]:
+        """Of how many adjacent programs each share of a bias's gradient is the sum, and how many shares there are, each a tensor of its
+        own; ``(1, 1)`` where no gradient is made of a sheet."""
+        if not self.sheet or self.keeps_pairs or self.emitted.reads[0].how != TILES:
+            return 1, 1
+        tiles = sheet_tiles(self.problem, self.config)
+        return shares_of_sums(self.problem, self.sheet[0], self.emitted.reads[0].loops, tiles)
 
     @cached_property
     def unmasked(self) -> Problem | None:

@@ -248,13 +248,15 @@ def few() -> list[str]:
 
 
 def triangles() -> list[str]:
-    """Triangle attention and its block, by the newest run."""
+    """Triangle attention and its block, and shifted windows, by the newest run."""
     found = load("triton-calls")
     run = [run for run, r in found.runs.items() if r["command"] == "python -m bench.triangles"][-1]
-    alone, blocks = {}, {}
+    alone, blocks, windows = {}, {}, {}
     for case, x in found.cases(run).items():
         if "-block-" in case:
             blocks[f"N {x['seqlen']}"] = case
+        elif "windows" in x:
+            windows[f"{x['windows']:,} windows of {x['seqlen']} pixels, {x['heads']} heads"] = case
         else:
             alone[f"N {x['seqlen']}, D {x['head_dim']}" + ", fp32" * (x["dtype"] == "float32")] = case
     both = {"tilewise": "tilewise", "cuEquivariance": "cuequivariance", "SDPA": "sdpa"}
@@ -265,12 +267,18 @@ def triangles() -> list[str]:
     }
     block = grid(blocks, of_blocks, lambda case, of: found.value(run, case, of[0], "both", of[1]))
     rate = lambda d, case, who: found.value(run, case, who, d, "rate")  # noqa: E731
+    peers = {"tilewise": "tilewise", "SDPA": "sdpa", "FlexAttention": "flex", "eager": "eager"}
+    passes = {"forward": "forward", "forward and backward": "both"}
+    of_windows = {f"{who}, {title}": (name, d) for title, d in passes.items() for who, name in peers.items()}
+    shifted = grid(windows, of_windows, lambda case, of: found.value(run, case, *of, "time"))
     text = (
         "TFLOP/s of N rows of N queries in 4 heads with one bias for all rows, and its gradient; bf16 unless a row says fp32. The block "
-        f"has both nodes of AlphaFold 3, 128 channels in bf16 and a mask, forward and backward. {found.source(run)}"
+        "has both nodes of AlphaFold 3, 128 channels in bf16 and a mask, forward and backward. Shifted windows of images have heads of 32 "
+        f"in bf16, the bias of relative positions and the mask of regions (Liu et al. 2021). {found.source(run)}"
     )
     tables = by_pass(alone, both | {"FlexAttention": "flex"}, rate, 0)
-    return section("Triangle attention on an H200", text, *tables, titled("A block", block))
+    tables += [titled("A block", block), titled("Shifted windows, ms", shifted)]
+    return section("Triangle attention on an H200", text, *tables)
 
 
 def single_precision() -> list[str]:

@@ -1,8 +1,9 @@
-"""Triangle attention beside its peers on a GPU: `python -m bench.triangles --out FILE`.
+"""Attention with one bias for many rows beside its peers on a GPU: `python -m bench.triangles --out FILE`.
 
-N rows of N queries in 4 heads, one bias for all rows, of which a backward makes the gradient too (Jumper et al. 2021, algorithms 13 and
-14): TFLOP/s of the kernels and the memory of a backward; then milliseconds of a block of both nodes as AlphaFold 3 has them, with
-its projections, gates and a mask. tilewise is judged on a few rows against float64 first. Peers that are not installed have no row.
+Triangle attention: N rows of N queries in 4 heads, one bias for all rows, of which a backward makes the gradient too (Jumper et al. 2021,
+algorithms 13 and 14): TFLOP/s of the kernels and the memory of a backward; then milliseconds of a block of both nodes as AlphaFold 3 has
+them, with its projections, gates and a mask. Shifted windows of images: milliseconds, with the bias of relative positions and the mask of
+regions (Liu et al. 2021). tilewise is judged on a few rows against float64 first. Peers that are not installed have no row.
 """
 
 import math
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 
+import tilewise as tw
 from bench import script
 from bench.measure import PeakMemory, in_turns
 from tilewise.accuracy import judge
@@ -24,6 +26,11 @@ HEADS, CHANNELS, MEBI = 4, 128, 2**20
 HIDDEN = -1e9  # AlphaFold's score of a masked pair: a row without keys is no NaN
 CASES = [(n, d, torch.bfloat16) for n in (384, 768) for d in (16, 32, 64)] + [(768, d, torch.float32) for d in (32, 64)]
 BLOCKS = (384, 768)
+WINDOWS = [
+    (2048, 49, 3, 32),
+    (512, 144, 6, 32),
+    (256, 256, 8, 32),
+]  # how many, pixels, heads, head dim: of 32, 8 and 4 images
 PEERS = {
     "tilewise": "tilewise.compat.cuequivariance.triangle_attention",
     "cuequivariance": "cuequivariance_torch.triangle_attention",
@@ -77,17 +84,16 @@ def gradients(attend: Attend, inputs: list[Tensor], do: Tensor) -> list[Tensor]:
     return [o, *torch.autograd.grad(o, inputs, do)]
 
 
-def runs(attend: Attend, n: int, d: int, dtype: torch.dtype) -> list[str]:
-    """Why a contestant does not run on a few rows, or why tilewise is wrong there; [] if neither."""
-    inputs = made(4, n, d, dtype)
+def runs(attend: Attend, inputs: list[Tensor], exactly: Attend, judged: bool) -> list[str]:
+    """Why a contestant does not run, or, if it is ``judged``, why it is wrong; [] if neither. ``exactly``: eager's attention."""
     do = torch.randn_like(inputs[0])
-    exact, own = (gradients(eager, [x.to(to) for x in inputs], do.to(to)) for to in (torch.float64, dtype))
+    exact, own = (gradients(exactly, [x.to(to) for x in inputs], do.to(to)) for to in (torch.float64, do.dtype))
     try:
         found = gradients(attend, inputs, do)
     except (RuntimeError, ValueError, NotImplementedError) as reason:
         return [str(reason).partition("\n")[0]]
     errors = (judge(name, *of) for name, *of in zip("oqkvb", found, exact, [[x] for x in own], strict=True))
-    return [str(e) for e in errors if not e.ok] if attend is ours.triangle_attention else []
+    return [str(e) for e in errors if judged and not e.ok]
 
 
 def memory(work: Callable[[], object]) -> float:
@@ -138,7 +144,7 @@ def attention_alone(log: script.Log, n: int, d: int, dtype: torch.dtype) -> None
     case, shape = f"triangle-n{n}-d{d}-{name}", {"rows": n, "seqlen": n, "heads": HEADS, "head_dim": d, "dtype": name}
     forward, backward = {}, {}
     for who, attend in contestants(False, dtype):
-        if why := runs(attend, n, d, dtype):
+        if why := runs(attend, made(4, n, d, dtype), eager, who == "tilewise"):
             log.add(case, who, "both", "rate", None, why=why, shape=shape)
             continue
         try:
@@ -170,6 +176,55 @@ def block(log: script.Log, n: int) -> None:
     keep_times(log, case, calls, "both", None, shape)
 
 
+def region_of(n: int) -> Tensor:
+    """The region that each pixel of the four kinds of shifted windows comes from, int32 `(4, n)`."""
+    side, place = math.isqrt(n), torch.arange(n, device="cuda")
+    right, below = (place % side >= side // 2, place // side >= side // 2)
+    return torch.stack([0 * place, right, 2 * below, right + 2 * below]).int()
+
+
+def window_contestants(region: Tensor, count: int, dtype: torch.dtype) -> Iterator[tuple[str, Attend]]:
+    """As :func:`contestants`, of q, k, v `(windows, heads, n, d)` and a bias `(heads, n, n)`. The mask is made before the call."""
+    same = tw.keep(lambda b, h, i, j: region[b % 4, i] == region[b % 4, j])
+    hidden = (region[:, :, None] != region[:, None]).repeat(count // 4, 1, 1)[:, None]
+    added = torch.zeros(hidden.shape, device="cuda", dtype=dtype).masked_fill(hidden, -math.inf)
+
+    def flexible(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        kept = lambda s, b, h, i, j: torch.where(region[b % 4, i] == region[b % 4, j], s + bias[h, i, j], -math.inf)  # noqa: E731
+        return flex_attention(q, k, v, score_mod=kept)
+
+    def tiled(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return tw.attention(q, k, v, mask=same, score=tw.bias(bias)).transpose(1, 2)
+
+    torch._dynamo.reset()
+    yield "tilewise", tiled
+    yield "flex", torch.compile(flexible, dynamic=False)
+    yield "sdpa", lambda q, k, v, bias: F.scaled_dot_product_attention(q, k, v, attn_mask=bias + added)
+    yield "eager", lambda q, k, v, bias: eager(q, k, v, bias + added.to(bias.dtype))
+
+
+def windows(log: script.Log, count: int, n: int, heads: int, d: int) -> None:
+    dtype, region = torch.bfloat16, region_of(n)
+    case, shape = f"windows-n{n}", {"windows": count, "seqlen": n, "heads": heads, "head_dim": d, "dtype": "bfloat16"}
+
+    def inputs(count: int) -> list[Tensor]:
+        qkv = (torch.randn(count, n, heads, d, device="cuda", dtype=dtype).transpose(1, 2) for _ in range(3))
+        return [x.requires_grad_() for x in (*qkv, torch.randn(heads, n, n, device="cuda", dtype=dtype))]
+
+    exactly = dict(window_contestants(region, 8, dtype))["eager"]
+    forward, both, given = {}, {}, inputs(count)
+    do = torch.randn_like(given[0])
+    few = dict(window_contestants(region, 8, dtype))
+    for who, attend in window_contestants(region, count, dtype):
+        if why := runs(few[who], inputs(8), exactly, who == "tilewise"):
+            log.add(case, who, "both", "time", None, why=why, shape=shape)
+            continue
+        forward[who], both[who] = torch.no_grad()(partial(attend, *given)), partial(gradients, attend, given, do)
+    keep_times(log, case, forward, "forward", None, shape)
+    keep_times(log, case, both, "both", None, shape)
+
+
 def main() -> None:
     """Measure all cases, then the blocks."""
     options = script.parser(__doc__, ("cuda",)).parse_args()
@@ -177,6 +232,8 @@ def main() -> None:
     log = script.Log.begin("python -m bench.triangles", options, PEERS, ("cuequivariance-torch",))
     for n in BLOCKS:
         block(log, n)
+    for sizes in WINDOWS:
+        windows(log, *sizes)
     for case in CASES:
         attention_alone(log, *case)
         torch.cuda.empty_cache()

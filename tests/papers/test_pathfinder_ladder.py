@@ -57,6 +57,13 @@ def test_a_run_records_every_rung_and_is_drawn_with_what_follows_it(tmp_path):
     assert (tmp_path / "ladder.png").stat().st_size > 10_000
 
 
+def test_batches_of_fewer_pixels_and_more_images_take_turns_with_a_rungs_own():
+    rung, recipe = Rung(SMALL, 1.0, fewer=(36, 72)), replace(RECIPE, tokens=2 * 144, pool=20)
+    found = [seen.pixels.shape for _, (_, seen) in zip(range(7), ladder.batches(rung, recipe, 0, "cpu"), strict=False)]
+    assert found == [(2, 144), (8, 36), (4, 72)] * 2 + [(2, 144)]
+    assert rung.seen(7, recipe.tokens) == sum(images for images, _ in found)
+
+
 def test_a_run_ends_whose_first_step_took_all_of_its_time(monkeypatch):
     monkeypatch.setattr(ladder, "compile_seconds", lambda *arguments: 2.0)
     rungs = (Rung(SMALL, 0.5), Rung(SMALL, 1.0))

@@ -213,11 +213,15 @@ def _predicate_region(predicate: Expr) -> Region:
     )
 
 
-def _is_certain(e: Expr) -> bool:
+def _is_certain(root: Expr) -> bool:
     """Whether an expression is true whatever its tensors hold, as a whole number equals itself, which NaN does not."""
-    if e.op in ("and", "or"):
-        return (all if e.op == "and" else any)(map(_is_certain, e.args))
-    return e.op in ("eq", "le", "ge") and expr.same(*e.args) and expr.kind(e.args[0]) != "float"
+
+    def certain(e: Expr, parts: list[bool]) -> bool:
+        if e.op in ("and", "or"):
+            return all(parts) if e.op == "and" else any(parts)
+        return e.op in ("eq", "le", "ge") and expr.same(*e.args) and expr.kind(e.args[0]) != "float"
+
+    return expr.fold(root, certain, lambda e: e.args if e.op in ("and", "or") else ())
 
 
 def _selected_region(row: Expr, key: Expr) -> Region:

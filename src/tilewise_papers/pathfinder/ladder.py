@@ -10,7 +10,8 @@ apart by pixels, whatever the side. What makes them fit:
 
 - A dark pixel says nothing that the lit ones do not, and of 4,096 pixels some 200 are lit. So a rung *reads* all lit pixels and as many
   dark ones, drawn anew for each image, as make up its number; a step then learns from ten times as many images. The last rungs of a
-  size read more and more of them and at last all, as the tests do.
+  size read more and more of them and at last all, as the tests do. At Path-X batches of fewer pixels, and so of more images, come
+  between those, so that what they taught is kept.
 - Some pairs of each head do not turn (``EncoderConfig.still``). Where all turn, a score that asks only whether a key is lit changes its
   sign with the distance.
 - Path-X's dashes are 6 pixels long and 2 apart. There neighbours count as two thirds of a pixel apart, so that the widest step within a
@@ -53,7 +54,7 @@ class Rung:
 
     The model leaves it at the share ``until`` of the whole time at the latest, and on the last one, where that is 1, not before; there
     its learning rate falls to nothing over the second half. ``scale`` is how far apart neighbouring pixels are for the angles, ``rate``
-    a factor of the learning rate.
+    a factor of the learning rate. Batches that read ``fewer`` pixels take turns with those, at a rate that grows with their images.
     """
 
     images: PathfinderConfig
@@ -61,6 +62,7 @@ class Rung:
     read: int = 0
     scale: float = 1.0
     rate: float = 1.0
+    fewer: tuple[int, ...] = ()
 
     @property
     def last(self) -> bool:
@@ -71,9 +73,19 @@ class Rung:
         """Pixels read of an image."""
         return self.read or self.images.seqlen
 
-    def size(self, tokens: int) -> int:
-        """Images of a batch of so many pixels."""
-        return max(1, tokens // self.tokens)
+    @property
+    def turns(self) -> tuple[int, ...]:
+        """Pixels read of an image, by batches in turn."""
+        return (self.tokens, *self.fewer)
+
+    def seen(self, steps: int, tokens: int) -> int:
+        """The images of so many batches of so many pixels."""
+        return sum(size_of(self.turns[n % len(self.turns)], tokens) for n in range(steps))
+
+
+def size_of(read: int, tokens: int) -> int:
+    """Images of a batch of so many pixels."""
+    return max(1, tokens // read)
 
 
 def sized(side: int, dashes: int, distractors: int) -> PathfinderConfig:
@@ -106,9 +118,9 @@ BEYOND = (
     Rung(wide(96, 10, 7), 0.16, read=512, scale=CLOSER),
     Rung(SIZES[PATH_X], 0.32, read=640, scale=CLOSER),
     Rung(SIZES[PATH_X], 0.44, read=2048, scale=CLOSER),
-    Rung(SIZES[PATH_X], 0.52, read=4096, scale=CLOSER, rate=0.5),
-    Rung(SIZES[PATH_X], 0.60, read=8192, scale=CLOSER, rate=0.3),
-    Rung(SIZES[PATH_X], 1.0, scale=CLOSER, rate=0.3),
+    Rung(SIZES[PATH_X], 0.55, read=4096, scale=CLOSER, rate=1 / 2, fewer=(2048,)),
+    Rung(SIZES[PATH_X], 0.65, read=8192, scale=CLOSER, rate=1 / 4, fewer=(2048, 4096)),
+    Rung(SIZES[PATH_X], 1.0, scale=CLOSER, rate=1 / 8, fewer=(2048, 4096, 8192)),
 )
 """On from 64 × 64. The number of pixels that are read doubles at most, and the learning rate falls with the images of a batch: from 2,048
 pixels to 6,144, 42 images a batch, at the whole rate, a model that was right for 94 % went back to guessing."""
@@ -252,13 +264,14 @@ def loss_of(student: Student, images: Images, seen: Seen, scale: float, paths: f
 
 def batches(rung: Rung, recipe: Recipe, seed: int, device: str) -> Iterator[tuple[Images, Seen]]:
     """Batches of a rung without end, no image twice, and what is read of each."""
-    size = rung.size(recipe.tokens)
+    sizes = [size_of(read, recipe.tokens) for read in rung.turns]
     generator = torch.Generator(device).manual_seed(seed)
     while True:
-        pool = draw(rung.images, -(-recipe.pool // size) * size, seed, device)
-        for parts in zip(*(x.split(size) for x in pool), strict=True):
+        rounds = -(-recipe.pool // sum(sizes))
+        pool = draw(rung.images, rounds * sum(sizes), seed, device)
+        for *parts, read in zip(*(x.split(sizes * rounds) for x in pool), rung.turns * rounds, strict=True):
             images = Images(*parts)
-            yield images, look(images.pixels, rung.read, generator)
+            yield images, look(images.pixels, read, generator)
         seed += 1
 
 
@@ -278,7 +291,8 @@ def climb(student: Student, rungs: tuple[Rung, ...], recipe: Recipe, device: str
             now = (time.perf_counter() - began) / recipe.seconds
             done = (now - first) / max(rung.until - first, 1e-9)
             falling = min(1.0, 2 * (1 - done)) if rung.last else 1.0
-            rate = recipe.learning_rate * rung.rate * min(1.0, (steps + 1) / recipe.warmup_steps) * max(falling, 0.0)
+            of_batch = min(1.0, rung.rate * rung.tokens / seen.pixels.shape[1])
+            rate = recipe.learning_rate * of_batch * min(1.0, (steps + 1) / recipe.warmup_steps) * max(falling, 0.0)
             for group in optimizer.param_groups:
                 group["lr"] = rate
             loss, correct = loss_of(student, images, seen, rung.scale, recipe.paths * told)
@@ -338,17 +352,19 @@ def study(student: Student, rungs: tuple[Rung, ...], recipe: Recipe) -> Iterator
     yield head
     print(f"{weights / 1e6:.1f} million weights, first step {first:.1f} s", flush=True)
     for found in climb(student, rungs, recipe, device):
-        images, size = found.rung.images, found.rung.size(recipe.tokens)
+        images, steps = found.rung.images, len(found.accuracy)
         tested = found.rung.last
         value = accuracy(student, found.rung, recipe, device) if tested else found.recent(recipe.window)
         more = {
-            "shape": asdict(images) | {"context": found.rung.tokens, "batch": size},
+            "shape": asdict(images)
+            | {"context": found.rung.tokens, "batch": size_of(found.rung.tokens, recipe.tokens)},
+            "fewer": found.rung.fewer,
             "scale": found.rung.scale,
             "rate": found.rung.rate,
             "paths": recipe.paths * found.told,
             "tested_images": recipe.test_images if tested else 0,
-            "steps": len(found.accuracy),
-            "images_seen": size * len(found.accuracy),
+            "steps": steps,
+            "images_seen": found.rung.seen(steps, recipe.tokens),
             "began_s": round(found.began, 2),
             "ended_s": round(found.ended, 2),
             "curve": means(found.accuracy, 10),
@@ -358,7 +374,7 @@ def study(student: Student, rungs: tuple[Rung, ...], recipe: Recipe) -> Iterator
             f"{' (new images)' if tested else ''}{', told of paths' if found.told else ''}",
             end=", ",
         )
-        print(f"{more['steps']} steps, {more['began_s']} to {more['ended_s']} s, {more['curve'][::8]}", flush=True)
+        print(f"{steps} steps, {more['began_s']} to {more['ended_s']} s, {more['curve'][::8]}", flush=True)
         case = f"pathfinder-{images.side}-dashes{images.dashes}-read{found.rung.tokens}"
         yield records.result(head["run"], case, "tilewise", "step", "accuracy", value, **more)
 

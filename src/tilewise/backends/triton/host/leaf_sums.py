@@ -79,7 +79,7 @@ class LeafSums:
         self.reads = plan.emitted.reads
         self.grads: dict[int, Tensor] = {}
         for read in self.reads:
-            if read.slot not in self.grads and (read.pairs or not self._in_shares(read)):
+            if read.slot not in self.grads and (read.pairs or not in_shares(plan, read)):
                 self.grads[read.slot] = self._new_gradient(read)
         self.buffers = tuple(self._buffer(read) for read in self.reads)
 
@@ -93,14 +93,10 @@ class LeafSums:
             strips = Strips.of(self.plan, read)
             shape = (*outer, strips.parts, strips.number, 2 * strips.tiles.tile_m)
             return q.new_empty(shape, dtype=torch.float32)
-        if self._in_shares(read):
+        if in_shares(self.plan, read):
             new = q.new_empty if read.pairs or _reads_every_element(problem, read) else q.new_zeros
             return new((self.plan.shares[1], size_of_share(problem, read)), dtype=torch.float32)
         return self.grads[read.slot]
-
-    def _in_shares(self, read: Read) -> bool:
-        """Whether a leaf's gradient is made of the sums of pairs, or of several shares, that kernels write."""
-        return read.pairs or (read.how == TILES and self.plan.shares[1] > 1)
 
     def _new_gradient(self, read: Read) -> Tensor:
         """Memory for the gradient of a leaf, of which ``read`` is the first read: in its own dtype where one kernel writes it once."""
@@ -126,7 +122,7 @@ class LeafSums:
             if _of_distances(read):
                 self._add_distances(read, buffer)
                 continue
-            if self._in_shares(read):
+            if in_shares(self.plan, read):
                 self._add_shares(read, buffer)
             if read.how not in (ROWS, COLUMNS):
                 continue
@@ -142,14 +138,15 @@ class LeafSums:
 
     def _add_shares(self, read: Read, buffer: Tensor) -> None:
         """Makes a leaf's gradient of the sum of shares, or adds to it what the pairs' is."""
-        shape = shape_of_tiles(self.plan.problem, read)
-        total = (buffer.sum(0) if len(buffer) > 1 else buffer[0])[: math.prod(shape)].view(shape)
-        if not read.pairs:
+        total = sum_of_shares(self.plan.problem, read, buffer)
+        if read.pairs:
+            env = _indices(
+                self.plan.problem, total.device, **{x: range(n) for x, n in zip("bhij", total.shape, strict=True)}
+            )
+            grad = self.grads[read.slot]
+            read_adjoint(grad, read.expr, env, self.inputs.leaves, total.to(grad.dtype))
+        else:
             self.grads[read.slot] = total
-            return
-        grad, axes = self.grads[read.slot], zip("hij", map(range, shape), strict=True)
-        env = _indices(self.plan.problem, buffer.device, b=range(1), **dict(axes))
-        read_adjoint(grad, read.expr, env, self.inputs.leaves, total[None].to(grad.dtype))
 
     def _add_distances(self, read: Read, buffer: Tensor) -> None:
         """Adds to a leaf's gradient the sums of a read by distance: of each distance near the diagonal, or of all beyond it."""
@@ -181,31 +178,43 @@ class LeafSums:
             axes |= {"b": range(problem.batch), "i" if how == ROWS else "j": range(buffer.shape[-1])}
         env = _indices(problem, buffer.device, **axes)
         if problem.packed:
-            env |= self._packed_lines(how, buffer.shape[-1])
+            env |= _packed_lines(self.inputs, how, buffer.shape[-1])
         return env, sums.unsqueeze(-1) if how == ROWS else sums.unsqueeze(-2)
 
-    def _packed_lines(self, how: str, total: int) -> dict[str, Tensor]:
-        """Each packed row's sequence, its index within it, and that sequence's lengths."""
-        cu_q, cu_k = self.inputs.cu_seqlens_q.long(), self.inputs.cu_seqlens_k.long()
-        cu, shape = (cu_q, (1, 1, -1, 1)) if how == ROWS else (cu_k, (1, 1, 1, -1))
-        line = torch.arange(total, device=cu.device)
-        b = torch.searchsorted(cu[1:].contiguous(), line, right=True).clamp(max=len(cu) - 2)
-        seqlen_q, seqlen_k = (x.diff()[b].view(shape) for x in (cu_q, cu_k))
-        at = {"b": b.view(shape), "i" if how == ROWS else "j": (line - cu[b]).view(shape)}
-        return at | {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "off": seqlen_k - seqlen_q}
+
+def _packed_lines(inputs: Inputs, how: str, total: int) -> dict[str, Tensor]:
+    """Each packed row's sequence, its index within it, and that sequence's lengths."""
+    cu_q, cu_k = inputs.cu_seqlens_q.long(), inputs.cu_seqlens_k.long()
+    cu, shape = (cu_q, (1, 1, -1, 1)) if how == ROWS else (cu_k, (1, 1, 1, -1))
+    line = torch.arange(total, device=cu.device)
+    b = torch.searchsorted(cu[1:].contiguous(), line, right=True).clamp(max=len(cu) - 2)
+    seqlen_q, seqlen_k = (x.diff()[b].view(shape) for x in (cu_q, cu_k))
+    at = {"b": b.view(shape), "i" if how == ROWS else "j": (line - cu[b]).view(shape)}
+    return at | {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "off": seqlen_k - seqlen_q}
+
+
+def in_shares(plan: Plan, read: Read) -> bool:
+    """Whether a leaf's gradient is made of the sums of pairs, or of several shares, that kernels write."""
+    return read.pairs or (read.how == TILES and plan.shares[1] > 1)
 
 
 def shape_of_tiles(problem: Problem, read: Read) -> tuple[int, ...]:
-    """The shape of what is summed in tiles: the leaf's, or where its gradient is made of pairs, ``(heads_q or 1, seqlen_q, seqlen_k)``."""
+    """The shape of what is summed in tiles: the leaf's; where its gradient is made of pairs, ``(1, heads_q or 1, seqlen_q, seqlen_k)``."""
     if not read.pairs:
         return problem.extras[read.slot].shape
     heads = problem.heads_q if "h" in expr.depends_on(*read.expr.args[1:]) else 1
-    return heads, problem.seqlen_q, problem.seqlen_k
+    return 1, heads, problem.seqlen_q, problem.seqlen_k
 
 
 def size_of_share(problem: Problem, read: Read) -> int:
     """The elements from one share of a read's sums to the next: a multiple of 16, so that kernels may store several at once."""
     return -(-math.prod(shape_of_tiles(problem, read)) // 16) * 16
+
+
+def sum_of_shares(problem: Problem, read: Read, shares: Tensor) -> Tensor:
+    """The sum of a read's shares, of :func:`shape_of_tiles`."""
+    shape = shape_of_tiles(problem, read)
+    return (shares.sum(0) if len(shares) > 1 else shares[0])[: math.prod(shape)].view(shape)
 
 
 def _of_distances(read: Read) -> bool:

@@ -19,6 +19,7 @@ from bench.cases import named, tagged
 from bench.measure import ROOT
 from bench.tables import (
     PASSES,
+    Results,
     by_pass,
     geometric_mean,
     grid,
@@ -250,15 +251,13 @@ def few() -> list[str]:
 
 
 def triangles() -> list[str]:
-    """Triangle attention and its block, and shifted windows, by the newest run."""
+    """Triangle attention and its block, by the newest run."""
     found = load("triton-calls")
-    run = [run for run, r in found.runs.items() if r["command"] == "python -m bench.triangles"][-1]
-    alone, blocks, windows = {}, {}, {}
+    run = newest(found, "python -m bench.triangles")
+    alone, blocks = {}, {}
     for case, x in found.cases(run).items():
         if "-block-" in case:
             blocks[f"N {x['seqlen']}"] = case
-        elif "windows" in x:
-            windows[f"{x['windows']:,} windows of {x['seqlen']} pixels, {x['heads']} heads"] = case
         else:
             alone[f"N {x['seqlen']}, D {x['head_dim']}" + ", fp32" * (x["dtype"] == "float32")] = case
     both = {"tilewise": "tilewise", "cuEquivariance": "cuequivariance", "SDPA": "sdpa"}
@@ -269,18 +268,36 @@ def triangles() -> list[str]:
     }
     block = grid(blocks, of_blocks, lambda case, of: found.value(run, case, of[0], "both", of[1]))
     rate = lambda d, case, who: found.value(run, case, who, d, "rate")  # noqa: E731
-    peers = {"tilewise": "tilewise", "SDPA": "sdpa", "FlexAttention": "flex", "eager": "eager"}
-    passes = {"forward": "forward", "forward and backward": "both"}
-    of_windows = {f"{who}, {title}": (name, d) for title, d in passes.items() for who, name in peers.items()}
-    shifted = grid(windows, of_windows, lambda case, of: found.value(run, case, *of, "time"))
     text = (
         "TFLOP/s of N rows of N queries in 4 heads with one bias for all rows, and its gradient; bf16 unless a row says fp32. The block "
-        "has both nodes of AlphaFold 3, 128 channels in bf16 and a mask, forward and backward. Shifted windows of images have heads of 32 "
-        f"in bf16, the bias of relative positions and the mask of regions (Liu et al. 2021). {found.source(run)}"
+        f"has both nodes of AlphaFold 3, 128 channels in bf16 and a mask, forward and backward. {found.source(run)}"
     )
     tables = by_pass(alone, both | {"FlexAttention": "flex"}, rate, 0)
-    tables += [titled("A block", block), titled("Shifted windows, ms", shifted)]
-    return section("Triangle attention on an H200", text, *tables)
+    return section("Triangle attention on an H200", text, *tables, titled("A block", block))
+
+
+def windows() -> list[str]:
+    """Shifted windows of images, by the newest run."""
+    found = load("triton-calls")
+    run = newest(found, "python -m bench.windows")
+    rows = {
+        f"{x['windows']:,} windows of {x['seqlen']} pixels, {x['heads']} heads": case
+        for case, x in found.cases(run).items()
+    }
+    peers = {"tilewise": "tilewise", "FlexAttention": "flex", "SDPA": "sdpa", "eager": "eager"}
+    both = {who: (name, "both") for who, name in peers.items()}
+    columns = {f"{who}, forward": (name, "forward") for who, name in peers.items()} | both
+    text = (
+        "Milliseconds of a forward, and of a forward and a backward, of heads of 32 in bf16, with the bias of relative positions, which "
+        f"is trained, and the mask of regions (Liu et al. 2021). {found.source(run)}"
+    )
+    times = grid(rows, columns, lambda case, of: found.value(run, case, *of, "time"), 2)
+    return section("Shifted windows of images on an H200", text, times)
+
+
+def newest(found: Results, command: str) -> str:
+    """The last run of a command."""
+    return [run for run, r in found.runs.items() if r["command"] == command][-1]
 
 
 def single_precision() -> list[str]:
@@ -469,7 +486,7 @@ def training() -> list[str]:
 
 def page() -> str:
     """The whole of docs/performance.md."""
-    parts = (squares, wide, masks, few, triangles, single_precision, cpu, host, new_lengths, training)
+    parts = (squares, wide, masks, few, triangles, windows, single_precision, cpu, host, new_lengths, training)
     return "\n".join([HEAD.format(summary=summary()), *[line for part in parts for line in part()], ""])
 
 

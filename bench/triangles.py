@@ -1,9 +1,8 @@
-"""Attention with one bias for many rows beside its peers on a GPU: `python -m bench.triangles --out FILE`.
+"""Triangle attention beside its peers on a GPU: `python -m bench.triangles --out FILE`.
 
-Triangle attention: N rows of N queries in 4 heads, one bias for all rows, of which a backward makes the gradient too (Jumper et al. 2021,
-algorithms 13 and 14): TFLOP/s of the kernels and the memory of a backward; then milliseconds of a block of both nodes as AlphaFold 3 has
-them, with its projections, gates and a mask. Shifted windows of images: milliseconds, with the bias of relative positions and the mask of
-regions (Liu et al. 2021). tilewise is judged on a few rows against float64 first. Peers that are not installed have no row.
+N rows of N queries in 4 heads, one bias for all rows, of which a backward makes the gradient too (Jumper et al. 2021, algorithms 13 and
+14): TFLOP/s of the kernels and the memory of a backward; then milliseconds of a block of both nodes as AlphaFold 3 has them, with
+its projections, gates and a mask. tilewise is judged on a few rows against float64 first. Peers that are not installed have no row.
 """
 
 import math
@@ -16,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 
-import tilewise as tw
 from bench import script
 from bench.measure import PeakMemory, in_turns
 from tilewise.accuracy import judge
@@ -176,55 +174,6 @@ def block(log: script.Log, n: int) -> None:
     keep_times(log, case, calls, "both", None, shape)
 
 
-def region_of(n: int) -> Tensor:
-    """The region that each pixel of the four kinds of shifted windows comes from, int32 `(4, n)`."""
-    side, place = math.isqrt(n), torch.arange(n, device="cuda")
-    right, below = (place % side >= side // 2, place // side >= side // 2)
-    return torch.stack([0 * place, right, 2 * below, right + 2 * below]).int()
-
-
-def window_contestants(region: Tensor, count: int, dtype: torch.dtype) -> Iterator[tuple[str, Attend]]:
-    """As :func:`contestants`, of q, k, v `(windows, heads, n, d)` and a bias `(heads, n, n)`. The mask is made before the call."""
-    same = tw.keep(lambda b, h, i, j: region[b % 4, i] == region[b % 4, j])
-    hidden = (region[:, :, None] != region[:, None]).repeat(count // 4, 1, 1)[:, None]
-    added = torch.zeros(hidden.shape, device="cuda", dtype=dtype).masked_fill(hidden, -math.inf)
-
-    def flexible(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-        kept = lambda s, b, h, i, j: torch.where(region[b % 4, i] == region[b % 4, j], s + bias[h, i, j], -math.inf)  # noqa: E731
-        return flex_attention(q, k, v, score_mod=kept)
-
-    def tiled(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return tw.attention(q, k, v, mask=same, score=tw.bias(bias)).transpose(1, 2)
-
-    torch._dynamo.reset()
-    yield "tilewise", tiled
-    yield "flex", torch.compile(flexible, dynamic=False)
-    yield "sdpa", lambda q, k, v, bias: F.scaled_dot_product_attention(q, k, v, attn_mask=bias + added)
-    yield "eager", lambda q, k, v, bias: eager(q, k, v, bias + added.to(bias.dtype))
-
-
-def windows(log: script.Log, count: int, n: int, heads: int, d: int) -> None:
-    dtype, region = torch.bfloat16, region_of(n)
-    case, shape = f"windows-n{n}", {"windows": count, "seqlen": n, "heads": heads, "head_dim": d, "dtype": "bfloat16"}
-
-    def inputs(count: int) -> list[Tensor]:
-        qkv = (torch.randn(count, n, heads, d, device="cuda", dtype=dtype).transpose(1, 2) for _ in range(3))
-        return [x.requires_grad_() for x in (*qkv, torch.randn(heads, n, n, device="cuda", dtype=dtype))]
-
-    exactly = dict(window_contestants(region, 8, dtype))["eager"]
-    forward, both, given = {}, {}, inputs(count)
-    do = torch.randn_like(given[0])
-    few = dict(window_contestants(region, 8, dtype))
-    for who, attend in window_contestants(region, count, dtype):
-        if why := runs(few[who], inputs(8), exactly, who == "tilewise"):
-            log.add(case, who, "both", "time", None, why=why, shape=shape)
-            continue
-        forward[who], both[who] = torch.no_grad()(partial(attend, *given)), partial(gradients, attend, given, do)
-    keep_times(log, case, forward, "forward", None, shape)
-    keep_times(log, case, both, "both", None, shape)
-
-
 def main() -> None:
     """Measure all cases, then the blocks."""
     options = script.parser(__doc__, ("cuda",)).parse_args()
@@ -232,8 +181,6 @@ def main() -> None:
     log = script.Log.begin("python -m bench.triangles", options, PEERS, ("cuequivariance-torch",))
     for n in BLOCKS:
         block(log, n)
-    for sizes in WINDOWS:
-        windows(log, *sizes)
     for case in CASES:
         attention_alone(log, *case)
         torch.cuda.empty_cache()

@@ -62,6 +62,10 @@ def test_batches_of_fewer_pixels_and_more_images_take_turns_with_a_rungs_own():
     found = [seen.pixels.shape for _, (_, seen) in zip(range(7), ladder.batches(rung, recipe, 0, "cpu"), strict=False)]
     assert found == [(2, 144), (8, 36), (4, 72)] * 2 + [(2, 144)]
     assert rung.seen(7, recipe.tokens) == sum(images for images, _ in found)
+    climb = ladder.Climb(rung, 0.0, accuracy=[1.0, 0.5, 0.0] * 3 + [0.0])
+    assert climb.latest(3) == {144: 2 / 3, 36: 0.5, 72: 0.0}
+    assert climb.recent(3) == 0.0
+    assert climb.latest(4) == {144: 0.75, 36: 0.0, 72: 0.0}
 
 
 def test_a_run_ends_whose_first_step_took_all_of_its_time(monkeypatch):

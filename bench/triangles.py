@@ -24,11 +24,6 @@ HEADS, CHANNELS, MEBI = 4, 128, 2**20
 HIDDEN = -1e9  # AlphaFold's score of a masked pair: a row without keys is no NaN
 CASES = [(n, d, torch.bfloat16) for n in (384, 768) for d in (16, 32, 64)] + [(768, d, torch.float32) for d in (32, 64)]
 BLOCKS = (384, 768)
-WINDOWS = [
-    (2048, 49, 3, 32),
-    (512, 144, 6, 32),
-    (256, 256, 8, 32),
-]  # how many, pixels, heads, head dim: of 32, 8 and 4 images
 PEERS = {
     "tilewise": "tilewise.compat.cuequivariance.triangle_attention",
     "cuequivariance": "cuequivariance_torch.triangle_attention",

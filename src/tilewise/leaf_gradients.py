@@ -51,6 +51,13 @@ class Read:
         return frozenset(x.args[0] for x in self.expr.args[1:] if x.op == "symbol")
 
 
+def reads_every_element(problem: Problem, read: Read) -> bool:
+    """Return whether a read at symbols and numbers is of every element: no axis is longer than its symbol runs."""
+    lengths = {"b": problem.batch, "h": problem.heads_q, "i": problem.seqlen_q, "j": problem.seqlen_k}
+    axes = zip(problem.extras[read.slot].shape, read.expr.args[1:], strict=True)
+    return all(size == (1 if x.op == "number" else lengths[x.args[0]]) for size, x in axes)
+
+
 def classify(p: Problem) -> tuple[Read, ...]:
     """Return how each of ``spec.lookups`` is summed."""
     slots = [e.args[0][1] for e in p.spec.lookups]

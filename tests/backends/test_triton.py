@@ -475,15 +475,14 @@ FEW_TILES = {
     "batch": ((5, 48, 136), tw.bias),
     "heads": ((9, 1, 48, 136), tw.bias),
     "both": ((48, 136), tw.bias),
-    "longer": ((48, 140), lambda t: tw.score(lambda s, b, h, i, j: s + t[i, j])),
     "pairs": ((31,), lambda t: tw.score(lambda s, b, h, i, j: s + t[AT[i, j]])),
 }
 
 
 @pytest.mark.parametrize("memory", [None, 10 * ELEMENT], ids=["whole", "in-parts"])
 @pytest.mark.parametrize("name", FEW_TILES)
-def test_a_bias_of_few_tiles_is_summed_in_shares(name, memory, monkeypatch):
-    """Shares of a few programs each, of which the last has fewer; in parts of the batch or of the keys, too."""
+def test_a_bias_of_few_tiles_is_summed_in_splits(name, memory, monkeypatch):
+    """Splits of a few programs each, of which the last has fewer; in parts of the batch or of the keys, too."""
     if memory is not None:
         monkeypatch.setattr(sheet, "sheet_memory", lambda p: memory)
         monkeypatch.setattr(sheet, "SHEET_KEYS", 128)
@@ -494,22 +493,48 @@ def test_a_bias_of_few_tiles_is_summed_in_shares(name, memory, monkeypatch):
     score = build(normal(*shape).requires_grad_())
     c = call(*qkv(batch=9, nq=48, nk=136, hq=5, hk=5, d=8, dv=8), mask=tw.causal() & tw.window(100), score=score)
     plan = Plan(c.p, SQUARE)
-    together, shares = plan.shares
-    assert shares > 1
+    together, splits = plan.splits
+    assert splits > 1
     assert together > 1
     assert (len(plan.sheet) > 1) == (memory is not None)
     agree(Triton(SQUARE), c)
 
 
-def test_shares_of_a_sequence_do_not_depend_on_batch_mates_where_results_are_deterministic(monkeypatch):
-    monkeypatch.setattr(sheet, "SUMS", 16)
+def test_a_leaf_that_is_longer_than_the_sequences_is_summed_at_once(monkeypatch):
+    """Each partial sum would be as large as the leaf."""
+    monkeypatch.setattr(sheet, "SUMS", 1000)
+    t = normal(80, 90).requires_grad_()
+    c = call(*qkv(batch=9, hq=4, hk=4), score=tw.score(lambda s, b, h, i, j: s + t[i, j]))
+    assert Plan(c.p, INTERPRETED).splits == (36, 1)
+    agree(Triton(), c)
 
-    def shares(batch: int, **options) -> tuple[int, int]:
-        score = tw.bias(normal(batch, 1, 70, 70).requires_grad_())
-        return Plan(call(*qkv(batch=batch, hq=16, hk=16), score=score, **options).p, INTERPRETED).shares
 
-    assert shares(1, deterministic=True) == shares(8, deterministic=True)
-    assert shares(1) != shares(8)
+@pytest.mark.parametrize("keys", [256, 128])
+def test_splits_of_a_sequence_do_not_depend_on_batch_mates_where_results_are_deterministic(keys, monkeypatch):
+    """Nor on how many keys of a batch fit at a time."""
+    monkeypatch.setattr(sheet, "SUMS", 16 // devices.of(torch.device("cpu")).cores)
+    monkeypatch.setattr(sheet, "SHEET_KEYS", 128)
+    of_key = 16 * 128 * 4  # bytes of a sequence's dS
+    monkeypatch.setattr(sheet, "sheet_memory", lambda p: of_key * keys * (3 if keys == 256 else 2))
+
+    def splits(batch: int, **options) -> tuple[int, int]:
+        score = tw.bias(normal(batch, 1, 40, 200).requires_grad_())
+        plan = Plan(call(*qkv(batch=batch, nq=40, nk=200, hq=16, hk=16), score=score, **options).p, INTERPRETED)
+        assert [part.keys for part in plan.sheet] == ([256] if batch == 1 or keys == 256 else [128, 128])
+        return plan.splits
+
+    assert splits(1, deterministic=True) == splits(3, deterministic=True)
+    assert splits(1) != splits(3)
+
+
+@pytest.mark.parametrize("sizes", [{"batch": 0}, {"nk": 0}, {"nq": 0}], ids=str)
+def test_a_bias_without_a_pair_has_a_gradient_of_zeros(sizes):
+    q, k, v = qkv(**{"batch": 2, "nq": 33, "nk": 40, "hq": 2, "hk": 2} | sizes)
+    bias = normal(2, q.shape[1], k.shape[1]).requires_grad_()
+    o = tw.attention(q, k, v, score=tw.bias(bias), backend="triton")
+    (grad,) = torch.autograd.grad(o, bias, torch.ones_like(o))
+    assert grad.shape == bias.shape
+    assert not bool(grad.any())
 
 
 @pytest.mark.parametrize(

@@ -213,6 +213,9 @@ def test_lists_of_tiles_are_those_of_planning(by_columns):
     assert torch.equal(counts, expected_counts)
     listed = torch.arange(blocks.shape[-1]) < counts[..., 1:]
     assert torch.equal(blocks[listed], expected[listed])
+    empty = blocks[counts[..., 1] == 0]
+    assert len(empty)
+    assert not bool(empty[:, 0].any())  # a line's first place always holds a tile
 
 
 @pytest.mark.parametrize("count", [1, 5, 16, 130])

@@ -350,9 +350,7 @@ def test_a_graph_plans_a_mask_anew_from_what_its_tensors_hold():
     def step():
         tile_map = tiles.TileMap.build(grid, 64, 64)
         blocks, counts = tile_map.visits()
-        listed = (
-            torch.arange(blocks.shape[-1], device="cuda") < counts[..., 1:]
-        )  # past a list's end there may be anything
+        listed = torch.arange(blocks.shape[-1], device="cuda") < counts[..., 1:]  # else there may be anything
         return tile_map.status, torch.where(listed, blocks, 0), counts, tiles.seen_keys(grid, 2)
 
     stream = torch.cuda.Stream()

@@ -50,6 +50,14 @@ SEEN = {
         lambda: tw.causal() & tw.keep(lambda b, h, i, j: PLACES[b, i] == PLACES[b, j]),
         (True, False, False),
     ),
+    "keep-ids-first": (
+        lambda: tw.causal(align="first") & tw.keep(lambda b, h, i, j: PLACES[b, i] == PLACES[b, j]),
+        (True, False, False),
+    ),
+    "keep-ids-or": (
+        lambda: tw.key_range(0, 5) | tw.keep(lambda b, h, i, j: PLACES[b, i] == PLACES[b, j]),
+        (True, False, False),
+    ),
     "keep-floats": (
         lambda: tw.keep(lambda b, h, i, j: PLACES.float()[b, i] == PLACES.float()[b, j]),
         (False, False, False),

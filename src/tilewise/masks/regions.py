@@ -36,7 +36,7 @@ class Prepared:
     shape: tuple[int, int, int, int]
 
 
-UNKNOWN, SQUARE, ALWAYS = range(3)
+UNKNOWN, SQUARE, ALWAYS = range(3)  # the weakest first: & takes the least, | the greatest
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +70,7 @@ class Region:
 
     @property
     def where_diagonal(self) -> int:
+        """Return :attr:`diagonal`, which a mask of every pair keeps, too."""
         return ALWAYS if self.everything else self.diagonal
 
     @property
@@ -214,7 +215,7 @@ def _predicate_region(predicate: Expr) -> Region:
 
 
 def _is_certain(root: Expr) -> bool:
-    """Whether an expression is true whatever its tensors hold, as a whole number equals itself, which NaN does not."""
+    """Whether an expression is true whatever its tensors hold: an integer or a bool equals itself; a float may be NaN."""
 
     def certain(e: Expr, parts: list[bool]) -> bool:
         if e.op in ("and", "or"):

@@ -168,7 +168,7 @@ class TileMap:
         """Return the key tiles to visit for each query tile, partial ones first, and the counts of partial and of all tiles.
 
         ``transposed`` gives the query tiles for each key tile. Lists are int32 ``(b|1, h|1, lines, tiles)``, meaningless past the
-        count; counts are ``(b|1, h|1, lines, 2)``.
+        count, but the first place always holds a tile. Counts are ``(b|1, h|1, lines, 2)``.
         """
         if (kernels := planner.of_plain(self.status)) is not None:
             return kernels.listed_tiles(self.status.contiguous(), transposed)

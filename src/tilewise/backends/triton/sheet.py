@@ -62,6 +62,8 @@ def sheet_parts(
         beside: the batch elements and the heads that run side by side; a part has a multiple of them.
         gradient: bytes of the bias.
     """
+    if not (problem.batch and problem.seqlen_q and problem.seqlen_k):
+        return ()
     queries, keys = _rounded(problem)
     most, heads = max(gradient, sheet_memory(problem)), problem.heads_k
     key_of_head = problem.batch * problem.group * queries * problem.dtype.itemsize
@@ -113,20 +115,22 @@ def summed_beside(batch: int, heads: int, loops: Sequence[str]) -> tuple[int, in
     return some_b, divisor(heads, SUMMED_BESIDE // some_b) if "h" in loops else 1
 
 
-def shares_of_sums(problem: Problem, part: SheetPart, loops: Sequence[str], tiles: Tiles) -> tuple[int, int]:
-    """Return of how many adjacent programs each share of a bias's gradient is the sum, and how many shares a part of dS has.
+def splits_of_sum(problem: Problem, part: SheetPart, loops: Sequence[str], tiles: Tiles) -> tuple[int, int]:
+    """Return how many adjacent programs add into one partial sum of a bias's gradient, and how many partial sums there are.
 
     A bias with few tiles, such as that of an image's windows, is summed over many rows: one sum would keep few programs busy.
 
     Args:
-        loops: as in :func:`sheet_parts`. tiles: :func:`sheet_tiles`.
+        part: the first. loops: as in :func:`sheet_parts`. tiles: :func:`sheet_tiles`.
     """
     counts = {"b": part.batches, "h": part.heads * problem.group}
     summed = math.prod(counts[x] for x in loops)
-    # Deterministic results of a sequence do not depend on its batch-mates.
-    apart = math.prod(n for x, n in counts.items() if x not in loops and not (x == "b" and problem.spec.deterministic))
-    sums = apart * -(-problem.seqlen_q // tiles.tile_m) * -(-part.keys // tiles.tile_n)
-    number = min(SUMS * devices.of(problem.device).cores // max(sums, 1), summed // LEAST_SUMMED)
+    # Deterministic results of a sequence do not depend on its batch-mates, as the keys of a part do.
+    alone = problem.spec.deterministic
+    apart = math.prod(n for x, n in counts.items() if x not in loops and not (x == "b" and alone))
+    keys = problem.seqlen_k if alone else part.keys
+    sums = apart * -(-problem.seqlen_q // tiles.tile_m) * -(-keys // tiles.tile_n)
+    number = min(SUMS * devices.of(problem.device).cores // sums, summed // LEAST_SUMMED)
     together = -(-summed // max(number, 1))
     return together, -(-summed // together)
 

@@ -13,9 +13,9 @@ MEANINGS = {
     "chunk": "columns of a head dim that are read at a time, where they are multiplied; 0: all, before (Tiles.chunk)",
     "column_parts": "programs, along the grid's second axis, that share a tile's sums by columns",
     "align": "elements of which every stride is a multiple: strides come in units of so many",
-    "together": "K and V, loaded by descriptor, are waited for together (Tiles.ahead)",
+    "together": "K and V are loaded together, where V's rows are known by then (Tiles.ahead)",
     "tma": "descriptors load the tiles that they may load",
-    "whole": "descriptors may load every tile, so that all tiles are one loop",
+    "whole": "descriptors may load every tile, so that all tiles are one loop, but those of lists",
     # The problem
     "head_dim": "columns of q and k",
     "head_dim_v": "columns of v",

@@ -21,7 +21,7 @@ from tilewise.backends.triton.host.buffers import BackwardBuffers, new_sheet, pa
 from tilewise.backends.triton.host.call import Call, tile_slots
 from tilewise.backends.triton.host.descriptors import operand_views, pair_view, sheet_view, statistics_view
 from tilewise.backends.triton.host.launches import KernelLaunch, View
-from tilewise.backends.triton.host.leaf_sums import LeafSums, Strips, size_of_share
+from tilewise.backends.triton.host.leaf_sums import LeafSums, Strips, size_of_sum
 from tilewise.backends.triton.host.paged import attend_pages, merge_rows
 from tilewise.backends.triton.host.plan import Plan, Role
 from tilewise.backends.triton.host.runtime import kernels
@@ -268,16 +268,16 @@ def _sum_sheet(call: Call, read: Read | None, part: SheetPart) -> KernelLaunch:
     slots = tile_slots(problem, problem.seqlen_q, tiles.tile_m)
     views = operand_views(call, tiles, "k")
     tma = views[0] is not None
-    grad, loops, shares, of_sum = None, (), (1, 0), {"adds": part.first_batch > 0}
+    grad, loops, splits, of_sum = None, (), (1, 0), {"adds": part.first_batch > 0}
     if read is not None:
         grad, loops = 0 if read.how == TILES else None, read.loops
         of_sum |= {"read": 0, "unit": math.gcd(problem.seqlen_k, 16 // problem.dtype.itemsize)}
-        shares = plan.shares[0], size_of_share(problem, read) if read.how == TILES else 0
+        splits = plan.splits[0], size_of_sum(problem, read) if read.how == TILES else 0
     facts = plan.facts(tiles, call.align, tma=tma, whole=tma and plan.whole, **of_sum)
     grid = _grid(slots * part.heads * problem.group * part.batches, tiles)
     more, last = part.first_key > 0, part.first_key == plan.sheet[-1].first_key
     together = summed_beside(part.batches, part.heads * problem.group, loops)
-    sizes = _sheet_sizes(call, slots, part, beside=together, shares=shares)
+    sizes = _sheet_sizes(call, slots, part, beside=together, splits=splits)
     return call.launch(
         kernels().sheet,
         grid,

@@ -17,7 +17,18 @@ from tilewise.backends.triton.host.call import tile_slots
 from tilewise.backends.triton.host.plan import Plan
 from tilewise.backends.triton.sheet import sheet_strip_tiles
 from tilewise.backends.triton.tiles import Tiles
-from tilewise.leaf_gradients import COLUMNS, DIAGONALS, ROWS, SCATTER, STORE, TILES, Read, add_at, read_adjoint
+from tilewise.leaf_gradients import (
+    COLUMNS,
+    DIAGONALS,
+    ROWS,
+    SCATTER,
+    STORE,
+    TILES,
+    Read,
+    add_at,
+    read_adjoint,
+    reads_every_element,
+)
 from tilewise.problem import Problem
 
 LEAST_SLOTS = 8  # tiles of a part of a strip
@@ -68,10 +79,10 @@ class LeafSums:
     """The sums of one backward.
 
     Attributes:
-        grads: the gradients, by slot.
+        grads: the gradients, by slot; one that is made of partial sums is there after :meth:`totals`.
         buffers: what kernels write for each read: a gradient; sums of rows or columns (batch, heads_q, length), packed without batch;
-            sums of strips' distances (batch, heads_q, parts, strips, 2 T), the same; or shares of sums of pairs, or of a gradient
-            (shares, :func:`size_of_share`).
+            sums of strips' distances (batch, heads_q, parts, strips, 2 T), the same; or partial sums of pairs, or of a gradient
+            (splits, :func:`size_of_sum`).
     """
 
     def __init__(self, plan: Plan, inputs: Inputs):
@@ -79,7 +90,7 @@ class LeafSums:
         self.reads = plan.emitted.reads
         self.grads: dict[int, Tensor] = {}
         for read in self.reads:
-            if read.slot not in self.grads and (read.pairs or not in_shares(plan, read)):
+            if read.slot not in self.grads and (read.pairs or not _has_partial_sums(plan, read)):
                 self.grads[read.slot] = self._new_gradient(read)
         self.buffers = tuple(self._buffer(read) for read in self.reads)
 
@@ -93,9 +104,8 @@ class LeafSums:
             strips = Strips.of(self.plan, read)
             shape = (*outer, strips.parts, strips.number, 2 * strips.tiles.tile_m)
             return q.new_empty(shape, dtype=torch.float32)
-        if in_shares(self.plan, read):
-            new = q.new_empty if read.pairs or _reads_every_element(problem, read) else q.new_zeros
-            return new((self.plan.shares[1], size_of_share(problem, read)), dtype=torch.float32)
+        if _has_partial_sums(self.plan, read):
+            return q.new_empty((self.plan.splits[1], size_of_sum(problem, read)), dtype=torch.float32)
         return self.grads[read.slot]
 
     def _new_gradient(self, read: Read) -> Tensor:
@@ -111,7 +121,7 @@ class LeafSums:
             dtype = leaf.dtype
         new = (
             torch.empty
-            if read.how == TILES and not read.pairs and _reads_every_element(plan.problem, read)
+            if read.how == TILES and not read.pairs and reads_every_element(plan.problem, read)
             else torch.zeros
         )
         return new(leaf.shape, dtype=dtype, device=leaf.device)
@@ -122,8 +132,8 @@ class LeafSums:
             if _of_distances(read):
                 self._add_distances(read, buffer)
                 continue
-            if in_shares(self.plan, read):
-                self._add_shares(read, buffer)
+            if _has_partial_sums(self.plan, read):
+                self._add_partial_sums(read, buffer)
             if read.how not in (ROWS, COLUMNS):
                 continue
             grad, axes = self.grads[read.slot], kept_axes(self.plan.problem, read, buffer)
@@ -136,9 +146,9 @@ class LeafSums:
                 grad += (buffer.sum(rest) if rest else buffer).permute(order)
         return {slot: grad.to(self.inputs.leaves[slot].dtype) for slot, grad in self.grads.items()}
 
-    def _add_shares(self, read: Read, buffer: Tensor) -> None:
-        """Makes a leaf's gradient of the sum of shares, or adds to it what the pairs' is."""
-        total = sum_of_shares(self.plan.problem, read, buffer)
+    def _add_partial_sums(self, read: Read, buffer: Tensor) -> None:
+        """Sums partial sums up to a leaf's gradient, or to sums of pairs, from which the gradient is made."""
+        total = _summed(self.plan.problem, read, buffer)
         if read.pairs:
             env = _indices(
                 self.plan.problem, total.device, **{x: range(n) for x, n in zip("bhij", total.shape, strict=True)}
@@ -193,12 +203,12 @@ def _packed_lines(inputs: Inputs, how: str, total: int) -> dict[str, Tensor]:
     return at | {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "off": seqlen_k - seqlen_q}
 
 
-def in_shares(plan: Plan, read: Read) -> bool:
-    """Whether a leaf's gradient is made of the sums of pairs, or of several shares, that kernels write."""
-    return read.pairs or (read.how == TILES and plan.shares[1] > 1)
+def _has_partial_sums(plan: Plan, read: Read) -> bool:
+    """Whether a leaf's gradient is made of what kernels write for each pair, or for each split."""
+    return read.pairs or (read.how == TILES and plan.splits[1] > 1)
 
 
-def shape_of_tiles(problem: Problem, read: Read) -> tuple[int, ...]:
+def _shape_of_sum(problem: Problem, read: Read) -> tuple[int, ...]:
     """The shape of what is summed in tiles: the leaf's; where its gradient is made of pairs, ``(1, heads_q or 1, seqlen_q, seqlen_k)``."""
     if not read.pairs:
         return problem.extras[read.slot].shape
@@ -206,15 +216,15 @@ def shape_of_tiles(problem: Problem, read: Read) -> tuple[int, ...]:
     return 1, heads, problem.seqlen_q, problem.seqlen_k
 
 
-def size_of_share(problem: Problem, read: Read) -> int:
-    """The elements from one share of a read's sums to the next: a multiple of 16, so that kernels may store several at once."""
-    return -(-math.prod(shape_of_tiles(problem, read)) // 16) * 16
+def size_of_sum(problem: Problem, read: Read) -> int:
+    """The elements from one partial sum of a read to the next: a multiple of 16, so that kernels may store several at once."""
+    return -(-math.prod(_shape_of_sum(problem, read)) // 16) * 16
 
 
-def sum_of_shares(problem: Problem, read: Read, shares: Tensor) -> Tensor:
-    """The sum of a read's shares, of :func:`shape_of_tiles`."""
-    shape = shape_of_tiles(problem, read)
-    return (shares.sum(0) if len(shares) > 1 else shares[0])[: math.prod(shape)].view(shape)
+def _summed(problem: Problem, read: Read, sums: Tensor) -> Tensor:
+    """The sum of a read's partial sums, of :func:`_shape_of_sum`."""
+    shape = _shape_of_sum(problem, read)
+    return (sums.sum(0) if len(sums) > 1 else sums[0])[: math.prod(shape)].view(shape)
 
 
 def _of_distances(read: Read) -> bool:
@@ -243,13 +253,6 @@ def _index(problem: Problem, e: expr.Expr, first: int, last: int, grad: Tensor) 
     """The indices of a read by distance that reads no tensor for them, on ``grad``'s device."""
     env = _distance_env(problem, first, last, torch.device("cpu"))
     return [x.to(grad.device) for x in expr.clamp_index(grad, expr.evaluate(e.args[1:], env, (), torch.float32))]
-
-
-def _reads_every_element(problem: Problem, read: Read) -> bool:
-    """Whether a read at symbols and numbers is of every element: no axis is longer than its symbol runs."""
-    lengths = {"b": problem.batch, "h": problem.heads_q, "i": problem.seqlen_q, "j": problem.seqlen_k}
-    axes = zip(problem.extras[read.slot].shape, read.expr.args[1:], strict=True)
-    return all(size == (1 if x.op == "number" else lengths[x.args[0]]) for size, x in axes)
 
 
 def kept_axes(problem: Problem, read: Read, buffer: Tensor) -> list[int] | None:

@@ -24,14 +24,14 @@ from tilewise.backends.triton.sheet import (
     SheetPart,
     is_too_wide,
     pair_parts,
-    shares_of_sums,
     sheet_parts,
     sheet_tiles,
+    splits_of_sum,
 )
 from tilewise.backends.triton.tiles import Tiles, pieces
 from tilewise.caching import cached_property
 from tilewise.device import lasting
-from tilewise.leaf_gradients import DIAGONALS, ROWS, TILES
+from tilewise.leaf_gradients import DIAGONALS, ROWS, TILES, reads_every_element
 from tilewise.masks.facts import every_key_seen
 from tilewise.problem import Problem
 
@@ -204,13 +204,15 @@ class KeptDecisions(Decisions):
         return sheet_parts(problem, read.loops, self.config.beside, gradient)
 
     @cached_property
-    def shares(self) -> tuple[int, int]:
-        """Of how many adjacent programs each share of a bias's gradient is the sum, and how many shares there are, each a tensor of its
-        own; ``(1, 1)`` where no gradient is made of a sheet."""
+    def splits(self) -> tuple[int, int]:
+        """How many adjacent programs add into one partial sum of a bias's gradient, and how many partial sums there are, each a tensor of
+        its own; ``(1, 1)`` where no gradient is made of a sheet."""
         if not self.sheet or self.keeps_pairs or self.emitted.reads[0].how != TILES:
             return 1, 1
-        tiles = sheet_tiles(self.problem, self.config)
-        return shares_of_sums(self.problem, self.sheet[0], self.emitted.reads[0].loops, tiles)
+        read, tiles = self.emitted.reads[0], sheet_tiles(self.problem, self.config)
+        together, number = splits_of_sum(self.problem, self.sheet[0], read.loops, tiles)
+        # A leaf may be far longer than the sequences are, and each partial sum is as large.
+        return (together, number) if read.pairs or reads_every_element(self.problem, read) else (together * number, 1)
 
     @cached_property
     def unmasked(self) -> Problem | None:

@@ -404,6 +404,7 @@ def _listing(
         group=sections.group if heads > 1 else 1,
         lines=lines,
         steps=steps,
+        empty=0 if by_columns else steps,  # by rows, it visits the tile past the last one
         ragged=int(ragged),
         most=(layout.slots - RESERVED) // (batch * heads // layout.alike),
         words=THREADS * layout.words,
@@ -423,7 +424,7 @@ def _listing_alone(shape: tuple[int, int, int, int], by_columns: bool, device: t
     (batch, heads, *blocks), kernels = shape, runtime.kernels()
     steps, lines = blocks if by_columns else reversed(blocks)
     of_order = dict.fromkeys(("group", "alike", "most", "words", "all_heads", "least", "ctas"), 1)
-    sizes = kernels.ListSizes(heads=heads, lines=lines, steps=steps, ragged=0, **of_order)
+    sizes = kernels.ListSizes(heads=heads, lines=lines, steps=steps, empty=0, ragged=0, **of_order)
     lists = batch, heads, lines
     made = (*lists, steps), (*lists, 2)
     facts = Facts(by_columns=by_columns, overlap=None)

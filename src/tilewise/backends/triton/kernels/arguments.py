@@ -78,7 +78,7 @@ class Sizes(NamedTuple):
         batches, heads: the first and the number of the batch elements, and of the key heads, that the launch is for.
         group_parts: programs that share the query heads of a key tile (:mod:`group_parts`).
         sheet: strips, and rows of a strip, of one head's sheet of dS.
-        shares: of the sums of dS, how many adjacent programs have one, and elements from one's to the next's, a multiple of 16.
+        splits: of a sum of dS, how many adjacent programs add into one partial sum, and elements from one partial sum to the next.
         list_strides: ``(batch, head, block)`` strides of a list of tiles, and ``(batch, head)`` strides of its counts.
         extents: size and stride of each axis, for each leaf. grad_extents: the same for the gradients of the leaves.
     """
@@ -102,7 +102,7 @@ class Sizes(NamedTuple):
     heads: tuple = (0, 0)
     group_parts: int = 1
     sheet: tuple = (0, 0)
-    shares: tuple = (1, 0)
+    splits: tuple = (1, 0)
     list_strides: tuple = (0, 0, 0, 0, 0)
     extents: tuple = ()
     grad_extents: tuple = ()
@@ -206,7 +206,7 @@ def plain_sizes(sizes):
         heads=plain_all(sizes.heads),
         group_parts=plain(sizes.group_parts),
         sheet=plain_all(sizes.sheet),
-        shares=plain_all(sizes.shares),
+        splits=plain_all(sizes.splits),
         list_strides=plain_all(sizes.list_strides),
         extents=sizes.extents,
         grad_extents=sizes.grad_extents,

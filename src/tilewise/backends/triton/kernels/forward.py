@@ -15,11 +15,11 @@ interval of its first and its last row::
     first   full          full_end  last
       | partial | full full full | partial |          keys
 
-Where descriptors may read every tile (``FACTS.whole``), all tiles are one loop, with the mask under a branch that a whole program
-takes or does not take. Elsewhere the full tiles are one loop and the partial ones, at both ends, another. The full loop comes
-first: with the partial loop first, ptxas makes every matrix product of the full one wait for itself
-(docs/decisions.md#triton-one-loop). One loop for each end would cost registers. A predicate's tiles come as two lists, the full
-ones first too.
+Where descriptors may read every tile (``FACTS.whole``) and none are listed, all tiles are one loop, with the mask under a
+branch that a whole program takes or does not take. Elsewhere the full tiles are one loop and the partial ones, at both ends,
+another. The full loop comes first: with the partial loop first, ptxas makes every matrix product of the full one wait for
+itself (docs/decisions.md#triton-one-loop). One loop for each end would cost registers. A predicate's tiles come as two lists,
+the full ones first too.
 
 Keys are split, and heads share a tile, in :mod:`paged` alone.
 """
@@ -172,9 +172,8 @@ def key_block(n0, state, beside, partial, FACTS: tl.constexpr):
     work = with_tile(
         with_pair_tile(work, query.pairs, query.head, query.m0, n0, OVER_KEYS=False, FACTS=FACTS), query.m0, n0, FACTS
     )
-    seen = pairs_of_predicate(
-        j, query, work, partial, FACTS
-    )  # before the loads, so that V's need not wait for a product
+    # Before the loads, so that V's need not wait for a product.
+    seen = pairs_of_predicate(j, query, work, partial, FACTS)
     # K: (tile_n, head_dim), V: (tile_n, head_dim_v), in the inputs' dtype.
     k, v = load_key_value(query, n0, left, seen, partial, FACTS)
     s = dot_transposed(query.q, k, FACTS)  # S = Q Kᵀ, (tile_m, tile_n) fp32

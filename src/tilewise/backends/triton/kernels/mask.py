@@ -130,7 +130,7 @@ def over_tiles(
 
     Args:
         block: the state after one more tile: ``block(first, state, beside, partial, FACTS)``; ``partial`` says whether some row may not
-            see some key of it, at compile time unless ``FACTS.whole``.
+            see some key of it, at compile time unless ``FACTS.whole`` without lists.
         beside: what else ``block`` reads.
     """
     TILE: tl.constexpr = FACTS.tile_m if OF_QUERIES else FACTS.tile_n

@@ -57,8 +57,8 @@ def sheet_kernel(
     """``dQ = scale · dS K`` of one query tile over the keys of a sheet, and the sums of dS that make the gradient of a pair bias.
 
     Programs whose tiles of dS are added up to one take turns at it, key tile by key tile: each reads the others' dS just when they
-    do, so that it comes from memory once. They make several sums, shares of the gradient, where it has too few tiles to keep the
-    device busy. Every key is seen by some query, so the rows and the columns of the mask agree on which tiles there are.
+    do, so that it comes from memory once. They make several partial sums, one for each split, where the gradient has too few tiles to keep
+    the device busy. Every key is seen by some query, so the rows and the columns of the mask agree on which tiles there are.
     Grid: as in :func:`backward.dq_kernel`.
 
     Args:
@@ -78,11 +78,11 @@ def sheet_kernel(
     at = b - sizes.batches[0] if FACTS.adds else b  # the first sheet has the first batch elements
     to_b, batches = (at * 0, sizes.batches[1]) if LOOP_B else (at, at * 0 + 1)
     to_h, heads = (sizes.heads[0] * group, sizes.heads[1] * group) if LOOP_H else (head, head * 0 + 1)
-    # Of the `turns` programs of a share, this one stores the tiles n with n % turns == turn.
+    # Of the `turns` programs of a split, this one stores the tiles n with n % turns == turn.
     turn = (at - to_b) * heads + (head - to_h)
-    share = turn // sizes.shares[0]
-    turns = tl.minimum(sizes.shares[0], batches * heads - share * sizes.shares[0])
-    turn -= share * sizes.shares[0]
+    split = turn // sizes.splits[0]
+    turns = tl.minimum(sizes.splits[0], batches * heads - split * sizes.splits[0])
+    turn -= split * sizes.splits[0]
     # From one of their tiles of dS to the next, in elements: over all heads of the sheet, or over batch elements alone.
     step = tl.cast(sizes.sheet[0], tl.int64) * sizes.sheet[1] * STRIP
     step = step if LOOP_H else step * (sizes.heads[1] * group)
@@ -104,12 +104,12 @@ def sheet_kernel(
         dq = accumulate(tl.trans(ds), tile, dq, FACTS)  # dQ += dS K, (tile_m, head_dim) fp32
         if GRAD is not None:  # noqa: SIM102 - of compile time
             if n % turns == turn:
-                store_sheet_sum(m0, n0, to_b, to_h, share, turns, step, tensors, sizes, work, GRAD, FACTS)
+                store_sheet_sum(m0, n0, to_b, to_h, split, turns, step, tensors, sizes, work, GRAD, FACTS)
     if GRAD is not None:
         for t in range(first - start + stop - last):  # tiles that no row sees: zeros
             n = tl.where(t < first - start, start + t, last + t - (first - start))
             if n % turns == turn:
-                store_sheet_sum(m0, n * FACTS.tile_n, to_b, to_h, share, 0, step, tensors, sizes, work, GRAD, FACTS)
+                store_sheet_sum(m0, n * FACTS.tile_n, to_b, to_h, split, 0, step, tensors, sizes, work, GRAD, FACTS)
 
     token = tl.cast(b, tl.int64) * sizes.seqlen_q
     row = sizes.heads_q * FACTS.head_dim
@@ -139,8 +139,8 @@ def added_rows(tiles, pointer, row, first, left, FACTS: tl.constexpr):
 
 
 @triton.jit
-def store_sheet_sum(m0, n0, b, head, share, count, step, tensors, sizes, work, GRAD: tl.constexpr, FACTS: tl.constexpr):
-    """Stores the sum of a share's ``count`` tiles of dS at (m0, n0), each ``step`` elements behind the one before.
+def store_sheet_sum(m0, n0, b, head, split, count, step, tensors, sizes, work, GRAD: tl.constexpr, FACTS: tl.constexpr):
+    """Stores the sum of a split's ``count`` tiles of dS at (m0, n0), each ``step`` elements behind the one before.
 
     Args:
         b, head: the first batch element of the sum, of those of the launch, and its first head.
@@ -148,12 +148,12 @@ def store_sheet_sum(m0, n0, b, head, share, count, step, tensors, sizes, work, G
     i = m0 + tl.arange(0, FACTS.tile_m)
     j = n0 + tl.arange(0, FACTS.tile_n)
     total = tl.full([FACTS.tile_n, FACTS.tile_m], 0.0, tl.float32)
-    tiles = sheet_pointers(tensors.sheet, sizes, b, head, m0, n0, FACTS) + share * sizes.shares[0] * step
+    tiles = sheet_pointers(tensors.sheet, sizes, b, head, m0, n0, FACTS) + split * sizes.splits[0] * step
     for bh in tl.range(count, loop_unroll_factor=4):  # so that the loads of four tiles are under way at once
         total += tl.load(tiles + bh * step).to(tl.float32)
     lo, hi = key_interval(i, head, work, FACTS)
     total = tl.where((j[:, None] >= lo[None, :]) & (j[:, None] < hi[None, :]), total, 0.0)
-    grad = work.grads[GRAD] + tl.cast(share, tl.int64) * multiple(sizes.shares[1], 16)
+    grad = work.grads[GRAD] + tl.cast(split, tl.int64) * multiple(sizes.splits[1], 16)
     pointers = grad + FACTS.place(sizes.batches[0] + b if FACTS.adds else b, head, i[None, :], j[:, None], work)
     inside = (i[None, :] < sizes.seqlen_q) & (j[:, None] < multiple(sizes.seqlen_k, FACTS.unit))
     if FACTS.adds:

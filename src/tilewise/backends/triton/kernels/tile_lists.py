@@ -1,9 +1,9 @@
-"""The lists of the tiles that each line of tiles visits, and the order of lines, from the state of every tile, in two launches
+"""The lists of the tiles that each line of tiles visits, and the order of lines, from the state of every tile
 (:mod:`tilewise.planning.bit_tiles`).
 
 A line of tiles is a query tile with all key tiles, or the other way round. The first kernel lists the tiles of a line, partial ones
-first, and counts them; the second compares the counts of all lines of a head: which line comes where in the order, and where its bits lie.
-One of its programs also says from all counts how many heads a section has.
+first, and counts them. Where an order is wanted, a second one compares the counts of all lines of a head: which line comes where, and
+where its bits lie. One of its programs also says from all counts how many heads a section has.
 """
 
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ BLOCK = tl.constexpr(256)  # tiles, or lines, that a program looks at at a time
 
 
 class ListTensors(NamedTuple):
-    """The pointers of both launches.
+    """The pointers of both launches; the first kernel alone needs neither ``work`` nor ``bits`` nor ``section``.
 
     Attributes:
         status: uint8 (batch, heads, query tiles, key tiles), contiguous.
@@ -44,6 +44,7 @@ class ListSizes(NamedTuple):
     Attributes:
         heads: of lists; ``group`` of them have one order of lines, and ``alike`` of them one state.
         lines, steps: how many lines there are, and tiles in a line.
+        empty: the first tile in the list of a line that visits nothing.
         ragged: whether keys past the last one are in the last key tiles, which then count as partial: 1 or 0.
         most: the slots of a head's bits. words: of a slot.
         all_heads, least, ctas: those of :class:`tilewise.planning.bit_tiles.Sections`.
@@ -54,6 +55,7 @@ class ListSizes(NamedTuple):
     alike: int
     lines: int
     steps: int
+    empty: int
     ragged: int
     most: int
     words: int
@@ -84,9 +86,7 @@ def tile_lists_kernel(tensors, sizes, numbers, FACTS: tl.constexpr):
         tl.store(blocks + place, start + tl.arange(0, BLOCK), mask=state > 0)
         to_partial += tl.sum(is_partial, 0)
         to_full += tl.sum(is_full, 0)
-    if not FACTS.by_columns:
-        # A line that visits nothing visits the tile past the last one.
-        tl.store(blocks, steps, mask=count == 0)
+    tl.store(blocks, plain(sizes.empty), mask=(count == 0) & (steps > 0))
     counts = tensors.counts + pid.to(tl.int64) * 2
     tl.store(counts, partial)
     tl.store(counts + 1, count)

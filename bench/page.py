@@ -291,8 +291,8 @@ def windows() -> list[str]:
     both = {who: (name, "both") for who, name in peers.items()}
     columns = {f"{who}, forward": (name, "forward") for who, name in peers.items()} | both
     text = (
-        "Milliseconds of a forward, and of a forward and a backward, of heads of 32 in bf16, with the bias of relative positions, which "
-        f"is trained, and the mask of regions (Liu et al. 2021). {found.source(run)}"
+        "Milliseconds in bf16 with heads of 32: a forward, then both passes. The bias of relative positions is trained, and the mask keeps "
+        f"regions apart (Liu et al. 2021). {found.source(run)}"
     )
     times = grid(rows, columns, lambda case, of: found.value(run, case, *of, "time"), 2)
     return section("Shifted windows of images on an H200", text, times)

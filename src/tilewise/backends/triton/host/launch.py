@@ -272,7 +272,7 @@ def _sum_sheet(call: Call, read: Read | None, part: SheetPart) -> KernelLaunch:
     if read is not None:
         grad, loops = 0 if read.how == TILES else None, read.loops
         of_sum |= {"read": 0, "unit": math.gcd(problem.seqlen_k, 16 // problem.dtype.itemsize)}
-        splits = plan.splits[0], size_of_sum(problem, read) if read.how == TILES else 0
+        splits = plan.splits[0], size_of_sum(problem, read)
     facts = plan.facts(tiles, call.align, tma=tma, whole=tma and plan.whole, **of_sum)
     grid = _grid(slots * part.heads * problem.group * part.batches, tiles)
     more, last = part.first_key > 0, part.first_key == plan.sheet[-1].first_key

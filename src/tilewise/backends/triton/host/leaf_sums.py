@@ -79,7 +79,7 @@ class LeafSums:
     """The sums of one backward.
 
     Attributes:
-        grads: the gradients, by slot; one that is made of partial sums is there after :meth:`totals`.
+        grads: the gradients, by slot.
         buffers: what kernels write for each read: a gradient; sums of rows or columns (batch, heads_q, length), packed without batch;
             sums of strips' distances (batch, heads_q, parts, strips, 2 T), the same; or partial sums of pairs, or of a gradient
             (splits, :func:`size_of_sum`).
@@ -90,7 +90,7 @@ class LeafSums:
         self.reads = plan.emitted.reads
         self.grads: dict[int, Tensor] = {}
         for read in self.reads:
-            if read.slot not in self.grads and (read.pairs or not _has_partial_sums(plan, read)):
+            if read.slot not in self.grads:
                 self.grads[read.slot] = self._new_gradient(read)
         self.buffers = tuple(self._buffer(read) for read in self.reads)
 

@@ -6,7 +6,6 @@ from tilewise_papers.pathfinder.paths import PathfinderConfig, draw
 
 SPAN = 50
 COLOURS = {0: "#c8553d", 1: "#0b6e8f"}
-TOLD = {True: ("#0b6e8f", "pixels told of their paths"), False: ("#3f8f5b", "labels alone")}
 
 
 def draw_curve(record: dict, path: Path):
@@ -61,10 +60,9 @@ def _accuracy(axes, record: dict):
 
 
 def draw_ladder(head: dict, rungs: list[dict], path: Path):
-    """Writes a PNG of a run of ladder.py: an image of each rung, its side and the pixels that are read above, the accuracy over the
-    seconds of training below.
+    """Writes a PNG of what ladder.py trained: an image of each difficulty above, the accuracy over the seconds of training below.
 
-    head, rungs: the run's record and its results, as ``ladder.found`` returns them.
+    head, rungs: a run's record and the results of rungs, as ``ladder.found`` returns them.
     """
     import matplotlib
 
@@ -73,21 +71,16 @@ def draw_ladder(head: dict, rungs: list[dict], path: Path):
 
     plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
     figure = plt.figure(figsize=(11, 5.5), layout="constrained")
-    above, below = figure.subfigures(2, 1, height_ratios=(1, 2.2))
-    for place, rung in zip(above.subplots(1, len(rungs)), rungs, strict=True):
-        place.imshow(draw(_images_of(rung), 1, seed=2).pixels[0], cmap="gray")
-        place.set_title(f"{rung['shape']['side']}²\n{rung['shape']['context']:,}", fontsize=8)
+    above, below = figure.subfigures(2, 1, height_ratios=(1, 2.6))
+    shown = list(dict.fromkeys(_images_of(rung) for rung in rungs))
+    for place, images in zip(above.subplots(1, len(shown), squeeze=False)[0], shown, strict=True):
+        place.imshow(draw(images, 1, seed=2).pixels[0], cmap="gray")
+        place.set_title(f"{images.side}²", fontsize=8)
         place.set_axis_off()
     axes = below.subplots()
     for number, rung in enumerate(rungs):
         _rung(axes, rung, shade=0.05 * (number % 2))
     axes.axhline(0.5, color="#777777", linewidth=1, linestyle=":")
-    axes.text(
-        0, 1.06, "dashes of a path; above: pixels of an image, and how many are read", fontsize=8, color="#555555"
-    )
-    for colour, what in TOLD.values():
-        axes.plot([], [], color=colour, linewidth=1.4, label=what)
-    axes.legend(frameon=False, loc="upper right", bbox_to_anchor=(1, 0.9))
     axes.set(xlabel=f"seconds of training, {head['device']}", ylabel="accuracy on new images", ylim=(0.4, 1.02))
     axes.set_xlim(0, rungs[-1]["ended_s"])
     axes.grid(True, axis="y", color="#e6e6e6", linewidth=0.8)
@@ -102,16 +95,14 @@ def _images_of(rung: dict) -> PathfinderConfig:
 
 
 def _rung(axes, rung: dict, shade: float):
-    """A rung's accuracy, means over a few steps each, its dashes, and what it answers in its test if it has one."""
+    """A rung's accuracy, means over a few steps each, and what it answers in its test if it has one."""
     began, ended, curve = rung["began_s"], rung["ended_s"], rung["curve"]
     axes.axvspan(began, ended, color="#000000", alpha=shade, linewidth=0)
     seconds = [began + (ended - began) * (n + 0.5) / len(curve) for n in range(len(curve))]
-    axes.plot(seconds, curve, color=TOLD[bool(rung["paths"])][0], linewidth=1.4)
-    axes.text(
-        (began + ended) / 2, 1.015, f"{rung['shape']['dashes']}", ha="center", va="bottom", fontsize=8, color="#555555"
-    )
+    axes.plot(seconds, curve, color=COLOURS[1], linewidth=1.4)
     if rung["tested_images"]:
         axes.plot(ended, rung["value"], marker="o", color=COLOURS[0])
-        said = f"{rung['value']:.1%} of {rung['tested_images']:,} test images"
+        side = rung["shape"]["side"]
+        said = f"{side} × {side}, all read:\n{rung['value']:.1%} of {rung['tested_images']:,} test images"
         beside = rung["value"] + (0.1 if rung["value"] < 0.8 else -0.16)
         axes.annotate(said, (ended, beside), ha="right", fontsize=9, color=COLOURS[0])

@@ -1,33 +1,35 @@
-"""Pathfinder on one GPU in minutes: from 16 × 16 pixels up to 64 × 64, and on from there to Path-X, 128 × 128.
+"""Pathfinder on one GPU in minutes, by labels alone: from 16 × 16 pixels up to Path-X, 128 × 128, and to Path-256.
 
-    python -m tilewise_papers.pathfinder.ladder --out FILE.jsonl --paths 1 --seconds 70 --weights 64.pt     # to 64 × 64
-    python -m tilewise_papers.pathfinder.ladder --out FILE.jsonl --start 64.pt --seconds 120                # from there to Path-X
-    python -m tilewise_papers.pathfinder.ladder --out FILE.jsonl --draw docs/img/pathfinder-h200.png        # both, on any machine
+    python -m tilewise_papers.pathfinder.ladder --out FILE.jsonl --weights FILE.pt
+    python -m tilewise_papers.pathfinder.ladder --out FILE.jsonl --start FILE.pt              # go on where that ended
+    python -m tilewise_papers.pathfinder.ladder --out FILE.jsonl --draw docs/img/pathfinder-h200.png        # on any machine
 
-A model climbs LADDER and then BEYOND: it leaves a rung when it answers 94 % of the images of the last batches, or when the rung's time is
-over; on the last, which is tested, it stays to the end. Weights go from rung to rung as they are, since angles tell rows and columns
-apart by pixels, whatever the side. What makes them fit:
+A model climbs LADDER: it leaves a rung when it answers 94 % of the images of the last batches, and gives up where it did not in the
+rung's time. The whole images of each size are tested at the end of their rung. Weights go from rung to rung as they are. What makes them
+fit:
 
 - A dark pixel says nothing that the lit ones do not, and of 4,096 pixels some 200 are lit. So a rung *reads* all lit pixels and as many
-  dark ones, drawn anew for each image, as make up its number; a step then learns from ten times as many images. The last rungs of a
-  size read more and more of them and at last all, as the tests do. At Path-X batches of fewer pixels, and so of more images, come
-  between those, so that what they taught is kept.
+  dark ones, drawn anew for each image, as make up its number; a step then learns from more images. What share of them is dark matters:
+  from rung to rung it changes little, but at the start. A model that had read whole images of 64 × 64 answered 97 % of 96 × 96 with 4,096
+  pixels read, and guessed when only 384 were.
+- The learning rate falls with the images of a batch. A model that answered 96 % of 96 × 96 from 64 images a step went back to guessing
+  within 40 steps at the rate of 1,024 images.
+- Batches of fewer pixels, and so of more images, take turns with those of whole images, so that what they taught is kept.
+- Distances are counted in gaps (``Rung.scale``): the widest step within a path is 2 in images of any size, the narrowest between two 3.
 - Some pairs of each head do not turn (``EncoderConfig.still``). Where all turn, a score that asks only whether a key is lit changes its
   sign with the distance.
-- Path-X's dashes are 6 pixels long and 2 apart. There neighbours count as two thirds of a pixel apart, so that the widest step within a
-  path and the narrowest between two lie on either side of the same distance as before.
 - Scores are multiplied by log N / log 256, so that a softmax over more keys is as sharp as at 16 × 16 (Chiang and Cholak 2022).
+- Of the 65,536 pixels of Path-256 the model reads tiles of 8 × 16, one after the other. A tile with a lit pixel attends to itself and to
+  the others with one, a dark one to itself (``tw.block_sparse``).
 
 Images are drawn on the GPU, a pool at a time, and each is seen once; the accuracy on a batch is taken before it is learnt from. All but
-the attention is compiled, since a step of so narrow a model mostly reads and writes activations. With `--paths WEIGHT` every lit pixel
-also learns how many dots lie on its path, which is more than the task's own labels say; with `--start` only from the rung on where
-labels alone do not do.
+the attention is compiled, since a step of so narrow a model mostly reads and writes activations.
 """
 
 import argparse
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -41,32 +43,32 @@ import tilewise as tw
 from bench import records
 from examples.gpt.model import Block, rotate
 from tilewise_papers.pathfinder.model import BACKGROUND, SCALE, EncoderConfig, PathTransformer, angles_on
-from tilewise_papers.pathfinder.paths import SIZES, Images, PathfinderConfig, draw
+from tilewise_papers.pathfinder.paths import SIZES, PathfinderConfig, draw
 from tilewise_papers.pathfinder.train import TEST_IMAGES, TEST_SEED
 
-PATH_X = "128 × 128 (Path-X)"
 COMMAND = "python -m tilewise_papers.pathfinder.ladder"
+TILE = (8, 16)  # rows and columns of pixels; 128 tokens
 
 
 @dataclass(frozen=True)
 class Rung:
-    """Images of one difficulty, and how many of their pixels are read, 0: all.
+    """Images of one difficulty, how many of their pixels are read, 0: all, and the seconds until the model gives up.
 
-    The model leaves it at the share ``until`` of the whole time at the latest, and on the last one, where that is 1, not before; there
-    its learning rate falls to nothing over the second half. ``scale`` is how far apart neighbouring pixels are for the angles, ``rate``
-    a factor of the learning rate. Batches that read ``fewer`` pixels take turns with those, at a rate that grows with their images.
+    Batches that read ``fewer`` pixels take turns with those. A ``tested`` rung is not left before its seconds are over; over the second
+    half of them the learning rate falls to nothing. Whole ``sparse`` images are read by tiles.
     """
 
     images: PathfinderConfig
-    until: float
+    seconds: float
     read: int = 0
-    scale: float = 1.0
-    rate: float = 1.0
     fewer: tuple[int, ...] = ()
+    tested: bool = False
+    sparse: bool = False
 
     @property
-    def last(self) -> bool:
-        return self.until == 1
+    def scale(self) -> float:
+        """How far apart neighbouring pixels are for the angles."""
+        return 2 / (self.images.gap + 1)
 
     @property
     def tokens(self) -> int:
@@ -77,6 +79,10 @@ class Rung:
     def turns(self) -> tuple[int, ...]:
         """Pixels read of an image, by batches in turn."""
         return (self.tokens, *self.fewer)
+
+    @property
+    def name(self) -> str:
+        return f"pathfinder-{self.images.side}-dashes{self.images.dashes}-read{self.tokens}"
 
     def seen(self, steps: int, tokens: int) -> int:
         """The images of so many batches of so many pixels."""
@@ -90,61 +96,66 @@ def size_of(read: int, tokens: int) -> int:
 
 def sized(side: int, dashes: int, distractors: int) -> PathfinderConfig:
     """Images with the dashes of 32 × 32 and 64 × 64."""
-    return PathfinderConfig(side=side, dashes=dashes, distractors=distractors)
+    return PathfinderConfig(side, dashes, distractors)
 
 
 def wide(side: int, dashes: int, distractors: int) -> PathfinderConfig:
     """Images with Path-X's dashes."""
-    return PathfinderConfig(side=side, dashes=dashes, distractors=distractors, dash=6, gap=2, margin=3)
+    return PathfinderConfig(side, dashes, distractors, dash=6, gap=2, margin=3)
 
 
-CLOSER = 2 / 3
-"""Pixels of Path-X in pixels of the smaller images: a gap of 2 is 3 steps wide, other paths are 4 away; there 2 and 3."""
+def wider(side: int, dash: int, gap: int, margin: int) -> PathfinderConfig:
+    """Images with as many dashes as Path-X, which are longer."""
+    return PathfinderConfig(side, 14, 10, dash=dash, gap=gap, margin=margin)
+
+
+PATH_X, PATH_256 = SIZES["128 × 128 (Path-X)"], wider(256, 12, 4, 6)
 LADDER = (
-    Rung(sized(16, 3, 1), 0.22),
-    Rung(sized(24, 4, 2), 0.29, read=256),
-    Rung(sized(32, 6, 4), 0.37, read=256),
-    Rung(sized(40, 8, 5), 0.43, read=256),
-    Rung(sized(48, 10, 7), 0.49, read=256),
-    Rung(sized(56, 12, 9), 0.56, read=384),
-    Rung(SIZES["64 × 64"], 0.68, read=384),
-    Rung(SIZES["64 × 64"], 0.75, read=1024),
-    Rung(SIZES["64 × 64"], 0.81, read=2048),
-    Rung(SIZES["64 × 64"], 1.0),
+    Rung(sized(16, 3, 1), 40),
+    Rung(sized(24, 4, 2), 30, read=256),
+    Rung(sized(32, 6, 4), 30, read=256),
+    Rung(sized(40, 8, 5), 30, read=256),
+    Rung(sized(48, 10, 7), 40, read=256),
+    Rung(sized(56, 12, 9), 40, read=384),
+    Rung(SIZES["64 × 64"], 40, read=384),
+    Rung(SIZES["64 × 64"], 30, read=1024),
+    Rung(SIZES["64 × 64"], 30, read=2048),
+    Rung(SIZES["64 × 64"], 20, tested=True),
+    Rung(wide(64, 7, 5), 20),
+    Rung(wide(80, 9, 6), 20, read=4096),
+    Rung(wide(96, 10, 7), 20, read=4096),
+    Rung(wide(104, 11, 8), 20, read=4096),
+    Rung(wide(112, 12, 8), 20, read=4096),
+    Rung(wide(120, 13, 9), 40, read=4096),
+    Rung(PATH_X, 60, read=4096),
+    Rung(PATH_X, 60, read=8192, fewer=(4096,)),
+    Rung(PATH_X, 150, fewer=(4096, 8192), tested=True),
+    Rung(wider(176, 8, 3, 4), 60, read=8192),
+    Rung(wider(192, 9, 3, 4), 60, read=8192),
+    Rung(wider(208, 10, 3, 5), 60, read=8192),
+    Rung(wider(224, 10, 4, 6), 60, read=8192),
+    Rung(wider(240, 11, 4, 6), 60, read=8192),
+    Rung(PATH_256, 60, read=8192),
+    Rung(PATH_256, 60, read=16384, fewer=(8192,)),
+    Rung(PATH_256, 150, fewer=(8192, 16384), tested=True, sparse=True),
 )
 """Sides rise in small steps: a model that answered 95 % of 32 × 32 pixels guessed at 64 × 64, and learnt nothing there in 1,460 steps."""
-BEYOND = (
-    Rung(wide(64, 7, 5), 0.08, read=384, scale=CLOSER),
-    Rung(wide(96, 10, 7), 0.16, read=512, scale=CLOSER),
-    Rung(SIZES[PATH_X], 0.26, read=640, scale=CLOSER),
-    Rung(SIZES[PATH_X], 0.36, read=1024, scale=CLOSER, fewer=(640,)),
-    Rung(SIZES[PATH_X], 0.46, read=2048, scale=CLOSER, fewer=(640, 1024)),
-    Rung(SIZES[PATH_X], 0.56, read=4096, scale=CLOSER, rate=1 / 2, fewer=(1024, 2048)),
-    Rung(SIZES[PATH_X], 0.66, read=8192, scale=CLOSER, rate=1 / 4, fewer=(2048, 4096)),
-    Rung(SIZES[PATH_X], 1.0, scale=CLOSER, rate=1 / 8, fewer=(2048, 4096, 8192)),
-)
-"""On from 64 × 64. The number of pixels that are read doubles at most, batches of fewer take turns with it, and the learning rate falls
-with the images of a batch. Models that were right for 94 % went back to guessing from 2,048 pixels to 6,144 at the whole rate and, in
-another run, from 640 to 2,048."""
 ENCODER = EncoderConfig(layers=8, d_model=128, heads=2, d_hidden=384, still=4)
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to train. ``tokens`` are the pixels that a step reads, whatever the side; ``pool`` images are drawn at once; ``paths`` is the
-    weight of what pixels learn of their paths, from the first rung on or, if they are told ``late``, from the one on that is ``lost``:
-    half of its time is over, and less than so much is right."""
+    """How to train. ``tokens`` are the pixels that a step reads, whatever the side; ``pool`` images are drawn at once, or as many as have
+    ``drawn`` pixels. ``learning_rate`` is that of a batch of ``images`` or more; that of a smaller one falls in proportion."""
 
-    seconds: float
     tokens: int = 2**18
     pool: int = 2**15
+    drawn: int = 2**29
     learning_rate: float = 1e-3
+    images: int = 320
     warmup_steps: int = 100
     weight_decay: float = 0.05
     clip_norm: float = 1.0
-    paths: float = 0.0
-    late: bool = False
-    lost: float = 0.75
     good: float = 0.94
     window: int = 20
     test_images: int = TEST_IMAGES
@@ -153,14 +164,12 @@ class Recipe:
 
 @dataclass
 class Climb:
-    """A stay on a rung: seconds of the run at its start and end, the accuracy on each batch before its update, and whether pixels were
-    told of their paths at its end."""
+    """A stay on a rung: seconds of the run at its start and end, and the accuracy on each batch before its update."""
 
     rung: Rung
     began: float
     ended: float = 0.0
     accuracy: list[float] = field(default_factory=list)
-    told: bool = False
 
     def latest(self, window: int) -> dict[int, float]:
         """The mean accuracy of the last batches by the pixels that they read; 0 before there are so many."""
@@ -175,10 +184,10 @@ class Climb:
         return min(self.latest(window).values())
 
 
-def sharpened_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention of all pixels to all, whose scores grow with log N as the sum of N exponentials does."""
+def sharpened_attention(q: Tensor, k: Tensor, v: Tensor, mask: tw.Mask | None = None) -> Tensor:
+    """Attention of pixels to pixels, whose scores grow with log N as the sum of N exponentials does."""
     scale = math.log(k.shape[1]) / math.log(256) / math.sqrt(q.shape[-1])
-    return tw.attention(q, k, v, softmax_scale=scale)
+    return tw.attention(q, k, v, mask=mask, softmax_scale=scale)
 
 
 def before(block: Block, x: Tensor, angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -195,27 +204,24 @@ def after(block: Block, x: Tensor, o: Tensor) -> Tensor:
 
 
 class Student(nn.Module):
-    """The encoder, and what it learns of pixels beside the answer: how many dots lie on a lit pixel's path, 0, 1 or 2.
+    """The encoder, whose images of a batch are one long row of tokens everywhere but in the attention, filled up to ``tokens``.
 
-    The images of a batch are one long row of tokens everywhere but in the attention, filled up to ``tokens``. So all of LADDER has one
-    shape, and what is compiled for it is compiled once, for every block.
+    So all of LADDER has one shape, and what is compiled for it is compiled once, for every block.
     """
 
     def __init__(self, config: EncoderConfig, seed: int, tokens: int = 0, compiled: bool = False):
         super().__init__()
         self.tokens = tokens
         self.encoder = PathTransformer(config, sharpened_attention, seed)
-        self.to_dots = nn.Linear(config.d_model, 3)
         wrap = partial(torch.compile, fullgraph=True, dynamic=False) if compiled else lambda function: function
         self.parts = wrap(before), wrap(after), wrap(Student.end)
 
-    def end(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The features that are pooled, and the logits of the dots of each pixel's path, of x (1, tokens, d_model) after the last block."""
-        features = self.encoder.norm(x)
-        return self.encoder.to_pool(features), self.to_dots(features).float()
+    def end(self, x: Tensor) -> Tensor:
+        """The features that are pooled, of x (1, tokens, d_model) after the last block."""
+        return self.encoder.to_pool(self.encoder.norm(x))
 
-    def forward(self, seen: "Seen", scale: float = 1.0) -> tuple[Tensor, Tensor]:
-        """The logits of images (batch,) and of the dots of each read pixel's path (batch · read, 3)."""
+    def forward(self, seen: "Seen", scale: float = 1.0) -> Tensor:
+        """The logits of images (batch,)."""
         encoder, (first, second, end) = self.encoder, self.parts
         pixels = seen.pixels
         images, tokens = pixels.shape
@@ -227,85 +233,82 @@ class Student(nn.Module):
             x = encoder.embed(BACKGROUND + SCALE * F.pad(pixels.flatten().float(), (0, fill)).view(1, -1, 1))
             for block in encoder.blocks:
                 q, k, v = (part[:row].unflatten(0, (images, tokens)) for part in first(block, x, angles))
-                o = sharpened_attention(q, k, v).flatten(0, 1)
+                o = sharpened_attention(q, k, v, seen.mask).flatten(0, 1)
                 x = second(block, x, F.pad(o, (0, 0, 0, 0, 0, fill)) if fill else o)
-            pooled, dots = end(self, x)
-            pooled = pooled[0, :row].unflatten(0, (images, tokens))
+            pooled = end(self, x)[0, :row].unflatten(0, (images, tokens))
             logits = encoder.to_logit(pooled.amax(1)).squeeze(-1)
-        return logits.float(), dots[0, :row]
+        return logits.float()
 
 
 class Seen(NamedTuple):
-    """The pixels of a batch of images that are read: their values 0/1 and places in the image, (images, read), and the image's side."""
+    """The pixels of a batch of images that are read: their values 0/1 and places in the image, (images, read), the image's side, and
+    what each attends to, None: all."""
 
     pixels: Tensor
     place: Tensor
     side: int
+    mask: tw.Mask | None = None
 
 
-def look(pixels: Tensor, read: int = 0, generator: torch.Generator | None = None) -> Seen:
-    """All pixels of images (images, side, side), or so many: every lit one and some dark ones. No image has more lit ones than that."""
-    flat = pixels.flatten(1)
-    if not read or read >= flat.shape[1]:
-        place = torch.arange(flat.shape[1], device=flat.device).expand(flat.shape)
-        return Seen(flat, place, pixels.shape[-1])
-    lit_first = flat + torch.rand(flat.shape, device=flat.device, generator=generator)
-    place = lit_first.topk(read, sorted=False).indices
-    return Seen(flat.gather(1, place), place, pixels.shape[-1])
+def look(pixels: Tensor, read: int = 0, generator: torch.Generator | None = None, sparse: bool = False) -> Seen:
+    """All pixels of images (images, side, side), or so many: every lit one and some dark ones. No image has more lit ones than that.
+    All of ``sparse`` images are read by tiles."""
+    flat, side = pixels.flatten(1), pixels.shape[-1]
+    if read and read < flat.shape[1]:
+        lit_first = flat + torch.rand(flat.shape, device=flat.device, generator=generator)
+        place = lit_first.topk(read, sorted=False).indices
+        return Seen(flat.gather(1, place), place, side)
+    place = torch.arange(flat.shape[1], device=flat.device)
+    if not sparse:
+        return Seen(flat, place.expand(flat.shape), side)
+    rows, columns = TILE
+    place = place.view(side // rows, rows, side // columns, columns).transpose(1, 2).flatten()
+    by_tile = flat[:, place]
+    lit = by_tile.unflatten(1, (-1, rows * columns)).amax(2) > 0
+    sees = (lit[:, :, None] & lit[:, None]) | torch.eye(lit.shape[1], dtype=torch.bool, device=flat.device)
+    return Seen(by_tile, place.expand(flat.shape), side, tw.block_sparse(sees[:, None], rows * columns, rows * columns))
 
 
-def dots_of_paths(images: Images) -> Tensor:
-    """How many dots lie on the path of each lit pixel, (count, side²) int64; −100, which cross_entropy leaves out, elsewhere."""
-    paths = images.path.flatten(1).long()
-    n = torch.arange(len(paths), device=paths.device)
-    ends = [images.path[n, images.dots[:, d, 0], images.dots[:, d, 1]].long().unsqueeze(1) for d in (0, 1)]
-    dots = sum((paths == end).long() for end in ends)
-    return torch.where(images.pixels.flatten(1) > 0, dots, -100)
-
-
-def loss_of(student: Student, images: Images, seen: Seen, scale: float, paths: float) -> tuple[Tensor, Tensor]:
-    """The loss of a batch, and how many of its answers are right, both on the device."""
-    logits, dots = student(seen, scale)
-    loss = F.binary_cross_entropy_with_logits(logits, images.label.float())
-    if paths:
-        loss = loss + paths * F.cross_entropy(dots, dots_of_paths(images).gather(1, seen.place).flatten())
-    return loss, ((logits > 0) == images.label.bool()).float().mean()
-
-
-def batches(rung: Rung, recipe: Recipe, seed: int, device: str) -> Iterator[tuple[Images, Seen]]:
-    """Batches of a rung without end, no image twice, and what is read of each."""
+def batches(rung: Rung, recipe: Recipe, seed: int, device: str) -> Iterator[tuple[Seen, Tensor]]:
+    """Batches of a rung without end, no image twice: what is read of each, and its label."""
     sizes = [size_of(read, recipe.tokens) for read in rung.turns]
     generator = torch.Generator(device).manual_seed(seed)
     while True:
-        rounds = -(-recipe.pool // sum(sizes))
+        rounds = -(-min(recipe.pool, recipe.drawn // rung.images.seqlen) // sum(sizes))
         pool = draw(rung.images, rounds * sum(sizes), seed, device)
-        for *parts, read in zip(*(x.split(sizes * rounds) for x in pool), rung.turns * rounds, strict=True):
-            images = Images(*parts)
-            yield images, look(images.pixels, read, generator)
+        parts = (x.split(sizes * rounds) for x in (pool.pixels, pool.label))
+        for pixels, label, read in zip(*parts, rung.turns * rounds, strict=True):
+            yield look(pixels, read, generator, rung.sparse), label
         seed += 1
 
 
-def climb(student: Student, rungs: tuple[Rung, ...], recipe: Recipe, device: str) -> Iterator[Climb]:
+def loss_of(student: Student, seen: Seen, label: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """The loss of a batch, and the share of its answers that are right, both on the device."""
+    logits = student(seen, scale)
+    right = ((logits > 0) == label.bool()).float().mean()
+    return F.binary_cross_entropy_with_logits(logits, label.float()), right
+
+
+def climb(student: Student, rungs: Sequence[Rung], recipe: Recipe, device: str, first: int = 0) -> Iterator[Climb]:
     """Trains on one rung after the other and yields what happened there when it is over; the student is then as it left the rung.
 
-    The learning rate rises over the first steps and stays; over the second half of the last rung it falls to nothing.
+    ``first`` is the number of the first of ``rungs``, which decides their images. The learning rate rises over the first steps.
     """
     optimizer = torch.optim.AdamW(
         student.parameters(), betas=(0.9, 0.98), weight_decay=recipe.weight_decay, fused=device != "cpu"
     )
-    began, steps, told = time.perf_counter(), 0, bool(recipe.paths) and not recipe.late
-    for number, rung in enumerate(rungs):
+    began, steps = time.perf_counter(), 0
+    for number, rung in enumerate(rungs, first):
         found = Climb(rung, time.perf_counter() - began)
-        first, right = found.began / recipe.seconds, []
-        for images, seen in batches(rung, recipe, recipe.seed * 1_000_003 + 10_000 * number, device):
-            now = (time.perf_counter() - began) / recipe.seconds
-            done = (now - first) / max(rung.until - first, 1e-9)
-            falling = min(1.0, 2 * (1 - done)) if rung.last else 1.0
-            of_batch = min(1.0, rung.rate * rung.tokens / seen.pixels.shape[1])
-            rate = recipe.learning_rate * of_batch * min(1.0, (steps + 1) / recipe.warmup_steps) * max(falling, 0.0)
+        right = []
+        for seen, label in batches(rung, recipe, recipe.seed * 1_000_003 + 10_000 * number, device):
+            done = (time.perf_counter() - began - found.began) / rung.seconds
+            falling = max(0.0, min(1.0, 2 * (1 - done))) if rung.tested else 1.0
+            of_batch = min(1.0, len(label) / recipe.images)
+            rate = recipe.learning_rate * of_batch * min(1.0, (steps + 1) / recipe.warmup_steps) * falling
             for group in optimizer.param_groups:
                 group["lr"] = rate
-            loss, correct = loss_of(student, images, seen, rung.scale, recipe.paths * told)
+            loss, correct = loss_of(student, seen, label, rung.scale)
             optimizer.zero_grad()
             loss.backward()
             nn.utils.clip_grad_norm_(student.parameters(), recipe.clip_norm)
@@ -315,10 +318,9 @@ def climb(student: Student, rungs: tuple[Rung, ...], recipe: Recipe, device: str
             if len(right) == 10:  # the host waits for the device, so that the clock is the device's too
                 found.accuracy += torch.stack(right).tolist()
                 right = []
-                told = told or (recipe.paths > 0 and done >= 0.5 and found.recent(recipe.window) < recipe.lost)
-                if now >= rung.until or (not rung.last and found.recent(recipe.window) >= recipe.good):
+                if done >= 1 or (not rung.tested and found.recent(recipe.window) >= recipe.good):
                     break
-        found.ended, found.told = time.perf_counter() - began, told
+        found.ended = time.perf_counter() - began
         yield found
 
 
@@ -328,66 +330,66 @@ def accuracy(student: Student, rung: Rung, recipe: Recipe, device: str) -> float
     Without no_grad, for which everything would be compiled again.
     """
     test = draw(rung.images, recipe.test_images, TEST_SEED, device)
-    size = max(1, recipe.tokens // rung.images.seqlen)
+    size = size_of(rung.images.seqlen, recipe.tokens)
     right = sum(
-        ((student(look(pixels), rung.scale)[0] > 0) == label.bool()).sum().item()
+        ((student(look(pixels, sparse=rung.sparse), rung.scale) > 0) == label.bool()).sum().item()
         for pixels, label in zip(test.pixels.split(size), test.label.split(size), strict=True)
     )
     return right / recipe.test_images
 
 
-def compile_seconds(student: Student, recipe: Recipe, device: str) -> float:
+def compile_seconds(student: Student, rung: Rung, recipe: Recipe, device: str) -> float:
     """The seconds of a first step, in which kernels are compiled; no weight changes."""
     began = time.perf_counter()
-    images, seen = next(batches(LADDER[0], replace(recipe, pool=1), TEST_SEED + 1, device))
-    loss_of(student, images, seen, 1.0, recipe.paths)[0].backward()
+    seen, label = next(batches(rung, replace(recipe, pool=1), TEST_SEED + 1, device))
+    loss_of(student, seen, label, 1.0)[0].backward()
     student.zero_grad()
     return time.perf_counter() - began
 
 
-def study(student: Student, rungs: tuple[Rung, ...], recipe: Recipe) -> Iterator[dict]:
-    """Yields the run's record and then a result for each rung: the accuracy, its curve, steps, images and seconds."""
+def study(
+    student: Student, rungs: Sequence[Rung], recipe: Recipe, first: int = 0, weights: Path | None = None
+) -> Iterator[dict]:
+    """Yields the run's record and then a result for each rung: the accuracy, its curve, steps, images and seconds. A rung that is not
+    learnt ends it. ``weights`` is where the student is saved after each rung, with the number of the next."""
     device = next(student.parameters()).device.type
-    first = compile_seconds(student, recipe, device)
-    # Something is left where the first step took all of it: each rung is left after its first ten steps then.
-    recipe = replace(recipe, seconds=max(recipe.seconds - first, 1e-3))
-    weights = sum(weight.numel() for weight in student.parameters())
+    compiled = compile_seconds(student, rungs[0], recipe, device)
+    count = sum(weight.numel() for weight in student.parameters())
     more = {
-        "weights": weights,
+        "weights": count,
         "encoder": asdict(student.encoder.config),
         "recipe": asdict(recipe),
-        "compile_s": round(first, 1),
+        "compile_s": round(compiled, 1),
     }
     head = records.run(COMMAND, device, {"tilewise": "the public call"}, **more)
     yield head
-    print(f"{weights / 1e6:.1f} million weights, first step {first:.1f} s", flush=True)
-    for found in climb(student, rungs, recipe, device):
-        images, steps = found.rung.images, len(found.accuracy)
-        tested = found.rung.last
-        value = accuracy(student, found.rung, recipe, device) if tested else found.recent(recipe.window)
+    print(f"{count / 1e6:.1f} million weights, first step {compiled:.1f} s", flush=True)
+    for number, found in enumerate(climb(student, rungs, recipe, device, first), first):
+        rung, steps, latest = found.rung, len(found.accuracy), found.latest(recipe.window)
+        value = accuracy(student, rung, recipe, device) if rung.tested else found.recent(recipe.window)
         more = {
-            "shape": asdict(images)
-            | {"context": found.rung.tokens, "batch": size_of(found.rung.tokens, recipe.tokens)},
-            "latest": {read: round(x, 4) for read, x in found.latest(recipe.window).items()},
-            "scale": found.rung.scale,
-            "rate": found.rung.rate,
-            "paths": recipe.paths * found.told,
-            "tested_images": recipe.test_images if tested else 0,
+            "shape": asdict(rung.images) | {"context": rung.tokens, "batch": size_of(rung.tokens, recipe.tokens)},
+            "fewer": list(rung.fewer),
+            "latest": {read: round(x, 4) for read, x in latest.items()},
+            "sparse": rung.sparse,
+            "tested_images": recipe.test_images if rung.tested else 0,
             "steps": steps,
-            "images_seen": found.rung.seen(steps, recipe.tokens),
+            "images_seen": rung.seen(steps, recipe.tokens),
             "began_s": round(found.began, 2),
             "ended_s": round(found.ended, 2),
             "curve": means(found.accuracy, 10),
         }
         print(
-            f"{images.side} × {images.side}, {images.dashes} dashes, {found.rung.tokens} pixels read: {value:.4f}"
-            f"{' (new images)' if tested else ''}{', told of paths' if found.told else ''}",
-            end=", ",
+            f"{rung.name}: {value:.4f}{' of new images' if rung.tested else ''}, {more['latest'] if rung.fewer else ''}"
+            f" {steps} steps, {more['began_s']} to {more['ended_s']} s, {more['curve'][:: max(1, steps // 80)]}",
+            flush=True,
         )
-        print(more["latest"] if found.rung.fewer else "", end=" ")
-        print(f"{steps} steps, {more['began_s']} to {more['ended_s']} s, {more['curve'][::8]}", flush=True)
-        case = f"pathfinder-{images.side}-dashes{images.dashes}-read{found.rung.tokens}"
-        yield records.result(head["run"], case, "tilewise", "step", "accuracy", value, **more)
+        yield records.result(head["run"], rung.name, "tilewise", "step", "accuracy", value, **more)
+        if not rung.tested and value < recipe.good:
+            print(f"not learnt in {rung.seconds:g} s")
+            return
+        if weights:
+            torch.save({"rung": number + 1, "weights": student.state_dict()}, weights)
 
 
 def means(values: list[float], every: int) -> list[float]:
@@ -395,17 +397,16 @@ def means(values: list[float], every: int) -> list[float]:
     return [round(sum(part) / every, 4) for part in zip(*[iter(values)] * every, strict=False)]
 
 
-def found(path: Path) -> tuple[dict, list[dict]]:
-    """The record of a file's last run to 64 × 64, and its rungs, with those of the last run from there to Path-X behind them."""
+def found(path: Path, rungs: Sequence[Rung] = LADDER) -> tuple[dict, list[dict]]:
+    """The record of a file's last run, and the newest result of each rung, those of a later run after those of the one before it."""
     everything = records.read(path)
-    rungs = [r for r in everything if r.get("metric") == "accuracy"]
-    runs = {r["shape"]["side"]: r["run"] for r in rungs if r["tested_images"]}
+    newest = {r["case"]: r for r in everything if "sparse" in r}
     shown, began = [], 0.0
-    for run in dict.fromkeys(runs[side] for side in sorted(runs)):
-        part = [r for r in rungs if r["run"] == run]
-        shown += [r | {"began_s": began + r["began_s"], "ended_s": began + r["ended_s"]} for r in part]
-        began = shown[-1]["ended_s"]
-    return records.runs(everything)[runs[min(runs)]], shown
+    for result in (newest[rung.name] for rung in rungs if rung.name in newest):
+        if shown and shown[-1]["run"] != result["run"]:
+            began = shown[-1]["ended_s"] - result["began_s"]
+        shown.append(result | {"began_s": began + result["began_s"], "ended_s": began + result["ended_s"]})
+    return records.runs(everything)[shown[-1]["run"]], shown
 
 
 def main() -> None:
@@ -413,26 +414,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="results are appended here")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--seconds", type=float, default=70.0, help="of training and compilation; tests come on top")
+    parser.add_argument("--rungs", type=int, default=len(LADDER), help="climb so many at most")
     parser.add_argument("--tokens", type=int, default=Recipe.tokens, help="pixels of a step")
-    parser.add_argument("--paths", type=float, default=0.0, help="the weight of what pixels learn of their paths")
-    parser.add_argument("--weights", type=Path, help="save the weights here")
-    parser.add_argument("--start", type=Path, help="start from such weights and climb on to Path-X")
+    parser.add_argument("--weights", type=Path, help="save the weights here after each rung")
+    parser.add_argument("--start", type=Path, help="go on from such weights")
     parser.add_argument("--eager", action="store_true", help="compile nothing")
-    parser.add_argument("--draw", type=Path, help="draw the file's last runs here and train nothing")
+    parser.add_argument("--draw", type=Path, help="draw the file's newest rungs here and train nothing")
     options = parser.parse_args()
     if options.draw:
         from tilewise_papers.pathfinder.figure import draw_ladder
 
         draw_ladder(*found(options.out), options.draw)
         return
-    recipe = Recipe(options.seconds, tokens=options.tokens, paths=options.paths, late=bool(options.start))
+    recipe = Recipe(tokens=options.tokens)
     student = Student(ENCODER, recipe.seed, recipe.tokens, not options.eager).to(options.device)
+    first = 0
     if options.start:
-        student.load_state_dict(torch.load(options.start, map_location=options.device))
-    records.append(study(student, BEYOND if options.start else LADDER, recipe), options.out)
-    if options.weights:
-        torch.save(student.state_dict(), options.weights)
+        saved = torch.load(options.start, map_location=options.device)
+        first = saved["rung"]
+        student.load_state_dict(saved["weights"])
+    rungs = LADDER[first : first + options.rungs]
+    records.append(study(student, rungs, recipe, first, options.weights), options.out)
 
 
 if __name__ == "__main__":

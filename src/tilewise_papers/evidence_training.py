@@ -6,7 +6,9 @@ from bench.tables import NONE, load, number, section, table
 from tilewise_papers.devices import DEVICES
 
 TABLE, CONTEXT, PARTS = ("dd5883c7fbf9", "ad2ae5caef49"), "f3c36a1dc8aa", "h200-step-parts"
-"""The runs of tilewise_papers.gpt_speed (Table 1), examples.gpt.context_gpu and examples.gpt.gpu_training that are shown."""
+LADDER = "6e98221fd5ca", "37fe68d9c7e5"
+"""The runs of tilewise_papers.gpt_speed (Table 1), examples.gpt.context_gpu, examples.gpt.gpu_training and tilewise_papers.pathfinder.ladder
+(the second one from the first one's weights) that are shown."""
 CONTESTANTS = {"fa2": "SDPA, FA2", "cudnn": "SDPA, cuDNN", "kept": "standard", "tilewise": "tilewise"}
 USERS = "gpt-1.3B-users-n"
 SMALL = {"not compiled": "gpt-small-n", "compiled": "gpt-small-compiled-n"}
@@ -36,6 +38,40 @@ def context_table() -> list[str]:
     lines = [["all", *(f"**{r['value']:.4f}**" for r in rows)]]
     lines += [[span.replace("-", " to "), *line] for span, line in zip(spans, losses, strict=True)]
     return table(["position / context", *(f"{r['shape']['context']:,}" for r in rows)], lines)
+
+
+def rungs() -> list[dict]:
+    """The records of the rungs of tilewise_papers.pathfinder.ladder, with the seconds since the first one's start."""
+    found, shown, began = load("hopper-calls").found, [], 0.0
+    for run in LADDER:
+        of_run = [r for key, r in found.items() if key[0] == run and key[-1] == "accuracy"]
+        shown += [r | {name: began + r[name] for name in ("began_s", "ended_s")} for r in of_run]
+        began = shown[-1]["ended_s"]
+    return shown
+
+
+def ladder_table() -> list[str]:
+    """What Pathfinder's model learnt of each kind of images, and how long it took."""
+    kinds: dict[tuple, list[dict]] = {}
+    for r in rungs():
+        shape = r["shape"]
+        kinds.setdefault((shape["side"], shape["dashes"], shape["dash"], shape["gap"]), []).append(r)
+    lines = []
+    for (side, dashes, dash, gap), stays in kinds.items():
+        last = stays[-1]
+        lines.append(
+            [
+                f"{side} × {side}",
+                f"{dashes} of {dash}, {gap} apart",
+                ", ".join(f"{r['shape']['context']:,}" for r in stays),
+                f"{sum(r['images_seen'] for r in stays):,}",
+                f"{last['ended_s'] - stays[0]['began_s']:.0f}",
+                f"**{last['value']:.1%}** of {last['tested_images']:,}"
+                if last["tested_images"]
+                else f"{last['value']:.1%}",
+            ]
+        )
+    return table(["images", "dashes of a path", "pixels read", "images seen", "s", "right"], lines)
 
 
 @dataclass(frozen=True)

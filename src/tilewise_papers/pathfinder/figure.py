@@ -71,18 +71,18 @@ def draw_ladder(head: dict, rungs: list[dict], path: Path):
 
     plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
     figure = plt.figure(figsize=(11, 5.5), layout="constrained")
-    above, below = figure.subfigures(2, 1, height_ratios=(1, 2.6))
+    above, below = figure.subfigures(2, 1, height_ratios=(1, 4))
     shown = list(dict.fromkeys(_images_of(rung) for rung in rungs))
     for place, images in zip(above.subplots(1, len(shown), squeeze=False)[0], shown, strict=True):
         place.imshow(draw(images, 1, seed=2).pixels[0], cmap="gray")
         place.set_title(f"{images.side}²", fontsize=8)
         place.set_axis_off()
     axes = below.subplots()
+    axes.set_xlim(0, rungs[-1]["ended_s"])
     for number, rung in enumerate(rungs):
         _rung(axes, rung, shade=0.05 * (number % 2))
     axes.axhline(0.5, color="#777777", linewidth=1, linestyle=":")
     axes.set(xlabel=f"seconds of training, {head['device']}", ylabel="accuracy on new images", ylim=(0.4, 1.02))
-    axes.set_xlim(0, rungs[-1]["ended_s"])
     axes.grid(True, axis="y", color="#e6e6e6", linewidth=0.8)
     axes.set_axisbelow(True)
     figure.savefig(path, dpi=130)
@@ -101,8 +101,8 @@ def _rung(axes, rung: dict, shade: float):
     seconds = [began + (ended - began) * (n + 0.5) / len(curve) for n in range(len(curve))]
     axes.plot(seconds, curve, color=COLOURS[1], linewidth=1.4)
     if rung["tested_images"]:
-        axes.plot(ended, rung["value"], marker="o", color=COLOURS[0])
-        side = rung["shape"]["side"]
-        said = f"{side} × {side}, all read:\n{rung['value']:.1%} of {rung['tested_images']:,} test images"
-        beside = rung["value"] + (0.1 if rung["value"] < 0.8 else -0.16)
-        axes.annotate(said, (ended, beside), ha="right", fontsize=9, color=COLOURS[0])
+        axes.plot(ended, rung["value"], marker="o", color=COLOURS[0], clip_on=False)
+        side, left = rung["shape"]["side"], ended < axes.get_xlim()[1] / 4
+        said = f"{side} × {side}, all pixels read:\n{rung['value']:.1%} of {rung['tested_images']:,} test images"
+        axes.annotate(said, (ended, 0.42), ha="left" if left else "right", fontsize=9, color=COLOURS[0])
+        axes.vlines(ended, 0.4, rung["value"], color=COLOURS[0], linewidth=0.8, linestyle=":")

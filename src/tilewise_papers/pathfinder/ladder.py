@@ -10,10 +10,8 @@ fit:
 
 - A dark pixel says nothing that the lit ones do not, and of 4,096 pixels some 200 are lit. So a rung *reads* all lit pixels and as many
   dark ones, drawn anew for each image, as make up its number; a step then learns from more images. What share of them is dark matters:
-  from rung to rung it changes little, but at the start. A model that had read whole images of 64 × 64 answered 97 % of 96 × 96 with 4,096
-  pixels read, and guessed when only 384 were.
-- The learning rate falls with the images of a batch. A model that answered 96 % of 96 × 96 from 64 images a step went back to guessing
-  within 40 steps at the rate of 1,024 images.
+  from rung to rung it changes little, but at the start.
+- The learning rate falls with the images of a batch. Models that were right for 95 % went back to guessing without that.
 - Batches of fewer pixels, and so of more images, take turns with those of whole images, so that what they taught is kept.
 - Distances are counted in gaps (``Rung.scale``): the widest step within a path is 2 in images of any size, the narrowest between two 3.
 - Some pairs of each head do not turn (``EncoderConfig.still``). Where all turn, a score that asks only whether a key is lit changes its
@@ -139,7 +137,6 @@ LADDER = (
     Rung(PATH_256, 60, read=16384, fewer=(8192,)),
     Rung(PATH_256, 150, fewer=(8192, 16384), tested=True, sparse=True),
 )
-"""Sides rise in small steps: a model that answered 95 % of 32 × 32 pixels guessed at 64 × 64, and learnt nothing there in 1,460 steps."""
 ENCODER = EncoderConfig(layers=8, d_model=128, heads=2, d_hidden=384, still=4)
 
 

@@ -7,8 +7,8 @@ from tilewise_papers.devices import DEVICES
 
 TABLE, CONTEXT, PARTS = ("dd5883c7fbf9", "ad2ae5caef49"), "f3c36a1dc8aa", "h200-step-parts"
 LADDER = "6e98221fd5ca", "37fe68d9c7e5"
-"""The runs of tilewise_papers.gpt_speed (Table 1), examples.gpt.context_gpu, examples.gpt.gpu_training and tilewise_papers.pathfinder.ladder
-(the second one from the first one's weights) that are shown."""
+"""The runs of tilewise_papers.gpt_speed (Table 1), examples.gpt.context_gpu, examples.gpt.gpu_training and
+tilewise_papers.pathfinder.ladder, the second one from the first one's weights, that are shown."""
 CONTESTANTS = {"fa2": "SDPA, FA2", "cudnn": "SDPA, cuDNN", "kept": "standard", "tilewise": "tilewise"}
 USERS = "gpt-1.3B-users-n"
 SMALL = {"not compiled": "gpt-small-n", "compiled": "gpt-small-compiled-n"}

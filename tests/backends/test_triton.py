@@ -28,7 +28,7 @@ from tests.backends.contract import (
 from tilewise import device as devices
 from tilewise import expr
 from tilewise.backends.base import Output
-from tilewise.backends.triton import Triton, config, interpreting, sheet
+from tilewise.backends.triton import Triton, config, interpreting, mask_as_score, sheet
 from tilewise.backends.triton.config import INTERPRETED, MAX_HEAD_DIM, MAX_LATENT_DIM, TABLE, Config
 from tilewise.backends.triton.group_parts import group_parts
 from tilewise.backends.triton.host.compile_all import TARGETS
@@ -386,10 +386,17 @@ def test_a_descriptor_brings_a_bias_to_the_forward_and_the_pass_over_keys(shape,
     agree(Triton(OTHER_TILES["tma"]), c)
 
 
+THIRDS = tw.keep(lambda b, h, i, j: (i + 2 * j) % 3 != 0)
+
+
 @pytest.mark.parametrize(
-    "mask", [tw.keep(lambda b, h, i, j: (i + 2 * j) % 3 != 0), tw.key_range(3, 60)], ids=["lists", "hidden-keys"]
+    ("mask", "window"),
+    [(THIRDS, True), (THIRDS, False), (tw.key_range(3, 60), True)],
+    ids=["window", "lists", "hidden-keys"],
 )
-def test_a_bias_by_descriptor_beside_loops_of_two_kinds(mask):
+def test_a_bias_by_descriptor_beside_loops_of_every_kind(monkeypatch, mask, window):
+    if not window:
+        monkeypatch.setattr(mask_as_score, "WINDOW_PAIRS", 0)
     q, k, v = qkv(nq=66, nk=72)
     agree(Triton(OTHER_TILES["tma"]), call(q, k, v, mask=mask, score=tw.bias(normal(4, 66, 72).requires_grad_())))
 
@@ -410,7 +417,8 @@ def test_a_bias_by_descriptor_of_packed_sequences():
 
 # A tile of which no pair is seen is on no list: nobody writes its dS.
 @pytest.mark.parametrize("read", ["pair", "distance"])
-def test_gradients_of_what_all_heads_read_come_from_listed_tiles_alone(read):
+def test_gradients_of_what_all_heads_read_come_from_listed_tiles_alone(monkeypatch, read):
+    monkeypatch.setattr(mask_as_score, "WINDOW_PAIRS", 0)
     t = normal(*((72, 72) if read == "pair" else (4, 33))).requires_grad_()
     by_distance = tw.score(lambda s, b, h, i, j: s + t[h, (i - j).clamp(-16, 16) + 16])
     mask = tw.keep(lambda b, h, i, j: (i // 32 + j // 32) % 2 == 0) & tw.causal()
@@ -613,16 +621,16 @@ def test_ds_is_kept_where_a_mask_can_be_a_tensor_of_the_score(mask, score):
     agree(backend, c)
 
 
-def test_k_and_v_stay_where_a_mask_that_hides_no_key_becomes_a_tensor_of_the_score():
+def test_shifted_windows_read_their_mask_in_every_tile_and_keep_ds():
     """Shifted windows: a query sees the keys of its own region, of which it is one."""
     region, table = torch.arange(49) % 5 % 2 + torch.arange(4)[:, None] % 2, normal(3, 49, 49).requires_grad_()
     same = tw.keep(lambda b, h, i, j: tw.lookup(region, b % 4, i) == tw.lookup(region, b % 4, j))
     c = call(*qkv(batch=8, nq=49, nk=49, hq=3, hk=3, d=16, dv=16), mask=same, score=tw.bias(table))
-    backend = Triton(OTHER_TILES["tma"])
-    without = Plan(c.p, backend.config(c.p)).unmasked
-    assert (without.k, without.v) == (c.p.k, c.p.v)
-    assert Plan(without, backend.config(without)).sheet
-    agree(backend, c)
+    plan = Plan(c.p, OTHER_TILES["tma"])
+    assert plan.sheet
+    assert not plan.lists
+    assert plan.unmasked is None
+    agree(Triton(OTHER_TILES["tma"]), c)
 
 
 def test_masks_are_made_tensors_of_the_score_where_one_gradient_is_summed():

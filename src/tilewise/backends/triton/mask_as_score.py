@@ -1,10 +1,9 @@
 """Masks as a tensor that the score adds, in the backward of a tensor whose gradient is made of kept dS.
 
-dS is kept where descriptors may read every key and every tile is visited (:attr:`host.plan.Plan.sheet`). A mask of keys, lengths or
-padding, forbids both, though all that it says is which columns of P are zero. So that backward gets zeros for the keys that no query
-sees, which may hold NaN, unless every key is seen, and for the mask one more tensor: -inf where it hides
-(docs/decisions.md#triton-mask-as-score). Other masks take as many numbers as they have pairs, which is done for short sequences, such as
-windows of an image.
+dS is kept where descriptors may read every key (:attr:`host.plan.Plan.sheet`). A mask of keys, lengths or padding, forbids it, though all
+that it says is which columns of P are zero. So that backward gets zeros for the keys that no query sees, which may hold NaN, and for the
+mask one more tensor: -inf where it hides (docs/decisions.md#triton-mask-as-score). Masks that vary by query take as many numbers as they
+have pairs, which is done for short sequences.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from torch import Tensor
 from tilewise import device as devices
 from tilewise import expr
 from tilewise.backends.base import Inputs
-from tilewise.masks.facts import every_key_seen
 from tilewise.planning.tiles import Grid
 from tilewise.problem import Problem
 from tilewise.scores.catalogue import THEN, bias
@@ -45,8 +43,6 @@ def unmasked(p: Problem) -> Problem | None:
         score_slots=(*spec.score_slots, len(p.extras)),
     )
     leaf = TensorFacts.contiguous(shape, p.dtype)
-    if every_key_seen(region, p.seqlen_q, p.seqlen_k):
-        return replace(p, extras=(*p.extras, leaf), spec=scored)
     k, v = (TensorFacts.contiguous(of, p.dtype) for of in (p.k.shape, p.v.shape))
     return replace(p, k=k, v=v, extras=(*p.extras, leaf), spec=scored)
 
@@ -59,10 +55,8 @@ def inputs(p: Problem, without: Problem, given: Inputs) -> Inputs:
     shape = without.extras[-1].shape
     kept = grid.kept(index[: shape[2]], index[: p.seqlen_k]).expand(shape)
     added = torch.where(kept, zero, zero - torch.inf)
-    k, v = given.k, given.v
-    if not every_key_seen(p.spec.region, p.seqlen_q, p.seqlen_k):
-        seen_keys = kept.flatten(1, 2).any(1).expand(p.batch, p.seqlen_k)
-        k, v = (_of_kept(x, seen_keys, zero) for x in (k, v))
+    seen_keys = kept.flatten(1, 2).any(1).expand(p.batch, p.seqlen_k)
+    k, v = (_of_kept(x, seen_keys, zero) for x in (given.k, given.v))
     return Inputs.of(without, given.q, k, v, [*given.leaves, added], given.seed)
 
 

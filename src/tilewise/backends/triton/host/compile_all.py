@@ -79,6 +79,7 @@ def _options(feature: str, q: torch.Tensor) -> dict[str, object]:
     table = torch.empty(heads, 256, device="meta", requires_grad=True)
     relative = score(lambda s, b, h, i, j: s + table[h, (i - j).clamp(0, 255)])
     of_all = torch.empty(heads, q.shape[1], device="meta", requires_grad=True)
+    region = torch.empty(q.shape[1], dtype=torch.int32, device="meta")
     return {
         "causal": {"causal": True},
         "full": {},
@@ -95,6 +96,7 @@ def _options(feature: str, q: torch.Tensor) -> dict[str, object]:
         "listed": {"mask": causal() & selected(torch.empty(1, 1, q.shape[1], 64, dtype=torch.int32, device="meta"))},
         "bias": {"causal": True, "score": bias(pairs(q.dtype))},
         "bias32": {"causal": True, "score": bias(pairs(torch.float32))},
+        "regions": {"mask": keep(lambda b, h, i, j: region[i] == region[j]), "score": bias(pairs(q.dtype))},
         "relative": {"causal": True, "score": relative},
         "distances": {"causal": True, "score": score(lambda s, b, h, i, j: s + of_all[h, i - j])},
         "latent": {"causal": True},
@@ -461,7 +463,7 @@ def items() -> list[Launch]:
                 if dtype == torch.bfloat16 and head_dim in (64, 128):
                     features += ["rich", "sparse", "moving", "parted"]
                     features += ["softcap", "dense", "selected", "full", "window", "split"] if arch == "sm90" else []
-                    features += ["bias", "bias32", "relative", "distances"] if arch == "sm90" else []
+                    features += ["bias", "bias32", "regions", "relative", "distances"] if arch == "sm90" else []
                 if dtype == torch.float32 and head_dim in (64, 128) and arch == "sm90":
                     features += ["rich", "bias", "parted", "moving", *(["dense"] if head_dim == 128 else [])]
                 products = products_of(dtype, head_dim, arch)

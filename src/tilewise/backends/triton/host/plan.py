@@ -78,8 +78,11 @@ class Decisions:
 
     @property
     def lists(self) -> bool:
-        """Whether kernels walk over lists of tiles, as they do for a predicate."""
-        return self.problem.spec.region.predicate is not None and not self.problem.packed and not self.problem.paged
+        """Whether kernels walk over lists of tiles, as they do for a predicate, except in a window of an image: it has few tiles, and what
+        they would list costs more than a visit."""
+        p = self.problem
+        listed = p.spec.region.predicate is not None and not p.packed and not p.paged
+        return listed and not (self.whole and p.seqlen_q * p.seqlen_k <= mask_as_score.WINDOW_PAIRS)
 
     @property
     def dims(self) -> tuple[int, int]:

@@ -172,8 +172,11 @@ def key_block(n0, state, beside, partial, FACTS: tl.constexpr):
     work = with_tile(
         with_pair_tile(work, query.pairs, query.head, query.m0, n0, OVER_KEYS=False, FACTS=FACTS), query.m0, n0, FACTS
     )
-    # Before the loads, so that V's need not wait for a product.
-    seen = pairs_of_predicate(j, query, work, partial, FACTS)
+    seen = ()
+    if (
+        FACTS.lists or not FACTS.whole
+    ):  # so that V's load need not wait for a product; a window would keep the pairs in registers
+        seen = pairs_of_predicate(j, query, work, partial, FACTS)
     # K: (tile_n, head_dim), V: (tile_n, head_dim_v), in the inputs' dtype.
     k, v = load_key_value(query, n0, left, seen, partial, FACTS)
     s = dot_transposed(query.q, k, FACTS)  # S = Q Kᵀ, (tile_m, tile_n) fp32
@@ -229,7 +232,7 @@ def apply_mask(x, HIDDEN: tl.constexpr, seen, j, query, work, partial, FACTS: tl
 
     Args:
         x: fp32 (tile_m, tile_n), scores or exponentials; the result is HIDDEN where a row does not see a key.
-        seen: :func:`pairs_of_predicate`.
+        seen: :func:`pairs_of_predicate`, or () where they are only needed now.
 
     Returns:
         alive: bool (tile_n,), whether a key's row of V may be read.
@@ -237,6 +240,8 @@ def apply_mask(x, HIDDEN: tl.constexpr, seen, j, query, work, partial, FACTS: tl
     alive = ()
     if partial:
         if FACTS.keep is not None:
+            if len(seen) == 0:
+                seen = pairs_of_predicate(j, query, work, partial, FACTS)
             kept = seen[0]
             alive = (seen[1],)
         else:

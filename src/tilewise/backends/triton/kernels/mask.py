@@ -152,9 +152,12 @@ def over_tiles(
                 full_end = tl.where(work.seqlen_k - at < FACTS.tile_n, full, full_end)
         else:
             first, full, full_end, last = n_block_ranges(at, head, work, FACTS)
-        if FACTS.whole:
+        if FACTS.whole and FACTS.keep is None:
             for n in range(first, last):
                 state = block(n * TILE, state, beside, (n < full) | (n >= full_end), FACTS)
+        elif FACTS.whole:
+            for n in range(first, last):
+                state = block(n * TILE, state, beside, partial=True, FACTS=FACTS)
         else:
             if FACTS.keep is None:  # a predicate may hide any pair: no tile is full
                 for n in range(full, full_end):

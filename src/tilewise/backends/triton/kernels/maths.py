@@ -101,11 +101,11 @@ def anchor():
 def here(x, FACTS: tl.constexpr):
     """The int32 positions ``x``, unchanged, but so that the compiler keeps what is computed from them inside a branch.
 
-    It matters where ``FACTS.whole`` makes the mask a branch of run time. Beside a score, LLVM turns a branch without side effects
-    into selections, and then every tile pays for a mask that few tiles need. It cannot move what needs an :func:`anchor`, nor see through
-    these instructions. A zero that is added instead takes up to 32 registers more.
+    It matters where ``FACTS.whole`` makes the mask a branch of run time, as no predicate's is (``mask.over_tiles``). Beside a score, LLVM
+    turns a branch without side effects into selections, and then every tile pays for a mask that few tiles need. It cannot move what needs
+    an :func:`anchor`, nor see through these instructions. A zero that is added instead takes up to 32 registers more.
     """
-    if FACTS.whole and FACTS.score is not None and on_nvidia():
+    if FACTS.whole and FACTS.keep is None and FACTS.score is not None and on_nvidia():
         return tl.inline_asm_elementwise(
             "mov.b32 $0, $1;", "=r,r,r", [x, anchor()], dtype=tl.int32, is_pure=True, pack=1
         )

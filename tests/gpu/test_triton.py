@@ -123,7 +123,9 @@ def test_shifted_windows_agree_with_the_oracle():
     bias, region = normal(3, 49, 49, dtype=torch.bfloat16).cuda().requires_grad_(), region.cuda()
     same = tw.keep(lambda b, h, i, j: tw.lookup(region, b % 4, i) == tw.lookup(region, b % 4, j))
     c, backend = call(q, k, v, mask=same, score=tw.bias(bias)), Triton()
-    assert Plan(c.p, backend.config(c.p)).unmasked is not None
+    plan = Plan(c.p, backend.config(c.p))
+    assert plan.sheet
+    assert not plan.lists
     agree(backend, c)
 
 

@@ -15,7 +15,7 @@ MEANINGS = {
     "align": "elements of which every stride is a multiple: strides come in units of so many",
     "together": "K and V are loaded together, where V's rows are known by then (Tiles.ahead)",
     "tma": "descriptors load the tiles that they may load",
-    "whole": "descriptors may load every tile, so that all tiles are one loop, but those of lists",
+    "whole": "descriptors may load every tile, so that all tiles are one loop, except listed ones",
     # The problem
     "head_dim": "columns of q and k",
     "head_dim_v": "columns of v",

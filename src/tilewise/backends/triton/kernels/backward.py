@@ -498,7 +498,7 @@ def dq_block(n0, state, beside, partial, FACTS: tl.constexpr):
     ds = p * (dp - query.delta[:, None])
     if FACTS.score is not None and not FACTS.whole:  # 0 times what is not finite
         ds = tl.where(p == 0.0, 0.0, ds)
-    elif FACTS.keep is not None:  # noqa: SIM102 - of compile time: a predicate's tiles are lists
+    elif FACTS.keep is not None:  # noqa: SIM102 - of compile time, as `partial` is beside a predicate
         if partial:
             ds = tl.where(p == 0.0, 0.0, ds)
     if FACTS.leaves is not None:

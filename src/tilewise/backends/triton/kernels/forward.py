@@ -19,7 +19,7 @@ Where descriptors may read every tile (``FACTS.whole``) and none are listed, all
 branch that a whole program takes or does not take. Elsewhere the full tiles are one loop and the partial ones, at both ends,
 another. The full loop comes first: with the partial loop first, ptxas makes every matrix product of the full one wait for
 itself (docs/decisions.md#triton-one-loop). One loop for each end would cost registers. A predicate's tiles come as two lists,
-the full ones first too.
+the full ones first too; in short sequences all of them are partial, and in one loop (docs/decisions.md#triton-windows).
 
 Keys are split, and heads share a tile, in :mod:`paged` alone.
 """

@@ -1,8 +1,8 @@
 """The tiles that a program visits, and the pairs of a tile that count: the mask's intervals, lists of tiles, and dropout.
 
 A mask is an interval of keys for each query, ``[lo, hi)``, and the same set as an interval of queries for each key,
-``[first, last)``; where it has a predicate too, the tiles to visit come as lists (docs/algorithm.md#10-masks-and-tiles).
-The ends are emitted functions, ``FACTS.lo`` and so on, None where the mask does not bound that end.
+``[first, last)``; where it has a predicate too, the tiles to visit come as lists (docs/algorithm.md#10-masks-and-tiles), but in windows
+of an image, which have few (docs/decisions.md#triton-windows). The ends are emitted functions, ``FACTS.lo`` and so on, None where the mask does not bound that end.
 """
 
 import triton
@@ -130,7 +130,7 @@ def over_tiles(
 
     Args:
         block: the state after one more tile: ``block(first, state, beside, partial, FACTS)``; ``partial`` says whether some row may not
-            see some key of it, at compile time unless ``FACTS.whole`` without lists.
+            see some key of it, at compile time unless ``FACTS.whole`` without a predicate.
         beside: what else ``block`` reads.
     """
     TILE: tl.constexpr = FACTS.tile_m if OF_QUERIES else FACTS.tile_n

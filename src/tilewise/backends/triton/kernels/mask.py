@@ -2,7 +2,8 @@
 
 A mask is an interval of keys for each query, ``[lo, hi)``, and the same set as an interval of queries for each key,
 ``[first, last)``; where it has a predicate too, the tiles to visit come as lists (docs/algorithm.md#10-masks-and-tiles), but in windows
-of an image, which have few (docs/decisions.md#triton-windows). The ends are emitted functions, ``FACTS.lo`` and so on, None where the mask does not bound that end.
+of an image, which have few (docs/decisions.md#triton-windows). The ends are emitted functions, ``FACTS.lo`` and so on, None where the
+mask does not bound that end.
 """
 
 import triton

@@ -386,19 +386,21 @@ def test_a_descriptor_brings_a_bias_to_the_forward_and_the_pass_over_keys(shape,
     agree(Triton(OTHER_TILES["tma"]), c)
 
 
-THIRDS = tw.keep(lambda b, h, i, j: (i + 2 * j) % 3 != 0)
+REGIONS = tw.keep(lambda b, h, i, j: i // 9 % 3 == j // 9 % 3)
 
 
 @pytest.mark.parametrize(
-    ("mask", "window"),
-    [(THIRDS, True), (THIRDS, False), (tw.key_range(3, 60), True)],
+    ("mask", "pairs", "lists", "whole"),
+    [(REGIONS, 72 * 72, False, True), (REGIONS, 72 * 72 - 1, True, True), (tw.key_range(3, 60), 0, False, False)],
     ids=["window", "lists", "hidden-keys"],
 )
-def test_a_bias_by_descriptor_beside_loops_of_every_kind(monkeypatch, mask, window):
-    if not window:
-        monkeypatch.setattr(mask_as_score, "WINDOW_PAIRS", 0)
-    q, k, v = qkv(nq=66, nk=72)
-    agree(Triton(OTHER_TILES["tma"]), call(q, k, v, mask=mask, score=tw.bias(normal(4, 66, 72).requires_grad_())))
+def test_a_bias_by_descriptor_beside_loops_of_every_kind(monkeypatch, mask, pairs, lists, whole):
+    monkeypatch.setattr(mask_as_score, "WINDOW_PAIRS", pairs)
+    c = call(*qkv(nq=72, nk=72), mask=mask, score=tw.bias(normal(4, 72, 72).requires_grad_()))
+    plan = Plan(c.p, OTHER_TILES["tma"])
+    assert (plan.lists, plan.whole) == (lists, whole)
+    assert plan.pair_leaf[0] is not None
+    agree(Triton(OTHER_TILES["tma"]), c)
 
 
 def test_a_bias_with_split_keys():

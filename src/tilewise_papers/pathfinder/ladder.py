@@ -4,16 +4,17 @@
     python -m tilewise_papers.pathfinder.ladder --out FILE.jsonl --start FILE.pt              # go on where that ended
     python -m tilewise_papers.pathfinder.ladder --out FILE.jsonl --draw docs/img/pathfinder-h200.png        # on any machine
 
-A model climbs LADDER: it leaves a rung when it answers 94 % of the images of the last batches, and gives up where it did not in the
-rung's time. The whole images of each size are tested at the end of their rung. Weights go from rung to rung as they are. What makes them
-fit:
+A model climbs LADDER: it leaves a rung when it answers 94 % of the images of the last batches, and gives up if it does not by the end of
+the rung's time. On the rungs of whole images of 64 × 64, 128 × 128 and 256 × 256 it stays that long, and is tested at the end. Weights go
+from rung to rung as they are. What makes them fit:
 
 - A dark pixel says nothing that the lit ones do not, and of 4,096 pixels some 200 are lit. So a rung *reads* all lit pixels and as many
-  dark ones, drawn anew for each image, as make up its number; a step then learns from more images. What share of them is dark matters:
-  from rung to rung it changes little, but at the start.
+  dark ones, drawn anew for each image, as make up its number; a step then learns from more images. After whole images of 64 × 64 there
+  are never fewer than 4,096 again: a model that has learnt to look past dark pixels guesses where few are left.
 - The learning rate falls with the images of a batch. Models that were right for 95 % went back to guessing without that.
 - Batches of fewer pixels, and so of more images, take turns with those of whole images, so that what they taught is kept.
-- Distances are counted in gaps (``Rung.scale``): the widest step within a path is 2 in images of any size, the narrowest between two 3.
+- Distances are counted in gaps (``Rung.scale``): the widest step within a path is 2 in images of any size, the narrowest between two 2.5
+  to 3.
 - Some pairs of each head do not turn (``EncoderConfig.still``). Where all turn, a score that asks only whether a key is lit changes its
   sign with the distance.
 - Scores are multiplied by log N / log 256, so that a softmax over more keys is as sharp as at 16 × 16 (Chiang and Cholak 2022).
@@ -431,6 +432,8 @@ def main() -> None:
         first = saved["rung"]
         student.load_state_dict(saved["weights"])
     rungs = LADDER[first : first + options.rungs]
+    if not rungs:
+        parser.error("no rung is left: --start has climbed them all, or --rungs is 0")
     records.append(study(student, rungs, recipe, first, options.weights), options.out)
 
 

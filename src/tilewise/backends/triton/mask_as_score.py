@@ -21,7 +21,9 @@ from tilewise.problem import Problem
 from tilewise.scores.catalogue import THEN, bias
 from tilewise.signature import TensorFacts
 
-WINDOW_PAIRS = 1 << 16  # of a batch element and head: with more, there are programs enough to compute tiles again
+# The pairs of a batch element and head in a short sequence. Longer ones have programs enough to compute tiles of dS again, and tiles enough
+# for lists of them (host.plan.Decisions.lists).
+WINDOW_PAIRS = 1 << 16
 
 
 def unmasked(p: Problem) -> Problem | None:

@@ -80,6 +80,7 @@ def _options(feature: str, q: torch.Tensor) -> dict[str, object]:
     relative = score(lambda s, b, h, i, j: s + table[h, (i - j).clamp(0, 255)])
     of_all = torch.empty(heads, q.shape[1], device="meta", requires_grad=True)
     region = torch.empty(q.shape[1], dtype=torch.int32, device="meta")
+    regions = {"mask": keep(lambda b, h, i, j: region[i] == region[j]), "score": bias(pairs(q.dtype))}
     return {
         "causal": {"causal": True},
         "full": {},
@@ -96,7 +97,8 @@ def _options(feature: str, q: torch.Tensor) -> dict[str, object]:
         "listed": {"mask": causal() & selected(torch.empty(1, 1, q.shape[1], 64, dtype=torch.int32, device="meta"))},
         "bias": {"causal": True, "score": bias(pairs(q.dtype))},
         "bias32": {"causal": True, "score": bias(pairs(torch.float32))},
-        "regions": {"mask": keep(lambda b, h, i, j: region[i] == region[j]), "score": bias(pairs(q.dtype))},
+        "regions": regions,
+        "windows": regions,
         "relative": {"causal": True, "score": relative},
         "distances": {"causal": True, "score": score(lambda s, b, h, i, j: s + of_all[h, i - j])},
         "latent": {"causal": True},
@@ -184,8 +186,9 @@ def call_of(item: Launch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dic
     dims = item.head_dim, item.head_dim, item.head_dim_v
     if item.feature not in PAGED:
         heads = {"parted": (8, 1, 1), "listed": (64, 1, 1)}.get(item.feature, (8, 8, 8))
+        seqlen = 144 if item.feature == "windows" else 4096
         q, k, v = (
-            torch.empty((2, 4096, h, d), dtype=item.dtype, device="meta", requires_grad=True)
+            torch.empty((2, seqlen, h, d), dtype=item.dtype, device="meta", requires_grad=True)
             for h, d in zip(heads, dims, strict=True)
         )
         latent = item.feature == "listed" and item.head_dim == config.MAX_LATENT_DIM
@@ -463,7 +466,9 @@ def items() -> list[Launch]:
                 if dtype == torch.bfloat16 and head_dim in (64, 128):
                     features += ["rich", "sparse", "moving", "parted"]
                     features += ["softcap", "dense", "selected", "full", "window", "split"] if arch == "sm90" else []
-                    features += ["bias", "bias32", "regions", "relative", "distances"] if arch == "sm90" else []
+                    features += (
+                        ["bias", "bias32", "regions", "windows", "relative", "distances"] if arch == "sm90" else []
+                    )
                 if dtype == torch.float32 and head_dim in (64, 128) and arch == "sm90":
                     features += ["rich", "bias", "parted", "moving", *(["dense"] if head_dim == 128 else [])]
                 products = products_of(dtype, head_dim, arch)

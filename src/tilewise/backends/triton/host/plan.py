@@ -78,8 +78,8 @@ class Decisions:
 
     @property
     def lists(self) -> bool:
-        """Whether kernels walk over lists of tiles, as they do for a predicate, except in a window of an image: it has few tiles, and what
-        they would list costs more than a visit."""
+        """Whether kernels walk over lists of tiles, as they do for a predicate; not where sequences are short and every key is seen, as in
+        windows of an image: listing their few tiles costs more than visiting them."""
         p = self.problem
         listed = p.spec.region.predicate is not None and not p.packed and not p.paged
         return listed and not (self.whole and p.seqlen_q * p.seqlen_k <= mask_as_score.WINDOW_PAIRS)

@@ -173,9 +173,8 @@ def key_block(n0, state, beside, partial, FACTS: tl.constexpr):
         with_pair_tile(work, query.pairs, query.head, query.m0, n0, OVER_KEYS=False, FACTS=FACTS), query.m0, n0, FACTS
     )
     seen = ()
-    if (
-        FACTS.lists or not FACTS.whole
-    ):  # so that V's load need not wait for a product; a window would keep the pairs in registers
+    # Before the loads, so that V's need not wait for a product; where all rows of V are read, kept pairs would wait in registers.
+    if FACTS.lists or not FACTS.whole:
         seen = pairs_of_predicate(j, query, work, partial, FACTS)
     # K: (tile_n, head_dim), V: (tile_n, head_dim_v), in the inputs' dtype.
     k, v = load_key_value(query, n0, left, seen, partial, FACTS)

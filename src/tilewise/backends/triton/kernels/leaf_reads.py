@@ -113,7 +113,7 @@ class PairReads:
 def predicate_blocks(problem: Problem) -> tuple[int, int]:
     """The rows and keys of the blocks on which the mask's predicate is constant, to choose tiles that lie inside them.
 
-    Either is 0 where the predicate does not depend on that index, and both are where kernels walk over no lists of tiles.
+    Either is 0 where the predicate does not depend on that index, and both are where sequences are packed.
     """
     predicate = problem.spec.region.predicate
     if predicate is None or problem.packed:

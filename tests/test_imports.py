@@ -132,7 +132,6 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "backends.triton.mask_as_score": (
         "backends.base",
         "scores.catalogue",
-        "masks.facts",
         "planning.tiles",
         "problem",
         "signature",

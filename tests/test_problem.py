@@ -310,6 +310,66 @@ def test_tables_of_positions_within_a_packed_sequence_need_not_span_all_sequence
     assert torch.isfinite(attend(**packed(), score=tw.bias(normal(4, 8, 8)))).all()
 
 
+CU = torch.tensor([0, 40, 100])
+PADDING = torch.ones(2, 60, dtype=torch.bool)
+BIAS = torch.zeros(2, 50, 60)
+OF_POSITIONS = {
+    "padding": (
+        {"mask": PADDING},
+        r"axis 0 must be at least the longest seqlen_q = 60; if it is the batch.*x\[:, None, None\]",
+    ),
+    "ids-of-all-rows": (
+        {"mask": tw.documents(torch.arange(100) // 30)},
+        "from each sequence's first row, not over all packed rows",
+    ),
+    "short-ids": ({"mask": tw.documents(torch.arange(59) // 30)}, "axis 0 must be at least the longest seqlen_k = 60$"),
+    "bias": (
+        {"score": BIAS},
+        r"\(2, 50, 60\) is read at \[h, i, j\]: axis 1 must be at least the longest seqlen_q = 60$",
+    ),
+    "blocks": (
+        {"mask": lambda b, h, i, j: PADDING[0, :29][j // 2]},
+        r"axis 0 must be at least ceil\(the longest seqlen_k / 2\) = 30",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_POSITIONS)
+def test_tensors_that_a_packed_sequence_runs_past_are_refused(name):
+    options, says = OF_POSITIONS[name]
+    q = torch.randn(100, 2, 8)
+    with pytest.raises(ValueError, match=f"(?m){says}"):
+        tw.attention_varlen(q, q, q, CU, **options)
+    nested = torch.nested.nested_tensor(list(q.split([40, 60])), layout=torch.jagged)
+    with pytest.raises(ValueError, match=f"(?m){says}"):
+        tw.attention(nested, nested, nested, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mask": PADDING[:, None, None]},
+        {"mask": tw.documents(torch.arange(80) // 30)},
+        {"mask": tw.documents(torch.arange(60) // 30)},
+        {"score": torch.zeros(2, 60, 100).requires_grad_()},
+    ],
+    ids=["of-each", "longer-ids", "ids", "longer-bias"],
+)
+def test_tensors_as_long_as_the_longest_packed_sequence_or_longer_are_read(options):
+    q = torch.randn(100, 2, 8)
+    o, exact = (tw.attention_varlen(q, q, q, CU, **options, backend=name) for name in ("cpu", "reference"))
+    assert (o - exact).abs().max() < 1e-5
+
+
+def test_a_mask_shorter_than_the_keys_of_a_cache_is_refused():
+    k, v = torch.randn(2, 2, 16, 2, 8)
+    cache, q = tw.dense_cache(k, v, torch.tensor([10, 7], dtype=torch.int32)), torch.randn(2, 1, 2, 8)
+    with pytest.raises(ValueError, match="axis 3 must be at least the longest seqlen_k = 10"):
+        tw.attention_paged(q, cache, mask=tw.dense(torch.ones(2, 1, 1, 9, dtype=torch.bool)))
+    shown = tw.attention_paged(q, cache, mask=tw.dense(torch.ones(2, 1, 1, 10, dtype=torch.bool)))
+    assert torch.equal(shown, tw.attention_paged(q, cache, mask=tw.dense(torch.ones(2, 1, 1, 16, dtype=torch.bool))))
+
+
 @pytest.mark.parametrize("lengths", [(0, 8), (8, 0)], ids=["no-queries", "no-keys"])
 def test_an_empty_leaf_is_right_where_nothing_is_to_be_read(lengths):
     nq, nk = lengths

@@ -361,9 +361,10 @@ def attention_varlen(
             ``cu_seqlens_k=None``: the same. No maximum length is needed.
         options: the other keywords of :func:`attention`.
 
-    Masks and scores see indices within the sequence. Rows past ``cu_seqlens[-1]`` give ``o = 0``, ``lse = -inf``. The CPU checks
-    the values of ``cu_seqlens``; an accelerator does so only with ``TILEWISE_CHECK=1``. ``parallel=`` shards the packed rows, and
-    sequences may cross ranks; ``cu_seqlens_*`` describe the whole.
+    Masks and scores see indices within the sequence: their tensors are as long as the longest one, or longer. Rows past
+    ``cu_seqlens[-1]`` give ``o = 0``, ``lse = -inf``. The CPU checks the values of ``cu_seqlens`` and those tensors' lengths; an
+    accelerator does so only with ``TILEWISE_CHECK=1``, and reads past a tensor's end as its last element. ``parallel=`` shards the packed
+    rows, and sequences may cross ranks; ``cu_seqlens_*`` describe the whole.
 
     Returns:
         o ``(total_q, heads_q, head_dim_v)``; with ``return_lse`` also lse ``(heads_q, total_q)``.

@@ -73,6 +73,13 @@ class Problem(Structured):
     def batch(self) -> int:
         return self.extras[self.spec.cu_slots[0]].shape[0] - 1 if self.packed else self.q.shape[0]
 
+    @cached_property
+    def reads_positions(self) -> bool:
+        """Whether a tensor of the mask or the score is read at a query's or a key's position."""
+        score = self.spec.whole_score
+        reads = expr.lookups(*self.spec.whole_region.parts, *([] if score is None else [score]))
+        return any(plain_index(x)[0] in ("i", "j") for e in reads for x in expr.indices(e))
+
     @property
     def batch_dim(self) -> int:
         """The size of the batch dimension. Packed sequences have none and count as one element."""
@@ -350,7 +357,7 @@ def _cu_reasons(q: Tensor, k: Tensor, cu: Sequence[Tensor]) -> list[str]:
     """Return the reasons against shapes and dtypes. :func:`check_values` checks values at each call."""
     reasons = [
         f"cu_seqlens_{n} must be int32 or int64 of shape (batch + 1,), got {c.dtype} {tuple(c.shape)}"
-        + f"; convert: cu_seqlens_{n}.to(torch.int32)" * (c.ndim == 1)
+        + f"; convert: cu_seqlens_{n}.to(torch.int32)" * (c.ndim == 1 and c.dtype not in (torch.int32, torch.int64))
         for n, c in zip("qk", cu, strict=False)
         if c.ndim != 1 or c.dtype not in (torch.int32, torch.int64) or c.shape[0] < 1
     ]
@@ -391,6 +398,7 @@ def read_reasons(
     shapes: Sequence[tuple[int, ...]],
     sizes: Mapping[str, int],
     mask: tuple[str, tuple[int, ...]] = ("", ()),
+    totals: Mapping[str, int] | None = None,
 ) -> list[str]:
     """Return the reasons against leaves that are too short or too long.
 
@@ -398,6 +406,8 @@ def read_reasons(
 
     Args:
         mask: the mask's text and the slots of its leaves, which say who reads one.
+        totals: where ``i`` and ``j`` run as far as the longest sequence, the packed rows of all: a leaf may be longer then, as it may have
+            been made for longer sequences; but not documents' ids, if they are as many as the rows.
     """
     reasons = []
     for e in expr.lookups(*region.parts, *([] if score is None else [score])):
@@ -408,14 +418,17 @@ def read_reasons(
             if name not in sizes:
                 continue
             needed = -(-sizes[name] // block)
+            of_all = totals is not None and leaf[0] == "int" and size == totals.get(name)
             # A tensor that the user's function reads may be longer, as in FlexAttention: cu_seqlens[b], a table for all lengths.
-            if size < needed or (fitted and size > needed):
-                what = _AXES[name] if block == 1 else f"ceil({_AXES[name]} / {block})"
+            if size < needed or (fitted and size > needed and (totals is None or of_all)):
+                what = _AXES[name] if totals is None else f"the longest {_AXES[name]}"
+                what = what if block == 1 else f"ceil({what} / {block})"
                 hint = _batch_first(shape) if fitted and axis == 0 and size == sizes.get("b") else ""
+                hint = "; positions count from each sequence's first row, not over all packed rows" if of_all else hint
                 who = readers(*mask).get(leaf[1], "a mask or score tensor")
                 reasons.append(
                     f"{who} {shape} is read at [{', '.join(str(x) for x in expr.indices(e))}]: "
-                    f"axis {axis} must be {'' if fitted else 'at least '}{what} = {needed}{hint}"
+                    f"axis {axis} must be {'' if fitted and totals is None else 'at least '}{what} = {needed}{hint}"
                 )
     return reasons
 
@@ -497,16 +510,34 @@ def _option_reasons(q: Tensor, seed: Tensor | None, spec: Spec) -> list[str]:
 
 
 def check_values(p: Problem, extras: Sequence[Tensor]) -> None:
-    """Check the values of cu_seqlens, of a cache's table and lengths, and of selected keys.
+    """Check the values of cu_seqlens, of a cache's table and lengths, and of selected keys, and tensors that are read at positions.
 
     Raises:
-        ValueError: cu_seqlens that do not start at 0, decrease, or end past the packed tensor; a length, a page or an entry out of range.
+        ValueError: cu_seqlens that do not start at 0, decrease, or end past the packed tensor; a length, a page or an entry out of range;
+            a tensor of the mask or the score that is shorter than the longest sequence.
     """
     reasons = _cu_value_reasons([extras[n] for n in p.spec.cu_slots], (p.q.shape[0], p.k.shape[0]))
     if p.paged:
         reasons += pages.value_reasons(*[extras[n] for n in p.spec.page_slots], p.k.shape[0], p.page_size)
-    reasons = reasons or selections.value_reasons(p, extras)
+    reasons = reasons or selections.value_reasons(p, extras) or _position_reasons(p, extras)
     raise_wrong(p.spec.call, reasons)
+
+
+def _position_reasons(p: Problem, extras: Sequence[Tensor]) -> list[str]:
+    """Return the reasons against leaves that are shorter than the longest sequence, which the values of lengths tell."""
+    spec, longest = p.spec, {}
+    if not p.reads_positions:
+        return []
+    for name, n in zip("ij", spec.cu_slots, strict=False):
+        longest[name] = int(extras[n].diff().max()) if len(extras[n]) > 1 else 0
+    if p.paged:
+        lengths = extras[spec.page_slots[1]]
+        longest["j"] = int(lengths.max()) if len(lengths) else 0
+    totals = {name: x.shape[0] for name, x, _ in zip("ij", (p.q, p.k), spec.cu_slots, strict=False)}
+    shapes = [x.shape for x in p.extras]
+    sizes = {"b": p.batch, **longest}
+    mask = spec.mask_text, spec.mask_slots
+    return list(dict.fromkeys(read_reasons(spec.whole_region, spec.whole_score, shapes, sizes, mask, totals)))
 
 
 def _cu_value_reasons(cu_seqlens: Sequence[Tensor], totals: Sequence[int]) -> list[str]:

@@ -110,3 +110,16 @@ def test_a_picture_without_matplotlib_says_what_to_install(monkeypatch):
     q = torch.randn(1, 8, 1, 8)
     with pytest.raises(ImportError, match="pip install matplotlib"):
         tw.explain(q, q, q).plot()
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        tw.keep(lambda b, h, i, j: False),
+        tw.dense(torch.zeros(1, 1, 1, 1, dtype=torch.bool)),
+        tw.block_sparse(torch.zeros(1, 1, dtype=torch.bool), 64, 64),
+    ],
+    ids=["keep", "dense", "block_sparse"],
+)
+def test_a_constant_mask_is_shown(mask):
+    assert torch.equal(mask_view(mask, (3, 3), (2, 2)).status, torch.full((2, 2), EMPTY))

@@ -57,7 +57,10 @@ class Expr:
 
     # Python calls these on `if`, `int()`, `for`: what a traced scalar cannot answer.
     def __bool__(self):
-        raise untraceable("`if`, `and`, `or`, `not` on a traced value", "use torch.where, &, | and ~")
+        raise untraceable(
+            "`if`, `and`, `or`, `not`, `in`, `min`, `max` or a chained comparison on a traced value",
+            "use torch.where, &, |, ~, torch.minimum and torch.maximum",
+        )
 
     def __int__(self):
         raise untraceable("`int()` of a traced value", "use .int() or //")

@@ -75,7 +75,7 @@ def _is_head(e: Expr) -> bool:
 def reasons(spec: Spec, heads_k: int, ranks: int) -> list[str]:
     """Return the reasons why the heads of a call cannot be dealt to so many ranks, or nothing if they can."""
     found = [f"{heads_k} key heads are no multiple of {ranks} ranks"] if heads_k % ranks else []
-    found += ["dropout counts the heads of the whole attention"] if spec.dropout_p else []
+    found += ["dropout counts the heads of the whole attention; use scheme='gather'"] if spec.dropout_p else []
     found += ["a prepared mask has lists for all heads"] if spec.whole_region.prepared else []
     try:
         head_axes(spec)

@@ -116,7 +116,9 @@ def _kept(grid: Grid) -> Tensor:
     """Return whether each pair of a grid of one head is kept, bool ``(queries, keys)``."""
     lengths = grid.seqlen_q, grid.keys
     found = grid.kept(*[torch.arange(n, device="cpu") for n in lengths])
-    return torch.ones(lengths, dtype=torch.bool, device="cpu") if found is None else found[0, 0].expand(lengths)
+    if found is None:
+        return torch.ones(lengths, dtype=torch.bool, device="cpu")
+    return found.expand(1, 1, *lengths)[0, 0]  # a constant has no axes
 
 
 def _grid(call: str, mask: Mask, lengths: tuple[int, int], at: tuple[int, int]) -> Grid:

@@ -65,7 +65,8 @@ def score(fn: ScoreFunction) -> Score:
 
     Args:
         fn: elementwise in the score ``s`` and four integer scalars; may index tensors with them (``table[h, i - j]``),
-            which then get gradients; an index out of range is clamped. It is called once. A result of ``-inf`` hides the pair.
+            which then get gradients; an index out of range is clamped. It is called once. A result of ``-inf`` hides the pair,
+            but not a NaN in its row of v: a mask does.
 
     Raises:
         NotImplementedError: an operation cannot be traced (``if``, ``int()``, reductions); the message names it.

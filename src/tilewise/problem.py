@@ -74,11 +74,8 @@ class Problem(Structured):
         return self.extras[self.spec.cu_slots[0]].shape[0] - 1 if self.packed else self.q.shape[0]
 
     @cached_property
-    def reads_positions(self) -> bool:
-        """Whether a tensor of the mask or the score is read at a query's or a key's position."""
-        score = self.spec.whole_score
-        reads = expr.lookups(*self.spec.whole_region.parts, *([] if score is None else [score]))
-        return any(plain_index(x)[0] in ("i", "j") for e in reads for x in expr.indices(e))
+    def position_ends(self) -> tuple[tuple[str, int], ...]:
+        return _position_ends(self.spec, [x.shape for x in self.extras])
 
     @property
     def batch_dim(self) -> int:
@@ -526,7 +523,7 @@ def check_values(p: Problem, extras: Sequence[Tensor]) -> None:
 def _position_reasons(p: Problem, extras: Sequence[Tensor]) -> list[str]:
     """Return the reasons against leaves that are shorter than the longest sequence, which the values of lengths tell."""
     spec, longest = p.spec, {}
-    if not p.reads_positions:
+    if not p.position_ends:
         return []
     for name, n in zip("ij", spec.cu_slots, strict=False):
         longest[name] = int(extras[n].diff().max()) if len(extras[n]) > 1 else 0
@@ -534,10 +531,22 @@ def _position_reasons(p: Problem, extras: Sequence[Tensor]) -> list[str]:
         lengths = extras[spec.page_slots[1]]
         longest["j"] = int(lengths.max()) if len(lengths) else 0
     totals = {name: x.shape[0] for name, x, _ in zip("ij", (p.q, p.k), spec.cu_slots, strict=False)}
-    shapes = [x.shape for x in p.extras]
-    sizes = {"b": p.batch, **longest}
-    mask = spec.mask_text, spec.mask_slots
+    if all(longest.get(name, 0) <= end != totals.get(name) for name, end in p.position_ends):
+        return []
+    sizes, mask = {"b": p.batch, **longest}, (spec.mask_text, spec.mask_slots)
+    shapes = [tuple(x.shape) for x in p.extras]
     return list(dict.fromkeys(read_reasons(spec.whole_region, spec.whole_score, shapes, sizes, mask, totals)))
+
+
+def _position_ends(spec: Spec, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[str, int], ...]:
+    """Return how far queries, ``i``, and keys, ``j``, may run in each tensor of the mask or the score that is read there."""
+    roots = *spec.whole_region.parts, *([] if spec.whole_score is None else [spec.whole_score])
+    axes = [
+        (plain_index(x), n)
+        for e in expr.lookups(*roots)
+        for x, n in zip(expr.indices(e), shapes[e.args[0][1]], strict=False)
+    ]
+    return tuple(dict.fromkeys((name, n * block) for (name, block), n in axes if name in ("i", "j")))
 
 
 def _cu_value_reasons(cu_seqlens: Sequence[Tensor], totals: Sequence[int]) -> list[str]:

@@ -42,6 +42,17 @@ def test_a_line_of_explain_is_cut_between_reasons_and_never_within_a_command():
     assert dispatch._folded("backend   cpu: one tile") == "backend   cpu: one tile"
 
 
+def test_explain_numbers_the_tensors_of_all_masks_and_scores_together():
+    q, pairs, ends = torch.randn(1, 65, 6, 8), torch.rand(6, 10, 13) < 0.5, torch.randint(0, 9, (6, 65))
+    keys, slopes, few = torch.rand(65) < 0.5, torch.rand(6), torch.rand(3, 3)
+    mask = tw.keep(lambda b, h, i, j: pairs[h, i // 7, j // 5]) & tw.keep(lambda b, h, i, j: ends[h, j] <= i)
+    scores = tw.score(lambda s, b, h, i, j: s * slopes[h]) >> tw.score(lambda s, b, h, i, j: s + few[i % 3, j % 3])
+    told = str(tw.explain(q, q, q, mask=mask | tw.keep(lambda b, h, i, j: keys[j]), score=scores))
+    for name in ("bool0 (6, 10, 13)", "int1 (6, 65)", "bool2 (65,)", "float0 (6,)", "float1 (3, 3)"):
+        assert name in told
+    assert "int1[h, j] <= i" in told
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 def test_explain_tells_the_threads_that_pytorch_has_now(threads):
     before, q = torch.get_num_threads(), torch.zeros(1, 4, 1, 8)

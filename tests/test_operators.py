@@ -361,6 +361,15 @@ def test_autocast_runs_in_its_dtype_and_returns_gradients_in_the_inputs():
     assert dq.dtype == torch.float32
 
 
+def test_explain_tells_of_the_dtype_that_autocast_hands_on():
+    q = torch.randn(1, 40, 2, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert tw.explain(q, q, q).problem.dtype == tw.attention(q, q, q).dtype == torch.bfloat16
+        double = q.double()
+        assert tw.explain(double, double, double).problem.dtype == torch.float64
+    assert tw.explain(q, q, q).problem.dtype == torch.float32
+
+
 def test_backwards_that_are_called_inside_autocast_give_the_bits_of_those_outside():
     q, k, v = wanting_grad(*qkv())
     o = tw.attention(q, k, v, causal=True, backend="portable")

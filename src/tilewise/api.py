@@ -517,6 +517,8 @@ def explain(
         raise NotImplementedError(
             "explain does not support DTensors; pass x.to_local(), and parallel= if the sequence is sharded"
         )
+    if q.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(q.device.type):
+        q, k, v = autograd.cast(q, k, v, q.device.type, assemble(q, k, v, o)[2])
     return dispatch.explain(q, k, v, o) if parallel is None else _ranks(parallel).explain(q, k, v, o)
 
 

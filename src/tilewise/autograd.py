@@ -293,7 +293,8 @@ for _name in ("attention_backward", *FLAT_BACKWARDS):
 # -- Autocast ------------------------------------------------------------------------------------------------------
 
 
-def _cast(q: Tensor, k: Tensor, v: Tensor, device_type: str, spec: str) -> list[Tensor]:
+def cast(q: Tensor, k: Tensor, v: Tensor, device_type: str, spec: str) -> list[Tensor]:
+    """Return q, k and v as autocast hands them on."""
     dtype, known = torch.get_autocast_dtype(device_type), parse_spec(spec)
     if known.paged:  # a cache keeps its dtype: to cast it would copy all of it
         return [q.to(dtype if known.quantised else k.dtype), k, v]
@@ -305,7 +306,7 @@ def _autocast(device_type: str, key: str) -> None:
 
     def kernel(q, k, v, extras, seed, spec):
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))):
-            return derivatives.operator_of(spec)(*_cast(q, k, v, device_type, spec), extras or (), seed, spec)
+            return derivatives.operator_of(spec)(*cast(q, k, v, device_type, spec), extras or (), seed, spec)
 
     for name in _FORWARDS:
         library.impl(name, untraced(kernel), key)
@@ -344,7 +345,7 @@ def _transformed(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed
             "map over; call it outside, with the examples as sequences of the cache"
         )
     if torch.is_autocast_enabled(q.device.type):
-        q, k, v = _cast(q, k, v, q.device.type, spec)
+        q, k, v = cast(q, k, v, q.device.type, spec)
     return derivatives.Attention.apply(q, k, v, seed, derivatives.watched(spec, extras), *extras)
 
 

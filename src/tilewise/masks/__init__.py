@@ -5,9 +5,10 @@
 """
 
 from tilewise.masks.catalogue import Mask, MaskFunction, as_mask, broadcast_lookup, intervals, with_lists
-from tilewise.masks.regions import Region, grouped, readers, region
+from tilewise.masks.regions import ATOMS, Region, grouped, readers, region
 
 __all__ = [
+    "ATOMS",
     "Mask",
     "MaskFunction",
     "Region",

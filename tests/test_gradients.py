@@ -205,3 +205,13 @@ def test_a_wrong_argument_is_named(name):
     with pytest.raises(ValueError, match="called wrongly") as said:
         tw.attention_backward(**change({"do": o, "q": q, "k": k, "v": v, "o": o, "lse": lse}))
     assert says in str(said.value)
+
+
+def test_a_backward_by_hand_inside_autocast_says_in_what_dtype_q_k_and_v_went_in():
+    q = torch.randn(1, 40, 2, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        o, lse = tw.attention_with_lse(q, q, q)
+        with pytest.raises(ValueError, match=r"as they went in, for this o in torch\.bfloat16"):
+            tw.attention_backward(o, q, q, q, o, lse)
+        low = q.bfloat16()
+        assert tw.attention_backward(o, low, low, low, o, lse)[0].dtype == torch.bfloat16

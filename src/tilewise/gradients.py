@@ -88,6 +88,16 @@ def _result_reasons(q: Tensor, v: Tensor, results: dict[str, Tensor | None], pac
             reasons.append(
                 f"{name} must be {dtype} {tuple(shape)} on {q.device}, got {x.dtype} {tuple(x.shape)} on {x.device}"
             )
+    o = results["o"]
+    if (
+        reasons
+        and isinstance(o, Tensor)
+        and q.device.type in ("cpu", "cuda")
+        and torch.is_autocast_enabled(q.device.type)
+    ):
+        reasons.append(
+            f"autocast casts q, k and v of a forward: pass them here as they went in, for this o in {o.dtype}"
+        )
     return [*reasons, "the arguments come in the order do, q, k, v, o, lse"] if len(reasons) > 1 else reasons
 
 

@@ -316,7 +316,7 @@ BIAS = torch.zeros(2, 50, 60)
 OF_POSITIONS = {
     "padding": (
         {"mask": PADDING},
-        r"axis 0 must be at least the longest seqlen_q = 60; if it is the batch.*x\[:, None, None\]",
+        r"axis 0 has the batch's 2 elements, too few for 100 packed rows; if it is the batch.*x\[:, None, None\]",
     ),
     "ids-of-all-rows": (
         {"mask": tw.documents(torch.arange(100) // 30)},
@@ -350,10 +350,11 @@ def test_tensors_that_a_packed_sequence_runs_past_are_refused(name):
     [
         {"mask": PADDING[:, None, None]},
         {"mask": tw.documents(torch.arange(80) // 30)},
+        {"mask": tw.documents(torch.arange(60).expand(2, -1) // 30)},
         {"mask": tw.documents(torch.arange(60) // 30)},
         {"score": torch.zeros(2, 60, 100).requires_grad_()},
     ],
-    ids=["of-each", "longer-ids", "ids", "longer-bias"],
+    ids=["of-each", "longer-ids", "ids-of-each", "ids", "longer-bias"],
 )
 def test_tensors_as_long_as_the_longest_packed_sequence_or_longer_are_read(options):
     q = torch.randn(100, 2, 8)

@@ -394,6 +394,7 @@ def _leaf_reasons(q: Tensor, k: Tensor, extras: Sequence[Tensor], spec: Spec) ->
     empty = [shape for shape in read if any(isinstance(n, int) and n == 0 for n in shape)]
     reasons = [f"a mask or score tensor {x} is empty and cannot be read" for x in empty if q.numel() and k.numel()]
     reasons = reasons or read_reasons(region, score, shapes, sizes, (spec.mask_text, spec.mask_slots))
+    reasons = reasons or (_padding_reasons(region, shapes, sizes["b"], q.shape[0]) if spec.packed else [])
     if region.prepared is not None and (spec.piece is not None or spec.paged):
         part = "keys in pages" if spec.paged else "a piece of one"
         reasons.append(f"a prepared mask serves a whole attention, not {part}; pass the mask as it was before prepare")
@@ -441,6 +442,20 @@ def read_reasons(
                     f"axis {axis} must be {'' if fitted and totals is None else 'at least '}{what} = {needed}{hint}"
                 )
     return reasons
+
+
+def _padding_reasons(region: Region, shapes: Sequence[tuple[int, ...]], batch: int, total: int) -> list[str]:
+    """Return the reasons against a padding mask (batch, longest) of packed sequences, which would be a mask of pairs.
+
+    Where lengths lie on a GPU, only so many rows tell that some sequence has more queries than the mask has."""
+    reads = [e for e in expr.lookups(*region.parts) if "fitted" in e.args[0] and len(e.args) == 3]
+    masks = [shapes[e.args[0][1]] for e in reads if plain_index(expr.indices(e)[0]) == ("i", 1)]
+    return [
+        f"a mask or score tensor {shape} is read at [i, j]: axis 0 has the batch's {batch} elements, too few for {total} packed rows"
+        + _batch_first(shape)
+        for shape in masks
+        if 1 < shape[0] == batch and batch * batch < total
+    ]
 
 
 def _batch_first(shape: tuple[int, ...]) -> str:

@@ -8,8 +8,8 @@
 - ``TILEWISE_LAUNCHER=path``: another build of the library that launches them.
 - ``TILEWISE_CACHE=folder``: where what was measured or compiled on this machine is kept; default ``tilewise`` in
   ``XDG_CACHE_HOME`` or ``~/.cache``.
-- ``TILEWISE_CHECK=1``: read ``cu_seqlens``, and a cache's table and lengths, back from the accelerator at each call and refuse
-  wrong ones.
+- ``TILEWISE_CHECK=1``: read ``cu_seqlens``, and a cache's table and lengths, back from the accelerator at each call, and refuse
+  wrong ones and tensors of masks and scores that the longest sequence runs past.
 - ``TRITON_PTXAS_PATH=path``, Triton's own: the assembler of all kernels for Hopper, with every version of Triton; beside
   ``TRITON_PTXAS_BLACKWELL_PATH=path`` the choice is Triton's.
 """

@@ -4,11 +4,10 @@ from dataclasses import dataclass
 
 from bench.tables import NONE, load, number, section, table
 from tilewise_papers.devices import DEVICES
+from tilewise_papers.pathfinder.ladder import newest
 
 TABLE, CONTEXT, PARTS = ("dd5883c7fbf9", "ad2ae5caef49"), "f3c36a1dc8aa", "h200-step-parts"
-LADDER = "6e98221fd5ca", "37fe68d9c7e5"
-"""The runs of tilewise_papers.gpt_speed (Table 1), examples.gpt.context_gpu, examples.gpt.gpu_training and
-tilewise_papers.pathfinder.ladder, the second one from the first one's weights, that are shown."""
+"""The runs of tilewise_papers.gpt_speed (Table 1), examples.gpt.context_gpu and examples.gpt.gpu_training that are shown."""
 CONTESTANTS = {"fa2": "SDPA, FA2", "cudnn": "SDPA, cuDNN", "kept": "standard", "tilewise": "tilewise"}
 USERS = "gpt-1.3B-users-n"
 SMALL = {"not compiled": "gpt-small-n", "compiled": "gpt-small-compiled-n"}
@@ -41,13 +40,8 @@ def context_table() -> list[str]:
 
 
 def rungs() -> list[dict]:
-    """The records of the rungs of tilewise_papers.pathfinder.ladder, with the seconds since the first one's start."""
-    found, shown, began = load("hopper-calls").found, [], 0.0
-    for run in LADDER:
-        of_run = [r for key, r in found.items() if key[0] == run and key[-1] == "accuracy"]
-        shown += [r | {name: began + r[name] for name in ("began_s", "ended_s")} for r in of_run]
-        began = shown[-1]["ended_s"]
-    return shown
+    """The newest records of the rungs of tilewise_papers.pathfinder.ladder."""
+    return newest(load("hopper-calls").found.values())
 
 
 def ladder_table() -> list[str]:

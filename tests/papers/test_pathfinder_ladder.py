@@ -62,7 +62,9 @@ def test_a_run_goes_on_where_the_one_before_ended_and_both_are_drawn(tmp_path):
     student = ladder.Student(ENCODER, 1)
     student.load_state_dict(saved["weights"])
     records.append(ladder.study(student, rungs[2:], RECIPE, 2), path)
-    head, found = ladder.found(path, rungs)
+    everything = records.read(path)
+    found = ladder.newest(everything, rungs)
+    head = records.runs(everything)[found[-1]["run"]]
     assert head["encoder"]["d_model"] == 16
     assert [(r["shape"]["side"], r["tested_images"]) for r in found] == [(12, 0), (12, 16), (16, 0), (16, 0)]
     assert all(len(r["curve"]) == r["steps"] // 10 and 0 <= r["value"] <= 1 for r in found)

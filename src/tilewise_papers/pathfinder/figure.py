@@ -62,7 +62,7 @@ def _accuracy(axes, record: dict):
 def draw_ladder(head: dict, rungs: list[dict], path: Path):
     """Writes a PNG of what ladder.py trained: an image of each difficulty above, the accuracy over the seconds of training below.
 
-    head, rungs: a run's record and the results of rungs, as ``ladder.found`` returns them.
+    head, rungs: a run's record and the results of rungs, as ``ladder.newest`` returns them.
     """
     import matplotlib
 

@@ -28,7 +28,7 @@ the attention is compiled, since a step of so narrow a model mostly reads and wr
 import argparse
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -93,11 +93,6 @@ def size_of(read: int, tokens: int) -> int:
     return max(1, tokens // read)
 
 
-def sized(side: int, dashes: int, distractors: int) -> PathfinderConfig:
-    """Images with the dashes of 32 × 32 and 64 × 64."""
-    return PathfinderConfig(side, dashes, distractors)
-
-
 def wide(side: int, dashes: int, distractors: int) -> PathfinderConfig:
     """Images with Path-X's dashes."""
     return PathfinderConfig(side, dashes, distractors, dash=6, gap=2, margin=3)
@@ -110,12 +105,12 @@ def wider(side: int, dash: int, gap: int, margin: int) -> PathfinderConfig:
 
 PATH_X, PATH_256 = SIZES["128 × 128 (Path-X)"], wider(256, 12, 4, 6)
 LADDER = (
-    Rung(sized(16, 3, 1), 40),
-    Rung(sized(24, 4, 2), 30, read=256),
-    Rung(sized(32, 6, 4), 30, read=256),
-    Rung(sized(40, 8, 5), 30, read=256),
-    Rung(sized(48, 10, 7), 40, read=256),
-    Rung(sized(56, 12, 9), 40, read=384),
+    Rung(PathfinderConfig(16, 3, 1), 40),
+    Rung(PathfinderConfig(24, 4, 2), 30, read=256),
+    Rung(PathfinderConfig(32, 6, 4), 30, read=256),
+    Rung(PathfinderConfig(40, 8, 5), 30, read=256),
+    Rung(PathfinderConfig(48, 10, 7), 40, read=256),
+    Rung(PathfinderConfig(56, 12, 9), 40, read=384),
     Rung(SIZES["64 × 64"], 40, read=384),
     Rung(SIZES["64 × 64"], 30, read=1024),
     Rung(SIZES["64 × 64"], 30, read=2048),
@@ -340,7 +335,7 @@ def compile_seconds(student: Student, rung: Rung, recipe: Recipe, device: str) -
     """The seconds of a first step, in which kernels are compiled; no weight changes."""
     began = time.perf_counter()
     seen, label = next(batches(rung, replace(recipe, pool=1), TEST_SEED + 1, device))
-    loss_of(student, seen, label, 1.0)[0].backward()
+    loss_of(student, seen, label, rung.scale)[0].backward()
     student.zero_grad()
     return time.perf_counter() - began
 
@@ -395,16 +390,15 @@ def means(values: list[float], every: int) -> list[float]:
     return [round(sum(part) / every, 4) for part in zip(*[iter(values)] * every, strict=False)]
 
 
-def found(path: Path, rungs: Sequence[Rung] = LADDER) -> tuple[dict, list[dict]]:
-    """The record of a file's last run, and the newest result of each rung, those of a later run after those of the one before it."""
-    everything = records.read(path)
-    newest = {r["case"]: r for r in everything if "sparse" in r}
+def newest(results: Iterable[dict], rungs: Sequence[Rung] = LADDER) -> list[dict]:
+    """The newest of the results of each rung, in seconds since the first one's start; a later run begins where the one before ended."""
+    of_rung = {r["case"]: r for r in results if "sparse" in r}
     shown, began = [], 0.0
-    for result in (newest[rung.name] for rung in rungs if rung.name in newest):
+    for result in (of_rung[rung.name] for rung in rungs if rung.name in of_rung):
         if shown and shown[-1]["run"] != result["run"]:
             began = shown[-1]["ended_s"] - result["began_s"]
         shown.append(result | {"began_s": began + result["began_s"], "ended_s": began + result["ended_s"]})
-    return records.runs(everything)[shown[-1]["run"]], shown
+    return shown
 
 
 def main() -> None:
@@ -422,7 +416,9 @@ def main() -> None:
     if options.draw:
         from tilewise_papers.pathfinder.figure import draw_ladder
 
-        draw_ladder(*found(options.out), options.draw)
+        everything = records.read(options.out)
+        shown = newest(everything)
+        draw_ladder(records.runs(everything)[shown[-1]["run"]], shown, options.draw)
         return
     recipe = Recipe(tokens=options.tokens)
     student = Student(ENCODER, recipe.seed, recipe.tokens, not options.eager).to(options.device)

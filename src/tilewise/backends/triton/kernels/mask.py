@@ -156,9 +156,6 @@ def over_tiles(
         if FACTS.whole and FACTS.keep is None:
             for n in range(first, last):
                 state = block(n * TILE, state, beside, (n < full) | (n >= full_end), FACTS)
-        elif FACTS.whole:
-            for n in range(first, last):
-                state = block(n * TILE, state, beside, partial=True, FACTS=FACTS)
         else:
             if FACTS.keep is None:  # a predicate may hide any pair: no tile is full
                 for n in range(full, full_end):

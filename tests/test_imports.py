@@ -57,7 +57,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "pages": ("spec",),
     "sizes": (),
     "signature": ("spec", "caching"),
-    "problem": ("words", "signature", "spec", "selections", "masks", "expr", "dropout", "pages", "caching"),
+    "problem": ("words", "signature", "spec", "selections", "masks", "scores", "expr", "dropout", "pages", "caching"),
     "distances": ("problem", "masks.facts", "expr"),
     "leaf_gradients": ("distances", "problem", "expr"),
     "backends.base": ("sizes", "problem", "device", "expr", "caching"),

@@ -421,8 +421,8 @@ def attention_paged(
         cu_seqlens_q: int32 or int64 ``(batch + 1,)``, where the sequences' rows start in a packed q. Rows past the last give ``o = 0``.
         causal, mask, score, softmax_scale, sink, deterministic, backend: as in :func:`attention`. There is no dropout and no gradient.
 
-    Keys past a length and unused pages never touch a result. The CPU checks lengths and the page numbers in use; an accelerator does so
-    only with ``TILEWISE_CHECK=1``.
+    Keys past a length and unused pages never touch a result. The CPU checks lengths, the page numbers in use, and that tensors of masks
+    and scores reach the longest sequence; an accelerator does so only with ``TILEWISE_CHECK=1``.
 
     Returns:
         o, like q with v's head_dim, contiguous. A row that sees no key is zero.
@@ -504,21 +504,21 @@ def explain(
     """
     lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     o = options_of("explain", (), options, max_logit=max_logit, **lengths)
+    shared = k if isinstance(k, SharedCache) else None
     if isinstance(k, Tensor) and isinstance(v, Tensor) and _is_nested(q, k, v):
         (q, k, v), o = nested.packed_call(q, k, v, o)
     else:
-        shared = k if isinstance(k, SharedCache) else None
         k, v = _keys_and_values(q, k, v, o)
-        if shared is not None:
-            return replace(dispatch.explain(q, k, v, o), prefix=shared_prefix.described(q, shared, o))
+    if q.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(q.device.type):
+        q, k, v = autograd.cast(q, k, v, q.device.type, o.block_table is not None, o.k_scale is not None)
+    if shared is not None:
+        return replace(dispatch.explain(q, k, v, o), prefix=shared_prefix.described(q, shared, o))
     if parallel is None and run_packed(q, k, o):
         (q, k, v), o = packed_documents(q, k, v, o)
     if _is_dtensor(q):
         raise NotImplementedError(
             "explain does not support DTensors; pass x.to_local(), and parallel= if the sequence is sharded"
         )
-    if q.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(q.device.type):
-        q, k, v = autograd.cast(q, k, v, q.device.type, assemble(q, k, v, o)[2])
     return dispatch.explain(q, k, v, o) if parallel is None else _ranks(parallel).explain(q, k, v, o)
 
 

@@ -293,11 +293,11 @@ for _name in ("attention_backward", *FLAT_BACKWARDS):
 # -- Autocast ------------------------------------------------------------------------------------------------------
 
 
-def cast(q: Tensor, k: Tensor, v: Tensor, device_type: str, spec: str) -> list[Tensor]:
+def cast(q: Tensor, k: Tensor, v: Tensor, device_type: str, paged: bool, quantised: bool) -> list[Tensor]:
     """Return q, k and v as autocast hands them on."""
-    dtype, known = torch.get_autocast_dtype(device_type), parse_spec(spec)
-    if known.paged:  # a cache keeps its dtype: to cast it would copy all of it
-        return [q.to(dtype if known.quantised else k.dtype), k, v]
+    dtype = torch.get_autocast_dtype(device_type)
+    if paged:  # a cache keeps its dtype: to cast it would copy all of it
+        return [q.to(dtype if quantised else k.dtype), k, v]
     return [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v)]
 
 
@@ -306,7 +306,9 @@ def _autocast(device_type: str, key: str) -> None:
 
     def kernel(q, k, v, extras, seed, spec):
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))):
-            return derivatives.operator_of(spec)(*cast(q, k, v, device_type, spec), extras or (), seed, spec)
+            known = parse_spec(spec)
+            given = cast(q, k, v, device_type, known.paged, known.quantised)
+            return derivatives.operator_of(spec)(*given, extras or (), seed, spec)
 
     for name in _FORWARDS:
         library.impl(name, untraced(kernel), key)
@@ -345,7 +347,7 @@ def _transformed(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed
             "map over; call it outside, with the examples as sequences of the cache"
         )
     if torch.is_autocast_enabled(q.device.type):
-        q, k, v = cast(q, k, v, q.device.type, spec)
+        q, k, v = cast(q, k, v, q.device.type, False, False)
     return derivatives.Attention.apply(q, k, v, seed, derivatives.watched(spec, extras), *extras)
 
 

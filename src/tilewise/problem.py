@@ -16,7 +16,8 @@ from torch import Tensor
 
 from tilewise import dropout, expr, pages, selections
 from tilewise.caching import cached_property
-from tilewise.masks import ATOMS, Region, readers
+from tilewise.masks import NAMED, Region, readers
+from tilewise.scores import THEN
 from tilewise.signature import Shaped, Structured, TensorFacts, tensors_with_sizes
 from tilewise.spec import Spec
 from tilewise.words import raise_wrong
@@ -150,8 +151,8 @@ class Problem(Structured):
 def _described(p: Problem) -> list[str]:
     spec = p.spec
     parts = [f"{p.q.shown('q')} {p.device}", p.k.shown("k"), p.v.shown("v")]
-    parts += [f"mask {_readable(spec.mask_text, p, spec.mask_slots, _NAMED_MASK)}"] if spec.mask_text else []
-    parts += [f"score {_readable(spec.score_text, p, spec.score_slots, ' >> ')}"] if spec.score_text else []
+    parts += [f"mask {_readable(spec.mask_text, p, spec.mask_slots, NAMED)}"] if spec.mask_text else []
+    parts += [f"score {_readable(spec.score_text, p, spec.score_slots, THEN)}"] if spec.score_text else []
     parts += [f"dropout_p {spec.dropout_p}"] if spec.dropout_p else []
     parts += ["sink"] if spec.sink_slot is not None else []
     parts += [f"packed, {p.batch} sequences"] if p.packed else []
@@ -165,24 +166,14 @@ def _described(p: Problem) -> list[str]:
     return parts
 
 
-_NAMED_MASK = rf"\b(?:{'|'.join(ATOMS)})\("
-
-
 def _readable(text: str, p: Problem, slots: Sequence[int], begins: str) -> str:
-    """Return a mask's or score's text for people, with the shapes of its tensors.
+    """Return a mask's or score's text for people, with the shapes of its tensors; ``slots`` are theirs.
 
-    Args:
-        slots: those of the tensors.
-        begins: what a part of the text begins with. The tensors of each are numbered from 0 there, and through all of them here.
+    ``begins`` is a pattern of what a part of the text begins with, which numbers its tensors from 0.
     """
-    parts, leaf, base = [], r"\b(?:fitted_)?(float|int|bool)(\d+)\b", 0
-    for part in re.split(f"(?={begins})", text):
-        numbers = {int(n) for _, n in re.findall(leaf, part)}
-        parts.append(re.sub(leaf, lambda found, base=base: f"{found[1]}{base + int(found[2])}", part))
-        base += len(numbers)
-    text = "".join(parts)
-    leaves = dict.fromkeys(re.findall(leaf, text))
-    shapes = [f"{kind}{n} {p.extras[slots[int(n)]].shape}" for kind, n in leaves]
+    text = expr.numbered_through(text, begins).replace("fitted_", "")
+    leaves = dict.fromkeys(re.findall(r"\b((?:float|int|bool)(\d+))\b", text))
+    shapes = [f"{name} {p.extras[slots[int(number)]].shape}" for name, number in leaves]
     return text + (f" with {', '.join(shapes)}" if shapes else "")
 
 
@@ -447,7 +438,7 @@ def read_reasons(
 def _padding_reasons(region: Region, shapes: Sequence[tuple[int, ...]], batch: int, total: int) -> list[str]:
     """Return the reasons against a padding mask (batch, longest) of packed sequences, which would be a mask of pairs.
 
-    Where lengths lie on a GPU, only so many rows tell that some sequence has more queries than the mask has."""
+    Lengths may lie on a GPU. But if all rows are used, some sequence has more queries than such a mask has."""
     reads = [e for e in expr.lookups(*region.parts) if "fitted" in e.args[0] and len(e.args) == 3]
     masks = [shapes[e.args[0][1]] for e in reads if plain_index(expr.indices(e)[0]) == ("i", 1)]
     return [

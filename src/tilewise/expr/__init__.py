@@ -43,7 +43,7 @@ from tilewise.expr.operations import (
     tensor_kind,
 )
 from tilewise.expr.reader import read
-from tilewise.expr.text import Expressions, parse, to_text
+from tilewise.expr.text import Expressions, numbered_through, parse, to_text
 from tilewise.expr.tracing import trace
 from tilewise.expr.walk import (
     abstract,
@@ -92,6 +92,7 @@ __all__ = [
     "lookups",
     "nodes",
     "number",
+    "numbered_through",
     "operations_of",
     "parse",
     "read",

@@ -18,6 +18,7 @@ _INFIX = {operation.infix: name for name, operation in OPERATIONS.items() if ope
 
 _PARAM = re.compile(r"(float|int|bool)_(\d+)")
 _LEAF = re.compile(r"(fitted_)?(float|int|bool)(\d+)")
+_NUMBERED = re.compile(rf"\b{_LEAF.pattern}\b")
 _MAX_DEPTH = 40  # a name for what is deeper keeps a line readable, and the work for its parentheses small
 
 
@@ -88,6 +89,19 @@ def _leaf_name(leaf: Any, leaves: list) -> str:
             return f"{tensor_kind(leaf)}{slot}"
     leaves.append(leaf)
     return f"{tensor_kind(leaf)}{len(leaves) - 1}"
+
+
+def numbered_through(text: str, begins: str) -> str:
+    """Return a text of several expressions, each of which numbers its leaves from 0, with those numbered through all of them.
+
+    ``begins`` is a pattern of what an expression begins with.
+    """
+    parts, base = [], 0
+    for part in re.split(f"(?={begins})", text):
+        used = {int(n) for *_, n in _NUMBERED.findall(part)}
+        parts.append(_NUMBERED.sub(lambda found, base=base: f"{found[1] or ''}{found[2]}{base + int(found[3])}", part))
+        base += len(used)
+    return "".join(parts)
 
 
 def parse(text: str, leaf_slot: Callable[[int], int] = lambda n: n) -> Expr:

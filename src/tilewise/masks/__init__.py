@@ -5,10 +5,10 @@
 """
 
 from tilewise.masks.catalogue import Mask, MaskFunction, as_mask, broadcast_lookup, intervals, with_lists
-from tilewise.masks.regions import ATOMS, Region, grouped, readers, region
+from tilewise.masks.regions import NAMED, Region, grouped, readers, region
 
 __all__ = [
-    "ATOMS",
+    "NAMED",
     "Mask",
     "MaskFunction",
     "Region",

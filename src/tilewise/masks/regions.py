@@ -242,6 +242,8 @@ ATOMS: dict[str, Callable[..., Region]] = {
     "keep": _predicate_region,
     "selected": _selected_region,
 }
+NAMED = rf"\b(?:{'|'.join(ATOMS)})\("
+"""The pattern of what a named mask begins with in the text of several."""
 GROUP = "group"
 """The query heads of a key head, in a mask's text before a call has told it (:func:`grouped`). Until then it counts as 1."""
 
@@ -278,12 +280,10 @@ def readers(text: str, slots: tuple[int, ...]) -> dict[int, str]:
     Args:
         slots: as in :func:`region`.
     """
-    found, base = {}, 0
-    for name, inside in re.findall(rf"\b({'|'.join(ATOMS)})\((.*?)(?=\b(?:{'|'.join(ATOMS)})\(|$)", text):
-        leaves = {int(n) for n in re.findall(r"\b(?:fitted_)?(?:float|int|bool)(\d+)\[", inside)}
-        if name in _READERS:
-            found |= {slots[base + n]: _READERS[name] for n in leaves}
-        base += len(leaves)
+    found = {}
+    for part in re.split(f"(?={NAMED})", expr.numbered_through(text, NAMED)):
+        if name := _READERS.get(part.partition("(")[0]):
+            found |= {slots[int(n)]: name for n in re.findall(r"\b(?:fitted_)?(?:float|int|bool)(\d+)\[", part)}
     return found
 
 

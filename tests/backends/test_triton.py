@@ -537,6 +537,18 @@ def test_splits_of_a_sequence_do_not_depend_on_batch_mates_where_results_are_det
     assert splits(1) != splits(3)
 
 
+@pytest.mark.parametrize("shared", [(1, 1), (3, 1), (1, 2)], ids=["by-all", "by-heads", "by-sequences"])
+@pytest.mark.parametrize("sums", [1, 3])
+def test_a_shared_bias_gets_the_gradient_of_every_sequence_and_head_by_its_own_mask(shared, sums, monkeypatch):
+    """A tile that one sees may be one that another does not visit, whose dS was never written."""
+    monkeypatch.setattr(sheet, "splits_of_sum", lambda p, *_: (-(-6 // sums), sums))
+    fill_new_memory(monkeypatch)
+    mask, bias = tw.prefix(torch.tensor([[20, 0], [150, 10], [90, 199]])), normal(*shared, 200, 200).requires_grad_()
+    c = call(*qkv(batch=3, nq=200, nk=200, hq=2, hk=1, d=16, dv=16), mask=mask, score=tw.bias(bias))
+    assert Plan(c.p, OTHER_TILES["tma"]).sheet
+    agree(Triton(OTHER_TILES["tma"]), c)
+
+
 @pytest.mark.parametrize("sizes", [{"batch": 0}, {"nk": 0}, {"nq": 0}], ids=str)
 def test_a_bias_without_a_pair_has_a_gradient_of_zeros(sizes):
     q, k, v = qkv(**{"batch": 2, "nq": 33, "nk": 40, "hq": 2, "hk": 2} | sizes)

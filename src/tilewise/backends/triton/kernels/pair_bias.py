@@ -21,7 +21,7 @@ from tilewise.backends.triton.kernels.backward import (
     query_head,
     visible_pairs,
 )
-from tilewise.backends.triton.kernels.mask import dropout_keep, key_interval, n_block_ranges
+from tilewise.backends.triton.kernels.mask import dropout_keep, n_block_ranges
 from tilewise.backends.triton.kernels.maths import multiple
 from tilewise.backends.triton.kernels.tile import (
     STRIP,
@@ -104,12 +104,20 @@ def sheet_kernel(
         dq = accumulate(tl.trans(ds), tile, dq, FACTS)  # dQ += dS K, (tile_m, head_dim) fp32
         if GRAD is not None:  # noqa: SIM102 - of compile time
             if n % turns == turn:
-                store_sheet_sum(m0, n0, to_b, to_h, split, turns, step, tensors, sizes, work, GRAD, FACTS)
+                store_sheet_sum(
+                    m0, n0, to_b, to_h, heads, split, turns, step, tensors, sizes, scales, work, GRAD, FACTS
+                )
     if GRAD is not None:
-        for t in range(first - start + stop - last):  # tiles that no row sees: zeros
+        others = turns if FACTS.varies else 0
+        for t in range(
+            first - start + stop - last
+        ):  # tiles that no row sees, unless those of other heads or sequences do: zeros
             n = tl.where(t < first - start, start + t, last + t - (first - start))
             if n % turns == turn:
-                store_sheet_sum(m0, n * FACTS.tile_n, to_b, to_h, split, 0, step, tensors, sizes, work, GRAD, FACTS)
+                n0 = n * FACTS.tile_n
+                store_sheet_sum(
+                    m0, n0, to_b, to_h, heads, split, others, step, tensors, sizes, scales, work, GRAD, FACTS
+                )
 
     token = tl.cast(b, tl.int64) * sizes.seqlen_q
     row = sizes.heads_q * FACTS.head_dim
@@ -139,20 +147,28 @@ def added_rows(tiles, pointer, row, first, left, FACTS: tl.constexpr):
 
 
 @triton.jit
-def store_sheet_sum(m0, n0, b, head, split, count, step, tensors, sizes, work, GRAD: tl.constexpr, FACTS: tl.constexpr):
+def store_sheet_sum(
+    m0, n0, b, head, heads, split, count, step, tensors, sizes, scales, work, GRAD: tl.constexpr, FACTS: tl.constexpr
+):
     """Stores the sum of a split's ``count`` tiles of dS at (m0, n0), each ``step`` elements behind the one before.
 
     Args:
-        b, head: the first batch element of the sum, of those of the launch, and its first head.
+        b, head: the first batch element of the sum, of those of the launch, and its first head, of ``heads``.
     """
     i = m0 + tl.arange(0, FACTS.tile_m)
     j = n0 + tl.arange(0, FACTS.tile_n)
     total = tl.full([FACTS.tile_n, FACTS.tile_m], 0.0, tl.float32)
-    tiles = sheet_pointers(tensors.sheet, sizes, b, head, m0, n0, FACTS) + split * sizes.splits[0] * step
+    before = split * sizes.splits[0]
+    tiles = sheet_pointers(tensors.sheet, sizes, b, head, m0, n0, FACTS) + before * step
     for bh in tl.range(count, loop_unroll_factor=4):  # so that the loads of four tiles are under way at once
-        total += tl.load(tiles + bh * step).to(tl.float32)
-    lo, hi = key_interval(i, head, work, FACTS)
-    total = tl.where((j[:, None] >= lo[None, :]) & (j[:, None] < hi[None, :]), total, 0.0)
+        if FACTS.varies:  # what the mask of a head or sequence does not visit was not written
+            to_b = (sizes.batches[0] if FACTS.adds else 0) + b + (before + bh) // heads
+            each = work_tile(to_b * 0, to_b, tensors, sizes, scales, OVER_KEYS=False, FACTS=FACTS)
+            written = is_visited(m0, n0, head + (before + bh) % heads, each, FACTS)
+            written = tl.broadcast_to(written, (FACTS.tile_n, FACTS.tile_m))
+            total += tl.load(tiles + bh * step, mask=written, other=0.0).to(tl.float32)
+        else:
+            total += tl.load(tiles + bh * step).to(tl.float32)
     grad = work.grads[GRAD] + tl.cast(split, tl.int64) * multiple(sizes.splits[1], 16)
     pointers = grad + FACTS.place(sizes.batches[0] + b if FACTS.adds else b, head, i[None, :], j[:, None], work)
     inside = (i[None, :] < sizes.seqlen_q) & (j[:, None] < multiple(sizes.seqlen_k, FACTS.unit))

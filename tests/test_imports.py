@@ -129,15 +129,6 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "backends.hopper.forward.tiles": ("backends.hopper.config",),
     "backends.triton.tiles": (),
     "backends.triton.group_parts": ("backends.triton.tiles", "masks.facts", "problem"),
-    "backends.triton.mask_as_score": (
-        "backends.base",
-        "scores.catalogue",
-        "planning.tiles",
-        "problem",
-        "signature",
-        "expr",
-        "device",
-    ),
     "backends.triton.config": (
         "backends.triton.group_parts",
         "backends.triton.tiles",

@@ -28,7 +28,7 @@ from tests.backends.contract import (
 from tilewise import device as devices
 from tilewise import expr
 from tilewise.backends.base import Output
-from tilewise.backends.triton import Triton, config, interpreting, mask_as_score, sheet
+from tilewise.backends.triton import Triton, config, interpreting, sheet
 from tilewise.backends.triton.config import INTERPRETED, MAX_HEAD_DIM, MAX_LATENT_DIM, TABLE, Config
 from tilewise.backends.triton.group_parts import group_parts
 from tilewise.backends.triton.host.compile_all import TARGETS
@@ -395,8 +395,8 @@ REGIONS = tw.keep(lambda b, h, i, j: i // 9 % 3 == j // 9 % 3)
     ids=["window", "lists", "hidden-keys"],
 )
 def test_a_bias_by_descriptor_beside_loops_of_every_kind(monkeypatch, mask, pairs, lists, whole):
-    monkeypatch.setattr(mask_as_score, "WINDOW_PAIRS", pairs)
-    c = call(*qkv(nq=72, nk=72), mask=mask, score=tw.bias(normal(4, 72, 72).requires_grad_()))
+    monkeypatch.setattr(config, "WINDOW_PAIRS", pairs)
+    c = call(*qkv(nq=72, nk=72), mask=mask, score=tw.bias(normal(4, 72, 72).requires_grad_(lists or whole)))
     plan = Plan(c.p, OTHER_TILES["tma"])
     assert (plan.lists, plan.whole) == (lists, whole)
     assert plan.pair_leaf[0] is not None
@@ -420,7 +420,7 @@ def test_a_bias_by_descriptor_of_packed_sequences():
 # A tile of which no pair is seen is on no list: nobody writes its dS.
 @pytest.mark.parametrize("read", ["pair", "distance"])
 def test_gradients_of_what_all_heads_read_come_from_listed_tiles_alone(monkeypatch, read):
-    monkeypatch.setattr(mask_as_score, "WINDOW_PAIRS", 0)
+    monkeypatch.setattr(config, "WINDOW_PAIRS", 0)
     t = normal(*((72, 72) if read == "pair" else (4, 33))).requires_grad_()
     by_distance = tw.score(lambda s, b, h, i, j: s + t[h, (i - j).clamp(-16, 16) + 16])
     mask = tw.keep(lambda b, h, i, j: (i // 32 + j // 32) % 2 == 0) & tw.causal()
@@ -593,7 +593,7 @@ def test_pairs_are_kept_where_their_sums_alone_are_wanted():
     assert not keeps(OTHER_TILES["chunks"], causal=True)
     assert not keeps(replace(COLUMNS, group_parts=2), causal=True)
     assert not keeps(score=tw.bias(normal(4, 70, 70).requires_grad_()))
-    assert not keeps(mask=tw.key_range(0, 60))
+    assert keeps(mask=tw.key_range(0, 60))
 
 
 def some_keys(batch: int, keys: int) -> torch.Tensor:
@@ -623,15 +623,12 @@ def of_distances(t: torch.Tensor) -> tw.Score:
 
 @pytest.mark.parametrize("score", SUMMED.values(), ids=SUMMED)
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-def test_ds_is_kept_where_a_mask_can_be_a_tensor_of_the_score(mask, score):
+def test_ds_is_kept_beside_masks_that_hide_keys_from_all_queries(mask, score):
     q, k, v = qkv(batch=3, nq=48, nk=72, hq=2, hk=1, d=16, dv=16)
     hidden = (torch.arange(72) < 3) | (torch.arange(72) > 60)  # by each mask, beside others
     c, backend = call(q, k, v, mask=mask() & tw.key_range(3, 61), score=score()), Triton(OTHER_TILES["tma"])
     c.t.k[:, hidden], c.t.v[:, hidden] = torch.nan, torch.nan
-    plan = Plan(c.p, backend.config(c.p))
-    assert not plan.sheet
-    without = Plan(plan.unmasked, backend.config(plan.unmasked))
-    assert bool(without.sheet) == ("tanh" not in c.p.spec.score_text)
+    assert bool(Plan(c.p, backend.config(c.p)).sheet) == ("tanh" not in c.p.spec.score_text)
     agree(backend, c)
 
 
@@ -643,25 +640,33 @@ def test_shifted_windows_read_their_mask_in_every_tile_and_keep_ds():
     plan = Plan(c.p, OTHER_TILES["tma"])
     assert plan.sheet
     assert not plan.lists
-    assert plan.unmasked is None
     agree(Triton(OTHER_TILES["tma"]), c)
 
 
-def test_masks_are_made_tensors_of_the_score_where_one_gradient_is_summed():
-    bias = normal(70, 70).requires_grad_()
+def test_ds_is_written_where_it_is_read_between_keys_that_a_row_sees(monkeypatch):
+    """The last 32 keys of each document are seen by nobody, and lie between the keys of a tile's first and last row."""
+    fill_new_memory(monkeypatch)
+    ids = torch.arange(232) // 58
+    hidden = torch.arange(232) % 58 > 25
+    mask, bias = tw.documents(ids) & tw.causal(align="first"), normal(200, 232).requires_grad_()
+    c = call(*qkv(batch=2, nq=200, nk=232, hq=2, hk=1, d=16, dv=16), mask=mask, score=tw.bias(bias))
+    c.t.k[:, hidden], c.t.v[:, hidden] = torch.nan, torch.nan
+    tall = Config(*[Tiles(64, 16, 4, 1)] * 3)  # a tile of keys that nobody sees
+    assert Plan(c.p, tall).sheet
+    agree(Triton(tall), c)
 
-    def unmasked(**options) -> bool:
-        return Plan(call(*qkv(), **options).p, INTERPRETED).unmasked is not None
 
-    lengths = tw.key_lengths(torch.tensor([41, 70]))
-    assert unmasked(mask=lengths, score=tw.bias(bias))
-    assert not unmasked(score=tw.bias(bias))  # all are seen
-    assert not unmasked(mask=lengths)  # nothing is summed
-    assert not unmasked(mask=lengths, score=tw.bias(bias.detach()))
-    assert unmasked(mask=lengths & tw.causal(), score=tw.bias(bias))
-    long = normal(300, 300).requires_grad_()
-    of_pairs = Plan(call(*qkv(nq=300, nk=300), mask=lengths & tw.causal(), score=tw.bias(long)).p, INTERPRETED)
-    assert of_pairs.unmasked is None  # too many pairs
+def test_long_masks_of_more_than_keys_are_listed_and_keep_no_ds():
+    def plan(n: int, mask, trained: bool = True) -> Plan:
+        bias = tw.bias(normal(n, n).requires_grad_(trained))
+        return Plan(call(*qkv(nq=n, nk=n), mask=mask, score=bias).p, OTHER_TILES["tma"])
+
+    of_keys, of_pairs = tw.dense(some_keys(2, 300)), tw.keep(lambda b, h, i, j: (i + j) % 3 > 0)
+    for mask, trained, kept in [(of_keys, True, True), (of_keys, False, False), (of_pairs, True, False)]:
+        found = plan(300, mask, trained)
+        assert (bool(found.sheet), found.lists, found.zeroed) == (kept, not kept, True)
+    assert not plan(70, of_pairs).lists
+    assert plan(300, tw.key_range(3, 299) & tw.causal()).sheet
 
 
 @pytest.mark.parametrize("read", ["bias", "table"])
@@ -684,7 +689,7 @@ def test_ds_is_kept_only_where_it_is_the_one_gradient_that_a_score_wants(monkeyp
     assert parts(causal=True, score=tw.bias(t)) > 0
     assert parts(score=tw.bias(t) >> tw.softcap(5.0)) == 0  # dS has a slope yet to come
     assert parts(score=tw.bias(t) >> tw.alibi(slopes)) == 0
-    assert parts(mask=tw.key_range(0, 60), score=tw.bias(t)) == 0  # rows and columns may disagree about tiles
+    assert parts(mask=tw.key_range(0, 60), score=tw.bias(t)) > 0
     assert parts(score=tw.bias(t.detach().double().requires_grad_())) == 0
     monkeypatch.setattr(sheet, "sheet_memory", lambda p: 1)
     assert parts(causal=True, score=tw.bias(t)) == 0

@@ -24,7 +24,6 @@ from tilewise.masks import Mask, catalogue
 from tilewise.planning import tiles
 from tilewise.planning.planner import Kind
 from tilewise.planning.tiles import EMPTY, FULL, PARTIAL, Grid
-from tilewise.signature import TensorFacts
 
 pytestmark = pytest.mark.skipif(not interpreting(), reason="kernels are not interpreted (tests/conftest.py)")
 
@@ -135,19 +134,6 @@ def test_runs_of_equal_ids_are_those_that_operations_find(shape, dtype):
         found = making((ids,), ids.device)
         for x, y in zip(found, catalogue._ends_of_documents(ids), strict=True):
             assert torch.equal(x, y)
-
-
-@pytest.mark.parametrize("seen_shape", [(1, 1), (2, 1), (2, 3), (1, 3)], ids=str)
-@pytest.mark.parametrize("columns", [40, 128])
-def test_rows_of_keys_that_nobody_sees_become_zeros(seen_shape, columns):
-    x = torch.randn(2, 3, 70, columns + 8).transpose(1, 2)[..., :columns].bfloat16()
-    seen = torch.rand(*seen_shape, 70, generator=torch.Generator().manual_seed(1)) < 0.6
-    of_rows = seen.mT.unsqueeze(-1)
-    x = torch.where(of_rows, x, torch.nan)
-    memory = torch.cat([torch.ones(32, dtype=torch.bool), seen.flatten()])
-    found = tile_map.seen_rows(TensorFacts.of(x), tuple(seen.shape), 32, x.device)((x, memory), x.device)
-    assert found.is_contiguous()
-    assert torch.equal(found, torch.where(of_rows, x, 0))
 
 
 def test_blocks_on_which_the_predicate_is_the_same_are_asked_once(monkeypatch):

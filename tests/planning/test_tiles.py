@@ -14,7 +14,7 @@ import tilewise as tw
 from tilewise.masks import Mask, region
 from tilewise.masks.facts import monotone_terms
 from tilewise.planning import tiles
-from tilewise.planning.tiles import EMPTY, FULL, PARTIAL, Grid, TileMap, seen_keys
+from tilewise.planning.tiles import EMPTY, FULL, PARTIAL, Grid, TileMap, of_seen_keys, seen_keys
 
 BATCH, HEADS = 2, 4
 GENERATOR = torch.Generator().manual_seed(0)
@@ -226,6 +226,19 @@ def test_seen_keys_are_those_that_some_query_of_the_group_sees(name, lengths, gr
 
 def test_without_a_mask_all_keys_are_seen():
     assert seen_keys(grid_of(Mask(""), 5, 5), 2) is None
+
+
+@pytest.mark.parametrize("seen_shape", [(1, 1), (2, 1), (2, 3), (1, 3)], ids=str)
+@pytest.mark.parametrize("columns", [37, 40, 128])
+@pytest.mark.parametrize("first", [0, 3])
+def test_rows_of_keys_that_nobody_sees_become_zeros(seen_shape, columns, first):
+    x = torch.randn(2, 3, 70, columns + 8).transpose(1, 2)[..., first : first + columns].bfloat16()
+    seen = torch.rand(*seen_shape, 70, generator=torch.Generator().manual_seed(1)) < 0.6
+    x.masked_fill_(~seen.mT.unsqueeze(-1), torch.nan)
+    for rows in (x, x.contiguous(), x.float(), x.half()[..., :-1]):
+        found = of_seen_keys(rows, seen)
+        assert found.is_contiguous()
+        assert torch.equal(found, torch.where(seen.mT.unsqueeze(-1), rows, 0))
 
 
 # -- Split keys ----------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tilewise import expr, selections, sizes
 from tilewise.masks import Region
-from tilewise.masks.facts import granularity, heads_alike, monotone_terms
+from tilewise.masks.facts import every_key_seen, granularity, heads_alike, monotone_terms
 from tilewise.planning.tiles import PARTIAL, Grid, TileMap, chunk_elements, each_head, seen_keys
 
 LINES = 128  # of a tile
@@ -104,6 +104,16 @@ def _staircases(region: Region, tile: tuple[int, int]) -> int | None:
         return ends
     terms = monotone_terms(region)
     return None if terms is None else ends + len({str(x.holds) for term in terms for x in term})
+
+
+def may_hide_keys(region: Region, lengths: tuple[int, int], tile: tuple[int, int] | None = None) -> bool:
+    """Return whether there may be keys that no query sees.
+
+    Args:
+        lengths: of queries and keys.
+        tile: the queries and keys of a tile, if only tiles that are not empty are visited: only keys of these count.
+    """
+    return not (every_key_seen(region, *lengths) or (tile is not None and only_seen_keys(region, tile)))
 
 
 def only_seen_keys(region: Region, tile: tuple[int, int]) -> bool:

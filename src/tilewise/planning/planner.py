@@ -94,11 +94,6 @@ class Planner(Protocol):
         """Return what makes the memory of :class:`tilewise.planning.bit_tiles.BitTiles` of a whole mask; None: kernels cannot."""
         ...
 
-    def seen_rows(self, x: tuple, seen: tuple[int, ...], first: int, device: torch.device) -> Making:
-        """Return what copies rows ``(batch, key, head, column)``, with zeros for keys that no query sees, of a tensor of shape, stride and
-        dtype ``x`` and of the memory in which ``seen``, of that shape, begins at byte ``first``."""
-        ...
-
     def runs(self, ids: tuple, device: torch.device) -> Making:
         """Return what makes the first place of the run of equal ids around each one, and one past its last: int32 ``(2, *shape)``, of
         tensors ``(keys,)`` or ``(batch, keys)`` of shape, stride and dtype ``ids``."""

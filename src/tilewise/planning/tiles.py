@@ -416,6 +416,20 @@ def seen_keys(grid: Grid, group: int) -> Tensor | None:
     return _seen_keys(grid, group)
 
 
+def of_seen_keys(x: Tensor, seen: Tensor) -> Tensor:
+    """Return k or v, ``(batch, keys, heads_k, columns)``, with zeros for keys that no query sees, contiguous.
+
+    Args:
+        seen: as :func:`seen_keys` returns it.
+    """
+    wide = torch.int64  # its numbers are copied in a quarter of the time of bf16's
+    unit = wide.itemsize // x.element_size()
+    where = (x.data_ptr() // x.element_size(), x.shape[-1], *x.stride()[:-1])
+    narrow = x.stride(-1) != 1 or x.data_ptr() % x.element_size() or any(n % unit for n in where)
+    given = x if narrow else x.view(wide)
+    return torch.where(seen.mT.unsqueeze(-1), given, 0).contiguous().view(x.dtype)
+
+
 def _seen_keys(grid: Grid, group: int) -> Tensor:
     """:func:`seen_keys` of a mask that hides some."""
     if grid.region.predicate is None:

@@ -3,16 +3,14 @@
 Kernels run on Hopper (sm_90). For NVIDIA's sm_80 and sm_100 and for AMD's gfx942 they are compiled, never run (``config.NEVER_RUN``).
 
 Importing this module does not import Triton; the first question about a problem does. ``config`` chooses tiles, ``paging`` those over a
-paged cache, ``group_parts`` the programs that share the query heads of a key tile, and ``sheet`` the parts of dS to keep;
-``mask_as_score`` makes a mask a tensor of the score where else none would be kept. ``tiles`` says how much shared memory they need.
-``kernels/`` has the kernels, and ``host/`` launches them.
+paged cache, ``group_parts`` the programs that share the query heads of a key tile, and ``sheet`` the parts of dS to keep. ``tiles`` says
+how much shared memory they need. ``kernels/`` has the kernels, and ``host/`` launches them.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 
@@ -40,7 +38,7 @@ from tilewise.backends.base import (
     wide_mask,
 )
 from tilewise.backends.piecewise import PieceCall
-from tilewise.backends.triton import listed, mask_as_score
+from tilewise.backends.triton import listed
 from tilewise.backends.triton.config import (
     MAX_HEAD_DIM,
     MAX_LATENT_DIM,
@@ -153,7 +151,7 @@ class Triton(Backend):
 
     def backward(self, problem: Problem, inputs: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads:
         with runtime.on_device(inputs.q):
-            plan, *given = *_without_mask(self._plan_of, problem, inputs), out, do, dlse
+            plan, given = self._plan_of(problem), (inputs, out, do, dlse)
             return launch.backward(plan, *given) if isinstance(plan, Plan) else plan.backward(*given)
 
     def without_tangents(self, problem: Problem, second: bool) -> list[str]:
@@ -205,17 +203,6 @@ class Triton(Backend):
         if not bound and listed.sooner(problem):
             return ListedCall(problem).decided()
         return Plan(problem, self.config(problem)).decided()
-
-
-def _without_mask(
-    plan_of: Callable[[Problem], Plan | PieceCall], problem: Problem, inputs: Inputs
-) -> tuple[Plan | PieceCall, Inputs]:
-    """Return the plan of a backward and its tensors: without a mask, if dS is kept then and not with it."""
-    plan = plan_of(problem)
-    without = plan_of(plan.unmasked) if isinstance(plan, Plan) and plan.unmasked is not None else None
-    if isinstance(without, Plan) and without.sheet:
-        return without, mask_as_score.inputs(problem, without.problem, inputs)
-    return plan, inputs
 
 
 def gathers(problem: Problem) -> bool:

@@ -123,7 +123,8 @@ class Row:
 # A problem takes the first row of a table that holds its head dim. The last rows of half precision are for multi-head latent attention:
 # 512 and 64 rotary columns of q and k, 512 of v.
 _HALF_SM90 = (
-    Row(64, _tma(64, 128, 4, 2), _tma(64, 64, 4, 3), _tma(64, 64, 4, 3)),
+    # With at most 168 registers a third program runs, which matters beside predicates (docs/decisions.md#triton-two-programs).
+    Row(64, Tiles(64, 128, 4, 2, tma=True, registers=168), _tma(64, 64, 4, 3), _tma(64, 64, 4, 3)),
     Row(96, _tma(64, 128, 4, 2), _tma(64, 64, 4, 3), _tma(64, 64, 4, 3)),
     Row(128, _tma(64, 64, 4, 3), _tma(64, 64, 4, 2), _tma(128, 64, 8, 3)),
     Row(
@@ -327,6 +328,11 @@ PAIRED = {
 # 64 x 64, and with 128 keys the forward reads each number twice. docs/decisions.md#triton-diagonals
 DISTANT = {"sm90": (Choices(64), Choices(128, dkdv=_tmas((32, 64, 4, 3))))}
 ALL_DISTANT = {"sm90": (Choices(64, forward=_tmas((64, 64, 4, 3))), *DISTANT["sm90"][1:])}
+# The pairs of a batch element and head in a short sequence; longer ones have tiles enough for lists of them.
+WINDOW_PAIRS = 1 << 16
+# Of a predicate over short sequences, all of whose tiles are partial, beside a tensor that is read for every pair
+# (docs/decisions.md#triton-windows).
+WINDOWS = {"sm90": (Choices(32, forward=_tmas((64, 32, 4, 2))),)}
 # v is a view of k, and a tile of rows has many heads of one query (docs/decisions.md#triton-pages).
 LATENT = {"sm90": (Choices(576, forward=_tmas((64, 64, 8, 2))),)}
 # A chunk of queries over e4m3 numbers without a scale for each key: with more rows, fewer tiles convert each key
@@ -519,17 +525,24 @@ def candidates(problem: Problem) -> dict[str, tuple[Tiles, ...]]:
 
 
 def paired(problem: Problem, pair_bytes: int) -> dict[str, Tiles]:
-    """Return :data:`PAIRED`'s tiles, by kernel, of a problem whose tensors take so many bytes a pair."""
+    """Return :data:`PAIRED`'s or :data:`WINDOWS`' tiles, by kernel, of a problem whose tensors take so many bytes a pair."""
     size = problem.dtype.itemsize
     row = row_for(PAIRED.get(architecture(problem.device), ()), problem)
     if row is None or problem.device.type == "cpu" or size != 2 or not pair_bytes:
         return {}
-    found = {}
+    found, windows = {}, row_for(WINDOWS.get(architecture(problem.device), ()), problem)
     for name, choices in row.kernels.items():
         if name != "dkdv" or pair_bytes > size:
             fitting = (x for x in choices if needed(problem, name, x, pair_bytes) <= room(problem, x))
             found[name] = next(fitting, choices[-1])
+    if windows is not None and problem.spec.region.predicate is not None and is_short(problem):
+        found |= {name: choices[0] for name, choices in windows.kernels.items()}
     return found
+
+
+def is_short(problem: Problem) -> bool:
+    """Return whether sequences are as short as in windows of an image."""
+    return problem.seqlen_q * problem.seqlen_k <= WINDOW_PAIRS
 
 
 Distances = Literal["none", "near", "all"]

@@ -12,12 +12,11 @@ from torch import Tensor
 
 from tilewise.backends.base import Inputs
 from tilewise.backends.hopper.host.draft import View
-from tilewise.masks.facts import every_key_seen
 from tilewise.planning import planner
-from tilewise.planning.bit_tiles import BitTiles, Layout, Sections, only_seen_keys, seen_shape
+from tilewise.planning.bit_tiles import BitTiles, Layout, Sections, seen_shape
 from tilewise.planning.planner import Kind, Making
 from tilewise.planning.tiles import PARTIAL, Grid, TileMap, seen_keys
-from tilewise.problem import Problem, TensorFacts
+from tilewise.problem import Problem
 from tilewise.signature import contiguous_strides
 
 
@@ -145,16 +144,6 @@ class BitsOf:
         return found or (lambda extras, device: BitTiles.build(grid_of(p, extras), *how, sections, sharing).memory)
 
 
-def may_hide_keys(problem: Problem, tile: tuple[int, int] | None = None) -> bool:
-    """Whether there may be keys that no query sees.
-
-    Args:
-        tile: the queries and keys of a tile, if only tiles that are not empty are visited: only keys of these count.
-    """
-    known = every_key_seen(problem.spec.region, problem.seqlen_q, problem.seqlen_k)
-    return not (known or (tile is not None and only_seen_keys(problem.spec.region, tile)))
-
-
 def seen(problem: Problem, extras: Sequence[Tensor], sharing: int) -> Tensor:
     """The keys that some query of their batch element and of the ``sharing`` heads of their key head sees: bool, of the shape that
     :func:`tilewise.planning.bit_tiles.seen_shape` says."""
@@ -166,18 +155,3 @@ def seen(problem: Problem, extras: Sequence[Tensor], sharing: int) -> Tensor:
 def seen_of(memory: Tensor, tiles: BitsOf | None) -> Tensor:
     """:func:`seen` as it lies in the memory of tiles; None: in a memory of its own."""
     return tiles.layout(True).seen_in(memory) if tiles else memory
-
-
-def seen_rows(problem: Problem, x: TensorFacts, tiles: BitsOf | None) -> Making:
-    """What copies k or v with zeros for the keys that no query sees, of the tensor and of the memory of :func:`seen_of`."""
-    layout, shape = tiles and tiles.layout(True), (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
-    first = 4 * layout.places["seen"] if layout else 0
-    shape = layout.seen if layout else seen_shape(problem.spec.region, shape, problem.group)
-    kernels = _kernels_for(problem)
-    found = None if kernels is None else kernels.seen_rows(x, shape, first, problem.device)
-
-    def otherwise(given: Sequence[Tensor], device: torch.device) -> Tensor:
-        tensor, memory = given
-        return torch.where(seen_of(memory, tiles).mT.unsqueeze(-1), tensor, 0).contiguous()
-
-    return found or otherwise

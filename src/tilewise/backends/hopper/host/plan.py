@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from tilewise.backends.base import Inputs, Output, PerTensors, has_no_pair
+from tilewise.backends.base import Inputs, Output, PerTensors, has_no_pair, is_known_to_hide_none
 from tilewise.backends.hopper import capped
 from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.config import PLAIN, Band, Expressions, cap_of, keys_of, slopes_of, strides_addressable
@@ -22,16 +22,15 @@ from tilewise.backends.hopper.pair_bias import ALIGNED, PairBias, aligned, pair_
 from tilewise.backends.hopper.parameters import SCORES
 from tilewise.backends.hopper.tables import Line, line_of
 from tilewise.caching import cached_property
-from tilewise.device import Later
 from tilewise.dropout import keep_scale, threshold
+from tilewise.planning.bit_tiles import may_hide_keys
 from tilewise.planning.planner import Making
+from tilewise.planning.tiles import of_seen_keys
 from tilewise.problem import Problem, TensorFacts
 from tilewise.signature import contiguous_strides
 
 LOG2_E = math.log2(math.e)
 FAR = 1 << 30  # the end of a band that has none: no key reaches it
-EVERY_KEY = "every_key_is_seen"
-"""The attribute of a memory that is kept of a mask, which tells whether it is so (:class:`tilewise.device.Later`)."""
 
 
 @dataclass(eq=False)
@@ -168,7 +167,8 @@ class MaskPlan(ScorePlan):
         them through."""
         tiles = self.tiles
         visited = (tiles.tile_m, tiles.tile_n) if self.config.form == "bits" else None
-        unseen = not self.config.of_numbers and masks.may_hide_keys(self.problem, visited)
+        lengths = self.problem.seqlen_q, self.problem.seqlen_k
+        unseen = not self.config.of_numbers and may_hide_keys(self.problem.spec.region, lengths, visited)
         return self.PRODUCTS if unseen else ()
 
     @property
@@ -196,13 +196,6 @@ class MaskPlan(ScorePlan):
         return tuple([x.making(*section, seen=n == 0 and bool(self.zeroed)) for n, (x, section) in enumerate(each)])
 
     @cached_property
-    def copies(self) -> dict[str, Making]:
-        """What makes copies of those that are :attr:`zeroed`, of each and of the memory that says which keys are seen."""
-        return {
-            name: masks.seen_rows(self.problem, getattr(self.problem, name), self.first_bits) for name in self.zeroed
-        }
-
-    @cached_property
     def contiguous(self) -> bool:
         """Whether those that are :attr:`zeroed` lie as their copies would, by the call's strides: a tensor may have its heads first."""
         each = (getattr(self.problem, name) for name in self.zeroed)
@@ -211,16 +204,11 @@ class MaskPlan(ScorePlan):
     def of_seen_keys(self, memory: Tensor, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Those that are :attr:`zeroed`, with zeros for keys that no query sees; as they are once the device has told that there are
         none."""
-        every = getattr(memory, EVERY_KEY, None)
-        if every is None:  # only a mask that comes again is asked
-            setattr(memory, EVERY_KEY, Later())
-        elif (
-            self.contiguous
-            and not any(x.data_ptr() % ALIGNED for x in tensors.values())
-            and every(lambda: masks.seen_of(memory, self.first_bits).all())
-        ):
+        seen = masks.seen_of(memory, self.first_bits)
+        known = is_known_to_hide_none(memory, lambda: seen)
+        if known and self.contiguous and not any(x.data_ptr() % ALIGNED for x in tensors.values()):
             return tensors
-        return {name: self.copies[name]((x, memory), memory.device) for name, x in tensors.items()}
+        return {name: of_seen_keys(x, seen) for name, x in tensors.items()}
 
     def kept(self, extras: Sequence[Tensor]) -> Sequence[Tensor]:
         """The memories that are kept of the mask's tensors, in the order of their names."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tilewise import dropout
-from tilewise.backends.base import Inputs, unit_last
+from tilewise.backends.base import Inputs, is_known_to_hide_none, unit_last
 from tilewise.backends.triton.host import runtime
 from tilewise.backends.triton.host.buffers import seqlen_q_rounded
 from tilewise.backends.triton.host.launches import KernelLaunch
@@ -18,7 +18,7 @@ from tilewise.backends.triton.host.plan import Plan, operand_strides
 from tilewise.backends.triton.host.terms import split_into_terms
 from tilewise.backends.triton.tiles import Tiles
 from tilewise.caching import cached_property
-from tilewise.planning.tiles import PARTIAL, Grid, TileMap
+from tilewise.planning.tiles import PARTIAL, Grid, TileMap, of_seen_keys, seen_keys
 from tilewise.problem import Problem
 
 
@@ -47,6 +47,9 @@ class Call:
         operands = {name: unit_last(x) for name, x in given.items()}
         if plan.problem.quantised:
             operands |= {name: by_twos(operands[name]) for name in ("k", "v")}
+        if plan.zeroed:  # by P and dS, which are 0 there, are multiplied V in a forward and K in a backward
+            name = "v" if do is None else "k"
+            operands[name] = zeroed(plan, inputs, operands[name])
         if plan.terms > 1:
             operands = split_into_terms(plan, operands)
         pair = None if plan.pair_leaf is None else inputs.leaves[plan.pair_leaf[0]]
@@ -149,6 +152,27 @@ def by_twos(x: Tensor) -> Tensor:
     return x.view(torch.int16)
 
 
+def zeroed(plan: Plan, inputs: Inputs, x: Tensor) -> Tensor:
+    """k or v with zeros for keys that no query sees; as it is once the device has told that there are none."""
+    seen = plan.seen_keys.of("seen", plan.mask_leaves(inputs), lambda: new_seen_keys(plan.problem, inputs))
+    if is_known_to_hide_none(seen, lambda: seen) and x.is_contiguous():
+        return x
+    return of_seen_keys(x, seen)
+
+
+def new_seen_keys(problem: Problem, inputs: Inputs) -> Tensor:
+    """The keys that some query of their batch element and head group sees, bool (batch | 1, heads_k | 1, seqlen_k)."""
+    found = seen_keys(whole_grid(problem, inputs), problem.group)
+    assert found is not None  # some may be hidden
+    return found
+
+
+def whole_grid(problem: Problem, inputs: Inputs) -> Grid:
+    """The mask over all pairs of a call."""
+    shape = (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
+    return Grid.whole(problem.spec.region, inputs.leaves, shape, inputs.q.device)
+
+
 def tile_slots(problem: Problem, length: int, tile: int) -> int:
     """The tiles of a head; packed, enough for every sequence and the rows past the last (``kernels.arguments.work_tile``)."""
     return length // tile + problem.batch + 1 if problem.packed else -(-length // tile)
@@ -158,9 +182,7 @@ def new_tile_lists(problem: Problem, inputs: Inputs, tiles: Tiles, by_columns: b
     """``lists``: the tiles of a predicate to visit, by query tiles or by key tiles, and their counts (:meth:`TileMap.visits`).
     ``list_strides``: ``(batch, head, line)`` strides of the first and ``(batch, head)`` strides of the second, as kernels take them, 0
     where they are shared."""
-    shape = (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
-    grid = Grid.whole(problem.spec.region, inputs.leaves, shape, inputs.q.device)
-    tile_map = TileMap.build(grid, tiles.tile_m, tiles.tile_n, by_columns)
+    tile_map = TileMap.build(whole_grid(problem, inputs), tiles.tile_m, tiles.tile_n, by_columns)
     # Full tiles are read without bounds, so those at a ragged end count as partial.
     if problem.seqlen_k % tiles.tile_n:
         tile_map.status[..., -1:].clamp_(max=PARTIAL)

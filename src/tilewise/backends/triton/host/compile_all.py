@@ -170,8 +170,6 @@ def shared_memory(problem: Problem, name: str, tiles: Tiles) -> int:
         return tile_map.SHARED_MEMORY
     if name == "sorted_entries":  # which pass through it from warp to warp
         return tile_map.SORTED_MEMORY
-    if name == "seen_rows":  # which Triton 3.6 passes through shared memory
-        return 2 * tiles.tile_m * tiles.tile_n * problem.dtype.itemsize
     if name in tangent.PASSES:
         return tangent.tangent_memory((problem.head_dim, problem.head_dim_v), problem.dtype.itemsize, name, tiles)
     if name == "paged":
@@ -255,10 +253,8 @@ def _of_mask(problem: Problem, inputs: Inputs) -> Iterator[tuple]:
         kept = [(bits, grid.leaves)]
         if not by_columns:
             ids = grid.b[None]
-            rows = tile_map.seen_rows(problem.v, layout.seen, 4 * layout.places["seen"], ids.device)
             runs = tile_map.runs((ids.shape, ids.stride(), ids.dtype), ids.device)
-            seen = inputs.v.new_empty(1 << 40, dtype=torch.uint8)
-            kept += [(rows, (inputs.v, seen)), (runs, (ids,))]
+            kept.append((runs, (ids,)))
         for launches, given in kept:
             for name, *kept_launch in _kept(launches, given):
                 yield name + "_by_columns" * by_columns, *kept_launch

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from tilewise import dropout, expr
 from tilewise.backends.base import Inputs, PerTensors
-from tilewise.backends.triton import mask_as_score
-from tilewise.backends.triton.config import TERM_PRODUCTS, TERMS, Config
+from tilewise.backends.triton.config import TERM_PRODUCTS, TERMS, Config, is_short
 from tilewise.backends.triton.host import runtime
 from tilewise.backends.triton.host.facts import Facts
 from tilewise.backends.triton.host.launches import KernelLaunch
@@ -32,7 +31,7 @@ from tilewise.backends.triton.tiles import Tiles, pieces
 from tilewise.caching import cached_property
 from tilewise.device import lasting
 from tilewise.leaf_gradients import DIAGONALS, ROWS, TILES, reads_every_element
-from tilewise.masks.facts import every_key_seen
+from tilewise.planning.bit_tiles import may_hide_keys
 from tilewise.problem import Problem
 
 Role = Literal["leads", "reads", "joins"]
@@ -66,23 +65,6 @@ class Decisions:
 
     problem: Problem
     config: Config
-
-    def overlap(self, role: Role) -> dict[str, str]:
-        """The role as an argument of ``facts``; empty where kernels do not overlap.
-
-        They do not where one of them may have no programs, nor read lists of tiles, which another kernel may have made just before.
-        """
-        sizes = (self.problem.batch, self.problem.seqlen_q, self.problem.seqlen_k)
-        early = self.config.overlapping and all(sizes) and (role == "leads" or not self.lists)
-        return {"overlap": role} if early else {}
-
-    @property
-    def lists(self) -> bool:
-        """Whether kernels walk over lists of tiles, as they do for a predicate; not where sequences are short and every key is seen, as in
-        windows of an image: listing their few tiles costs more than visiting them."""
-        p = self.problem
-        listed = p.spec.region.predicate is not None and not p.packed and not p.paged
-        return listed and not (self.whole and p.seqlen_q * p.seqlen_k <= mask_as_score.WINDOW_PAIRS)
 
     @property
     def dims(self) -> tuple[int, int]:
@@ -157,19 +139,49 @@ class Decisions:
         slot, index = lookup.args[0][1], all_axes(lookup, self.problem.extras).args[1:-2]
         return slot, (self.emitted.slots.index(slot), *(0,) * (2 - len(index)), *[x.args[0] for x in index])
 
+
+@dataclass(eq=False)
+class TileDecisions(Decisions):
+    """The decisions about tiles of pairs: which are visited, how they are read, and which a backward keeps."""
+
+    @property
+    def lists(self) -> bool:
+        """Whether kernels walk over lists of tiles, as they do for a predicate.
+
+        They do not where sequences are short, as in windows of an image: listing their few tiles costs more than visiting them. Nor where
+        keys alone are hidden and dS is kept.
+        """
+        region = self.problem.spec.region
+        if region.predicate is None or self.problem.packed or self.problem.paged:
+            return False
+        of_keys = bool(self._parts) and not expr.depends_on(*region.parts) & {"i", "h"}
+        return not (self.whole and (is_short(self.problem) or of_keys))
+
     @cached_property
     def whole(self) -> bool:
         """Whether descriptors may read every tile.
 
         They hide the rows past a tensor's last, but neither another packed sequence's nor keys that no query sees, which may hold NaN.
         """
-        problem = self.problem
-        return not problem.packed and every_key_seen(problem.spec.region, problem.seqlen_q, problem.seqlen_k)
+        return not self.problem.packed and (self.zeroed or not self._hides_keys)
 
+    @cached_property
+    def zeroed(self) -> bool:
+        """Whether k and v are read as copies with zeros for keys that no query sees (docs/decisions.md#triton-zeroed-keys): so descriptors
+        read all tiles of a predicate, and dS can be kept beside every mask."""
+        problem, config = self.problem, self.config
+        if problem.packed or isinstance(config, PagedConfig):
+            return False
+        described = problem.spec.region.predicate is not None and all(x.tma for x in config.passes.values())
+        return (described or bool(self._parts)) and self._hides_keys
 
-@dataclass(eq=False)
-class KeptDecisions(Decisions):
-    """The decisions about tiles of pairs that a backward keeps."""
+    @property
+    def _hides_keys(self) -> bool:
+        """Whether tiles that are visited may have keys that no query sees."""
+        problem, tile = self.problem, None
+        if not (isinstance(self.config, PagedConfig) or is_short(self.problem) or self._parts):
+            tile = tuple(max(getattr(x, side) for x in self.config.passes.values()) for side in ("tile_m", "tile_n"))
+        return may_hide_keys(problem.spec.region, (problem.seqlen_q, problem.seqlen_k), tile)
 
     @property
     def keeps_pairs(self) -> bool:
@@ -183,7 +195,7 @@ class KeptDecisions(Decisions):
         """The tensors that are kept in parts."""
         return ("sheet", "p_sheet") if self.keeps_pairs else ("sheet",)
 
-    @cached_property
+    @property
     def sheet(self) -> tuple[SheetPart, ...]:
         """The parts of dS that the backward keeps for dQ and the gradient of a broadcast bias, or of a table read at most distances.
 
@@ -191,8 +203,13 @@ class KeptDecisions(Decisions):
         where tiles come as lists, since a sheet is read wherever the ends of rows allow, and listed tiles alone would be written.
         Where :attr:`keeps_pairs`, no tensor need want a gradient.
         """
+        return () if self.lists or not self.whole else self._parts
+
+    @cached_property
+    def _parts(self) -> tuple[SheetPart, ...]:
+        """:attr:`sheet`, whatever the mask."""
         problem, emitted = self.problem, self.emitted
-        if self.lists or not self.whole:
+        if problem.packed or problem.paged or isinstance(self.config, PagedConfig) or not problem.spec.needs_grad:
             return ()
         if self.keeps_pairs:
             return pair_parts(problem)
@@ -217,31 +234,24 @@ class KeptDecisions(Decisions):
         # A leaf may be far longer than the sequences are, and each partial sum is as large.
         return (together, number) if read.pairs or reads_every_element(self.problem, read) else (together * number, 1)
 
-    @cached_property
-    def unmasked(self) -> Problem | None:
-        """The problem without a mask that a backward computes instead, where a mask may be all that keeps it from keeping dS
-        (:mod:`tilewise.backends.triton.mask_as_score`)."""
-        reads = self.emitted.reads
-        summed = len(reads) == 1 and reads[0].how in (TILES, DIAGONALS)
-        return mask_as_score.unmasked(self.problem) if summed and not self.sheet else None
-
 
 @dataclass(eq=False)
-class Plan(KeptDecisions):
+class Plan(TileDecisions):
     """The decisions for one problem, and what its calls have in common.
 
     Attributes:
         record: takes every launch in its place, where launches are to be listed and not run.
-        launches: what :meth:`call.Call.run` made. tile_lists: lists of a predicate's tiles.
+        launches: what :meth:`call.Call.run` made. tile_lists: lists of a predicate's tiles. seen_keys: which keys some query sees.
         lines: ``Emitted.lines`` by device. indices: at which elements of a leaf the distances of a read by distance are read.
     """
 
     record: Callable[..., None] | None = None
     launches: Memo[tuple, Sequence[KernelLaunch]] = field(default_factory=Memo)
     tile_lists: PerTensors = field(default_factory=PerTensors)
+    seen_keys: PerTensors = field(default_factory=PerTensors)
     lines: Memo[torch.device, tuple[Tensor, ...]] = field(default_factory=Memo)
     indices: Memo[tuple, list[Tensor]] = field(default_factory=Memo)
-    DECIDED: ClassVar[tuple[str, ...]] = ("wide", "emitted", "extents", "whole", "pair_leaf")
+    DECIDED: ClassVar[tuple[str, ...]] = ("wide", "emitted", "extents", "zeroed", "whole", "pair_leaf")
 
     def decided(self) -> tuple[Callable[[Problem, dict[str, Any]], Plan], dict[str, Any]]:
         """``(make, values)`` of :class:`tilewise.backends.base.PerProblem`."""
@@ -258,6 +268,15 @@ class Plan(KeptDecisions):
         plan, few = cls(problem, values["config"]), values["few"]
         plan.__dict__.update(values, few=None if few is None else cls.with_values(problem, few))
         return plan
+
+    def overlap(self, role: Role) -> dict[str, str]:
+        """The role as an argument of ``facts``; empty where kernels do not overlap.
+
+        They do not where one of them may have no programs, nor read lists of tiles, which another kernel may have made just before.
+        """
+        sizes = (self.problem.batch, self.problem.seqlen_q, self.problem.seqlen_k)
+        early = self.config.overlapping and all(sizes) and (role == "leads" or not self.lists)
+        return {"overlap": role} if early else {}
 
     def mask_leaves(self, inputs: Inputs) -> list[Tensor]:
         """The tensors that the mask reads."""
@@ -302,7 +321,7 @@ _EMITTED = ("lo", "hi", "first", "last", "keep", "score", "weights", "near", "he
 _OF_GRADIENTS = ("slope", "rows", "leaves", "columns", "exponent", "moved", "moved_slope")
 
 
-def all_facts(plan: Decisions, tiles: Tiles, align: int, chosen: dict[str, object]) -> dict[str, object]:
+def all_facts(plan: TileDecisions, tiles: Tiles, align: int, chosen: dict[str, object]) -> dict[str, object]:
     """Everything that a kernel is compiled for.
 
     Args:
@@ -354,7 +373,7 @@ def all_facts(plan: Decisions, tiles: Tiles, align: int, chosen: dict[str, objec
     return functions | of_tiles | _problem_facts(plan, emitted) | defaults | chosen
 
 
-def _problem_facts(plan: Decisions, emitted: Emitted) -> dict[str, object]:
+def _problem_facts(plan: TileDecisions, emitted: Emitted) -> dict[str, object]:
     """The facts that are the same in every launch of a problem."""
     problem, spec, region = plan.problem, plan.problem.spec, plan.problem.spec.region
     ends = [e for e in region.ends if e is not None]

@@ -99,6 +99,7 @@ class TangentPlan(Plan):
         tiles: of each kernel.
     """
 
+    zeroed = False  # the tangents of k and v would have to be, too
     moving: tuple[int, ...] = ()
     tiles: dict[str, Tiles] = field(default_factory=dict)
 

@@ -250,19 +250,6 @@ def _of_elements(kind: Kind, kernel: str, parts: int, rows: int) -> MaskLaunches
 
 
 @lru_cache(maxsize=1024)
-def seen_rows(x: tuple, seen: tuple[int, ...], first: int, device: torch.device) -> MaskLaunches:
-    """The launch that copies rows of keys that are seen. ``device``: where kernels are compiled for."""
-    kernels, (shape, strides, dtype) = runtime.kernels(), x
-    batch, keys, heads, columns = shape
-    apart = seen[1] * seen[2] if seen[0] > 1 else 0, seen[2] if seen[1] > 1 else 0
-    sizes = kernels.RowsSizes(batch * keys * heads, keys, heads, columns, tuple(strides), apart)
-    result, of_seen = Place(MADE, 0, dtype, tuple(shape)), Place(LEAVES + 1, first, torch.uint8, seen)
-    programs = (-(-sizes.rows // kernels.ROWS.value),)
-    launch = MaskLaunch.of(kernels.seen_rows, programs, sizes, Facts(overlap=None), slots=(0,))
-    return MaskLaunches(result, ((launch, kernels.RowsTensors(result, of_seen, ())),))
-
-
-@lru_cache(maxsize=1024)
 def runs(ids: tuple, device: torch.device) -> MaskLaunches:
     """The launch that makes the runs of equal ids, of that shape, stride and dtype."""
     kernels, (shape, strides, _) = runtime.kernels(), ids

@@ -60,7 +60,9 @@ def block_ranges(at, end, start_a, stop_a, start_b, stop_b, TILE: tl.constexpr, 
     """
     # Ends never decrease, so the first row sees the first key of all rows and the last row the last one.
     first = start_a // TILE
-    last = tl.where(stop_b > start_a, (stop_b + TILE - 1) // TILE, first)
+    last = tl.maximum((stop_b + TILE - 1) // TILE, first)
+    if not FACTS.sheet:  # kept dS is written, as 0, also between keys that a tile's rows see: it is read there
+        last = tl.where(stop_b > start_a, last, first)
     # A full block begins at or after the last row's start, and ends at or before the first row's stop.
     full = tl.minimum(tl.maximum((start_b + TILE - 1) // TILE, first), last)
     full_end = tl.minimum(tl.maximum(stop_a // TILE, full), last)

@@ -58,7 +58,7 @@ def sheet_kernel(
 
     Programs whose tiles of dS are added up to one take turns at it, key tile by key tile: each reads the others' dS just when they
     do, so that it comes from memory once. They make several partial sums, one for each split, where the gradient has too few tiles to keep
-    the device busy. Every key is seen by some query, so the rows and the columns of the mask agree on which tiles there are.
+    the device busy. Rows and columns of a mask agree on which tiles there are (:func:`mask.block_ranges`).
     Grid: as in :func:`backward.dq_kernel`.
 
     Args:

@@ -318,59 +318,6 @@ def own_keys_kernel(tensors, sizes, numbers, FACTS: tl.constexpr):
     tl.store(tensors.made + plain(sizes.apart) + b, tl.maximum(hi - lo, 0))
 
 
-# -- Rows of keys of which some query sees each ------------------------------------------------------------------------
-
-ROWS = tl.constexpr(64)  # of a program, by as many columns at a time
-
-
-class RowsTensors(NamedTuple):
-    """The pointers of a launch.
-
-    Attributes:
-        made: (batch, key, head, column), contiguous, written: the tensor with zeros for keys that no query sees.
-        seen: uint8 (batch|1, heads|1, key): whether some query sees the key.
-        leaves: the tensor, alone, of any strides.
-    """
-
-    made: Any
-    seen: Any
-    leaves: Any
-
-
-class RowsSizes(NamedTuple):
-    """The whole numbers of a launch, passed as those of :class:`arguments.Sizes`; ``rows``: of all batch elements and heads; strides of the
-    tensor's four axes, and of the batch elements and heads of ``seen``, 0 where they share theirs."""
-
-    rows: int
-    keys: int
-    heads: int
-    columns: int
-    strides: tuple
-    seen: tuple
-
-
-@triton.jit
-def seen_rows_kernel(tensors, sizes, numbers, FACTS: tl.constexpr):
-    """Copies ROWS rows, those that are seen. Grid: (blocks of rows)."""
-    keys, heads, columns = plain(sizes.keys), plain(sizes.heads), plain(sizes.columns)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    head, key, b = row % heads, row // heads % keys, row // heads // keys
-    inside = row < plain(sizes.rows)
-    of_head = b.to(tl.int64) * plain(sizes.seen[0]) + head * plain(sizes.seen[1])
-    seen = tl.load(tensors.seen + of_head + key, mask=inside, other=0) > 0
-    start = b.to(tl.int64) * plain(sizes.strides[0]) + key.to(tl.int64) * plain(sizes.strides[1])
-    start += head.to(tl.int64) * plain(sizes.strides[2])
-    for first in range(0, columns, ROWS):
-        column = (first + tl.arange(0, ROWS))[None, :]
-        x = tl.load(
-            tensors.leaves[0] + start[:, None] + column * plain(sizes.strides[3]),
-            mask=seen[:, None] & (column < columns),
-            other=0,
-        )
-        to = tensors.made + row.to(tl.int64)[:, None] * columns + column
-        tl.store(to, x, mask=inside[:, None] & (column < columns))
-
-
 # -- Runs of equal numbers ---------------------------------------------------------------------------------------------
 
 RUNS = tl.constexpr(1024)  # places that a program looks at at a time (docs/decisions.md#repeated-calls)

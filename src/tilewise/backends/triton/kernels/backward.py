@@ -347,7 +347,6 @@ def dkdv_block(m0, state, beside, partial, FACTS: tl.constexpr):
     work = with_tile(with_pair_tile(work, keys.pairs, rows.head, m0, n0, OVER_KEYS=True, FACTS=FACTS), m0, n0, FACTS)
     x = exponent(s, lse2[None, :], rows.head, i[None, :], j[:, None], scales, work, FACTS)
     p = exponential(x, FACTS)  # (11); normalised, as lse holds the row's sum
-    inside = (j[:, None] < work.seqlen_k) & (i[None, :] < work.seqlen_q)
     d = p  # will be dP - delta
     if FACTS.dropout:
         z = tl.trans(dropout_keep(m0, n0, work.b, rows.head, tensors, sizes, FACTS.tile_m, FACTS.tile_n))
@@ -359,10 +358,14 @@ def dkdv_block(m0, state, beside, partial, FACTS: tl.constexpr):
             dp = tl.where(z, dp * scales.keep, 0.0)
         d = dp - delta[None, :]
     if partial:
-        first, last = query_interval(here(j, FACTS), rows.head, work, FACTS)
-        kept = (i[None, :] >= first[:, None]) & (i[None, :] < last[:, None]) & inside
+        # What a key alone decides comes first, so that it is asked once a key.
+        kept = j[:, None] < work.seqlen_k
         if FACTS.keep is not None:
             kept = kept & FACTS.keep(work.b, rows.head, i[None, :], j[:, None], work)
+        first, last = query_interval(here(j, FACTS), rows.head, work, FACTS)
+        if FACTS.first is not None:
+            kept = kept & (i[None, :] >= first[:, None])
+        kept = kept & (i[None, :] < last[:, None])
         p = tl.where(kept, p, 0.0)  # masking selects: a hidden pair's score may be anything
         d = tl.where(kept, d, 0.0)  # d is selected too: past the last row the statistics' buffers may hold NaN
 
@@ -457,10 +460,12 @@ def store_dq(dq, m0, head, tensors, sizes, scales, work, FACTS: tl.constexpr):
 @triton.jit
 def visible_pairs(query, i, j, head, work, FACTS: tl.constexpr):
     """The pairs of a tile that the mask keeps: bool (tile_m, tile_n)."""
-    kept = (j[None, :] >= query.lo[:, None]) & (j[None, :] < query.hi[:, None]) & (i[:, None] < work.seqlen_q)
+    kept = i[:, None] < work.seqlen_q
     if FACTS.keep is not None:
         kept = kept & FACTS.keep(work.b, head, i[:, None], j[None, :], work)
-    return kept
+    if FACTS.lo is not None:
+        kept = kept & (j[None, :] >= query.lo[:, None])
+    return kept & (j[None, :] < query.hi[:, None])
 
 
 @triton.jit

@@ -208,7 +208,10 @@ def key_block(n0, state, beside, partial, FACTS: tl.constexpr):
 def within_ends(j, query, FACTS: tl.constexpr):
     """Whether a key lies in the interval of each row, bool (tile_m, tile_n)."""
     at_j = here(j, FACTS)
-    return (at_j[None, :] >= query.lo[:, None]) & (at_j[None, :] < query.hi[:, None])
+    within = at_j[None, :] < query.hi[:, None]
+    if FACTS.lo is not None:
+        within = within & (at_j[None, :] >= query.lo[:, None])
+    return within
 
 
 @triton.jit

@@ -153,7 +153,8 @@ def by_twos(x: Tensor) -> Tensor:
 
 
 def zeroed(plan: Plan, inputs: Inputs, x: Tensor) -> Tensor:
-    """k or v with zeros for keys that no query sees; as it is once the device has told that there are none."""
+    """k or v with zeros for keys that no query sees; as it is once the device has told that there are none
+    (docs/decisions.md#triton-zeroed-keys)."""
     seen = plan.seen_keys.of("seen", plan.mask_leaves(inputs), lambda: new_seen_keys(plan.problem, inputs))
     if is_known_to_hide_none(seen, lambda: seen) and x.is_contiguous():
         return x

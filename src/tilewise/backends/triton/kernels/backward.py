@@ -358,7 +358,7 @@ def dkdv_block(m0, state, beside, partial, FACTS: tl.constexpr):
             dp = tl.where(z, dp * scales.keep, 0.0)
         d = dp - delta[None, :]
     if partial:
-        # What a key alone decides comes first, so that it is asked once a key.
+        # What a key alone decides comes first, so that it is asked once a key (docs/decisions.md#triton-zeroed-keys).
         kept = j[:, None] < work.seqlen_k
         if FACTS.keep is not None:
             kept = kept & FACTS.keep(work.b, rows.head, i[None, :], j[:, None], work)

@@ -426,6 +426,8 @@ def _contract() -> Iterator[Case]:
             continue
         yield row(score, plain, score=score)
         yield row(f"{score}-causal-cross", cross, score=score, mask="causal")
+    for mask in ("regions", "prefix-of-each", "key-lengths", "keep-odd", "dense"):  # the batch shares the bias
+        yield row(f"{mask}-bias", plain, mask=mask, score="bias")
     yield row("sink", plain, sink=True)
     yield row("sink-causal-more-queries", sizes["more-queries"], sink=True, mask="causal")
     yield row("sink-window-softcap", cross, sink=True, mask="window-8", score="softcap-2")

@@ -126,6 +126,22 @@ def _dense_mask(case: Case, normal: Normal) -> dict[str, Tensor]:
     return {"dense": torch.rand(shape, generator=torch.Generator().manual_seed(0)) < 0.5}
 
 
+def _regions(case: Case, normal: Normal) -> dict[str, Tensor]:
+    """The region of each pixel of two kinds of an image's windows, of which one has a single region."""
+    place = torch.arange(max(case.seqlen_q, case.seqlen_k))
+    return {"regions": torch.stack([place * 0, place % 5 // 3 + 2 * (place >= len(place) // 2)]).int()}
+
+
+def _firsts(case: Case, normal: Normal) -> dict[str, Tensor]:
+    """The keys that every query sees, by batch element and head."""
+    count = case.batch * case.heads_q
+    return {"first": (torch.arange(count) * case.seqlen_k // max(count, 1)).view(case.batch, case.heads_q)}
+
+
+def _same_region(x: Inputs, b: Any, i: Any, j: Any) -> Any:
+    return x.leaves["regions"][b % 2, i] == x.leaves["regions"][b % 2, j]
+
+
 def _same(x: Inputs, i: Any, j: Any) -> Any:
     """Whether two positions are of one document."""
     return x.leaves["ids"][i] == x.leaves["ids"][j]
@@ -156,6 +172,11 @@ MASKS: dict[str | None, MaskKind] = {
         lambda x, b, h, i, j: (j <= i + x.off) & (j >= i + x.off - 15),
     ),
     "prefix": MaskKind(lambda x: tw.prefix(_first(x)), lambda x, b, h, i, j: (j <= i + x.off) | (j < _first(x))),
+    "prefix-of-each": MaskKind(
+        lambda x: tw.prefix(x.leaves["first"]),
+        lambda x, b, h, i, j: (j <= i + x.off) | (j < x.leaves["first"][b, h]),
+        _firsts,
+    ),
     "key-range": MaskKind(
         lambda x: tw.key_range(2, x.case.seqlen_k - 3),
         lambda x, b, h, i, j: (j >= 2) & (j < x.case.seqlen_k - 3) & (i >= 0),
@@ -184,6 +205,11 @@ MASKS: dict[str | None, MaskKind] = {
     "prefix-4096": MaskKind(lambda x: tw.prefix(4096), lambda x, b, h, i, j: (j <= i + x.off) | (j < 4096)),
     "keep-odd": MaskKind(
         lambda x: tw.keep(lambda b, h, i, j: (i + 2 * j + h) % 3 != 0), lambda x, b, h, i, j: (i + 2 * j + h) % 3 != 0
+    ),
+    "regions": MaskKind(
+        lambda x: tw.keep(lambda b, h, i, j: _same_region(x, b, i, j)),
+        lambda x, b, h, i, j: _same_region(x, b, i, j),
+        _regions,
     ),
     "window-or-first": MaskKind(
         lambda x: tw.window(left=7, right=0) | tw.key_range(0, 4),

@@ -422,11 +422,10 @@ def of_seen_keys(x: Tensor, seen: Tensor) -> Tensor:
     Args:
         seen: as :func:`seen_keys` returns it.
     """
-    wide = torch.int64  # its numbers are copied in a quarter of the time of bf16's
-    unit = wide.itemsize // x.element_size()
-    where = (x.data_ptr() // x.element_size(), x.shape[-1], *x.stride()[:-1])
-    narrow = x.stride(-1) != 1 or x.data_ptr() % x.element_size() or any(n % unit for n in where)
-    given = x if narrow else x.view(wide)
+    # Copying numbers of 64 bits takes about half the time of bf16's.
+    steps = (x.storage_offset(), x.shape[-1], *x.stride()[:-1])
+    fits = x.stride(-1) == 1 and not x.data_ptr() % 8 and not any(n * x.element_size() % 8 for n in steps)
+    given = x.view(torch.int64) if fits else x
     return torch.where(seen.mT.unsqueeze(-1), given, 0).contiguous().view(x.dtype)
 
 

@@ -253,6 +253,9 @@ def few() -> list[str]:
     return section("One key head on an H200", text, grid(rows, columns, speed))
 
 
+BLOCKS = "h200-triangle-blocks-by-predicate"
+
+
 def triangles() -> list[str]:
     """Triangle attention and its block, by the newest run."""
     found = load("triton-calls")
@@ -271,9 +274,11 @@ def triangles() -> list[str]:
     }
     block = grid(blocks, of_blocks, lambda case, of: found.value(run, case, of[0], "both", of[1]))
     rate = lambda d, case, who: found.value(run, case, who, d, "rate")  # noqa: E731
+    later = " and ".join(f"{found.value(BLOCKS, case, 'tilewise', 'both', 'time'):.1f}" for case in blocks.values())
     text = (
         "TFLOP/s of N rows of N queries in 4 heads with one bias for all rows, and its gradient; bf16 unless a row says fp32. The block "
-        f"has both nodes of AlphaFold 3, 128 channels in bf16 and a mask, forward and backward. {found.source(run)}"
+        f"has both nodes of AlphaFold 3, 128 channels in bf16 and a mask, forward and backward. {found.source(run)} Since then every tile "
+        f"asks the mask: tilewise's blocks took {later} ms. {found.source(BLOCKS)}"
     )
     tables = by_pass(alone, both | {"FlexAttention": "flex"}, rate, 0)
     return section("Triangle attention on an H200", text, *tables, titled("A block", block))

@@ -1,8 +1,8 @@
 """Shares of time beside shares of blocks: `python -m bench.shares --out FILE`, on a GPU.
 
 Patterns of random blocks of 128 × 128 with their diagonal, one for all heads (FlashAttention, figure 2, right): milliseconds of a forward
-and of a backward, beside no mask and beside a pattern that keeps every block. What is kept is judged on one head against
-float64 first.
+and of a backward, beside no mask and beside a pattern that keeps every block. Results of one head are judged against float64
+first.
 """
 
 from functools import partial
@@ -38,7 +38,7 @@ def gradients(who: str, mask: tw.Mask | None, inputs: list[Tensor], do: Tensor) 
 
 
 def check(who: str, d: int) -> None:
-    """Raise where a pattern of 4,096 tokens is wrong."""
+    """Raise if results under a pattern of 4,096 tokens are wrong."""
     inputs, mask = made(4096, 1, d), tw.block_sparse(pattern_of(4096, 0.125), BLOCK, BLOCK)
     do = torch.randn_like(inputs[0])
     exact, own = (

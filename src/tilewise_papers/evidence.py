@@ -188,9 +188,13 @@ def sparse_time() -> Found:
         f"{_percents(list(taken.values()))} {direction} by {who}" for (who, direction), taken in long.items()
     )
     for d, n in ((64, 65536), (128, 8192)):  # what falls short
-        taken = list(_shares(d, n).values())
-        share = min(x for x in taken[0] if x > LEAST_SHARE)
-        text += f"; at N {n:,}, D {d} {share:.1%} take {_percents([x[share] for x in taken])}"
+        taken = _shares(d, n)
+        share = min(x for x in taken["hopper", "forward"] if x > LEAST_SHARE)
+        times = [
+            f"{' and '.join(f'{taken[who, x][share]:.1%}' for x in page.PASSES)} ({who})"
+            for who in ("hopper", "triton")
+        ]
+        text += f"; with D {d} and N {n:,}, {share:.1%} of the blocks take {', '.join(times)}"
     over += [time / share for taken in long.values() for share, time in taken.items() if share > LEAST_SHARE]
     return Found(text, max(over) <= 1.15)
 

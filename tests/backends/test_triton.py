@@ -401,7 +401,8 @@ REGIONS = tw.keep(lambda b, h, i, j: i // 9 % 3 == j // 9 % 3)
 )
 def test_a_bias_by_descriptor_beside_loops_of_every_kind(monkeypatch, mask, pairs, lists, whole):
     monkeypatch.setattr(config, "WINDOW_PAIRS", pairs)
-    c = call(*qkv(nq=72, nk=72), mask=mask, score=tw.bias(normal(4, 72, 72).requires_grad_(lists or whole)))
+    bias = normal(4, 72, 72).requires_grad_(lists or whole)  # beside a trained one the last case is whole too
+    c = call(*qkv(nq=72, nk=72), mask=mask, score=tw.bias(bias))
     plan = Plan(c.p, OTHER_TILES["tma"])
     assert (plan.lists, plan.whole) == (lists, whole)
     assert plan.pair_leaf[0] is not None

@@ -235,7 +235,8 @@ def test_rows_of_keys_that_nobody_sees_become_zeros(seen_shape, columns, first):
     x = torch.randn(2, 3, 70, columns + 8).transpose(1, 2)[..., first : first + columns].bfloat16()
     seen = torch.rand(*seen_shape, 70, generator=torch.Generator().manual_seed(1)) < 0.6
     x.masked_fill_(~seen.mT.unsqueeze(-1), torch.nan)
-    for rows in (x, x.contiguous(), x.float(), x.half()[..., :-1]):
+    odd = torch.frombuffer(bytearray(4096), dtype=torch.bfloat16, offset=2)[3 : 3 + 2 * 70 * 3 * 4].view(2, 70, 3, 4)
+    for rows in (x, x.contiguous(), x.float(), x.half()[..., :-1], odd):
         found = of_seen_keys(rows, seen)
         assert found.is_contiguous()
         assert torch.equal(found, torch.where(seen.mT.unsqueeze(-1), rows, 0))

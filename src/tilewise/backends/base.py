@@ -399,7 +399,7 @@ class PerTensors:
 
 
 def is_known_to_hide_none(memory: Tensor, seen: Callable[[], Tensor]) -> bool:
-    """Return whether the device has told that some query sees every key; only a mask that comes again is asked.
+    """Return whether the device has reported that every key is seen by some query; only a mask that comes again is asked.
 
     Args:
         memory: what is kept of the mask; the answer becomes an attribute of it.

@@ -425,8 +425,10 @@ def of_seen_keys(x: Tensor, seen: Tensor) -> Tensor:
     # Copying numbers of 64 bits takes about half the time of bf16's.
     steps = (x.storage_offset(), x.shape[-1], *x.stride()[:-1])
     fits = x.stride(-1) == 1 and not x.data_ptr() % 8 and not any(n * x.element_size() % 8 for n in steps)
-    given = x.view(torch.int64) if fits else x
-    return torch.where(seen.mT.unsqueeze(-1), given, 0).contiguous().view(x.dtype)
+    both = x, torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    given, made = (t.view(torch.int64) for t in both) if fits else both
+    torch.where(seen.mT.unsqueeze(-1), given, devices.indices(x.device, 1)[0], out=made)
+    return both[1]
 
 
 def _seen_keys(grid: Grid, group: int) -> Tensor:

@@ -90,14 +90,19 @@ def sheet_parts(
 def pair_parts(problem: Problem) -> tuple[SheetPart, ...]:
     """Return the parts of dS and P that are kept in turn: of as many heads, or of as many batch elements of one, as fit into
     :func:`sheet_memory`; none where one of one does not."""
-    (queries, keys), batch = _rounded(problem), problem.batch
-    of_one = 2 * problem.group * queries * keys * problem.dtype.itemsize
-    room = sheet_memory(problem) // of_one if batch and of_one else 0
+    room, batch = pair_room(problem), problem.batch
     if not room:
         return ()
     heads, batches = divisor(problem.heads_k, max(room // batch, 1)), min(room, batch)
-    starts = product(range(0, problem.heads_k, heads), range(0, batch, batches))
+    starts, keys = product(range(0, problem.heads_k, heads), range(0, batch, batches)), _rounded(problem)[1]
     return tuple(SheetPart(b, min(batches, batch - b), h, heads, 0, keys) for h, b in starts)
+
+
+def pair_room(problem: Problem) -> int:
+    """Return of how many key heads dS and P fit into :func:`sheet_memory`, counting those of each batch element."""
+    queries, keys = _rounded(problem)
+    of_one = 2 * problem.group * queries * keys * problem.dtype.itemsize
+    return sheet_memory(problem) // of_one if problem.batch and of_one else 0
 
 
 def _rounded(problem: Problem) -> tuple[int, int]:

@@ -202,8 +202,8 @@ class MaskPlan(ScorePlan):
         return all(tuple(x.stride) == contiguous_strides(x.shape) for x in each)
 
     def of_seen_keys(self, memory: Tensor, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Those that are :attr:`zeroed`, with zeros for keys that no query sees; as they are once the device has told that there are
-        none."""
+        """Those that are :attr:`zeroed`, with zeros for keys that no query sees; as they are once the device has reported that there
+        are none."""
         seen = masks.seen_of(memory, self.first_bits)
         known = is_known_to_hide_none(memory, lambda: seen)
         if known and self.contiguous and not any(x.data_ptr() % ALIGNED for x in tensors.values()):

@@ -47,9 +47,8 @@ class Call:
         operands = {name: unit_last(x) for name, x in given.items()}
         if plan.problem.quantised:
             operands |= {name: by_twos(operands[name]) for name in ("k", "v")}
-        if plan.zeroed:  # by P and dS, which are 0 there, are multiplied V in a forward and K in a backward
-            name = "v" if do is None else "k"
-            operands[name] = zeroed(plan, inputs, operands[name])
+        if plan.zeroed:
+            operands |= zeroed(plan, inputs, operands)
         if plan.terms > 1:
             operands = split_into_terms(plan, operands)
         pair = None if plan.pair_leaf is None else inputs.leaves[plan.pair_leaf[0]]
@@ -88,11 +87,10 @@ class Call:
         """Runs launches that the plan keeps, or makes by ``new``.
 
         Args:
-            key: tells them from the plan's others, beside the strides of dO and alignments, which may differ from call to call.
+            key: tells them from the plan's others, beside strides and alignments, which may differ: k and v may be copies.
             named: tensors beside those of every launch.
         """
-        do = self.operands.get("do")
-        key = key, self.aligned, None if do is None else do.stride()
+        key = key, self.aligned, tuple([x.stride() for x in self.operands.values()])
         tensors = self.named | named
         aligned = self.all_aligned and runtime.aligned(named.values())
         for launch in self.plan.launches.of(key, lambda: new(self)):
@@ -152,13 +150,18 @@ def by_twos(x: Tensor) -> Tensor:
     return x.view(torch.int16)
 
 
-def zeroed(plan: Plan, inputs: Inputs, x: Tensor) -> Tensor:
-    """k or v with zeros for keys that no query sees; as it is once the device has told that there are none
-    (docs/decisions.md#triton-zeroed-keys)."""
-    seen = plan.seen_keys.of("seen", plan.mask_leaves(inputs), lambda: new_seen_keys(plan.problem, inputs))
-    if is_known_to_hide_none(seen, lambda: seen) and x.is_contiguous():
-        return x
-    return of_seen_keys(x, seen)
+def zeroed(plan: Plan, inputs: Inputs, operands: dict[str, Tensor]) -> dict[str, Tensor]:
+    """v in a forward, where P multiplies it, and k in a backward, where dS does, with zeros for keys that no query sees; as it is once the
+    device has reported that there are none, if descriptors may read it (docs/decisions.md#triton-zeroed-keys)."""
+    name = "k" if "do" in operands else "v"
+    x, seen = (
+        operands[name],
+        plan.seen_keys.of("seen", plan.mask_leaves(inputs), lambda: new_seen_keys(plan.problem, inputs)),
+    )
+    unaligned = [n for n in x.stride()[:-1] if n * x.element_size() % 16]
+    if is_known_to_hide_none(seen, lambda: seen) and runtime.aligned((x,)) and not unaligned:
+        return {}
+    return {name: of_seen_keys(x, seen)}
 
 
 def new_seen_keys(problem: Problem, inputs: Inputs) -> Tensor:

@@ -23,6 +23,7 @@ from tilewise.backends.triton.sheet import (
     SheetPart,
     is_too_wide,
     pair_parts,
+    pair_room,
     sheet_parts,
     sheet_tiles,
     splits_of_sum,
@@ -149,13 +150,11 @@ class TileDecisions(Decisions):
         """Whether kernels walk over lists of tiles, as they do for a predicate.
 
         They do not where sequences are short, as in windows of an image: listing their few tiles costs more than visiting them. Nor where
-        keys alone are hidden and dS is kept.
+        the mask is of keys alone and dS is kept.
         """
-        region = self.problem.spec.region
-        if region.predicate is None or self.problem.packed or self.problem.paged:
+        if self.problem.spec.region.predicate is None or self.problem.packed or self.problem.paged:
             return False
-        of_keys = bool(self._parts) and not expr.depends_on(*region.parts) & {"i", "h"}
-        return not (self.whole and (is_short(self.problem) or of_keys))
+        return not (self.whole and (is_short(self.problem) or self._may_keep))
 
     @cached_property
     def whole(self) -> bool:
@@ -167,21 +166,40 @@ class TileDecisions(Decisions):
 
     @cached_property
     def zeroed(self) -> bool:
-        """Whether k and v are read as copies with zeros for keys that no query sees (docs/decisions.md#triton-zeroed-keys): so descriptors
-        read all tiles of a predicate, and dS can be kept beside every mask."""
+        """Whether V in a forward, and K in a backward, is a copy with zeros for keys that no query sees
+        (docs/decisions.md#triton-zeroed-keys): so descriptors may read all tiles of a predicate, and dS can be kept."""
         problem, config = self.problem, self.config
-        if problem.packed or isinstance(config, PagedConfig):
+        if problem.packed or isinstance(config, PagedConfig) or not self._hides_keys:
             return False
         described = problem.spec.region.predicate is not None and all(x.tma for x in config.passes.values())
-        return (described or bool(self._parts)) and self._hides_keys
+        return described or self._may_keep
 
     @property
     def _hides_keys(self) -> bool:
         """Whether tiles that are visited may have keys that no query sees."""
-        problem, tile = self.problem, None
-        if not (isinstance(self.config, PagedConfig) or is_short(self.problem) or self._parts):
-            tile = tuple(max(getattr(x, side) for x in self.config.passes.values()) for side in ("tile_m", "tile_n"))
-        return may_hide_keys(problem.spec.region, (problem.seqlen_q, problem.seqlen_k), tile)
+        region, lengths = self.problem.spec.region, (self.problem.seqlen_q, self.problem.seqlen_k)
+        if not may_hide_keys(region, lengths):
+            return False
+        if isinstance(self.config, PagedConfig) or is_short(self.problem) or self._may_keep:
+            return True
+        sides = (max(getattr(x, side) for x in self.config.passes.values()) for side in ("tile_m", "tile_n"))
+        return may_hide_keys(region, lengths, tuple(sides))
+
+    @property
+    def _may_keep(self) -> bool:
+        """Whether a backward keeps tiles of pairs, if descriptors may read every key: not beside a long predicate of more than keys, which
+        is listed. P beside dS asks no more than a comparison, so that all lengths have one decision."""
+        region = self.problem.spec.region
+        of_pairs = region.predicate is not None and bool(expr.depends_on(*region.parts) & {"i", "h"})
+        if (of_pairs and not is_short(self.problem)) or not self._keeps_some:
+            return False
+        return pair_room(self.problem) > 0 if self.keeps_pairs else bool(self._parts)
+
+    @property
+    def _keeps_some(self) -> bool:
+        """Whether the problem is of a kind whose backward may keep tiles of pairs."""
+        problem = self.problem
+        return problem.spec.needs_grad and not (problem.packed or problem.paged or isinstance(self.config, PagedConfig))
 
     @property
     def keeps_pairs(self) -> bool:
@@ -209,7 +227,7 @@ class TileDecisions(Decisions):
     def _parts(self) -> tuple[SheetPart, ...]:
         """:attr:`sheet`, whatever the mask."""
         problem, emitted = self.problem, self.emitted
-        if problem.packed or problem.paged or isinstance(self.config, PagedConfig) or not problem.spec.needs_grad:
+        if not self._keeps_some:
             return ()
         if self.keeps_pairs:
             return pair_parts(problem)

@@ -19,7 +19,7 @@ Where descriptors may read every tile (``FACTS.whole``) and none are listed, all
 branch that a whole program takes or does not take. Elsewhere the full tiles are one loop and the partial ones, at both ends,
 another. The full loop comes first: with the partial loop first, ptxas makes every matrix product of the full one wait for
 itself (docs/decisions.md#triton-one-loop). One loop for each end would cost registers. A predicate's tiles come as two lists,
-the full ones first too; in short sequences all of them are partial, and in one loop (docs/decisions.md#triton-windows).
+the full ones first too; where none are listed, all are partial, and in one loop (docs/decisions.md#triton-windows).
 
 Keys are split, and heads share a tile, in :mod:`paged` alone.
 """
@@ -173,7 +173,8 @@ def key_block(n0, state, beside, partial, FACTS: tl.constexpr):
         with_pair_tile(work, query.pairs, query.head, query.m0, n0, OVER_KEYS=False, FACTS=FACTS), query.m0, n0, FACTS
     )
     seen = ()
-    # Before the loads, so that V's need not wait for a product; where all rows of V are read, kept pairs would wait in registers.
+    # Before the loads, so that V's need not wait for a product. Where all rows of V are read, kept pairs wait in registers, so they come
+    # later, but not of listed tiles: beside documents 255 registers spilled (D 64, sm_90a).
     if FACTS.lists or not FACTS.whole:
         seen = pairs_of_predicate(j, query, work, partial, FACTS)
     # K: (tile_n, head_dim), V: (tile_n, head_dim_v), in the inputs' dtype.

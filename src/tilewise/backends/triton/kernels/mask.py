@@ -1,9 +1,9 @@
 """The tiles that a program visits, and the pairs of a tile that count: the mask's intervals, lists of tiles, and dropout.
 
 A mask is an interval of keys for each query, ``[lo, hi)``, and the same set as an interval of queries for each key,
-``[first, last)``; where it has a predicate too, the tiles to visit come as lists (docs/algorithm.md#10-masks-and-tiles), but in windows
-of an image, which have few (docs/decisions.md#triton-windows). The ends are emitted functions, ``FACTS.lo`` and so on, None where the
-mask does not bound that end.
+``[first, last)``. Where it has a predicate too, the tiles to visit come as lists (docs/algorithm.md#10-masks-and-tiles), unless sequences
+are short (docs/decisions.md#triton-windows) or keys alone are hidden and dS is kept. The ends are emitted functions, ``FACTS.lo`` and so
+on, None where the mask does not bound that end.
 """
 
 import triton
@@ -61,7 +61,7 @@ def block_ranges(at, end, start_a, stop_a, start_b, stop_b, TILE: tl.constexpr, 
     # Ends never decrease, so the first row sees the first key of all rows and the last row the last one.
     first = start_a // TILE
     last = tl.maximum((stop_b + TILE - 1) // TILE, first)
-    if not FACTS.sheet:  # kept dS is written, as 0, also between keys that a tile's rows see: it is read there
+    if not FACTS.sheet:  # a kept tile of dS is read even where no row sees a key of it, so it is written as 0
         last = tl.where(stop_b > start_a, last, first)
     # A full block begins at or after the last row's start, and ends at or before the first row's stop.
     full = tl.minimum(tl.maximum((start_b + TILE - 1) // TILE, first), last)

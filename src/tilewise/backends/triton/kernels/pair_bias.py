@@ -58,7 +58,8 @@ def sheet_kernel(
 
     Programs whose tiles of dS are added up to one take turns at it, key tile by key tile: each reads the others' dS just when they
     do, so that it comes from memory once. They make several partial sums, one for each split, where the gradient has too few tiles to keep
-    the device busy. Rows and columns of a mask agree on which tiles there are (:func:`mask.block_ranges`).
+    the device busy. Every tile that rows read here was written by the pass over keys
+    (:func:`mask.block_ranges`).
     Grid: as in :func:`backward.dq_kernel`.
 
     Args:
@@ -78,6 +79,7 @@ def sheet_kernel(
     at = b - sizes.batches[0] if FACTS.adds else b  # the first sheet has the first batch elements
     to_b, batches = (at * 0, sizes.batches[1]) if LOOP_B else (at, at * 0 + 1)
     to_h, heads = (sizes.heads[0] * group, sizes.heads[1] * group) if LOOP_H else (head, head * 0 + 1)
+    of_sum = to_b, to_h, heads
     # Of the `turns` programs of a split, this one stores the tiles n with n % turns == turn.
     turn = (at - to_b) * heads + (head - to_h)
     split = turn // sizes.splits[0]
@@ -104,20 +106,15 @@ def sheet_kernel(
         dq = accumulate(tl.trans(ds), tile, dq, FACTS)  # dQ += dS K, (tile_m, head_dim) fp32
         if GRAD is not None:  # noqa: SIM102 - of compile time
             if n % turns == turn:
-                store_sheet_sum(
-                    m0, n0, to_b, to_h, heads, split, turns, step, tensors, sizes, scales, work, GRAD, FACTS
-                )
+                store_sheet_sum(m0, n0, of_sum, (split, turns, step), tensors, sizes, scales, work, GRAD, FACTS)
     if GRAD is not None:
         others = turns if FACTS.varies else 0
-        for t in range(
-            first - start + stop - last
-        ):  # tiles that no row sees, unless those of other heads or sequences do: zeros
+        # Tiles that this program's rows do not see: zeros, or what other heads and sequences see there.
+        for t in range(first - start + stop - last):
             n = tl.where(t < first - start, start + t, last + t - (first - start))
             if n % turns == turn:
                 n0 = n * FACTS.tile_n
-                store_sheet_sum(
-                    m0, n0, to_b, to_h, heads, split, others, step, tensors, sizes, scales, work, GRAD, FACTS
-                )
+                store_sheet_sum(m0, n0, of_sum, (split, others, step), tensors, sizes, scales, work, GRAD, FACTS)
 
     token = tl.cast(b, tl.int64) * sizes.seqlen_q
     row = sizes.heads_q * FACTS.head_dim
@@ -147,14 +144,15 @@ def added_rows(tiles, pointer, row, first, left, FACTS: tl.constexpr):
 
 
 @triton.jit
-def store_sheet_sum(
-    m0, n0, b, head, heads, split, count, step, tensors, sizes, scales, work, GRAD: tl.constexpr, FACTS: tl.constexpr
-):
-    """Stores the sum of a split's ``count`` tiles of dS at (m0, n0), each ``step`` elements behind the one before.
+def store_sheet_sum(m0, n0, of_sum, part, tensors, sizes, scales, work, GRAD: tl.constexpr, FACTS: tl.constexpr):
+    """Stores the sum of some tiles of dS at (m0, n0).
 
     Args:
-        b, head: the first batch element of the sum, of those of the launch, and its first head, of ``heads``.
+        of_sum: its first batch element, of those of the launch, its first head, and how many heads it has.
+        part: the split, how many tiles it has, and the elements from one tile to the next.
     """
+    b, head, heads = of_sum
+    split, count, step = part
     i = m0 + tl.arange(0, FACTS.tile_m)
     j = n0 + tl.arange(0, FACTS.tile_n)
     total = tl.full([FACTS.tile_n, FACTS.tile_m], 0.0, tl.float32)

@@ -152,6 +152,6 @@ def seen(problem: Problem, extras: Sequence[Tensor], sharing: int) -> Tensor:
     return found.expand(seen_shape(problem.spec.region, shape, sharing)).contiguous()
 
 
-def seen_of(memory: Tensor, tiles: BitsOf | None) -> Tensor:
+def seen_of(memory: Tensor, layout: Layout | None) -> Tensor:
     """:func:`seen` as it lies in the memory of tiles; None: in a memory of its own."""
-    return tiles.layout(True).seen_in(memory) if tiles else memory
+    return layout.seen_in(memory) if layout else memory

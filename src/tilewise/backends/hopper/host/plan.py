@@ -23,7 +23,7 @@ from tilewise.backends.hopper.parameters import SCORES
 from tilewise.backends.hopper.tables import Line, line_of
 from tilewise.caching import cached_property
 from tilewise.dropout import keep_scale, threshold
-from tilewise.planning.bit_tiles import may_hide_keys
+from tilewise.planning.bit_tiles import Layout, may_hide_keys
 from tilewise.planning.planner import Making
 from tilewise.planning.tiles import of_seen_keys
 from tilewise.problem import Problem, TensorFacts
@@ -176,10 +176,11 @@ class MaskPlan(ScorePlan):
         """What each pass reads of a mask with a bit for each pair, by the name of its memory."""
         return {}
 
-    @property
-    def first_bits(self) -> masks.BitsOf | None:
-        """Those in whose memory lies which keys are seen; None: in a memory of its own."""
-        return next(iter(self.bits.values()), None)
+    @cached_property
+    def layout_of_seen(self) -> Layout | None:
+        """The layout of the memory, of the first :attr:`bits`, that says which keys are seen too; None: a memory of its own says it."""
+        first = next(iter(self.bits.values()), None)
+        return first and first.layout(True)
 
     @cached_property
     def keeps(self) -> tuple[str, ...]:
@@ -204,11 +205,12 @@ class MaskPlan(ScorePlan):
     def of_seen_keys(self, memory: Tensor, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Those that are :attr:`zeroed`, with zeros for keys that no query sees; as they are once the device has reported that there
         are none."""
-        seen = masks.seen_of(memory, self.first_bits)
-        known = is_known_to_hide_none(memory, lambda: seen)
+        seen = partial(masks.seen_of, memory, self.layout_of_seen)
+        known = is_known_to_hide_none(memory, seen)
         if known and self.contiguous and not any(x.data_ptr() % ALIGNED for x in tensors.values()):
             return tensors
-        return {name: of_seen_keys(x, seen) for name, x in tensors.items()}
+        kept = seen()
+        return {name: of_seen_keys(x, kept) for name, x in tensors.items()}
 
     def kept(self, extras: Sequence[Tensor]) -> Sequence[Tensor]:
         """The memories that are kept of the mask's tensors, in the order of their names."""

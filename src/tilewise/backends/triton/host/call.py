@@ -154,10 +154,8 @@ def zeroed(plan: Plan, inputs: Inputs, operands: dict[str, Tensor]) -> dict[str,
     """v in a forward, where P multiplies it, and k in a backward, where dS does, with zeros for keys that no query sees; as it is once the
     device has reported that there are none, if descriptors may read it (docs/decisions.md#triton-zeroed-keys)."""
     name = "k" if "do" in operands else "v"
-    x, seen = (
-        operands[name],
-        plan.seen_keys.of("seen", plan.mask_leaves(inputs), lambda: new_seen_keys(plan.problem, inputs)),
-    )
+    x, leaves = operands[name], plan.mask_leaves(inputs)
+    seen = plan.seen_keys.of("seen", leaves, lambda: new_seen_keys(plan.problem, inputs))
     unaligned = [n for n in x.stride()[:-1] if n * x.element_size() % 16]
     if is_known_to_hide_none(seen, lambda: seen) and runtime.aligned((x,)) and not unaligned:
         return {}

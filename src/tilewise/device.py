@@ -295,7 +295,7 @@ class Later:
             if is_captured():
                 return False
             found = compute()
-            if found.is_meta:
+            if found.is_meta:  # launches are only listed
                 return False
             self._told = torch.full((), self.UNKNOWN, dtype=torch.uint8, pin_memory=found.is_cuda)
             self._told.copy_(found, non_blocking=True)

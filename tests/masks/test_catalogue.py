@@ -201,15 +201,13 @@ def test_the_row_form_is_the_column_form_and_holds_the_mask(drawn):
     rows, columns = intervals(mask, nq, nk)
     assert torch.equal(rows, columns)
     # An end by columns counts rows by their end, also of keys that no row sees: kept dS is written where it will be read.
-    (lo, hi), (first, last) = (
-        f(torch.arange(n))
-        for f, n in ((grid_of(mask, nq, nk).key_interval, nq), (grid_of(mask, nq, nk).query_interval, nk))
-    )
+    grid = grid_of(mask, nq, nk)
+    (lo, hi), (first, last) = grid.key_interval(torch.arange(nq)), grid.query_interval(torch.arange(nk))
     for ends, counted in ((first, hi), (last, lo)):
         assert torch.equal(*torch.broadcast_tensors(ends, (counted.unsqueeze(-1) <= torch.arange(nk)).sum(-2)))
     kept = matrix(mask, nq, nk)
     assert not bool((kept & ~rows).any())
-    if grid_of(mask, nq, nk).region.predicate is None:
+    if grid.region.predicate is None:
         assert torch.equal(kept, rows)
 
 

@@ -493,7 +493,7 @@ WHOLE_OWNED, WHOLE_STREAMED = 64, 32
 def within_blocks(kernel: str, tiles: Tiles, blocks: tuple[int, int]) -> Tiles:
     """Return ``tiles`` no larger than the blocks on which a predicate is constant, if these are large enough.
 
-    A tile in several blocks is partial, and takes eight times as long as a full one (docs/decisions.md#triton-block-tiles).
+    A tile in several blocks is partial, and takes two to five times as long as a full one (docs/decisions.md#triton-block-tiles).
 
     Args:
         blocks: their rows and keys; 0 means any size.

@@ -142,7 +142,7 @@ class Call:
         """The lists of a predicate's tiles, and their strides; the same again while the mask's tensors are the same, unchanged."""
         plan = self.plan
         key, leaves = (tiles.tile_m, tiles.tile_n, by_columns), plan.mask_leaves(self.inputs)
-        return plan.tile_lists.of(key, leaves, lambda: new_tile_lists(plan.problem, self.inputs, tiles, by_columns))
+        return plan.of_mask.of(key, leaves, lambda: new_tile_lists(plan.problem, self.inputs, tiles, by_columns))
 
 
 def by_twos(x: Tensor) -> Tensor:
@@ -155,7 +155,7 @@ def zeroed(plan: Plan, inputs: Inputs, operands: dict[str, Tensor]) -> dict[str,
     device has reported that there are none, if descriptors may read it (docs/decisions.md#triton-zeroed-keys)."""
     name = "k" if "do" in operands else "v"
     x, leaves = operands[name], plan.mask_leaves(inputs)
-    seen = plan.seen_keys.of("seen", leaves, lambda: new_seen_keys(plan.problem, inputs))
+    seen = plan.of_mask.of("seen", leaves, lambda: new_seen_keys(plan.problem, inputs))
     unaligned = [n for n in x.stride()[:-1] if n * x.element_size() % 16]
     if is_known_to_hide_none(seen, lambda: seen) and runtime.aligned((x,)) and not unaligned:
         return {}

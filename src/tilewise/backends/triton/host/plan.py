@@ -259,14 +259,13 @@ class Plan(TileDecisions):
 
     Attributes:
         record: takes every launch in its place, where launches are to be listed and not run.
-        launches: what :meth:`call.Call.run` made. tile_lists: lists of a predicate's tiles. seen_keys: which keys some query sees.
+        launches: what :meth:`call.Call.run` made. of_mask: what was made of a mask's tensors, lists of tiles and which keys are seen.
         lines: ``Emitted.lines`` by device. indices: at which elements of a leaf the distances of a read by distance are read.
     """
 
     record: Callable[..., None] | None = None
     launches: Memo[tuple, Sequence[KernelLaunch]] = field(default_factory=Memo)
-    tile_lists: PerTensors = field(default_factory=PerTensors)
-    seen_keys: PerTensors = field(default_factory=PerTensors)
+    of_mask: PerTensors = field(default_factory=PerTensors)
     lines: Memo[torch.device, tuple[Tensor, ...]] = field(default_factory=Memo)
     indices: Memo[tuple, list[Tensor]] = field(default_factory=Memo)
     DECIDED: ClassVar[tuple[str, ...]] = ("wide", "emitted", "extents", "zeroed", "whole", "pair_leaf")

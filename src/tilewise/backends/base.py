@@ -338,8 +338,21 @@ _NOTHING = object()  # what was made may be None
 _NEVER = _NOTHING, (), None  # of tensors of which nothing was made
 
 
+def _owner(t: Tensor) -> Tensor:
+    """Return the tensor of which t is a view, or t."""
+    return t if t._base is None else t._base
+
+
+def _place(key: Any, tensors: Sequence[Tensor]) -> tuple:
+    return key, *[(id(_owner(t)), t.stride()) for t in tensors]
+
+
 class PerTensors:
     """Memory of what was made of some tensors, while they are the same ones, unchanged; forgotten when one of them is gone.
+
+    A view counts as the same where it shows the same of one tensor, since callers make it anew at each call (``mask[:, None, None]``). What
+    was made of another length of that view is forgotten, or a buffer that is cut to each call's length would collect them
+    (docs/decisions.md#repeated-calls).
 
     Nothing is kept of inference tensors, which count no versions, and of those that a compiled graph makes itself
     (:func:`tilewise.caching.keep_track`). Another CUDA stream waits for what one has made. While a CUDA graph
@@ -353,12 +366,12 @@ class PerTensors:
     LIMIT = 4096  # entries: what was made of no tensor outlives all tensors, and every length of a call makes another
 
     def __init__(self):
-        # By key and the tensors' ids, so that masks of one text take turns.
+        # By key and what tells the tensors apart, so that masks of one text take turns.
         self._found: dict[Hashable, tuple[Any, list, Ready]] = {}
         self.captured: dict[int, Any] = {}
 
     def of(self, key: Any, tensors: Sequence[Tensor], make: Callable[[], Any]) -> Any:
-        capturing, warming, place = is_captured(), is_warming_up(), (key, *map(id, tensors))
+        capturing, warming, place = is_captured(), is_warming_up(), _place(key, tensors)
         anew = bool(tensors) and (capturing or warming)
         found = _NOTHING if anew else self._kept(place, tensors)
         if found is not _NOTHING:
@@ -372,14 +385,14 @@ class PerTensors:
 
     def kept(self, key: Any, tensors: Sequence[Tensor]) -> Any:
         """The thing that was made of these tensors, unchanged since; None: nothing is kept."""
-        found = self._kept((key, *map(id, tensors)), tensors)
+        found = self._kept(_place(key, tensors), tensors)
         return None if found is _NOTHING else found
 
     def _kept(self, place: Hashable, tensors: Sequence[Tensor]) -> Any:
         """The thing that was made of these tensors, unchanged since, or _NOTHING."""
         made, known, ready = self._found.get(place, _NEVER)
-        for t, (x, then) in zip(tensors, known, strict=False):
-            if x() is not t or edition(t) != then:
+        for t, (x, shape, then) in zip(tensors, known, strict=False):
+            if x() is not _owner(t) or t.shape != shape or edition(t) != then:
                 return _NOTHING
         if ready is not None:
             ready.await_here()
@@ -392,7 +405,7 @@ class PerTensors:
             now = edition(t)
             if now is None or not is_tracked(t):
                 return
-            known.append((weakref.ref(t, lambda _: found.pop(place, None)), now))
+            known.append((weakref.ref(_owner(t), lambda _: found.pop(place, None)), t.shape, now))
         if len(found) >= self.LIMIT:
             found.clear()
         found[place] = made, known, Ready(tensors_in(made))

@@ -826,6 +826,40 @@ def test_each_tensor_travels_once():
     assert parse_spec(text).sink_slot == 0
 
 
+def leaves_of(q, bias, **options):
+    return assemble(q, q, q, Options(score=tw.bias(bias), **options))[0]
+
+
+@pytest.mark.parametrize("sink", [False, True], ids=["brief", "sink"])
+def test_a_bias_of_pairs_is_read_in_rows_of_unit_stride_at_multiples_of_16_bytes(sink):
+    q = torch.empty(2, 37, 4, 16, device="meta", dtype=torch.bfloat16)
+    more = {"sink": torch.empty(4, device="meta")} if sink else {}
+    z = torch.empty(37, 37, 4, device="meta", dtype=torch.bfloat16)
+    for bias in (z.permute(2, 0, 1), z.view(4, 37, 37), z.permute(2, 0, 1)[None]):
+        found = leaves_of(q, bias, **more)[-1]
+        assert (found.shape, found.stride()[-2:]) == (bias.shape, (40, 1))
+    assert leaves_of(q, z.permute(2, 0, 1).float(), **more)[-1].stride() == (37 * 40, 40, 1)
+    wide = torch.empty(4, 37, 48, device="meta", dtype=torch.bfloat16)[..., :37]
+    for bias in (wide, z[:, 0, 0].expand(37, 37), z[:, :1, 0], torch.empty(4, 50, 50, device="meta")):
+        assert leaves_of(q, bias, **more)[-1] is bias
+    bias = z.permute(2, 0, 1)
+    assert leaves_of(q, bias, **more, wrt=(bias,))[-1] is bias, "its gradient is found by it"
+    one = z[:1, :1].permute(2, 0, 1)
+    assert leaves_of(q[:, :1], one, **more)[-1] is one
+
+
+def test_a_bias_as_a_projection_leaves_it_has_the_gradient_of_a_contiguous_one():
+    q, k, v = (x.requires_grad_() for x in inputs().values())
+    z = normal(8, 8, 4).requires_grad_()
+
+    def gradients(bias):
+        o = tw.attention(q, k, v, score=tw.bias(bias))
+        return o, *torch.autograd.grad(o.square().sum(), (q, k, v, z))
+
+    found, expected = gradients(z.permute(2, 0, 1)), gradients(z.permute(2, 0, 1).contiguous())
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
 def test_no_gradient_is_asked_for_without_autograd():
     x = inputs()
     x["q"].requires_grad_()

@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tilewise import expr, masks
@@ -258,7 +259,7 @@ def assemble(q: Tensor, k: Tensor, v: Tensor, o: Options) -> tuple[list[Tensor],
     page_slots = () if o.block_table is None else extras.slots((o.block_table, o.seqlens_k))
     scale_slots = () if o.k_scale is None else extras.slots((o.k_scale, o.v_scale))
     mask_slots = extras.slots(_there(kept.leaves, q))
-    score_slots = extras.slots(_there(scored.leaves, q))
+    score_slots = extras.slots(_in_rows(_there(scored.leaves, q), q, k, o.wrt))
     tensors = extras.tensors
     grad_slots, needs_grad = _wanted(q, k, v, tensors, o.wrt)
     deterministic = torch.are_deterministic_algorithms_enabled() if o.deterministic is None else o.deterministic
@@ -291,6 +292,30 @@ def _there(leaves: Sequence[Tensor], q: Tensor) -> Sequence[Tensor]:
     if not torch.compiler.is_compiling():
         return leaves
     return [x if x.ndim or x.device == q.device else x.to(q.device) for x in leaves]
+
+
+def _in_rows(leaves: Sequence[Tensor], q: Tensor, k: Tensor, wrt: Sequence[Tensor] | None = None) -> Sequence[Tensor]:
+    """Return a score's leaves, those with a number for each pair as copies whose rows lie as kernels read whole tiles of them, unless they
+    do already (docs/decisions.md#biases-in-rows). The leaves that ``wrt`` names stay, as their gradients are found by them."""
+    pairs = [x.shape[-3] for x in (q, k) if x.ndim > 2]
+    if wrt:
+        return leaves
+    return [_rows_of_pairs(x) if x.ndim > 1 and list(x.shape[-2:]) == pairs else x for x in leaves]
+
+
+def _rows_of_pairs(x: Tensor) -> Tensor:
+    columns = x.shape[-1]
+    if type(x) not in _TENSORS or columns < 2:
+        return x
+    # A GPU's copy engine reads from multiples of 16 bytes.
+    unit = 1 if x.device.type == "cpu" else 16 // x.element_size()
+    *strides, last = [n for size, n in zip(x.shape, x.stride(), strict=True) if size > 1]
+    if not (last and all(strides)):  # a copy of what is expanded would be as large as it says
+        return x
+    if last == 1 and not any(n % unit for n in strides):
+        return x
+    x = x.contiguous()
+    return F.pad(x, (0, -columns % unit))[..., :columns] if columns % unit else x
 
 
 def _wanted(
@@ -387,7 +412,7 @@ def brief(q: Tensor, k: Tensor, v: Tensor, words: Words) -> tuple[list[Tensor], 
         return [], _brief_text(said, needs_grad)
     extras = Extras()
     mask_slots = extras.slots(mask.leaves) if mask is not None else ()
-    score_slots = extras.slots(score.leaves) if score is not None else ()
+    score_slots = extras.slots(_in_rows(score.leaves, q, k)) if score is not None else ()
     tensors = extras.tensors
     grad_slots = tuple([n for n in range(len(tensors)) if tensors[n].requires_grad]) if grads else ()
     return tensors, _brief_text(said, needs_grad or bool(grad_slots), (grad_slots, mask_slots, score_slots))

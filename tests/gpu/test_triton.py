@@ -68,6 +68,17 @@ def test_wide_rows_of_fp32_agree_with_the_oracle(options, d):
     agree(Triton(), call(q, k, v, **options()))
 
 
+@pytest.mark.parametrize("n", [72, 77])
+@pytest.mark.parametrize("of_batch", [False, True], ids=["shared", "own"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_bias_as_a_projection_leaves_it_is_read_in_rows(dtype, of_batch, n):
+    q, k, v = on_gpu(*qkv(batch=3, nq=n, nk=n, hq=4, hk=4, d=32, dv=32, dtype=dtype))
+    bias = normal(*[3] * of_batch, n, n, 4).to("cuda", dtype).requires_grad_().movedim(-1, -3)
+    c = call(q, k, v, score=tw.bias(bias), mask=tw.key_lengths(torch.tensor([n, 0, n - 9], device="cuda")))
+    assert c.t.leaves[-1].stride()[-2:] == (-(-n // 8) * 8, 1)
+    agree(Triton(), c)
+
+
 @pytest.mark.parametrize(("batch", "heads_k"), [(8, 32), (32, 8)], ids=["one-row", "group"])
 def test_one_query_of_fp32_over_many_keys_is_as_exact_as_eager_attention(batch, heads_k):
     """So many programs that no keys are split: a chain of sums over all of them would show."""

@@ -1,7 +1,7 @@
 """cuEquivariance 0.13's triangle attention and attention with a pair bias over tilewise's op, also under that package's name.
 
 Layouts are the original's: q ``(B, N, H, Q, D)`` is N rows of Q queries in H heads, and all rows share a bias ``(B, 1, H, Q, K)``. The
-bias is read in place, never expanded, and its gradient is summed over the rows in order. The differences:
+bias is never expanded, and its gradient is summed over the rows in order. The differences:
 
 - A row whose keys are all masked is zero and has zero gradients, and its lse and largest score are -inf. The original gives the mean of
   the values.

@@ -119,7 +119,10 @@ def alibi(slopes: torch.Tensor) -> Score:
 
 
 def bias(t: torch.Tensor) -> Score:
-    """``s + t[b, h, i, j]``; ``t`` floating, broadcastable to ``(batch, heads_q, seqlen_q, seqlen_k)``."""
+    """``s + t[b, h, i, j]``; ``t`` floating, broadcastable to ``(batch, heads_q, seqlen_q, seqlen_k)``.
+
+    Each call copies a ``t`` whose last stride is not 1, or on a GPU one whose rows do not begin at multiples of 16 bytes.
+    """
     if not isinstance(t, torch.Tensor) or not t.dtype.is_floating_point:
         found = t.dtype if isinstance(t, torch.Tensor) else type(t).__name__
         instead = "convert it: t.float()" if found in (torch.int32, torch.int64) else "a bool tensor is a mask: mask=t"

@@ -115,7 +115,7 @@ class Recording:
         self.point(0, at("sink"), c.sink, c.heads_q, statistics, "sink")
         for name in ("cu_seqlens_q", "cu_seqlens_k"):
             self.point(0, at(name), getattr(c, name), c.batch + 1, I64, name)
-        if c.block_table and not selects:
+        if c.block_table and c.batch and not selects:
             most = max(self.used(c, b) for b in range(c.batch))
             self.point(0, at("block_table"), c.block_table, (c.batch - 1) * c.table_row + most, I32, "block_table")
         self.point(0, at("status"), c.status, self.tiles(c), U8, "status")

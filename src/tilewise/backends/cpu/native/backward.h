@@ -81,7 +81,7 @@ class Backward {
   const GradientUnit &unit;
   const Sequence s;
   const int64_t D, Dv, wide, wide_v;
-  int64_t real, width;  // keys of the tile; the same, padded to whole panels
+  int64_t real, width;  // keys of the tile; the same, padded
   X *kt, *vt, *k, *q, *qp, *dout, *dop, *p_columns, *ds_columns, *ds_rows;
   T *dk, *dv, *p, *dp, *dq, *sums, *factor;  // sums: (head, query, d), where dQ is not summed where it is returned
   int32_t *first, *last;
@@ -90,7 +90,7 @@ class Backward {
   bool scored() const { return c.program.score >= 0; }
 
   void key_tile(int64_t n0) {
-    real = smaller(c.tile_n, unit.n1 - n0), width = smaller(c.tile_n, round_up(real, kPanelWidth<T>));
+    real = smaller(c.tile_n, unit.n1 - n0), width = smaller(c.tile_n, round_up(real, kDeep<X>));
     if (!unit.keys && visible(n0, unit.head).begin < 0) return;
     pack_transposed<X, E>(key_rows<E>(c, c.k, s, unit.head_k, n0), width, D, kt);
     pack_transposed<X, E>(key_rows<E>(c, c.v, s, unit.head_k, n0), width, Dv, vt);

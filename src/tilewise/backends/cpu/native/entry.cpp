@@ -287,7 +287,8 @@ struct Backward {
     if (c.shares > 1) {
       turns.push_back(std::make_unique<Turns>(c.shares)), unit.turns = turns.back().get();
       const int64_t rows = sixteen_bit(c) ? heads * held : 0;
-      sums.emplace_back(new float[size_t(rows * ((c.head_dim + 15) / 16 * 16))]), unit.dq = sums.back().get();
+      sums.push_back(std::unique_ptr<float[]>(new float[size_t(rows * ((c.head_dim + 15) / 16 * 16))]));
+      unit.dq = sums.back().get();
     }
     for (; unit.share < c.shares; ++unit.share, ++unit.group) {
       unit.n0 = tiles * unit.share / c.shares * c.tile_n;

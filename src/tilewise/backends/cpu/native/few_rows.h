@@ -66,7 +66,7 @@ class FewRows : Forward<E, T, X> {
     Base::entered = -1;
     for (int64_t n = begin; n < end; n += W) scores(keys, n);
     for (int64_t r = 0; r < rows; ++r) Base::softmax_row(n0, begin, end, r, p + r * c.tile_n);
-    Base::template reach<Base::kDeep>(n0, width, 0, rows, first, last);
+    Base::template reach<kDeep<X>>(n0, width, 0, rows, first, last);
     first = greater(first, begin), last = smaller(last, end);
     const Operand<X> a = Base::weights(first, last, rows, p, rounded);
     int64_t d = 0;

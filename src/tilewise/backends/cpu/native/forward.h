@@ -68,7 +68,7 @@ struct PackedKeys {
   }
 
   static int64_t width_of(const TwCall &c, const Sequence &s, int64_t n0) {
-    return smaller(c.tile_n, round_up(s.seqlen_k - n0, kPanelWidth<T>));
+    return smaller(c.tile_n, round_up(s.seqlen_k - n0, kDeep<X>));
   }
 
   void pack(const TwCall &c, const Sequence &s, int64_t head_k, int64_t n0) const {
@@ -122,7 +122,6 @@ class Forward {
 
  protected:
   static constexpr bool paired = !__is_same(X, T);
-  static constexpr int64_t kDeep = paired ? 32 : 16;  // of the keys of P V; tile registers read 32 at a time
 
   const TwCall &c;
   const QueryItem &item;
@@ -231,7 +230,7 @@ class Forward {
       softmax_row(n0, begin, end, r0 + n, p + n * c.tile_n);
     }
     int64_t first, last;
-    reach<kDeep>(n0, width, r0, count, first, last);
+    reach<kDeep<X>>(n0, width, r0, count, first, last);
     add_product(width, greater(first, begin), smaller(last, end), r0, count, p, rounded, v);
   }
 
@@ -262,9 +261,10 @@ class Forward {
     if (c.program.score >= 0 || c.program.keep >= 0) scores_row(n0, begin, end, row, x);
     const int64_t from = greater(lo[row] - n0, begin), to = smaller(hi[row] - n0, end);
     for (int64_t n = begin; n < smaller(from, end); ++n) x[n] = T(-INFINITY);
-    for (int64_t n = greater(to, begin); n < end; ++n) x[n] = T(-INFINITY);
-    const T top = largest(x, begin, end, m[row]), shift = top == T(-INFINITY) ? T(0) : top;
-    const T sum = exponentials(x, begin, end, shift);
+    const int64_t stop = round_up(end, kPanelWidth<T>);  // of whole panels, behind the last keys of all
+    for (int64_t n = greater(to, begin); n < stop; ++n) x[n] = T(-INFINITY);
+    const T top = largest(x, begin, stop, m[row]), shift = top == T(-INFINITY) ? T(0) : top;
+    const T sum = exponentials(x, begin, stop, shift);
     if (top != m[row]) rescale(row, m[row] - shift);
     m[row] = top;
     l[row] += sum;

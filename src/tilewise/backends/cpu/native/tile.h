@@ -21,6 +21,11 @@ TW_INLINE const int32_t *ends_of(const TwEnds &e, const Sequence &s, int64_t hea
   return e.data ? e.data + s.b * e.batch + head * e.head + origin : nullptr;
 }
 
+// The keys of a tile are padded to a multiple of this: whole vectors, and of pairs what tile registers read at a time
+// (docs/decisions.md#cpu-tiles).
+template <class X>
+constexpr int64_t kDeep = __is_same(X, Pair) ? 32 : 16;
+
 TW_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 TW_INLINE int64_t greater(int64_t a, int64_t b) { return a > b ? a : b; }
 TW_INLINE int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }

@@ -7,7 +7,7 @@ function that transformers calls for it.
 from functools import cache
 
 from bench import records
-from bench.tables import RESULTS, grid, load, spread
+from bench.tables import RESULTS, Results, grid, load, spread, wrapped
 
 CONTESTANTS = ("eager", "sdpa", "tilewise")
 N, SHORT, NEW, WINDOW = 4096, 1024, 16, 512
@@ -108,4 +108,24 @@ def shares() -> str:
     return "\n".join(grid(rows, {x: x for x in CONTESTANTS}, percent, corner="attention's share of the time"))
 
 
-QUOTED = {"generate": generating, "table": seconds_and_memory, "shares": shares}
+def architectures() -> str:
+    """How many times as fast as with their own attention models of many architectures are, by the newest run of each device."""
+    rows, columns, sources = {}, {}, []
+    for name in ("hopper-calls", "cpu-calls"):
+        found = load(name)
+        for run in [run for run, r in found.runs.items() if r["command"] == "python -m bench.models"][-1:]:
+            rows |= {case: case for case in found.cases(run)}
+            where = "CPU" if name == "cpu-calls" else found.runs[run]["device"].removeprefix("NVIDIA ")
+            titles = {"forward": "forward", "both": "forward and backward"}
+            columns |= {f"{where}, {title}": (found, run, direction) for direction, title in titles.items()}
+            sources.append(f"{where}: {found.source(run)}")
+
+    def gain(case: str, of: tuple[Results, str, str]) -> float | None:
+        found, run, direction = of
+        own, mine = (found.value(run, case, who, direction, "time") for who in ("own", "tilewise"))
+        return own / mine if own and mine else None
+
+    return "\n".join([*grid(rows, columns, gain, 2, "how many times as fast"), "", *wrapped(" ".join(sources))])
+
+
+QUOTED = {"architectures": architectures, "generate": generating, "table": seconds_and_memory, "shares": shares}

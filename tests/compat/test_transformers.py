@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib.util
+import inspect
 import itertools
 import re
 import sys
@@ -267,13 +268,58 @@ def test_dropout_of_the_configuration_is_drawn_in_training_alone():
     assert not torch.equal(drawn[0], still)
 
 
-def test_a_compiled_model_gives_eagers_logits_and_gradients():
-    model = use(build("mistral", num_hidden_layers=1), "tilewise")  # seconds a layer
-    given, rows = inputs("mistral", "right")
-    forward, model.forward = model.forward, torch.compile(model.forward, backend="aot_eager")
+@pytest.mark.parametrize(
+    ("kind", "pad", "changes"),
+    [
+        ("mistral", "right", {"num_hidden_layers": 1}),  # seconds a layer
+        ("llama", "none", {"num_hidden_layers": 1}),
+        ("gemma2", "left", {}),
+        ("bert", "right", {"num_hidden_layers": 1}),
+        ("t5", "right", {"num_layers": 1}),
+    ],
+)
+def test_a_compiled_model_is_one_graph_with_eagers_logits_and_gradients(kind, pad, changes):
+    model = use(build(kind, **changes), "tilewise")
+    given, rows = inputs(kind, pad)
+    forward, model.forward = model.forward, torch.compile(model.forward, backend="aot_eager", fullgraph=True)
     found = results(model, given, rows)
     model.forward = forward
     assert disagreements(model, found, given, rows) == []
+
+
+@pytest.mark.parametrize("starts", [(), (20,)], ids=["one", "packed"])
+def test_one_graph_has_the_masks_of_packed_sequences_and_of_padding_with_holes(starts):
+    model = use(build("mistral", num_hidden_layers=1), "tilewise")
+    ids = tokens()
+    positions = torch.arange(ids.shape[1]).repeat(len(ids), 1)
+    for start in starts:
+        positions[:, start:] -= start
+    holes = torch.ones_like(ids)
+    holes[0, 3:5] = 0
+    compiled = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
+    for given in ({"position_ids": positions}, {"attention_mask": holes}):
+        found, expected = (f(ids, **given, use_cache=False).logits for f in (compiled, model.forward))
+        torch.testing.assert_close(found, expected)
+
+
+def test_a_mask_function_that_says_what_made_it_keeps_the_same_pairs():
+    place = torch.arange(12)
+    asked = torch.tensor(0), torch.tensor(0), place[:, None], place
+    ids = (place // 5)[None]
+    for make, *given in (
+        (masking.sliding_window_causal_mask_function, 4),
+        (masking.packed_sequence_mask_function, ids),
+        (masking.chunked_causal_mask_function, 3, torch.tensor([2])),
+        (masking.and_masks, masking.causal_mask_function, masking.sliding_window_overlay(2)),
+    ):
+        found = make(*given)
+        assert isinstance(found, compat.masks.Described)
+        assert len(inspect.signature(found).parameters) == 4, "FlexAttention counts them"
+        assert torch.equal(found(*asked), found.function(*asked))
+    assert not compat.masks.is_told({"q_length": 4, "kv_length": 4, "mask_function": lambda b, h, q, kv: kv <= q})
+    counted = {"q_length": 4, "kv_length": 8, "mask_function": masking.causal_mask_function}
+    assert compat.masks.is_told(counted)
+    assert not compat.masks.is_told(counted | {"q_offset": torch.tensor(4)})
 
 
 def loss(model: torch.nn.Module, given: dict, _: None) -> dict[str, torch.Tensor]:

@@ -16,7 +16,8 @@ def padding(kept: Tensor, start: int, keys: int) -> Mask | None:
         kept: ``(batch, n)``, bool or 0 and 1; what lies behind n is hidden.
     """
     kept = kept[:, start : start + keys].bool()
-    if kept.shape[1] == keys and kept.all():  # mostly, and one number to wait for
+    asked = not torch.compiler.is_compiling()  # a graph waits for no number
+    if asked and kept.shape[1] == keys and kept.all():  # mostly, and one number to wait for
         return None
     kept = torch.nn.functional.pad(kept, (0, keys - kept.shape[1]))
     position = torch.arange(keys, device=kept.device)
@@ -24,4 +25,4 @@ def padding(kept: Tensor, start: int, keys: int) -> Mask | None:
     end = torch.where(kept, position + 1, 0).amax(-1)
     begin = torch.minimum(begin, end)
     run = key_range(begin, end)
-    return run if (end - begin == kept.sum(-1)).all() else run & keep(lambda b, h, i, j: lookup(kept, b, j))
+    return run if asked and (end - begin == kept.sum(-1)).all() else run & keep(lambda b, h, i, j: lookup(kept, b, j))

@@ -36,7 +36,7 @@ from tilewise.api import attention_varlen
 from tilewise.compat.padding import padding
 from tilewise.compat.probabilities import probabilities
 from tilewise.compat.transformers import classes, continuous
-from tilewise.compat.transformers.masks import HandedMask, MaskCall, joined, read
+from tilewise.compat.transformers.masks import HandedMask, MaskCall, describe, is_told, joined, read
 from tilewise.compat.transformers.sharded import ShardedMask, group, read_sharded, sharded
 from tilewise.masks.catalogue import Mask, causal, dense, window
 from tilewise.scores.catalogue import Score, bias, softcap
@@ -170,6 +170,7 @@ def register() -> None:
         )
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask)
+    describe()
     checked = PreTrainedModel.get_correct_attn_implementation
     if not hasattr(checked, "refuses_for"):
         PreTrainedModel.get_correct_attn_implementation = _refusing(checked)
@@ -207,7 +208,7 @@ def mask(**call) -> HandedMask:
     given = call.get("attention_mask")
     if isinstance(given, HandedMask):  # `generate` makes it ahead and hands it back
         return given
-    return _untraced(call) if torch.compiler.is_compiling() else _read(call)
+    return _untraced(call) if torch.compiler.is_compiling() and not is_told(call) else _read(call)
 
 
 @torch.compiler.disable
@@ -260,7 +261,7 @@ def attention(
     if added is not None:
         options["score"] = bias(added) if options["score"] is None else options["score"] >> bias(added)
     k, v, cut = k[:, :keys], v[:, :keys], k.shape[1] - keys
-    if not (given.output_attentions or _recorded()):
+    if not (given.output_attentions or _recorded(given.output_attentions)):
         return tilewise_attention(q, k, v, **options), None
     if given.dropout:  # the same pairs in both
         options["dropout_seed"] = torch.randint(-(2**63), 2**63 - 1, (1,), device=q.device)
@@ -306,8 +307,16 @@ def _over_ranks(q: Tensor, k: Tensor, v: Tensor, given_mask, given: Handed, posi
     return tilewise_attention(q, k, v, **options)
 
 
-def _recorded() -> bool:
-    """Return whether a model collects the probabilities of its layers, which transformers' hooks do without a word to the attention."""
+def _recorded(given: bool | None = None) -> bool:
+    """Return whether a model collects the probabilities of its layers, which transformers' hooks do without a word to the attention.
+
+    Args:
+        given: what the attention was told, by models that have no hooks.
+    """
+    if (
+        given is not None and torch.compiler.is_compiling()
+    ):  # Dynamo traces the look only where the hooks' model is compiled as a whole
+        return given
     collected = _active_collector.get()
     return collected is not None and any(name.endswith("attentions") for name in collected)
 
@@ -381,7 +390,9 @@ def _packed(module, qkv: tuple[Tensor, Tensor, Tensor], given_mask, given: Hande
 
 
 def _say_dense(what: str, matrix: Tensor) -> None:
-    if matrix.shape[-2] == 1:  # the same for every query: O(N)
+    if (
+        matrix.shape[-2] == 1 or torch.compiler.is_compiling()
+    ):  # the same for every query: O(N); Dynamo traces no warning
         return
     warnings.warn(
         f"the model hands over {what} of shape {tuple(matrix.shape)}: it is honoured, but it takes O(N²) memory, which is "

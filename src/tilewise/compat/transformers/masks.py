@@ -16,6 +16,8 @@ Keys behind the last that any query sees (a static cache's unused end) are cut o
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -236,7 +238,8 @@ class Documents:
 
 
 def _least(bounds: list[int | None]) -> int | None:
-    return min((bound for bound in bounds if bound is not None), default=None)
+    known = [bound for bound in bounds if bound is not None]
+    return min(known) if known else None
 
 
 def _chunk_ids(size: int, left_padding: Tensor) -> Callable[[MaskCall], Tensor]:
@@ -266,8 +269,72 @@ TERMS: dict[str, Callable[[Callable, dict], list]] = {
 }
 
 
+class Described:
+    """A mask function that says what made it, since nobody can look into a function inside torch.compile."""
+
+    def __init__(self, maker: str, captured: dict, function: Callable):
+        self.maker, self.captured, self.function = maker, captured, function
+
+    def __call__(self, batch_idx: Tensor, head_idx: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return self.function(batch_idx, head_idx, q_idx, kv_idx)
+
+
+def describe() -> None:
+    """Have the functions of masking_utils that make mask functions make :class:`Described` ones, which keep the same pairs."""
+    for name in TERMS.keys() - PLAIN.keys():
+        make = getattr(masking_utils, name, None)  # transformers 5.17 has not all
+        if make is not None and not hasattr(make, "describes"):
+            setattr(masking_utils, name, _describing(make))
+
+
+def _describing(make: Callable) -> Callable:
+    code, maker = make.__code__, make.__name__
+    names, takes_all = code.co_varnames, bool(code.co_flags & inspect.CO_VARARGS)
+
+    @functools.wraps(make)
+    def made(*given, **named):
+        captured = {names[0]: given} if takes_all else dict(zip(names, given, strict=False))
+        return Described(maker, captured | named, make(*given, **named))
+
+    made.describes = True
+    return made
+
+
+PLAIN: dict[str, Callable] = {
+    name: getattr(masking_utils, name)
+    for name in ("causal_mask_function", "bidirectional_mask_function")
+    if hasattr(masking_utils, name)
+}
+_BANDS = ("sliding_window_overlay", "sliding_window_bidirectional_overlay")
+_OF_WHOLE_SEQUENCES = ("packed_sequence_mask_function", "chunked_overlay")
+
+
+def is_told(call: dict) -> bool:
+    """Return whether a call's mask can be read inside torch.compile's graph, without a look into a function or at a number."""
+    queries, keys = call["q_length"], call["kv_length"]
+    known = queries == 1 or not isinstance(call.get("q_offset", 0), Tensor)
+    return known and _is_told(call["mask_function"], whole=1 < queries == keys)
+
+
+def _is_told(function: Callable, whole: bool) -> bool:
+    if any(function is x for x in PLAIN.values()):
+        return True
+    if not isinstance(function, Described):
+        return False
+    if function.maker == "and_masks":
+        return all(_is_told(part, whole) for part in function.captured["mask_functions"])
+    if function.maker == "remap_positions_for_packed_sequence":  # of bands, which _remapped keeps
+        return _is_told(function.captured["mask_function"], whole=False)
+    return function.maker in _BANDS or (whole and function.maker in _OF_WHOLE_SEQUENCES)
+
+
 def made_by(function: Callable) -> tuple[str | None, dict]:
     """Return the function of masking_utils that made this one, or is it; and what this one captured."""
+    if isinstance(function, Described):
+        return function.maker, function.captured
+    for name, x in PLAIN.items():
+        if function is x:
+            return name, {}
     if getattr(function, "__module__", None) != masking_utils.__name__:
         return None, {}
     names, cells = function.__code__.co_freevars, function.__closure__ or ()

@@ -1,6 +1,6 @@
 """Hugging Face models with tilewise beside their own attention: `OMP_NUM_THREADS=1 python -m bench.models --out FILE`.
 
-A few layers of each architecture with heads of 64 and random weights, which change no time. A forward, and a forward with its backward,
+Three layers of each with heads of 64 (Swin: four of 32) and random weights, which change no time. A forward, and a forward with its backward,
 are timed in turns; on a CPU a time is the least of the rounds, on a GPU the median. A model has no times if its output and gradients are
 further from the same model in float64 than twice what they are with its own attention.
 """
@@ -168,7 +168,7 @@ def error(found: list[Tensor | None], exact: list[Tensor | None]) -> float:
 
 def measure(log: script.Log, name: str, x: Architecture, size: Size, device: str) -> None:
     given = {key: t.to(device) for key, t in x.inputs(size, device).items()}
-    shape = {"tokens": next(iter(given.values())).shape[1], "heads": size.heads, "layers": LAYERS}
+    shape = {"model": x.model, "inputs": list(next(iter(given.values())).shape)}
     models = {way: made(x, size, asked).to(device, size.dtype) for way, asked in WAYS.items()}
     exactly = {key: t.double() if t.is_floating_point() else t for key, t in given.items()}
     exact = step(made(x, size, None).to(device, torch.float64), exactly)

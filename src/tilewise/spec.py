@@ -295,27 +295,28 @@ def _there(leaves: Sequence[Tensor], q: Tensor) -> Sequence[Tensor]:
 
 
 def _in_rows(leaves: Sequence[Tensor], q: Tensor, k: Tensor, wrt: Sequence[Tensor] | None = None) -> Sequence[Tensor]:
-    """Return a score's leaves, those with a number for each pair as copies whose rows lie as kernels read whole tiles of them, unless they
-    do already (docs/decisions.md#biases-in-rows). The leaves that ``wrt`` names stay, as their gradients are found by them."""
-    pairs = [x.shape[-3] for x in (q, k) if x.ndim > 2]
-    if wrt:
+    """Return a score's leaves, on a GPU those with a number for each pair as copies whose rows its copy engine reads, unless it can read
+    them as they lie (docs/decisions.md#biases-in-rows). Beside ``wrt``, whose gradients are found by the tensors, all stay."""
+    if wrt or q.device.type == "cpu" or q.ndim < 3 or k.ndim < 3:
         return leaves
-    return [_rows_of_pairs(x) if x.ndim > 1 and list(x.shape[-2:]) == pairs else x for x in leaves]
+    pairs = (q.shape[-3], k.shape[-3])
+    return [_rows_of_pairs(x) if x.ndim > 1 and tuple(x.shape[-2:]) == pairs else x for x in leaves]
 
 
 def _rows_of_pairs(x: Tensor) -> Tensor:
-    columns = x.shape[-1]
+    columns, unit = x.shape[-1], 16 // x.element_size()  # rows begin at multiples of 16 bytes
     if type(x) not in _TENSORS or columns < 2:
         return x
-    # A GPU's copy engine reads from multiples of 16 bytes.
-    unit = 1 if x.device.type == "cpu" else 16 // x.element_size()
+    padding, start = -columns % unit, x.storage_offset() % unit
+    if not padding and not start and x.is_contiguous():
+        return x
     *strides, last = [n for size, n in zip(x.shape, x.stride(), strict=True) if size > 1]
     if not (last and all(strides)):  # a copy of what is expanded would be as large as it says
         return x
-    if last == 1 and not any(n % unit for n in strides):
+    if last == 1 and not start and not any(n % unit for n in strides):
         return x
-    x = x.contiguous()
-    return F.pad(x, (0, -columns % unit))[..., :columns] if columns % unit else x
+    x = x.clone(memory_format=torch.contiguous_format)
+    return F.pad(x, (0, padding))[..., :columns] if padding else x
 
 
 def _wanted(

@@ -53,20 +53,33 @@ def test_what_was_made_of_two_tensors_in_turns_is_made_once_each_and_forgotten_w
     assert len(made._found) == 1
 
 
+class Marked(torch.Tensor):
+    pass
+
+
 def test_views_that_show_the_same_of_one_tensor_count_as_one():
-    made, a = PerTensors(), torch.arange(6).view(2, 3).clone()
-    keep_track(a)
-    make = lambda x: made.of("sum", [x], lambda: int(x.sum()))  # noqa: E731
-    first, turned = make(a[None, :, :2]), made.of("rows", [a.T[None]], list)
-    assert made.kept("sum", [a[None, :, :2]]) is first
-    assert made.of("rows", [a.T[None]], None) is turned
-    assert make(a[None, :, 1:]) == 12  # of the same strides, elsewhere
-    assert make(a[None]) == 15  # and longer
-    assert made.kept("sum", [a[None, :, :2]]) is None, "what is cut to each call's length would be collected"
-    a[0, 0] = 10
-    assert make(a[None]) == 25
-    del a
+    made, tensor = PerTensors(), torch.arange(6).view(2, 3).clone()
+    keep_track(tensor)
+
+    def shown(a: torch.Tensor) -> list[torch.Tensor]:
+        return [a[None, :, :2], a[None, :, 1:], a[None], a.T[None], a[0], a[1]]
+
+    sums = [made.of("sum", [x], lambda x=x: int(x.sum())) for x in shown(tensor)]
+    assert sums == [8, 12, 15, 15, 3, 12]
+    assert [made.kept("sum", [x]) for x in shown(tensor)] == sums
+    tensor[0, 0] = 10
+    assert [made.of("sum", [x], lambda x=x: int(x.sum())) for x in shown(tensor)] == [18, 12, 25, 25, 13, 12]
+    del tensor
     assert not made._found
+
+
+def test_views_of_which_the_place_does_not_tell_the_numbers_are_themselves():
+    made, a, z = PerTensors(), torch.arange(8.0).view(2, 4), torch.randn(3, dtype=torch.complex64)
+    keep_track(a), keep_track(z)
+    marked = a.as_subclass(Marked)
+    for x, y in ((marked[0], marked[1]), (z.imag, z.conj().imag), (a[0], a[0].view(torch.int32))):
+        assert made.of("list", [x], x.tolist) == x.tolist()
+        assert made.of("list", [y], y.tolist) == y.tolist()
 
 
 def test_nothing_is_kept_of_inference_tensors():

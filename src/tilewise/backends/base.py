@@ -339,20 +339,25 @@ _NEVER = _NOTHING, (), None  # of tensors of which nothing was made
 
 
 def _owner(t: Tensor) -> Tensor:
-    """Return the tensor of which t is a view, or t."""
-    return t if t._base is None else t._base
+    """Return the tensor of which t is a view; t itself where another object may show other numbers of the same place."""
+    base = t._base
+    return t if base is None or type(t) is not Tensor or t.is_neg() or t.is_conj() else base
 
 
 def _place(key: Any, tensors: Sequence[Tensor]) -> tuple:
-    return key, *[(id(_owner(t)), t.stride()) for t in tensors]
+    found = [key]
+    for t in tensors:
+        owner = _owner(t)
+        view = () if owner is t else (t.storage_offset(), t.shape, t.stride(), t.dtype)
+        found.append((id(owner), *view))
+    return tuple(found)
 
 
 class PerTensors:
     """Memory of what was made of some tensors, while they are the same ones, unchanged; forgotten when one of them is gone.
 
-    A view counts as the same where it shows the same of one tensor, since callers make it anew at each call (``mask[:, None, None]``). What
-    was made of another length of that view is forgotten, or a buffer that is cut to each call's length would collect them
-    (docs/decisions.md#repeated-calls).
+    A view counts as the same where it shows the same of one tensor, since callers make it anew at each call (``mask[:, None, None]``); what
+    was made of it stays as long as that tensor does (docs/decisions.md#repeated-calls).
 
     Nothing is kept of inference tensors, which count no versions, and of those that a compiled graph makes itself
     (:func:`tilewise.caching.keep_track`). Another CUDA stream waits for what one has made. While a CUDA graph
@@ -391,8 +396,8 @@ class PerTensors:
     def _kept(self, place: Hashable, tensors: Sequence[Tensor]) -> Any:
         """The thing that was made of these tensors, unchanged since, or _NOTHING."""
         made, known, ready = self._found.get(place, _NEVER)
-        for t, (x, shape, then) in zip(tensors, known, strict=False):
-            if x() is not _owner(t) or t.shape != shape or edition(t) != then:
+        for t, (x, then) in zip(tensors, known, strict=False):
+            if x() is not _owner(t) or edition(t) != then:
                 return _NOTHING
         if ready is not None:
             ready.await_here()
@@ -405,7 +410,7 @@ class PerTensors:
             now = edition(t)
             if now is None or not is_tracked(t):
                 return
-            known.append((weakref.ref(_owner(t), lambda _: found.pop(place, None)), t.shape, now))
+            known.append((weakref.ref(_owner(t), lambda _: found.pop(place, None)), now))
         if len(found) >= self.LIMIT:
             found.clear()
         found[place] = made, known, Ready(tensors_in(made))

@@ -121,7 +121,8 @@ def alibi(slopes: torch.Tensor) -> Score:
 def bias(t: torch.Tensor) -> Score:
     """``s + t[b, h, i, j]``; ``t`` floating, broadcastable to ``(batch, heads_q, seqlen_q, seqlen_k)``.
 
-    Each call copies a ``t`` whose last stride is not 1, or on a GPU one whose rows do not begin at multiples of 16 bytes.
+    On a GPU each call copies a ``t`` ``(..., seqlen_q, seqlen_k)`` whose last stride is not 1, or whose rows do not begin at multiples
+    of 16 bytes, unless it is expanded.
     """
     if not isinstance(t, torch.Tensor) or not t.dtype.is_floating_point:
         found = t.dtype if isinstance(t, torch.Tensor) else type(t).__name__

@@ -1,8 +1,8 @@
 """Hugging Face models with tilewise beside their own attention: `OMP_NUM_THREADS=1 python -m bench.models --out FILE`.
 
-Three layers of each with heads of 64 (Swin: four of 32) and random weights, which change no time. A forward, and a forward with its backward,
-are timed in turns; on a CPU a time is the least of the rounds, on a GPU the median. A model has no times if its output and gradients are
-further from the same model in float64 than twice what they are with its own attention.
+Three layers of each with heads of 64 (Swin: four of 32) and random weights, which change no time. A forward, and a forward with its
+backward, are timed in turns; on a CPU a time is the least of the rounds, on a GPU the median. A model has no times if its output and
+gradients are further from the same model in float64 than twice what they are with its own attention.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""A padding mask as an interval of keys, where it is one. The host reads one or two truth values."""
+"""A padding mask as an interval of keys, where it is one. The host reads one or two truth values, but inside torch.compile none."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tilewise.masks.catalogue import Mask, keep, key_range
 
 
 def padding(kept: Tensor, start: int, keys: int) -> Mask | None:
-    """Return keys ``j < keys`` with ``kept[b, start + j]``; None: all. One run of keys per sequence is an interval.
+    """Return keys ``j < keys`` with ``kept[b, start + j]``; None: all. One run of keys per sequence is an interval, if it may be looked at.
 
     Args:
         kept: ``(batch, n)``, bool or 0 and 1; what lies behind n is hidden.

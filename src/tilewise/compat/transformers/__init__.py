@@ -208,7 +208,8 @@ def mask(**call) -> HandedMask:
     given = call.get("attention_mask")
     if isinstance(given, HandedMask):  # `generate` makes it ahead and hands it back
         return given
-    return _untraced(call) if torch.compiler.is_compiling() and not is_told(call) else _read(call)
+    told = not torch.compiler.is_compiling() or (group() is None and is_told(call))
+    return _read(call) if told else _untraced(call)
 
 
 @torch.compiler.disable
@@ -313,9 +314,7 @@ def _recorded(given: bool | None = None) -> bool:
     Args:
         given: what the attention was told, by models that have no hooks.
     """
-    if (
-        given is not None and torch.compiler.is_compiling()
-    ):  # Dynamo traces the look only where the hooks' model is compiled as a whole
+    if given is not None and torch.compiler.is_compiling():  # Dynamo traces the look below only behind such hooks
         return given
     collected = _active_collector.get()
     return collected is not None and any(name.endswith("attentions") for name in collected)
@@ -392,7 +391,7 @@ def _packed(module, qkv: tuple[Tensor, Tensor, Tensor], given_mask, given: Hande
 def _say_dense(what: str, matrix: Tensor) -> None:
     if (
         matrix.shape[-2] == 1 or torch.compiler.is_compiling()
-    ):  # the same for every query: O(N); Dynamo traces no warning
+    ):  # O(N), the same for every query; or Dynamo, which traces no warning
         return
     warnings.warn(
         f"the model hands over {what} of shape {tuple(matrix.shape)}: it is honoured, but it takes O(N²) memory, which is "

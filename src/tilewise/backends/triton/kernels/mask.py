@@ -61,9 +61,7 @@ def block_ranges(at, end, start_a, stop_a, start_b, stop_b, TILE: tl.constexpr, 
     # Ends never decrease, so the first row sees the first key of all rows and the last row the last one.
     first = start_a // TILE
     last = (stop_b + TILE - 1) // TILE
-    if (
-        FACTS.sheet or FACTS.keep is not None
-    ):  # without a predicate it costs a forward's fifth program its registers (D 16)
+    if FACTS.sheet or FACTS.keep is not None:  # else it would cost a forward of D 16 the registers of its fifth program
         last = tl.maximum(last, first)
     if not FACTS.sheet:  # a kept tile of dS is read even where no row sees a key of it, so it is written as 0
         last = tl.where(stop_b > start_a, last, first)

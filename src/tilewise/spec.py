@@ -247,7 +247,7 @@ def assemble(q: Tensor, k: Tensor, v: Tensor, o: Options) -> tuple[list[Tensor],
             return found[0], None, found[1]
     if not torch.compiler.is_compiling():
         o = _plain(o)
-    reasons = _type_reasons(q, k, v, o)
+    reasons = [] if _is_plain(q, k, v, o) else _type_reasons(q, k, v, o)
     if reasons:
         name = _called(o.block_table is not None, o.cu_seqlens_q is not None)
         raise ValueError(f"{name} was called wrongly" + "".join([f"\n  {reason}" for reason in reasons]))
@@ -472,6 +472,15 @@ def _as_tensor(name: str, x: object, needed: Sequence[str]) -> str:
     if isinstance(x, torch.fx.Proxy):
         return "; torch.fx.symbolic_trace has none to give: trace by make_fx or torch.export"
     return f"; make it one: torch.from_numpy({name})" if type(x).__name__ == "ndarray" else ""
+
+
+def _is_plain(q: Tensor, k: Tensor, v: Tensor, o: Options) -> bool:
+    """Return whether a call of few words has no wrong type, by few looks: Dynamo traces each, in every layer."""
+    return (
+        _is_brief(o) and type(o.causal) is bool and type(o.softmax_scale) in _SCALES and type(o.backend) in _NAMES
+        and type(o.deterministic) in _TRUTH and type(q) in _TENSORS and type(k) in _TENSORS and type(v) in _TENSORS
+        and q.layout is k.layout is v.layout is torch.strided and not (q.is_nested or k.is_nested or v.is_nested)
+    )  # fmt: skip
 
 
 def _type_reasons(q: Tensor, k: Tensor, v: Tensor, o: Options) -> list[str]:

@@ -247,7 +247,7 @@ def attention(
     Raises:
         ValueError, NotImplementedError: what cannot be honoured, with the reason.
     """
-    if isinstance(attention_mask, HandedMask) and not torch.compiler.is_compiling():
+    if isinstance(attention_mask, HandedMask):
         found = _as_they_lie(query, key, value, attention_mask, handed)
         if found is not None:
             return found, None
@@ -274,9 +274,9 @@ _PLAIN = IGNORED | {"scaling", "is_causal", "sliding_window"}  # which a HandedM
 
 
 def _as_they_lie(query: Tensor, key: Tensor, value: Tensor, given_mask: HandedMask, handed: dict) -> Tensor | None:
-    """Run a layer that hands over only a mask and a scale, without views of its tensors; None: there is more to look at.
+    """Run a layer that hands over only a mask and a scale; None: there is more to look at.
 
-    Views would take half as long as the call.
+    Views of its tensors would take half as long as the call; Dynamo, which takes them, traces less of the door.
     """
     for name, option in handed.items():
         if (
@@ -287,10 +287,13 @@ def _as_they_lie(query: Tensor, key: Tensor, value: Tensor, given_mask: HandedMa
         ):
             return None
     seen, shape = given_mask.mask, given_mask.shape
-    if group() is not None or _recorded() or type(given_mask) is not HandedMask:
+    if group() is not None or _recorded(handed.get("output_attentions")) or type(given_mask) is not HandedMask:
         return None
     if given_mask.keys != shape[3] or query.ndim != 4 or (query.shape[2], key.shape[2]) != (shape[2], shape[3]):
         return None
+    if torch.compiler.is_compiling():
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        return tilewise_attention(q, k, v, mask=seen, softmax_scale=handed.get("scaling"))
     words = False, seen, None, handed.get("scaling"), None, None, False
     found = repeated.attend(query, key, value, words, lse=False, heads_first=True)
     return None if found is None else found[0]

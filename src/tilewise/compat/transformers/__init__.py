@@ -159,6 +159,8 @@ def register() -> None:
     """Register ``attn_implementation="tilewise"`` with transformers. A second call changes nothing.
 
     Models that compute attention without transformers' AttentionInterface would ignore the name, so they are refused.
+    transformers' makers of mask functions are replaced by ones whose functions say what made them
+    (:func:`~tilewise.compat.transformers.masks.describe`); the functions keep the same pairs, for every implementation.
 
     Raises:
         ImportError: transformers is older than 5.17.

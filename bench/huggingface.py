@@ -113,12 +113,14 @@ def architectures() -> str:
     rows, columns, sources = {}, {}, []
     for name in ("hopper-calls", "cpu-calls"):
         found = load(name)
-        for run in [run for run, r in found.runs.items() if r["command"] == "python -m bench.models"][-1:]:
-            rows |= {case: case for case in found.cases(run)}
-            where = "CPU" if name == "cpu-calls" else found.runs[run]["device"].removeprefix("NVIDIA ")
-            titles = {"forward": "forward", "both": "forward and backward"}
-            columns |= {f"{where}, {title}": (found, run, direction) for direction, title in titles.items()}
-            sources.append(f"{where}: {found.source(run)}")
+        run = found.run_of("python -m bench.models")
+        if run is None:
+            continue
+        rows |= {case: case for case in found.cases(run)}
+        where = "CPU" if name == "cpu-calls" else found.runs[run]["device"].removeprefix("NVIDIA ")
+        titles = {"forward": "forward", "both": "forward and backward"}
+        columns |= {f"{where}, {title}": (found, run, direction) for direction, title in titles.items()}
+        sources.append(f"{where}: {found.source(run)}")
 
     def gain(case: str, of: tuple[Results, str, str]) -> float | None:
         found, run, direction = of

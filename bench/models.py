@@ -112,7 +112,10 @@ def _of(name: str, options: Callable, inputs: Callable, model: str = "Model", **
     return Architecture(name + model, name + "Config", options, inputs, more)
 
 
-short = partial(partial, parts=4)
+def short(inputs: Callable) -> Inputs:
+    return partial(inputs, parts=4)
+
+
 MODELS = {
     "Llama": _of("Llama", decoder, words),
     "Llama, padded": _of("Llama", decoder, padded),

@@ -19,7 +19,6 @@ from bench.cases import named, tagged
 from bench.measure import ROOT
 from bench.tables import (
     PASSES,
-    Results,
     by_pass,
     geometric_mean,
     grid,
@@ -254,12 +253,13 @@ def few() -> list[str]:
 
 
 BLOCKS = "5a1144035489"
+"""The run of the blocks since a bias is read in rows."""
 
 
 def triangles() -> list[str]:
     """Triangle attention and its block, by the newest run."""
     found = load("triton-calls")
-    run = newest(found, "python -m bench.triangles")
+    run = found.run_of("python -m bench.triangles")
     alone, blocks = {}, {}
     for case, x in found.cases(run).items():
         if "-block-" in case:
@@ -285,9 +285,9 @@ def triangles() -> list[str]:
 
 
 def windows() -> list[str]:
-    """Shifted windows of images, by the newest run."""
+    """Shifted windows of images, each case by its newest run."""
     found = load("triton-calls")
-    run = newest(found, "python -m bench.windows")
+    run = found.run_of("python -m bench.windows")
     rows = {
         f"{x['windows']:,} windows of {x['seqlen']} pixels, {x['heads']} heads": case
         for case, x in found.cases(run).items()
@@ -297,15 +297,10 @@ def windows() -> list[str]:
     columns = {f"{who}, forward": (name, "forward") for who, name in peers.items()} | both
     text = (
         "Milliseconds in bf16 with heads of 32: a forward, then both passes. The bias of relative positions is trained, and the mask keeps "
-        f"regions apart (Liu et al. 2021). {found.source(run)}"
+        f"regions apart (Liu et al. 2021). {found.source(run, *{found.last(case) for case in rows.values()} - {run})}"
     )
-    times = grid(rows, columns, lambda case, of: found.value(run, case, *of, "time"), 2)
+    times = grid(rows, columns, lambda case, of: found.value(found.last(case), case, *of, "time"), 2)
     return section("Shifted windows of images on an H200", text, times)
-
-
-def newest(found: Results, command: str) -> str:
-    """The last run of a command."""
-    return [run for run, r in found.runs.items() if r["command"] == command][-1]
 
 
 def single_precision() -> list[str]:
@@ -520,7 +515,7 @@ def doors() -> str:
 def doors_of(name: str, digits: int | None) -> list[str]:
     """The newest run of a file of results, as a table."""
     found = load(name)
-    run = [run for run, r in found.runs.items() if r["command"] == "python -m bench.doors"][-1]
+    run = found.run_of("python -m bench.doors")
     titles = {"forward": "forward", "both": "forward and backward"}
     contestants = {"{}, by itself": "own", "tilewise": "door"}
     columns = [(title.format(way), (who, d)) for (d, way), (title, who) in product(titles.items(), contestants.items())]

@@ -53,6 +53,10 @@ class Results:
         runs = {key[0] for key in self.found if key[1] == case}
         return max(runs, key=lambda run: self.runs[run]["when"], default=None)
 
+    def run_of(self, command: str) -> str | None:
+        """The last run of a command, or None."""
+        return next((run for run in reversed(self.runs) if self.runs[run]["command"] == command), None)
+
     def newest(self, case: str, contestants: tuple[str, ...], direction: str) -> list[float]:
         """The times of contestants in the newest run that timed all of them on the case; none where no run did."""
         for run in sorted(self.runs, key=lambda name: self.runs[name]["when"], reverse=True):

@@ -366,6 +366,13 @@ def _is_brief(o: Options) -> bool:
     )  # fmt: skip
 
 
+def _are_dense(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    return (
+        type(q) in _TENSORS and type(k) in _TENSORS and type(v) in _TENSORS
+        and q.layout is k.layout is v.layout is torch.strided and not (q.is_nested or k.is_nested or v.is_nested)
+    )  # fmt: skip
+
+
 # Torch.are_deterministic_algorithms_enabled, without a frame of Python.
 _deterministic = torch._C._get_deterministic_algorithms
 Words = tuple[bool, object, object, float | None, Deterministic, str | None, bool]
@@ -400,11 +407,7 @@ def brief(q: Tensor, k: Tensor, v: Tensor, words: Words) -> tuple[list[Tensor], 
     if isinstance(mask, Mask) and type(mask) is not Mask:
         mask = mask.current()
     said = texts_of((words[0], mask, *words[2:]))
-    if said is None or not (
-        type(q) in _TENSORS and type(k) in _TENSORS and type(v) in _TENSORS
-        and q.layout is k.layout is v.layout is torch.strided and not (q.is_nested or k.is_nested or v.is_nested)
-        and q.ndim == k.ndim == 4 and q.size(0) == k.size(0)
-    ):  # fmt: skip
+    if said is None or not (_are_dense(q, k, v) and q.ndim == k.ndim == 4 and q.size(0) == k.size(0)):
         return None
     said = (said[0], masks.grouped(said[1], q, k), *said[2:])
     grads = torch.is_grad_enabled()
@@ -478,8 +481,7 @@ def _is_plain(q: Tensor, k: Tensor, v: Tensor, o: Options) -> bool:
     """Return whether a call of few words has no wrong type, by few looks: Dynamo traces each, in every layer."""
     return (
         _is_brief(o) and type(o.causal) is bool and type(o.softmax_scale) in _SCALES and type(o.backend) in _NAMES
-        and type(o.deterministic) in _TRUTH and type(q) in _TENSORS and type(k) in _TENSORS and type(v) in _TENSORS
-        and q.layout is k.layout is v.layout is torch.strided and not (q.is_nested or k.is_nested or v.is_nested)
+        and type(o.deterministic) in _TRUTH and _are_dense(q, k, v)
     )  # fmt: skip
 
 

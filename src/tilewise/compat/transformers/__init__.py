@@ -394,9 +394,8 @@ def _packed(module, qkv: tuple[Tensor, Tensor, Tensor], given_mask, given: Hande
 
 
 def _say_dense(what: str, matrix: Tensor) -> None:
-    if (
-        matrix.shape[-2] == 1 or torch.compiler.is_compiling()
-    ):  # O(N), the same for every query; or Dynamo, which traces no warning
+    # One row for every query takes O(N); and Dynamo traces no warning.
+    if matrix.shape[-2] == 1 or torch.compiler.is_compiling():
         return
     warnings.warn(
         f"the model hands over {what} of shape {tuple(matrix.shape)}: it is honoured, but it takes O(N²) memory, which is "

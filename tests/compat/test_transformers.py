@@ -287,19 +287,34 @@ def test_a_compiled_model_is_one_graph_with_eagers_logits_and_gradients(kind, pa
     assert disagreements(model, found, given, rows) == []
 
 
-@pytest.mark.parametrize("starts", [(), (20,)], ids=["one", "packed"])
-def test_one_graph_has_the_masks_of_packed_sequences_and_of_padding_with_holes(starts):
-    model = use(build("mistral", num_hidden_layers=1), "tilewise")
-    ids = tokens()
-    positions = torch.arange(ids.shape[1]).repeat(len(ids), 1)
-    for start in starts:
-        positions[:, start:] -= start
-    holes = torch.ones_like(ids)
-    holes[0, 3:5] = 0
+def masked_otherwise(kind: str) -> dict:
+    """Keywords of a model whose mask is not one of the two sides."""
+    if kind == "holes":
+        kept = torch.ones_like(tokens())
+        kept[0, 3:5] = 0
+        return {"attention_mask": kept}
+    positions = torch.arange(N).repeat(2, 1)
+    if kind == "packed":
+        positions[:, 8:] -= 8
+    return {"position_ids": positions}
+
+
+@pytest.mark.parametrize("kind", ["one", "packed", "holes"])
+def test_one_graph_has_the_masks_of_packed_sequences_and_of_padding_with_holes(kind):
+    model, given = use(build("mistral", num_hidden_layers=1), "tilewise"), masked_otherwise(kind)
     compiled = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
-    for given in ({"position_ids": positions}, {"attention_mask": holes}):
-        found, expected = (f(ids, **given, use_cache=False).logits for f in (compiled, model.forward))
-        torch.testing.assert_close(found, expected)
+    found, expected = (f(tokens(), **given, use_cache=False).logits for f in (compiled, model.forward))
+    torch.testing.assert_close(found, expected)
+
+
+def test_one_graph_has_chunks_beside_a_padding_mask():
+    dense = {"intermediate_size_mlp": 96, "moe_layers": [], "num_local_experts": 2, "attention_chunk_size": 5}
+    config = hf.Llama4TextConfig(**DECODER | dense | {"num_hidden_layers": 1}, attn_implementation="tilewise")
+    model, kept = hf.Llama4ForCausalLM(config).eval(), padded("left")
+    assert config.layer_types == ["chunked_attention"]
+    compiled = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
+    found, expected = (f(tokens(), attention_mask=kept, use_cache=False).logits for f in (compiled, model.forward))
+    torch.testing.assert_close(found[kept.bool()], expected[kept.bool()])
 
 
 def test_a_mask_function_that_says_what_made_it_keeps_the_same_pairs():

@@ -40,6 +40,9 @@ def packed_in_32_bits(name: str) -> Call:
 
 LEARNED = torch.tensor([0.5, 0.1, 0.2, 0.3], requires_grad=True)
 TABLE = normal(4, 33, seed=9).requires_grad_()
+SEEN = torch.arange(600) >= torch.tensor([5, 70]).view(2, 1, 1, 1)
+"""Keys that a query sees: not the first ones, which kernels of the forward read as zeros."""
+
 CALLS: dict[str, Callable[[], Call]] = {
     **{name: lambda x=x: call(*x[0], **x[1]) for name, x in (FORWARD | BACKWARD).items()},
     **{f"packed-{name}": lambda name=name: packed_call(name) for name in PACKED},
@@ -121,17 +124,17 @@ def test_a_later_launch_gets_and_gives_what_a_new_plans_does(run, name, monkeypa
 
 @pytest.mark.parametrize("lse", [True, False])
 @pytest.mark.parametrize("heads_first", [False, True])
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("seen", [{}, {"causal": True}, {"mask": tw.dense(SEEN)}], ids=["all", "causal", "dense"])
 @pytest.mark.parametrize("queries", [1, 300])
-def test_a_call_by_its_memory_launches_what_the_others_do(queries, causal, heads_first, lse, monkeypatch):
+def test_a_call_by_its_memory_launches_what_the_others_do(queries, seen, heads_first, lse, monkeypatch):
     launches, backend = launches_of(monkeypatch), Hopper()
     q, k, v = (normal(2, h, n, 64, dtype=torch.bfloat16, seed=h + n) for n, h in ((queries, 8), (600, 2), (600, 2)))
     heads_last = tuple(x.transpose(1, 2) for x in (q, k, v))
-    c = call(*heads_last, causal=causal).forward_only()
+    c = call(*heads_last, **seen).forward_only()
     direct = backend.direct(c.p)
     with poisoned():
         expected = backend.forward(c.p, c.t)
-        found = direct(*((q, k, v) if heads_first else heads_last), (), lse)
+        found = direct(*((q, k, v) if heads_first else heads_last), c.t.leaves, lse)
     same(*(read(x, c) for x in launches))
     same((found[0],), (expected.o,))
     assert found[1] is None if not lse else torch.equal(found[1].isnan(), expected.lse.isnan())

@@ -47,6 +47,8 @@ class DirectPlan(PlacedPlan):
             return None
         at += [0 if seed is None else seed.data_ptr(), *[x.data_ptr() for x in kept]]
         if self.zeroed:
+            of_problem = self.problem.v
+            v = v.as_strided(of_problem.shape, of_problem.stride)  # a call's may have its heads first
             v = self.of_seen_keys(kept[0], {"v": v})["v"]
             at[2] = v.data_ptr()
         o, *more = self.launches.run_memory([at[n] for n in self.direct], q, () if lse else ("lse",))

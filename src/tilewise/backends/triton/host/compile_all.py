@@ -97,6 +97,7 @@ def _options(feature: str, q: torch.Tensor) -> dict[str, object]:
         "listed": {"mask": causal() & selected(torch.empty(1, 1, q.shape[1], 64, dtype=torch.int32, device="meta"))},
         "bias": {"causal": True, "score": bias(pairs(q.dtype))},
         "bias32": {"causal": True, "score": bias(pairs(torch.float32))},
+        "of-keys": {"causal": True, "score": bias(torch.empty(heads, 1, q.shape[1], dtype=q.dtype, device="meta"))},
         "regions": regions,
         "windows": regions,
         "relative": {"causal": True, "score": relative},
@@ -463,7 +464,9 @@ def items() -> list[Launch]:
                     features += ["rich", "sparse", "moving", "parted"]
                     features += ["softcap", "dense", "selected", "full", "window", "split"] if arch == "sm90" else []
                     features += (
-                        ["bias", "bias32", "regions", "windows", "relative", "distances"] if arch == "sm90" else []
+                        ["bias", "bias32", "of-keys", "regions", "windows", "relative", "distances"]
+                        if arch == "sm90"
+                        else []
                     )
                 if dtype == torch.float32 and head_dim in (64, 128) and arch == "sm90":
                     features += ["rich", "bias", "parted", "moving", *(["dense"] if head_dim == 128 else [])]

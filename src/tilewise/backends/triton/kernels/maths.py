@@ -131,6 +131,37 @@ def together(whole, i, j):
 
 
 @triton.jit
+def elements(pointers, inside):
+    """The elements at ``pointers``, 0 where they are not ``inside``; None: all are.
+
+    Those of a tile's rows or columns are read as one dimension. The layout of a load spreads to what is computed with it if each thread
+    loads an element: Triton 3.6 then makes the softmax of the whole tile a second time, in the layout of one row, and spills.
+    """
+    if len(pointers.shape) == 2 and pointers.shape[0] == 1 and pointers.shape[1] > 1:
+        return _loaded(_flat(pointers), _flat(inside))[None, :]
+    elif len(pointers.shape) == 2 and pointers.shape[1] == 1 and pointers.shape[0] > 1:
+        return _loaded(_flat(pointers), _flat(inside))[:, None]
+    else:
+        return _loaded(pointers, inside)
+
+
+@triton.jit
+def _flat(line):
+    if line is None:
+        return None
+    else:
+        return tl.reshape(line, (line.numel,))
+
+
+@triton.jit
+def _loaded(pointers, inside):
+    if inside is None:
+        return tl.load(pointers)
+    else:
+        return tl.load(pointers, mask=inside, other=0)
+
+
+@triton.jit
 def element(pointers):
     """The elements at ``pointers``, in the layout that these have.
 

@@ -232,8 +232,7 @@ def _text(writer: Writer, node: Expr) -> str:
         inside = writer.inside(node, "extents")
         # Pairs outside the sequences are hidden afterwards; 0 because what lies there may be a NaN or another
         # tensor.
-        masked = f", mask={inside}, other=0" if inside else ""
-        text = f"tl.load(work.leaves[{position}] + ({writer.offset(node, 'extents')}){masked})"
+        text = f"maths.elements(work.leaves[{position}] + ({writer.offset(node, 'extents')}), {inside or None})"
         if writer.ways.gathers:
             text = f"maths.element(work.leaves[{position}] + ({writer.offset(node, 'extents')}))"
         of_kind = {"float": f"{text}.to(tl.float32)", "int": f"maths.whole({text})", "bool": text}

@@ -287,6 +287,21 @@ def test_a_compiled_model_is_one_graph_with_eagers_logits_and_gradients(kind, pa
     assert disagreements(model, found, given, rows) == []
 
 
+def test_the_layers_of_one_graph_share_what_is_made_of_their_mask():
+    model, graphs = use(build("llama"), "tilewise"), []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    with torch.no_grad():
+        torch.compile(model.forward, backend=backend, fullgraph=True)(**inputs("llama", "right")[0])
+    calls = [node for node in graphs[0].graph.nodes if node.target is torch.ops.tilewise.attention.default]
+    assert len(calls) == model.config.num_hidden_layers > 1
+    assert calls[0].args[3]  # the tensors of the mask
+    assert all(node.args[3] == calls[0].args[3] for node in calls)
+
+
 def masked_otherwise(kind: str) -> dict:
     """Keywords of a model whose mask is not one of the two sides."""
     if kind == "holes":

@@ -396,6 +396,26 @@ def _by_data(held, later):
     held.data = later
 
 
+def test_a_mask_taken_once_in_a_graph_has_the_values_of_that_time_in_each_call():
+    def run(q, given):
+        lengths = given + 1
+        mask = tw.key_lengths(lengths).once()
+        first = tw.attention(q, q, q, mask=mask)
+        lengths.sub_(3)
+        return (
+            first,
+            tw.attention(q, q, q, mask=mask & tw.causal()),
+            tw.attention(q, q, q, mask=tw.key_lengths(lengths)),
+        )
+
+    q, given = torch.randn(2, 9, 1, 8), torch.tensor([4, 7])
+    taken = tw.key_lengths(given + 1)
+    expected = [tw.attention(q, q, q, mask=m) for m in (taken, taken & tw.causal(), tw.key_lengths(given - 2))]
+    for found, right in zip(torch.compile(run, fullgraph=True, backend="aot_eager")(q, given), expected, strict=True):
+        torch.testing.assert_close(found, right)
+    assert taken.once() is taken
+
+
 @pytest.mark.parametrize("replace", [_by_data, torch.utils.swap_tensors])
 def test_a_tensor_that_was_given_other_memory_is_another_one(replace):
     q, k, v = (torch.randn(1, 40, 2, 8) for _ in range(3))

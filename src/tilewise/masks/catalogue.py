@@ -38,7 +38,7 @@ class Mask:
 
     def __init__(self, text: str, parts: tuple[torch.Tensor | Derived, ...] = (), traced: bool | None = None):
         compiling = torch.compiler.is_compiling()
-        self.text, self.parts, self.derives = text, parts, False
+        self.text, self.parts, self.derives, self.taken = text, parts, False, False
         # Whether a trace made some of the parts.
         self.traced = len(parts) > 0 and compiling if traced is None else traced
         for part in parts:
@@ -56,12 +56,20 @@ class Mask:
     def leaves(self) -> tuple[torch.Tensor, ...]:
         """The tensors that the text reads, in the order of the text, with their values of now."""
         self._ask()
-        if not self.derives and not self.traced:
+        if self.taken or not (self.derives or self.traced):
             return self.parts  # type: ignore[return-value]  # none of them derives
         found: list[torch.Tensor] = []
         for part in self.parts:
             found += part.tensors() if isinstance(part, Derived) else [part]
         return tuple([snapshot(t) for t in found]) if self.copied else tuple(found)
+
+    def once(self) -> Mask:
+        """Return a mask whose tensors stay as they are now: the layers of a compiled graph then share what is made of them."""
+        if not self.copied:
+            return self
+        found = Mask(self.text, self.leaves, traced=True)
+        found.taken = True
+        return found
 
     def current(self) -> Mask:
         """Return the mask as a call should read it."""

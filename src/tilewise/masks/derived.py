@@ -17,7 +17,7 @@ library.define("snapshot(Tensor t) -> Tensor", tags=(torch.Tag.pt2_compliant_tag
 
 
 def _copied(t: Tensor) -> Tensor:
-    found = t.clone()
+    found = outside_inference(t.clone)
     keep_track(found)
     return found
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tilewise import dropout, expr
-from tilewise.backends.base import Inputs, unit_last
+from tilewise.backends.base import Inputs, PerTensors, unit_last
 from tilewise.backends.cpu import library, program
 from tilewise.backends.cpu.config import Config
 from tilewise.leaf_gradients import classify
@@ -87,6 +87,7 @@ class Prepared:
         self._passes: dict[bool, tuple[program.Code, library.Call]] = {}
         self._tangents: dict[tuple[int, ...], tuple[program.Code, library.Call]] = {}
         self._regions: dict[bool, Region] = {}
+        self._regions_of = PerTensors()
 
     def tangent(self, moving: Mapping[int, int]) -> tuple[program.Code, library.Call]:
         """Return the program and the call of forward mode for leaves of these slots with tangents (:attr:`Directions.slots`)."""
@@ -139,7 +140,10 @@ class Prepared:
 
     def region(self, t: Inputs, backward: bool) -> Region:
         if not self.decided.constant:
-            return self._region(t.leaves, t, backward)
+            p, make = self.p, lambda: self._region(t.leaves, t, backward)
+            if p.packed or p.paged:
+                return make()
+            return self._regions_of.of(backward, [t.leaves[n] for n in p.spec.mask_slots], make)
         if backward not in self._regions:
             self._regions[backward] = self._region((), None, backward)
         return self._regions[backward]

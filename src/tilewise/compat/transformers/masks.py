@@ -163,7 +163,7 @@ def read(call: MaskCall) -> HandedMask:
     padded = None if call.attention_mask is None else padding(call.attention_mask, call.kv_offset, there)
     only_documents = padded is None and all(isinstance(term, (Band, Documents)) for term in terms)
     shape = (call.batch_size, 1, call.q_length, call.kv_length)
-    return HandedMask(joined([*parts, padded]), keys, shape, joined(parts[:1]) if only_documents else None)
+    return HandedMask(joined([*parts, padded]).once(), keys, shape, joined(parts[:1]) if only_documents else None)
 
 
 def joined(parts: list[Mask | None]) -> Mask:

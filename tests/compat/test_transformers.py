@@ -288,6 +288,7 @@ def test_a_compiled_model_is_one_graph_with_eagers_logits_and_gradients(kind, pa
 
 
 def test_the_layers_of_one_graph_share_what_is_made_of_their_mask():
+    torch._dynamo.reset()
     model, graphs = use(build("llama"), "tilewise"), []
 
     def backend(graph, _):

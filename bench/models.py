@@ -2,7 +2,7 @@
 
 Three layers of each with heads of 64 (Swin: four of 32) and random weights, which change no time. A forward, and a forward with its
 backward, are timed in turns; on a CPU a time is the least of the rounds, on a GPU the median. A model has no times if its output and
-gradients are further from the same model in float64 than twice what they are with its own attention.
+gradients, of two sequences, are further from the same model in float64 than twice what they are with its own attention.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from bench.measure import interleaved, seconds_per_call
 LAYERS, HEAD_DIM, WORDS = 3, 64, 512
 WAYS = {"own": None, "tilewise": "tilewise"}
 PEERS = {
-    "own": "what transformers chooses: SDPA, or eager attention for Gemma 2",
+    "own": "what transformers chooses: SDPA or eager attention",
     "tilewise": 'attn_implementation="tilewise"',
 }
 ROUNDS = 5
@@ -38,7 +38,7 @@ class Size(NamedTuple):
         return self.heads * HEAD_DIM
 
 
-SIZES = {"cpu": Size(4, 1024, 2, torch.float32), "cuda": Size(16, 4096, 2, torch.bfloat16)}
+SIZES = {"cpu": Size(4, 1024, 2, torch.float32), "cuda": Size(16, 4096, 8, torch.bfloat16)}
 Inputs = Callable[[Size, str], dict[str, Tensor]]
 
 
@@ -54,12 +54,18 @@ def padded(s: Size, device: str, parts: int = 1) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": (torch.arange(ids.shape[1], device=device) < ends[:, None]).long()}
 
 
+def packed(s: Size, device: str) -> dict[str, Tensor]:
+    """Eight documents in each sequence."""
+    ids = words(s, device)["input_ids"]
+    return {"input_ids": ids, "position_ids": torch.arange(s.tokens // 8, device=device).repeat(len(ids), 8)}
+
+
 def pixels(s: Size, device: str) -> dict[str, Tensor]:
-    return {"pixel_values": torch.randn(4 * s.batch, 3, 224, 224, device=device, dtype=s.dtype)}
+    return {"pixel_values": torch.randn(s.batch * s.tokens // 256, 3, 224, 224, device=device, dtype=s.dtype)}
 
 
 def sounds(s: Size, device: str) -> dict[str, Tensor]:
-    return {"input_features": torch.randn(s.batch, 80, 3000, device=device, dtype=s.dtype)}
+    return {"input_features": torch.randn(s.batch * s.tokens // 1024, 80, 3000, device=device, dtype=s.dtype)}
 
 
 def decoder(s: Size) -> dict[str, object]:
@@ -73,7 +79,7 @@ def encoder(s: Size) -> dict[str, object]:
 
 
 def bert(s: Size) -> dict[str, object]:
-    return encoder(s) | {"vocab_size": WORDS, "pad_token_id": 0}
+    return encoder(s) | {"vocab_size": WORDS, "pad_token_id": 0, "max_position_embeddings": s.tokens}
 
 
 def old(s: Size) -> dict[str, object]:
@@ -119,9 +125,19 @@ def short(inputs: Callable) -> Inputs:
 MODELS = {
     "Llama": _of("Llama", decoder, words),
     "Llama, padded": _of("Llama", decoder, padded),
+    "Llama, packed": _of("Llama", decoder, packed, use_cache=False),
     "Qwen3": _of("Qwen3", decoder, words, head_dim=HEAD_DIM),
     "Mistral, window 256": _of("Mistral", decoder, words, sliding_window=256),
     "Gemma 2": _of("Gemma2", decoder, words, head_dim=HEAD_DIM, sliding_window=256),
+    "GPT-OSS": _of(
+        "GptOss",
+        decoder,
+        words,
+        head_dim=HEAD_DIM,
+        sliding_window=256,
+        num_local_experts=4,
+        experts_implementation="eager",
+    ),
     "DeepSeek-V3": _of("DeepseekV3", latent, words),
     "GPT-2": _of("GPT2", old, words, n_positions=8192),
     "BLOOM": _of("Bloom", old, words),
@@ -170,17 +186,25 @@ def error(found: list[Tensor | None], exact: list[Tensor | None]) -> float:
 
 
 def measure(log: script.Log, name: str, x: Architecture, size: Size, device: str) -> None:
-    given = {key: t.to(device) for key, t in x.inputs(size, device).items()}
+    given, few = (
+        {key: t.to(device) for key, t in x.inputs(size._replace(batch=batch), device).items()}
+        for batch in (size.batch, 2)
+    )
     shape = {"model": x.model, "inputs": list(next(iter(given.values())).shape)}
     models = {way: made(x, size, asked).to(device, size.dtype) for way, asked in WAYS.items()}
-    exactly = {key: t.double() if t.is_floating_point() else t for key, t in given.items()}
+    exactly = {key: t.double() if t.is_floating_point() else t for key, t in few.items()}
     exact = step(made(x, size, None).to(device, torch.float64), exactly)
-    errors = {way: error(step(model, given), exact) for way, model in models.items()}
+    errors = {way: error(step(model, few), exact) for way, model in models.items()}
     if not errors["tilewise"] <= 2 * errors["own"]:
         log.add(name, "tilewise", "both", "time", None, why=[f"relative errors {errors}"], shape=shape)
         return
     calls = {}
     for way, model in models.items():
+        try:
+            step(model, given)
+        except torch.OutOfMemoryError:
+            log.add(name, way, "both", "time", None, why=["out of memory"], shape=shape)
+            continue
         calls[way, "forward"] = torch.no_grad()(partial(forward, model, given))
         calls[way, "both"] = partial(step, model, given)
     timed = interleaved({key: partial(seconds_per_call, call, 1, device) for key, call in calls.items()}, ROUNDS)
@@ -198,6 +222,8 @@ def main() -> None:
     log = script.Log.begin("python -m bench.models", options, PEERS, ("transformers",))
     for name, x in MODELS.items():
         measure(log, name, x, SIZES[options.device], options.device)
+        if options.device == "cuda":
+            torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

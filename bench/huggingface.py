@@ -7,7 +7,7 @@ function that transformers calls for it.
 from functools import cache
 
 from bench import records
-from bench.tables import RESULTS, Results, grid, load, spread, wrapped
+from bench.tables import RESULTS, Results, grid, load, wrapped
 
 CONTESTANTS = ("eager", "sdpa", "tilewise")
 N, SHORT, NEW, WINDOW = 4096, 1024, 16, 512
@@ -20,8 +20,6 @@ TASKS = {
     "prefill": ("prompt of generate", f"`generate`: the prompt of {N} tokens"),
     "token": ("a step of generate", f"`generate`: each of {NEW} tokens after it"),
 }
-GENERATE = ("h100-generate", "h100-generate-round1", "h100-generate-round2")
-"""The runs of ``bench.generate`` with today's code. The table shows the first, the ratios are of all."""
 CACHES = {
     f"{size.replace('x', ' × ')}{{}}, {cache}": f"{cache}-{size}"
     for cache in ("dynamic", "static")
@@ -31,26 +29,36 @@ STEPS, CONTEXTS = "b12178aa0a97", (1024, 4096, 16384)
 """The run that timed training steps of a GPT on a GPU."""
 
 
-def milliseconds(run: str, cache: str, who: str) -> float:
-    """A step of ``generate`` after the prompt."""
-    return load("hopper-calls").value(run, f"generate-{cache}-step", who, "forward", "host") / 1e3
+def generated(cache: str, part: str, who: str) -> float:
+    """Milliseconds of a part of ``generate``, by the newest run of ``bench.generate``."""
+    found = load("hopper-calls")
+    run = found.run_of("python -m bench.generate")
+    return found.value(run, f"generate-{cache}-{part}", who, "forward", "host") / 1e3
 
 
-def paces(cache: str) -> list[float]:
-    """How many times as fast as sdpa a step is, in each run."""
-    return [milliseconds(run, cache, "sdpa") / milliseconds(run, cache, "tilewise") for run in GENERATE]
+def pace(cache: str) -> float:
+    """How many times as fast as sdpa a step of ``generate`` is."""
+    return generated(cache, "step", "sdpa") / generated(cache, "step", "tilewise")
 
 
 def generating() -> str:
-    """Steps of ``generate`` on a GPU."""
-    columns = {f"{who}, ms": lambda cache, who=who: milliseconds(GENERATE[0], cache, who) for who in CONTESTANTS[1:]}
-    columns |= {"sdpa / tilewise, three runs": lambda cache: spread(paces(cache), 2)}
+    """Steps of ``generate`` on a GPU, and the first call with a static cache, which transformers compiles."""
+    step = {f"{who}, ms": lambda cache, who=who: generated(cache, "step", who) for who in CONTESTANTS[1:]}
+    first = {
+        f"first call: {who}, s": lambda cache, who=who: (
+            round(generated(cache, "first", who) / 1e3, 1) if cache.startswith("static") else None
+        )
+        for who in CONTESTANTS[1:]
+    }
     rows = {title.format(""): cache for title, cache in CACHES.items()}
-    return "\n".join(grid(rows, columns, lambda cache, shown: shown(cache), 2, "sequences × tokens, cache"))
+    columns = step | {"sdpa / tilewise": pace} | first
+    table = grid(rows, columns, lambda cache, shown: shown(cache), 2, "sequences × tokens, cache")
+    found = load("hopper-calls")
+    return "\n".join([*table, "", *wrapped(found.source(found.run_of("python -m bench.generate")))])
 
 
-def beside_sdpa() -> dict[str, dict[str, list[float]]]:
-    """How many times as fast as with sdpa a model is: by machine and by what it does, a number for each run."""
+def beside_sdpa() -> dict[str, dict[str, float]]:
+    """How many times as fast as with sdpa a model is: by machine and by what it does."""
     steps, cpu = load("hopper-calls"), fastest()
 
     def step(context: int) -> float:
@@ -58,15 +66,14 @@ def beside_sdpa() -> dict[str, dict[str, list[float]]]:
         return times[0] / times[1]
 
     return {
-        f"A step of generate, Llama of 12 layers, bf16, {steps.runs[GENERATE[0]]['device'].removesuffix(' 80GB HBM3')}": {
-            f"{title.format(' tokens')} cache": paces(cache) for title, cache in CACHES.items()
+        f"A step of generate, Llama of 12 layers, bf16, {steps.runs[steps.run_of('python -m bench.generate')]['device']}": {
+            f"{title.format(' tokens')} cache": pace(cache) for title, cache in CACHES.items()
         },
         f"A training step, GPT of 6 layers, bf16, {steps.runs[STEPS]['device']}": {
-            f"context {n:,}": [step(n)] for n in CONTEXTS
+            f"context {n:,}": step(n) for n in CONTEXTS
         },
         "Llama of 6 layers, 4,096 tokens, fp32, two CPU cores": {
-            title: [cpu["sdpa"][task]["seconds"] / cpu["tilewise"][task]["seconds"]]
-            for task, (title, _) in TASKS.items()
+            title: cpu["sdpa"][task]["seconds"] / cpu["tilewise"][task]["seconds"] for task, (title, _) in TASKS.items()
         },
     }
 

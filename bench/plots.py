@@ -5,7 +5,7 @@ cpu bench/results/cpu-goals.jsonl docs/img/cpu-goals.png                     # w
 ranks bench/results/h200-peers.jsonl docs/img/ranks.png                      # the share of one GPU's pace over ranks
 decoding FILE.jsonl PICTURE                                                  # what `bench.serving --parts rates` wrote
 derivatives FILE.jsonl PICTURE                                               # what `bench.derivatives` wrote
-models bench/results/hopper-calls.jsonl docs/img/models.png                  # whole models, whose runs bench.huggingface names
+models bench/results/hopper-calls.jsonl docs/img/models.png                  # whole models, by bench.huggingface
 """
 
 import argparse
@@ -310,16 +310,14 @@ def _losses(axes, training: dict) -> None:
 
 
 def models(_: list[dict]) -> Figure:
-    """A panel for each machine: how many times as fast as with SDPA a model is, and the range of its runs."""
+    """A panel for each machine: how many times as fast as with SDPA a model is."""
     panels = huggingface.beside_sdpa()
     figure = Figure(figsize=(8, 5), layout="constrained")
     grid = figure.subplots(len(panels), 1, sharex=True, height_ratios=[len(bars) + 0.7 for bars in panels.values()])
     for axes, (title, bars) in zip(grid, panels.items(), strict=True):
-        for y, values in enumerate(bars.values()):
-            middle = sorted(values)[len(values) // 2]
-            axes.barh(y, middle, 0.62, color=BLUE if middle >= 1 else "#8fbccb")
-            axes.plot([min(values), max(values)], [y, y], color="black", linewidth=1.2)
-            axes.annotate(f"{middle:.2f}", (max(1, *values), y), xytext=(4, 0), textcoords="offset points", va="center")
+        for y, value in enumerate(bars.values()):
+            axes.barh(y, value, 0.62, color=BLUE if value >= 1 else "#8fbccb")
+            axes.annotate(f"{value:.2f}", (max(1, value), y), xytext=(4, 0), textcoords="offset points", va="center")
         axes.axvline(1, color="#9a9a9a", linewidth=1.6, linestyle="--")
         axes.set_yticks(range(len(bars)), bars)
         axes.set_ylim(len(bars) - 0.5, -0.5)

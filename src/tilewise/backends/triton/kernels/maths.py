@@ -138,27 +138,21 @@ def elements(pointers, inside):
     loads an element: Triton 3.6 then makes the softmax of the whole tile a second time, in the layout of one row, and spills.
     """
     if len(pointers.shape) == 2 and pointers.shape[0] == 1 and pointers.shape[1] > 1:
-        return _loaded(_flat(pointers), _flat(inside))[None, :]
+        return _line_of(pointers, inside)[None, :]
     elif len(pointers.shape) == 2 and pointers.shape[1] == 1 and pointers.shape[0] > 1:
-        return _loaded(_flat(pointers), _flat(inside))[:, None]
-    else:
-        return _loaded(pointers, inside)
-
-
-@triton.jit
-def _flat(line):
-    if line is None:
-        return None
-    else:
-        return tl.reshape(line, (line.numel,))
-
-
-@triton.jit
-def _loaded(pointers, inside):
-    if inside is None:
+        return _line_of(pointers, inside)[:, None]
+    elif inside is None:
         return tl.load(pointers)
     else:
         return tl.load(pointers, mask=inside, other=0)
+
+
+@triton.jit
+def _line_of(pointers, inside):
+    if inside is None:
+        return tl.load(tl.reshape(pointers, (pointers.numel,)))
+    else:
+        return tl.load(tl.reshape(pointers, (pointers.numel,)), mask=tl.reshape(inside, (pointers.numel,)), other=0)
 
 
 @triton.jit

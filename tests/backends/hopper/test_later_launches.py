@@ -173,12 +173,14 @@ def test_a_forward_by_its_memory_launches_the_same_or_leaves_it(name, monkeypatc
     if backend.refused(c.p):
         pytest.skip("; ".join(backend.refused(c.p)))
     direct = backend.direct(c.p)
+    qkv = c.t.q, c.t.k, c.t.v
     with poisoned():
         expected = backend.forward(c.p, c.t)
-        found = direct and direct(c.t.q, c.t.k, c.t.v, c.t.leaves, True)
-    if found is not None:
-        same(*(read(x, c) for x in launches))
-        same(found, expected.tensors)
+        found = [direct and direct(*x, c.t.leaves, True) for x in (qkv, [x.transpose(-3, -2) for x in qkv])]
+    if found[0] is not None:
+        for n, result in enumerate(found, 1):
+            same(read(launches[0], c), read(launches[n], c))
+            same(result, expected.tensors)
 
 
 DIRECT = [

@@ -61,11 +61,11 @@ def packed(s: Size, device: str) -> dict[str, Tensor]:
 
 
 def pixels(s: Size, device: str) -> dict[str, Tensor]:
-    return {"pixel_values": torch.randn(s.batch * s.tokens // 256, 3, 224, 224, device=device, dtype=s.dtype)}
+    return {"pixel_values": torch.randn(max(1, s.batch * s.tokens // 256), 3, 224, 224, device=device, dtype=s.dtype)}
 
 
 def sounds(s: Size, device: str) -> dict[str, Tensor]:
-    return {"input_features": torch.randn(s.batch * s.tokens // 1024, 80, 3000, device=device, dtype=s.dtype)}
+    return {"input_features": torch.randn(max(1, s.batch * s.tokens // 1024), 80, 3000, device=device, dtype=s.dtype)}
 
 
 def decoder(s: Size) -> dict[str, object]:

@@ -10,6 +10,7 @@ from typing import Literal, TypeVar
 import torch
 
 from tilewise import device as devices
+from tilewise import expr
 from tilewise.backends.triton.group_parts import group_parts
 from tilewise.backends.triton.tiles import (
     OVER_KEYS,
@@ -579,8 +580,14 @@ def needed(problem: Problem, kernel: str, tiles: Tiles, pair_bytes: int = 0) -> 
     plain = not problem.spec.dropout_p and problem.spec.region.predicate is None
     widths = columns(problem.head_dim, tiles), columns(problem.head_dim_v, tiles)
     itemsize = operand_bytes(problem.dtype.itemsize, products(problem))
-    streams = Streams(pair_bytes, plain, reads_by_distance(problem))
+    streams = Streams(pair_bytes, plain, reads_by_distance(problem), _line_bytes(problem))
     return shared_memory(kernel, tiles, widths, itemsize, streams, architecture(problem.device))
+
+
+def _line_bytes(problem: Problem) -> int:
+    reads = [] if problem.spec.score is None else expr.lookups(problem.spec.score)
+    lines = [x for x in reads if len({"i", "j"} & expr.depends_on(*x.args[1:])) == 1]
+    return sum(problem.extras[x.args[0][1]].dtype.itemsize for x in lines)
 
 
 def fit_all(problem: Problem, passes: dict[str, Tiles], pair_bytes: int = 0) -> dict[str, Tiles]:

@@ -149,10 +149,11 @@ def elements(pointers, inside):
 
 @triton.jit
 def _line_of(pointers, inside):
+    line = tl.reshape(pointers, (pointers.numel,))
     if inside is None:
-        return tl.load(tl.reshape(pointers, (pointers.numel,)))
-    else:
-        return tl.load(tl.reshape(pointers, (pointers.numel,)), mask=tl.reshape(inside, (pointers.numel,)), other=0)
+        return tl.load(line)
+    else:  # which may be one truth value for all
+        return tl.load(line, mask=tl.reshape(tl.broadcast_to(inside, pointers.shape), (pointers.numel,)), other=0)
 
 
 @triton.jit

@@ -730,6 +730,16 @@ def test_a_mask_with_an_unknown_keyword_is_refused():
         compat.mask(batch_size=2, q_length=6, kv_length=6, spiral=True)
 
 
+def test_a_model_with_attention_classes_of_its_own_is_refused_with_their_names():
+    config = hf.GitConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=64
+    )
+    for _ in range(2):
+        with pytest.raises(NotImplementedError, match="classes of its own, eager; load it"):
+            hf.GitForCausalLM._from_config(config, attn_implementation="tilewise")
+    assert hf.GitForCausalLM._from_config(config, attn_implementation="eager")
+
+
 def test_a_model_that_never_asks_the_interface_is_refused_by_name():
     config = hf.MptConfig(d_model=32, n_layers=1, n_heads=2, vocab_size=16)
     with pytest.raises(NotImplementedError, match=r"MptForCausalLM cannot use .*computes attention itself"):

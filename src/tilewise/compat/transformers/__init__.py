@@ -196,6 +196,8 @@ def _refusing(checked):
                 f'{type(self).__name__} cannot use attn_implementation="{NAME}": its code computes attention itself and '
                 'never asks the AttentionInterface; load it with attn_implementation="eager"'
             )
+        if requested_attention == NAME:
+            classes.refuse_others(self, NAME)
         return checked(self, requested_attention, *arguments, **options)
 
     check.refuses_for = NAME

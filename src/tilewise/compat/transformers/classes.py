@@ -35,6 +35,24 @@ def prepare(model: torch.nn.Module, name: str, attend: Callable) -> bool:
     return True
 
 
+class _Refusing(dict):
+    """A model's attention classes by the name of an implementation: no other class could stand for one of tilewise's."""
+
+    def __missing__(self, name: str):
+        raise NotImplementedError(
+            f'attn_implementation="{name}": this model chooses among attention classes of its own, {", ".join(self)}; load it, or the '
+            'part of it that is meant (attn_implementation={"vision_config": "eager", ...}), with one of these'
+        )
+
+
+def refuse_others(model: torch.nn.Module, name: str) -> None:
+    """Have a module that asks the interface, but looks ``name`` up among attention classes of its own elsewhere, say that it has none."""
+    module = sys.modules[type(model).__module__]
+    for key, found in [*vars(module).items()]:
+        if key.endswith("ATTENTION_CLASSES") and type(found) is dict and name not in found:
+            setattr(module, key, _Refusing(found))
+
+
 def _watching(base: type, attend: Callable) -> type:
     """Return ``base`` with :attr:`watched`, whether the layer's caller asked for probabilities, and the attention of a layer."""
 

@@ -710,6 +710,15 @@ def test_a_mask_of_another_length_is_refused():
         call(made)
 
 
+def test_an_encoder_s_mask_that_hides_nothing_serves_the_keys_of_a_cache_too():
+    both = masking.bidirectional_mask_function
+    made = compat.mask(batch_size=2, q_length=1, kv_length=1, mask_function=both)
+    q, k, v = (torch.randn(2, 4, n, 8) for n in (1, 9, 9))
+    layer = torch.nn.Module()  # which is not causal
+    expected = compat.attention(layer, q, k, v, None)[0]
+    torch.testing.assert_close(compat.attention(layer, q, k, v, made)[0], expected)
+
+
 def test_padding_beside_cu_seq_lens_is_refused():
     made = compat.mask(batch_size=2, q_length=6, kv_length=6, attention_mask=torch.tensor([[1] * 5 + [0], [1] * 6]) > 0)
     with pytest.raises(ValueError, match="padding, or a mask of its own"):

@@ -101,6 +101,10 @@ class HandedMask:
     def ndim(self) -> int:
         return len(self.shape)
 
+    @property
+    def hides_nothing(self) -> bool:
+        return not self.mask.text and self.keys == self.shape[-1]
+
     def contiguous(self) -> HandedMask:
         return self
 

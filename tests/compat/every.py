@@ -1,0 +1,205 @@
+"""Every architecture of the installed transformers beside its own eager attention: `python -m tests.compat.every [NAME ...]`.
+
+Each is built small, with random weights in float32. Its output and the gradients of its weights, without padding and with padding on
+either side, have to be those of eager attention; for causal language models also what `generate` gives, with a dynamic and with a static
+cache. Exit code 1 if something differs. It takes minutes, so no test calls it; hold a new version of transformers against it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
+
+import tilewise.compat.transformers
+
+SIZES = {
+    64: "hidden_size d_model n_embd dim embed_dim embedding_size",
+    2: "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_decoder_layers num_key_value_heads "
+    "num_local_experts num_experts eos_token_id",
+    4: "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads n_routed_experts",
+    16: "head_dim d_kv q_lora_rank kv_lora_rank v_head_dim",
+    96: "intermediate_size d_ff n_inner encoder_ffn_dim decoder_ffn_dim ffn_dim",
+    120: "vocab_size",
+    128: "max_position_embeddings n_positions",
+    7: "sliding_window",
+    5: "attention_chunk_size",
+    8: "attention_window patch_size qk_rope_head_dim qk_nope_head_dim rotary_dim",
+    32: "image_size moe_intermediate_size",
+    1: "bos_token_id decoder_start_token_id num_experts_per_tok n_group topk_group",
+    0: "pad_token_id",
+}
+SMALL = {name: size for size, names in SIZES.items() for name in names.split()} | {"experts_implementation": "eager"}
+for _name in (
+    "dropout",
+    "attention_dropout",
+    "hidden_dropout",
+    "attention_probs_dropout_prob",
+    "hidden_dropout_prob",
+    "attn_pdrop",
+):
+    SMALL[_name] = 0.0
+DOUBTFUL = "head_dim", "sliding_window", "num_key_value_heads", "rotary_dim", "pad_token_id", "intermediate_size"
+MOST, TOKENS, NEW, LIMIT = 30e6, 23, 9, 1e-3
+
+
+class NotTried(Exception):
+    """A model that this module cannot make or feed."""
+
+
+def config_of(name: str) -> transformers.PretrainedConfig:
+    """A small configuration, by the names that it has."""
+    kind = getattr(transformers, name)
+    plain = kind()
+    sizes = {key: size for key, size in SMALL.items() if isinstance(getattr(plain, key, None), (int, float, str))}
+    for key in (None, *DOUBTFUL):
+        sizes.pop(key, None)
+        try:
+            return kind(**sizes)
+        except Exception as reason:
+            why = reason
+    raise NotTried(f"its configuration: {why}")
+
+
+def model_of(config_name: str, name: str, way: str) -> nn.Module:
+    """The model with that attention; all ways have the same weights."""
+    make = getattr(transformers, name)._from_config
+    with torch.device("meta"):
+        count = sum(x.numel() for x in make(config_of(config_name), attn_implementation=way).parameters())
+    if count > MOST:
+        raise NotTried(f"{count / 1e6:.0f} M parameters")
+    torch.manual_seed(0)
+    model = make(config_of(config_name), attn_implementation=way).eval()
+    for x in model.parameters():
+        if x.ndim > 1:
+            nn.init.normal_(x, std=0.15)
+    return model
+
+
+def inputs(model: nn.Module, padding: str) -> dict[str, Tensor]:
+    """Words with padding, or an image, or a sound, which have none."""
+    names, main, config = set(inspect.signature(model.forward).parameters), model.main_input_name, model.config
+    torch.manual_seed(1)
+    if main == "input_ids":
+        given = {"input_ids": torch.randint(3, 100, (2, TOKENS))}
+        if padding != "none":
+            kept = torch.ones(2, TOKENS, dtype=torch.long)
+            kept[1, slice(7) if padding == "left" else slice(-7, None)] = 0
+            given["attention_mask"] = kept
+        if "decoder_input_ids" in names:
+            given["decoder_input_ids"] = torch.randint(3, 100, (2, TOKENS - 4))
+        return given
+    size = getattr(config, "image_size", 32)
+    if main not in ("pixel_values", "input_values", "input_features") or not isinstance(size, int):
+        raise NotTried(f"its input {main}")
+    sound = getattr(config, "num_mel_bins", 80), 2 * getattr(config, "max_source_positions", 1500)
+    image = getattr(config, "num_channels", 3), size, size
+    return {main: torch.randn(2, *{"pixel_values": image, "input_values": (3200,), "input_features": sound}[main])}
+
+
+def passes(model: nn.Module, of: str) -> list[Tensor]:
+    """The output where there is no padding, and the gradients of all weights."""
+    given = inputs(model, of)
+    o = model(**given)[0]
+    kept = given.get("attention_mask")
+    o = o[kept.bool()] if kept is not None and kept.shape == o.shape[:2] else o
+    weights = [x for x in model.parameters() if x.requires_grad]
+    torch.manual_seed(2)
+    grads = torch.autograd.grad(o, weights, torch.randn_like(o), allow_unused=True)
+    return [o.detach(), *[torch.zeros(()) if x is None else x for x in grads]]
+
+
+@torch.no_grad()
+def generated(model: nn.Module, of: tuple[str, str]) -> list[Tensor]:
+    """The tokens, as numbers, and their logits; ``of``: the cache and the side of the padding."""
+    cache, padding = of
+    torch.manual_seed(1)
+    kept = torch.ones(2, 13, dtype=torch.long)
+    kept[1, : 5 if padding == "left" else 0] = 0
+    more = {"cache_implementation": "static"} if cache == "static" else {}
+    model.generation_config.eos_token_id = None
+    found = model.generate(
+        torch.randint(3, 100, (2, 13)), attention_mask=kept, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False,
+        return_dict_in_generate=True, output_logits=True, disable_compile=True, **more,
+    )  # fmt: skip
+    return [found.sequences.float(), torch.stack(found.logits)]
+
+
+def difference(found: list[Tensor], expected: list[Tensor]) -> float:
+    """The largest one, as a part of the largest number of each tensor; of gradients, of that of all."""
+    first, *rest = ((x - y).abs().max().item() for x, y in zip(found, expected, strict=True))
+    size, *sizes = (y.abs().max().item() for y in expected)
+    return max(first / max(size, 1e-9), max(rest, default=0) / max([1e-9, *sizes]))
+
+
+def checks(name: str) -> Iterator[tuple[str, str, object]]:
+    """What is run of an architecture: its title, the model's class, and what it is run with."""
+    for kind, classes in (("model", MODEL_MAPPING_NAMES), ("generate", MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)):
+        found = classes.get(name)
+        found = found[0] if isinstance(found, (tuple, list)) else found
+        ways = [("dynamic", "none"), ("dynamic", "left"), ("static", "left")]
+        if found:
+            yield kind, found, ("none", "right", "left") if kind == "model" else ways
+
+
+def outcomes(name: str) -> Iterator[tuple[str, str]]:
+    """``(verdict, detail)`` of each check."""
+    for kind, cls, cases in checks(name):
+        try:
+            models = {way: model_of(CONFIG_MAPPING_NAMES[name], cls, way) for way in ("tilewise", "eager")}
+        except NotImplementedError as reason:
+            yield "refused", f"{kind}: {reason}".replace("\n", " ")
+            continue
+        except Exception as reason:
+            yield "not tried", f"{kind}: {str(reason).partition(chr(10))[0]}"
+            continue
+        if models["eager"].main_input_name != "input_ids":
+            cases = cases[:1]  # without padding
+        for case in cases:
+            title, run = f"{kind}, {case}", partial(passes if kind == "model" else generated, of=case)
+            try:
+                expected = run(models["eager"])
+                if difference(run(models["eager"]), expected) > LIMIT:
+                    raise NotTried("its numbers are random")
+            except Exception as reason:
+                yield "not tried", f"{title}: {str(reason).partition(chr(10))[0]}"
+                continue
+            try:
+                far = difference(run(models["tilewise"]), expected)
+            except (NotImplementedError, AttributeError) as reason:
+                yield ("refused" if "tilewise" in str(reason) else "differs"), f"{title}: {reason}".replace("\n", " ")
+            except Exception as reason:
+                yield "differs", f"{title}: {reason!r}"
+            else:
+                yield "same" if far <= LIMIT else "differs", f"{title}: {far:.1e}"
+
+
+def main() -> None:
+    """Print what does not agree, and how many do."""
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
+    tilewise.compat.transformers.register()
+    counts, architectures = Counter(), {"model": set(), "generate": set()}
+    for name in sys.argv[1:] or CONFIG_MAPPING_NAMES:
+        for verdict, detail in outcomes(name):
+            counts[verdict] += 1
+            if verdict == "same":
+                architectures[detail.partition(",")[0]].add(name)
+            else:
+                print(f"{verdict:9} {name}: {detail[:150]}", flush=True)
+    found = ", ".join(f"{len(names)} architectures by {kind}" for kind, names in architectures.items())
+    print(f"transformers {transformers.__version__}: {dict(counts)}; the same: {found}")
+    sys.exit(counts["differs"] > 0)
+
+
+if __name__ == "__main__":
+    main()

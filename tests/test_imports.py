@@ -133,6 +133,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "backends.triton.group_parts",
         "backends.triton.tiles",
         "distances",
+        "expr",
         "problem",
         "device",
     ),
@@ -281,6 +282,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "state",
         "untraced",
     ),
+    "compat.transformers.masks": ("api", "compat.padding", "expr", "masks", "masks.catalogue", "planning.tiles"),
     "compat.transformers.sharded": (
         "compat.padding",
         "compat.transformers.masks",

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilewise as tw
+from tests.compat import every
 from tilewise.accuracy import judge
 
 hf = pytest.importorskip("transformers")
@@ -692,6 +693,7 @@ REFUSED = {
     "no-place": ({"queries": 3}, ValueError, "3 queries and 6 keys was handed no mask"),
     "3-d": ({"mask": torch.ones(2, 6, 6)}, ValueError, r"attention_mask is \(2, 6, 6\); allowed are \(batch, 6\)"),
     "other-length": ({"mask": torch.ones(2, 5)}, ValueError, r"attention_mask is \(2, 5\)"),
+    "packed-indices": ({"cu_seq_lens_q": STARTS, "indices": torch.ones(2, 6, 1)}, ValueError, "that an indexer chose"),
     "packed-batch": ({"cu_seq_lens_q": STARTS}, ValueError, "a batch of 2: pack all sequences into one row"),
     "packed-mask": ({"cu_seq_lens_q": STARTS, "mask": torch.ones(2, 6)}, ValueError, "an attention mask: leave it out"),
 }
@@ -702,6 +704,25 @@ def test_what_cannot_be_honoured_is_refused_with_the_reason(case):
     handed, error, message = REFUSED[case]
     with pytest.raises(error, match=message):
         call(**handed)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "minimax_m3_vl_text"])
+def test_what_an_indexer_chooses_is_seen_and_nothing_else(name):
+    """Of 23 keys 7, or two blocks of four."""
+    found = [*every.outcomes(name)]
+    assert len(found) > 2
+    assert [x for x in found if x[0] != "same"] == []
+
+
+def test_what_an_indexer_chooses_past_the_end_does_not_count():
+    made = compat.mask(batch_size=2, q_length=6, kv_length=9, q_offset=0)  # no query sees the last three keys
+    chosen = torch.randint(0, 9, (2, 6, 4))
+    (o, _), (q, k, v) = call(made, keys=9, indices=chosen.int())
+    kept = torch.zeros(2, 6, 9, dtype=torch.bool).scatter(2, chosen, True) & (
+        torch.arange(9) <= torch.arange(6)[:, None]
+    )
+    torch.testing.assert_close(made[:, 0], (torch.arange(9) <= torch.arange(6)[:, None]).expand(2, 6, 9))
+    torch.testing.assert_close(o, tw.attention(q, k, v, mask=tw.dense(kept[:, None])))
 
 
 def test_a_mask_of_another_length_is_refused():

@@ -38,7 +38,7 @@ from tilewise.compat.probabilities import probabilities
 from tilewise.compat.transformers import classes, continuous
 from tilewise.compat.transformers.masks import HandedMask, MaskCall, describe, is_told, joined, read
 from tilewise.compat.transformers.sharded import ShardedMask, group, read_sharded, sharded
-from tilewise.masks.catalogue import Mask, causal, dense, window
+from tilewise.masks.catalogue import Mask, causal, dense, selected, window
 from tilewise.scores.catalogue import Score, bias, softcap
 from tilewise.spec import Deterministic
 
@@ -80,8 +80,6 @@ _ELSEWHERE = 'load this model with attn_implementation="eager" or "sdpa"'
 REFUSED = {
     "head_mask": f"scales the probabilities of single heads, which is not built; {_ELSEWHERE}",
     "cache": f"is a paged cache (continuous batching), which needs transformers 5.24 or newer; {_ELSEWHERE}",
-    "indices": f"selects keys for every query (sparse attention with an indexer), which is not built; {_ELSEWHERE}",
-    "block_indices": f"selects blocks of keys for every query, which is not built; {_ELSEWHERE}",
     "sinks": f"is a sink for every query, where tilewise has one per head; {_ELSEWHERE}",
 }
 
@@ -95,6 +93,8 @@ class Handed:
         softcap: cap of the scores, before position_bias, which is added, ``(batch or 1, heads or 1, Nq, Nk)``.
         s_aux: ``(heads,)``, the sink.
         is_causal, sliding_window: count where no mask was handed over; otherwise the mask has them in it.
+        indices: the keys that an indexer chose for each query, whole numbers ``(batch, Nq, k)``; those that the mask hides do not count.
+        block_indices: the blocks that it chose, ``(batch, heads_k, Nq, k)``, −1 where there are fewer.
         cu_seq_lens_q, cu_seq_lens_k: starts of the sequences packed into a batch of one.
         block_table, k_cache, v_cache: the pages of a cache that the packed keys and values are to be appended to
             (:mod:`~tilewise.compat.transformers.continuous`).
@@ -109,6 +109,8 @@ class Handed:
     s_aux: Tensor | None = None
     is_causal: bool | None = None
     sliding_window: int | None = None
+    indices: Tensor | None = None
+    block_indices: Tensor | None = None
     cu_seq_lens_q: Tensor | None = None
     cu_seq_lens_k: Tensor | None = None
     block_table: Tensor | None = None
@@ -131,6 +133,10 @@ class Handed:
                 f'attn_implementation="{NAME}" cannot honour' + "".join([f"\n  {r}" for r in reasons])
             )
         return cls(**{name: value for name, value in given.items() if name in HONOURED})
+
+    @property
+    def selects(self) -> bool:
+        return self.indices is not None or self.block_indices is not None
 
     def options(self, keys: int) -> dict:
         """Return the keywords of ``tilewise.attention`` but the mask."""
@@ -262,6 +268,8 @@ def attention(
     if given.cu_seq_lens_q is not None:
         return _packed(module, (q, k, v), attention_mask, given), None
     seen, keys, added = _seen(module, q, k, attention_mask, given)
+    if given.selects:
+        seen = joined([seen, _selected(module, given, keys)])
     options = {"mask": seen} | given.options(keys)
     if added is not None:
         options["score"] = bias(added) if options["score"] is None else options["score"] >> bias(added)
@@ -309,6 +317,7 @@ def _over_ranks(q: Tensor, k: Tensor, v: Tensor, given_mask, given: Handed, posi
     wrong += ["cu_seq_lens_q: pass position_ids, which tell documents apart"] if given.cu_seq_lens_q is not None else []
     wrong += ["position_bias, which is of this rank's rows"] if given.position_bias is not None else []
     wrong += ["output_attentions"] if given.output_attentions or _recorded() else []
+    wrong += ["keys that an indexer chose"] if given.selects else []
     if wrong:
         raise NotImplementedError("not built for a sharded sequence: " + "; ".join(wrong))
     options = {"mask": given_mask.whole(positions), "parallel": given_mask.parallel} | given.options(k.shape[1])
@@ -355,6 +364,13 @@ def _seen(module, q: Tensor, k: Tensor, given_mask, given: Handed) -> tuple[Mask
     )
 
 
+def _selected(module, given: Handed, keys: int) -> Mask:
+    """Return the mask of what a layer's indexer chose; it chooses keys past the end too where there are not enough."""
+    blocks = given.block_indices is not None
+    chosen, block = (given.block_indices, module.indexer.block_size) if blocks else (given.indices[:, None], 1)
+    return selected(chosen.where(chosen * block < keys, -1), block=block)
+
+
 def _unmasked(module, q: Tensor, k: Tensor, given: Handed) -> Mask | None:
     """Return the mask of a layer without one. Its first query must sit at its first key."""
     if _is_causal(module, given) and 1 < q.shape[1] != k.shape[1]:
@@ -383,6 +399,7 @@ def _packed(module, qkv: tuple[Tensor, Tensor, Tensor], given_mask, given: Hande
     wrong = [] if q.shape[0] == 1 else [f"a batch of {q.shape[0]}: pack all sequences into one row"]
     wrong += ["position_bias, which counts along the whole row"] if given.position_bias is not None else []
     wrong += ["output_attentions: ask for it one sequence at a time"] if given.output_attentions or _recorded() else []
+    wrong += ["keys that an indexer chose"] if given.selects else []
     if isinstance(given_mask, HandedMask):
         band = given_mask.band
         wrong += ["padding, or a mask of its own: leave attention_mask out"] if band is None else []

@@ -30,7 +30,9 @@ from transformers import masking_utils
 from tilewise.api import attention
 from tilewise.compat.padding import padding
 from tilewise.expr import Expr, lookup
+from tilewise.masks import region
 from tilewise.masks.catalogue import Mask, causal, documents, keep, key_range, window
+from tilewise.planning.tiles import Grid
 
 # What says how a dense mask is made, or when it may be left out: nothing that changes which pairs are kept.
 WITHOUT_MEANING = {
@@ -90,12 +92,14 @@ class HandedMask:
         mask: over the first ``keys`` of the ``shape[-1]`` keys; no query sees the others.
         shape: ``(batch, 1, seqlen_q, seqlen_k)``, that of the matrix which is never built.
         band: the part that holds in every sequence alike, where documents are all the rest, else None.
+        device: of the layers.
     """
 
     mask: Mask
     keys: int
     shape: tuple[int, int, int, int]
     band: Mask | None
+    device: torch.device | str
 
     @property
     def ndim(self) -> int:
@@ -113,7 +117,7 @@ class HandedMask:
         if isinstance(device, torch.dtype):
             raise NotImplementedError(_COMPUTED.format(what=f"attention_mask.to({device})"))
         band = None if self.band is None else _moved(self.band, device)
-        return replace(self, mask=_moved(self.mask, device), band=band)
+        return replace(self, mask=_moved(self.mask, device), band=band, device=device)
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -126,8 +130,22 @@ class HandedMask:
             raise AttributeError(name)
         raise AttributeError(_COMPUTED.format(what=f"attention_mask.{name}"))
 
-    def __getitem__(self, _):
+    def __getitem__(self, index):
+        """Return the pairs, ``attention_mask[:, 0]``: bool ``(batch, seqlen_q, seqlen_k)``, for an indexer, which scores all of them."""
+        whole = slice(None)
+        if type(self) is HandedMask and index in ((whole, 0), (whole, 0, whole, whole)):
+            return self._pairs()
         raise NotImplementedError(_COMPUTED.format(what="attention_mask[...]"))
+
+    def _pairs(self) -> Tensor:
+        batch, _, queries, keys = self.shape
+        leaves = list(self.mask.leaves)
+        shown = region(self.mask.text, tuple(range(len(leaves))))
+        grid = Grid.whole(shown, leaves, (batch, 1, queries, self.keys), torch.device(self.device))
+        i, j = (torch.arange(n, device=self.device) for n in (queries, self.keys))
+        found = grid.kept(i, j)
+        found = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device) if found is None else found
+        return torch.nn.functional.pad(found.expand(batch, 1, queries, self.keys)[:, 0], (0, keys - self.keys))
 
 
 def _moved(mask: Mask, device: torch.device | str) -> Mask:
@@ -167,7 +185,8 @@ def read(call: MaskCall) -> HandedMask:
     padded = None if call.attention_mask is None else padding(call.attention_mask, call.kv_offset, there)
     only_documents = padded is None and all(isinstance(term, (Band, Documents)) for term in terms)
     shape = (call.batch_size, 1, call.q_length, call.kv_length)
-    return HandedMask(joined([*parts, padded]).once(), keys, shape, joined(parts[:1]) if only_documents else None)
+    alike = joined(parts[:1]) if only_documents else None
+    return HandedMask(joined([*parts, padded]).once(), keys, shape, alike, call.device)
 
 
 def joined(parts: list[Mask | None]) -> Mask:

@@ -150,7 +150,7 @@ def read_sharded(call: MaskCall, parallel: ContextParallel) -> ShardedMask:
     padded = None if given is None else padding(parallel.unshard(given.long(), 1), 0, seqlen)
     mask = joined([*[term.mask(whole, seqlen) for term in terms], padded])
     shape = (call.batch_size, 1, call.q_length, call.kv_length)
-    return ShardedMask(mask, call.kv_length, shape, None, parallel, packed=given is None)
+    return ShardedMask(mask, call.kv_length, shape, None, call.device, parallel, packed=given is None)
 
 
 def _is_packing(term: object) -> bool:

@@ -7,7 +7,7 @@ function that transformers calls for it.
 from functools import cache
 
 from bench import records
-from bench.tables import RESULTS, Results, grid, load, wrapped
+from bench.tables import RESULTS, Results, grid, load, spread, wrapped
 
 CONTESTANTS = ("eager", "sdpa", "tilewise")
 N, SHORT, NEW, WINDOW = 4096, 1024, 16, 512
@@ -29,29 +29,27 @@ STEPS, CONTEXTS = "b12178aa0a97", (1024, 4096, 16384)
 """The run that timed training steps of a GPT on a GPU."""
 
 
-def generated(cache: str, part: str, who: str) -> float:
-    """Milliseconds of a part of ``generate``, by the newest run of ``bench.generate``."""
-    found = load("hopper-calls")
-    run = found.run_of("python -m bench.generate")
-    return found.value(run, f"generate-{cache}-{part}", who, "forward", "host") / 1e3
+def generated(cache: str, part: str, who: str) -> list[float]:
+    """Milliseconds of a part of ``generate`` in each run that has the first call too, the newest last."""
+    found, case = load("hopper-calls"), f"generate-{cache}-{part}"
+    runs = [run for run in found.runs if f"generate-{cache}-first" in found.cases(run)]
+    return [found.value(run, case, who, "forward", "host") / 1e3 for run in runs]
 
 
-def pace(cache: str) -> float:
-    """How many times as fast as sdpa a step of ``generate`` is."""
-    return generated(cache, "step", "sdpa") / generated(cache, "step", "tilewise")
+def paces(cache: str) -> list[float]:
+    """How many times as fast as sdpa a step of ``generate`` is, in each run."""
+    return [x / y for x, y in zip(*(generated(cache, "step", who) for who in CONTESTANTS[1:]), strict=True)]
 
 
 def generating() -> str:
     """Steps of ``generate`` on a GPU, and the first call with a static cache, which transformers compiles."""
-    step = {f"{who}, ms": lambda cache, who=who: generated(cache, "step", who) for who in CONTESTANTS[1:]}
-    first = {
-        f"first call: {who}, s": lambda cache, who=who: (
-            round(generated(cache, "first", who) / 1e3, 1) if cache.startswith("static") else None
+    columns = {f"{who}, ms": lambda cache, who=who: generated(cache, "step", who)[-1] for who in CONTESTANTS[1:]}
+    columns["sdpa / tilewise"] = lambda cache: spread(paces(cache), 2)
+    for who in CONTESTANTS[1:]:
+        columns[f"first call: {who}, s"] = lambda cache, who=who: (
+            spread([x / 1e3 for x in generated(cache, "first", who)], 0) if cache.startswith("static") else None
         )
-        for who in CONTESTANTS[1:]
-    }
     rows = {title.format(""): cache for title, cache in CACHES.items()}
-    columns = step | {"sdpa / tilewise": pace} | first
     table = grid(rows, columns, lambda cache, shown: shown(cache), 2, "sequences × tokens, cache")
     found = load("hopper-calls")
     return "\n".join([*table, "", *wrapped(found.source(found.run_of("python -m bench.generate")))])
@@ -67,7 +65,7 @@ def beside_sdpa() -> dict[str, dict[str, float]]:
 
     return {
         f"A step of generate, Llama of 12 layers, bf16, {steps.runs[steps.run_of('python -m bench.generate')]['device']}": {
-            f"{title.format(' tokens')} cache": pace(cache) for title, cache in CACHES.items()
+            f"{title.format(' tokens')} cache": paces(cache)[-1] for title, cache in CACHES.items()
         },
         f"A training step, GPT of 6 layers, bf16, {steps.runs[STEPS]['device']}": {
             f"context {n:,}": step(n) for n in CONTEXTS

@@ -2,7 +2,8 @@
 
 Three layers of each with heads of 64 (Swin: four of 32) and random weights, which change no time. A forward, and a forward with its
 backward, are timed in turns; on a CPU a time is the least of the rounds, on a GPU the median. A model has no times if its output and
-gradients, of two sequences, are further from the same model in float64 than twice what they are with its own attention.
+gradients, of a batch of two sequences or of as many pixels, are further from the same model in float64 than twice what they are with its
+own attention.
 """
 
 from collections.abc import Callable

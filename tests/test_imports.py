@@ -282,7 +282,15 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "state",
         "untraced",
     ),
-    "compat.transformers.masks": ("api", "compat.padding", "expr", "masks", "masks.catalogue", "planning.tiles"),
+    "compat.transformers.masks": (
+        "api",
+        "caching",
+        "compat.padding",
+        "expr",
+        "masks",
+        "masks.catalogue",
+        "planning.tiles",
+    ),
     "compat.transformers.sharded": (
         "compat.padding",
         "compat.transformers.masks",

@@ -321,6 +321,25 @@ def test_leaf_gradients_do_not_depend_on_where_they_are_summed(shape, private, m
     agree(Cpu(), call(*qkv(), score=tw.bias(normal(*shape).requires_grad_()), causal=True))
 
 
+def test_what_is_kept_of_a_mask_is_that_of_its_tensor_now():
+    q, k, v = (x.requires_grad_() for x in (normal(2, 300, 2, 16, seed=n) for n in range(3)))
+    both = torch.arange(300)[:, None] >= torch.arange(300) + torch.tensor([0, 170])[:, None, None]
+
+    def agrees(kept):
+        found = []
+        for backend in ("cpu", "reference"):
+            o = tw.attention(q, k, v, mask=tw.dense(kept), backend=backend)
+            found.append((o, *torch.autograd.grad(o.sum(), (q, k, v))))
+        for x, y in zip(*found, strict=True):
+            torch.testing.assert_close(x, y)
+
+    for _ in range(3):
+        for kept in (both[0], both[1], both[:1, None], both[:, None]):
+            agrees(kept)
+            agrees(kept)
+        both.logical_not_()
+
+
 def test_prepared_masks_give_the_same_result():
     q, k, v = qkv(nq=200, nk=200)
     mask = tw.keep(lambda b, h, i, j: (i // 32 + j // 32) % 2 == 0) & tw.causal()

@@ -723,6 +723,9 @@ def test_what_an_indexer_chooses_past_the_end_does_not_count():
     )
     torch.testing.assert_close(made[:, 0], (torch.arange(9) <= torch.arange(6)[:, None]).expand(2, 6, 9))
     torch.testing.assert_close(o, tw.attention(q, k, v, mask=tw.dense(kept[:, None])))
+    for other in (slice(None), (slice(None), torch.tensor([0])), (slice(None), False), (slice(None), 0, slice(1))):
+        with pytest.raises(NotImplementedError, match="computes with its attention mask"):
+            made[other]
 
 
 def test_a_mask_of_another_length_is_refused():
@@ -735,9 +738,14 @@ def test_an_encoder_s_mask_that_hides_nothing_serves_the_keys_of_a_cache_too():
     both = masking.bidirectional_mask_function
     made = compat.mask(batch_size=2, q_length=1, kv_length=1, mask_function=both)
     q, k, v = (torch.randn(2, 4, n, 8) for n in (1, 9, 9))
-    layer = torch.nn.Module()  # which is not causal
-    expected = compat.attention(layer, q, k, v, None)[0]
-    torch.testing.assert_close(compat.attention(layer, q, k, v, made)[0], expected)
+    encoder = torch.nn.Module()
+    expected = compat.attention(encoder, q, k, v, None)[0]
+    torch.testing.assert_close(compat.attention(encoder, q, k, v, made)[0], expected)
+    # A causal layer without a mask has as many queries as keys, or one query.
+    causal = compat.mask(batch_size=2, q_length=1, kv_length=1)
+    torch.testing.assert_close(call(causal)[0][0], call(None)[0][0])
+    with pytest.raises(ValueError, match="3 queries and 6 keys was handed no mask"):
+        call(causal, queries=3)
 
 
 def test_padding_beside_cu_seq_lens_is_refused():
@@ -767,6 +775,8 @@ def test_a_model_with_attention_classes_of_its_own_is_refused_with_their_names()
     for _ in range(2):
         with pytest.raises(NotImplementedError, match="classes of its own, eager; load it"):
             hf.GitForCausalLM._from_config(config, attn_implementation="tilewise")
+    elsewhere = type("Elsewhere", (hf.LlamaForCausalLM,), {"__module__": "no_module_of_this_name"})
+    assert elsewhere._from_config(build("llama").config, attn_implementation="tilewise")
     assert hf.GitForCausalLM._from_config(config, attn_implementation="eager")
 
 

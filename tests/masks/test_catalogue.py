@@ -416,6 +416,23 @@ def test_a_mask_taken_once_in_a_graph_has_the_values_of_that_time_in_each_call()
     assert taken.once() is taken
 
 
+def test_a_prepared_mask_taken_once_in_a_graph_is_read_anew():
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def made(kept):
+        return tw.dense(kept.clone())
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def run(q, mask):
+        return tw.attention(q, q, q, mask=mask.once())
+
+    q, kept = torch.randn(1, 300, 1, 8), torch.arange(300)[:, None] >= torch.arange(300)
+    mask = made(kept)
+    prepared = mask.prepare(q, q)
+    for _ in range(2):
+        torch.testing.assert_close(run(q, prepared), tw.attention(q, q, q, mask=tw.dense(mask.leaves[0])))
+        mask.leaves[0].logical_not_()
+
+
 @pytest.mark.parametrize("replace", [_by_data, torch.utils.swap_tensors])
 def test_a_tensor_that_was_given_other_memory_is_another_one(replace):
     q, k, v = (torch.randn(1, 40, 2, 8) for _ in range(3))

@@ -64,10 +64,14 @@ class Mask:
         return tuple([snapshot(t) for t in found]) if self.copied else tuple(found)
 
     def once(self) -> Mask:
-        """Return a mask whose tensors stay as they are now: the layers of a compiled graph then share what is made of them."""
-        if not self.copied:
-            return self
-        found = Mask(self.text, self.leaves, traced=True)
+        """Return the mask with the values that its tensors have now, for all layers of a compiled graph that made them.
+
+        The layers then share what is made of them, and later writes do not count. Other masks are returned as they are.
+        """
+        mask = self.current()
+        if not mask.copied:
+            return mask
+        found = Mask(mask.text, mask.leaves, traced=True)
         found.taken = True
         return found
 
@@ -93,7 +97,9 @@ class Mask:
         a, b = _unprepared(self), _unprepared(other)
         if not (a.text and b.text):  # one that hides nothing
             return a if a.text else b
-        return Mask(f"{a.text} & {b.text}", (*a.parts, *b.parts), a.traced or b.traced)
+        found = Mask(f"{a.text} & {b.text}", (*a.parts, *b.parts), a.traced or b.traced)
+        found.taken = (a.taken or len(a.parts) == 0) and (b.taken or len(b.parts) == 0)
+        return found
 
     def __or__(self, other: Mask) -> Mask:
         a, b = _unprepared(self), _unprepared(other)

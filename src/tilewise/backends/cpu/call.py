@@ -139,11 +139,11 @@ class Prepared:
         return call.tile_m, call.tile_n
 
     def region(self, t: Inputs, backward: bool) -> Region:
+        if self.p.packed or self.p.paged:
+            return self._region(t.leaves, t, backward)
         if not self.decided.constant:
-            p, make = self.p, lambda: self._region(t.leaves, t, backward)
-            if p.packed or p.paged:
-                return make()
-            return self._regions_of.of(backward, [t.leaves[n] for n in p.spec.mask_slots], make)
+            tensors = [t.leaves[n] for n in self.p.spec.mask_slots]
+            return self._regions_of.of(backward, tensors, lambda: self._region(t.leaves, t, backward))
         if backward not in self._regions:
             self._regions[backward] = self._region((), None, backward)
         return self._regions[backward]

@@ -106,7 +106,8 @@ class Streams:
         pair_bytes: bytes per pair of the tensors that a mask or score reads at both i and j, which are streamed too.
         kept: dS may be kept in a sheet.
         plain: P and dS go from registers into the next product. Dropout and predicates may pass them through shared memory.
-        line_bytes: bytes per row or column of the tensors that the score reads at i or at j.
+        line_bytes: bytes per row or column of the tensors that the score reads at i or at j. A predicate's pass through the scratch that it
+            has anyway.
     """
 
     pair_bytes: int = 0
@@ -156,7 +157,7 @@ def shared_memory(
         rows[kernel] = stages * (m + n) * tiles.chunk + (0 if streams.plain and kernel not in OF_SHEETS else m * n)
     bytes_ = streams.pair_bytes if kernel not in ("delta", "terms", *OF_SHEETS) else 0
     scratch = {"sm90": 1024 if streams.plain else 2048, "sm100": 18 << 10}.get(arch, 2048)  # for changes of layout
-    if streams.line_bytes:  # each line has room of its own, a number for each thread
+    if streams.line_bytes:  # each row or column passes through shared memory, a number for each thread
         scratch += 64 + 32 * tiles.num_warps * streams.line_bytes
     pairs = max(stages - 1, 1) * m * n * bytes_ + (0 if arch == "sm90" else 4096) if bytes_ else 0
     pairs += (

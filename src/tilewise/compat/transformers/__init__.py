@@ -341,10 +341,9 @@ def _seen(module, q: Tensor, k: Tensor, given_mask, given: Handed) -> tuple[Mask
     keys = k.shape[1]
     if isinstance(given_mask, HandedMask):
         if given_mask.shape[-2:] != (q.shape[1], keys):
-            if (
-                given_mask.hides_nothing
-            ):  # sdpa is handed no mask then, so an encoder may have a cache, of which the mask knows nothing
-                return None, keys, None
+            # An encoder may have a cache, of which its mask knows nothing; sdpa is handed no mask then.
+            if given_mask.hides_nothing:
+                return _unmasked(module, q, k, given), keys, None
             raise ValueError(
                 f"the mask was made for (Nq, Nk) = {given_mask.shape[-2:]}, this layer has {(q.shape[1], keys)}"
             )

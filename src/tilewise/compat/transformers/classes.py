@@ -35,22 +35,22 @@ def prepare(model: torch.nn.Module, name: str, attend: Callable) -> bool:
     return True
 
 
-class _Refusing(dict):
-    """A model's attention classes by the name of an implementation: no other class could stand for one of tilewise's."""
+def refuse_others(model: torch.nn.Module, name: str) -> None:
+    """Make a model say so if it looks for ``name`` among attention classes of its own and has none there."""
+    module = sys.modules.get(type(model).__module__)
+    for key, found in vars(module).items() if module else ():
+        if key.endswith("ATTENTION_CLASSES") and isinstance(found, dict):
+            found.setdefault(name, _refusing(name, [*found]))
 
-    def __missing__(self, name: str):
+
+def _refusing(name: str, others: list[str]) -> Callable:
+    def refuse(*_, **__):
         raise NotImplementedError(
-            f'attn_implementation="{name}": this model chooses among attention classes of its own, {", ".join(self)}; load it, or the '
+            f'attn_implementation="{name}": this model chooses among attention classes of its own, {", ".join(others)}; load it, or the '
             'part of it that is meant (attn_implementation={"vision_config": "eager", ...}), with one of these'
         )
 
-
-def refuse_others(model: torch.nn.Module, name: str) -> None:
-    """Have a module that asks the interface, but looks ``name`` up among attention classes of its own elsewhere, say that it has none."""
-    module = sys.modules[type(model).__module__]
-    for key, found in [*vars(module).items()]:
-        if key.endswith("ATTENTION_CLASSES") and type(found) is dict and name not in found:
-            setattr(module, key, _Refusing(found))
+    return refuse
 
 
 def _watching(base: type, attend: Callable) -> type:

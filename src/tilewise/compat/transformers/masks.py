@@ -28,6 +28,7 @@ from torch import Tensor
 from transformers import masking_utils
 
 from tilewise.api import attention
+from tilewise.caching import cached_property
 from tilewise.compat.padding import padding
 from tilewise.expr import Expr, lookup
 from tilewise.masks import region
@@ -131,13 +132,16 @@ class HandedMask:
         raise AttributeError(_COMPUTED.format(what=f"attention_mask.{name}"))
 
     def __getitem__(self, index):
-        """Return the pairs, ``attention_mask[:, 0]``: bool ``(batch, seqlen_q, seqlen_k)``, for an indexer, which scores all of them."""
+        """Return :attr:`pairs` of ``attention_mask[:, 0]``."""
+        told = index if type(index) is tuple and all(type(x) in (int, slice) for x in index) else ()
         whole = slice(None)
-        if type(self) is HandedMask and index in ((whole, 0), (whole, 0, whole, whole)):
-            return self._pairs()
+        if type(self) is HandedMask and told in ((whole, 0), (whole, 0, whole, whole)):
+            return self.pairs
         raise NotImplementedError(_COMPUTED.format(what="attention_mask[...]"))
 
-    def _pairs(self) -> Tensor:
+    @cached_property
+    def pairs(self) -> Tensor:
+        """The pairs that are kept, bool ``(batch, seqlen_q, seqlen_k)``, for indexers, which score all of them."""
         batch, _, queries, keys = self.shape
         leaves = list(self.mask.leaves)
         shown = region(self.mask.text, tuple(range(len(leaves))))

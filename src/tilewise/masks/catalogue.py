@@ -64,10 +64,8 @@ class Mask:
         return tuple([snapshot(t) for t in found]) if self.copied else tuple(found)
 
     def once(self) -> Mask:
-        """Return the mask with the values that its tensors have now, for all layers of a compiled graph that made them.
-
-        The layers then share what is made of them, and later writes do not count. Other masks are returned as they are.
-        """
+        """Return the mask with the values that its tensors have now, if a compiled graph made them: its layers share what is made of these,
+        and later writes do not count. Other masks are returned as they are."""
         mask = self.current()
         if not mask.copied:
             return mask

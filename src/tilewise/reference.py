@@ -62,9 +62,7 @@ def _part(p: Problem, t: Inputs, batch: range, places: tuple[slice, slice], leng
     b, head = torch.arange(batch.start, batch.stop, device=device), torch.arange(p.heads_q, device=device)
     grid = Grid(p.spec.region, t.leaves, *lengths, b, head, lengths[1])
     i, j = (torch.arange(n, device=device) for n in lengths)
-    kept = grid.kept(i, j)
-    kept = torch.ones((), dtype=torch.bool, device=device) if kept is None else kept
-    kept = kept.expand(len(batch), p.heads_q, *lengths)
+    kept = grid.pairs()
     seen = kept.any(2).unflatten(1, (p.heads_k, p.group)).any(2).repeat_interleave(p.group, 1).unsqueeze(-1)
     drawn, p_drop = None, p.spec.dropout_p
     if p_drop:

@@ -39,7 +39,7 @@ class Mask:
     def __init__(self, text: str, parts: tuple[torch.Tensor | Derived, ...] = (), traced: bool | None = None):
         compiling = torch.compiler.is_compiling()
         self.text, self.parts, self.derives, self.taken = text, parts, False, False
-        # Whether a trace made some of the parts.
+        # Whether a trace made some of the parts; taken: they are what its calls read already.
         self.traced = len(parts) > 0 and compiling if traced is None else traced
         for part in parts:
             if isinstance(part, Derived):

@@ -68,7 +68,7 @@ class View:
     @property
     def kept(self) -> Tensor:
         """Whether each pair is kept, bool ``(queries, keys)``."""
-        return _kept(self.grid)
+        return self.grid.pairs()[0, 0]
 
     @property
     def counts(self) -> dict[str, int]:
@@ -112,15 +112,6 @@ def _extents(length: int, tile: int) -> Tensor:
     return (length - torch.arange(0, length, tile, device="cpu")).clamp(max=tile)
 
 
-def _kept(grid: Grid) -> Tensor:
-    """Return whether each pair of a grid of one head is kept, bool ``(queries, keys)``."""
-    lengths = grid.seqlen_q, grid.keys
-    found = grid.kept(*[torch.arange(n, device="cpu") for n in lengths])
-    if found is None:
-        return torch.ones(lengths, dtype=torch.bool, device="cpu")
-    return found.expand(1, 1, *lengths)[0, 0]  # a constant has no axes
-
-
 def _grid(call: str, mask: Mask, lengths: tuple[int, int], at: tuple[int, int]) -> Grid:
     leaves = [leaf.cpu() for leaf in mask.leaves]
     kept = region(mask.text, tuple(range(len(leaves))))
@@ -138,7 +129,7 @@ def show_mask(
         ValueError: the mask does not fit these lengths, or has no such batch element or head.
     """
     lengths = seqlen_q, seqlen_q if seqlen_k is None else seqlen_k
-    pairs = _kept(_grid("show_mask", as_mask(mask), lengths, (batch, head)))
+    pairs = _grid("show_mask", as_mask(mask), lengths, (batch, head)).pairs()[0, 0]
     return "\n".join(" ".join("1" if kept else "." for kept in row) for row in pairs.tolist())
 
 

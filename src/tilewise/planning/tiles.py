@@ -132,6 +132,12 @@ class Grid:
         inside = self.region.inside
         return None if inside is None else self.evaluate(inside, i, j)
 
+    def pairs(self) -> Tensor:
+        """Return which pairs of all rows and columns are kept: bool ``(b, h, rows, columns)``."""
+        kept = self.kept(*[torch.arange(n, device=self.b.device) for n in (self.seqlen_q, self.keys)])
+        kept = torch.ones((), dtype=torch.bool, device=self.b.device) if kept is None else kept
+        return kept.expand(len(self.b), len(self.h), self.seqlen_q, self.keys)
+
 
 @dataclass(frozen=True)
 class TileMap:

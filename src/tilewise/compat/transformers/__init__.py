@@ -136,6 +136,7 @@ class Handed:
 
     @property
     def selects(self) -> bool:
+        """Whether an indexer chose keys."""
         return self.indices is not None or self.block_indices is not None
 
     def options(self, keys: int) -> dict:

@@ -40,10 +40,10 @@ def refuse_others(model: torch.nn.Module, name: str) -> None:
     module = sys.modules.get(type(model).__module__)
     for key, found in vars(module).items() if module else ():
         if key.endswith("ATTENTION_CLASSES") and isinstance(found, dict):
-            found.setdefault(name, _refusing(name, [*found]))
+            found.setdefault(name, _refusal(name, [*found]))
 
 
-def _refusing(name: str, others: list[str]) -> Callable:
+def _refusal(name: str, others: list[str]) -> Callable:
     def refuse(*_, **__):
         raise NotImplementedError(
             f'attn_implementation="{name}": this model chooses among attention classes of its own, {", ".join(others)}; load it, or the '

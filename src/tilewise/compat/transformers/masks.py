@@ -108,6 +108,7 @@ class HandedMask:
 
     @property
     def hides_nothing(self) -> bool:
+        """Whether every query sees every key."""
         return not self.mask.text and self.keys == self.shape[-1]
 
     def contiguous(self) -> HandedMask:
@@ -146,10 +147,7 @@ class HandedMask:
         leaves = list(self.mask.leaves)
         shown = region(self.mask.text, tuple(range(len(leaves))))
         grid = Grid.whole(shown, leaves, (batch, 1, queries, self.keys), torch.device(self.device))
-        i, j = (torch.arange(n, device=self.device) for n in (queries, self.keys))
-        found = grid.kept(i, j)
-        found = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device) if found is None else found
-        return torch.nn.functional.pad(found.expand(batch, 1, queries, self.keys)[:, 0], (0, keys - self.keys))
+        return torch.nn.functional.pad(grid.pairs()[:, 0], (0, keys - self.keys))
 
 
 def _moved(mask: Mask, device: torch.device | str) -> Mask:

@@ -58,7 +58,6 @@ class Decided:
         numbers: the number fields of the struct.
         window: of :func:`window_of`.
         dtypes: of the scores and of the mask.
-        constant: whether the mask follows from the shapes.
     """
 
     isa: str
@@ -67,15 +66,11 @@ class Decided:
     numbers: dict[str, int]
     window: Window | None
     dtypes: tuple[torch.dtype, torch.dtype]
-    constant: bool
 
     @classmethod
     def of(cls, p: Problem, isa: str, override: Config | None = None, selects: bool = False) -> Decided:
-        region = p.spec.region
-        constant = not p.packed and not p.paged and region.prepared is None and not expr.lookups(*region.parts)
-        return cls(
-            isa, override, selects, _numbers(p), window_of(p), (p.compute_dtype, region.compared_in(p.extras)), constant
-        )
+        dtypes = p.compute_dtype, p.spec.region.compared_in(p.extras)
+        return cls(isa, override, selects, _numbers(p), window_of(p), dtypes)
 
 
 class Prepared:
@@ -86,8 +81,7 @@ class Prepared:
         self.loaded = library.load()
         self._passes: dict[bool, tuple[program.Code, library.Call]] = {}
         self._tangents: dict[tuple[int, ...], tuple[program.Code, library.Call]] = {}
-        self._regions: dict[bool, Region] = {}
-        self._regions_of = PerTensors()
+        self._regions = PerTensors()
 
     def tangent(self, moving: Mapping[int, int]) -> tuple[program.Code, library.Call]:
         """Return the program and the call of forward mode for leaves of these slots with tangents (:attr:`Directions.slots`)."""
@@ -139,19 +133,15 @@ class Prepared:
         return call.tile_m, call.tile_n
 
     def region(self, t: Inputs, backward: bool) -> Region:
-        if self.p.packed or self.p.paged:
-            return self._region(t.leaves, t, backward)
-        if not self.decided.constant:
-            tensors = [t.leaves[n] for n in self.p.spec.mask_slots]
-            return self._regions_of.of(backward, tensors, lambda: self._region(t.leaves, t, backward))
-        if backward not in self._regions:
-            self._regions[backward] = self._region((), None, backward)
-        return self._regions[backward]
-
-    def _region(self, leaves: Sequence[Tensor], t: Inputs | None, backward: bool) -> Region:
         p = self.p
         if p.spec.region.everything or self.decided.window is not None:
             return Region({})
+        if p.packed or p.paged:
+            return self._region(t, backward)
+        return self._regions.of(backward, [t.leaves[n] for n in p.spec.mask_slots], lambda: self._region(t, backward))
+
+    def _region(self, t: Inputs, backward: bool) -> Region:
+        p, leaves = self.p, t.leaves
         if p.paged and p.spec.region.predicate is None:
             return Region(_paged_ends(p, t) if p.batch else {})
         tile = self.tile(backward)

@@ -462,12 +462,9 @@ def items() -> list[Launch]:
                 features = ["causal"]
                 if dtype == torch.bfloat16 and head_dim in (64, 128):
                     features += ["rich", "sparse", "moving", "parted"]
-                    features += ["softcap", "dense", "selected", "full", "window", "split"] if arch == "sm90" else []
-                    features += (
-                        ["bias", "bias32", "of-keys", "regions", "windows", "relative", "distances"]
-                        if arch == "sm90"
-                        else []
-                    )
+                    if arch == "sm90":
+                        features += ["softcap", "dense", "selected", "full", "window", "split"]
+                        features += ["bias", "bias32", "of-keys", "regions", "windows", "relative", "distances"]
                 if dtype == torch.float32 and head_dim in (64, 128) and arch == "sm90":
                     features += ["rich", "bias", "parted", "moving", *(["dense"] if head_dim == 128 else [])]
                 products = products_of(dtype, head_dim, arch)

@@ -134,8 +134,7 @@ def together(whole, i, j):
 def elements(pointers, inside):
     """The elements at ``pointers``, 0 where they are not ``inside``; None: all are.
 
-    Those of a tile's rows or columns are read as one dimension. The layout of a load spreads to what is computed with it if each thread
-    loads an element: Triton 3.6 then makes the softmax of the whole tile a second time, in the layout of one row, and spills.
+    Those of a tile's rows or columns are read as one dimension (docs/decisions.md#triton-lines).
     """
     if len(pointers.shape) == 2 and pointers.shape[0] == 1 and pointers.shape[1] > 1:
         return _line_of(pointers, inside)[None, :]
@@ -152,8 +151,8 @@ def _line_of(pointers, inside):
     line = tl.reshape(pointers, (pointers.numel,))
     if inside is None:
         return tl.load(line)
-    else:  # which may be one truth value for all
-        return tl.load(line, mask=tl.reshape(tl.broadcast_to(inside, pointers.shape), (pointers.numel,)), other=0)
+    else:
+        return tl.load(line, mask=tl.reshape(inside, (pointers.numel,)), other=0)
 
 
 @triton.jit

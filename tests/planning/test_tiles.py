@@ -14,7 +14,7 @@ import tilewise as tw
 from tilewise.masks import Mask, region
 from tilewise.masks.facts import monotone_terms
 from tilewise.planning import tiles
-from tilewise.planning.tiles import EMPTY, FULL, PARTIAL, Grid, TileMap, of_seen_keys, seen_keys
+from tilewise.planning.tiles import EMPTY, FULL, PARTIAL, Grid, SeenKeys, TileMap, seen_keys
 
 BATCH, HEADS = 2, 4
 GENERATOR = torch.Generator().manual_seed(0)
@@ -237,7 +237,7 @@ def test_rows_of_keys_that_nobody_sees_become_zeros(seen_shape, columns, first):
     x.masked_fill_(~seen.mT.unsqueeze(-1), torch.nan)
     odd = torch.frombuffer(bytearray(4096), dtype=torch.bfloat16, offset=2)[3 : 3 + 2 * 70 * 3 * 4].view(2, 70, 3, 4)
     for rows in (x, x.contiguous(), x.float(), x.half()[..., :-1], odd):
-        found = of_seen_keys(rows, seen)
+        found = SeenKeys.of(seen).zeroed(rows)
         assert found.is_contiguous()
         assert torch.equal(found, torch.where(seen.mT.unsqueeze(-1), rows, 0))
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tilewise import expr
 from tilewise.caching import edition, is_tracked
-from tilewise.device import Later, Ready, is_captured, is_warming_up, lasting, tensors_in
+from tilewise.device import Ready, is_captured, is_warming_up, lasting, tensors_in
 from tilewise.expr import Expr
 from tilewise.problem import Problem
 from tilewise.sizes import MISSED, ByStructure, Size
@@ -414,20 +414,6 @@ class PerTensors:
         if len(found) >= self.LIMIT:
             found.clear()
         found[place] = made, known, Ready(tensors_in(made))
-
-
-def is_known_to_hide_none(memory: Tensor, seen: Callable[[], Tensor]) -> bool:
-    """Return whether the device has reported that every key is seen by some query; only a mask that comes again is asked.
-
-    Args:
-        memory: what is kept of the mask; the answer becomes an attribute of it.
-        seen: the keys that are seen, bool.
-    """
-    told = getattr(memory, "hides_none", None)
-    if told is None:
-        memory.hides_none = Later()  # type: ignore[attr-defined]
-        return False
-    return told(lambda: seen().all())
 
 
 def piece_reasons(problem: Problem, dropout: int = 0) -> list[str]:

@@ -422,19 +422,43 @@ def seen_keys(grid: Grid, group: int) -> Tensor | None:
     return _seen_keys(grid, group)
 
 
-def of_seen_keys(x: Tensor, seen: Tensor) -> Tensor:
-    """Return k or v, ``(batch, keys, heads_k, columns)``, with zeros for keys that no query sees, contiguous.
+_INTEGERS = {x.itemsize: x for x in (torch.int8, torch.int16, torch.int32, torch.int64)}
 
-    Args:
+
+@dataclass
+class SeenKeys:
+    """What is kept of a mask to set k and v to zero where no query sees them.
+
+    Attributes:
         seen: as :func:`seen_keys` returns it.
+        ones: all bits of a key that is seen, none of any other: int64 ``(b|1, keys, heads_k|1, 1)``.
+        asked: whether the device was asked whether all are seen, and what it says (:class:`tilewise.device.Later`).
     """
-    # Copying numbers of 64 bits takes about half the time of bf16's.
-    steps = (x.storage_offset(), x.shape[-1], *x.stride()[:-1])
-    fits = x.stride(-1) == 1 and not x.data_ptr() % 8 and not any(n * x.element_size() % 8 for n in steps)
-    both = x, torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    given, made = (t.view(torch.int64) for t in both) if fits else both
-    torch.where(seen.mT.unsqueeze(-1), given, devices.indices(x.device, 1)[0], out=made)
-    return both[1]
+
+    seen: Tensor
+    ones: Tensor
+    asked: devices.Later | None = None
+
+    @classmethod
+    def of(cls, seen: Tensor) -> SeenKeys:
+        return cls(seen, -seen.mT.unsqueeze(-1).long())
+
+    def are_all(self) -> bool:
+        """Return whether the device has reported that every key is seen; only a mask that comes again is asked."""
+        if self.asked is None:
+            self.asked = devices.Later()
+            return False
+        return self.asked(lambda: self.seen.all())
+
+    def zeroed(self, x: Tensor) -> Tensor:
+        """Return k or v, ``(batch, keys, heads_k, columns)``, with zeros for keys that no query sees, contiguous."""
+        # Copying numbers of 64 bits takes about half the time of bf16's.
+        steps = (x.storage_offset(), x.shape[-1], *x.stride()[:-1])
+        fits = x.stride(-1) == 1 and not x.data_ptr() % 8 and not any(n * x.element_size() % 8 for n in steps)
+        word = torch.int64 if fits else _INTEGERS[x.element_size()]
+        made = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        torch.bitwise_and(x.view(word), self.ones if fits else self.ones.to(word), out=made.view(word))
+        return made
 
 
 def _seen_keys(grid: Grid, group: int) -> Tensor:

@@ -329,6 +329,28 @@ def test_padded_keys_are_left_to_the_packed_call_that_they_are(lse, monkeypatch)
         assert found is None if not lse else found.shape == expected.lse.shape
 
 
+@pytest.mark.parametrize("with_dlse", [True, False])
+@pytest.mark.parametrize("n", [200, 600])  # the backward of fewer keys has two passes
+def test_padded_gradients_are_those_of_the_packed_call(n, with_dlse, monkeypatch):
+    launches, backend = launches_of(monkeypatch), Hopper()
+    q, k, v = (normal(2, n, heads, 64, dtype=torch.bfloat16, seed=heads) for heads in (4, 2, 2))
+    for lengths in ([70, n], [3, 9]):
+        c = call(q, k, v, mask=tw.key_lengths(torch.tensor(lengths)))
+        with torch.no_grad():
+            out = Reference().forward(c.p, c.t)
+        out, dlse = replace(out, o=out.o.to(c.p.dtype)), c.dlse if with_dlse else torch.zeros_like(c.dlse)
+        launches.clear()
+        with poisoned():
+            expected = backend.backward(c.p, c.t, out, c.do, dlse)
+            saved = c.t.q, c.t.k, c.t.v, *c.t.leaves, None, out.o, out.lse
+            found = backend.direct_backward(c.p)(c.do, dlse if with_dlse else None, saved)
+        assert [x.shape for x in found] == [x.shape for x in saved[:3]]
+        same(found, (expected.dq, expected.dk, expected.dv))
+        half = len(launches) // 2
+        for before, after in zip(launches[:half], launches[half:], strict=True):
+            same(after, tuple(x.flatten()[: y.numel()].view(y.shape) for x, y in zip(before, after, strict=True)))
+
+
 def test_only_calls_of_which_nothing_else_is_read_go_by_their_memory():
     q, k, v = (normal(2, n, 2, 64, dtype=torch.bfloat16) for n in (1, 600, 600))
     backend = Hopper()

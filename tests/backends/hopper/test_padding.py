@@ -15,7 +15,7 @@ from tilewise.backends.hopper import Hopper, padding
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.forward import config as forward_config
 from tilewise.backends.hopper.host import masks
-from tilewise.backends.hopper.host.padded_call import PaddedPlan
+from tilewise.backends.hopper.host.padded_call import PaddedBackward, PaddedForward
 from tilewise.backends.portable import Portable
 from tilewise.planning.planner import Kind
 from tilewise.problem import Problem
@@ -65,10 +65,10 @@ class Padded(Portable):
     plan = PortablePlan
 
     def forward(self, p, t):
-        return PaddedPlan(p, self.plan(padding.as_packed(p))).forward(t)
+        return PaddedForward(p, self.plan(padding.as_packed(p))).forward(t)
 
     def backward(self, p, t, out, do, dlse):
-        return PaddedPlan(p, self.plan(padding.as_packed(p))).backward(t, out, do, dlse)
+        return PaddedBackward(p, self.plan(padding.as_packed(p))).backward(t, out, do, dlse)
 
 
 class Emulated(Padded):

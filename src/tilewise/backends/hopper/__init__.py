@@ -287,9 +287,9 @@ def _converted(p: Problem, config: AnyConfig, plans: PerProblem):
 def _conversion(p: Problem, config: AnyConfig, plans: PerProblem) -> tuple | None:
     """The same of a padded problem, by the plan of the packed one that it equals, and of one in pieces; None of any other."""
     if _runs_as_packed(p, config):
-        from tilewise.backends.hopper.host.padded_call import PaddedPlan
+        from tilewise.backends.hopper.host.padded_call import PaddedBackward, PaddedForward
 
-        return PaddedPlan.of, plans
+        return (PaddedBackward if isinstance(config, Backward) else PaddedForward).of, plans
     if in_pieces(p, config):
         from tilewise.backends.hopper.host.piecewise_call import PiecewisePlan
 

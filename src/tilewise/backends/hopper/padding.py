@@ -80,7 +80,7 @@ def packed_inputs(t: Inputs, cu: Sequence[Tensor]) -> Inputs:
 
 def by_heads(p: Problem, statistic: Tensor) -> Tensor:
     """A statistic of rows, as lse, (batch, heads_q, seqlen_q), as packed queries have it: (heads_q, batch · seqlen_q)."""
-    return statistic.transpose(0, 1).reshape(p.heads_q, -1).contiguous()  # of one query it would be a view
+    return statistic.transpose(0, 1).contiguous().view(p.heads_q, -1)
 
 
 def by_batch(p: Problem, statistic: Tensor) -> Tensor:

@@ -146,8 +146,9 @@ class BackwardDraft(PlacedPlan):
         for name, x in self.bits.items():
             found |= x.views(name, name.removesuffix("tiles"))
         if problem.packed:
-            counts = (self.portions.count, 1) if self.portions else (1,)
-            found |= {name: draft.result(name, torch.int32, *counts, fill=0) for name in ("counts_k", "counts_q")}
+            each = (self.portions.count, 1) if self.portions else (1,)
+            counts = draft.result("counts", torch.int32, 2, *each, fill=0)
+            found |= {"counts_k": counts.select(0, 0), "counts_q": counts.select(0, 1)}
         return found
 
 
@@ -206,9 +207,7 @@ class BackwardPlan(BackwardDraft):
         kept = self.kept(extras)
         tensors = [*saved, dlse, do[None] if do.ndim == 3 else do, *kept]
         if self.zeroed:
-            named = dict(zip("qkv", saved, strict=False))
-            named |= self.of_seen_keys(kept[0], {name: named[name] for name in self.zeroed})
-            tensors[:3] = named.values()
+            tensors[1:3] = self.of_seen_keys(kept[0], extras, k, v)
         dq, dk, dv, *_ = self.launches.run([tensors[n] for n in self.direct])
         return dq, dk, dv
 

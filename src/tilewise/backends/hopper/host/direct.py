@@ -40,7 +40,6 @@ class DirectPlan(PlacedPlan):
     def of_memory(
         self, q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], lse: bool, seed: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None] | None:
-        """The forward of a plan that is :attr:`direct` (:data:`tilewise.backends.base.DirectCall`, but for the seed)."""
         kept = self.kept(extras)
         at = [x.data_ptr() for x in (q, k, v, *extras)]
         if (at[0] | at[1] | at[2]) % ALIGNED:
@@ -49,13 +48,7 @@ class DirectPlan(PlacedPlan):
         if self.zeroed:
             of_problem = self.problem.v
             v = v.as_strided(of_problem.shape, of_problem.stride)  # a call's may have its heads first
-            v = self.of_seen_keys(kept[0], {"v": v})["v"]
+            (v,) = self.of_seen_keys(kept[0], extras, v)
             at[2] = v.data_ptr()
         o, *more = self.launches.run_memory([at[n] for n in self.direct], q, () if lse else ("lse",))
         return o, more[0] if lse else None
-
-    def call(
-        self, q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        found = self.of_memory(q, k, v, extras, True, seed) if self.direct else None
-        return super().call(q, k, v, extras, seed) if found is None else found

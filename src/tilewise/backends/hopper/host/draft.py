@@ -125,7 +125,8 @@ class Made(NamedTuple):
         if self.fill == COUNTS:
             return devices.counts(like.device, self.shape[0])
         if self.fill == 0 and self.dtype == torch.int32:
-            return devices.fresh(like.device, math.prod(self.shape)).view(self.shape)
+            found = devices.fresh(like.device, math.prod(self.shape))
+            return found if len(self.shape) == 1 else found.view(self.shape)
         return like.new_full(self.shape, self.fill, dtype=self.dtype)
 
 

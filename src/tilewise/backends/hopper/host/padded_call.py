@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from tilewise.backends.base import Grads, Inputs, Output, PerProblem
+from tilewise.backends.base import Grads, Inputs, Output, PerProblem, Saved
 from tilewise.backends.hopper import padding
 from tilewise.backends.hopper.host import masks
 from tilewise.backends.hopper.host.backward_call import BackwardPlan
@@ -20,19 +20,19 @@ from tilewise.problem import Problem
 
 @dataclass(eq=False)
 class PaddedPlan(Plan):
-    """The decisions for one padded problem: ``packed`` is the plan of the packed problem that it equals."""
+    """The decisions for one pass over a padded problem: ``packed`` is the plan of the packed problem that it equals."""
 
     packed: ForwardPlan | BackwardPlan
-
-    @property
-    def direct(self) -> tuple[int, ...]:
-        """The places of :class:`tilewise.backends.hopper.host.direct.PlacedPlan`, of a forward."""
-        return self.packed.direct if isinstance(self.packed, ForwardPlan) else ()
 
     @classmethod
     def of(cls, problem: Problem, plans: PerProblem) -> PaddedPlan:
         """The plan of a padded problem; ``plans``: of packed ones."""
         return cls(problem, plans.of(padding.as_packed(problem)))
+
+    @property
+    def direct(self) -> tuple[int, ...]:
+        """The places of :class:`tilewise.backends.hopper.host.direct.PlacedPlan`."""
+        return self.packed.direct
 
     @cached_property
     def making(self) -> Making:
@@ -40,11 +40,18 @@ class PaddedPlan(Plan):
 
     def starts(self, extras: Sequence[Tensor]) -> Sequence[Tensor]:
         """The first row and the first key of each sequence: int32."""
-        return self.of_leaves("starts", extras, self.making).unbind()
+        return self.of_leaves("starts", extras, lambda *of: self.making(*of).unbind())
 
     def inputs(self, inputs: Inputs) -> Inputs:
         """The tensors of the packed problem."""
         return padding.packed_inputs(inputs, self.starts(inputs.leaves))
+
+
+@dataclass(eq=False)
+class PaddedForward(PaddedPlan):
+    """The decisions for the forward of a padded problem."""
+
+    packed: ForwardPlan
 
     def of_memory(
         self, q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], lse: bool, seed: Tensor | None = None
@@ -59,6 +66,25 @@ class PaddedPlan(Plan):
     def forward(self, inputs: Inputs) -> Output:
         out, p = self.packed.forward(self.inputs(inputs)), self.problem
         return Output(out.o.view(p.output_shapes[0]), padding.by_batch(p, out.lse))
+
+
+@dataclass(eq=False)
+class PaddedBackward(PaddedPlan):
+    """The decisions for the backward of a padded problem."""
+
+    packed: BackwardPlan
+
+    def of_memory(self, do: Tensor, dlse: Tensor | None, saved: Saved) -> tuple[Tensor, Tensor, Tensor] | None:
+        """The backward by that of the packed problem (:class:`tilewise.backends.hopper.host.backward_call.BackwardPlan`)."""
+        q, k, v, *extras, seed, o, lse = saved
+        p = self.problem
+        rows, dlse = padding.by_heads(p, lse), None if dlse is None else padding.by_heads(p, dlse)
+        every = q, k, v, *extras, *self.starts(extras), seed, o, rows
+        found = self.packed.of_memory(do.flatten(0, 1), dlse, every)
+        if found is None:
+            return None
+        dq, dk, dv = found
+        return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
 
     def backward(self, inputs: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads:
         p = self.problem

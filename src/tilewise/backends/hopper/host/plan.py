@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from tilewise.backends.base import Inputs, Output, PerTensors, has_no_pair, is_known_to_hide_none
+from tilewise.backends.base import Inputs, Output, PerTensors, has_no_pair
 from tilewise.backends.hopper import capped
 from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.config import PLAIN, Band, Expressions, cap_of, keys_of, slopes_of, strides_addressable
@@ -25,7 +25,7 @@ from tilewise.caching import cached_property
 from tilewise.dropout import keep_scale, threshold
 from tilewise.planning.bit_tiles import Layout, may_hide_keys
 from tilewise.planning.planner import Making
-from tilewise.planning.tiles import of_seen_keys
+from tilewise.planning.tiles import SeenKeys
 from tilewise.problem import Problem, TensorFacts
 from tilewise.signature import contiguous_strides
 
@@ -45,11 +45,18 @@ class Plan:
         """The forward, of a plan that is of one."""
         raise NotImplementedError
 
+    def of_memory(
+        self, q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], lse: bool, seed: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """The forward of a plan that is :attr:`direct` (:data:`tilewise.backends.base.DirectCall`, but for the seed)."""
+        raise NotImplementedError
+
     def call(
         self, q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None
     ) -> tuple[Tensor, ...]:
         """:meth:`forward` as :meth:`tilewise.backends.base.Backend.caller` has it."""
-        return self.forward(Inputs.of(self.problem, q, k, v, extras, seed)).tensors
+        found = self.of_memory(q, k, v, extras, True, seed) if self.direct else None
+        return self.forward(Inputs.of(self.problem, q, k, v, extras, seed)).tensors if found is None else found
 
     def mask_leaves(self, inputs: Inputs) -> list[Tensor]:
         """The tensors that the mask reads."""
@@ -60,7 +67,7 @@ class Plan:
         """The slots of the tensors of which memories are made."""
         return self.problem.spec.mask_slots
 
-    def of_leaves(self, key: str, extras: Sequence[Tensor], making: Making) -> Tensor:
+    def of_leaves(self, key: str, extras: Sequence[Tensor], making: Callable[..., Any]) -> Any:
         """What is made of the mask's tensors among the extras, kept while they are the same."""
         leaves = [extras[n] for n in self.slots_of_mask]
         return self.made.of(key, leaves, partial(making, extras, self.problem.device))
@@ -202,15 +209,13 @@ class MaskPlan(ScorePlan):
         each = (getattr(self.problem, name) for name in self.zeroed)
         return all(tuple(x.stride) == contiguous_strides(x.shape) for x in each)
 
-    def of_seen_keys(self, memory: Tensor, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def of_seen_keys(self, memory: Tensor, extras: Sequence[Tensor], *tensors: Tensor) -> Sequence[Tensor]:
         """Those that are :attr:`zeroed`, with zeros for keys that no query sees; as they are once the device has reported that there
         are none."""
-        seen = partial(masks.seen_of, memory, self.layout_of_seen)
-        known = is_known_to_hide_none(memory, seen)
-        if known and self.contiguous and not any(x.data_ptr() % ALIGNED for x in tensors.values()):
+        seen = self.of_leaves("seen keys", extras, lambda *_: SeenKeys.of(masks.seen_of(memory, self.layout_of_seen)))
+        if seen.are_all() and self.contiguous and not any(x.data_ptr() % ALIGNED for x in tensors):
             return tensors
-        kept = seen()
-        return {name: of_seen_keys(x, kept) for name, x in tensors.items()}
+        return [seen.zeroed(x) for x in tensors]
 
     def kept(self, extras: Sequence[Tensor]) -> Sequence[Tensor]:
         """The memories that are kept of the mask's tensors, in the order of their names."""
@@ -279,7 +284,8 @@ class LaunchPlan(MaskPlan):
             others = {name: x for name, x in found.items() if name not in self.zeroed}
             found |= {name: aligned(x.contiguous() if name in self.copied else x) for name, x in others.items()}
         if self.zeroed:
-            found |= self.of_seen_keys(kept[0], {name: found[name] for name in self.zeroed})
+            tensors = self.of_seen_keys(kept[0], inputs.leaves, *[found[name] for name in self.zeroed])
+            found |= zip(self.zeroed, tensors, strict=True)
         return found
 
     @property

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tilewise import dropout
-from tilewise.backends.base import Inputs, is_known_to_hide_none, unit_last
+from tilewise.backends.base import Inputs, unit_last
 from tilewise.backends.triton.host import runtime
 from tilewise.backends.triton.host.buffers import seqlen_q_rounded
 from tilewise.backends.triton.host.launches import KernelLaunch
@@ -18,7 +18,7 @@ from tilewise.backends.triton.host.plan import Plan, operand_strides
 from tilewise.backends.triton.host.terms import split_into_terms
 from tilewise.backends.triton.tiles import Tiles
 from tilewise.caching import cached_property
-from tilewise.planning.tiles import PARTIAL, Grid, TileMap, of_seen_keys, seen_keys
+from tilewise.planning.tiles import PARTIAL, Grid, SeenKeys, TileMap, seen_keys
 from tilewise.problem import Problem
 
 
@@ -155,11 +155,11 @@ def zeroed(plan: Plan, inputs: Inputs, operands: dict[str, Tensor]) -> dict[str,
     device has reported that there are none, if descriptors may read it (docs/decisions.md#triton-zeroed-keys)."""
     name = "k" if "do" in operands else "v"
     x, leaves = operands[name], plan.mask_leaves(inputs)
-    seen = plan.of_mask.of("seen", leaves, lambda: new_seen_keys(plan.problem, inputs))
+    seen = plan.of_mask.of("seen", leaves, lambda: SeenKeys.of(new_seen_keys(plan.problem, inputs)))
     unaligned = [n for n in x.stride()[:-1] if n * x.element_size() % 16]
-    if is_known_to_hide_none(seen, lambda: seen) and runtime.aligned((x,)) and not unaligned:
+    if seen.are_all() and runtime.aligned((x,)) and not unaligned:
         return {}
-    return {name: of_seen_keys(x, seen)}
+    return {name: seen.zeroed(x)}
 
 
 def new_seen_keys(problem: Problem, inputs: Inputs) -> Tensor:

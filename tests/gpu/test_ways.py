@@ -44,3 +44,12 @@ def test_ways_and_gradients_have_the_same_bits_or_are_refused_by_name(name):
     if backend == "hopper" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs compute capability 9.0")
     right(Scene.drawn(777, heads, dims, dtype, "cuda", backend=backend, every=200, **more), backend)
+
+
+@pytest.mark.parametrize("name", [name for name, (backend, *_) in SCENES.items() if backend == "hopper"])
+def test_ways_of_several_segments_have_the_same_bits(name):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    backend, heads, dims, dtype, more = SCENES[name]
+    for seqlen in (4097, 2 * 4096, 13_000):
+        right(Scene.drawn(seqlen, heads, dims, dtype, "cuda", backend=backend, every=seqlen // 5, **more), backend)

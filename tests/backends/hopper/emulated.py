@@ -429,11 +429,10 @@ def load_kernel() -> SimpleNamespace:
     """The forward's modules by name, imported with the stand-in."""
     names = ("compute", "epilogue", "load", "params", "storage", "combine", "pages", "gather")
     rooms = [f"forward.{name}" for name in names]
-    *found, tiles, instructions, softmax, packed = imported(
-        *rooms, "kit.tiles", "kit.instructions", "kit.softmax", "kit.packed"
-    )
-    forward = SimpleNamespace(**dict(zip(names, found, strict=True)))
-    _stand_in(forward, tiles, instructions, softmax, packed)
+    kit = ("kit.tiles", "kit.instructions", "kit.softmax", "kit.packed", "kit.states")
+    found = imported(*rooms, *kit)
+    forward = SimpleNamespace(**dict(zip(names, found[: len(names)], strict=True)))
+    _stand_in(forward, *found[len(names) :])
     stand_in_for_gathers(forward.gather)
     return forward
 
@@ -487,7 +486,7 @@ def copy_box(of, box, m, stage, full, config) -> None:
     full.barrier.change(0, -2 * rows * width)
 
 
-def _stand_in(forward, tiles, instructions, softmax, packed) -> None:
+def _stand_in(forward, tiles, instructions, softmax, packed, states) -> None:
     places = Places(tiles)
     matrix_of = places.matrix
 
@@ -506,14 +505,16 @@ def _stand_in(forward, tiles, instructions, softmax, packed) -> None:
 
         role.products.append(product)
 
-    def new_operands(qk, pv, smem, w, config):
+    def new_operands(qk, pv, smem, w, params, config):
         t, pairs = config.tiles, forward.compute.pair_bias
         s, o, p = Registers(t.tile_n), Registers(t.width_o), Registers(t.tile_n)
         wait = RegisterRow(1) if config.short_tanh else None
         place, first = pairs.new_place(0), w * t.bias_stages
         bias = pairs.BiasRing(Registers(t.tile_n), place, smem.bias, first, smem.bias_full, smem.bias_empty)
         rest = smem.q, smem.k, smem.v, s, o, p, softmax.new_state(), wait, bias if config.score == "bias" else None
-        return forward.compute.ForwardOperands("qk", "pv", *rest)
+        return forward.compute.ForwardOperands(
+            "qk", "pv", *rest, forward.compute.segments.new_segments(w, params, config)
+        )
 
     def load_steps(operand, mma, tile) -> None:
         operand.values[:] = places.registers(tile[0].tiles[tile[1]])
@@ -560,6 +561,7 @@ def _stand_in(forward, tiles, instructions, softmax, packed) -> None:
     stand_in(forward.epilogue, put_lse=put_lse, put_row=put_row, put_columns=put_columns, put_tile=put_tile)
     stand_in(tiles, begin_product=begin, rows_columns=lambda acc: acc.values, tma_tiles=cut)
     stand_in(forward.combine, put=put_merged)
+    stand_in(states, put_numbers=put_numbers, take_numbers=take_numbers)
     stand_in(forward.pages, by_boxes=lambda rooms, config, rows_mode: rooms, copy_box=copy_box)
     stand_in_for_queues(instructions, packed)
     stand_in(
@@ -568,6 +570,18 @@ def _stand_in(forward, tiles, instructions, softmax, packed) -> None:
         all_agree=lambda condition, barrier_id: int(np.all(condition)),
         keep_above=lambda word, value: None,
     )
+
+
+def put_numbers(states, place, values) -> None:
+    mine = slice(0, states.shape[-2])  # the threads that have rows
+    place = tuple(np.broadcast_to(x, THREADS.shape)[mine] for x in place)
+    for n, value in enumerate(values):
+        states.values[(*place, n)] = np.broadcast_to(value, THREADS.shape)[mine]
+
+
+def take_numbers(states, place) -> list:
+    place = tuple(np.broadcast_to(x, THREADS.shape) for x in place)
+    return [states.values[(*place, n)].copy() for n in range(states.shape[-1])]
 
 
 def stand_in_for_gathers(gather) -> None:
@@ -610,6 +624,8 @@ def run(config: Config, q, k, v, sink, given: dict) -> tuple[np.ndarray, np.ndar
     lse = np.full((q.shape[0], q.shape[2], q.shape[1]), np.nan, np.float32)
     extra = optional_params({name: Global(x) if isinstance(x, np.ndarray) else x for name, x in given.items()})
     extra = extra._replace(direct_o=Global(o), rows_k=Global(k), rows_v=Global(v))
+    if t.segment:  # for so many CTAs
+        extra = extra._replace(part_o=Global(np.full((ctas, *extra.part_o.shape[1:]), np.nan, np.float32)))
     params = forward.params.ForwardParams(
         q.shape[1], k.shape[1], q.shape[2], q.shape[2] // k.shape[2], q.shape[0], section, lo, hi, sinks,
         np.float32(scale2), np.float32(cap2), extra,

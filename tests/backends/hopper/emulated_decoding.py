@@ -30,13 +30,13 @@ def load_kernel() -> SimpleNamespace:
     """The modules by name, imported with the stand-in."""
     names = ("load", "compute", "merge", "shares", "storage", "params")
     forward = ("compute", "epilogue", "load", "params", "storage", "combine", "pages")
-    kit = ("kit.tiles", "kit.instructions", "kit.softmax", "kit.packed")
+    kit = ("kit.tiles", "kit.instructions", "kit.softmax", "kit.packed", "kit.states")
     found = emulated.imported(*(f"decoding.{n}" for n in names), *(f"forward.{n}" for n in forward), *kit, "kit.params")
     decoding = SimpleNamespace(**dict(zip(names, found[: len(names)], strict=True)))
     base = SimpleNamespace(**dict(zip(forward, found[len(names) : -len(kit) - 1], strict=True)))
     emulated._stand_in(base, *found[-len(kit) - 1 : -1])
     decoding.optional = found[-1].OptionalParams
-    _stand_in(decoding, base, found[-3])
+    _stand_in(decoding, base, found[-4])
     return decoding
 
 
@@ -53,16 +53,6 @@ def _stand_in(decoding, base, softmax) -> None:
         query, sequence, head = place
         at = np.minimum(column, q.shape[-1] - 2)  # where nothing is inside, nothing is read
         return np.stack([np.where(inside, q.values[query, sequence, head, at + n], 0) for n in range(2)])
-
-    def put_numbers(states, place, values) -> None:
-        mine = slice(0, states.shape[-2])  # the threads that have rows
-        place = tuple(np.broadcast_to(x, THREADS.shape)[mine] for x in place)
-        for n, value in enumerate(values):
-            states.values[(*place, n)] = value[mine]
-
-    def take_numbers(states, place) -> list:
-        place = tuple(np.broadcast_to(x, THREADS.shape) for x in place)
-        return [states.values[(*place, n)].copy() for n in range(states.shape[-1])]
 
     def count_up(counts, at) -> int:
         counts.values[at] += 1
@@ -93,8 +83,6 @@ def _stand_in(decoding, base, softmax) -> None:
     )
     stand_in(
         decoding.merge,
-        put_numbers=put_numbers,
-        take_numbers=take_numbers,
         count_up=count_up,
         put_word=put_word,
         put=put,

@@ -60,14 +60,14 @@ def load_kernel(pool: np.ndarray) -> SimpleNamespace:
     """The modules by name, imported with the stand-in."""
     names = ("load", "scores", "values", "storage", "tiles", "params", "pair", "convert", "gather")
     forward = ("compute", "epilogue", "load", "params", "storage", "combine", "pages")
-    kit = ("kit.tiles", "kit.instructions", "kit.softmax", "kit.packed")
+    kit = ("kit.tiles", "kit.instructions", "kit.softmax", "kit.packed", "kit.states")
     rooms = [*(f"latent.{name}" for name in names), *(f"forward.{name}" for name in forward)]
     found = emulated.imported(*rooms, *kit)
     latent = SimpleNamespace(**dict(zip(names, found[: len(names)], strict=True)))
     base = SimpleNamespace(**dict(zip(forward, found[len(names) : -len(kit)], strict=True)))
     emulated._stand_in(base, *found[-len(kit) :])
     latent.combine = base.combine
-    _stand_in(latent, found[-len(kit)], found[-2], pool)
+    _stand_in(latent, found[-len(kit)], found[-3], pool)
     return latent
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -368,18 +369,24 @@ def test_a_deterministic_launch_has_what_its_segments_need(name, monkeypatch):
 
 EVERYWHERE = {
     "pages-of-16": Case(16, (0, 1, 128, 129, 300), **KIND | SINK),
-    "d64": Case(64, (400, 70), rows=3, **KIND | {"dims": (64, 64)}, options=lambda: {"causal": True}),
+    "d64": Case(64, (820, 70), rows=3, **KIND | {"dims": (64, 64)}, options=lambda: {"causal": True}),
 }
 
 
+@pytest.mark.parametrize("blocks", [2, 3, None], ids=lambda n: f"{n or 'all'}-blocks")
 @pytest.mark.parametrize("name", EVERYWHERE)
-def test_blocks_from_the_last_to_the_first_give_the_bits_of_a_prompt_s_kernel(name):
+def test_blocks_from_the_last_to_the_first_give_the_bits_of_a_prompt_s_kernel(name, blocks):
     case = EVERYWHERE[name]
     q, cache, options = case.draw()
     c = paged_call(q, cache, **options, deterministic="everywhere")
-    kernel = choice.fitting(c.p)
-    found = emulate(c, 0, segment=choice.segment_of(c.p, kernel.tiles.tile_n))
+    kernel, prompt_kernel = choice.fitting(c.p), paged_config.choose(c.p)
+    segment = choice.segment_of(c.p, kernel.tiles.tile_n)
+    assert segment == prompt_kernel.tiles.segment
+    if blocks:
+        segment, tiles = blocks, replace(prompt_kernel.tiles, segment=blocks)
+        prompt_kernel = replace(prompt_kernel, tiles=tiles)
+    found = emulate(c, 0, segment=segment)
     assert wrong(case.call(), found) == []
-    prompt = emulate_pages(c, paged_config.choose(c.p), 2)
+    prompt = emulate_pages(c, prompt_kernel, 2)
     assert torch.equal(found.o, prompt.o)
     assert torch.equal(found.lse, prompt.lse)

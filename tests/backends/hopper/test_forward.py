@@ -209,6 +209,22 @@ def test_columns_are_computed_in_pieces_and_blocks_brought_in_parts(name, tiles)
     assert not [str(e) for e in errors if not e.ok]
 
 
+SEGMENTS = {
+    "one-block": replace(SMALL, segment=1),
+    "turns": replace(SMALL, warpgroups=3, stages=4, q_stages=2, pingpong=True, segment=2),
+}
+
+
+@pytest.mark.parametrize("tiles", SEGMENTS.values(), ids=SEGMENTS)
+@pytest.mark.parametrize("name", PLAIN_CASES)
+def test_segments_of_keys_are_joined_into_attention(name, tiles):
+    tensors, options = CASES[name]
+    c = without_gradient(call(*tensors, **options))
+    out = emulate(c, tiles, ctas=3, form=form_of(name), split=False)
+    errors = accuracy.Expected.of(c.p, c.t).judge(accuracy.tensors(out, None))
+    assert not [str(e) for e in errors if not e.ok]
+
+
 @pytest.mark.parametrize("dims", [(512, 512), (320, 272), (264, 504)])
 def test_wide_heads(dims):
     c = without_gradient(call(*qkv(200, 150, *dims, heads=(2, 1)), causal=True))

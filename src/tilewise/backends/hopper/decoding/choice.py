@@ -6,7 +6,7 @@ import math
 
 from tilewise import device as devices
 from tilewise import expr, sizes
-from tilewise.backends.hopper.config import DTYPES, LONG, band_of, cap_of
+from tilewise.backends.hopper.config import DTYPES, LONG, ORDERED_KEYS, band_of, cap_of
 from tilewise.backends.hopper.decoding.config import (
     BOX_ROWS,
     SEGMENT_KEYS,
@@ -88,7 +88,7 @@ def shares_of(problem: Problem, segment: int, tile_n: int) -> int:
 
 
 def segment_of(problem: Problem, tile_n: int) -> int:
-    """The blocks of every share where results may not depend on batch-mates, or are those of a whole sequence; 1: shares are even."""
+    """The blocks of every share where results may not depend on batch-mates, or have one order of sums; 1: shares are even."""
     if problem.spec.everywhere:
-        return sizes.larger(2, -(-(problem.capacity if problem.paged else problem.seqlen_k) // tile_n))
+        return ORDERED_KEYS // tile_n
     return SEGMENT_KEYS // tile_n if problem.spec.deterministic else 1

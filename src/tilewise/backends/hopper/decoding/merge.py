@@ -1,7 +1,7 @@
 """The end of a sequence in a share: its output, or a state, and the merge of all states by whoever comes last (docs/algorithm.md, (8)).
 
 A state is O, not normalised, with the maxima and sums of its rows, as the threads of one warp hold them, in fp32. Each CTA counts its own
-once it is written; the one that finds all others counted merges them, in the order of the shares, whoever it is. Every warp then has a
+once it is written; the one that finds all others counted merges them, those of later keys first, whoever it is. Every warp then has a
 quarter of the columns.
 """
 
@@ -18,8 +18,9 @@ from tilewise.backends.hopper.decoding.shares import Place, Share, blocks_of, co
 from tilewise.backends.hopper.forward.epilogue import put_lse
 from tilewise.backends.hopper.kit import softmax
 from tilewise.backends.hopper.kit.dtypes import F32, I32
-from tilewise.backends.hopper.kit.instructions import choose, get_words, pack, put_four, put_pair, put_words
+from tilewise.backends.hopper.kit.instructions import choose, get_words, pack, put_words
 from tilewise.backends.hopper.kit.scheduler import PICK
+from tilewise.backends.hopper.kit.states import joined, joined_number, put_numbers, take_numbers
 from tilewise.backends.hopper.kit.tiles import constant_column, row_of, rows_columns
 
 TOGETHER = 4  # states whose loads are on their way at once
@@ -115,25 +116,6 @@ def put_state(operands, begins, params: DecodingParams, config: DecodingConfig) 
     )
 
 
-def put_numbers(states: cute.Tensor, place: tuple, values: list) -> None:
-    """Writes two or four neighbouring fp32 numbers."""
-    put, pointer = put_four if len(values) == 4 else put_two, states[(*place, None)].iterator
-    put(pointer, values)
-
-
-def put_two(pointer, values: list) -> None:
-    """:func:`put_pair` of a list."""
-    put_pair(pointer, *values)
-
-
-def take_numbers(states: cute.Tensor, place: tuple) -> list:
-    """Two or four neighbouring fp32 numbers that another CTA may have written: not from this multiprocessor's cache."""
-    count, pointer = states.shape[-1], states[(*place, None)].iterator
-    names = ",".join(f"{{$w{n}}}" for n in range(count))
-    code = f"ld.relaxed.gpu.global.v{count}.f32 {{{names}}}, [{{$r0}}];"
-    return list(cute.arch.inline_ptx(code, write_only_types=[F32] * count, read_only_args=[pointer.toint()]))
-
-
 @cute.jit
 def merge(
     rows: softmax.SoftmaxState,
@@ -150,10 +132,11 @@ def merge(
     sums.fill(0.0)
     rows.m2.fill(-softmax.INF)
     rows.l.fill(0.0)
-    for begin in cutlass.range(shares.first, shares.last + 1, TOGETHER, unroll=1):
+    for begin in cutlass.range(0, shares.last + 1 - shares.first, TOGETHER, unroll=1):
         found = []
         for k in cutlass.range_constexpr(TOGETHER):
-            share = PICK.smaller(begin + k, shares.last)
+            at = shares.last - begin - k  # later keys first, as the forward's tiles visit them
+            share = PICK.larger(at, shares.first)
             state = state_of(share, share == shares.first, params)
             statistics = take_numbers(params.extra.part_lse, (state, thread))
             for r in cutlass.range_constexpr(count):
@@ -161,30 +144,18 @@ def merge(
                 columns = []
                 for n in cutlass.range_constexpr(mine):
                     columns += take_numbers(params.extra.part_o, (state, r * fours + part * mine + n, thread))
-                found.append((r, choose(begin + k <= shares.last, m2, -softmax.INF), l, columns))
-        for r in cutlass.range_constexpr(count):
-            add(rows, r, sums, [state[1:] for state in found if state[0] == r])
+                found.append((r, choose(at >= shares.first, m2, -softmax.INF), l, columns))
+        for r, *state in found:
+            add(rows, r, sums, *state)
     columns = [[sums[r * 4 * mine + n] for n in range(4 * mine)] for r in range(count)]
     put(rows, columns, part, place, params, config)
 
 
-def add(rows: softmax.SoftmaxState, r: int, sums: cute.Tensor, found: list) -> None:
-    """Adds states of row r, each ``(m2, l, columns)``, to what its part of the sums holds."""
-    top = rows.m2[r]
-    for m2, _, _ in found:
-        top = cute.arch.fmax(top, m2)
-    # No key so far: -inf - -inf would be NaN.
-    base = choose(top == -softmax.INF, 0.0, top)
-    old = cute.math.exp2(rows.m2[r] - base, fastmath=True)
-    rows.m2[r], rows.l[r] = top, rows.l[r] * old
-    first, count = r * len(found[0][2]), len(found[0][2])
-    for n in range(first, first + count):
-        sums[n] = sums[n] * old
-    for m2, l, columns in found:
-        weight = cute.math.exp2(m2 - base, fastmath=True)
-        rows.l[r] = rows.l[r] + l * weight
-        for n, x in enumerate(columns):
-            sums[first + n] = sums[first + n] + x * weight
+def add(rows: softmax.SoftmaxState, r: int, sums: cute.Tensor, m2, l, columns: list) -> None:
+    """Adds a state of row r to what its part of the sums holds."""
+    rows.m2[r], rows.l[r], factor, other = joined(rows.m2[r], rows.l[r], m2, l)
+    for n, x in enumerate(columns, r * len(columns)):
+        sums[n] = joined_number(sums[n], factor, x, other)
 
 
 # -- Output --------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass.cute.nvgpu import warpgroup
 
 from tilewise.backends.hopper.config import PLAIN, ROWS
-from tilewise.backends.hopper.forward import staged_blocks
+from tilewise.backends.hopper.forward import segments, staged_blocks
 from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.forward.epilogue import epilogue
 from tilewise.backends.hopper.forward.load import receive
@@ -50,6 +50,7 @@ class ForwardOperands(NamedTuple):
         rows: the softmax state of the thread's two rows.
         wait: (1,) int32, of a softcap's short polynomials (:class:`tilewise.backends.hopper.kit.softmax.Capped`).
         bias: the tiles of a bias by pair.
+        segments: of keys, where rows have one order of sums.
     """
 
     qk: cute.TiledMma
@@ -63,9 +64,12 @@ class ForwardOperands(NamedTuple):
     rows: softmax.SoftmaxState
     wait: cute.Tensor | None
     bias: pair_bias.BiasRing | None
+    segments: segments.Segments | None
 
 
-def new_operands(qk: cute.TiledMma, pv: cute.TiledMma, smem: ForwardStorage, w, config: Config) -> ForwardOperands:
+def new_operands(
+    qk: cute.TiledMma, pv: cute.TiledMma, smem: ForwardStorage, w, params: ForwardParams, config: Config
+) -> ForwardOperands:
     """The operands of warpgroup w; the accumulators hold nothing yet."""
     tiles, first, second = config.tiles, qk.get_slice(0), pv.get_slice(0)
     return ForwardOperands(
@@ -79,6 +83,7 @@ def new_operands(qk: cute.TiledMma, pv: cute.TiledMma, smem: ForwardStorage, w, 
         softmax.new_state(),
         cute.make_rmem_tensor((1,), I32) if config.short_tanh else None,
         new_bias(pv, smem, w, config) if config.score == "bias" else None,
+        segments.new_segments(w, params, config),
     )  # fmt: skip
 
 
@@ -104,7 +109,7 @@ def compute(
     for the next one's Q and overlaps.
     """
     tiles = config.tiles
-    operands = new_operands(qk, pv, smem, w, config)
+    operands = new_operands(qk, pv, smem, w, params, config)
     state, q_state = new_reader(), new_reader()  # in the ring of K and V, and in the warpgroup's tiles of Q
     if cutlass.const_expr(tiles.pingpong):
         first_turn(w, config)
@@ -343,12 +348,16 @@ def key_block(
     warpgroup.wait_group(tiles.v_stages)  # S; O may still be under way
     release_scores(k_state, smem, config)
     s = masked_scores(operands, block, params, config)
+    if config.tiles.segment:
+        segments.end_rows(operands.segments, operands.rows, block.n, config)
     # P = exp(S - m), 64 × tile_n, unnormalised
     softmax.online_softmax(s, operands.rows, left_scale(params, config), first=False, masked=masked, lazy=tiles.lazy)
     softmax.hold_exponentials(smem.unread, operands.rows)
     release_bias(operands, config)
     warpgroup.wait_group(0)  # O += P V
     staged_blocks.release_values(v_state, smem, config)  # V of the block before
+    if config.tiles.segment:
+        segments.end_segment(operands.segments, operands.o, block.n, config)
     softmax.rescale(operands.o, operands.rows.factor, tiles.lazy)
     round_p(operands, config)
     dropout.drop(operands.p, masks)

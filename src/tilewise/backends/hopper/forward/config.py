@@ -185,7 +185,7 @@ def shipped() -> list[Config]:
         if c.form in ONE_ORDER and c.tiles in ONE_ORDER_TILES and not (c.score or c.dropout)
     ]
     ordered += [c for c in paged if c.form == "upper"]
-    ordered = [replace(c, tiles=one_order(c.tiles)) for c in ordered]
+    ordered = [replace(c, tiles=one_order(c.tiles, c.form)) for c in ordered]
     every = dict.fromkeys((*whole, *split, *packed, *paged, *both, *bits, *dropped, *biased, *gathers, *ordered))
     return [c for c in every if c.dtype in dtypes_of(c.tiles.width, c.tiles.width_v, c.score, c.dropout)]
 
@@ -224,7 +224,7 @@ def of_one_order(problem: Problem) -> Config:
     """The kernel of a call that is deterministic everywhere: blocks of 128 keys from the sequence's first one on, which are not split."""
     form = ends_at_least(keys_of(problem)[0])
     tiles = row_for(problem, capped=False, dropped=False).of_form(form)
-    return Config(one_order(tiles), DTYPES[str(problem.dtype)], form, packed=problem.packed)
+    return Config(one_order(tiles, form), DTYPES[str(problem.dtype)], form, packed=problem.packed)
 
 
 def one_order_of_rows(problem: Problem) -> list[Config]:

@@ -6,6 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import warp as warp_ops
 
+from tilewise.backends.hopper.forward import segments
 from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.forward.params import ForwardParams
 from tilewise.backends.hopper.forward.query_tiles import row_at
@@ -41,6 +42,8 @@ def epilogue(
     if config.packed:  # the rows past the last sequence have none
         sinks = PICK.smaller(sinks, cute.size(params.extra.cu_q) - 1 - query_tile.batch)
     sink_logits = [choose(sinks != 0, sink[head], -softmax.INF) for head in heads]
+    if config.tiles.segment:
+        segments.end_tile(operands.segments, operands.rows, operands.o, config)
     # For the thread's two rows: 1 / l, and the natural lse.
     factor, statistic = softmax.finalize(operands.rows, sink_logits)
     if config.score == "bias":

@@ -54,6 +54,10 @@ def others(config: Config) -> list[Parameter]:
             Parameter("part_o", FP32, (*states, config.tiles.width_v), 2, 16),
             Parameter("part_lse", FP32, states, 1, 16),
         )
+    if config.tiles.segment:
+        # O and two fours of maxima and sums of each warpgroup (forward.segments), as kit.states has them.
+        fours = config.tiles.width_v // 8 + 2
+        found += (Parameter("part_o", FP32, ("ctas", config.tiles.warpgroups, fours, 128, 4), None, 16),)
     found += of_mask(config.form, "seqlen_q", config.tiles.tile_n)
     found += DROPOUT if config.dropout else ()
     found += SCORES[config.score].reads

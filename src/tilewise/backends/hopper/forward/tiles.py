@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from tilewise.backends.hopper.config import ALIGNMENT, ELEMENT_BYTES, PLAIN, ROWS, Traced
+from tilewise.backends.hopper.config import ALIGNMENT, ELEMENT_BYTES, ORDERED_KEYS, PLAIN, ROWS, Traced
 
 # -- Sizes of a kernel ---------------------------------------------------------------------------------------------
 
@@ -55,6 +55,8 @@ class Tiles:
             (docs/decisions.md#hopper-wide-heads).
         k_stages, v_stages: stages that a block takes: of K so many columns each, of V so many keys.
         element_bytes: of an element of q, k, v and o, and of such a bias.
+        segment: the blocks of a segment of keys, whose states are joined in order; 0: all keys are one
+            (:mod:`tilewise.backends.hopper.forward.segments`).
     """
 
     width: int
@@ -73,12 +75,14 @@ class Tiles:
     k_stages: int = 1
     v_stages: int = 1
     element_bytes: int = ELEMENT_BYTES
+    segment: int = 0
 
     @property
     def name(self) -> str:
         """The part of a kernel's name that tells these sizes."""
         flags = ("" if self.lazy else "_eager") + ("_turns" if self.pingpong else "")
         flags += "_steady" if self.steady else ""
+        flags += f"_segments{self.segment}" if self.segment else ""
         flags += f"_b{self.bias_stages}" if self.bias_stages else ""
         flags += f"_k{self.k_stages}v{self.v_stages}" if self.staged else ""
         return f"{self.tile_m}x{self.tile_n}_s{self.stages}q{self.q_stages}{flags}"
@@ -329,10 +333,12 @@ ONE_ORDER_TILES = (_D64_192, _D128)
 PAGE_ROWS = (64, 16)  # of a page that one box brings; a call gets the first that divides the size of its pages
 
 
-def one_order(tiles: Tiles) -> Tiles:
+def one_order(tiles: Tiles, form: str = "upper") -> Tiles:
     """The same sizes where a row's numbers follow from its own scores alone: no warps answer for their rows together, as steady blocks
-    have them. A lazy maximum is the row's own (docs/algorithm.md#one-order)."""
-    return replace(tiles, steady=False)
+    have them. A lazy maximum is the row's own (docs/algorithm.md#one-order). Keys are joined segment by segment, as decoding has them:
+    beside ends of rows three warpgroups have no registers for that."""
+    tiles = _D64_128 if form == "rows" and tiles.warpgroups > 2 else tiles
+    return replace(tiles, steady=False, segment=ORDERED_KEYS // tiles.tile_n)
 
 
 def rows_for(head_dim: int, head_dim_v: int) -> Iterator[TileRow]:

@@ -98,7 +98,7 @@ class ForwardPlan(DirectPlan):
         """The sizes of what a launch gets beside q, k, v and o, by the words of its parameters."""
         problem = self.problem
         found = {"batch": problem.batch, "heads_q": problem.heads_q, "seqlen_q": problem.seqlen_q}
-        return found | {"starts": problem.batch + 1, "splits": self.grid.splits}
+        return found | {"starts": problem.batch + 1, "splits": self.grid.splits, "ctas": self.grid.ctas}
 
     def beside(self, draft: Draft) -> dict[str, Any]:
         """What a launch gets beside q, k, v, o, lse and sinks, by name: Views, Lates and numbers."""

@@ -1,0 +1,115 @@
+"""The segments of a tile's keys, whose states are joined in order where rows have one order of sums (docs/decisions.md#hopper-one-order).
+
+A segment has a fixed number of key blocks from the sequence's first one on. Blocks are visited from the last to the first. Where a block
+ends a segment that is not the tile's last one, the state of later keys leaves the registers: it waits in memory of the warpgroup, of which
+nobody else knows, until the next segment joins it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+
+from tilewise.backends.hopper.forward.config import Config
+from tilewise.backends.hopper.forward.params import ForwardParams
+from tilewise.backends.hopper.kit import softmax
+from tilewise.backends.hopper.kit.dtypes import F32, I32
+from tilewise.backends.hopper.kit.states import joined, joined_number, put_numbers, take_numbers
+from tilewise.backends.hopper.kit.tiles import rows_columns
+
+STATISTICS = 2  # fours of each thread behind those of O
+WAITING, LAST = -2, -1
+
+
+class Segments(NamedTuple):
+    """What a warpgroup keeps of its tile's segments.
+
+    Attributes:
+        some: (1,) int32, whether segments of this tile wait.
+        states: fp32 (CTA, warpgroup, four, thread, 4): O of those that wait, and behind it the maximum and the thread's sum of both of its
+            rows; last the same of the segment that ends. w: the warpgroup.
+    """
+
+    some: cute.Tensor
+    states: cute.Tensor
+    w: I32
+
+
+def new_segments(w, params: ForwardParams, config: Config) -> Segments | None:
+    """The segments of warpgroup w; None where a tile's keys are one."""
+    if not config.tiles.segment:
+        return None
+    found = Segments(cute.make_rmem_tensor((1,), I32), params.extra.part_o, w)
+    found.some[0] = I32(0)
+    return found
+
+
+def ends(n, config: Config):
+    """Whether block n, which is visited next, is the last one of its segment: the segment behind it has ended."""
+    return n % config.tiles.segment == config.tiles.segment - 1
+
+
+@cute.jit
+def end_rows(segments: Segments, rows: softmax.SoftmaxState, n, config: cutlass.Constexpr):
+    """Before the softmax of block n, which begins from nothing if the block begins a segment: the rows' state leaves the registers."""
+    if ends(n, config):
+        put_numbers(
+            segments.states, place_of(segments, LAST, config), [x[r] for r in range(2) for x in (rows.m2, rows.l)]
+        )
+        rows.m2.fill(-softmax.INF)
+        rows.l.fill(0.0)
+
+
+@cute.jit
+def end_segment(segments: Segments, o: cute.Tensor, n, config: cutlass.Constexpr):
+    """Once O has the products of all blocks before n: if that block begins a segment, the one that ends joins those that wait."""
+    if ends(n, config):
+        ended = cute.make_rmem_tensor((4,), F32)
+        for k, number in enumerate(take_numbers(segments.states, place_of(segments, LAST, config))):
+            ended[k] = number
+        join(segments, ended, o, config)
+        numbers, fours = rows_columns(o), config.tiles.width_o // 16
+        for k in cutlass.range_constexpr(2 * fours):
+            four = [numbers[k // fours, 4 * (k % fours) + c] for c in range(4)]
+            put_numbers(segments.states, place_of(segments, k, config), four)
+        put_numbers(segments.states, place_of(segments, WAITING, config), [ended[k] for k in range(4)])
+        segments.some[0] = I32(1)
+        o.fill(0.0)
+
+
+def end_tile(segments: Segments, rows: softmax.SoftmaxState, o: cute.Tensor, config: Config) -> None:
+    """The tile's first segment, which is at hand, joins those that wait: the rows' state, and O, are then those of all keys."""
+    ended = cute.make_rmem_tensor((4,), F32)
+    for r in range(2):
+        ended[2 * r], ended[2 * r + 1] = rows.m2[r], rows.l[r]
+    join(segments, ended, o, config)
+    for r in range(2):
+        rows.m2[r], rows.l[r] = ended[2 * r], ended[2 * r + 1]
+    segments.some[0] = I32(0)
+
+
+@cute.jit
+def join(segments: Segments, ended: cute.Tensor, o: cute.Tensor, config: cutlass.Constexpr):
+    """Adds the segments that wait, if there are any, to one that ended, (4,) as its statistics lie in memory, and to its O."""
+    if cute.arch.vote_any_sync(segments.some[0] != 0):  # all threads say the same
+        numbers, fours = rows_columns(o), config.tiles.width_o // 16
+        then = take_numbers(segments.states, place_of(segments, WAITING, config))
+        for r in cutlass.range_constexpr(2):
+            of_row = then[2 * r], then[2 * r + 1], ended[2 * r], ended[2 * r + 1]
+            ended[2 * r], ended[2 * r + 1], factor, other = joined(*of_row)
+            for k in cutlass.range_constexpr(fours):
+                later = take_numbers(segments.states, place_of(segments, r * fours + k, config))
+                for c in cutlass.range_constexpr(4):
+                    numbers[r, 4 * k + c] = joined_number(later[c], factor, numbers[r, 4 * k + c], other)
+
+
+def place_of(segments: Segments, n: int, config: Config) -> tuple:
+    """Where a four of this thread is: the n-th of O, or a statistic of rows."""
+    return (
+        cute.arch.block_idx()[0],
+        segments.w,
+        n % (config.tiles.width_o // 8 + STATISTICS),
+        cute.arch.thread_idx()[0] % 128,
+    )

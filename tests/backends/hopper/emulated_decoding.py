@@ -90,6 +90,15 @@ def _stand_in(decoding, base, softmax) -> None:
     stand_in(base.epilogue, put_lse=put_lse)
 
 
+def states_of(config: DecodingConfig, batch: int, k, numbers: tuple) -> int:
+    """How many states a launch has room for: two of a share, or one of each segment that sequences may have."""
+    (shares, segment, cached), heads_k = numbers[:3], k.shape[2]
+    if segment == 1:
+        return 2 * shares * heads_k
+    keys = k.shape[1] * (numbers[9].shape[1] if cached else 1)
+    return batch * max(1, -(-keys // (segment * config.tiles.tile_n))) * heads_k
+
+
 def run(
     config: DecodingConfig, q, k, v, sink, numbers: tuple, order: Iterable[int] | None = None, apart: int | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -104,8 +113,8 @@ def run(
     shares, segment, cached, sinks, scale2, cap2, lo, hi, seqlens_k, block_table, num_pages, page_rows = numbers
     (queries, batch, heads, _), heads_k = q.shape, k.shape[2]
     o, lse = np.full(q.shape, np.nan, np.float32), np.full((queries, heads, batch), np.nan, np.float32)
-    lanes = 32 * config.tiles.row_warps
-    states, counts = (2 if segment == 1 else 1) * shares * heads_k, np.zeros(batch * heads_k, np.int64)
+    lanes, counts = 32 * config.tiles.row_warps, np.zeros(batch * heads_k, np.int64)
+    states = states_of(config, batch, k, numbers)
     optional = decoding.optional(
         seqlens_k=Global(seqlens_k), block_table=Global(block_table), num_pages=num_pages, page_rows=page_rows, counts=Global(counts),
         part_o=Global(np.full((states, config.tiles.fours, lanes, 4), np.nan, np.float32)),

@@ -31,9 +31,9 @@ KIND = {"heads": (4, 2), "dims": (128, 128), "dtype": torch.bfloat16}
 def emulate(
     c: Call, shares: int, order: list[int] | None = None, kernel: config.DecodingConfig | None = None, segment: int = 1
 ) -> Output:
-    """o and lse of a call, from the source of its kernel, or of ``kernel``, with so many shares, or as many as segments need."""
+    """o and lse of a call, from the source of its kernel, or of ``kernel``, with so many shares; of segments, 0: a CTA for each."""
     p, found = c.p, kernel or choice.fitting(c.p)
-    shares = shares if segment == 1 else choice.shares_of(p, segment, found.tiles.tile_n)
+    shares = shares or choice.shares_of(p, segment, found.tiles.tile_n)
     sinks = int(p.spec.sink_slot is not None)
     lengths = c.t.seqlens_k if p.paged else torch.zeros(1, dtype=torch.int32)
     table = c.t.block_table if p.paged else lengths[None]
@@ -132,13 +132,13 @@ def test_a_number_outside_the_pool_leaves_other_sequences_as_they_are():
 def emulated_launch(kernel: config.DecodingConfig, arguments: list) -> None:
     """In place of a compiled kernel: its source on the emulated machine, over the tensors of a launch."""
     q, k, v, o, lse, sink, *numbers, seqlens_k, block_table, part_o, part_lse, counts, num_pages, page_rows = arguments
-    (shares, segment), tiles, heads_k = numbers[:2], kernel.tiles, k.shape[2]
-    states = (2 if segment == 1 else 1) * shares * heads_k
+    tiles, heads_k = kernel.tiles, k.shape[2]
+    given = *numbers, seqlens_k.numpy(), block_table.numpy(), num_pages, page_rows
+    states = emulated_decoding.states_of(kernel, q.shape[1], k, given)
     assert part_o.shape == (states, tiles.fours, 32 * tiles.row_warps, 4)
     assert part_lse.shape == (states, 32 * tiles.row_warps, 2 * tiles.own_rows)
     assert counts.numel() >= q.shape[1] * heads_k
     assert not counts.any()
-    given = *numbers, seqlens_k.numpy(), block_table.numpy(), num_pages, page_rows
     apart = k.stride(0) // k.stride(1) if k.shape[0] > 1 else k.shape[1]
     results = emulated_decoding.run(kernel, *(x.float().numpy() for x in (q, k, v, sink)), given, apart=apart)
     for x, found in zip((o, lse), results, strict=True):
@@ -387,6 +387,9 @@ def test_blocks_from_the_last_to_the_first_give_the_bits_of_a_prompt_s_kernel(na
         prompt_kernel = replace(prompt_kernel, tiles=tiles)
     found = emulate(c, 0, segment=segment)
     assert wrong(case.call(), found) == []
+    few = emulate(c, 2, segment=segment)
+    assert torch.equal(few.o, found.o)
+    assert torch.equal(few.lse, found.lse)
     prompt = emulate_pages(c, prompt_kernel, 2)
     assert torch.equal(found.o, prompt.o)
     assert torch.equal(found.lse, prompt.lse)

@@ -24,9 +24,9 @@ from tilewise.backends.hopper.decoding.shares import (
     blocks_of,
     columns_of,
     first_block_of,
-    next_place,
+    first_share,
+    following,
     row_at,
-    share_of,
 )
 from tilewise.backends.hopper.decoding.storage import DecodingStorage
 from tilewise.backends.hopper.kit import softmax
@@ -79,8 +79,8 @@ def new_operands(
 def compute(
     smem: DecodingStorage, qk: cute.TiledMma, pv: cute.TiledMma, params: DecodingParams, config: cutlass.Constexpr
 ):
-    """The warpgroup attends to the blocks of the share, sequence after sequence."""
-    share, place = share_of(params, config)
+    """The warpgroup attends to the blocks of its shares, sequence after sequence."""
+    share, place = first_share(params, config)
     operands = new_operands(qk, pv, smem, config)
     state, turn, begin = new_reader(), I32(0), share.begin
     load_query(operands, place.sequence, params, config)
@@ -94,10 +94,10 @@ def compute(
         for n in cutlass.range(low, high, unroll=1):
             block = block_at(n, low, high)
             state = attend(operands, state, place, block, smem, params, config)
-        following = next_place(place, params, config)
-        load_query(operands, following.sequence, params, config)  # on its way while this sequence ends
+        next_share, next_place, begin = following(share, place, stop, params, config)
+        load_query(operands, next_place.sequence, params, config)  # on its way while this sequence ends
         finish(operands, smem.told + turn, place, share, params, config)
-        turn, place, begin = turn ^ 1, following, stop
+        turn, share, place = turn ^ 1, next_share, next_place
 
 
 def attend(

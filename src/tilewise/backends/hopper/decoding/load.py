@@ -14,9 +14,9 @@ from tilewise.backends.hopper.decoding.shares import (
     blocks_of,
     first_block_of,
     first_key_of,
+    first_share,
+    following,
     head_of,
-    next_place,
-    share_of,
 )
 from tilewise.backends.hopper.decoding.storage import DecodingStorage
 from tilewise.backends.hopper.forward.pages import PagedKeys, box_of, by_boxes, copy_box
@@ -27,15 +27,14 @@ from tilewise.backends.hopper.kit.scheduler import PICK
 
 @cute.jit
 def load(maps: PoolMaps, smem: DecodingStorage, params: DecodingParams, config: cutlass.Constexpr):
-    """One warp brings the blocks of the share."""
-    share, place = share_of(params, config)
+    """One warp brings the blocks of the CTA's shares."""
+    share, place = first_share(params, config)
     state, begin = new_writer(), share.begin
     while begin < share.end:
         stop = PICK.smaller(place.at + blocks_of(place.keys, params, config), share.end)
         first = first_block_of(place.keys, params, config) - place.at  # of the line's blocks to the sequence's
         state = load_blocks(maps, smem, place, (begin + first, stop + first), state, params, config)
-        place = next_place(place, params, config)
-        begin = stop
+        share, place, begin = following(share, place, stop, params, config)
 
 
 @cute.jit

@@ -48,7 +48,7 @@ def finish(operands, told: cute.Pointer, place: Place, share: Share, params: Dec
             put(operands.rows, columns, 0, place, params, config)
     else:
         if warp < tiles.row_warps:
-            put_state(operands, share.begin <= place.at, params, config)
+            put_state(operands, share, share.begin <= place.at, params, config)
             cute.arch.fence_acq_rel_gpu()  # each thread's numbers, before one thread counts them
             if cutlass.const_expr(tiles.row_warps == 1):
                 cute.arch.sync_warp()
@@ -102,10 +102,10 @@ def state_of(share, begins, params: DecodingParams):
     return I32(cutlass.select_(params.segment > 1, I32(number), I32(second)))
 
 
-def put_state(operands, begins, params: DecodingParams, config: DecodingConfig) -> None:
+def put_state(operands, share: Share, begins, params: DecodingParams, config: DecodingConfig) -> None:
     """Writes the state of a sequence's blocks in this share: four numbers of each thread side by side."""
     o, thread, tiles = rows_columns(operands.o), holder(config), config.tiles
-    state = state_of(cute.arch.block_idx()[0] // params.heads_k, begins, params)
+    state = state_of(share.number, begins, params)
     fours = tiles.width // 16  # of a row
     for n in range(tiles.fours):
         numbers = [o[n // fours, 4 * (n % fours) + k] for k in range(4)]

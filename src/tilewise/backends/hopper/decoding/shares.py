@@ -5,7 +5,7 @@ head has a CTA for each share, and the CTAs of a share, which read neighbouring 
 a graph replays with others. A sequence without keys has a block, too, so that somebody writes its rows.
 
 Deterministic results may not depend on batch-mates. Shares are then *segments*: each has a fixed number of blocks, and a sequence begins
-with a share of its own, so that its last segment may be short (docs/decisions.md#hopper-decoding).
+with a share of its own, so that its last segment may be short. A CTA takes one after another (docs/decisions.md#hopper-decoding).
 
 A sequence whose blocks lie in one share is finished by its CTA. Others leave a state for each share. A CTA leaves two states at most: one
 of blocks that continue a sequence, one of blocks that begin one.
@@ -26,12 +26,13 @@ from tilewise.backends.hopper.kit.scheduler import PICK
 
 
 class Share(NamedTuple):
-    """This CTA's part of the line.
+    """A part of the line.
 
     Attributes:
-        begin, end: its blocks. each: the blocks of a share, those that are missing after a sequence's last one too.
+        number: of the share. begin, end: its blocks. each: the blocks of a share, those that are missing after a sequence's last one too.
     """
 
+    number: I32
     begin: I32
     end: I32
     each: I32
@@ -111,17 +112,17 @@ def columns_of(inside, params: DecodingParams) -> I32:
 
 
 @cute.jit
-def share_of(params: DecodingParams, config: cutlass.Constexpr):
-    """This CTA's :class:`Share`, and the :class:`Place` of its first block's sequence. A warp counts 32 sequences at a time."""
+def share_of(number, params: DecodingParams, config: cutlass.Constexpr):
+    """A :class:`Share` by its number, and the :class:`Place` of its first block's sequence; past the last share one without blocks. A warp
+    counts 32 sequences at a time."""
     lane, batch = cute.arch.thread_idx()[0] % 32, batch_of(params)
-    share = cute.arch.block_idx()[0] // params.heads_k
     total, begin, each = I32(0), I32(0), I32(0)
     sequence, keys, at = I32(0), I32(params.seqlen_k), I32(0)
     if params.cached == 0:  # all are equally long, and nothing is looked up
         span = span_of(params.seqlen_k, params, config)
         total = I32(span * batch)
         each = each_of(total, params, config)
-        begin = I32(share * each)
+        begin = I32(number * each)
         sequence = I32(begin // span)
         at = I32(sequence * span)
     else:
@@ -131,7 +132,7 @@ def share_of(params: DecodingParams, config: cutlass.Constexpr):
             total = total + cute.arch.shuffle_sync_bfly(total, offset=1 << step)
         total = I32(cute.arch.shuffle_sync(total, 0))
         each = each_of(total, params, config)
-        begin = I32(share * each)
+        begin = I32(number * each)
         before = I32(0)
         for first in cutlass.range(0, batch, 32, unroll=1):
             own = own_span(first, lane, params, config)
@@ -153,7 +154,25 @@ def share_of(params: DecodingParams, config: cutlass.Constexpr):
     if params.segment > 1:  # what lies behind its sequence's last block is nobody's
         end = PICK.smaller(end, at + blocks_of(keys, params, config))
     begin, end, each, at = (cute.arch.make_warp_uniform(I32(x)) for x in (begin, end, each, at))
-    return Share(begin, end, each), Place(sequence, keys, at)
+    return Share(I32(number), begin, end, each), Place(sequence, keys, at)
+
+
+def first_share(params: DecodingParams, config: DecodingConfig):
+    """This CTA's first share (:func:`share_of`)."""
+    return share_of(cute.arch.block_idx()[0] // params.heads_k, params, config)
+
+
+@cute.jit
+def following(share: Share, place: Place, stop, params: DecodingParams, config: cutlass.Constexpr):
+    """What the CTA has once it is at block ``stop``: the share, the sequence, and the block. Its next segment, or its share's next
+    sequence."""
+    begin = I32(stop)
+    if params.segment > 1:
+        share, place = share_of(share.number + params.shares, params, config)
+        begin = share.begin
+    else:
+        place = next_place(place, params, config)
+    return share, place, begin
 
 
 def own_span(first, lane, params: DecodingParams, config: DecodingConfig) -> I32:

@@ -99,10 +99,10 @@ def join(segments: Segments, ended: cute.Tensor, o: cute.Tensor, config: cutlass
         for r in cutlass.range_constexpr(2):
             of_row = then[2 * r], then[2 * r + 1], ended[2 * r], ended[2 * r + 1]
             ended[2 * r], ended[2 * r + 1], factor, other = joined(*of_row)
-            for k in cutlass.range_constexpr(fours):
-                later = take_numbers(segments.states, place_of(segments, r * fours + k, config))
-                for c in cutlass.range_constexpr(4):
-                    numbers[r, 4 * k + c] = joined_number(later[c], factor, numbers[r, 4 * k + c], other)
+            places = [place_of(segments, r * fours + k, config) for k in range(fours)]
+            for k, four in enumerate([take_numbers(segments.states, x) for x in places]):  # on their way together
+                for c, later in enumerate(four):
+                    numbers[r, 4 * k + c] = joined_number(later, factor, numbers[r, 4 * k + c], other)
 
 
 def place_of(segments: Segments, n: int, config: Config) -> tuple:

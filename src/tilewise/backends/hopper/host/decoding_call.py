@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewise import sizes
 from tilewise.backends.base import Inputs
 from tilewise.backends.hopper.decoding.choice import ends, reads_ends, segment_of, shares_of
 from tilewise.backends.hopper.forward.paged_config import page_rows
@@ -43,7 +44,9 @@ class DecodingPlan(PagedPlan):
     def numbers(self) -> dict[str, int | float]:
         problem, (lo, hi) = self.problem, ends(self.problem)
         cached = int(problem.paged or reads_ends(problem))
-        found = {"shares": self.shares, "segment": self.segment, "cached": cached, "lo": lo, "hi": hi}
+        # Segments wait for a CTA each: tables may have room for far more keys than sequences have.
+        shares = sizes.smaller(self.shares, shares_of(problem, 1, self.config.tiles.tile_n))
+        found = {"shares": shares, "segment": self.segment, "cached": cached, "lo": lo, "hi": hi}
         return found | dict(zip(("scale2", "cap2"), self.scales, strict=True)) | self.numbers_beside
 
     def by_rows(self, x: View) -> View:

@@ -1,9 +1,9 @@
-"""Every architecture of the installed transformers beside its own eager attention: `python -m tests.compat.every [NAME ...]`.
+"""Every architecture of the installed transformers beside its own eager attention: `python -m tests.compat.every [--cuda] [NAME ...]`.
 
 Each is built small, with random weights in float32. Its output and the gradients of its weights, without padding and with padding on
 either side, have to be those of eager attention; for causal language models also what `generate` gives, with a dynamic and with a static
 cache. With padding on the left they may be sdpa's, for which rows without keys are zero too. Exit code 1 if something differs. All take
-minutes, so tests run only a few; hold a new version of transformers against it.
+minutes, so tests run only a few; hold a new version of transformers against it. `--cuda`: on a GPU.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ for _name in (
 DOUBTFUL = "head_dim", "sliding_window", "num_key_value_heads", "rotary_dim", "pad_token_id", "intermediate_size"
 PADDING_COUNTS = {"minimax_m3_vl_text"}  # its indexer reads the rows before a sequence, which see no key
 MOST, TOKENS, NEW, LIMIT = 30e6, 23, 9, 1e-3
+DEVICE = "cuda" if "--cuda" in sys.argv else "cpu"
 
 
 class NotTried(Exception):
@@ -87,7 +88,7 @@ def model_of(config_name: str, name: str, way: str) -> nn.Module:
     if count > MOST:
         raise NotTried(f"{count / 1e6:.0f} M parameters")
     torch.manual_seed(0)
-    model = make(config_of(config_name), attn_implementation=way).eval()
+    model = make(config_of(config_name), attn_implementation=way).eval().to(DEVICE)
     for x in model.parameters():
         if x.ndim > 1:
             nn.init.normal_(x, std=0.15)
@@ -117,14 +118,14 @@ def inputs(model: nn.Module, padding: str) -> dict[str, Tensor]:
 
 def passes(model: nn.Module, of: str) -> list[Tensor]:
     """The output where there is no padding, and the gradients of all weights."""
-    given = inputs(model, of)
+    given = {key: x.to(DEVICE) for key, x in inputs(model, of).items()}
     o = model(**given)[0]
     kept = given.get("attention_mask")
     o = o[kept.bool()] if kept is not None and kept.shape == o.shape[:2] else o
     weights = [x for x in model.parameters() if x.requires_grad]
     torch.manual_seed(2)
     grads = torch.autograd.grad(o, weights, torch.randn_like(o), allow_unused=True)
-    return [o.detach(), *[torch.zeros(()) if x is None else x for x in grads]]
+    return [o.detach(), *[o.new_zeros(()) if x is None else x for x in grads]]
 
 
 @torch.no_grad()
@@ -132,12 +133,12 @@ def generated(model: nn.Module, of: tuple[str, str]) -> list[Tensor]:
     """The tokens, as numbers, and their logits; ``of``: the cache and the side of the padding."""
     cache, padding = of
     torch.manual_seed(1)
-    kept = torch.ones(2, 13, dtype=torch.long)
+    kept = torch.ones(2, 13, dtype=torch.long, device=DEVICE)
     kept[1, : 5 if padding == "left" else 0] = 0
     more = {"cache_implementation": "static"} if cache == "static" else {}
     model.generation_config.eos_token_id = None
     found = model.generate(
-        torch.randint(3, 100, (2, 13)), attention_mask=kept, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False,
+        torch.randint(3, 100, (2, 13)).to(DEVICE), attention_mask=kept, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False,
         return_dict_in_generate=True, output_logits=True, disable_compile=True, **more,
     )  # fmt: skip
     return [found.sequences.float(), torch.stack(found.logits)]
@@ -210,7 +211,7 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     tilewise.compat.transformers.register()
     verdicts: dict[str, Counter[str]] = {"model": Counter(), "generate": Counter()}
-    for name in sys.argv[1:] or CONFIG_MAPPING_NAMES:
+    for name in [x for x in sys.argv[1:] if x != "--cuda"] or CONFIG_MAPPING_NAMES:
         found: dict[str, set[str]] = {}
         for verdict, detail in outcomes(name):
             found.setdefault(detail.partition(":")[0].partition(",")[0], set()).add(verdict)

@@ -32,7 +32,7 @@ MAX_COLUMNS = 256  # of a wgmma's accumulator: the widest tile of keys, or of O,
 ALIGNMENT = 1024  # bytes after which the 128-byte swizzle repeats
 DTYPES = {"torch.bfloat16": "bf16", "torch.float16": "fp16"}
 ELEMENT_BYTES = 2  # of an element of q, k, v and o, whichever of DTYPES
-ORDERED_KEYS = 4096  # of a segment, where rows have one order of sums: docs/decisions.md#hopper-one-order
+ORDERED_KEYS = 2048  # of a segment, where rows have one order of sums: docs/decisions.md#hopper-one-order
 LONG = 1 << 30  # packed tensors have fewer rows than this
 APART = 1 << 34  # elements between two rows, more than tensor maps of packed sequences can say
 # The kept keys of a row: all; up to an end that moves with the row; between two such ends; between two ends that tensors hold;

@@ -96,8 +96,8 @@ def compute(
             state = attend(operands, state, place, block, smem, params, config)
         next_share, next_place, begin = following(share, place, stop, params, config)
         load_query(operands, next_place.sequence, params, config)  # on its way while this sequence ends
-        finish(operands, smem.told + turn, place, share, params, config)
-        turn, share, place = turn ^ 1, next_share, next_place
+        turn = finish(operands, smem.told, turn, place, share, params, config)
+        share, place = next_share, next_place
 
 
 def attend(

@@ -35,12 +35,15 @@ class ShareRange(NamedTuple):
 
 
 @cute.jit
-def finish(operands, told: cute.Pointer, place: Place, share: Share, params: DecodingParams, config: cutlass.Constexpr):
-    """Writes o and lse of a sequence that this CTA alone has had, or that it is the last one to have had a part of; else a state."""
+def finish(
+    operands, words: cute.Pointer, turn, place: Place, share: Share, params: DecodingParams, config: cutlass.Constexpr
+):
+    """Writes o and lse of a sequence that this CTA alone has had, or that it is the last one to have had a part of; else a state. Returns
+    whose turn is next of the two words that tell this: all warps have read one when the other one is written."""
     tiles = config.tiles
     last_block = place.at + blocks_of(place.keys, params, config) - 1
     shares = ShareRange(place.at // share.each, last_block // share.each)
-    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    warp, told = cute.arch.make_warp_uniform(cute.arch.warp_idx()), words + turn
     if shares.first == shares.last:
         if warp < tiles.row_warps:
             o = rows_columns(operands.o)
@@ -64,6 +67,8 @@ def finish(operands, told: cute.Pointer, place: Place, share: Share, params: Dec
             else:
                 for part in cutlass.range(WARPS, unroll=1):
                     merge(operands.rows, shares, part, place, params, config)
+        turn = turn ^ 1
+    return turn
 
 
 def thread_of(threads: int):

@@ -19,7 +19,7 @@ class DecodingStorage(NamedTuple):
     Attributes:
         k, v: (tile_n, width), (width, tile_n) and the stage.
         full_k, full_v, empty: barriers of each stage: load -> compute, and back.
-        told: two words, in turn for a CTA's sequences: whether this CTA is the last one that has had a part of the sequence.
+        told: two words, in turn for what a CTA has of shared sequences: whether it is the last one that has had a part of the sequence.
     """
 
     k: cute.Tensor

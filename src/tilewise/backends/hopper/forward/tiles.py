@@ -40,23 +40,21 @@ class Tiles:
     Attributes:
         width, width_v: head dims that the kernel is compiled for; smaller ones are filled with zeros as they are loaded.
         stages: of the ring; each holds a block of K or of V, or one of its parts.
-        q_stages: how many tiles of Q a warpgroup has. With two, the next Q is loaded while O of one tile leaves through the
-            other's place. With one, O leaves from registers, and the next Q is loaded as soon as the last scores are there
+        q_stages: how many tiles of Q a warpgroup has. With two, the next Q is loaded while O of one tile leaves through the other's
+            place. With one, O leaves from registers, and the next Q is loaded as soon as the last scores are there
             (docs/decisions.md#hopper-o-from-registers).
         registers, registers_load: of a thread that computes, and of one that loads or stores.
-        lazy: O is rescaled only where a row's maximum has grown by more than ``softmax.LAZY``
-            (docs/decisions.md#hopper-lazy-rescale).
+        lazy: O is rescaled only where a row's maximum has grown by more than ``softmax.LAZY`` (docs/decisions.md#hopper-lazy-rescale).
         pingpong: the warpgroups begin their products one after the other, so that one's softmax runs under another's products
             (docs/decisions.md#hopper-ping-pong).
-        steady: whole blocks but the first are computed with the row maxima of the blocks before, and once more with their own
-            where their sums say that the maxima fell behind (docs/decisions.md#hopper-steady-maxima).
+        steady: whole blocks but the first are computed with the row maxima of the blocks before, and once more with their own where their
+            sums say that the maxima fell behind (docs/decisions.md#hopper-steady-maxima).
         bias_stages: of a warpgroup's ring of tiles of a bias by pair, 64 × tile_n.
         pieces: into how many pieces O's columns are cut where they do not fit registers; a tile computes one, and its scores anew
             (docs/decisions.md#hopper-wide-heads).
         k_stages, v_stages: stages that a block takes: of K so many columns each, of V so many keys.
         element_bytes: of an element of q, k, v and o, and of such a bias.
-        segment: the blocks of a segment of keys, whose states are joined in order; 0: all keys are one
-            (:mod:`tilewise.backends.hopper.forward.segments`).
+        segment: blocks of a segment of keys (:mod:`tilewise.backends.hopper.forward.segments`); 0: all keys are one.
     """
 
     width: int
@@ -80,10 +78,8 @@ class Tiles:
     @property
     def name(self) -> str:
         """The part of a kernel's name that tells these sizes."""
-        flags = ("" if self.lazy else "_eager") + ("_turns" if self.pingpong else "")
-        flags += "_steady" if self.steady else ""
-        flags += f"_segments{self.segment}" if self.segment else ""
-        flags += f"_b{self.bias_stages}" if self.bias_stages else ""
+        flags = "_eager" * (not self.lazy) + "_turns" * self.pingpong + "_steady" * self.steady
+        flags += f"_segments{self.segment}" * bool(self.segment) + f"_b{self.bias_stages}" * bool(self.bias_stages)
         flags += f"_k{self.k_stages}v{self.v_stages}" if self.staged else ""
         return f"{self.tile_m}x{self.tile_n}_s{self.stages}q{self.q_stages}{flags}"
 

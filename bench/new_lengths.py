@@ -66,6 +66,11 @@ def rows(device: str, dtype: torch.dtype) -> dict[str, Row]:
         k, kept = new(1, 512, KEY_HEADS, DIM), torch.rand(1, 1, 512, 512, device=device) < 0.9
         return new(1, 512, HEADS, DIM), k, k, kept | torch.eye(512, dtype=torch.bool, device=device)
 
+    def hidden(n: int) -> tuple:
+        k = new(2, 512, KEY_HEADS, DIM)
+        ends = torch.tensor([500 - n, 512], device=device).view(2, 1, 1, 1)
+        return new(2, 512, HEADS, DIM), k, k, torch.arange(512, device=device) < ends
+
     def paged(n: int) -> tuple:
         pools, table = new(2, 64, 64, KEY_HEADS, DIM), torch.arange(64, device=device, dtype=torch.int32).view(4, 16)
         seqlens = torch.full((4,), 300 + n, device=device, dtype=torch.int32)
@@ -77,11 +82,16 @@ def rows(device: str, dtype: torch.dtype) -> dict[str, Row]:
             tw.append(cache, k, k)
         return tw.attention_paged(q, cache)
 
-    def trained(call: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> tuple:
-        return torch.autograd.grad(call(q, k, v), (q, k, v), do)
+    def trainable(make: Callable[[int], tuple], n: int) -> tuple:
+        q, k, v, mask = make(n)
+        return *(x.clone().requires_grad_() for x in (q, k, v)), torch.ones_like(q), mask
+
+    def trained(call: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, do: Tensor, *mask: Any) -> tuple:
+        return torch.autograd.grad(call(q, k, v, *mask), (q, k, v), do)
 
     causal, theirs = partial(tw.attention, causal=True), partial(_sdpa, is_causal=True)
     masked = lambda q, k, v, mask: tw.attention(q, k, v, mask=mask)  # noqa: E731
+    their_mask = lambda q, k, v, mask: _sdpa(q, k, v, attn_mask=mask)  # noqa: E731
     return {
         "decode": Row(decode, causal, _sdpa),
         "prompt": Row(prompt, causal, theirs),
@@ -89,7 +99,9 @@ def rows(device: str, dtype: torch.dtype) -> dict[str, Row]:
         "training": Row(training, partial(trained, causal), partial(trained, theirs)),
         "documents": Row(documents, masked),
         "key_lengths": Row(lengths, masked),
-        "dense mask": Row(dense, masked, lambda q, k, v, mask: _sdpa(q, k, v, attn_mask=mask)),
+        "dense mask": Row(dense, masked, their_mask),
+        "training key_lengths": Row(partial(trainable, lengths), partial(trained, masked)),
+        "training hidden keys": Row(partial(trainable, hidden), partial(trained, masked), partial(trained, their_mask)),
         "paged decode": Row(paged, partial(over_pages, append=False)),
         "append and paged decode": Row(paged, partial(over_pages, append=True)),
     }
@@ -122,7 +134,7 @@ def main() -> None:
     for name, row in rows(options.device, torch.bfloat16).items():
         if options.only and name not in options.only:
             continue
-        direction = "both" if name == "training" else "forward"
+        direction = "both" if name.startswith("training") else "forward"
         for who, call in zip(PEERS, (row.ours, row.sdpa), strict=True):
             if call is None:
                 continue

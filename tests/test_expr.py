@@ -303,6 +303,8 @@ REFUSED = {
     "math": (lambda t, s, b, h, i, j: math.exp(s), r"float\(\)"),
     "range": (lambda t, s, b, h, i, j: list(range(i)), "index"),
     "list-index": (lambda t, s, b, h, i, j: [1, 2, 3][i], "index"),
+    "numpy-index": (lambda t, s, b, h, i, j: s + np.arange(9)[j], r"NumPy; .*torch\.from_numpy"),
+    "numpy-where": (lambda t, s, b, h, i, j: np.where(i > j, s, 0.0), "NumPy"),
     "iteration": (lambda t, s, b, h, i, j: list(s), "iteration"),
     "sum": (lambda t, s, b, h, i, j: s.sum(), "sum`"),
     "torch-sum": (lambda t, s, b, h, i, j: torch.sum(s, -1), "`sum`"),

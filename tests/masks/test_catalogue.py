@@ -6,6 +6,7 @@ import copy
 import inspect
 import re
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -522,6 +523,7 @@ BAD = {
     "strided-zero": (lambda: tw.strided(4, 4, 0), "strided: stride must be a whole number >= 1, got 0"),
     "local-global-negative": (lambda: tw.local_global(4, 4, -1), "local_global: local must be a whole number >= 0"),
     "key-lengths-list": (lambda: tw.key_lengths([1, 2]), r"key_lengths takes .*got \[1, 2\]"),
+    "key-lengths-numpy": (lambda: tw.key_lengths(np.array([1, 2])), r"got array.* is torch\.tensor\(\[1, 2\]\)"),
     "dense-ints": (lambda: tw.dense(torch.ones(2, 2).int()), r"got torch\.int32; convert zeros and ones: t\.bool"),
     "not-called": (lambda: as_mask(tw.causal), r"function of \(b, h, i, j\) is needed, got causal\(.*to be called: tw\.causal"),
     "five-parameters": (lambda: tw.keep(lambda s, b, h, i, j: i > j), r"\(b, h, i, j\) is needed, got <lambda>\(s, b, h, i, j\)"),

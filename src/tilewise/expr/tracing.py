@@ -299,6 +299,10 @@ class _IndexMode(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+_OF_NUMPY = "only integers, slices (`:`)", "setting an array element with a sequence"
+"""How errors begin that NumPy raises where it is handed a traced value."""
+
+
 def trace(fn: Callable, names: Sequence[str]) -> Expr:
     """Return the expression that ``fn`` computes of the symbols ``names``; ``fn`` is called once."""
     arguments = [symbol(name) for name in names]
@@ -320,6 +324,10 @@ def trace(fn: Callable, names: Sequence[str]) -> Expr:
                 "give it a traced read of that tensor: tw.lookup(tensor), tensor[h]; its backward is not needed, since the "
                 "derivative of what its forward computes is taken",
             ) from None
+        raise
+    except (IndexError, ValueError) as wrong:
+        if str(wrong).startswith(_OF_NUMPY):
+            raise untraceable("NumPy", "use tensors: torch.from_numpy(array)[h, i, j], torch.where") from None
         raise
     if isinstance(result, PartialIndex):
         result.refuse()

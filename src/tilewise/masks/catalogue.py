@@ -501,9 +501,10 @@ def _per_batch(who: str, n: int | torch.Tensor) -> Expr:
                 f"{who} takes ints or integer tensors (), (batch,) or (batch, heads_q), got {n.dtype} {tuple(n.shape)}{hint}"
             )
         return broadcast_lookup(n, (B, H)[: n.ndim], who)
-    if isinstance(n, (list, tuple)):
+    if isinstance(n, (list, tuple)) or bool(getattr(n, "ndim", 0)):  # of NumPy
+        each = n if isinstance(n, (list, tuple)) else n.tolist()  # type: ignore[attr-defined]
         raise ValueError(
-            f"{who} takes ints or integer tensors, got {n!r}; one for each batch element is torch.tensor({list(n)})"
+            f"{who} takes ints or integer tensors, got {n!r}; one for each batch element is torch.tensor({list(each)})"
         )
     return number(_integer(who, n))
 

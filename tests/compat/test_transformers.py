@@ -714,6 +714,14 @@ def test_what_an_indexer_chooses_is_seen_and_nothing_else(name):
     assert [x for x in found if x[0] != "same"] == []
 
 
+@torch.no_grad()
+def test_an_indexer_is_part_of_a_graph():
+    model = every.model_of("DeepseekV32Config", "DeepseekV32Model", "tilewise")
+    given = every.inputs(model, "left")
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(**given)[0], model(**given)[0])
+
+
 def test_what_an_indexer_chooses_past_the_end_does_not_count():
     made = compat.mask(batch_size=2, q_length=6, kv_length=9, q_offset=0)  # no query sees the last three keys
     chosen = torch.randint(0, 9, (2, 6, 4))

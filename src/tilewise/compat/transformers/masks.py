@@ -144,10 +144,21 @@ class HandedMask:
     def pairs(self) -> Tensor:
         """The pairs that are kept, bool ``(batch, seqlen_q, seqlen_k)``, for indexers, which score all of them."""
         batch, _, queries, keys = self.shape
-        leaves = list(self.mask.leaves)
-        shown = region(self.mask.text, tuple(range(len(leaves))))
-        grid = Grid.whole(shown, leaves, (batch, 1, queries, self.keys), torch.device(self.device))
-        return torch.nn.functional.pad(grid.pairs()[:, 0], (0, keys - self.keys))
+        seen = _pairs([*self.mask.leaves], self.mask.text, [batch, queries, self.keys], torch.device(self.device))
+        return torch.nn.functional.pad(seen, (0, keys - self.keys))
+
+
+@torch.library.custom_op("tilewise::mask_pairs", mutates_args=())
+def _pairs(leaves: list[Tensor], text: str, shape: list[int], device: torch.device) -> Tensor:
+    """Return the pairs that a mask keeps, bool ``(batch, seqlen_q, seqlen_k)``; an operator, since Dynamo reads no text of a mask."""
+    batch, queries, keys = shape
+    grid = Grid.whole(region(text, tuple(range(len(leaves)))), leaves, (batch, 1, queries, keys), device)
+    return grid.pairs()[:, 0].contiguous()
+
+
+@_pairs.register_fake
+def _(leaves, text, shape, device):
+    return torch.empty(shape, dtype=torch.bool, device=device)
 
 
 def _moved(mask: Mask, device: torch.device | str) -> Mask:

@@ -60,8 +60,9 @@ def paged(log: script.Log, kind: str, batch: int, queries: int, keys: int, d: in
     q = randn(batch, queries, heads_q, d)
     calls = {who: partial(tw.attention_paged, q, cache, causal=True, deterministic=how) for who, how in WAYS.items()}
     dense = (x[table[:1].long()].flatten(1, 2) for x in (k, v))
-    whole = tw.attention(q[:1], *dense, causal=True, deterministic="everywhere")
-    assert torch.equal(whole, calls["everywhere"]()[:1])
+    prompt = torch.cat([randn(1, max(0, 200 - queries), heads_q, d), q[:1]], 1)  # in the kernels of prompts
+    whole = tw.attention(prompt, *dense, causal=True, deterministic="everywhere")
+    assert torch.equal(whole[:, -queries:], calls["everywhere"]()[:1])
     shape = {
         "batch": batch,
         "seqlen_q": queries,

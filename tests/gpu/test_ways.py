@@ -7,6 +7,7 @@ import torch
 
 from tests import ways
 from tests.ways import Scene
+from tilewise.backends.hopper.config import ORDERED_KEYS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -51,5 +52,6 @@ def test_ways_of_several_segments_have_the_same_bits(name):
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs compute capability 9.0")
     backend, heads, dims, dtype, more = SCENES[name]
-    for seqlen in (4097, 2 * 4096, 13_000):
-        right(Scene.drawn(seqlen, heads, dims, dtype, "cuda", backend=backend, every=seqlen // 5, **more), backend)
+    for seqlen in (ORDERED_KEYS, ORDERED_KEYS + 1, 4 * ORDERED_KEYS + 1):
+        for every in (ORDERED_KEYS - 1, ORDERED_KEYS):  # rows at both sides of a border
+            right(Scene.drawn(seqlen, heads, dims, dtype, "cuda", backend=backend, every=every, **more), backend)

@@ -393,3 +393,15 @@ def test_blocks_from_the_last_to_the_first_give_the_bits_of_a_prompt_s_kernel(na
     prompt = emulate_pages(c, prompt_kernel, 2)
     assert torch.equal(found.o, prompt.o)
     assert torch.equal(found.lse, prompt.lse)
+
+
+def test_a_segment_whose_scores_are_all_infinite_adds_nothing():
+    q, cache, options = EVERYWHERE["d64"].draw()
+    cache.k_pages[cache.block_table[0, 4:8].long()] = -3e38  # keys 256 to 511, of which two blocks are a segment
+    c = paged_call(q.abs(), cache, **options, deterministic="everywhere")
+    prompt_kernel = paged_config.choose(c.p)
+    found = emulate(c, 0, segment=2)
+    prompt = emulate_pages(c, replace(prompt_kernel, tiles=replace(prompt_kernel.tiles, segment=2)), 2)
+    assert not found.o.isnan().any()
+    assert torch.equal(found.o, prompt.o)
+    assert torch.equal(found.lse, prompt.lse)

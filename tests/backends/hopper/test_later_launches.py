@@ -351,6 +351,19 @@ def test_padded_gradients_are_those_of_the_packed_call(n, with_dlse, monkeypatch
             same(after, tuple(x.flatten()[: y.numel()].view(y.shape) for x, y in zip(before, after, strict=True)))
 
 
+@pytest.mark.parametrize("mask", [tw.causal(), tw.key_lengths(torch.tensor([70, 600]))], ids=["dense", "padded"])
+def test_statistics_and_outputs_in_another_layout_do_not_go_by_their_memory(mask, monkeypatch):
+    stand_in(monkeypatch, lambda config, given: None)
+    q, k, v = (normal(2, 600, 2, 64, dtype=torch.bfloat16, seed=n) for n in range(3))
+    c = call(q, k, v, mask=mask)
+    gradients, saved = Hopper().direct_backward(c.p), [q, k, v, *c.t.leaves, None, q, torch.zeros(2, 2, 600)]
+    assert gradients(c.do, None, saved) is not None
+    saved[-2] = q.transpose(1, 2).contiguous().transpose(1, 2)
+    assert gradients(c.do, None, saved) is None
+    saved[-2:] = q, torch.zeros(2, 600, 2).transpose(1, 2)
+    assert (gradients(c.do, None, saved) is None) == (mask.leaves == ())  # padded ones are copied
+
+
 def test_only_calls_of_which_nothing_else_is_read_go_by_their_memory():
     q, k, v = (normal(2, n, 2, 64, dtype=torch.bfloat16) for n in (1, 600, 600))
     backend = Hopper()

@@ -164,16 +164,16 @@ class Hopper(Backend):
         return plan.of_memory if plan.direct and not p.spec.dropout_p else None
 
     def direct_of(self, planned: Any) -> DirectCall | None:
-        make, values = planned or (None, None)
-        alone = isinstance(values, dict) and values.get("direct") and not values["keeps"]
-        return make(None, values).of_memory if alone else None  # what is kept of a mask is made of a problem
+        plan = _alone(planned)
+        return plan and plan.of_memory
 
     def direct_backward(self, p: Problem) -> DirectBackward | None:
         plan = self._backward_plans.of(p)
-        return plan.of_memory if plan.direct else None
+        return plan.gradients_of_memory if plan.direct else None
 
     def direct_backward_of(self, structure: Hashable, sizes: Sequence[int]) -> DirectBackward | None:
-        return self.direct_of(self._backward_plans.known(structure, sizes))
+        plan = _alone(self._backward_plans.known(structure, sizes))
+        return plan and plan.gradients_of_memory
 
     def backward(self, p: Problem, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads:
         return self._backward_plans.of(p).backward(t, out, do, dlse)
@@ -189,6 +189,13 @@ class Hopper(Backend):
             return _gradients_of_lists(p)
         config = self.backward_config(p)
         return _converted(p, config, self._backward_plans) or BackwardPlan(p, config)
+
+
+def _alone(planned: Any) -> Any:
+    """The direct plan of what :meth:`PerProblem.recorded` has, without its problem; None where there is none, or where something is kept
+    of a mask, which is made of a problem."""
+    make, values = planned or (None, None)
+    return make(None, values) if isinstance(values, dict) and values.get("direct") and not values["keeps"] else None
 
 
 def _gradients_of_lists(p: Problem) -> PieceCall:

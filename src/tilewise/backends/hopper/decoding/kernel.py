@@ -1,6 +1,6 @@
 """O = softmax(scale · q Kᵀ) V of a few queries a sequence, over pages or dense keys, on Hopper (sm_90a).
 
-A CTA has a key head and an even share of all its key blocks, those of one sequence after those of another::
+A CTA has a key head and an even share of all its key blocks, or segments of them, those of one sequence after those of another::
 
     1 warpgroup  computes  the rows of a group in a tile of 64; the output, or states and their merge   compute.py, merge.py
     1 warp       loads     K and V of block after block, across sequences                               load.py

@@ -39,7 +39,7 @@ def finish(
     operands, words: cute.Pointer, turn, place: Place, share: Share, params: DecodingParams, config: cutlass.Constexpr
 ):
     """Writes o and lse of a sequence that this CTA alone has had, or that it is the last one to have had a part of; else a state. Returns
-    whose turn is next of the two words that tell this: all warps have read one when the other one is written."""
+    which of the two words tells this next: all warps have read one when the other one is written."""
     tiles = config.tiles
     last_block = place.at + blocks_of(place.keys, params, config) - 1
     shares = ShareRange(place.at // share.each, last_block // share.each)
@@ -130,7 +130,8 @@ def merge(
     params: DecodingParams,
     config: cutlass.Constexpr,
 ):
-    """Merges a quarter of the columns of all states, ``O = sum_c 2**(m_c - m) O_c`` and the sums likewise, and stores the output."""
+    """Merges a quarter of the columns of all states, and stores the output: state by state, later keys first, as the forward joins them
+    (:mod:`tilewise.backends.hopper.kit.states`)."""
     thread, fours, count = holder(config), config.tiles.width // 16, config.tiles.own_rows  # fours: of a row
     mine = fours // WARPS
     sums = cute.make_rmem_tensor((count * 4 * mine,), F32)

@@ -17,8 +17,8 @@ class DecodingParams(NamedTuple):
     Attributes:
         seqlen_k: rows of a page.
         heads_k, group, queries: key heads, query heads that share one, and queries of each sequence.
-        shares: of all blocks of a key head, each a CTA's. segment: 1; or the blocks of every share, which has blocks of one sequence alone:
-            there are any number of these then, and every ``shares``-th one is the same CTA's.
+        shares: the CTAs of a key head, each of which has a share of all blocks. segment: 1; or the blocks of a segment, all of one
+            sequence: a CTA then has every ``shares``-th segment.
         cached: whether lengths and a table say where keys are; without, each sequence has all rows of one page, in order.
         scale2: softmax_scale · log2(e); with a softcap, cap · log2(e). cap2: with a softcap, as :func:`softmax.softcap` takes it.
         lo, hi: query i sees keys from ``i + off + lo`` on and below ``i + off + hi``, ``off`` the sequence's keys less its queries.

@@ -1,14 +1,14 @@
-"""Even shares of all key blocks (Stream-K, Osama et al. 2023): which blocks of which sequences a CTA has.
+"""Even shares of all key blocks (Stream-K, Osama et al. 2023), or segments: which blocks of which sequences a CTA has.
 
 The blocks of all sequences stand in one line, by sequence and position, and share n of it is ``n · each`` to ``(n + 1) · each``. Each key
 head has a CTA for each share, and the CTAs of a share, which read neighbouring memory, stand side by side. Lengths are read on the device:
 a graph replays with others. A sequence without keys has a block, too, so that somebody writes its rows.
 
 Deterministic results may not depend on batch-mates. Shares are then *segments*: each has a fixed number of blocks, and a sequence begins
-with a share of its own, so that its last segment may be short. A CTA takes one after another (docs/decisions.md#hopper-decoding).
+with a share of its own, so that its last segment may be short. A CTA takes every n-th one (docs/decisions.md#hopper-decoding).
 
-A sequence whose blocks lie in one share is finished by its CTA. Others leave a state for each share. A CTA leaves two states at most: one
-of blocks that continue a sequence, one of blocks that begin one.
+A sequence whose blocks lie in one share is finished by its CTA. Others leave a state for each share: of an even share two at most, one
+of blocks that continue a sequence, one of blocks that begin one; of a segment one.
 """
 
 from __future__ import annotations

@@ -340,7 +340,8 @@ def key_block(
     config: Config,
 ) -> PipelineState:  # fmt: skip
     """S and P of this block, and O += P V of the block before, which runs under the softmax. Returns the state after both."""
-    tiles, masked = config.tiles, block.partial or config.may_hide
+    # Whose first score in a segment is -inf has no maximum then, as at a tile's beginning.
+    tiles, masked = config.tiles, block.partial or config.may_hide or bool(config.tiles.segment)
     k_state, v_state = both_products(operands, n_q, state, smem, config)
     masks = dropout_masks(block, smem, params, config)  # under both products
     read_bias(operands, config)

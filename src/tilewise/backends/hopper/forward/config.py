@@ -221,7 +221,7 @@ ONE_ORDER = ("upper", "rows")
 
 
 def of_one_order(problem: Problem) -> Config:
-    """The kernel of a call that is deterministic everywhere: blocks of 128 keys from the sequence's first one on, which are not split."""
+    """The kernel of a call that is deterministic everywhere: blocks of 128 keys, in segments from the sequence's first one on."""
     form = ends_at_least(keys_of(problem)[0])
     tiles = row_for(problem, capped=False, dropped=False).of_form(form)
     return Config(one_order(tiles, form), DTYPES[str(problem.dtype)], form, packed=problem.packed)

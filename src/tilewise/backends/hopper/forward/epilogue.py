@@ -43,7 +43,7 @@ def epilogue(
         sinks = PICK.smaller(sinks, cute.size(params.extra.cu_q) - 1 - query_tile.batch)
     sink_logits = [choose(sinks != 0, sink[head], -softmax.INF) for head in heads]
     if config.tiles.segment:
-        segments.end_tile(operands.segments, operands.rows, operands.o, config)
+        segments.join_waiting(operands.segments, operands.rows, operands.o, config)
     # For the thread's two rows: 1 / l, and the natural lse.
     factor, statistic = softmax.finalize(operands.rows, sink_logits)
     if config.score == "bias":

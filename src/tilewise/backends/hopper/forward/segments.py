@@ -20,19 +20,19 @@ from tilewise.backends.hopper.kit.states import joined, joined_number, put_numbe
 from tilewise.backends.hopper.kit.tiles import rows_columns
 
 STATISTICS = 2  # fours of each thread behind those of O
-WAITING, LAST = -2, -1
+WAITING, ENDED = -2, -1  # counted from the last one: of the segments that wait, and of the one that ends
 
 
 class Segments(NamedTuple):
     """What a warpgroup keeps of its tile's segments.
 
     Attributes:
-        some: (1,) int32, whether segments of this tile wait.
+        waits: (1,) int32, whether segments of this tile wait.
         states: fp32 (CTA, warpgroup, four, thread, 4): O of those that wait, and behind it the maximum and the thread's sum of both of its
             rows; last the same of the segment that ends. w: the warpgroup.
     """
 
-    some: cute.Tensor
+    waits: cute.Tensor
     states: cute.Tensor
     w: I32
 
@@ -42,7 +42,7 @@ def new_segments(w, params: ForwardParams, config: Config) -> Segments | None:
     if not config.tiles.segment:
         return None
     found = Segments(cute.make_rmem_tensor((1,), I32), params.extra.part_o, w)
-    found.some[0] = I32(0)
+    found.waits[0] = I32(0)
     return found
 
 
@@ -56,7 +56,7 @@ def end_rows(segments: Segments, rows: softmax.SoftmaxState, n, config: cutlass.
     """Before the softmax of block n, which begins from nothing if the block begins a segment: the rows' state leaves the registers."""
     if ends(n, config):
         put_numbers(
-            segments.states, place_of(segments, LAST, config), [x[r] for r in range(2) for x in (rows.m2, rows.l)]
+            segments.states, place_of(segments, ENDED, config), [x[r] for r in range(2) for x in (rows.m2, rows.l)]
         )
         rows.m2.fill(-softmax.INF)
         rows.l.fill(0.0)
@@ -67,7 +67,7 @@ def end_segment(segments: Segments, o: cute.Tensor, n, config: cutlass.Constexpr
     """Once O has the products of all blocks before n: if that block begins a segment, the one that ends joins those that wait."""
     if ends(n, config):
         ended = cute.make_rmem_tensor((4,), F32)
-        for k, number in enumerate(take_numbers(segments.states, place_of(segments, LAST, config))):
+        for k, number in enumerate(take_numbers(segments.states, place_of(segments, ENDED, config))):
             ended[k] = number
         join(segments, ended, o, config)
         numbers, fours = rows_columns(o), config.tiles.width_o // 16
@@ -75,11 +75,11 @@ def end_segment(segments: Segments, o: cute.Tensor, n, config: cutlass.Constexpr
             four = [numbers[k // fours, 4 * (k % fours) + c] for c in range(4)]
             put_numbers(segments.states, place_of(segments, k, config), four)
         put_numbers(segments.states, place_of(segments, WAITING, config), [ended[k] for k in range(4)])
-        segments.some[0] = I32(1)
+        segments.waits[0] = I32(1)
         o.fill(0.0)
 
 
-def end_tile(segments: Segments, rows: softmax.SoftmaxState, o: cute.Tensor, config: Config) -> None:
+def join_waiting(segments: Segments, rows: softmax.SoftmaxState, o: cute.Tensor, config: Config) -> None:
     """The tile's first segment, which is at hand, joins those that wait: the rows' state, and O, are then those of all keys."""
     ended = cute.make_rmem_tensor((4,), F32)
     for r in range(2):
@@ -87,13 +87,13 @@ def end_tile(segments: Segments, rows: softmax.SoftmaxState, o: cute.Tensor, con
     join(segments, ended, o, config)
     for r in range(2):
         rows.m2[r], rows.l[r] = ended[2 * r], ended[2 * r + 1]
-    segments.some[0] = I32(0)
+    segments.waits[0] = I32(0)
 
 
 @cute.jit
 def join(segments: Segments, ended: cute.Tensor, o: cute.Tensor, config: cutlass.Constexpr):
     """Adds the segments that wait, if there are any, to one that ended, (4,) as its statistics lie in memory, and to its O."""
-    if cute.arch.vote_any_sync(segments.some[0] != 0):  # all threads say the same
+    if cute.arch.vote_any_sync(segments.waits[0] != 0):  # all threads say the same
         numbers, fours = rows_columns(o), config.tiles.width_o // 16
         then = take_numbers(segments.states, place_of(segments, WAITING, config))
         for r in cutlass.range_constexpr(2):

@@ -197,11 +197,14 @@ class BackwardPlan(BackwardDraft):
         found[:, -1] = rows.sum((0, 2)) - found[:, :-1].sum(1)
         return {line.slot: line.gradient(found, inputs.leaves[line.slot])}
 
-    def of_memory(self, do: Tensor, dlse: Tensor | None, saved: Saved) -> tuple[Tensor, Tensor, Tensor] | None:
-        """The backward of a plan that is :attr:`direct` (:data:`tilewise.backends.base.DirectBackward`)."""
+    def gradients_of_memory(
+        self, do: Tensor, dlse: Tensor | None, saved: Saved
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """The backward of a plan that is :attr:`direct` (:data:`tilewise.backends.base.DirectBackward`); hooks of saved tensors may bring
+        o and lse in another layout."""
         q, k, v, *extras, _, o, lse = saved
         at = q.data_ptr() | k.data_ptr() | v.data_ptr() | o.data_ptr() | do.data_ptr()
-        if at % ALIGNED or not do.is_contiguous() or not (dlse is None or dlse.is_contiguous()):
+        if at % ALIGNED or not all(x is None or x.is_contiguous() for x in (do, dlse, o, lse)):
             return None
         dlse = devices.zeros(lse.device, lse.numel()) if dlse is None else dlse
         kept = self.kept(extras)

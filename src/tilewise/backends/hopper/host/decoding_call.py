@@ -37,15 +37,16 @@ class DecodingPlan(PagedPlan):
         return segment_of(self.problem, self.config.tiles.tile_n)
 
     @cached_property
-    def shares(self) -> int:
+    def parts(self) -> int:
+        """How many shares a key head's keys have, or at most how many segments."""
         return shares_of(self.problem, self.segment, self.config.tiles.tile_n)
 
     @cached_property
     def numbers(self) -> dict[str, int | float]:
         problem, (lo, hi) = self.problem, ends(self.problem)
         cached = int(problem.paged or reads_ends(problem))
-        # Segments wait for a CTA each: tables may have room for far more keys than sequences have.
-        shares = sizes.smaller(self.shares, shares_of(problem, 1, self.config.tiles.tile_n))
+        # No more CTAs than multiprocessors: each takes every n-th segment, and of those of a wide table most do not exist.
+        shares = sizes.smaller(self.parts, shares_of(problem, 1, self.config.tiles.tile_n))
         found = {"shares": shares, "segment": self.segment, "cached": cached, "lo": lo, "hi": hi}
         return found | dict(zip(("scale2", "cap2"), self.scales, strict=True)) | self.numbers_beside
 
@@ -58,7 +59,7 @@ class DecodingPlan(PagedPlan):
     @property
     def sizes(self) -> dict[str, int]:
         problem = self.problem
-        states = self.shares * problem.heads_k * (2 if self.segment == 1 else 1)
+        states = self.parts * problem.heads_k * (2 if self.segment == 1 else 1)
         return {"states": states, "counts": problem.batch * problem.heads_k}
 
     def beside(self, draft: Draft) -> dict[str, Any]:

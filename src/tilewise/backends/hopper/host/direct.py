@@ -40,6 +40,7 @@ class DirectPlan(PlacedPlan):
     def of_memory(
         self, q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], lse: bool, seed: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None] | None:
+        """The forward of a plan that is :attr:`direct`; None of tensors at addresses that the copy engine does not take."""
         kept = self.kept(extras)
         at = [x.data_ptr() for x in (q, k, v, *extras)]
         if (at[0] | at[1] | at[2]) % ALIGNED:

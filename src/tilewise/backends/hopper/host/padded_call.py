@@ -74,13 +74,16 @@ class PaddedBackward(PaddedPlan):
 
     packed: BackwardPlan
 
-    def of_memory(self, do: Tensor, dlse: Tensor | None, saved: Saved) -> tuple[Tensor, Tensor, Tensor] | None:
-        """The backward by that of the packed problem (:class:`tilewise.backends.hopper.host.backward_call.BackwardPlan`)."""
+    def gradients_of_memory(
+        self, do: Tensor, dlse: Tensor | None, saved: Saved
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """The backward by that of the packed problem, None where it has none
+        (:class:`tilewise.backends.hopper.host.backward_call.BackwardPlan`)."""
         q, k, v, *extras, seed, o, lse = saved
         p = self.problem
         rows, dlse = padding.by_heads(p, lse), None if dlse is None else padding.by_heads(p, dlse)
         every = q, k, v, *extras, *self.starts(extras), seed, o, rows
-        found = self.packed.of_memory(do.flatten(0, 1), dlse, every)
+        found = self.packed.gradients_of_memory(do.flatten(0, 1), dlse, every)
         if found is None:
             return None
         dq, dk, dv = found

@@ -32,7 +32,7 @@ def take_numbers(states: cute.Tensor, place: tuple) -> list:
 def joined(m2, l, other_m2, other_l) -> tuple:
     """A row's maximum and sum, of a state and of another one with earlier keys, and the factors of both O (docs/algorithm.md, (8)).
 
-    All operations are told, down to multiply-adds, so that no compiler chooses among roundings.
+    Every operation is spelled out, down to multiply-adds, so that all kernels round alike.
     """
     top = cute.arch.fmax(m2, other_m2)
     # No key so far: -inf - -inf would be NaN.

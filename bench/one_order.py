@@ -19,9 +19,11 @@ TOKENS, HIDDEN, PAGE, ROUNDS = 16_384, 2048, 64, 9
 TRAINING = [(d, n) for d in (128, 64) for n in (2048, 4096, 16_384)]
 PAGED = {
     "prefill": [(1, 8192, 8192), (1, 2048, 8192)],
-    "decode": [(64, 1, 1024), (8, 1, 4096), (64, 1, 4096), (1, 1, 16_384), (1, 1, 65_536), (8, 4, 4096)],
+    "decode": [(64, 1, 1024), (8, 1, 4096), (64, 1, 4096), (1, 1, 4096), (1, 1, 16_384), (1, 1, 65_536), (8, 4, 4096)],
+    "wide": [(64, 1, 4096), (8, 1, 4096)],
 }
-"""Sequences, queries of each, and keys."""
+"""Sequences, queries of each, and keys; ``wide``: over tables with room for WIDE keys."""
+WIDE = 131_072
 HEADS = 32, 8
 
 
@@ -56,7 +58,8 @@ def paged(log: script.Log, kind: str, batch: int, queries: int, keys: int, d: in
     count = keys // PAGE
     k, v = (randn(batch * count, PAGE, heads_k, d) for _ in range(2))
     table = torch.randperm(batch * count, device="cuda").int().view(batch, count)
-    cache = tw.PagedCache(k, v, table, torch.full((batch,), keys, device="cuda", dtype=torch.int32))
+    room = torch.nn.functional.pad(table, (0, WIDE // PAGE - count)) if kind == "wide" else table
+    cache = tw.PagedCache(k, v, room, torch.full((batch,), keys, device="cuda", dtype=torch.int32))
     q = randn(batch, queries, heads_q, d)
     calls = {who: partial(tw.attention_paged, q, cache, causal=True, deterministic=how) for who, how in WAYS.items()}
     dense = (x[table[:1].long()].flatten(1, 2) for x in (k, v))

@@ -199,25 +199,15 @@ WIDE = {
 }
 
 
-@pytest.mark.parametrize("tiles", WIDE.values(), ids=WIDE)
-@pytest.mark.parametrize("name", PLAIN_CASES)
-def test_columns_are_computed_in_pieces_and_blocks_brought_in_parts(name, tiles):
-    tensors, options = CASES[name]
-    c = without_gradient(call(*tensors, **options))
-    out = emulate(c, tiles, ctas=3, form=form_of(name), split=False)
-    errors = accuracy.Expected.of(c.p, c.t).judge(accuracy.tensors(out, None))
-    assert not [str(e) for e in errors if not e.ok]
-
-
 SEGMENTS = {
-    "one-block": replace(SMALL, segment=1),
-    "turns": replace(SMALL, warpgroups=3, stages=4, q_stages=2, pingpong=True, segment=2),
+    "segments-of-one-block": replace(SMALL, segment=1),
+    "segments-in-turns": replace(SMALL, warpgroups=3, stages=4, q_stages=2, pingpong=True, segment=2),
 }
 
 
-@pytest.mark.parametrize("tiles", SEGMENTS.values(), ids=SEGMENTS)
+@pytest.mark.parametrize("tiles", (WIDE | SEGMENTS).values(), ids=WIDE | SEGMENTS)
 @pytest.mark.parametrize("name", PLAIN_CASES)
-def test_segments_of_keys_are_joined_into_attention(name, tiles):
+def test_pieces_of_columns_parts_of_blocks_and_segments_of_keys_compute_attention(name, tiles):
     tensors, options = CASES[name]
     c = without_gradient(call(*tensors, **options))
     out = emulate(c, tiles, ctas=3, form=form_of(name), split=False)

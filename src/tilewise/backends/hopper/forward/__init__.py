@@ -13,7 +13,7 @@ who gathers the rows that queries selected          gather; the lists of these: 
 the blocks of a tile, masks and softmax             compute
 the products of a block                             staged_blocks
 o and lse to memory                                 epilogue
-states of split keys                                combine
+states of split keys                                combine; of segments in one order: segments
 the numbers and tensors of a launch                 parameters (no DSL); by name in kernels: params
 =================================================== ==================================================================
 """

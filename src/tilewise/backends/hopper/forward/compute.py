@@ -340,7 +340,7 @@ def key_block(
     config: Config,
 ) -> PipelineState:  # fmt: skip
     """S and P of this block, and O += P V of the block before, which runs under the softmax. Returns the state after both."""
-    # Whose first score in a segment is -inf has no maximum then, as at a tile's beginning.
+    # At the beginning of a segment a row has no maximum yet, as in the first block.
     tiles, masked = config.tiles, block.partial or config.may_hide or bool(config.tiles.segment)
     k_state, v_state = both_products(operands, n_q, state, smem, config)
     masks = dropout_masks(block, smem, params, config)  # under both products

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from tilewise.backends.hopper.forward.config import Config
 
 
+STATISTICS = 2  # fours of a thread's maxima and sums, of the segments that wait and of the one that ends
+
+
 def parameters(config: Config) -> Parameters:
     """The parameters of :func:`tilewise.backends.hopper.forward.kernel.launch`."""
     rows, keys = ("batch", "seqlen_q", "heads_q"), ("batch", "seqlen_k", "heads_k")
@@ -55,8 +58,8 @@ def others(config: Config) -> list[Parameter]:
             Parameter("part_lse", FP32, states, 1, 16),
         )
     if config.tiles.segment:
-        # O and two fours of maxima and sums of each warpgroup (forward.segments), as kit.states has them.
-        fours = config.tiles.width_v // 8 + 2
+        # Of each warpgroup O, and behind it statistics of rows, as forward.segments has them.
+        fours = config.tiles.width_v // 8 + STATISTICS
         found += (Parameter("part_o", FP32, ("ctas", config.tiles.warpgroups, fours, 128, 4), None, 16),)
     found += of_mask(config.form, "seqlen_q", config.tiles.tile_n)
     found += DROPOUT if config.dropout else ()

@@ -13,14 +13,14 @@ import cutlass
 import cutlass.cute as cute
 
 from tilewise.backends.hopper.forward.config import Config
+from tilewise.backends.hopper.forward.parameters import STATISTICS
 from tilewise.backends.hopper.forward.params import ForwardParams
 from tilewise.backends.hopper.kit import softmax
 from tilewise.backends.hopper.kit.dtypes import F32, I32
 from tilewise.backends.hopper.kit.states import joined, joined_number, put_numbers, take_numbers
 from tilewise.backends.hopper.kit.tiles import rows_columns
 
-STATISTICS = 2  # fours of each thread behind those of O
-WAITING, ENDED = -2, -1  # counted from the last one: of the segments that wait, and of the one that ends
+WAITING, ENDED = -2, -1  # of the STATISTICS, counted from the last one
 
 
 class Segments(NamedTuple):

@@ -274,15 +274,18 @@ def semaphores() -> dict:
     def semaphore(semaphores, n) -> int:
         return semaphores[min(n, semaphores.shape[0] - 1)]
 
-    def await_semaphore(semaphores, n, rank, found) -> None:
+    def await_semaphore(semaphores, n, wanted, found) -> None:
         with changed:
-            if found != rank and not changed.wait_for(lambda: semaphores[n] == rank, LIMIT):
+            if found != wanted and not changed.wait_for(lambda: semaphores[n] == wanted, LIMIT):
                 raise RuntimeError("a tile waits for its turn for ever")
 
-    def signal_semaphore(semaphores, n, rank) -> None:
+    def signal_semaphore(semaphores, n, value) -> None:
         with changed:
-            assert semaphores[n] == rank - 1
-            semaphores[n] = rank
+            assert semaphores[n] in (0, value + 1) or (semaphores[n], value) == (
+                1,
+                2,
+            )  # in order, or claimed and stored
+            semaphores[n] = value
             changed.notify_all()
 
     def claim(semaphores, n) -> int:
@@ -573,7 +576,7 @@ def run_keys(config: Backward, t: dict, numbers: tuple, ctas: int) -> tuple:
                 partial(kernel.make_keys, smem, buffers, mmas, params, config),
             ]
         roles_of[cta] = [(False, body) for body in loads + stores] + [(True, body) for body in groups]
-    if tiles.ordered:  # CTAs wait for each other
+    if params.extra.ordered:  # CTAs wait for each other
         _at_once(roles_of, ctas)
     else:
         _run(roles_of, shared_of, ctas, tiles.ctas)

@@ -45,8 +45,11 @@ KEYS = {
     "split": KeyTiles(64, 64, 32, 4, split=True),
     "summed": KeyTiles(64, 64, 128, 3, sums_dq=True),
     "summed-wide": KeyTiles(128, 128, 64, 4, sums_dq=True),
-    "ordered": KeyTiles(64, 64, 128, 3, sums_dq=True, ordered=True, stores_first=True),
-    "ordered-wide": KeyTiles(128, 128, 48, 4, sums_dq=True, ordered=True, stores_first=True, dq_first=True),
+    # Called with deterministic=True.
+    "ordered": KeyTiles(64, 64, 128, 3, sums_dq=True, stores_first=True, queued=True, overlaps=True, counts=True),
+    "ordered-packed": KeyTiles(64, 64, 128, 3, sums_dq=True, stores_first=True, queued=True, overlaps=True),
+    "ordered-packed-wide": KeyTiles(128, 128, 48, 4, sums_dq=True, dq_first=True, queued=True, overlaps=True),
+    "ordered-wide": KeyTiles(128, 128, 48, 4, sums_dq=True, dq_first=True, queued=True, overlaps=True, counts=True),
     "queued": KeyTiles(64, 64, 128, 3, sums_dq=True, queued=True, prefetches=True),
     "queued-wide": KeyTiles(128, 128, 48, 4, sums_dq=True, dq_first=True, queued=True, overlaps=True),
     # Products subtract the statistics, in bf16.
@@ -96,7 +99,9 @@ def emulate_kernels(c: Call, x: backward_config.Backward, ctas: int, out: Output
     t["lse2"], t["delta"] = room["lse2"], room["delta"]
     rows, lines = [t[name] for name in ("o", "do", "lse", "dlse")], t["delta"].shape[2]
     if not x.queries_first:
-        own = c.p.packed or x.score == "bias"  # the source itself where it says more than an emulated statistic does
+        own = (
+            c.p.packed or c.p.spec.everywhere or x.score == "bias"
+        )  # the source itself where it says more than an emulated statistic does
         made = emulated.run_preprocess(x, *rows, lines, cu_q) if own else emulated.statistics(*rows, lines)
         t["lse2"], t["delta"] = made
     t["blocks"], whole = x.blocks(c.p), [np.zeros_like(t[name]) for name in ("k", "v")]
@@ -282,7 +287,9 @@ PAIRS += [(name, "summed") for name in ("full", "causal-wide", "window", "keys",
 PAIRS += [(name, "summed") for name in ("prefix-lengths", "documents", "documents-empty-rows", "ranges-per-head")]
 PAIRS += [(name, "summed-wide") for name in ("one", "causal-empty-rows", "narrow", "lengths")]
 PAIRS += [(name, "ordered") for name in ("full", "causal-wide", "window", "window-left", "keys", "large-scores")]
-PAIRS += [(name, "ordered-wide") for name in ("one", "causal", "causal-empty-rows", "narrow")]
+PAIRS += [(name, "ordered") for name in ("prefix-lengths", "documents-empty-rows", "ranges-per-head", "lengths")]
+PAIRS += [(name, "ordered-wide") for name in ("one", "causal", "causal-empty-rows", "narrow", "softcap", "dropout")]
+PAIRS += [(name, "ordered-wide") for name in ("alibi", "documents", "lengths")]
 PAIRS += [(name, "halved") for name in ("one", "full", "causal-empty-rows", "window", "keys", "narrow", "large-scores")]
 PAIRS += [
     (name, "halved") for name in ("prefix-lengths", "documents-empty-rows", "ranges-per-head", "lengths", "softcap")
@@ -310,7 +317,7 @@ PAIRS.sort()  # one after the other come a case's forms, which one oracle judges
 @pytest.mark.parametrize(("name", "form"), PAIRS, ids=lambda x: x)
 def test_the_source_computes_the_gradients(name, form):
     tensors, options = CASES[name]
-    c = call(*tensors, **options)
+    c = call(*tensors, **options, deterministic=form.startswith("ordered"))
     assert not wrong(c, emulate(c, KEYS[form], ctas=3))
 
 
@@ -484,13 +491,14 @@ PACKED_PAIRS += [(name, "queued") for name in PACKED] + [
     ("window", "storing-packed"),
     ("many", "storing-packed"),
 ]
+PACKED_PAIRS += [(name, form) for name in PACKED for form in ("ordered-packed", "ordered-packed-wide")]
 PLAIN_OR_CAPPED = [name for name in PACKED if not name.startswith(("dropout", "alibi"))]
 PACKED_PAIRS += [(name, form) for form in ("kept-queued", "kept-halves") for name in PLAIN_OR_CAPPED]
 
 
 @pytest.mark.parametrize(("name", "form"), PACKED_PAIRS, ids=lambda x: x)
 def test_packed_sequences_have_gradients_each_by_itself(name, form):
-    c = packed_call(name)
+    c = packed_call(name, deterministic=form.startswith("ordered"))
     c.do[c.t.cu_seqlens_q[-1] :] = torch.nan
     assert not wrong(c, emulate(c, KEYS[form], ctas=3))
 
@@ -511,8 +519,9 @@ def test_parts_of_packed_tiles_add_up(name, form, shares):
         assert not wrong(c, emulate(c, KEYS[form], ctas=3))
 
 
+@pytest.mark.parametrize("ordered", [0, 1])
 @pytest.mark.parametrize("name", ["full", "causal", "window", "keys", "no-keys-at-all", "many"])
-def test_packed_key_tiles_come_once_each_and_those_of_the_longest_sequence_first(name):
+def test_packed_key_tiles_come_once_each_and_those_of_the_longest_sequence_first(name, ordered):
     c = packed_call(name)
     x = backward_config.Backward(KEYS["queued"], None, "bf16", backward_config.form_of(c.p), packed=True)
     plan, kernel = backward_call.BackwardPlan(c.p, x), emulated.load("keys")
@@ -520,7 +529,7 @@ def test_packed_key_tiles_come_once_each_and_those_of_the_longest_sequence_first
     lo, hi, first, last = (plan.numbers[name] for name in ("band_lo", "band_hi", "first", "last"))
     sizes = c.p.seqlen_q, c.p.seqlen_k, c.p.heads_k, c.p.group, c.p.batch, 1
     planned = np.full((len(PlanRow), c.p.batch + 2), -1, np.int32)
-    numbers = *sizes, lo, hi, *np.ones(3, np.float32), cu_q, cu_k, queue, first, last, planned
+    numbers = *sizes, lo, hi, *np.ones(3, np.float32), {"ordered": ordered}, cu_q, cu_k, queue, first, last, planned
     emulated.run_plan(x, numbers, room=None)
     params = emulated._params(kernel, numbers)
     scheduler, emulated.role.threads, tiles, since = kernel.SCHEDULER, 128, [], kernel.packed.at_first()
@@ -532,6 +541,36 @@ def test_packed_key_tiles_come_once_each_and_those_of_the_longest_sequence_first
     assert held == c.p.seqlen_k * c.p.heads_k  # keys that nobody sees too: their gradients are zeros
     lengths = [-(-int(t.seqlen.q.size) // x.keys.tile_m) for _, t in tiles]
     assert lengths == sorted(lengths, reverse=True)
+    rows = [(int(t.sequence), -int(t.row) if ordered else int(t.row)) for t, _ in tiles]
+    assert [x for n in dict.fromkeys(n for n, _ in rows) for x in sorted(x for x in rows if x[0] == n)] == rows
+
+
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("causal", [False, True])
+def test_dq_added_in_order_has_the_same_bits_dense_padded_and_packed(d, causal):
+    q, k, v = (x[0] for x in qkv(333, 333, d, d, heads=(4, 2)))
+    same = {"causal": causal, "deterministic": "everywhere"}
+    dense = call(q[None], k[None], v[None], **same)
+    cu = torch.tensor([0, 20, 353, 400])
+    packed = call(*(torch.cat([x[:20], x, x[:47]]) for x in (q, k, v)), cu_seqlens_q=cu, cu_seqlens_k=cu, **same)
+    packed.do[20:353], packed.dlse[:, 20:353] = dense.do[0], dense.dlse[0]
+    longer = (pad(x, (0, 0, 0, 0, 0, 40), value=0.5)[None] for x in (q, k, v))
+    padded = call(*longer, mask=tw.key_lengths(torch.tensor([333])), **same)
+    padded.do[:, :333], padded.do[:, 333:] = dense.do, 0
+    padded.dlse[..., :333], padded.dlse[..., 333:] = dense.dlse, 0
+    first, found = Reference().forward(dense.p, dense.t), []
+    for c, ctas, rows in (
+        (dense, 1, slice(None)),
+        (dense, 3, slice(None)),
+        (packed, 3, slice(20, 353)),
+        (padded, 2, slice(333)),
+    ):
+        out = Reference().forward(c.p, c.t)
+        (out.o[0] if out.o.ndim == 4 else out.o)[rows], out.lse.view(4, -1)[:, rows] = first.o[0], first.lse[0]
+        grads = emulate_kernels(c, backward_config.choose(c.p), ctas, out)
+        found.append([x.view(-1, *x.shape[-2:])[rows] for x in (grads.dq, grads.dk, grads.dv)])
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 
 
 @pytest.mark.parametrize("form", ["whole", "split", "queued-wide", "kept-queued", "kept-halves"])

@@ -108,23 +108,29 @@ HALVES = tw.documents(torch.arange(4096) // 2048)
 
 
 @pytest.mark.parametrize(
-    ("d", "seqlen", "mask", "ordered"),
+    ("d", "seqlen", "mask", "summed"),
     [  # docs/decisions.md#hopper-ordered-dq
         (64, 2048, None, True),
-        (64, 1024, None, False),
-        (128, 1024, None, True),
         (64, 512, None, False),
+        (128, 1024, None, True),
+        (128, 512, None, False),
         (256, 4096, None, False),
         (64, 4096, tw.causal(), True),
-        (128, 4096, tw.causal(), True),
-        (128, 2048, tw.causal(), False),
-        (128, 4096, HALVES, False),
+        (128, 2048, tw.causal(), True),
+        (128, 4096, HALVES, True),
     ],
 )
-def test_what_must_repeat_is_summed_in_order_or_not_at_all(d, seqlen, mask, ordered):
-    keys = backward_config.choose(long(d, seqlen, MANY, mask=mask, deterministic=True).p).keys
-    assert (keys.sums_dq, keys.ordered) == (ordered, ordered)
-    assert not backward_config.choose(long(d, seqlen, MANY, mask=mask).p).keys.ordered
+def test_what_must_repeat_is_summed_in_order_or_not_at_all(d, seqlen, mask, summed):
+    x = backward_config.choose(long(d, seqlen, MANY, mask=mask, deterministic=True).p)
+    assert (x.keys.sums_dq, x.orders) == (summed, summed)
+
+
+@pytest.mark.parametrize("more", [{}, {"score": tw.alibi(torch.ones(4))}, {"dropout_p": 0.5, "dropout_seed": 1}])
+@pytest.mark.parametrize("rest", [(0, 0), (9000, 9000)])
+def test_lengths_of_others_do_not_decide_how_dq_is_summed(rest, more):
+    x = backward_config.choose(packed(rest, causal=True, deterministic=True, **more).p)
+    assert x.orders
+    assert x in shipped()
 
 
 @pytest.mark.parametrize("mask", [None, tw.causal()], ids=["full", "causal"])
@@ -253,7 +259,10 @@ def test_causal_key_tiles_from_the_queue_are_even_and_of_heads_that_l2_holds(dim
     """Query blocks of the busiest of 132 CTAs over the mean, where the CTA that is free first takes the next tile."""
     x = backward_config.Backward(TABLE[dims].summed("upper", packed=False), None, "bf16", "upper")
     heads = max(2, 2048 // x.keys.width // group)
-    p = SimpleNamespace(batch=16384 // seqlen, heads_q=heads * group, heads_k=heads, seqlen_q=seqlen, seqlen_k=seqlen)
+    spec = SimpleNamespace(deterministic=False)
+    p = SimpleNamespace(
+        batch=16384 // seqlen, heads_q=heads * group, heads_k=heads, seqlen_q=seqlen, seqlen_k=seqlen, spec=spec
+    )
     tiles = -(-seqlen // x.keys.tile_n)
     section, ctas, *_ = grids.grids(x, p, p.batch * heads, seqlen, 132)
     assert ctas == 132
@@ -447,10 +456,9 @@ def test_a_table_whose_gradient_no_kernel_has_is_refused_from_its_forward_on():
     "options",
     [
         {"score": tw.alibi(torch.ones(4))},
-        {"dropout_p": 0.5, "dropout_seed": 1, "deterministic": True},
         {"mask": tw.keep(lambda b, h, i, j: j % 2 == 0)},
     ],
-    ids=["score", "ordered-dropout", "predicate"],
+    ids=["score", "predicate"],
 )
 def test_what_asks_about_every_pair_gets_tiles_of_its_own_and_is_never_summed(options, monkeypatch):
     monkeypatch.setattr(
@@ -494,7 +502,7 @@ def test_alibi_whose_bias_is_linear_has_one_pass_that_is_shipped(d):
     assert not Hopper().refused(wanted)
     assert backward_config.choose(wanted) in shipped()
     assert backward_config.choose(wanted).trained
-    assert backward_config.choose(small(deterministic=True, **options).p).traced.score
+    assert backward_config.choose(small(deterministic=True, **options).p) == x
     q = normal(70, 4, d, dtype=torch.bfloat16)
     c = call(q, q, q, causal=True, score=options["score"], cu_seqlens_q=torch.tensor([0, 30, 70]))
     packed = backward_config.choose(c.p)
@@ -647,8 +655,9 @@ def test_a_launch_gets_the_tensors_themselves_and_the_numbers_of_the_call(launch
     assert [x.data_ptr() for x in given[:3]] == [x.data_ptr() for x in (c.t.q, c.t.k, c.t.v)]
     assert [x.data_ptr() for x in made[:3]] == [x.data_ptr() for x in (grads.dq, grads.dk, grads.dv)]
     assert numbers[1] == 1
-    assert numbers[6:] == [0.25, 0.25 * math.log2(math.e), 0.0, grids.PAST_EVERY_TILE, 1, 2, 0]
-    lse2, delta, sums, parts, queue = made[3:]
+    assert numbers[6:] == [0.25, 0.25 * math.log2(math.e), 0.0, grids.PAST_EVERY_TILE, 1, 2, 0, 0]
+    lse2, delta, sums, semaphores, parts, queue = made[3:]
+    assert semaphores.shape == (1, 4, 2)
     assert lse2.shape == (1, 4, 4 * (128 + 16))  # the terms of both statistics, which products subtract
     assert delta.shape == (1, 4, 128 + 16)  # whole blocks, and the head's count
     assert sums.shape == (1, 4, 1, 2, 64 * 64)
@@ -656,13 +665,13 @@ def test_a_launch_gets_the_tensors_themselves_and_the_numbers_of_the_call(launch
     assert (queue.shape, queue.dtype) == ((1,), torch.int32)
 
 
-def test_a_launch_that_adds_in_order_counts_in_every_part_of_a_block(launched, monkeypatch):
-    monkeypatch.setattr(backward_config, "pays_in_order", lambda p, form: True)
-    c = small(nq=200, deterministic=True)
+def test_a_launch_that_adds_in_order_has_a_semaphore_of_every_part_of_a_block(launched):
+    c = small(nq=200, deterministic="everywhere")
     run(c)
-    ((name, _, made, _),) = launched
-    assert name.endswith("_ordered")
-    sums, turns = made[5:]
+    ((name, _, made, numbers),) = launched
+    assert name.endswith("_queue_counted")
+    assert numbers[-1] == 1
+    sums, turns = made[5:7]
     assert sums.shape == (1, 4, 2, 2, 64 * 64)
     assert turns.shape == (1, 4, 2 * 2)
     assert turns.dtype == torch.int32

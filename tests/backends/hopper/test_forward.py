@@ -478,13 +478,13 @@ PACKED = {
 }
 
 
-def packed_call(name: str) -> Call:
+def packed_call(name: str, **more) -> Call:
     """With rows of NaN past the last sequence."""
     lengths_q, lengths_k, rest, options = PACKED[name]
     q, k, v = qkv(sum(lengths_q) + rest[0], sum(lengths_k) + rest[1])
     cu_q, cu_k = (torch.tensor([0, *n]).cumsum(0) for n in (lengths_q, lengths_k))
     q[:, cu_q[-1] :], k[:, cu_k[-1] :], v[:, cu_k[-1] :] = (torch.nan,) * 3
-    return call(q[0], k[0], v[0], cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **options)
+    return call(q[0], k[0], v[0], cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **options, **more)
 
 
 @pytest.mark.parametrize("name", PACKED)

@@ -168,7 +168,6 @@ ALIBI = "packed sequences with ALiBi and "
         ({"slopes": torch.ones(4).double()}, ALIBI + "slopes (4,) float64 in place of one fp32 number a head"),
         ({"dropout_p": 0.1, "dropout_seed": 1}, ALIBI + "dropout"),
         ({"d": 136}, "packed sequences with ALiBi and head_dim 136, above 128"),
-        ({"deterministic": True}, "packed sequences with ALiBi and deterministic=True"),
         ({"dtype": torch.float32}, "torch.float32: its kernels take float16 and bfloat16"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",

@@ -46,7 +46,7 @@ BACKWARD = {
     "backward": Backward(*backward_config.TABLE[192, 128].two_passes, "fp16", "upper"),
     "summed": Backward(backward_config.TABLE[64, 64].one_pass, None, "bf16", "full"),
     "backward-packed": Backward(*backward_config.TABLE[96, 96].two_passes, "bf16", "band", packed=True),
-    "ordered": Backward(backward_config.TABLE[128, 128].ordered, None, "bf16", "upper"),
+    "ordered": Backward(replace(backward_config.TABLE[128, 128].one_pass, queued=True), None, "bf16", "upper"),
     "kept": Backward(*backward_config.TABLE[256, 256].kept, "bf16", "upper"),
     "kept-halves": Backward(*backward_config.TABLE[512, 512].kept, "fp16", "full"),
     "summed-packed": Backward(backward_config.TABLE[128, 128].one_pass, None, "fp16", "upper", packed=True),

@@ -35,7 +35,7 @@ def test_every_form_is_in_the_sample_with_every_combination_of_options_that_is_s
 
 def test_every_way_of_summing_dq_is_in_the_sample():
     ways = {name.split("_")[-1] for name in (c.name for c in SHIPPED) if name.startswith("backward")}
-    assert {"sheet", "ordered"} < ways
+    assert {"sheet", "queue", "counted"} < ways
     assert {c.name.split("_")[-1] for c in SAMPLE if c.name.startswith("backward")} == ways
     assert any(c.keys.keeps_ds for c in SAMPLE if isinstance(c, backward_config.Backward))
 

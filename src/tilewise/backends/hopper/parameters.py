@@ -143,3 +143,4 @@ LISTS = Parameter("entries", INT32, (ANY, ANY)), Parameter("tokens", INT32, (ANY
 PORTION = numbers("resumes", "suspends")
 # How CTAs share key tiles (tilewise.backends.hopper.backward.parts.Division).
 DIVISION = numbers("whole", "parts", "part_heads", "block_bits")
+ORDERED = numbers("ordered")  # not 0 where dQ is added up in the order of the key tiles

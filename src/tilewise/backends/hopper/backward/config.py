@@ -7,7 +7,7 @@ There are three ways to compute the three gradients (docs/algorithm.md#6-backwar
 
 * two passes: dK and dV over key tiles, dQ over query tiles. Seven products for each pair of tiles, and every run gives the same bits.
 * one pass: the pass over key tiles also makes dQ and accumulates it in fp32 in global memory. Five products for each pair of
-  tiles. The order of the additions is whatever the CTAs happen to take, or, with ``ordered``, that of the key tiles.
+  tiles. The order of the additions is whatever the CTAs happen to take, or, where a launch says so, that of the key tiles.
 * dS kept: the pass over key tiles writes dS to memory, for some heads and keys at a time, and a pass over query tiles makes dQ of it. Five
   products, and every run gives the same bits.
 """
@@ -20,9 +20,8 @@ from typing import NamedTuple
 
 from tilewise import device as devices
 from tilewise.backends.hopper.backward.parameters import parameters
-from tilewise.backends.hopper.backward.table import BANDS, TABLE, BackwardRow, Passes
+from tilewise.backends.hopper.backward.table import TABLE, BackwardRow, Passes
 from tilewise.backends.hopper.backward.tiles import (
-    KEY_GROUPS,
     SHEET_BLOCK,
     STATISTICS_ALIGNMENT,
     KeyTiles,
@@ -36,14 +35,13 @@ from tilewise.backends.hopper.config import (
     DTYPES,
     ELEMENT_BYTES,
     PLAIN,
-    ROWS,
     SHIPPED,
     Expressions,
     Formed,
     Traced,
-    alibi_of,
     band_of,
     dtypes_of,
+    ends_at_least,
     keys_of,
     mean_keys_per_query,
     reasons_of_slopes,
@@ -85,6 +83,17 @@ class Backward(Formed):
     def stores_first(self) -> bool:
         """:attr:`KeyTiles.stores_first`, and of packed sequences where products subtract (docs/decisions.md#hopper-ordered-dq)."""
         return self.keys.stores_first or (self.packed and self.subtracts)
+
+    @property
+    def orders(self) -> bool:
+        """Whether a launch may have dQ added up in the order of the key tiles (docs/decisions.md#hopper-ordered-dq): tiles come from a
+        queue, the query blocks of each are an interval, and no other gradient is summed as CTAs come."""
+        return self.keys.sums_dq and self.keys.queued and not (self.listed or self.trained)
+
+    @property
+    def waits(self) -> bool:
+        """Whether the pass over keys has semaphores of the parts of dQ."""
+        return self.stores_first or self.orders
 
     @property
     def statistics(self) -> StatisticSlots:
@@ -199,7 +208,7 @@ def name_of(config: Backward) -> str:
     """:attr:`Backward.name`."""
     k, (width, width_v) = config.keys, config.keys.dims
     dims = f"d{width}" + (f"v{width_v}" if width_v != width else "")
-    second = config.queries.name if config.queries else "ordered" if k.ordered else "queue" if k.queued else "sum"
+    second = config.queries.name if config.queries else "queue" if k.queued else "sum"
     flags = config.words + "_packed" * config.packed
     flags += "" if config.traced == PLAIN else f"_{config.traced.digest}"
     return f"backward_{config.dtype}_{dims}_{config.form}{flags}_{k.name}_{second}{'_counted' * k.counts}"
@@ -226,8 +235,6 @@ def expected_of(config: Backward) -> tuple[Expected, ...]:
 # of one tile for every CTA, or one head, if those fit into the third.
 SHEET_ROOM, PACKED_ROOM, SHEET_LIMIT = 1 << 30, 2 << 30, 4 << 30
 LEAST_SCALE = 1e-12  # products subtract lse / softmax_scale
-ORDERED_FROM = 1500  # keys a query: additions in order pay then where tiles are unequal, and wait for longer ones
-ORDERED_ROUNDS = 1.5  # of tiles of one sequence: additions in order pay then, as its first tiles wait for each other
 
 CANDIDATES = (
     Passes(KeyTiles(128, 128, tile_m=64, stages=6), QueryTiles(128, 128, warpgroups=2, tile_n=112, stages=5)),
@@ -253,8 +260,7 @@ def shipped() -> list[Backward]:
         for passes in (row.two_passes_of(form, packed, softcap), row.keeping(form, packed, softcap))
     ]
     for form, packed in kinds:
-        summed = dict.fromkeys([*(row.summed(form, packed) for row in rows), *(row.ordered for row in rows)])
-        summed = [keys for keys in summed if keys and exists(keys, form, packed)]
+        summed = filter(None, (row.summed(form, packed) for row in rows))
         found += [(Passes(keys), {"form": form, "packed": packed}) for keys in summed]
     found += [
         (Passes(row.summed(form, packed, softcap=True)), {"form": form, "packed": packed, "score": "softcap"})
@@ -287,11 +293,11 @@ def shipped() -> list[Backward]:
 
 
 def exists(keys: KeyTiles, form: str, packed: bool) -> bool:
-    """Whether there is a kernel with these tiles: additions in order need a band's numbers; dS that is kept, rows with two ends at most;
-    order and counts, equal sequences. Two CTAs share a tile of packed sequences where dS is kept; elsewhere none has been tried."""
+    """Whether there is a kernel with these tiles: dS that is kept needs rows with two ends at most; counts, equal sequences. Two CTAs
+    share a tile of packed sequences where dS is kept; elsewhere none has been tried."""
     if keys.keeps_ds:
         return form in SHIPPED
-    return not (packed and (keys.ordered or keys.counts or keys.halved)) and (not keys.ordered or form in BANDS)
+    return not (packed and (keys.counts or keys.halved))
 
 
 def reasons(p: Problem) -> list[str]:
@@ -299,11 +305,6 @@ def reasons(p: Problem) -> list[str]:
     found = _reasons_of_leaves(p) if p.spec.lookups else []
     # Of all launches here one has more than a number of CTAs along y, and what has 2**31 of them along x exceeds any memory.
     found += devices.beyond_grid({"its statistics of rows": (1, p.heads_q)})
-    if p.packed and p.spec.deterministic:
-        if p.spec.dropout_p:
-            found.append("packed sequences with dropout and deterministic=True")
-        if alibi_of(p) is not None:
-            found.append("packed sequences with ALiBi and deterministic=True")
     if str(p.dtype) not in DTYPES:  # which the forward refuses by name
         return found
     # Two passes first: what a sheet may take depends on the device, which need not be here.
@@ -352,7 +353,7 @@ class Chosen(NamedTuple):
 
 def chosen_row(p: Problem) -> Chosen | None:
     """The first row of TABLE that holds both head dims and has passes for a problem; None where no row does."""
-    if p.spec.everywhere:  # no order of dQ that the number of tiles decides, and no tile that several CTAs share
+    if p.spec.everywhere:  # no dS is kept, whose heads and keys at a time would decide the order of dQ
         return next(filter(None, (two_passes(row, p) for row in rows_for(p))), None)
     return next(filter(None, (kept_ds(row, p) or two_passes(row, p) for row in rows_for(p))), None)
 
@@ -375,20 +376,22 @@ def choose(p: Problem) -> Backward:
     bits = bit_tiles_of(p)
     if form in ("rows", "lists") and bits and not why_no_bits(p, bits.tile_m, by_columns=True):
         return Backward(bits, None, DTYPES[str(p.dtype)], "bits")
-    row, passes, form = chosen_row(p)
-    if traced == PLAIN and not p.spec.everywhere:
-        passes = one_pass(row, p, form, softcap) or passes
+    chosen = chosen_row(p)
+    if traced == PLAIN:
+        chosen = one_pass(chosen.row, p, chosen.form, softcap) or chosen
+    _, passes, form = chosen
     return Backward(*passes, DTYPES[str(p.dtype)], form, "softcap" * softcap, p.packed, traced, dropout)
 
 
 def with_bias(p: Problem) -> Backward | None:
-    """The kernels that read a bias: one pass, however few the keys are. None where dQ must be added up in one order, where bits of a mask
-    would take too much memory, and where no kernel sums the gradient that is wanted: of packed sequences, or of elements of a bias by pair
-    that sequences or heads share."""
+    """The kernels that read a bias: one pass, however few the keys are. None where dQ must be added up in an order that they have not,
+    where bits of a mask would take too much memory, and where no kernel sums the gradient that is wanted: of packed sequences, or of
+    elements of a bias by pair that sequences or heads share."""
     score, wanted = score_of(p), bool(p.spec.lookups)
-    if not score or p.spec.deterministic or str(p.dtype) not in DTYPES:
+    if not score or str(p.dtype) not in DTYPES:
         return None
     known, form = SCORES[score], keys_of(p)[0]
+    form = ends_at_least(form) if p.spec.deterministic else form
     trained = wanted or (False, False) not in known.ways
     form = form if form in known.forms else "bits"
     keys = next(filter(None, (row.biased(score, form, p.packed) for row in rows_for(p))), None)
@@ -398,7 +401,8 @@ def with_bias(p: Problem) -> Backward | None:
         return None
     if score == "bias" and wanted and not pair_bias_of(p).apart(p):
         return None
-    return Backward(keys, None, DTYPES[str(p.dtype)], form, score, p.packed, trained=trained)
+    config = Backward(keys, None, DTYPES[str(p.dtype)], form, score, p.packed, trained=trained)
+    return None if p.spec.deterministic and not config.orders else config
 
 
 def bit_tiles_of(p: Problem) -> KeyTiles | None:
@@ -447,20 +451,19 @@ def sheet_bytes(queries: SheetTiles, p: Problem) -> int:
     return ELEMENT_BYTES * SHEET_BLOCK * sheet_blocks(queries, p, p.seqlen_k)[1] * (p.heads_q // p.heads_k)
 
 
-def one_pass(row: BackwardRow, p: Problem, form: str, softcap: bool = False) -> Passes | None:
-    """The tiles of a single pass, if this head dim has any and they pay."""
-    if softcap and p.spec.deterministic:  # of additions in order there are no tiles with a softcap
+def one_pass(row: BackwardRow, p: Problem, form: str, softcap: bool = False) -> Chosen | None:
+    """The tiles of a single pass, if this head dim has any and they pay. Where bits must repeat, dQ is added up in order, from a queue."""
+    in_order, dropout = p.spec.deterministic, p.spec.dropout_p > 0
+    form = ends_at_least(form) if in_order else form
+    if dropout:
+        return Chosen(row, Passes(row.summed(form, p.packed, dropout=True)), form) if row.dropout else None
+    keys = row.summed(form, p.packed, softcap=softcap)
+    if keys is None or not exists(keys, form, p.packed) or (keys.subtracts and p.softmax_scale < LEAST_SCALE):
         return None
-    if p.spec.dropout_p:  # of additions in order there are no tiles with dropout
-        return Passes(row.summed(form, p.packed, dropout=True)) if row.dropout and not p.spec.deterministic else None
-    keys = row.ordered if p.spec.deterministic else row.summed(form, p.packed, softcap=softcap)
-    if keys is None or not exists(keys, form, p.packed):
-        return None
-    if mean_keys_per_query(p) < row.least_keys(keys, p.packed, softcap) and not few_tiles(keys, p):
-        return None
-    if keys.subtracts and p.softmax_scale < LEAST_SCALE:
-        return None
-    return Passes(keys) if not keys.ordered or pays_in_order(p, form) else None
+    # The lengths of others must not decide, nor, everywhere, those of the sequence as the call happens to have it.
+    alone = p.spec.everywhere or (in_order and p.packed)
+    few = mean_keys_per_query(p) < row.least_keys(keys, p.packed, softcap)
+    return None if few and not alone and (in_order or not few_tiles(keys, p)) else Chosen(row, Passes(keys), form)
 
 
 def few_tiles(keys: KeyTiles, p: Problem) -> bool:
@@ -468,14 +471,6 @@ def few_tiles(keys: KeyTiles, p: Problem) -> bool:
     whose tiles may not, are slower then, however few the keys are."""
     tiles = p.batch_dim * p.heads_k * -(-p.seqlen_k // keys.tile_n)
     return keys.overlaps and 2 * tiles <= devices.of(p.device).cores
-
-
-def pays_in_order(p: Problem, form: str) -> bool:
-    """Whether one pass that accumulates dQ in order is faster than two passes. One sequence alone decides, so that a result does not
-    depend on its batch-mates."""
-    even, tiles = form == "full", -(-p.seqlen_k // (KEY_GROUPS * ROWS))
-    tiles *= p.heads_q if even else p.heads_k  # a tile that waits for a longer one does so for each query head
-    return (even or mean_keys_per_query(p) >= ORDERED_FROM) and tiles >= ORDERED_ROUNDS * devices.of(p.device).cores
 
 
 def form_of(p: Problem) -> str:

@@ -10,9 +10,9 @@ memory (16 bytes a clock and SM, in whatever order they come)::
 A part lies in memory as it lay in registers: fours of each thread's elements, one thread after the other.
 :mod:`tilewise.backends.hopper.backward.postprocess` puts the parts in place.
 
-The order of dQ's additions is decided in :func:`add_all` (whatever order the CTAs come in), :func:`add_or_store` (the same, but the first
-one stores) and :func:`add_in_order` (that of the key tiles, so that bits repeat): a semaphore of each part says whether something is
-there, or whose turn it is, and only the adding warp waits.
+The order of dQ's additions is decided in :func:`add_tile`: :func:`add_all` (whatever order the CTAs come in), :func:`add_or_store` (the
+same, but the first one stores) and, where a launch says so, :func:`add_in_order` (from the last key tile to the first, so that bits
+repeat). A semaphore of each part says whether something is there, or which tile was added last; only the adding warp waits.
 
 mbarriers (arrivals in brackets): ``ds_full[block % 2]`` and ``ds_empty[block % 2]`` (256) between the warpgroups, two blocks of dS, so
 that they may be most of a block apart; ``part_full[w]`` (128) warpgroup -> adding warp, ``part_empty[w]`` (1) back.
@@ -30,13 +30,12 @@ from cutlass.utils import LayoutEnum
 
 from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.backward.fragments import begin_products, stage_of, store_fragment, transposed
-from tilewise.backends.hopper.backward.key_tiles import KeyTile, block_at
-from tilewise.backends.hopper.backward.params import BackwardParams, count_place, number_band
+from tilewise.backends.hopper.backward.key_tiles import KeyTile, block_at, blocks_of_next
+from tilewise.backends.hopper.backward.params import BackwardParams, count_place
 from tilewise.backends.hopper.backward.tiles import FP32_BYTES, KEY_GROUPS, KeyTiles
 from tilewise.backends.hopper.config import ALIGNMENT, ROWS
-from tilewise.backends.hopper.kit import schedule
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
-from tilewise.backends.hopper.kit.instructions import count_up
+from tilewise.backends.hopper.kit.instructions import both, count_up
 from tilewise.backends.hopper.kit.scheduler import PICK
 from tilewise.backends.hopper.kit.tiles import staged_layout
 
@@ -208,14 +207,48 @@ def release_part(smem: SumStorage, w) -> None:
         cute.arch.mbarrier_arrive(smem.part_empty + w)
 
 
+class HeadSums(NamedTuple):
+    """The accumulated dQ of one query head.
+
+    Attributes:
+        dq: (block, warpgroup, part), fp32.
+        semaphores: (block x warpgroup,), int32, where kernels have them: UNTOUCHED, CLAIMED by the tile that stores a part, or STORED; in
+            order 1 + the number of the key tile that was added last, or UNTOUCHED.
+    """
+
+    dq: cute.Tensor
+    semaphores: cute.Tensor | None
+
+
+def sums_of(tile: KeyTile, head, dq_sums: cute.Tensor, semaphores: cute.Tensor | None) -> HeadSums:
+    """The sums of a query head to which a tile adds."""
+    return HeadSums(tile.dq_blocks(dq_sums, head), None if semaphores is None else tile.semaphores(semaphores, head))
+
+
+@cute.jit
+def add_tile(
+    sums: HeadSums, smem: SumStorage, w: cutlass.Constexpr, tile: KeyTile, phase, params: BackwardParams, config: cutlass.Constexpr
+):  # fmt: skip
+    """One warp adds the parts of a tile's query blocks to a head's dQ, in the order that the launch has. Returns the phase."""
+    add = add_or_store if config.stores_first else add_all
+    if cutlass.const_expr(config.orders):
+        if params.extra.ordered != 0:
+            phase = add_in_order(sums, smem, w, tile, phase, params, config)
+        else:
+            phase = add(sums, smem, w, tile, phase, params, config)
+    else:
+        phase = add(sums, smem, w, tile, phase, params, config)
+    return phase
+
+
 @cute.jit
 def add_all(
-    dq: cute.Tensor, smem: SumStorage, w: cutlass.Constexpr, tile: KeyTile, phase, params: BackwardParams, config: cutlass.Constexpr
+    sums: HeadSums, smem: SumStorage, w: cutlass.Constexpr, tile: KeyTile, phase, params: BackwardParams, config: cutlass.Constexpr
 ):  # fmt: skip
-    """One warp adds the parts of a tile's query blocks to a head's ``dq``, (block, warpgroup, part). Returns the phase."""
+    """One warp adds the parts of a tile as they come to sums that were cleared. Returns the phase."""
     for step in cutlass.range(tile.stop - tile.start, unroll=1):
         m = block_at(tile, tile.start + step, params, config)
-        add_part(dq, smem, w, m, phase)
+        add_part(sums.dq, smem, w, m, phase)
         phase = 1 - phase
     return phase
 
@@ -236,51 +269,49 @@ def count_tile(delta: cute.Tensor, batch, head, weight) -> None:
         count_up(delta, count_place(batch, head, delta), weight)
 
 
-class UnclearedSums(NamedTuple):
-    """The accumulated dQ of one query head, whose parts nobody has cleared.
-
-    Attributes:
-        dq: (block, warpgroup, part), fp32.
-        semaphores: (block x warpgroup,), int32: how many key tiles have been added to each part so far, in order; else UNTOUCHED,
-            CLAIMED by the tile that stores it, or STORED.
-    """
-
-    dq: cute.Tensor
-    semaphores: cute.Tensor
-
-
 @cute.jit
 def add_in_order(
-    sums: UnclearedSums, smem: SumStorage, w: cutlass.Constexpr, tile: KeyTile, phase, params: BackwardParams, config: cutlass.Constexpr
+    sums: HeadSums, smem: SumStorage, w: cutlass.Constexpr, tile: KeyTile, phase, params: BackwardParams, config: cutlass.Constexpr
 ):  # fmt: skip
-    """One warp adds the parts of a key tile, each after those of all earlier key tiles. Returns the phase.
+    """One warp adds the parts of a key tile, each after those of all later key tiles. Returns the phase.
 
-    The first tile of a block stores its part, so that no zeros are needed. While one part is on its way, the semaphore of the next one
-    is read. All CTAs must run at the same time, since each may wait for any other's earlier rounds: the launch is cooperative.
+    The tiles that visit a block follow one another, so that each waits for the next one alone; the last one stores its part where sums
+    were not cleared. Later tiles are taken first: nobody waits for a tile that no CTA has. Under a causal mask a tile also comes to each of
+    its blocks after the next tile, which begins further on. While one part is on its way, the semaphore of the next one is read.
     """
-    found = semaphore(sums.semaphores, KEY_GROUPS * tile.start + w)
+    number, place = tile.column // config.keys.tile_n, KEY_GROUPS * tile.start + w
+    start, stop = blocks_of_next(tile, params, config)
+    found = semaphore(sums.semaphores, place)
     for step in cutlass.range(tile.stop - tile.start, unroll=1):
-        n, tiles = tile.start + step, config.keys
-        # The key tiles that visit this block; `rank` says how many of them come before this one.
-        visitors = schedule.key_blocks(n * tiles.tile_m, tiles.tile_m, tiles.tile_n, number_band(params, config), PICK)
-        rank, place = tile.column // tiles.tile_n - visitors[0], KEY_GROUPS * n + w
-        await_semaphore(sums.semaphores, place, rank, found)
+        n = tile.start + step
+        place, follows = KEY_GROUPS * n + w, both(start <= n, n < stop)
+        if follows:
+            await_semaphore(sums.semaphores, place, number + 2, found)
         cute.arch.mbarrier_wait(smem.part_full + w, phase)
-        if rank == 0:
-            begin_copy(STORE, sums.dq[n, w, None], smem.part, w)
-        else:
-            begin_copy(ADD, sums.dq[n, w, None], smem.part, w)
+        add_or_begin(follows, sums.dq[n, w, None], smem.part, w, config)
         found = semaphore(sums.semaphores, place + KEY_GROUPS)
         release_part(smem, w)
-        # Partner: await_semaphore of the CTA that has the next key tile.
-        signal_semaphore(sums.semaphores, place, rank + 1)
+        # Partner: await_semaphore of the CTA that has the key tile before this one.
+        signal_semaphore(sums.semaphores, place, number + 1)
         phase = 1 - phase
     return phase
 
 
 @cute.jit
+def add_or_begin(follows, target: cute.Tensor, part: cute.Tensor, w: cutlass.Constexpr, config: cutlass.Constexpr):
+    """Starts the copy that adds a part to its place, or, where nothing is there yet, the one that stores it."""
+    if cutlass.const_expr(config.stores_first):
+        if follows:
+            begin_copy(ADD, target, part, w)
+        else:
+            begin_copy(STORE, target, part, w)
+    else:
+        begin_copy(ADD, target, part, w)
+
+
+@cute.jit
 def add_or_store(
-    sums: UnclearedSums, smem: SumStorage, w: cutlass.Constexpr, tile: KeyTile, phase, params: BackwardParams, config: cutlass.Constexpr
+    sums: HeadSums, smem: SumStorage, w: cutlass.Constexpr, tile: KeyTile, phase, params: BackwardParams, config: cutlass.Constexpr
 ):  # fmt: skip
     """One warp adds the parts of a key tile, or stores those of blocks that no other tile has come to. Returns the phase.
 
@@ -320,23 +351,23 @@ def claim(semaphores: cute.Tensor, n) -> I32:
 
 
 def semaphore(semaphores: cute.Tensor, n) -> I32:
-    """How many key tiles have been added to part n; past the last part, to the last one."""
+    """The semaphore of part n; past the last part, that of the last one."""
     place = semaphores.iterator + PICK.smaller(n, cute.size(semaphores) - 1)
     return cute.arch.load(place, I32, sem="acquire", scope="gpu")
 
 
 @cute.jit
-def await_semaphore(semaphores: cute.Tensor, n, rank, found):
-    """Waits until ``rank`` tiles have been added to part n; ``found`` was read before and may be enough. The copy engine then sees
-    what they added."""
-    while found != rank:
+def await_semaphore(semaphores: cute.Tensor, n, wanted, found):
+    """Waits until the semaphore of part n is as ``wanted``; ``found`` was read before and may be it. The copy engine then sees what was
+    added before."""
+    while found != wanted:
         found = semaphore(semaphores, n)
     cute.arch.fence_proxy("async.global")
 
 
 @cute.jit
-def signal_semaphore(semaphores: cute.Tensor, n, rank):
-    """Lets the next tile add to part n, as soon as the copy has arrived; why with release: docs/decisions.md#hopper-ordered-dq."""
+def signal_semaphore(semaphores: cute.Tensor, n, value):
+    """Sets the semaphore of part n, as soon as the copy has arrived; why with release: docs/decisions.md#hopper-ordered-dq."""
     cute.arch.cp_async_bulk_wait_group(0, read=False)
     with cute.arch.elect_one():
-        cute.arch.store(semaphores.iterator + n, rank, sem="release", scope="gpu")
+        cute.arch.store(semaphores.iterator + n, value, sem="release", scope="gpu")

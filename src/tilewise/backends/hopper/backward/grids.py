@@ -14,12 +14,13 @@ from typing import NamedTuple
 from tilewise import sizes
 from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.backward.tiles import FP32_BYTES, KEY_GROUPS, PAST_EVERY_TILE, left_elements
-from tilewise.backends.hopper.config import ELEMENT_BYTES, SHARING
+from tilewise.backends.hopper.config import ELEMENT_BYTES, SHARING, keys_of
 from tilewise.backends.hopper.kit import schedule
 from tilewise.problem import Problem
 
 OPEN_BYTES = 48 << 20  # of the heads of a section, where tiles come from a queue
 IDLE_SHARE = 0.02  # of a pass that the end of its last section may take
+EVEN_AT_ONCE = 8  # tiles of a head, equally long, that add to its dQ in order
 
 # Shared tiles (docs/decisions.md#hopper-tile-parts): in query blocks of a tile, what a CTA needs to begin and to end one, what it needs
 # more for a part of one, and what adding up each part takes; into 2**MOST_BITS parts blocks are divided at most; bytes of all parts.
@@ -80,11 +81,13 @@ def grids(
         ctas = config.keys.ctas
         return 1, ctas * sizes.smaller(keys, cores // ctas), 1, sizes.smaller(parts * rows, cores)
     tiles, sharing = -(-seqlen_k // config.keys.tile_n), cores if config.form == "full" else SHARING
-    at_once = ordered_at_once(config, tiles) if config.keys.ordered else sharing
-    keys = spread(heads, tiles, at_once, cores, config.keys.ctas)
+    keys = spread(heads, tiles, sharing, cores, config.keys.ctas)
     keys = keys[0], config.keys.ctas * sizes.smaller(units, cores // config.keys.ctas)
     if config.keys.queued:
         keys = open_heads(config, problem, heads, tiles, cores), keys[1]
+    if config.orders and problem.spec.deterministic and keys_of(problem)[0] == "full":
+        # Tiles of a head that begin at once wait for each other, where no mask has them begin at different rows.
+        keys = sizes.larger(keys[0], sizes.smaller(heads, cores // EVEN_AT_ONCE)), keys[1]
     ctas = config.queries.ctas if config.queries else 1
     rows = parts * -(-problem.seqlen_q // config.tile_m)
     return *keys, *spread(heads * (problem.heads_q // problem.heads_k), rows, sharing, cores, ctas)
@@ -129,7 +132,7 @@ def tile_parts(
     ``ends`` count: the division that a model finds fastest. With ``deterministic=True`` one sequence alone decides, and none of packed
     ones, so that a result does not depend on its batch-mates."""
     alone = problem.spec.deterministic
-    if not config.parted or (alone and config.packed):
+    if not config.parted or (alone and (config.packed or config.orders)):
         return WHOLE
     heads = min(heads, problem.heads_k) if alone else heads
     if config.form != "full" and heads * (seqlen_k // config.keys.tile_n) >= MANY_ROUNDS * cores:
@@ -213,9 +216,3 @@ class TileTimes(NamedTuple):
         work = self.copies * self.group * self.total + self.all * each * begin
         # Longest first: no CTA ends before the mean, nor before its longest part.
         return sizes.larger(longest, work / self.cores) + gathered
-
-
-def ordered_at_once(config: Backward, tiles: int) -> int:
-    """How many of a head's ``tiles`` run at once where they add to dQ in order. The last one waits for all others, but L2 holds more of
-    fewer heads (docs/decisions.md#hopper-ordered-dq)."""
-    return 2 * SHARING if config.form == "full" and tiles >= 4 * SHARING else SHARING

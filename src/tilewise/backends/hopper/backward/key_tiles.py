@@ -8,7 +8,8 @@ whole and others in part, as :class:`VisibleBlocks` says::
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -115,24 +116,19 @@ def cta_of(config: Backward):
     return (ctas - 1 - n if config.queries_first else n), ctas
 
 
-def direction(config: Backward) -> int:
-    """``fro`` of :func:`schedule.nth`: tiles that wait for the one before them are dealt out the same way in all rounds."""
-    return 0 if config.keys.ordered else 1
-
-
 def rounds_of(params: BackwardParams, config: Backward):
     """How many tiles this CTA has."""
     # In two branches, since operations follow one another as they are written: whole tiles keep the program that GPUs have run.
     if not config.parted:
-        return schedule.rounds(*cta_of(config), tile_order(params, config).tiles, direction(config))
+        return schedule.rounds(*cta_of(config), tile_order(params, config).tiles)
     # Parts are dealt out as tiles are, behind those that are whole.
     units = Division.of(params).units(tile_order(params, config).tiles)
-    return schedule.rounds(*cta_of(config), units, direction(config))
+    return schedule.rounds(*cta_of(config), units)
 
 
 def tile_of(round_, params: BackwardParams, config: Backward) -> KeyTile:
     """This CTA's tile in a round."""
-    n, order = schedule.nth(*cta_of(config), round_, direction(config)), tile_order(params, config)
+    n, order = schedule.nth(*cta_of(config), round_), tile_order(params, config)
     if config.parted:
         n, part = Division.of(params).unit(n)
         return shared(key_tile(*schedule.tile_at(n, order, PICK), params, config), part, params)
@@ -176,7 +172,7 @@ def packed_tile(
     """The n-th whole tile of the queue, and where the lookup of a later one begins.
 
     Equal sequences are one, whose rows are the tiles of a head; of packed ones, in each sequence the tiles of the keys that are seen come
-    first.
+    first. Where dQ is added up in order, the tiles of a head or of a sequence come the other way round.
     """
     if not config.packed:
         order = tile_order(params, config)
@@ -188,12 +184,24 @@ def packed_tile(
             # Lines of tiles have an order of their own, the same for the query heads of a group.
             n_block = params.extra.work[head // params.heads, head % params.heads * params.group, n_block, 0]
         sequence = I32(cutlass.select_(n < order.tiles, I32(0), I32(-1)))
-        return packed.PackedTile(sequence, I32(n_block), I32(head)), since
+        found = packed.PackedTile(sequence, I32(n_block), I32(head))
+        return last_first(found, lambda: order.m_blocks, params, config), since
 
     # Two passes up to D 128 have no kernel before them that could plan.
     if config.planned:
-        return nth_planned_tile(n, 1, PlanRow.KEY_TILES, params), since
+        found = nth_planned_tile(n, 1, PlanRow.KEY_TILES, params)
+        count = lambda: tiles_of(PICK.larger(found.sequence, 0), params, config)  # past the last tile there is none  # noqa: E731
+        return last_first(found, count, params, config), since
     return nth_packed_tile(n, since, params.heads, lambda n: tiles_of(n, params, config), params.packed.cu_q)
+
+
+def last_first(
+    tile: packed.PackedTile, count: Callable[[], Any], params: BackwardParams, config: Backward
+) -> packed.PackedTile:
+    """A tile of as many, or, where dQ is added up in order, the one that is as far from the last."""
+    if not config.orders:
+        return tile
+    return tile._replace(row=I32(cutlass.select_(params.extra.ordered != 0, count() - 1 - tile.row, tile.row)))
 
 
 def tiles_of(n, params: BackwardParams, config: Backward):
@@ -259,6 +267,14 @@ def of_query_head(tile: KeyTile, g, params: BackwardParams, config: Backward) ->
     band = column_band(tile.batch, tile.head, params, config)
     start, stop = schedule.query_blocks(tile.column, tiles.tile_n, tiles.tile_m, params.seqlen_q, band, PICK)
     return tile._replace(start=I32(start), stop=I32(stop))
+
+
+def blocks_of_next(tile: KeyTile, params: BackwardParams, config: Backward) -> tuple:
+    """The query blocks ``[start, stop)`` of the same query head that the next tile of keys visits; none past the last tile."""
+    tiles, column = config.keys, tile.column + config.keys.tile_n
+    band = column_band(tile.batch, tile.head, params, config)
+    start, stop = schedule.query_blocks(column, tiles.tile_n, tiles.tile_m, params.seqlen_q, band, PICK)
+    return start, I32(cutlass.select_(column < params.seqlen_k, I32(stop), 0))
 
 
 def block_at(tile: KeyTile, n, params: BackwardParams, config: Backward):

@@ -118,7 +118,7 @@ def launch(t: KeysTensors, params: BackwardParams, ctas, stream, config: Backwar
     kernel.set_name_prefix(f"{config.name}_keys", remove_cutlass_symbol=True, keep_mangled_name=False)
     kernel(tmas, t.buffers, tiled_mmas(config), params, config).launch(
         grid=[ctas, 1, 1], block=[tiles.threads, 1, 1], min_blocks_per_mp=1, stream=stream, use_pdl=True,
-        cooperative=tiles.ordered, **({"cluster": [tiles.ctas, 1, 1]} if tiles.halved else {}),
+        **({"cluster": [tiles.ctas, 1, 1]} if tiles.halved else {}),
     )  # fmt: skip
 
 
@@ -381,18 +381,13 @@ def store_tile(
     if cutlass.const_expr(tiles.sums_dq):
         for g in cutlass.range(key_tile.query_heads(params), unroll=1):
             head_tile = of_query_head(key_tile, g, params, config)
-            sums = key_tile.dq_blocks(buffers.dq_sums, head_tile.head)
-            # The order of dQ's additions is decided here.
-            if cutlass.const_expr(config.stores_first):
-                add = dq_accumulate.add_in_order if tiles.ordered else dq_accumulate.add_or_store
-                sums = dq_accumulate.UnclearedSums(sums, key_tile.semaphores(buffers.semaphores, head_tile.head))
-                part_phase = add(sums, smem.dq, w, head_tile, part_phase, params, config)
-            elif cutlass.const_expr(config.stores_bias):
+            sums = dq_accumulate.sums_of(key_tile, head_tile.head, buffers.dq_sums, buffers.semaphores)
+            if cutlass.const_expr(config.stores_bias):
                 part_phase = pair_bias.add_and_store(
-                    tmas.dbias, smem.bias, bias_place, sums, smem.dq, w, head_tile, part_phase, params, config
+                    tmas.dbias, smem.bias, bias_place, sums.dq, smem.dq, w, head_tile, part_phase, params, config
                 )
             else:
-                part_phase = dq_accumulate.add_all(sums, smem.dq, w, head_tile, part_phase, params, config)
+                part_phase = dq_accumulate.add_tile(sums, smem.dq, w, head_tile, part_phase, params, config)
             if cutlass.const_expr(tiles.counts):
                 weight = key_tile.share.weight(params) if config.parted else F32(1.0)
                 dq_accumulate.count_tile(buffers.delta, key_tile.batch, head_tile.head, weight)

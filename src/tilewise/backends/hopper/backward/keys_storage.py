@@ -65,7 +65,7 @@ class RowBuffers(NamedTuple):
     Attributes:
         lse2, delta: (batch, heads_q, statistics row), fp32: a whole number of blocks for each head.
         dq_sums: (batch, heads_q, block, warpgroup, part), fp32, where dQ is accumulated.
-        semaphores: (batch, heads_q, block x warpgroup), int32, where it is accumulated in order: how many key tiles have been added.
+        semaphores: (batch, heads_q, block x warpgroup), int32: :class:`tilewise.backends.hopper.backward.dq_accumulate.HeadSums`.
         sheet: (batch x heads_q, key block, query block, element), where dSᵀ is kept (:mod:`tilewise.backends.hopper.backward.sheet`).
         tile_parts: (part, warpgroup, element), fp32: dK and dV of the parts of shared tiles
             (:mod:`tilewise.backends.hopper.backward.parts`).

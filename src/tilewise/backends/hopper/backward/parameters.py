@@ -15,6 +15,7 @@ from tilewise.backends.hopper.parameters import (
     FP32,
     HEADS,
     INT32,
+    ORDERED,
     PORTION,
     SCORES,
     SEEN,
@@ -47,6 +48,7 @@ def parameters(config: Backward) -> Parameters:
     found += SCORES[config.score].reads
     found += PORTION if config.continues else ()
     found += DIVISION if config.parted else ()
+    found += ORDERED if config.orders else ()
     found += (*config.traced.leaf_parameters, *config.traced.number_parameters)
     if config.packed:
         # Each pass takes its tiles from a queue of its own, since both may be at work at a time; `portion`: the number of the launch among
@@ -67,7 +69,7 @@ def made(config: Backward) -> list[Parameter]:
     if keys.sums_dq:
         # One part for each warpgroup and query block, in the order of the registers that add to it.
         found.append(Parameter("dq_sums", FP32, (*HEADS, "blocks", KEY_GROUPS, keys.part_elements), 4, 16))
-    if config.stores_first:  # how many key tiles have been added to one part of a block of dQ
+    if config.waits:  # of each part of a block of dQ
         found.append(Parameter("semaphores", INT32, (*HEADS, "block_parts")))
     if keys.keeps_ds:
         blocks = ("sheet_blocks",) if config.packed else ("sheet_heads", "sheet_keys", "sheet_queries")

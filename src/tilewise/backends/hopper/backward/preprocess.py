@@ -39,7 +39,7 @@ class StatisticsTensors(NamedTuple):
         lse, dlse: (batch, heads_q, seqlen_q), fp32; read.
         lse2, delta: (batch, heads_q, statistics row), fp32; written.
         cu: (sequence + 1,), int32: where packed sequences begin.
-        dq_sums: (batch, heads_q, block, warpgroup, part), fp32; set to zero.
+        dq_sums: (batch, heads_q, block, warpgroup, part), fp32; set to zero, unless the first tile that comes stores its part.
         semaphores: (batch, heads_q, block x warpgroup), int32; set to zero. There are fewer than statistics rows.
         queue: (1,), int32: how many key tiles were taken after each CTA's first; set to zero.
         scale2: softmax_scale · log2(e), where products subtract the statistics. ``lse2`` then has four words a row, :func:`terms_of`.
@@ -119,9 +119,9 @@ def kernel(t: StatisticsTensors, config: cutlass.Constexpr):
     places = [lane, *range_from(lane, lanes, -(-config.keys.dims[1] // VECTOR))]
     # Loads of all rows are issued before any is used: (8,) of O and (8,) of dO for each row and vector.
     parts = [[[row_part(matrix, row.source, place, element) for matrix in (o, do)] for place in places] for row in rows]
-    if cutlass.const_expr(config.stores_first):
+    if cutlass.const_expr(config.waits):
         clear_semaphores(t.semaphores[batch, head, None], block * THREADS + thread)
-    elif cutlass.const_expr(config.keys.sums_dq):
+    if cutlass.const_expr(config.keys.sums_dq and not config.stores_first):
         clear_sums(t.dq_sums[batch, head, None, 0, None], block, blocks, config)
     if cutlass.const_expr(config.makes_queue):
         clear_queue(t.queue, n + head + thread)

@@ -70,14 +70,6 @@ class BackwardRow:
             return self.softcap_from
         return self.one_pass_from if self.overlapping_from is None or not keys.overlaps else self.overlapping_from
 
-    @property
-    def ordered(self) -> KeyTiles | None:
-        """``one_pass`` where a run must repeat bit by bit: each tile knows from the band which others add to a block before it.
-        Prefetching has not been tried there (docs/decisions.md#hopper-ordered-dq)."""
-        if self.one_pass is None:
-            return None
-        return replace(self.one_pass, ordered=True, stores_first=True, prefetches=False)
-
     def summed(self, form: str, packed: bool, dropout: bool = False, softcap: bool = False) -> KeyTiles | None:
         """The tiles of a single pass as a form has them (docs/decisions.md#hopper-overlapped-tiles, #hopper-open-heads)."""
         keys = self.dropout if dropout else self.softcap_one_pass if softcap else self.one_pass

@@ -80,7 +80,6 @@ class KeyTiles(Sharing):
         split: one warpgroup makes S, P and dV, the other dP, dS and dK, both for the same 64 keys: dK and dV of wide heads fit into
             registers (docs/decisions.md#hopper-d256-roles). Otherwise each warpgroup makes everything for its own 64 keys.
         sums_dq: the pass makes dQ too and accumulates it in global memory.
-        ordered: dQ is accumulated in the order of the key tiles, so that its bits repeat and do not depend on the rest of the launch.
         stores_first: the tile that comes first to a part of dQ stores it: nobody clears the sums (docs/decisions.md#hopper-ordered-dq).
         dq_first: the product of dQ is issued before that of dK, so that dQ is stored while dK's product runs
             (docs/decisions.md#hopper-d128-queries).
@@ -105,7 +104,6 @@ class KeyTiles(Sharing):
     registers_load: int = 24
     split: bool = False
     sums_dq: bool = False
-    ordered: bool = False
     stores_first: bool = False
     dq_first: bool = False
     prefetches: bool = False

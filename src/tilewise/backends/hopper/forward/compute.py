@@ -358,9 +358,11 @@ def key_block(
     warpgroup.wait_group(0)  # O += P V
     staged_blocks.release_values(v_state, smem, config)  # V of the block before
     if config.tiles.segment:
+        round_p(operands, config)  # the registers of S are free for the segments that wait
         segments.end_segment(operands.segments, operands.o, block.n, config)
     softmax.rescale(operands.o, operands.rows.factor, tiles.lazy)
-    round_p(operands, config)
+    if not config.tiles.segment:
+        round_p(operands, config)
     dropout.drop(operands.p, masks)
     return v_state.advance(tiles.stages, tiles.v_stages)
 

@@ -95,14 +95,16 @@ def join(segments: Segments, ended: cute.Tensor, o: cute.Tensor, config: cutlass
     """Adds the segments that wait, if there are any, to one that ended, (4,) as its statistics lie in memory, and to its O."""
     if cute.arch.vote_any_sync(segments.waits[0] != 0):  # all threads say the same
         numbers, fours = rows_columns(o), config.tiles.width_o // 16
-        then = take_numbers(segments.states, place_of(segments, WAITING, config))
+        # All of them are on their way together: products wait for one way to L2 and back.
+        then, *later = (
+            take_numbers(segments.states, place_of(segments, k, config)) for k in (WAITING, *range(2 * fours))
+        )
         for r in cutlass.range_constexpr(2):
             of_row = then[2 * r], then[2 * r + 1], ended[2 * r], ended[2 * r + 1]
             ended[2 * r], ended[2 * r + 1], factor, other = joined(*of_row)
-            places = [place_of(segments, r * fours + k, config) for k in range(fours)]
-            for k, four in enumerate([take_numbers(segments.states, x) for x in places]):  # on their way together
-                for c, later in enumerate(four):
-                    numbers[r, 4 * k + c] = joined_number(later, factor, numbers[r, 4 * k + c], other)
+            for k, four in enumerate(later[r * fours : (r + 1) * fours]):
+                for c, number in enumerate(four):
+                    numbers[r, 4 * k + c] = joined_number(number, factor, numbers[r, 4 * k + c], other)
 
 
 def place_of(segments: Segments, n: int, config: Config) -> tuple:

@@ -257,6 +257,7 @@ def numbers_of(
     found |= {"resumes": int(resumes), "suspends": int(suspends), "first": plan.band.start, "last": plan.band.stop}
     found |= {"whole": shares.whole, "parts": shares.each, "block_bits": shares.block_bits}
     found["part_heads"] = problem.heads_q // problem.heads_k // shares.by_heads
+    found["ordered"] = int(problem.spec.deterministic)
     return found | plan.numbers_beside
 
 

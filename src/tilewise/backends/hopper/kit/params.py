@@ -12,6 +12,7 @@ from tilewise.backends.hopper.parameters import (
     LENGTHS,
     LISTS,
     MASK_FIELDS,
+    ORDERED,
     PAGES,
     POOL,
     PORTION,
@@ -24,7 +25,7 @@ from tilewise.backends.hopper.parameters import (
 )
 
 _OF_SCORES = [row for score in SCORES.values() for row in (*score.reads, *filter(None, (score.gradient,)))]
-_ROWS = (*STARTS, *SEEN, QUEUE, LENGTHS, PAGES, *LISTS, *POOL, *DROPOUT, *_OF_SCORES, *PORTION, *DIVISION)
+_ROWS = (*STARTS, *SEEN, QUEUE, LENGTHS, PAGES, *LISTS, *POOL, *DROPOUT, *_OF_SCORES, *PORTION, *DIVISION, *ORDERED)
 # `direct_o`: o, (batch, row, head, column), where it leaves from registers and no warp stores it. `rows_k`, `rows_v`: k and v, (1, row, 1,
 # column), whose rows are gathered. `part_o`, `part_lse`: the states of split
 # keys, which the kernel writes instead of o and lse. `leaves`, `numbers`: tuples of what expressions read; of a softcap, the numbers of

@@ -279,7 +279,7 @@ def semaphores() -> dict:
             if found != wanted and not changed.wait_for(lambda: semaphores[n] == wanted, LIMIT):
                 raise RuntimeError("a tile waits for its turn for ever")
 
-    def signal_semaphore(semaphores, n, value) -> None:
+    def signal_semaphore(semaphores, n, value, under_way) -> None:
         with changed:
             assert semaphores[n] in (0, value + 1) or (semaphores[n], value) == (
                 1,

@@ -259,7 +259,7 @@ def test_causal_key_tiles_from_the_queue_are_even_and_of_heads_that_l2_holds(dim
     """Query blocks of the busiest of 132 CTAs over the mean, where the CTA that is free first takes the next tile."""
     x = backward_config.Backward(TABLE[dims].summed("upper", packed=False), None, "bf16", "upper")
     heads = max(2, 2048 // x.keys.width // group)
-    spec = SimpleNamespace(deterministic=False)
+    spec = SimpleNamespace(deterministic=False, everywhere=False)
     p = SimpleNamespace(
         batch=16384 // seqlen, heads_q=heads * group, heads_k=heads, seqlen_q=seqlen, seqlen_k=seqlen, spec=spec
     )
@@ -279,7 +279,7 @@ def shared_tiles(dims, form, shape, deterministic=False, packed=False) -> tuple:
     row, (batch, seqlen, heads_q, heads_k) = TABLE[dims], shape
     passes = row.keeping(form, packed, softcap=False) or backward_config.Passes(row.summed(form, packed))
     x = backward_config.Backward(*passes, "bf16", form, packed=packed)
-    spec, total = SimpleNamespace(deterministic=deterministic), seqlen * (batch if packed else 1)
+    spec, total = SimpleNamespace(deterministic=deterministic, everywhere=False), seqlen * (batch if packed else 1)
     p = SimpleNamespace(
         batch=batch, heads_q=heads_q, heads_k=heads_k, seqlen_q=total, seqlen_k=total, spec=spec, batch_dim=batch
     )

@@ -277,23 +277,25 @@ def add_in_order(
 
     The tiles that visit a block follow one another, so that each waits for the next one alone; the last one stores its part where sums
     were not cleared. Later tiles are taken first: nobody waits for a tile that no CTA has. Under a causal mask a tile also comes to each of
-    its blocks after the next tile, which begins further on. While one part is on its way, the semaphore of the next one is read.
+    its blocks after the next tile, which begins further on. While one part is on its way, the semaphore of the next one is read, and the
+    part before is announced: sums that L2 does not hold would keep the warp waiting for longer than a block takes.
     """
-    number, place = tile.column // config.keys.tile_n, KEY_GROUPS * tile.start + w
+    number = tile.column // config.keys.tile_n
     start, stop = blocks_of_next(tile, params, config)
-    found = semaphore(sums.semaphores, place)
     for step in cutlass.range(tile.stop - tile.start, unroll=1):
         n = tile.start + step
         place, follows = KEY_GROUPS * n + w, both(start <= n, n < stop)
         if follows:
-            await_semaphore(sums.semaphores, place, number + 2, found)
+            await_semaphore(sums.semaphores, place, number + 2, semaphore(sums.semaphores, place))
         cute.arch.mbarrier_wait(smem.part_full + w, phase)
         add_or_begin(follows, sums.dq[n, w, None], smem.part, w, config)
-        found = semaphore(sums.semaphores, place + KEY_GROUPS)
         release_part(smem, w)
         # Partner: await_semaphore of the CTA that has the key tile before this one.
-        signal_semaphore(sums.semaphores, place, number + 1)
+        if step > 0:
+            signal_semaphore(sums.semaphores, place - KEY_GROUPS, number + 1, under_way=1)
         phase = 1 - phase
+    if tile.start < tile.stop:
+        signal_semaphore(sums.semaphores, KEY_GROUPS * (tile.stop - 1) + w, number + 1, under_way=0)
     return phase
 
 
@@ -332,7 +334,7 @@ def add_or_store(
             begin_copy(STORE, sums.dq[m, w, None], smem.part, w)
             release_part(smem, w)
             # Partner: await_semaphore of the CTAs that come to this part while it is stored, or later.
-            signal_semaphore(sums.semaphores, place, STORED)
+            signal_semaphore(sums.semaphores, place, STORED, under_way=0)
         else:
             begin_copy(ADD, sums.dq[m, w, None], smem.part, w)
             release_part(smem, w)
@@ -366,8 +368,9 @@ def await_semaphore(semaphores: cute.Tensor, n, wanted, found):
 
 
 @cute.jit
-def signal_semaphore(semaphores: cute.Tensor, n, value):
-    """Sets the semaphore of part n, as soon as the copy has arrived; why with release: docs/decisions.md#hopper-ordered-dq."""
-    cute.arch.cp_async_bulk_wait_group(0, read=False)
+def signal_semaphore(semaphores: cute.Tensor, n, value, under_way: cutlass.Constexpr):
+    """Sets the semaphore of part n, as soon as its copy has arrived, which all but so many that are ``under_way`` have; why with release:
+    docs/decisions.md#hopper-ordered-dq."""
+    cute.arch.cp_async_bulk_wait_group(under_way, read=False)
     with cute.arch.elect_one():
         cute.arch.store(semaphores.iterator + n, value, sem="release", scope="gpu")

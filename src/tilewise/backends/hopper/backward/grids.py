@@ -130,9 +130,9 @@ def tile_parts(
 ) -> TileParts:
     """How CTAs share the tiles of a launch with so many key ``heads`` of all batch elements, and so many keys from which the band's
     ``ends`` count: the division that a model finds fastest. With ``deterministic=True`` one sequence alone decides, and none of packed
-    ones, so that a result does not depend on its batch-mates."""
+    ones, so that a result does not depend on its batch-mates; everywhere no tile is shared."""
     alone = problem.spec.deterministic
-    if not config.parted or (alone and (config.packed or config.orders)):
+    if not config.parted or (alone and (config.packed or problem.spec.everywhere)):
         return WHOLE
     heads = min(heads, problem.heads_k) if alone else heads
     if config.form != "full" and heads * (seqlen_k // config.keys.tile_n) >= MANY_ROUNDS * cores:
@@ -152,6 +152,7 @@ class TileTimes(NamedTuple):
         tiles: how many tiles a key head has. shortest, longest, total: blocks of one query head that these visit. Of packed sequences
             their mean length decides, and where tensors say what is seen, all blocks count.
         cores: how many CTAs work at a time.
+        longest_last: whether the longest tiles are taken last.
     """
 
     copies: int
@@ -161,6 +162,7 @@ class TileTimes(NamedTuple):
     longest: int
     total: int
     cores: int
+    longest_last: bool = False
 
     @classmethod
     def of(
@@ -182,7 +184,8 @@ class TileTimes(NamedTuple):
         spans = (schedule.query_blocks(column, tiles.tile_n, tiles.tile_m, rows, band, EITHER) for column in columns)
         blocks = [stop - start for start, stop in spans]
         shortest, longest = reduce(sizes.smaller, blocks), reduce(sizes.larger, blocks)
-        return cls(copies, group, count, shortest, longest, sum(blocks) * count // JUDGED, cores)
+        ordered = config.orders and problem.spec.deterministic
+        return cls(copies, group, count, shortest, longest, sum(blocks) * count // JUDGED, cores, ordered)
 
     @property
     def all(self) -> int:
@@ -214,5 +217,7 @@ class TileTimes(NamedTuple):
             rounds = (self.all - rest) // self.cores * (self.group * self.longest + BEGIN_COST)
             return rounds + -(-rest * each // self.cores) * longest + gathered
         work = self.copies * self.group * self.total + self.all * each * begin
+        if self.longest_last:  # they begin one after the other, and CTAs wait for half of one
+            return longest / 2 + work / self.cores + gathered
         # Longest first: no CTA ends before the mean, nor before its longest part.
         return sizes.larger(longest, work / self.cores) + gathered

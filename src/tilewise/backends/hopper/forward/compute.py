@@ -234,9 +234,14 @@ def compute_tile(
     if cutlass.const_expr(config.short_tanh):
         operands.wait[0] = softmax.first_wait(operands.rows, params.scale2)
     if cutlass.const_expr(not config.selected):
-        for step in cutlass.range(rest - whole, unroll=1):
-            block = KeyBlock(ends, block_at(query_tile, whole + step, params, config), partial=False, words=words)
-            state = whole_block(operands, n_q, state, block, smem, params, config)
+        here = rest - whole
+        if cutlass.const_expr(config.tiles.segment > 0):  # those of a segment that has begun
+            here = PICK.smaller((block_at(query_tile, whole, params, config) + 1) % config.tiles.segment, rest - whole)
+        for step in cutlass.range(here, unroll=1):
+            within = KeyBlock(ends, block_at(query_tile, whole + step, params, config), False, words, border=False)
+            state = whole_block(operands, n_q, state, within, smem, params, config)
+        if cutlass.const_expr(config.tiles.segment > 0):
+            state = whole_segments(operands, query_tile, n_q, whole + here, rest, ends, state, smem, params, config)
     if cutlass.const_expr(config.has_lower and not config.listed):
         for step in cutlass.range(query_tile.stop - query_tile.start - rest, unroll=1):  # the left edge
             block = KeyBlock(ends, block_at(query_tile, rest + step, params, config), partial=True, words=words)
@@ -244,6 +249,23 @@ def compute_tile(
     if cutlass.const_expr(not config.stores):
         release(smem.q_empty + n_q)  # the loading warp may bring the next Q
     staged_blocks.begin_values(operands, state, smem, config)  # of the last block
+    return state
+
+
+@cute.jit
+def whole_segments(
+    operands: ForwardOperands, query_tile: QueryTile, n_q, first, stop, ends: RowEnds, state: PipelineState, smem: ForwardStorage,
+    params: ForwardParams, config: cutlass.Constexpr,
+):  # fmt: skip
+    """The whole blocks ``[first, stop)`` of a tile, the first of which begins a segment of keys: only such blocks look at what waits."""
+    size = config.tiles.segment
+    for n in cutlass.range((stop - first + size - 1) // size, unroll=1):
+        at = first + n * size
+        block = KeyBlock(ends, block_at(query_tile, at, params, config), partial=False, border=True)
+        state = key_block(operands, n_q, state, block, smem, params, config)
+        for step in cutlass.range(PICK.smaller(size, stop - at) - 1, unroll=1):
+            within = KeyBlock(ends, block_at(query_tile, at + 1 + step, params, config), partial=False, border=False)
+            state = key_block(operands, n_q, state, within, smem, params, config)
     return state
 
 
@@ -284,12 +306,13 @@ class RowEnds(NamedTuple):
 
 class KeyBlock(NamedTuple):
     """Key block n, for a thread's rows; ``partial``: whether some row may not see all of it; ``words``: the bits that then say which
-    pairs are kept, where such bits do."""
+    pairs are kept, where such bits do; ``border``: whether it begins a segment of keys behind which another one ended (None: n tells)."""
 
     ends: RowEnds
     n: I32
     partial: bool
     words: list | None = None
+    border: bool | None = None
 
     def bias(self, operands: ForwardOperands, config: Config) -> BlockSlopes | BlockLine | pair_bias.BlockBias | None:
         """The bias in this block, that of pairs as it was read last; None without."""
@@ -349,19 +372,20 @@ def key_block(
     warpgroup.wait_group(tiles.v_stages)  # S; O may still be under way
     release_scores(k_state, smem, config)
     s = masked_scores(operands, block, params, config)
-    if config.tiles.segment:
-        segments.end_rows(operands.segments, operands.rows, block.n, config)
+    joins = bool(tiles.segment) and block.border is not False
+    if joins:
+        segments.end_rows(operands.segments, operands.rows, block, config)
     # P = exp(S - m), 64 × tile_n, unnormalised
     softmax.online_softmax(s, operands.rows, left_scale(params, config), first=False, masked=masked, lazy=tiles.lazy)
     softmax.hold_exponentials(smem.unread, operands.rows)
     release_bias(operands, config)
     warpgroup.wait_group(0)  # O += P V
     staged_blocks.release_values(v_state, smem, config)  # V of the block before
-    if config.tiles.segment:
+    if joins:
         round_p(operands, config)  # the registers of S are free for the segments that wait
-        segments.end_segment(operands.segments, operands.o, block.n, config)
+        segments.end_segment(operands.segments, operands.o, block, config)
     softmax.rescale(operands.o, operands.rows.factor, tiles.lazy)
-    if not config.tiles.segment:
+    if not joins:
         round_p(operands, config)
     dropout.drop(operands.p, masks)
     return v_state.advance(tiles.stages, tiles.v_stages)

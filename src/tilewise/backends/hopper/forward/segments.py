@@ -51,32 +51,56 @@ def ends(n, config: Config):
     return n % config.tiles.segment == config.tiles.segment - 1
 
 
-@cute.jit
-def end_rows(segments: Segments, rows: softmax.SoftmaxState, n, config: cutlass.Constexpr):
-    """Before the softmax of block n, which begins from nothing if the block begins a segment: the rows' state leaves the registers."""
-    if ends(n, config):
-        put_numbers(
-            segments.states, place_of(segments, ENDED, config), [x[r] for r in range(2) for x in (rows.m2, rows.l)]
-        )
-        rows.m2.fill(-softmax.INF)
-        rows.l.fill(0.0)
+def end_rows(segments: Segments, rows: softmax.SoftmaxState, block, config: Config) -> None:
+    """Before the softmax of a block, which begins from nothing if the block begins a segment: the rows' state leaves the registers."""
+    if block.border is None:
+        end_rows_at(ends(block.n, config), segments, rows, config)
+    elif block.border:
+        leave_rows(segments, rows, config)
 
 
 @cute.jit
-def end_segment(segments: Segments, o: cute.Tensor, n, config: cutlass.Constexpr):
-    """Once O has the products of all blocks before n: if that block begins a segment, the one that ends joins those that wait."""
-    if ends(n, config):
-        ended = cute.make_rmem_tensor((4,), F32)
-        for k, number in enumerate(take_numbers(segments.states, place_of(segments, ENDED, config))):
-            ended[k] = number
-        join(segments, ended, o, config)
-        numbers, fours = rows_columns(o), config.tiles.width_o // 16
-        for k in cutlass.range_constexpr(2 * fours):
-            four = [numbers[k // fours, 4 * (k % fours) + c] for c in range(4)]
-            put_numbers(segments.states, place_of(segments, k, config), four)
-        put_numbers(segments.states, place_of(segments, WAITING, config), [ended[k] for k in range(4)])
-        segments.waits[0] = I32(1)
-        o.fill(0.0)
+def end_rows_at(border, segments: Segments, rows: softmax.SoftmaxState, config: cutlass.Constexpr):
+    """:func:`leave_rows` at a border of segments."""
+    if border:
+        leave_rows(segments, rows, config)
+
+
+def leave_rows(segments: Segments, rows: softmax.SoftmaxState, config: Config) -> None:
+    """The rows' state leaves the registers, and begins anew."""
+    put_numbers(segments.states, place_of(segments, ENDED, config), [x[r] for r in range(2) for x in (rows.m2, rows.l)])
+    rows.m2.fill(-softmax.INF)
+    rows.l.fill(0.0)
+
+
+def end_segment(segments: Segments, o: cute.Tensor, block, config: Config) -> None:
+    """Once O has the products of all blocks before one: if that block begins a segment, the one that ends joins those that wait."""
+    if block.border is None:
+        end_segment_at(ends(block.n, config), segments, o, config)
+    elif block.border:
+        leave_segment(segments, o, config)
+
+
+@cute.jit
+def end_segment_at(border, segments: Segments, o: cute.Tensor, config: cutlass.Constexpr):
+    """:func:`leave_segment` at a border of segments."""
+    if border:
+        leave_segment(segments, o, config)
+
+
+def leave_segment(segments: Segments, o: cute.Tensor, config: Config) -> None:
+    """The segment that ends joins those that wait, and waits with them; O begins anew."""
+    ended = cute.make_rmem_tensor((4,), F32)
+    for k, number in enumerate(take_numbers(segments.states, place_of(segments, ENDED, config))):
+        ended[k] = number
+    join(segments, ended, o, config)
+    numbers, fours = rows_columns(o), config.tiles.width_o // 16
+    for k in range(2 * fours):
+        four = [numbers[k // fours, 4 * (k % fours) + c] for c in range(4)]
+        put_numbers(segments.states, place_of(segments, k, config), four)
+    put_numbers(segments.states, place_of(segments, WAITING, config), [ended[k] for k in range(4)])
+    segments.waits[0] = I32(1)
+    o.fill(0.0)
 
 
 def join_waiting(segments: Segments, rows: softmax.SoftmaxState, o: cute.Tensor, config: Config) -> None:

@@ -272,14 +272,14 @@ def semaphores() -> dict:
     changed = threading.Condition()
 
     def semaphore(semaphores, n) -> int:
-        return semaphores[min(n, semaphores.shape[0] - 1)]
+        return semaphores[n]
 
-    def await_semaphore(semaphores, n, wanted, found) -> None:
+    def await_semaphore(semaphores, n, wanted) -> None:
         with changed:
-            if found != wanted and not changed.wait_for(lambda: semaphores[n] == wanted, LIMIT):
+            if not changed.wait_for(lambda: semaphores[n] == wanted, LIMIT):
                 raise RuntimeError("a tile waits for its turn for ever")
 
-    def signal_semaphore(semaphores, n, value, under_way) -> None:
+    def signal_semaphore(semaphores, n, value) -> None:
         with changed:
             assert semaphores[n] in (0, value + 1) or (semaphores[n], value) == (
                 1,

@@ -22,6 +22,7 @@ from tilewise import accuracy
 from tilewise.backends.base import Grads, Output
 from tilewise.backends.hopper import config as shared
 from tilewise.backends.hopper.backward import config as backward_config
+from tilewise.backends.hopper.backward import grids
 from tilewise.backends.hopper.backward.grids import TileParts
 from tilewise.backends.hopper.backward.tiles import KeyTiles, PlanRow, QueryTiles, SheetTiles
 from tilewise.backends.hopper.config import ROWS
@@ -501,6 +502,14 @@ def test_packed_sequences_have_gradients_each_by_itself(name, form):
     c = packed_call(name, deterministic=form.startswith("ordered"))
     c.do[c.t.cu_seqlens_q[-1] :] = torch.nan
     assert not wrong(c, emulate(c, KEYS[form], ctas=3))
+
+
+@pytest.mark.parametrize("form", ["queued", "ordered-packed"])
+@pytest.mark.parametrize("name", ["full", "causal", "window", "keys", "no-keys-at-all", "many"])
+def test_heads_of_packed_sequences_follow_one_another_where_l2_holds_few(name, form):
+    c = packed_call(name, deterministic=form.startswith("ordered"))
+    with patch.object(grids, "OPEN_BYTES", 1):
+        assert not wrong(c, emulate(c, KEYS[form], ctas=3))
 
 
 @pytest.mark.parametrize("form", ["kept-queued", "kept-halves"])

@@ -36,7 +36,6 @@ from tilewise.backends.hopper.backward.tiles import FP32_BYTES, KEY_GROUPS, KeyT
 from tilewise.backends.hopper.config import ALIGNMENT, ROWS
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
 from tilewise.backends.hopper.kit.instructions import both, count_up
-from tilewise.backends.hopper.kit.scheduler import PICK
 from tilewise.backends.hopper.kit.tiles import staged_layout
 
 STORE = "cp.async.bulk.global.shared::cta.bulk_group"
@@ -277,8 +276,7 @@ def add_in_order(
 
     The tiles that visit a block follow one another, so that each waits for the next one alone; the last one stores its part where sums
     were not cleared. Later tiles are taken first: nobody waits for a tile that no CTA has. Under a causal mask a tile also comes to each of
-    its blocks after the next tile, which begins further on. While one part is on its way, the semaphore of the next one is read, and the
-    part before is announced: sums that L2 does not hold would keep the warp waiting for longer than a block takes.
+    its blocks after the next tile, which begins further on.
     """
     number = tile.column // config.keys.tile_n
     start, stop = blocks_of_next(tile, params, config)
@@ -286,16 +284,13 @@ def add_in_order(
         n = tile.start + step
         place, follows = KEY_GROUPS * n + w, both(start <= n, n < stop)
         if follows:
-            await_semaphore(sums.semaphores, place, number + 2, semaphore(sums.semaphores, place))
+            await_semaphore(sums.semaphores, place, number + 2)
         cute.arch.mbarrier_wait(smem.part_full + w, phase)
         add_or_begin(follows, sums.dq[n, w, None], smem.part, w, config)
         release_part(smem, w)
         # Partner: await_semaphore of the CTA that has the key tile before this one.
-        if step > 0:
-            signal_semaphore(sums.semaphores, place - KEY_GROUPS, number + 1, under_way=1)
+        signal_semaphore(sums.semaphores, place, number + 1)
         phase = 1 - phase
-    if tile.start < tile.stop:
-        signal_semaphore(sums.semaphores, KEY_GROUPS * (tile.stop - 1) + w, number + 1, under_way=0)
     return phase
 
 
@@ -329,12 +324,12 @@ def add_or_store(
         if found != STORED:
             found = claim(sums.semaphores, place)
             if found != UNTOUCHED:
-                await_semaphore(sums.semaphores, place, STORED, found)
+                await_semaphore(sums.semaphores, place, STORED)
         if found == UNTOUCHED:
             begin_copy(STORE, sums.dq[m, w, None], smem.part, w)
             release_part(smem, w)
             # Partner: await_semaphore of the CTAs that come to this part while it is stored, or later.
-            signal_semaphore(sums.semaphores, place, STORED, under_way=0)
+            signal_semaphore(sums.semaphores, place, STORED)
         else:
             begin_copy(ADD, sums.dq[m, w, None], smem.part, w)
             release_part(smem, w)
@@ -353,24 +348,22 @@ def claim(semaphores: cute.Tensor, n) -> I32:
 
 
 def semaphore(semaphores: cute.Tensor, n) -> I32:
-    """The semaphore of part n; past the last part, that of the last one."""
-    place = semaphores.iterator + PICK.smaller(n, cute.size(semaphores) - 1)
-    return cute.arch.load(place, I32, sem="acquire", scope="gpu")
+    """The semaphore of part n."""
+    return cute.arch.load(semaphores.iterator + n, I32, sem="acquire", scope="gpu")
 
 
 @cute.jit
-def await_semaphore(semaphores: cute.Tensor, n, wanted, found):
-    """Waits until the semaphore of part n is as ``wanted``; ``found`` was read before and may be it. The copy engine then sees what was
-    added before."""
+def await_semaphore(semaphores: cute.Tensor, n, wanted):
+    """Waits until the semaphore of part n is as ``wanted``. The copy engine then sees what was added before."""
+    found = semaphore(semaphores, n)
     while found != wanted:
         found = semaphore(semaphores, n)
     cute.arch.fence_proxy("async.global")
 
 
 @cute.jit
-def signal_semaphore(semaphores: cute.Tensor, n, value, under_way: cutlass.Constexpr):
-    """Sets the semaphore of part n, as soon as its copy has arrived, which all but so many that are ``under_way`` have; why with release:
-    docs/decisions.md#hopper-ordered-dq."""
-    cute.arch.cp_async_bulk_wait_group(under_way, read=False)
+def signal_semaphore(semaphores: cute.Tensor, n, value):
+    """Sets the semaphore of part n, as soon as the copy has arrived; why with release: docs/decisions.md#hopper-ordered-dq."""
+    cute.arch.cp_async_bulk_wait_group(0, read=False)
     with cute.arch.elect_one():
         cute.arch.store(semaphores.iterator + n, value, sem="release", scope="gpu")

@@ -103,13 +103,21 @@ def spread(heads: int, tiles: int, sharing: int, cores: int, ctas: int = 1) -> t
 def open_heads(config: Backward, problem: Problem, heads: int, tiles: int, cores: int) -> int:
     """The key heads of a section, of so many whose ``tiles`` come from a queue: as many as L2 holds the operands and the sums of dQ of,
     with room to spare, and no fewer than give every CTA a tile; more where the last section would keep the others waiting
-    (docs/decisions.md#hopper-open-heads)."""
-    group, row = problem.heads_q // problem.heads_k, ELEMENT_BYTES * (config.keys.width + config.keys.width_v)
-    head = group * problem.seqlen_q * (row + FP32_BYTES * config.keys.width) + problem.seqlen_k * row
-    least = max(OPEN_BYTES // head, -(-cores // tiles))
+    (docs/decisions.md#hopper-open-heads). Where dQ is added up in order, no more than L2 holds: the next section begins under the end of
+    one, and tiles that wait for memory keep others waiting."""
+    held = open_rows(config, problem.heads_q // problem.heads_k) // max(1, problem.seqlen_q)
+    if config.orders and problem.spec.deterministic:
+        return sizes.larger(1, sizes.smaller(held, heads))
+    least = max(held, -(-cores // tiles))
     if least >= heads:
         return heads
     return next((n for n in range(least, heads) if idle_share(n, heads, tiles / cores) <= IDLE_SHARE), heads)
+
+
+def open_rows(config: Backward, group):
+    """Of how many rows of key heads, each with its ``group`` of query heads, L2 holds operands and sums of dQ."""
+    row = ELEMENT_BYTES * (config.keys.width + config.keys.width_v)
+    return OPEN_BYTES // (group * (row + FP32_BYTES * config.keys.width) + row)
 
 
 def idle_share(section: int, heads: int, rounds: float) -> float:

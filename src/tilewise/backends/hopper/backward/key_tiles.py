@@ -22,6 +22,7 @@ from tilewise.backends.hopper.backward.sequences import (
     BackwardSeqlenInfo,
     PackedSequence,
     nth_planned_tile,
+    nth_tile_of_sections,
     seqlen_info,
 )
 from tilewise.backends.hopper.backward.tiles import KEY_GROUPS, LINE_SLOTS, STATISTICS_ALIGNMENT, PlanRow
@@ -189,7 +190,9 @@ def packed_tile(
 
     # Two passes up to D 128 have no kernel before them that could plan.
     if config.planned:
-        found = nth_planned_tile(n, 1, PlanRow.KEY_TILES, params)
+        if config.packs_sheet:
+            return nth_planned_tile(n, 1, PlanRow.KEY_TILES, params), since
+        found = nth_tile_of_sections(n, params)
         count = lambda: tiles_of(PICK.larger(found.sequence, 0), params, config)  # past the last tile there is none  # noqa: E731
         return last_first(found, count, params, config), since
     return nth_packed_tile(n, since, params.heads, lambda n: tiles_of(n, params, config), params.packed.cu_q)

@@ -3,7 +3,8 @@
 One CTA of the first kernel writes the plan: the sequences in the order in which their tiles are taken, the longest first
 (docs/decisions.md#hopper-packed-queue), and how many tiles there are before each. Where dS is kept, also how many blocks of its sheet the
 sequences before each one have, and for how many key heads the sheet has room: launches share the heads, and those that are left without
-any end at once (docs/decisions.md#hopper-kept-ds).
+any end at once (docs/decisions.md#hopper-kept-ds). Elsewhere, of how many key heads L2 holds the longest sequence: a section has as many
+(docs/decisions.md#hopper-open-heads).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import cutlass.cute as cute
 
 from tilewise.backends.hopper.backward import key_tiles, query_tiles
 from tilewise.backends.hopper.backward.config import Backward
+from tilewise.backends.hopper.backward.grids import open_rows
 from tilewise.backends.hopper.backward.params import BackwardParams
 from tilewise.backends.hopper.backward.sequences import PackedSequence
 from tilewise.backends.hopper.backward.tiles import PlanRow
@@ -103,6 +105,12 @@ def add_up(plan: PackedPlan, config: cutlass.Constexpr):
         heads = schedule.heads_at_once(blocks * params.group, params.heads, plan.room, PICK)
         put(found, PlanRow.QUERY_TILES, count + lane, queries, lane == 0)
         put(found, PlanRow.BLOCKS, count + lane, heads, lane == 0)
+    else:
+        longest = PICK.larger(
+            size_of(found[PlanRow.ORDER, 0], params), 1
+        )  # where too many sequences to be compared are not short, any
+        heads = PICK.larger(PICK.smaller(open_rows(config, params.group) // longest, params.heads), 1)
+        put(found, PlanRow.BLOCKS, count + lane, I32(heads), lane == 0)
 
 
 def put_sums(plan: cute.Tensor, row: PlanRow, n, before: I32, own, inside) -> I32:

@@ -133,15 +133,29 @@ def heads_of_launch(params: BackwardParams) -> tuple:
 def nth_planned_tile(n, parts, row: PlanRow, params: BackwardParams) -> packed.PackedTile:
     """The n-th tile of a launch in the plan's order: of each block of a sequence all key heads, each of which has ``parts`` that are tiles
     apart. ``row``: where the plan has the tiles. A tile past the last one has ``sequence`` -1."""
-    plan, (first, heads) = params.packed.plan, (0, params.heads)
-    if params.packed.portion is not None:
-        _, first, heads = heads_of_launch(params)
-        # Of no head every tile is past the last one.
-        n, heads = I32(cutlass.select_(heads > 0, n, PAST_EVERY_TILE)), PICK.larger(heads, 1)
+    plan = params.packed.plan
+    _, first, heads = heads_of_launch(params)
+    # Of no head every tile is past the last one.
+    n, heads = I32(cutlass.select_(heads > 0, n, PAST_EVERY_TILE)), PICK.larger(heads, 1)
     last, block = cute.size(plan, mode=[1]) - 1, n // (heads * parts)
     start, sequence = packed.holder_of(block, plan[row, None], plan[PlanRow.ORDER, None], last)
     sequence = I32(cutlass.select_(block < plan[row, last], sequence, I32(-1)))
     return packed.PackedTile(sequence, I32(block - start), I32(first * parts + n % (heads * parts)))
+
+
+def nth_tile_of_sections(n, params: BackwardParams) -> packed.PackedTile:
+    """The n-th key tile of a launch of all heads, section by section, each of which has all sequences. Past the last tile ``sequence`` is
+    -1."""
+    plan = params.packed.plan
+    last = cute.size(plan, mode=[1]) - 1
+    order = schedule.Order(plan[PlanRow.KEY_TILES, last], params.heads, plan[PlanRow.BLOCKS, last], backwards=False)
+    # Every CTA takes one number past the last tile before it ends; there is no head to divide by there, nor where there is no tile.
+    block, head = schedule.tile_at(
+        PICK.smaller(n, order.tiles - 1), order._replace(m_blocks=PICK.larger(order.m_blocks, 1)), PICK
+    )
+    start, sequence = packed.holder_of(block, plan[PlanRow.KEY_TILES, None], plan[PlanRow.ORDER, None], last)
+    sequence = I32(cutlass.select_(n < order.tiles, sequence, I32(-1)))
+    return packed.PackedTile(sequence, I32(block - start), I32(head))
 
 
 def sheet_place(n, sequence: PackedSequence, params: BackwardParams, config: Backward) -> SheetPlace:

@@ -27,7 +27,7 @@ class PlanRow(IntEnum):
     Attributes:
         ORDER: the sequences in the order in which their tiles are taken.
         KEY_TILES, QUERY_TILES: how many tiles of either pass there are before those of each in that order; at the end how many in all.
-        BLOCKS: how many blocks of a head's sheet the sequences before each one have; at the end the key heads of a launch.
+        BLOCKS: how many blocks of a head's sheet the sequences before each one have; at the end the key heads of a launch or a section.
     """
 
     ORDER = 0

@@ -258,14 +258,14 @@ def whole_segments(
     params: ForwardParams, config: cutlass.Constexpr,
 ):  # fmt: skip
     """The whole blocks ``[first, stop)`` of a tile, the first of which begins a segment of keys: only such blocks look at what waits."""
-    size = config.tiles.segment
+    size, whole_block = config.tiles.segment, steady_block if config.steady else key_block
     for n in cutlass.range((stop - first + size - 1) // size, unroll=1):
         at = first + n * size
         block = KeyBlock(ends, block_at(query_tile, at, params, config), partial=False, border=True)
         state = key_block(operands, n_q, state, block, smem, params, config)
         for step in cutlass.range(PICK.smaller(size, stop - at) - 1, unroll=1):
             within = KeyBlock(ends, block_at(query_tile, at + 1 + step, params, config), partial=False, border=False)
-            state = key_block(operands, n_q, state, within, smem, params, config)
+            state = whole_block(operands, n_q, state, within, smem, params, config)
     return state
 
 
@@ -363,8 +363,7 @@ def key_block(
     config: Config,
 ) -> PipelineState:  # fmt: skip
     """S and P of this block, and O += P V of the block before, which runs under the softmax. Returns the state after both."""
-    # At the beginning of a segment a row has no maximum yet, as in the first block.
-    tiles, masked = config.tiles, block.partial or config.may_hide or bool(config.tiles.segment)
+    tiles, masked = config.tiles, may_be_empty(block, config)
     k_state, v_state = both_products(operands, n_q, state, smem, config)
     masks = dropout_masks(block, smem, params, config)  # under both products
     read_bias(operands, config)
@@ -391,6 +390,11 @@ def key_block(
     return v_state.advance(tiles.stages, tiles.v_stages)
 
 
+def may_be_empty(block: KeyBlock, config: Config) -> bool:
+    """Whether a row may be without a key so far; at the beginning of a segment it is, as in the first block."""
+    return block.partial or config.may_hide or bool(config.tiles.segment)
+
+
 def steady_block(
     operands: ForwardOperands, n_q, state: PipelineState, block: KeyBlock, smem: ForwardStorage, params: ForwardParams,
     config: Config,
@@ -408,7 +412,8 @@ def steady_block(
     s = rows_columns(operands.s)
     capped = capped_by(operands, params, config) if config.score == "softcap" else None
     totals = softmax.steady_softmax(s, operands.rows, params.scale2, block.bias(operands, config), capped)
-    served = both(totals[0] <= softmax.MOST, totals[1] <= softmax.MOST)
+    most = softmax.MOST_OF_ONE_ORDER if config.tiles.segment else softmax.MOST
+    served = both(totals[0] <= most, totals[1] <= most)
     if config.score == "bias":
         # Beside a maximum of -inf or the least number a bias says nothing: inf - inf, or beyond fp32.
         served = both(served, both(*[pair_bias.serves(operands.rows.m2[r]) for r in range(2)]))
@@ -442,7 +447,7 @@ def once_more(
         q, k = operands.q[None, None, None, n_q], operands.k[None, None, None, k_stage]
         begin_product(operands.qk, operands.s, q, k, overwrite=True)
         warpgroup.wait_group(0)
-        s, lazy, masked = masked_scores(operands, block, params, config), config.tiles.lazy, config.may_hide
+        s, lazy, masked = masked_scores(operands, block, params, config), config.tiles.lazy, may_be_empty(block, config)
         softmax.online_softmax(s, operands.rows, left_scale(params, config), first=False, masked=masked, lazy=lazy)
         softmax.rescale(operands.o, operands.rows.factor, lazy)
         round_p(operands, config)

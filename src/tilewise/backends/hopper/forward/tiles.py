@@ -330,11 +330,11 @@ PAGE_ROWS = (64, 16)  # of a page that one box brings; a call gets the first tha
 
 
 def one_order(tiles: Tiles, form: str = "upper") -> Tiles:
-    """The same sizes where a row's numbers follow from its own scores alone: no warps answer for their rows together, as steady blocks
-    have them. A lazy maximum is the row's own (docs/algorithm.md#one-order). Keys are joined segment by segment, as decoding has them:
-    beside ends of rows three warpgroups have no registers for that."""
+    """The same sizes where a row's numbers follow from its own scores alone (docs/algorithm.md#one-order): a lazy maximum is the row's own,
+    and a steady block has the bits of one with maxima of its own. Keys are joined segment by segment, as decoding has them: beside ends
+    of rows three warpgroups have no registers for that."""
     tiles = _D64_128 if form == "rows" and tiles.warpgroups > 2 else tiles
-    return replace(tiles, steady=False, segment=ORDERED_KEYS // tiles.tile_n)
+    return replace(tiles, segment=ORDERED_KEYS // tiles.tile_n)
 
 
 def rows_for(head_dim: int, head_dim_v: int) -> Iterator[TileRow]:

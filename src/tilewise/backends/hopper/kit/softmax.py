@@ -30,6 +30,9 @@ from tilewise.backends.hopper.kit.tiles import constant_column, reduce_quad, row
 
 LAZY = 8.0  # in base 2: how far a row's maximum may fall behind before O is rescaled
 MOST = 2.0**15  # the largest sum that a thread's part of a row may reach over a steady block: fp16 ends at 65504
+# The same where rows have one order of sums. No score is then above the maximum by more than LAZY, however it was rounded: a block that
+# takes no maxima has the bits of one that does, and which rows are beside a row changes nothing.
+MOST_OF_ONE_ORDER = 2.0 ** (LAZY - 1)
 LOG2_E, LN_2 = math.log2(math.e), math.log(2.0)
 INF = float("inf")
 

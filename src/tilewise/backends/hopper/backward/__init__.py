@@ -10,8 +10,8 @@ one of these orders, all launched by one call of ``launch.launch``::
 
 How dQ is summed. With two passes each CTA of ``queries`` keeps its dQ in registers over all key blocks, so that every run gives the
 same bits. With one pass every CTA of ``keys`` adds its part of dQ to fp32 sums in global memory; ``dq_accumulate`` decides the order:
-``add_all`` adds in whatever order the CTAs come, ``add_in_order`` (``deterministic=True``) in the order of the key tiles. Where dS is kept,
-``sheet`` sums as ``queries`` does, of dS that ``keys`` has left behind.
+``add_all`` adds in whatever order the CTAs come, ``add_in_order`` (``deterministic=True``) from the last key tile to the first. Where dS
+is kept, ``sheet`` sums as ``queries`` does, of dS that ``keys`` has left behind.
 
 To change one thing, edit one file:
 

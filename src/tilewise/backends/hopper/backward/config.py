@@ -462,7 +462,7 @@ def one_pass(row: BackwardRow, p: Problem, form: str, softcap: bool = False) -> 
         return None
     # The lengths of others must not decide, nor, everywhere, those of the sequence as the call happens to have it.
     alone = p.spec.everywhere or (in_order and p.packed)
-    few = mean_keys_per_query(p) < row.least_keys(keys, p.packed, softcap)
+    few = mean_keys_per_query(p) < (row.one_pass_from if in_order else row.least_keys(keys, p.packed, softcap))
     return None if few and not alone and (in_order or not few_tiles(keys, p)) else Chosen(row, Passes(keys), form)
 
 

@@ -3,8 +3,8 @@
 One CTA of the first kernel writes the plan: the sequences in the order in which their tiles are taken, the longest first
 (docs/decisions.md#hopper-packed-queue), and how many tiles there are before each. Where dS is kept, also how many blocks of its sheet the
 sequences before each one have, and for how many key heads the sheet has room: launches share the heads, and those that are left without
-any end at once (docs/decisions.md#hopper-kept-ds). Elsewhere, of how many key heads L2 holds the longest sequence: a section has as many
-(docs/decisions.md#hopper-open-heads).
+any end at once (docs/decisions.md#hopper-kept-ds). Where dQ is added up in order, a section has as many key heads as L2 holds of the
+longest sequence (docs/decisions.md#hopper-open-heads).
 """
 
 from __future__ import annotations
@@ -106,10 +106,12 @@ def add_up(plan: PackedPlan, config: cutlass.Constexpr):
         put(found, PlanRow.QUERY_TILES, count + lane, queries, lane == 0)
         put(found, PlanRow.BLOCKS, count + lane, heads, lane == 0)
     else:
-        longest = PICK.larger(
-            size_of(found[PlanRow.ORDER, 0], params), 1
-        )  # where too many sequences to be compared are not short, any
-        heads = PICK.larger(PICK.smaller(open_rows(config, params.group) // longest, params.heads), 1)
+        heads = params.heads
+        if cutlass.const_expr(config.orders):
+            # Too many sequences to be compared are short, and any of them will do.
+            longest = PICK.larger(size_of(found[PlanRow.ORDER, 0], params), 1)
+            few = PICK.larger(PICK.smaller(open_rows(config, params.group) // longest, heads), 1)
+            heads = cutlass.select_(params.extra.ordered != 0, few, heads)
         put(found, PlanRow.BLOCKS, count + lane, I32(heads), lane == 0)
 
 

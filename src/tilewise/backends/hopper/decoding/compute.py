@@ -115,7 +115,7 @@ def attend(
         scale2 = F32(1.0)
     hide(s, place.keys, n * config.tiles.tile_n, params, config)
     # P = exp(S - m), 64 × tile_n, unnormalised
-    softmax.online_softmax(s, operands.rows, scale2, first=False, masked=True, lazy=True)
+    softmax.online_softmax(s, operands.rows, scale2, first=False, masked=True, lazy=softmax.LAZY_IN_ONE_ORDER)
     softmax.rescale(operands.o, operands.rows.factor, True)
     round_p(operands, config)
     acquire(smem.full_v, state)  # the loading warp

@@ -234,14 +234,12 @@ def compute_tile(
     if cutlass.const_expr(config.short_tanh):
         operands.wait[0] = softmax.first_wait(operands.rows, params.scale2)
     if cutlass.const_expr(not config.selected):
-        here = rest - whole
-        if cutlass.const_expr(config.tiles.segment > 0):  # those of a segment that has begun
-            here = PICK.smaller((block_at(query_tile, whole, params, config) + 1) % config.tiles.segment, rest - whole)
-        for step in cutlass.range(here, unroll=1):
-            within = KeyBlock(ends, block_at(query_tile, whole + step, params, config), False, words, border=False)
-            state = whole_block(operands, n_q, state, within, smem, params, config)
         if cutlass.const_expr(config.tiles.segment > 0):
-            state = whole_segments(operands, query_tile, n_q, whole + here, rest, ends, state, smem, params, config)
+            state = whole_segments(operands, query_tile, n_q, whole, rest, ends, state, smem, params, config)
+        else:
+            for step in cutlass.range(rest - whole, unroll=1):
+                block = KeyBlock(ends, block_at(query_tile, whole + step, params, config), partial=False, words=words)
+                state = whole_block(operands, n_q, state, block, smem, params, config)
     if cutlass.const_expr(config.has_lower and not config.listed):
         for step in cutlass.range(query_tile.stop - query_tile.start - rest, unroll=1):  # the left edge
             block = KeyBlock(ends, block_at(query_tile, rest + step, params, config), partial=True, words=words)
@@ -254,17 +252,22 @@ def compute_tile(
 
 @cute.jit
 def whole_segments(
-    operands: ForwardOperands, query_tile: QueryTile, n_q, first, stop, ends: RowEnds, state: PipelineState, smem: ForwardStorage,
+    operands: ForwardOperands, query_tile: QueryTile, n_q, start, stop, ends: RowEnds, state: PipelineState, smem: ForwardStorage,
     params: ForwardParams, config: cutlass.Constexpr,
 ):  # fmt: skip
-    """The whole blocks ``[first, stop)`` of a tile, the first of which begins a segment of keys: only such blocks look at what waits."""
+    """The whole blocks ``[start, stop)`` of a tile: those of a segment that has begun, then segment by segment. Only a block that begins
+    one looks at what waits."""
     size, whole_block = config.tiles.segment, steady_block if config.steady else key_block
-    for n in cutlass.range((stop - first + size - 1) // size, unroll=1):
-        at = first + n * size
-        block = KeyBlock(ends, block_at(query_tile, at, params, config), partial=False, border=True)
+    begun = PICK.smaller((block_at(query_tile, start, params, config) + 1) % size, stop - start)
+    for step in cutlass.range(begun, unroll=1):
+        within = KeyBlock(ends, block_at(query_tile, start + step, params, config), partial=False, border=False)
+        state = whole_block(operands, n_q, state, within, smem, params, config)
+    for n in cutlass.range((stop - start - begun + size - 1) // size, unroll=1):
+        first = start + begun + n * size
+        block = KeyBlock(ends, block_at(query_tile, first, params, config), partial=False, border=True)
         state = key_block(operands, n_q, state, block, smem, params, config)
-        for step in cutlass.range(PICK.smaller(size, stop - at) - 1, unroll=1):
-            within = KeyBlock(ends, block_at(query_tile, at + 1 + step, params, config), partial=False, border=False)
+        for step in cutlass.range(PICK.smaller(size, stop - first) - 1, unroll=1):
+            within = KeyBlock(ends, block_at(query_tile, first + 1 + step, params, config), partial=False, border=False)
             state = whole_block(operands, n_q, state, within, smem, params, config)
     return state
 
@@ -349,9 +352,7 @@ def first_block(
     warpgroup.wait_group(0)  # S
     release_scores(state, smem, config)
     s = masked_scores(operands, block, params, config)
-    softmax.online_softmax(
-        s, operands.rows, left_scale(params, config), first=True, masked=True, lazy=config.tiles.lazy
-    )
+    softmax.online_softmax(s, operands.rows, left_scale(params, config), first=True, masked=True, lazy=lazy_of(config))
     release_bias(operands, config)
     round_p(operands, config)
     dropout.drop(operands.p, masks)
@@ -375,7 +376,9 @@ def key_block(
     if joins:
         segments.end_rows(operands.segments, operands.rows, block, config)
     # P = exp(S - m), 64 × tile_n, unnormalised
-    softmax.online_softmax(s, operands.rows, left_scale(params, config), first=False, masked=masked, lazy=tiles.lazy)
+    softmax.online_softmax(
+        s, operands.rows, left_scale(params, config), first=False, masked=masked, lazy=lazy_of(config)
+    )
     softmax.hold_exponentials(smem.unread, operands.rows)
     release_bias(operands, config)
     warpgroup.wait_group(0)  # O += P V
@@ -395,6 +398,11 @@ def may_be_empty(block: KeyBlock, config: Config) -> bool:
     return block.partial or config.may_hide or bool(config.tiles.segment)
 
 
+def lazy_of(config: Config) -> float | None:
+    """By how much a row's maximum may fall behind before it moves on; None: by nothing."""
+    return (softmax.LAZY_IN_ONE_ORDER if config.tiles.segment else softmax.LAZY) if config.tiles.lazy else None
+
+
 def steady_block(
     operands: ForwardOperands, n_q, state: PipelineState, block: KeyBlock, smem: ForwardStorage, params: ForwardParams,
     config: Config,
@@ -412,7 +420,7 @@ def steady_block(
     s = rows_columns(operands.s)
     capped = capped_by(operands, params, config) if config.score == "softcap" else None
     totals = softmax.steady_softmax(s, operands.rows, params.scale2, block.bias(operands, config), capped)
-    most = softmax.MOST_OF_ONE_ORDER if config.tiles.segment else softmax.MOST
+    most = softmax.MOST_IN_ONE_ORDER if config.tiles.segment else softmax.MOST
     served = both(totals[0] <= most, totals[1] <= most)
     if config.score == "bias":
         # Beside a maximum of -inf or the least number a bias says nothing: inf - inf, or beyond fp32.
@@ -447,7 +455,7 @@ def once_more(
         q, k = operands.q[None, None, None, n_q], operands.k[None, None, None, k_stage]
         begin_product(operands.qk, operands.s, q, k, overwrite=True)
         warpgroup.wait_group(0)
-        s, lazy, masked = masked_scores(operands, block, params, config), config.tiles.lazy, may_be_empty(block, config)
+        s, lazy, masked = masked_scores(operands, block, params, config), lazy_of(config), may_be_empty(block, config)
         softmax.online_softmax(s, operands.rows, left_scale(params, config), first=False, masked=masked, lazy=lazy)
         softmax.rescale(operands.o, operands.rows.factor, lazy)
         round_p(operands, config)

@@ -30,9 +30,10 @@ from tilewise.backends.hopper.kit.tiles import constant_column, reduce_quad, row
 
 LAZY = 8.0  # in base 2: how far a row's maximum may fall behind before O is rescaled
 MOST = 2.0**15  # the largest sum that a thread's part of a row may reach over a steady block: fp16 ends at 65504
-# The same where rows have one order of sums. No score is then above the maximum by more than LAZY, however it was rounded: a block that
-# takes no maxima has the bits of one that does, and which rows are beside a row changes nothing.
-MOST_OF_ONE_ORDER = 2.0 ** (LAZY - 1)
+# Where rows have one order of sums. Sums up to MOST say there that no score is above the maximum by more than LAZY, however it was rounded:
+# a block that takes no maxima has the bits of one that does, and which rows are beside a row changes nothing. Maxima may fall further
+# behind, since a row that is between both limits has its blocks repeated for as long as it is.
+LAZY_IN_ONE_ORDER, MOST_IN_ONE_ORDER = 14.0, 2.0**13
 LOG2_E, LN_2 = math.log2(math.e), math.log(2.0)
 INF = float("inf")
 
@@ -294,12 +295,12 @@ def row_sum(s: cute.Tensor, r: int):
     return sums[0] + sums[1]
 
 
-def online_softmax(s: cute.Tensor, rows: SoftmaxState, scale2, first: bool, masked: bool, lazy: bool) -> None:
+def online_softmax(s: cute.Tensor, rows: SoftmaxState, scale2, first: bool, masked: bool, lazy: float | None) -> None:
     """Turns a block's scores ``s`` into P, unnormalised, and moves the rows' state on, in base 2.
 
     ``m' = max(m, max_j s scale2)``, ``P = 2**(s scale2 - m')``, ``factor = 2**(m - m')``, ``l = l factor + sum_j P``
     (FlashAttention-2, algorithm 1, lines 8 to 10). With ``lazy``, m stays, and the factor is 1, where the maximum grew by no more
-    than LAZY: P is then at most ``2**LAZY``.
+    than that: P is then at most ``2**lazy``.
 
     Args:
         first: whether this is a tile's first block: there is no m yet.
@@ -310,8 +311,8 @@ def online_softmax(s: cute.Tensor, rows: SoftmaxState, scale2, first: bool, mask
         m2 = reduce_quad(row_max(s, r), cute.arch.fmax) * scale2
         if not first:
             m2 = cute.arch.fmax(m2, rows.m2[r])
-            if lazy:
-                m2 = choose(m2 - rows.m2[r] > LAZY, m2, rows.m2[r])
+            if lazy is not None:
+                m2 = choose(m2 - rows.m2[r] > lazy, m2, rows.m2[r])
         # A row without a key so far: 0 in place of -inf, and every P is 2**-inf = 0.
         base = choose(m2 == -INF, 0.0, m2) if masked else m2
         sums = [F32(0.0), F32(0.0)]

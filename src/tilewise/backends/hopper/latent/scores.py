@@ -112,7 +112,7 @@ def compute_scores(
         take_maxima(operands.rows, smem, stage, step)
         # P = exp(S - m), 64 × 64, unnormalised
         s = rows_columns(operands.s)
-        softmax.online_softmax(s, operands.rows, params.scale2, first=False, masked=True, lazy=True)
+        softmax.online_softmax(s, operands.rows, params.scale2, first=False, masked=True, lazy=softmax.LAZY)
         put_pair_of(smem.m, stage, operands.rows.m2)
         cute.arch.mbarrier_arrive(smem.m_full + stage)  # the other score group
         put_pair_of(smem.factor, stage, operands.rows.factor)

@@ -460,16 +460,19 @@ def one_pass(row: BackwardRow, p: Problem, form: str, softcap: bool = False) -> 
     keys = row.summed(form, p.packed, softcap=softcap)
     if keys is None or not exists(keys, form, p.packed) or (keys.subtracts and p.softmax_scale < LEAST_SCALE):
         return None
-    # The lengths of others must not decide, nor, everywhere, those of the sequence as the call happens to have it.
-    alone = p.spec.everywhere or (in_order and p.packed)
-    few = mean_keys_per_query(p) < (row.one_pass_from if in_order else row.least_keys(keys, p.packed, softcap))
-    return None if few and not alone and (in_order or not few_tiles(keys, p)) else Chosen(row, Passes(keys), form)
+    few, short = few_tiles(keys, p), mean_keys_per_query(p) < row.least_keys(keys, p.packed, softcap)
+    if in_order:
+        # The lengths of others must not decide, nor, everywhere, those of the sequence as the call happens to have it.
+        two = (few or short) and not (p.spec.everywhere or p.packed)
+    else:
+        two = short and not few
+    return None if two else Chosen(row, Passes(keys), form)
 
 
 def few_tiles(keys: KeyTiles, p: Problem) -> bool:
-    """Whether key tiles that may be shared are so few that they would keep no more than half of the multiprocessors at work: two passes,
-    whose tiles may not, are slower then, however few the keys are."""
-    tiles = p.batch_dim * p.heads_k * -(-p.seqlen_k // keys.tile_n)
+    """Whether key tiles are so few that they would keep no more than half of the multiprocessors at work. If they may be shared, two
+    passes, whose tiles may not, are slower then, however few the keys are. Where bits must repeat, one sequence alone decides."""
+    tiles = (1 if p.spec.deterministic else p.batch_dim) * p.heads_k * -(-p.seqlen_k // keys.tile_n)
     return keys.overlaps and 2 * tiles <= devices.of(p.device).cores
 
 

@@ -7,6 +7,7 @@ kernels are reached through ``modules``, by their names in the backend ("backwar
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from functools import partial
 from types import ModuleType, SimpleNamespace
 
@@ -268,8 +269,8 @@ def stand_in_for_sheet(kernel: ModuleType, places: Places) -> None:
 
 
 def semaphores() -> dict:
-    """The semaphores of dQ's additions in order."""
-    changed = threading.Condition()
+    """The semaphores of dQ's additions, in order or of those that store first."""
+    changed, claims = threading.Condition(), Counter()
 
     def semaphore(semaphores, n) -> int:
         return semaphores[n]
@@ -281,16 +282,18 @@ def semaphores() -> dict:
 
     def signal_semaphore(semaphores, n, value) -> None:
         with changed:
-            assert semaphores[n] in (0, value + 1) or (semaphores[n], value) == (
-                1,
-                2,
-            )  # in order, or claimed and stored
+            if claims[n]:
+                claims[n] -= 1
+                assert (semaphores[n], value) == (1, 2)
+            else:  # the next key tile has been added, or there is none
+                assert semaphores[n] in (0, value + 1)
             semaphores[n] = value
             changed.notify_all()
 
     def claim(semaphores, n) -> int:
         with changed:
             found = int(semaphores[n])
+            claims[n] += found == 0
             semaphores[n] = max(found, 1)
             return found
 

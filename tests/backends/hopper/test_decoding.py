@@ -395,6 +395,21 @@ def test_blocks_from_the_last_to_the_first_give_the_bits_of_a_prompt_s_kernel(na
     assert torch.equal(found.lse, prompt.lse)
 
 
+@pytest.mark.parametrize("blocks", [2, None], ids=lambda n: f"{n or 'all'}-blocks")
+def test_maxima_that_rise_from_block_to_block_leave_the_bits_of_quiet_rows_alone(blocks):
+    q, cache, options = EVERYWHERE["d64"].draw()
+    for n, factor in enumerate((9, 7, 5.5, 4, 2.5, 1)):  # blocks are visited from the last, the seventh, to the first
+        cache.k_pages[cache.block_table[0, 2 * n : 2 * n + 2].long()] *= factor
+    q[:, :, 1::2] *= 0.1
+    c = paged_call(q, cache, **options, deterministic="everywhere")
+    prompt_kernel = paged_config.choose(c.p)
+    assert prompt_kernel.steady
+    tiles = replace(prompt_kernel.tiles, segment=blocks or prompt_kernel.tiles.segment)
+    found, prompt = emulate(c, 0, segment=tiles.segment), emulate_pages(c, replace(prompt_kernel, tiles=tiles), 2)
+    assert torch.equal(found.o, prompt.o)
+    assert torch.equal(found.lse, prompt.lse)
+
+
 def test_a_segment_whose_scores_are_all_infinite_adds_nothing():
     q, cache, options = EVERYWHERE["d64"].draw()
     cache.k_pages[cache.block_table[0, 4:8].long()] = -3e38  # keys 256 to 511, of which two blocks are a segment

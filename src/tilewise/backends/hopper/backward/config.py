@@ -86,14 +86,8 @@ class Backward(Formed):
 
     @property
     def orders(self) -> bool:
-        """Whether a launch may have dQ added up in the order of the key tiles (docs/decisions.md#hopper-ordered-dq): tiles come from a
-        queue, the query blocks of each are an interval, and no other gradient is summed as CTAs come."""
-        return self.keys.sums_dq and self.keys.queued and not (self.listed or self.trained)
-
-    @property
-    def waits(self) -> bool:
-        """Whether the pass over keys has semaphores of the parts of dQ."""
-        return self.stores_first or self.orders
+        """Whether a launch may have dQ added up in the order of the key tiles: :func:`adds_in_order`."""
+        return adds_in_order(self)
 
     @property
     def statistics(self) -> StatisticSlots:
@@ -178,6 +172,13 @@ class Backward(Formed):
     def blocks(self, p: Problem) -> int:
         """The number of query blocks of a head whose dQ is accumulated."""
         return p.seqlen_q // self.keys.tile_m + p.batch + 1 if self.packed else -(-p.seqlen_q // self.keys.tile_m)
+
+
+def adds_in_order(config: Backward) -> bool:
+    """Whether a launch may have dQ added up in the order of the key tiles, as :attr:`Backward.orders` says
+    (docs/decisions.md#hopper-ordered-dq): tiles come from a queue, the query blocks of each are an interval, and no other gradient is
+    summed as CTAs come."""
+    return config.keys.sums_dq and config.keys.queued and not (config.listed or config.trained)
 
 
 def shares_tiles(config: Backward) -> bool:
@@ -344,7 +345,7 @@ def rows_for(p: Problem) -> Iterator[BackwardRow]:
 
 
 class Chosen(NamedTuple):
-    """A row of TABLE, the passes of it that repeat their bits, and the form in which their kernels learn the mask."""
+    """A row of TABLE, passes of it, and the form in which their kernels learn the mask."""
 
     row: BackwardRow
     passes: Passes
@@ -352,7 +353,7 @@ class Chosen(NamedTuple):
 
 
 def chosen_row(p: Problem) -> Chosen | None:
-    """The first row of TABLE that holds both head dims and has passes for a problem; None where no row does."""
+    """The first row of TABLE that holds both head dims and has passes for a problem that repeat their bits; None where no row does."""
     if p.spec.everywhere:  # no dS is kept, whose heads and keys at a time would decide the order of dQ
         return next(filter(None, (two_passes(row, p) for row in rows_for(p))), None)
     return next(filter(None, (kept_ds(row, p) or two_passes(row, p) for row in rows_for(p))), None)

@@ -274,9 +274,9 @@ def add_in_order(
 ):  # fmt: skip
     """One warp adds the parts of a key tile, each after those of all later key tiles. Returns the phase.
 
-    The tiles that visit a block follow one another, so that each waits for the next one alone; the last one stores its part where sums
-    were not cleared. Later tiles are taken first: nobody waits for a tile that no CTA has. Under a causal mask a tile also comes to each of
-    its blocks after the next tile, which begins further on.
+    The tiles that visit a block follow one another, so that each waits for the next one alone; the last one stores its part. Later
+    tiles are taken first: nobody waits for a tile that no CTA has. Under a causal mask a tile also comes to each of its blocks after the
+    next tile, which begins further on.
     """
     number = tile.column // config.keys.tile_n
     start, stop = blocks_of_next(tile, params, config)
@@ -286,24 +286,15 @@ def add_in_order(
         if follows:
             await_semaphore(sums.semaphores, place, number + 2)
         cute.arch.mbarrier_wait(smem.part_full + w, phase)
-        add_or_begin(follows, sums.dq[n, w, None], smem.part, w, config)
+        if follows:
+            begin_copy(ADD, sums.dq[n, w, None], smem.part, w)
+        else:
+            begin_copy(STORE, sums.dq[n, w, None], smem.part, w)
         release_part(smem, w)
         # Partner: await_semaphore of the CTA that has the key tile before this one.
         signal_semaphore(sums.semaphores, place, number + 1)
         phase = 1 - phase
     return phase
-
-
-@cute.jit
-def add_or_begin(follows, target: cute.Tensor, part: cute.Tensor, w: cutlass.Constexpr, config: cutlass.Constexpr):
-    """Starts the copy that adds a part to its place, or, where nothing is there yet, the one that stores it."""
-    if cutlass.const_expr(config.stores_first):
-        if follows:
-            begin_copy(ADD, target, part, w)
-        else:
-            begin_copy(STORE, target, part, w)
-    else:
-        begin_copy(ADD, target, part, w)
 
 
 @cute.jit

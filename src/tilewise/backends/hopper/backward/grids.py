@@ -105,7 +105,8 @@ def open_heads(config: Backward, problem: Problem, heads: int, tiles: int, cores
     with room to spare, and no fewer than give every CTA a tile; more where the last section would keep the others waiting
     (docs/decisions.md#hopper-open-heads). Where dQ is added up in order, no more than L2 holds: the next section begins under the end of
     one, and tiles that wait for memory keep others waiting."""
-    held = open_rows(config, problem.heads_q // problem.heads_k) // max(1, problem.seqlen_q)
+    group, row = problem.heads_q // problem.heads_k, ELEMENT_BYTES * (config.keys.width + config.keys.width_v)
+    held = OPEN_BYTES // (group * problem.seqlen_q * (row + FP32_BYTES * config.keys.width) + problem.seqlen_k * row)
     if config.orders and problem.spec.deterministic:
         return sizes.larger(1, sizes.smaller(held, heads))
     least = max(held, -(-cores // tiles))
@@ -115,7 +116,7 @@ def open_heads(config: Backward, problem: Problem, heads: int, tiles: int, cores
 
 
 def open_rows(config: Backward, group):
-    """Of how many rows of key heads, each with its ``group`` of query heads, L2 holds operands and sums of dQ."""
+    """Of how many rows of key heads, each with its ``group`` of query heads and as many keys, L2 holds operands and sums of dQ."""
     row = ELEMENT_BYTES * (config.keys.width + config.keys.width_v)
     return OPEN_BYTES // (group * (row + FP32_BYTES * config.keys.width) + row)
 
@@ -137,10 +138,11 @@ def tile_parts(
     config: Backward, problem: Problem, heads: int, seqlen_k: int, ends: tuple[int, int], cores: int
 ) -> TileParts:
     """How CTAs share the tiles of a launch with so many key ``heads`` of all batch elements, and so many keys from which the band's
-    ``ends`` count: the division that a model finds fastest. With ``deterministic=True`` one sequence alone decides, and none of packed
-    ones, so that a result does not depend on its batch-mates; everywhere no tile is shared."""
+    ``ends`` count: the division that a model finds fastest. With ``deterministic=True`` one sequence alone decides, so that a result does
+    not depend on its batch-mates. No tile of packed sequences is shared then, nor where dQ is added up in order: all sequences' tiles
+    would have parts in memory, however many they are."""
     alone = problem.spec.deterministic
-    if not config.parted or (alone and (config.packed or problem.spec.everywhere)):
+    if not config.parted or (alone and (config.packed or config.orders)):
         return WHOLE
     heads = min(heads, problem.heads_k) if alone else heads
     if config.form != "full" and heads * (seqlen_k // config.keys.tile_n) >= MANY_ROUNDS * cores:
@@ -160,7 +162,6 @@ class TileTimes(NamedTuple):
         tiles: how many tiles a key head has. shortest, longest, total: blocks of one query head that these visit. Of packed sequences
             their mean length decides, and where tensors say what is seen, all blocks count.
         cores: how many CTAs work at a time.
-        longest_last: whether the longest tiles are taken last.
     """
 
     copies: int
@@ -170,7 +171,6 @@ class TileTimes(NamedTuple):
     longest: int
     total: int
     cores: int
-    longest_last: bool = False
 
     @classmethod
     def of(
@@ -192,8 +192,7 @@ class TileTimes(NamedTuple):
         spans = (schedule.query_blocks(column, tiles.tile_n, tiles.tile_m, rows, band, EITHER) for column in columns)
         blocks = [stop - start for start, stop in spans]
         shortest, longest = reduce(sizes.smaller, blocks), reduce(sizes.larger, blocks)
-        ordered = config.orders and problem.spec.deterministic
-        return cls(copies, group, count, shortest, longest, sum(blocks) * count // JUDGED, cores, ordered)
+        return cls(copies, group, count, shortest, longest, sum(blocks) * count // JUDGED, cores)
 
     @property
     def all(self) -> int:
@@ -225,7 +224,5 @@ class TileTimes(NamedTuple):
             rounds = (self.all - rest) // self.cores * (self.group * self.longest + BEGIN_COST)
             return rounds + -(-rest * each // self.cores) * longest + gathered
         work = self.copies * self.group * self.total + self.all * each * begin
-        if self.longest_last:  # they begin one after the other, and CTAs wait for half of one
-            return longest / 2 + work / self.cores + gathered
         # Longest first: no CTA ends before the mean, nor before its longest part.
         return sizes.larger(longest, work / self.cores) + gathered

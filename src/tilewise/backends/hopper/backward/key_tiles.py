@@ -101,7 +101,8 @@ class KeyTile(NamedTuple):
 
 
 def tile_order(params: BackwardParams, config: Backward) -> schedule.Order:
-    """The order of all key tiles: the first keys first, since under a causal mask their tiles are the longest."""
+    """The order of all key tiles: the first keys first, since under a causal mask their tiles are the longest; in order, :func:`last_first`
+    turns it round."""
     n_blocks = (params.seqlen_k + config.keys.tile_n - 1) // config.keys.tile_n
     return schedule.Order(n_blocks, params.batch * params.heads, params.section, False)
 
@@ -201,7 +202,7 @@ def packed_tile(
 def last_first(
     tile: packed.PackedTile, count: Callable[[], Any], params: BackwardParams, config: Backward
 ) -> packed.PackedTile:
-    """A tile of as many, or, where dQ is added up in order, the one that is as far from the last."""
+    """A tile of as many, or, where dQ is added up in order, the one that is as far from the last (docs/decisions.md#hopper-ordered-dq)."""
     if not config.orders:
         return tile
     return tile._replace(row=I32(cutlass.select_(params.extra.ordered != 0, count() - 1 - tile.row, tile.row)))

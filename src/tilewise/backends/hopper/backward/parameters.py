@@ -69,7 +69,7 @@ def made(config: Backward) -> list[Parameter]:
     if keys.sums_dq:
         # One part for each warpgroup and query block, in the order of the registers that add to it.
         found.append(Parameter("dq_sums", FP32, (*HEADS, "blocks", KEY_GROUPS, keys.part_elements), 4, 16))
-    if config.waits:  # of each part of a block of dQ
+    if config.stores_first or config.orders:  # of each part of a block of dQ
         found.append(Parameter("semaphores", INT32, (*HEADS, "block_parts")))
     if keys.keeps_ds:
         blocks = ("sheet_blocks",) if config.packed else ("sheet_heads", "sheet_keys", "sheet_queries")

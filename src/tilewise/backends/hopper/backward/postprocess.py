@@ -35,7 +35,7 @@ class DqSums(NamedTuple):
         parts: (batch, heads_q, block, warpgroup, part), fp32.
         cu: (sequence + 1,), int32: where packed sequences begin; None where none are packed.
         rows: the rows of packed sequences.
-        semaphores: (batch, heads_q, block x warpgroup), int32: 0 where no key tile was added to a part; only where sums are not cleared.
+        semaphores: (batch, heads_q, block x warpgroup), int32: 0 where no key tile was added to a part; read where sums are not cleared.
         counts, key_tiles: delta, which holds the counts of :func:`count_place`, and what these are when all key tiles of a head, or all
             parts of them, have been added; only with counts.
     """

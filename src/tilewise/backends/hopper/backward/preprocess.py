@@ -3,9 +3,9 @@
     delta_i = dO_i · O_i - dlse_i    lse2_i = log2(e) lse_i
 
 This kernel runs first where no pass makes the statistics itself. A row that sees no key, and the rows that fill up the last block of
-a sequence, get lse2 = +inf, so that their P is 0, and delta = 0. Where dQ is accumulated, the kernel also clears its fp32 sums, or,
-where the first part is stored, the semaphores. It is bound by memory: O and dO are read once, 16 bytes a thread and row, ROWS_EACH
-rows at a time, and zeros are written while these are on their way.
+a sequence, get lse2 = +inf, so that their P is 0, and delta = 0. Where dQ is accumulated, the kernel also clears its fp32 sums, unless
+the first part is stored, and its semaphores, if it has any. It is bound by memory: O and dO are read once, 16 bytes a thread and row,
+ROWS_EACH rows at a time, and zeros are written while these are on their way.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def kernel(t: StatisticsTensors, config: cutlass.Constexpr):
     places = [lane, *range_from(lane, lanes, -(-config.keys.dims[1] // VECTOR))]
     # Loads of all rows are issued before any is used: (8,) of O and (8,) of dO for each row and vector.
     parts = [[[row_part(matrix, row.source, place, element) for matrix in (o, do)] for place in places] for row in rows]
-    if cutlass.const_expr(config.waits):
+    if cutlass.const_expr(config.stores_first or config.orders):
         clear_semaphores(t.semaphores[batch, head, None], block * THREADS + thread)
     if cutlass.const_expr(config.keys.sums_dq and not config.stores_first):
         clear_sums(t.dq_sums[batch, head, None, 0, None], block, blocks, config)

@@ -11,7 +11,7 @@ shared memory and barriers                          storage
 who loads Q, K, V and a bias by pair                load; parts of key blocks from the pages of a cache: pages
 who gathers the rows that queries selected          gather; the lists of these: kit/lists
 the blocks of a tile, masks and softmax             compute
-the products of a block                             staged_blocks
+the products of a block                             staged_blocks; whose turn it is: turns
 o and lse to memory                                 epilogue
 states of split keys                                combine; of segments in one order: segments
 the numbers and tensors of a launch                 parameters (no DSL); by name in kernels: params

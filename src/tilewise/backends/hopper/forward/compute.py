@@ -28,12 +28,13 @@ from tilewise.backends.hopper.forward.query_tiles import (
     whole_steps,
 )
 from tilewise.backends.hopper.forward.storage import WORDS, ForwardStorage
+from tilewise.backends.hopper.forward.turns import first_turn, pingpong_signal, pingpong_wait, skip
 from tilewise.backends.hopper.kit import bits, dropout, expression, pair_bias, schedule, softmax
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
 from tilewise.backends.hopper.kit.instructions import all_agree, both, choose, get_words, keep_words_above, pack
 from tilewise.backends.hopper.kit.lines import BlockLine, RowLine, line_of_head
 from tilewise.backends.hopper.kit.lists import hide_others
-from tilewise.backends.hopper.kit.ring import PipelineState, acquire, new_reader, release
+from tilewise.backends.hopper.kit.ring import PipelineState, new_reader, release
 from tilewise.backends.hopper.kit.scheduler import PICK
 from tilewise.backends.hopper.kit.slopes import BlockSlopes, RowSlopes
 from tilewise.backends.hopper.kit.tiles import QueryTile, begin_product, column_of, row_of, rows_columns
@@ -352,7 +353,9 @@ def first_block(
     warpgroup.wait_group(0)  # S
     release_scores(state, smem, config)
     s = masked_scores(operands, block, params, config)
-    softmax.online_softmax(s, operands.rows, left_scale(params, config), first=True, masked=True, lazy=lazy_of(config))
+    softmax.online_softmax(
+        s, operands.rows, left_scale(params, config), first=True, masked=True, lazy=softmax.lazy_of(config.tiles)
+    )
     release_bias(operands, config)
     round_p(operands, config)
     dropout.drop(operands.p, masks)
@@ -377,7 +380,7 @@ def key_block(
         segments.end_rows(operands.segments, operands.rows, block, config)
     # P = exp(S - m), 64 × tile_n, unnormalised
     softmax.online_softmax(
-        s, operands.rows, left_scale(params, config), first=False, masked=masked, lazy=lazy_of(config)
+        s, operands.rows, left_scale(params, config), first=False, masked=masked, lazy=softmax.lazy_of(config.tiles)
     )
     softmax.hold_exponentials(smem.unread, operands.rows)
     release_bias(operands, config)
@@ -396,11 +399,6 @@ def key_block(
 def may_be_empty(block: KeyBlock, config: Config) -> bool:
     """Whether a row may be without a key so far; at the beginning of a segment it is, as in the first block."""
     return block.partial or config.may_hide or bool(config.tiles.segment)
-
-
-def lazy_of(config: Config) -> float | None:
-    """By how much a row's maximum may fall behind before it moves on; None: by nothing."""
-    return (softmax.LAZY_IN_ONE_ORDER if config.tiles.segment else softmax.LAZY) if config.tiles.lazy else None
 
 
 def steady_block(
@@ -455,7 +453,11 @@ def once_more(
         q, k = operands.q[None, None, None, n_q], operands.k[None, None, None, k_stage]
         begin_product(operands.qk, operands.s, q, k, overwrite=True)
         warpgroup.wait_group(0)
-        s, lazy, masked = masked_scores(operands, block, params, config), lazy_of(config), may_be_empty(block, config)
+        s, lazy, masked = (
+            masked_scores(operands, block, params, config),
+            softmax.lazy_of(config.tiles),
+            may_be_empty(block, config),
+        )
         softmax.online_softmax(s, operands.rows, left_scale(params, config), first=False, masked=masked, lazy=lazy)
         softmax.rescale(operands.o, operands.rows.factor, lazy)
         round_p(operands, config)
@@ -562,56 +564,3 @@ def round_p(operands: ForwardOperands, config: Config) -> None:
     values = cute.make_tensor(s.iterator, cute.make_layout(cute.size(s)))
     for n in range(cute.size(words)):
         words[n] = pack(values[2 * n], values[2 * n + 1], config.dtype)
-
-
-# -- Ping-pong, and blocks that a warpgroup leaves out -------------------------------------------------------------
-
-
-def pingpong_wait(w, config: Config) -> None:
-    """Waits for the warpgroup before this one; the last one gives warpgroup 0 its first turn."""
-    if config.tiles.pingpong:
-        cute.arch.barrier(barrier_id=1 + config.tiles.warpgroups + w, number_of_threads=256)
-
-
-def pingpong_signal(w, config: Config) -> None:
-    """Lets the next warpgroup begin its products."""
-    warpgroups = config.tiles.warpgroups
-    if config.tiles.pingpong:
-        cute.arch.barrier_arrive(barrier_id=1 + warpgroups + (w + 1) % warpgroups, number_of_threads=256)
-
-
-@cute.jit
-def first_turn(w, config: cutlass.Constexpr):
-    """The last warpgroup lets warpgroup 0 begin."""
-    if w == config.tiles.warpgroups - 1:
-        pingpong_signal(w, config)
-
-
-@cute.jit
-def skip(
-    hidden, operands: ForwardOperands, state: PipelineState, w, smem: ForwardStorage, config: cutlass.Constexpr,
-    turn: cutlass.Constexpr,
-):  # fmt: skip
-    """Leaves out a tile's first block if the warpgroup sees nothing of it: gives back K's stages, that of a bias by pair, and its turn.
-
-    V's stages come after the next K. Returns the state that follows.
-    """
-    if hidden > 0:
-        if cutlass.const_expr(turn):
-            pingpong_wait(w, config)
-            pingpong_signal(w, config)
-            if cutlass.const_expr(config.score == "bias"):
-                pair_bias.acquire_tile(
-                    operands.bias
-                )  # a stage that is released before its bytes came would be filled twice at once
-                release_bias(operands, config)
-        for _ in cutlass.range_constexpr(config.tiles.k_stages if turn else config.tiles.v_stages):
-            state = give_back(state, smem, config)
-    return state
-
-
-def give_back(state: PipelineState, smem: ForwardStorage, config: Config) -> PipelineState:
-    """Releases a stage that is not needed, once it is full. Returns the next state."""
-    acquire(smem.full, state)  # a stage that was released before its bytes came would be filled twice at once
-    release(smem.empty + state.index)
-    return state.advance(config.tiles.stages)

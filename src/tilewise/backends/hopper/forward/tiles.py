@@ -44,7 +44,7 @@ class Tiles:
             place. With one, O leaves from registers, and the next Q is loaded as soon as the last scores are there
             (docs/decisions.md#hopper-o-from-registers).
         registers, registers_load: of a thread that computes, and of one that loads or stores.
-        lazy: O is rescaled only where a row's maximum has grown by more than ``softmax.LAZY`` (docs/decisions.md#hopper-lazy-rescale).
+        lazy: O is rescaled only where a row's maximum has grown by more than ``softmax.lazy_of`` (docs/decisions.md#hopper-lazy-rescale).
         pingpong: the warpgroups begin their products one after the other, so that one's softmax runs under another's products
             (docs/decisions.md#hopper-ping-pong).
         steady: whole blocks but the first are computed with the row maxima of the blocks before, and once more with their own where their

@@ -32,7 +32,7 @@ LAZY = 8.0  # in base 2: how far a row's maximum may fall behind before O is res
 MOST = 2.0**15  # the largest sum that a thread's part of a row may reach over a steady block: fp16 ends at 65504
 # Where rows have one order of sums. Sums up to MOST say there that no score is above the maximum by more than LAZY, however it was rounded:
 # a block that takes no maxima has the bits of one that does, and which rows are beside a row changes nothing. Maxima may fall further
-# behind, since a row that is between both limits has its blocks repeated for as long as it is.
+# behind, since a row that is between both limits has its blocks repeated for as long as it is (docs/decisions.md#hopper-one-order).
 LAZY_IN_ONE_ORDER, MOST_IN_ONE_ORDER = 14.0, 2.0**13
 LOG2_E, LN_2 = math.log2(math.e), math.log(2.0)
 INF = float("inf")
@@ -293,6 +293,12 @@ def row_sum(s: cute.Tensor, r: int):
     for c in range(cute.size(s, mode=[1])):
         sums[c % 2] = sums[c % 2] + s[r, c]
     return sums[0] + sums[1]
+
+
+def lazy_of(tiles) -> float | None:
+    """By how much a row's maximum may fall behind before it moves on, of :class:`tilewise.backends.hopper.forward.tiles.Tiles`; None: not
+    at all."""
+    return (LAZY_IN_ONE_ORDER if tiles.segment else LAZY) if tiles.lazy else None
 
 
 def online_softmax(s: cute.Tensor, rows: SoftmaxState, scale2, first: bool, masked: bool, lazy: float | None) -> None:

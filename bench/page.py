@@ -365,7 +365,7 @@ def host() -> list[str]:
     return section("Host time", text, grid(rows, columns, us))
 
 
-NEW_LENGTHS = "f92dc907bf61"
+NEW_LENGTHS = "h200-new-lengths"
 
 
 def new_lengths() -> list[str]:
@@ -380,7 +380,7 @@ def new_lengths() -> list[str]:
     }
 
     def us(name: str, of: tuple[str, str]) -> float | None:
-        direction = "both" if name == "training" else "forward"
+        direction = "both" if name.startswith("training") else "forward"
         return found.value(NEW_LENGTHS, f"{of[0]}-lengths-{name}", of[1], direction, "host")
 
     text = (

@@ -15,7 +15,7 @@ ROWS = (8, 16, 64)  # query heads of a group, by queries of a sequence: each thr
 THREADS = 160  # a warpgroup that computes, and a warp that loads
 STAGES = 3
 LEAST_KEYS = 128  # of a share: fewer cost more in the merge than they save
-SEGMENT_KEYS = 512  # of a share where results may not depend on batch-mates
+SEGMENT_KEYS = 1024  # of a share where results may not depend on batch-mates
 
 
 @dataclass(frozen=True)

@@ -365,7 +365,7 @@ def host() -> list[str]:
     return section("Host time", text, grid(rows, columns, us))
 
 
-NEW_LENGTHS = "h200-new-lengths"
+NEW_LENGTHS = "h200-host-of-new-lengths"
 
 
 def new_lengths() -> list[str]:

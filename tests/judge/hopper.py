@@ -195,7 +195,7 @@ def options_of(kind: Kind, shape: tuple[int, ...], device: str) -> list[dict]:
 def check_calls(x: Config | Backward, sizes: Sizes | None = None) -> Named:
     """Named calls of a kernel's kind: its widths, then smaller ones, strides that need a copy, sinks, large scores.
 
-    Every second one of a backward is deterministic, where all kernels of its kind can be.
+    Every second one of a backward comes again, deterministic, where all kernels of its kind can be.
     """
     sizes, kind = sizes or Sizes(), Kind.of(x)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[kind.dtype]
@@ -212,8 +212,10 @@ def check_calls(x: Config | Backward, sizes: Sizes | None = None) -> Named:
     calls = paged_calls if kind.paged else packed_calls if kind.packed else unpacked_calls
     ordered = isinstance(x, Backward) and x.form in ("upper", "band", "rows") and not x.trained
     for n, (label, c) in enumerate((decoding_calls if kind.decoding else calls)(kind, new, sizes)):
-        spec = replace(c.p.spec, deterministic=c.p.spec.deterministic or (ordered and n % 2 == 1))
-        yield label, replace(c, p=replace(c.p, spec=spec))
+        yield label, c
+        if ordered and n % 2:
+            spec = replace(c.p.spec, deterministic=True)
+            yield f"{label}-deterministic", replace(c, p=replace(c.p, spec=spec))
 
 
 def unpacked_calls(kind: Kind, new: Callable[..., Tensor], sizes: Sizes) -> Named:

@@ -33,14 +33,14 @@ def kept(i: int, band: Band) -> set[int]:
 # -- Which tiles, and in which order -------------------------------------------------------------------------------
 
 
-@given(st.integers(1, 9), st.integers(1, 40), st.integers(1, 40), st.booleans(), st.integers(1, 50), st.integers(0, 1))
-def test_every_tile_is_done_by_one_cta(m_blocks, heads, section, backwards, ctas, fro):
+@given(st.integers(1, 9), st.integers(1, 40), st.integers(1, 40), st.booleans(), st.integers(1, 50))
+def test_every_tile_is_done_by_one_cta(m_blocks, heads, section, backwards, ctas):
     order = Order(m_blocks, heads, min(section, heads), backwards)
     ctas = min(ctas, order.tiles)
     done = [
-        schedule.tile_at(schedule.nth(cta, ctas, n, fro), order)
+        schedule.tile_at(schedule.nth(cta, ctas, n), order)
         for cta in range(ctas)
-        for n in range(schedule.rounds(cta, ctas, order.tiles, fro))
+        for n in range(schedule.rounds(cta, ctas, order.tiles))
     ]
     assert sorted(done) == [(m, h) for m in range(m_blocks) for h in range(heads)]
 
@@ -212,46 +212,51 @@ def kept_ends(i: int, band: Band) -> tuple[int, int]:
 
 
 @given(BANDS, st.integers(1, 300), st.integers(0, 9), st.sampled_from([64, 128]), st.sampled_from([16, 80, 128]))
-def test_the_key_tiles_that_visit_a_query_block_are_its_key_blocks(band, seqlen_q, block, columns, tile_m):
+def test_the_key_tiles_that_visit_a_query_block_follow_one_another(band, seqlen_q, block, columns, tile_m):
     block = min(block, (seqlen_q - 1) // tile_m)
     tiles = range(-(-band.seqlen_k // columns))
     visits = lambda n: schedule.query_blocks(n * columns, columns, tile_m, seqlen_q, band)  # noqa: E731
     visitors = [n for n in tiles if block in range(*visits(n))]
+    assert not visitors or visitors == list(range(visitors[0], visitors[-1] + 1))
     assert not visitors or visitors == list(range(*schedule.key_blocks(block * tile_m, tile_m, columns, band)))
 
 
 @st.composite
-def additions(draw) -> list[list[tuple[tuple[int, int], int]]]:
-    """Of every CTA, in its order: (head, query block), and how many of the head's key tiles add to that before; tiles of 4 keys,
-    blocks of 3 queries."""
+def additions(draw) -> list[list[tuple[tuple[int, int], int, bool]]]:
+    """Of every tile, as a queue has them, the last tile of keys first: (head, query block), the tile, and whether the next tile of keys
+    adds to that block too; tiles of 4 keys, blocks of 3 queries."""
     lo, width, seqlen_k = draw(st.integers(-12, 12)), draw(st.integers(1, 20)), draw(st.integers(1, 40))
     ends, seqlen_q = draw(st.tuples(st.booleans(), st.booleans())), draw(st.integers(1, 30))
     band = Band(lo if ends[0] else None, lo + width if ends[1] else None, seqlen_k)
-    heads = draw(st.integers(1, 12))
-    order = Order(-(-seqlen_k // 4), heads, draw(st.integers(1, heads)), False)
-    ctas = draw(st.integers(1, min(20, order.tiles)))
+    heads, tiles = draw(st.integers(1, 12)), -(-seqlen_k // 4)
+    order = Order(tiles, heads, draw(st.integers(1, heads)), False)
 
-    def of_tile(tile: int, head: int) -> list[tuple[tuple[int, int], int]]:
-        blocks = range(*schedule.query_blocks(4 * tile, 4, 3, seqlen_q, band))
-        return [((head, n), tile - schedule.key_blocks(3 * n, 3, 4, band)[0]) for n in blocks]
+    def blocks(tile: int) -> range:
+        return range(*schedule.query_blocks(4 * tile, 4, 3, seqlen_q, band)) if tile < tiles else range(0)
 
-    return [
-        [
-            step
-            for n in range(schedule.rounds(cta, ctas, order.tiles, 0))
-            for step in of_tile(*schedule.tile_at(schedule.nth(cta, ctas, n, 0), order))
-        ]
-        for cta in range(ctas)
-    ]
+    def of_tile(n: int, head: int) -> list[tuple[tuple[int, int], int, bool]]:
+        tile = tiles - 1 - n
+        return [((head, m), tile, m in blocks(tile + 1)) for m in blocks(tile)]
+
+    return [of_tile(*schedule.tile_at(n, order)) for n in range(order.tiles)]
 
 
-@given(additions(), st.randoms(use_true_random=False))
-def test_additions_in_the_order_of_tiles_never_deadlock(left, chance):
-    """Every CTA adds, tile by tile and block by block, as soon as it is its turn: in any order of events all get through."""
-    done = {}
-    while left := [own for own in left if own]:
-        place, rank = chance.choice([own for own in left if own[0][1] == done.get(own[0][0], 0)]).pop(0)
-        done[place] = rank + 1
+@given(additions(), st.integers(1, 20), st.randoms(use_true_random=False))
+def test_additions_from_the_last_key_tile_to_the_first_never_deadlock(queue, ctas, chance):
+    """CTAs take tiles one after the other, each before it is done with the last one, and add block by block as soon as it is their turn: in
+    any order of events all get through."""
+    last, left, waiting = {}, [[] for _ in range(ctas)], list(reversed(queue))
+    while waiting or any(left):
+        takes = [own for own in left if waiting and len(own) < 2]
+        adds = [own for own in left if own and (not own[0][0][2] or last.get(own[0][0][0]) == own[0][0][1] + 1)]
+        n = chance.choice(range(len(takes) + len(adds)))
+        if n < len(takes):
+            takes[n].append(list(waiting.pop()))
+        else:
+            place, tile, follows = adds[n - len(takes)][0].pop(0)
+            assert follows or place not in last
+            last[place] = tile
+        left = [[steps for steps in own if steps] for own in left]
 
 
 # -- The ring and its barriers -------------------------------------------------------------------------------------

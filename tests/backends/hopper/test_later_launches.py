@@ -294,8 +294,8 @@ def test_packed_sequences_of_new_lengths_launch_what_the_others_do(grads, monkey
         c = call(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, causal=True)
         c = c if grads else c.forward_only()
         launches.clear()
-        with poisoned():
-            o = tw.attention_varlen(q, k, v, cu, causal=True)
+        with poisoned():  # PyTorch's algorithms are deterministic there
+            o = tw.attention_varlen(q, k, v, cu, causal=True, deterministic=False)
             found = [o, *(torch.autograd.grad(o, leaves, do) if grads else ())]
             with torch.no_grad():
                 out = backend.forward(c.p, c.t)

@@ -50,23 +50,22 @@ def tile_at(n, order: Order, pick: Pick = PLAIN):
     return (order.m_blocks - 1 - m_block if order.backwards else m_block), first + within % heads
 
 
-def rounds(cta, ctas, tiles, fro=1):
+def rounds(cta, ctas, tiles):
     """How many tiles a CTA gets: one a round, the last round in the direction that :func:`nth` gives it."""
     whole, rest = tiles // ctas, tiles % ctas
-    place = nth(cta, ctas, whole, fro) - whole * ctas
+    place = nth(cta, ctas, whole) - whole * ctas
     # The quotient is 1 for the places of the last round that have no tile: arithmetic, because a branch would be
     # traced.
     return whole + 1 - (place + ctas - rest) // ctas
 
 
-def nth(cta, ctas, round_, fro=1):
+def nth(cta, ctas, round_):
     """The tile of a CTA in a round.
 
-    Rounds go to and fro, so that the CTA with the longest tile of one round gets the shortest of the next. With ``fro`` 0 all
-    rounds go the same way: where each tile waits for the one before it, a CTA that had to wait then gets a tile that begins later.
+    Rounds go to and fro, so that the CTA with the longest tile of one round gets the shortest of the next.
     """
     # 1 in the rounds that go back: cta then becomes ctas - 1 - cta.
-    back = round_ % 2 * fro
+    back = round_ % 2
     return round_ * ctas + cta + back * (ctas - 1 - 2 * cta)
 
 

@@ -287,6 +287,19 @@ def shared_tiles(dims, form, shape, deterministic=False, packed=False) -> tuple:
     return x, p, heads, grids.tile_parts(x, p, heads, total, (-grids.PAST_EVERY_TILE, 1), 132)
 
 
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids=str)
+def test_no_tile_is_shared_where_dq_is_added_up_in_order(dims):
+    """Its parts would take memory for every sequence of the batch."""
+    assert shared_tiles(dims, "upper", (1, 2048, 8, 1))[3] != grids.WHOLE
+    assert shared_tiles(dims, "upper", (1, 2048, 8, 1), deterministic=True)[3] == grids.WHOLE
+
+
+@pytest.mark.parametrize(("mask", "section"), [(tw.causal(), 8), (None, 16)], ids=["causal", "full"])
+def test_additions_in_order_have_as_many_heads_at_once_as_l2_holds_or_as_equal_tiles_need(mask, section):
+    p = long(128, 4096, (2, 128), mask=mask, deterministic=True).p
+    assert grids.grids(backward_config.choose(p), p, 256, 4096, 132)[0] == section
+
+
 FEW = [(1, 2048, 8, 1), (1, 4096, 8, 1), (1, 8192, 8, 1), (1, 4096, 8, 2), (2, 4096, 16, 2), (1, 16384, 1, 1)]
 
 

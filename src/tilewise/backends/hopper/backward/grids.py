@@ -85,9 +85,6 @@ def grids(
     keys = keys[0], config.keys.ctas * sizes.smaller(units, cores // config.keys.ctas)
     if config.keys.queued:
         keys = open_heads(config, problem, heads, tiles, cores), keys[1]
-    if config.orders and problem.spec.deterministic and keys_of(problem)[0] == "full":
-        # Tiles of a head that begin at once wait for each other, where no mask has them begin at different rows.
-        keys = sizes.larger(keys[0], sizes.smaller(heads, cores // EVEN_AT_ONCE)), keys[1]
     ctas = config.queries.ctas if config.queries else 1
     rows = parts * -(-problem.seqlen_q // config.tile_m)
     return *keys, *spread(heads * (problem.heads_q // problem.heads_k), rows, sharing, cores, ctas)
@@ -108,7 +105,9 @@ def open_heads(config: Backward, problem: Problem, heads: int, tiles: int, cores
     group, row = problem.heads_q // problem.heads_k, ELEMENT_BYTES * (config.keys.width + config.keys.width_v)
     held = OPEN_BYTES // (group * problem.seqlen_q * (row + FP32_BYTES * config.keys.width) + problem.seqlen_k * row)
     if config.orders and problem.spec.deterministic:
-        return sizes.larger(1, sizes.smaller(held, heads))
+        # Where no mask has tiles begin at different rows, those of a head that begin at once wait for each other.
+        least = cores // EVEN_AT_ONCE if keys_of(problem)[0] == "full" else 1
+        return sizes.smaller(sizes.larger(held, least), heads)
     least = max(held, -(-cores // tiles))
     if least >= heads:
         return heads

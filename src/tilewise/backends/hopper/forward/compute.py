@@ -418,7 +418,7 @@ def steady_block(
     s = rows_columns(operands.s)
     capped = capped_by(operands, params, config) if config.score == "softcap" else None
     totals = softmax.steady_softmax(s, operands.rows, params.scale2, block.bias(operands, config), capped)
-    most = softmax.MOST_IN_ONE_ORDER if config.tiles.segment else softmax.MOST
+    most = softmax.most_of(config.tiles)
     served = both(totals[0] <= most, totals[1] <= most)
     if config.score == "bias":
         # Beside a maximum of -inf or the least number a bias says nothing: inf - inf, or beyond fp32.

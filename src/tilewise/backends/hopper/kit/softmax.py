@@ -301,6 +301,11 @@ def lazy_of(tiles) -> float | None:
     return (LAZY_IN_ONE_ORDER if tiles.segment else LAZY) if tiles.lazy else None
 
 
+def most_of(tiles) -> float:
+    """The largest sum for which the maxima of earlier blocks serve, of the same tiles."""
+    return MOST_IN_ONE_ORDER if tiles.segment else MOST
+
+
 def online_softmax(s: cute.Tensor, rows: SoftmaxState, scale2, first: bool, masked: bool, lazy: float | None) -> None:
     """Turns a block's scores ``s`` into P, unnormalised, and moves the rows' state on, in base 2.
 

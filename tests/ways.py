@@ -148,10 +148,31 @@ def one_group(s: Scene) -> Rows:
     return _all(o[0], lse[0])
 
 
+def keys_from(s: Scene, row: int) -> tuple[Tensor, Tensor]:
+    """Return k and v, NaN in keys that no query from this row on sees."""
+    unseen = 0 if s.window is None else max(0, row - s.window)
+    return tuple(torch.cat([torch.full_like(x[:unseen], torch.nan), x[unseen:]]) for x in (s.k, s.v))
+
+
 def last_rows(s: Scene) -> Rows:
     count = -(-s.q.shape[0] * 2 // 5)
-    o, lse = tw.attention_with_lse(s.q[None, -count:], s.k[None], s.v[None], **s.options())
-    return o[0], lse[0], torch.arange(s.q.shape[0] - count, s.q.shape[0])
+    first = s.q.shape[0] - count
+    k, v = keys_from(s, first)
+    o, lse = tw.attention_with_lse(s.q[None, first:], k[None], v[None], **s.options())
+    return o[0], lse[0], torch.arange(first, s.q.shape[0])
+
+
+def last_rows_packed(s: Scene, before: int = 37, after: int = 75) -> Rows:
+    """The last rows, packed beside others that have fewer queries than keys too; what no query sees is NaN."""
+    n = s.q.shape[0]
+    first = n - -(-n * 2 // 5)
+    k, v = (torch.cat([_like(x, before), x, _like(x, after)]) for x in keys_from(s, first))
+    q = torch.cat([_like(s.q, 1), s.q[first:], _like(s.q, 3)])
+    lengths = torch.tensor([[1, n - first, 3], [before, n, after]])
+    cu_q, cu_k = torch.nn.functional.pad(lengths.cumsum(1), (1, 0)).int().to(s.q.device)
+    o, lse = tw.attention_varlen_with_lse(q, k, v, cu_q, cu_k, **s.options())
+    at = slice(1, 1 + n - first)
+    return o[at], lse[:, at], torch.arange(first, n)
 
 
 class Cache:
@@ -213,9 +234,10 @@ def decoded_dense(s: Scene) -> Rows:
     """One query of dense keys, as a static cache has it."""
     n = s.q.shape[0]
     rows = sorted({*range(n % (2 * s.every), n, 2 * s.every), n - 1})
-    parts = [
-        tw.attention_with_lse(s.q[None, i : i + 1], s.k[None, : i + 1], s.v[None, : i + 1], **s.options()) for i in rows
-    ]
+    parts = []
+    for i in rows:
+        k, v = keys_from(s, i)
+        parts.append(tw.attention_with_lse(s.q[None, i : i + 1], k[None, : i + 1], v[None, : i + 1], **s.options()))
     return torch.cat([o[0] for o, _ in parts]), torch.cat([lse[0] for _, lse in parts], 1), torch.tensor(rows)
 
 
@@ -229,6 +251,7 @@ WAYS: dict[str, Callable[[Scene], Rows]] = {
     "padded": padded,
     "one group": one_group,
     "last rows": last_rows,
+    "last rows, packed": last_rows_packed,
     "pages of 16": lambda s: pages(s, 16),
     "pages of 64": lambda s: pages(s, 64),
     "chunks over pages of 16": lambda s: in_chunks(s, 16),

@@ -15,13 +15,18 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 SCENES = {
     "hopper-64": ("hopper", (4, 1), (64, 64), torch.bfloat16, {"with_sink": True}),
     "hopper-128": ("hopper", (6, 2), (128, 128), torch.float16, {}),
+    "hopper-64-window": ("hopper", (4, 1), (64, 64), torch.bfloat16, {"window": 127, "with_sink": True}),
+    "hopper-128-window": ("hopper", (6, 2), (128, 128), torch.bfloat16, {"window": 2500}),
     "triton-64": ("triton", (4, 1), (64, 64), torch.bfloat16, {"cap": 5.0, "with_sink": True}),
     "triton-128": ("triton", (6, 2), (128, 128), torch.float16, {"window": 100}),
     "triton-192-128": ("triton", (4, 1), (192, 128), torch.bfloat16, {}),
     "triton-256": ("triton", (2, 2), (256, 256), torch.bfloat16, {"window": 255}),
 }
 # Ways that differ in their kernels; tests.fuzz --ways draws the others too. Each kernel of Triton takes seconds to compile.
-FORWARD = ("dense", "with statistics", "packed", "padded", "document", "pages of 16", "packed over pages", "decoded")
+FORWARD = (
+    *("dense", "with statistics", "packed", "padded", "document", "last rows", "last rows, packed"),
+    *("pages of 16", "pages of 64", "packed over pages", "decoded", "decoded, dense keys"),
+)
 BACKWARD = ("dense", "packed", "document", "padded")
 # What has no order there, by backend: docs/invariance.md.
 REFUSED = {"hopper": {"with statistics": "largest score"}}

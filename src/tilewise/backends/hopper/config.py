@@ -9,7 +9,7 @@ import hashlib
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tilewise import expr, sizes
 from tilewise.backends.hopper.parameters import (
@@ -150,6 +150,16 @@ def keys_of(problem: Problem) -> tuple[str, Band]:
     whole = (band.start, band.stop) == (0, problem.seqlen_k)
     if (not whole and (is_traced(problem) or dropout)) or (dropout and band.form == "band"):
         return "rows", every
+    return band.form, band
+
+
+def forward_keys_of(problem: Problem) -> tuple[str, Band]:
+    """:func:`keys_of` as a forward has them. Where sums have one order its blocks lie at fixed keys, and none before the first that some row
+    sees is cut off."""
+    (form, band), whole = keys_of(problem), band_of(problem)
+    if not problem.spec.everywhere or whole is None or problem.packed or problem.paged:
+        return form, band
+    band = replace(band, lo=band.lo if band.start == whole.start else whole.lo, start=whole.start)
     return band.form, band
 
 

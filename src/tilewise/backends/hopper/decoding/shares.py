@@ -60,7 +60,7 @@ def keys_of(sequence, params: DecodingParams):
 
 
 def blocks_of(keys, params: DecodingParams, config: DecodingConfig):
-    """The blocks of a sequence with so many keys that some query sees."""
+    """The blocks of a sequence with so many keys from :func:`first_block_of` on."""
     last = (keys + config.tiles.tile_n - 1) // config.tiles.tile_n
     return PICK.larger(last - first_block_of(keys, params, config), 1)
 
@@ -71,6 +71,12 @@ def span_of(keys, params: DecodingParams, config: DecodingConfig):
 
 
 def first_block_of(keys, params: DecodingParams, config: DecodingConfig):
+    """The first block of a sequence with so many keys in the line: the first that some query sees, or that one's segment's first, since
+    segments begin at fixed keys."""
+    return seen_block_of(keys, params, config) & -params.segment  # a power of two
+
+
+def seen_block_of(keys, params: DecodingParams, config: DecodingConfig):
     """The first block of a sequence with so many keys that some query sees."""
     return PICK.larger(first_key_of(keys, params), 0) // config.tiles.tile_n
 
@@ -151,8 +157,12 @@ def share_of(number, params: DecodingParams, config: cutlass.Constexpr):
         sequence = cute.arch.make_warp_uniform(sequence)
         keys = keys_of(sequence, params)
     end = PICK.smaller(begin + each, total)
-    if params.segment > 1:  # what lies behind its sequence's last block is nobody's
+    if (
+        params.segment > 1
+    ):  # what lies behind its sequence's last block is nobody's, and what lies before the first that is seen
         end = PICK.smaller(end, at + blocks_of(keys, params, config))
+        unseen = seen_block_of(keys, params, config) - first_block_of(keys, params, config)
+        begin = PICK.larger(begin, at + unseen)
     begin, end, each, at = (cute.arch.make_warp_uniform(I32(x)) for x in (begin, end, each, at))
     return Share(I32(number), begin, end, each), Place(sequence, keys, at)
 

@@ -34,7 +34,7 @@ from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
 from tilewise.backends.hopper.kit.instructions import all_agree, both, choose, get_words, keep_words_above, pack
 from tilewise.backends.hopper.kit.lines import BlockLine, RowLine, line_of_head
 from tilewise.backends.hopper.kit.lists import hide_others
-from tilewise.backends.hopper.kit.ring import PipelineState, new_reader, release
+from tilewise.backends.hopper.kit.ring import PipelineState, acquire, new_reader, release
 from tilewise.backends.hopper.kit.scheduler import PICK
 from tilewise.backends.hopper.kit.slopes import BlockSlopes, RowSlopes
 from tilewise.backends.hopper.kit.tiles import QueryTile, begin_product, column_of, row_of, rows_columns
@@ -247,6 +247,9 @@ def compute_tile(
             state = key_block(operands, n_q, state, block, smem, params, config)
     if cutlass.const_expr(not config.stores):
         release(smem.q_empty + n_q)  # the loading warp may bring the next Q
+    if cutlass.const_expr(config.hides_values):
+        acquire(smem.full, state)  # V of the last block: the loading warp
+        segments.hide_values(query_tile, band, state.index, w, smem, config)
     staged_blocks.begin_values(operands, state, smem, config)  # of the last block
     return state
 

@@ -21,6 +21,7 @@ from tilewise.backends.hopper.config import (
     Traced,
     dtypes_of,
     ends_at_least,
+    forward_keys_of,
     keys_of,
     why_no_bits,
 )
@@ -125,6 +126,12 @@ class Config(Formed):
         return several and self.has_upper and not (self.listed or self.selected)
 
     @property
+    def hides_values(self) -> bool:
+        """Whether a tile's last block may begin with keys that no row sees, since blocks lie at fixed keys. Over pages the copies leave them
+        out, and beside ends of rows a copy of V does."""
+        return bool(self.tiles.segment) and self.form == "band" and not self.paged
+
+    @property
     def name(self) -> str:
         """The kernel's name: its symbol in the cubin, and its file."""
         tiles = self.tiles
@@ -184,7 +191,7 @@ def shipped() -> list[Config]:
         for c in (*plain, *packed)
         if c.form in ONE_ORDER and c.tiles in ONE_ORDER_TILES and not (c.score or c.dropout)
     ]
-    ordered += [c for c in paged if c.form == "upper"]
+    ordered += [c for c in paged if c.form == "band"]
     ordered = [replace(c, tiles=one_order(c.tiles, c.form)) for c in ordered]
     every = dict.fromkeys((*whole, *split, *packed, *paged, *both, *bits, *dropped, *biased, *gathers, *ordered))
     return [c for c in every if c.dtype in dtypes_of(c.tiles.width, c.tiles.width_v, c.score, c.dropout)]
@@ -216,23 +223,23 @@ def smaller(config: Config) -> list[Config]:
 # -- What a call gets ----------------------------------------------------------------------------------------------
 
 
-ONE_ORDER = ("upper", "rows")
-"""The forms of dense calls whose rows have one order of sums; packed ones, and those over pages, have the first."""
+ONE_ORDER = ("upper", "band", "rows")
+"""The forms of dense calls whose rows have one order of sums; packed ones have the first two, and those over pages the second."""
 
 
 def of_one_order(problem: Problem) -> Config:
     """The kernel of a call that is deterministic everywhere: blocks of 128 keys, in segments from the sequence's first one on."""
-    form = ends_at_least(keys_of(problem)[0])
+    form = ends_at_least(forward_keys_of(problem)[0])
     tiles = row_for(problem, capped=False, dropped=False).of_form(form)
     return Config(one_order(tiles, form), DTYPES[str(problem.dtype)], form, packed=problem.packed)
 
 
 def one_order_of_rows(problem: Problem) -> list[Config]:
-    """The causal kernels of all ways that rows like a problem's may come, dense, packed and over pages."""
+    """The kernels of all ways that rows like a problem's may come, dense, packed and over pages."""
     tiles, dtype = row_for(problem, capped=False, dropped=False).ends, DTYPES[str(problem.dtype)]
-    found = [Config(one_order(tiles), dtype, "upper", packed=packed) for packed in (False, True)]
+    found = [Config(one_order(tiles), dtype, form, packed=packed) for form in ONE_ORDER[:2] for packed in (False, True)]
     over_pages = [(rows, one_order(x)) for (width, rows), x in PAGED_TILES.items() if width == tiles.width]
-    return found + [Config(x, dtype, "upper", packed=True, paged=rows) for rows, x in over_pages]
+    return found + [Config(x, dtype, "band", packed=True, paged=rows) for rows, x in over_pages]
 
 
 def choose(problem: Problem) -> Config:

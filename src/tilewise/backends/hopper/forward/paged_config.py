@@ -133,5 +133,6 @@ def choose(problem: Problem) -> Config | LatentConfig:
     tiles = next(tiles for (width, n), tiles in PAGED_TILES.items() if wide <= width and n == rows)
     # A row without an end ends far behind all keys.
     form = "upper" if band_of(problem).lo is None else "band"
-    tiles = one_order(tiles) if problem.spec.everywhere else tiles
+    if problem.spec.everywhere:
+        tiles, form = one_order(tiles), "band"
     return Config(tiles, DTYPES[str(problem.dtype)], form, packed=True, paged=rows)

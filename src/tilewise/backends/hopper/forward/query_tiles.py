@@ -153,7 +153,11 @@ def place_packed(packed_tile: packed.PackedTile, params: ForwardParams, config: 
     moving = schedule.Band(
         params.lo + off if config.has_lower else None, params.hi + off if config.has_upper else None, k.size
     )
-    first, band = schedule.cut(moving, extra.first, extra.last, q.size, PICK)
+    # Segments begin at fixed keys, whichever of them the rows see.
+    ends = moving._replace(lo=None) if config.tiles.segment else moving
+    first, band = schedule.cut(ends, extra.first, extra.last, q.size, PICK)
+    if config.tiles.segment and config.has_lower:
+        band = band._replace(lo=moving.lo - first)
     # The band counts from the first key that some row of the sequence sees: keys outside are never loaded.
     start, stop = schedule.key_blocks(row, config.tile_queries, config.tiles.tile_n, band, PICK)
     keys = packed.Span(k.start + first + band.seqlen_k, band.seqlen_k)

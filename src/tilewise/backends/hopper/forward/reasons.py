@@ -17,7 +17,7 @@ from tilewise.backends.hopper.config import (
     reasons_of_slopes,
 )
 from tilewise.backends.hopper.forward.config import choose, leaves_idle, mean_seqlen_q
-from tilewise.backends.hopper.forward.tiles import MAX_HEAD_DIM, ONE_ORDER_TILES, TABLE, rows_for
+from tilewise.backends.hopper.forward.tiles import MAX_HEAD_DIM, ONE_ORDER_TILES, PAGE_ROWS, TABLE, rows_for
 from tilewise.problem import Problem
 
 
@@ -48,15 +48,22 @@ def reasons_of_order(problem: Problem) -> list[str]:
     if row is None or row.ends not in ONE_ORDER_TILES or any(dim % MULTIPLE for dim in dims):
         found.append(f"head dims {dims[0]} and {dims[1]}")
     found += ["a score"] if problem.spec.score_text else []
-    # A window moves the first key of the blocks that a chunk of rows reads.
-    found += [] if all(_ORDERED.fullmatch(x) for x in filter(None, text.split(" & "))) else [f"the mask {text}"]
+    found += [] if all(_has_order(x) for x in filter(None, text.split(" & "))) else [f"the mask {text}"]
     return [
-        f'deterministic="everywhere" with {x}: it has causal, key_lengths and no mask, 16 bits, up to 64 or 128'
+        f'deterministic="everywhere" with {x}: it has causal, key_lengths, windows of {PAGE_ROWS[0]} keys or more and no mask, 16 bits, '
+        "up to 64 or 128"
         for x in found
     ]
 
 
-_ORDERED = re.compile(r"causal\(\)|key_range\(0, [^&]*\)")
+_ORDERED, _WINDOW = re.compile(r"causal\(\)|key_range\(0, [^&]*\)"), re.compile(r"window\((\d+|None), (?:\d+|None)\)")
+
+
+def _has_order(mask: str) -> bool:
+    """Whether kernels over pages, too, have a part of a mask: a narrower window may lie within what one box brings (``pages.box_of``)."""
+    window = _WINDOW.fullmatch(mask)
+    left = window and window[1]
+    return bool(_ORDERED.fullmatch(mask)) or (left is not None and (left == "None" or int(left) + 1 >= PAGE_ROWS[0]))
 
 
 def _reasons_of_wide(problem: Problem) -> list[str]:

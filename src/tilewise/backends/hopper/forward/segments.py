@@ -15,12 +15,15 @@ import cutlass.cute as cute
 from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.forward.parameters import STATISTICS
 from tilewise.backends.hopper.forward.params import ForwardParams
-from tilewise.backends.hopper.kit import softmax
-from tilewise.backends.hopper.kit.dtypes import F32, I32
+from tilewise.backends.hopper.forward.storage import ForwardStorage
+from tilewise.backends.hopper.kit import schedule, softmax
+from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
+from tilewise.backends.hopper.kit.scheduler import PICK
 from tilewise.backends.hopper.kit.states import joined, joined_number, put_numbers, take_numbers
-from tilewise.backends.hopper.kit.tiles import rows_columns
+from tilewise.backends.hopper.kit.tiles import QueryTile, rows_columns
 
 WAITING, ENDED = -2, -1  # of the STATISTICS, counted from the last one
+FREE_BARRIER = 8  # behind those of the turns of three warpgroups (forward.turns)
 
 
 class Segments(NamedTuple):
@@ -101,6 +104,20 @@ def leave_segment(segments: Segments, o: cute.Tensor, config: Config) -> None:
     put_numbers(segments.states, place_of(segments, WAITING, config), [ended[k] for k in range(4)])
     segments.waits[0] = I32(1)
     o.fill(0.0)
+
+
+@cute.jit
+def hide_values(query_tile: QueryTile, band: schedule.Band, stage, w, smem: ForwardStorage, config: cutlass.Constexpr):
+    """Zeros in V's stage of a tile's last block, which is there, for keys before the first that any row of the sequence sees: those may be
+    NaN, and P, which is 0, would let them through. Other kernels begin at that key (``query_tiles.place_packed``)."""
+    tiles, thread = config.tiles, cute.arch.thread_idx()[0] % 128
+    unseen = PICK.smaller(schedule.row_start(0, band, PICK) - query_tile.start * tiles.tile_n, tiles.tile_n)
+    if unseen > 0:
+        for key in cutlass.range(unseen, unroll=1):
+            if thread < tiles.width_v:
+                smem.v[thread, key, stage] = ELEMENT[config.dtype](0.0)
+        cute.arch.fence_view_async_shared()  # what threads wrote, wgmma reads by another path
+        cute.arch.barrier(barrier_id=FREE_BARRIER + w, number_of_threads=128)
 
 
 def join_waiting(segments: Segments, rows: softmax.SoftmaxState, o: cute.Tensor, config: Config) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tilewise import device as devices
 from tilewise.backends.base import Inputs, Output, output_of_no_pair
-from tilewise.backends.hopper.config import Band, keys_of
+from tilewise.backends.hopper.config import Band, forward_keys_of
 from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.forward.grids import Grid, spread
 from tilewise.backends.hopper.host import masks
@@ -38,7 +38,7 @@ class ForwardPlan(DirectPlan):
 
     @cached_property
     def band(self) -> Band:
-        return keys_of(self.problem)[1]
+        return forward_keys_of(self.problem)[1]
 
     @cached_property
     def cut(self) -> bool:

@@ -16,14 +16,16 @@ from bench.measure import in_turns
 WAYS = {"free": False, "deterministic": True, "everywhere": "everywhere"}
 PEERS = {name: f"deterministic={value!r}" for name, value in WAYS.items()}
 TOKENS, HIDDEN, PAGE, ROUNDS = 16_384, 2048, 64, 9
-TRAINING = [(d, n) for d in (128, 64) for n in (2048, 4096, 16_384)]
+TRAINING = [(d, n, None) for d in (128, 64) for n in (2048, 4096, 16_384)]
+TRAINING += [(d, 8192, window) for d in (128, 64) for window in (127, 1023, 4095)]
 PAGED = {
     "prefill": [(1, 8192, 8192), (1, 2048, 8192)],
     "decode": [(64, 1, 1024), (8, 1, 4096), (64, 1, 4096), (1, 1, 4096), (1, 1, 16_384), (1, 1, 65_536), (8, 4, 4096)],
     "wide": [(64, 1, 4096), (8, 1, 4096)],
+    "window": [(4, 2048, 8192), (64, 1, 4096), (8, 1, 16_384), (1, 1, 16_384)],
 }
-"""Sequences, queries of each, and keys; ``wide``: over tables with room for WIDE keys."""
-WIDE = 131_072
+"""Sequences, queries of each, and keys; ``wide``: over tables with room for WIDE keys; ``window``: of which a query sees WINDOW and its own."""
+WIDE, WINDOW = 131_072, 1023
 HEADS = 32, 8
 
 
@@ -36,18 +38,19 @@ def times(log: script.Log, case: str, calls: dict, direction: str, shape: dict) 
         log.add(case, who, direction, "time", ms, shape=shape)
 
 
-def training(log: script.Log, d: int, n: int) -> None:
+def training(log: script.Log, d: int, n: int, window: int | None) -> None:
     batch, heads = TOKENS // n, HIDDEN // d
     q, k, v = (randn(batch, n, heads, d, grad=True) for _ in range(3))
-    do, forward, backward = randn(batch, n, heads, d), {}, {}
+    do, forward, backward, mask = randn(batch, n, heads, d), {}, {}, tw.causal() & tw.window(left=window)
     for who, how in WAYS.items():
-        attend = partial(tw.attention, q, k, v, causal=True, deterministic=how)
+        attend = partial(tw.attention, q, k, v, mask=mask, deterministic=how)
         forward[who] = torch.no_grad()(attend)
         backward[who] = partial(torch.autograd.grad, attend(), (q, k, v), do, retain_graph=True)
     few = slice(n - 100, n)
-    part = tw.attention(q[:1, few], k[:1], v[:1], causal=True, deterministic="everywhere")
+    part = tw.attention(q[:1, few], k[:1], v[:1], mask=mask, deterministic="everywhere")
     assert torch.equal(part, forward["everywhere"]()[:1, few])
-    case, shape = f"one-order-d{d}-n{n}", {"batch": batch, "seqlen": n, "heads": heads, "head_dim": d}
+    case = f"one-order-d{d}-n{n}" + ("" if window is None else f"-window-{window}")
+    shape = {"batch": batch, "seqlen": n, "heads": heads, "head_dim": d}
     times(log, case, forward, "forward", shape)
     times(log, case, backward, "backward", shape)
 
@@ -61,10 +64,11 @@ def paged(log: script.Log, kind: str, batch: int, queries: int, keys: int, d: in
     room = torch.nn.functional.pad(table, (0, WIDE // PAGE - count)) if kind == "wide" else table
     cache = tw.PagedCache(k, v, room, torch.full((batch,), keys, device="cuda", dtype=torch.int32))
     q = randn(batch, queries, heads_q, d)
-    calls = {who: partial(tw.attention_paged, q, cache, causal=True, deterministic=how) for who, how in WAYS.items()}
+    mask = tw.causal() & tw.window(left=WINDOW if kind == "window" else None)
+    calls = {who: partial(tw.attention_paged, q, cache, mask=mask, deterministic=how) for who, how in WAYS.items()}
     dense = (x[table[:1].long()].flatten(1, 2) for x in (k, v))
     prompt = torch.cat([randn(1, max(0, 200 - queries), heads_q, d), q[:1]], 1)  # in the kernels of prompts
-    whole = tw.attention(prompt, *dense, causal=True, deterministic="everywhere")
+    whole = tw.attention(prompt, *dense, mask=mask, deterministic="everywhere")
     assert torch.equal(whole[:, -queries:], calls["everywhere"]()[:1])
     shape = {
         "batch": batch,

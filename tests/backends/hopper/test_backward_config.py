@@ -277,6 +277,7 @@ def test_causal_key_tiles_from_the_queue_are_even_and_of_heads_that_l2_holds(dim
 def shared_tiles(dims, form, shape, deterministic=False, packed=False) -> tuple:
     """Tiles of ``(batch, seqlen, heads_q, heads_k)`` and how 132 multiprocessors share them."""
     row, (batch, seqlen, heads_q, heads_k) = TABLE[dims], shape
+    form = "band" if row.kept and form == "upper" else form
     passes = row.keeping(form, packed, softcap=False) or backward_config.Passes(row.summed(form, packed))
     x = backward_config.Backward(*passes, "bf16", form, packed=packed)
     spec, total = SimpleNamespace(deterministic=deterministic, everywhere=False), seqlen * (batch if packed else 1)
@@ -382,10 +383,22 @@ def test_what_is_chosen_is_shipped(d, mask, score):
 
 
 @pytest.mark.parametrize("d", [64, 128])
-@pytest.mark.parametrize(("score", "keys"), [(None, 1000), (tw.softcap(20.0), 450)], ids=["plain", "softcap"])
-def test_one_pass_is_taken_where_it_pays_which_a_softcap_makes_sooner(d, score, keys):
-    assert backward_config.choose(small(d=d, nk=keys, score=score).p).queries is None
-    assert backward_config.choose(small(d=d, nk=keys * 5 // 9, score=score).p).queries is not None
+def test_one_pass_is_taken_where_it_pays_and_always_with_a_softcap(d):
+    assert backward_config.choose(small(d=d, nk=1000).p).queries is None
+    assert backward_config.choose(small(d=d, nk=555).p).queries is not None
+    for options in ({}, {"causal": True}, {"mask": tw.window(9, 3)}, {"deterministic": True}):
+        assert backward_config.choose(small(d=d, score=tw.softcap(20.0), **options).p).queries is None
+
+
+@pytest.mark.parametrize("d", [64, 96, 128, 192, 256])
+def test_rows_that_end_somewhere_are_a_band_where_that_takes_as_long(d):
+    p = small(d=d, causal=True).p
+    assert backward_config.choose(p).form == ("band" if d > 128 else "upper")
+    assert forward_config.choose(p).form == ("band" if d == 192 else "upper")
+    q = normal(70, 4, d, dtype=torch.bfloat16)
+    p = call(q, q, q, cu_seqlens_q=torch.tensor([0, 30, 70]), causal=True).p
+    assert backward_config.choose(p).form == ("upper" if d == 64 else "band")
+    assert forward_config.choose(p).form == ("upper" if d in (64, 128) else "band")
 
 
 @pytest.mark.parametrize("d", [64, 128])
@@ -477,10 +490,7 @@ def test_what_asks_about_every_pair_gets_tiles_of_its_own_and_is_never_summed(op
     monkeypatch.setattr(
         backward_config,
         "TABLE",
-        {
-            dims: replace(row, one_pass_from=0, overlapping_from=None, packed_from=None, softcap_from=None)
-            for dims, row in TABLE.items()
-        },
+        {dims: replace(row, one_pass_from=0, overlapping_from=None, packed_from=None) for dims, row in TABLE.items()},
     )
     monkeypatch.setattr(backward_config, "why_no_bits", lambda *args, **kwargs: "none are read")
     for d in (64, 96, 128, 256):
@@ -561,10 +571,7 @@ def launched(monkeypatch):
     monkeypatch.setattr(
         backward_config,
         "TABLE",
-        {
-            dims: replace(row, one_pass_from=0, overlapping_from=None, packed_from=None, softcap_from=None)
-            for dims, row in TABLE.items()
-        },
+        {dims: replace(row, one_pass_from=0, overlapping_from=None, packed_from=None) for dims, row in TABLE.items()},
     )
 
     def put(x, arguments: list) -> None:

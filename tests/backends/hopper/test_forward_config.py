@@ -236,15 +236,19 @@ def test_tiles_follow_the_lengths(name, h200):
 
 
 @pytest.mark.parametrize("tiles", ROWS, ids=str)
-def test_splits_are_nearly_equal_and_no_shorter_than_they_may_be(tiles):
+def test_splits_are_nearly_equal_and_no_shorter_than_they_may_be(tiles, h200):
     c = replace(D128, tiles=tiles)
-    for seqlen_q in (1, 5000):
+    for seqlen_q, deterministic, heads in itertools.product((1, 5000), (False, True), (1, 8)):
+        spec = SimpleNamespace(deterministic=deterministic)
+        p = SimpleNamespace(spec=spec, seqlen_q=seqlen_q, heads_q=heads, batch=2, packed=False, device=None)
+        most = config.REPEATED_SPLITS if deterministic and seqlen_q > 1 else config.MAX_SPLITS
         for seqlen_k in range(1, 70_000, 977):
-            blocks, parts = -(-seqlen_k // tiles.tile_n), config.num_splits(c, seqlen_q, seqlen_k)
+            blocks, parts = -(-seqlen_k // tiles.tile_n), config.num_splits(c, p, seqlen_k)
             size = -(-blocks // parts)
-            assert parts <= config.MAX_SPLITS[seqlen_q == 1]
+            assert parts <= most
             assert parts == 1 or size * tiles.tile_n >= config.MIN_SPLIT_KEYS
             assert (parts - 1) * size < blocks <= parts * size
+            assert parts == 1 or deterministic or parts * config.tile_count(c, p) <= 132
 
 
 def test_a_deterministic_call_splits_whoever_shares_its_batch(h200):

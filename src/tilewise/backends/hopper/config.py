@@ -39,15 +39,15 @@ APART = 1 << 34  # elements between two rows, more than tensor maps of packed se
 # those between such ends that a predicate keeps, by lists of key blocks; those of any mask, by lists and a bit for each pair.
 FORMS = ("full", "upper", "band", "rows", "lists", "bits")
 SHIPPED = FORMS[:4]
-DROPPED = ("full", "upper", "rows")  # those with dropout: bands with two ends come as tensors
+DROPPED = ("upper", "rows")  # those with dropout: bands with two ends come as tensors
 SHARING = 4  # CTAs that read one head's keys at a time, so that K and V come from L2: docs/decisions.md#hopper-sharing
 
 
-def dtypes_of(width: int, width_v: int, score: str = "", dropout: bool = False) -> tuple[str, ...]:
-    """The dtypes in which kernels of these head dims ship. In fp16 those with a score, with dropout, of two head dims or of one above 256
-    are compiled at a first call, or left to Triton: models with these run in bf16 (docs/decisions.md#hopper-shipped-dtypes)."""
-    plain = width == width_v <= 256 and not (score or dropout)
-    return tuple(DTYPES.values()) if plain else ("bf16",)
+def dtypes_of(width: int, width_v: int, rare: bool = False) -> tuple[str, ...]:
+    """The dtypes in which kernels of these head dims ship. In fp16 those of two head dims, of one above 256, and ``rare`` ones are compiled
+    at a first call, or left to Triton: models with these run in bf16. Rare are a score, dropout, and a mask at head dims of models that
+    generate images, which have none (docs/decisions.md#hopper-shipped-dtypes)."""
+    return tuple(DTYPES.values()) if width == width_v <= 256 and not rare else ("bf16",)
 
 
 # -- Registers -----------------------------------------------------------------------------------------------------
@@ -138,24 +138,24 @@ def keys_of(problem: Problem) -> tuple[str, Band]:
     Where the form says that ends are numbers, the band is cut to the keys that some row sees; packed sequences are cut by the
     kernel. Otherwise the ends of rows are tensors and the band holds all keys. An expression or dropout has to know a key's
     place among all: a band that would be cut then becomes tensors too, as every band with two ends does beside dropout, so that
-    fewer kernels ship. For that, too, packed rows that see all keys have an end far away (docs/decisions.md#hopper-fewer-forms).
+    fewer kernels ship.
     """
     band, every = band_of(problem), Band(None, None, 0, problem.seqlen_k)
     if band is None:
         return ("rows" if problem.spec.region.predicate is None else "lists"), every
     dropout = problem.spec.dropout_p > 0
     if problem.packed or problem.paged:
-        return ends_at_least(band.form), band
+        return served_form(band.form, problem), band
     band = band.cut(problem.seqlen_q)
     whole = (band.start, band.stop) == (0, problem.seqlen_k)
     if (not whole and (is_traced(problem) or dropout)) or (dropout and band.form == "band"):
         return "rows", every
-    return band.form, band
+    return served_form(band.form, problem), band
 
 
 def forward_keys_of(problem: Problem) -> tuple[str, Band]:
-    """:func:`keys_of` as a forward has them. Where sums have one order its blocks lie at fixed keys, and none before the first that some row
-    sees is cut off."""
+    """:func:`keys_of` as a forward has them. Where sums have one order, its blocks lie at fixed keys, and none before the first that some
+    row sees is cut off."""
     (form, band), whole = keys_of(problem), band_of(problem)
     if not problem.spec.everywhere or whole is None or problem.packed or problem.paged:
         return form, band
@@ -163,9 +163,25 @@ def forward_keys_of(problem: Problem) -> tuple[str, Band]:
     return band.form, band
 
 
+def served_form(form: str, problem: Problem) -> str:
+    """The form whose kernels serve another one of numbers: rows that see all keys end far away in packed sequences, over pages, and beside
+    dropout or a softcap, so that fewer kernels ship (docs/decisions.md#hopper-fewer-forms)."""
+    cap = cap_of(problem)
+    capped = cap is not None and not math.isnan(cap)
+    return ends_at_least(form) if problem.packed or problem.paged or problem.spec.dropout_p > 0 or capped else form
+
+
 def ends_at_least(form: str) -> str:
     """The form whose kernels serve another one where "full" ships none: rows that see all keys end far away."""
     return "upper" if form == "full" else form
+
+
+def keys_before(problem: Problem) -> float:
+    """How many keys before its own place a row sees at most, as the mask's windows say, whatever the lengths are."""
+    return min((int(n) for n in _LEFT.findall(problem.spec.mask_text)), default=math.inf)
+
+
+_LEFT = re.compile(r"window\((\d+), \w+\)")
 
 
 def mean_keys_per_query(problem: Problem) -> float:

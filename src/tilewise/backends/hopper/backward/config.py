@@ -42,9 +42,11 @@ from tilewise.backends.hopper.config import (
     band_of,
     dtypes_of,
     ends_at_least,
+    keys_before,
     keys_of,
     mean_keys_per_query,
     reasons_of_slopes,
+    served_form,
     why_no_bits,
 )
 from tilewise.backends.hopper.expected import Expected
@@ -260,14 +262,12 @@ def shipped() -> list[Backward]:
         for row in rows
         for passes in (row.two_passes_of(form, packed, softcap), row.keeping(form, packed, softcap))
     ]
-    for form, packed in kinds:
-        summed = filter(None, (row.summed(form, packed) for row in rows))
-        found += [(Passes(keys), {"form": form, "packed": packed}) for keys in summed]
     found += [
-        (Passes(row.summed(form, packed, softcap=True)), {"form": form, "packed": packed, "score": "softcap"})
-        for row in rows
+        (Passes(keys), {"form": form, "packed": packed, "score": "softcap" * softcap})
+        for softcap in (False, True)
         for form, packed in kinds
-        if row.summed(form, packed, softcap=True)
+        for row in rows
+        if row.form_in(form, packed, softcap) == form and (keys := row.summed(form, packed, softcap=softcap))
     ]
     found += [(Passes(row.bits), {"form": "bits"}) for row in rows if row.bits]
     dropped = [(form, False) for form in DROPPED] + [("upper", True)]
@@ -287,7 +287,14 @@ def shipped() -> list[Backward]:
     ]
     found = [(x, more) for x, more in found if x and exists(x.keys, more["form"], more.get("packed", False))]
     every = [Backward(*passes, dtype=dtype, **options) for passes, options in found for dtype in DTYPES.values()]
-    return [x for x in every if x.dtype in dtypes_of(*x.keys.dims, x.score, x.dropout)]
+    return [x for x in every if ships(x)]
+
+
+def ships(config: Backward) -> bool:
+    """Whether a kernel's dtype ships, and its form: rows that see all keys have none with a softcap."""
+    dims, form = config.keys.dims, config.form
+    rare = bool(config.score) or config.dropout or (form != "full" and dims[0] in (96, 192))
+    return config.dtype in dtypes_of(*dims, rare) and not (form == "full" and config.score == "softcap")
 
 
 # -- The choice ----------------------------------------------------------------------------------------------------
@@ -353,10 +360,8 @@ class Chosen(NamedTuple):
 
 
 def chosen_row(p: Problem) -> Chosen | None:
-    """The first row of TABLE that holds both head dims and has passes for a problem that repeat their bits; None where no row does."""
-    if p.spec.everywhere:  # no dS is kept, whose heads and keys at a time would decide the order of dQ
-        return next(filter(None, (two_passes(row, p) for row in rows_for(p))), None)
-    return next(filter(None, (kept_ds(row, p) or two_passes(row, p) for row in rows_for(p))), None)
+    """The passes of the first row of TABLE that holds both head dims and has any for a problem; None where no row does."""
+    return next(filter(None, (one_pass(row, p) or kept_ds(row, p) or two_passes(row, p) for row in rows_for(p))), None)
 
 
 def two_passes(row: BackwardRow, p: Problem) -> Chosen | None:
@@ -377,10 +382,7 @@ def choose(p: Problem) -> Backward:
     bits = bit_tiles_of(p)
     if form in ("rows", "lists") and bits and not why_no_bits(p, bits.tile_m, by_columns=True):
         return Backward(bits, None, DTYPES[str(p.dtype)], "bits")
-    chosen = chosen_row(p)
-    if traced == PLAIN:
-        chosen = one_pass(chosen.row, p, chosen.form, softcap) or chosen
-    _, passes, form = chosen
+    _, passes, form = chosen_row(p)
     return Backward(*passes, DTYPES[str(p.dtype)], form, "softcap" * softcap, p.packed, traced, dropout)
 
 
@@ -415,7 +417,10 @@ def kept_ds(row: BackwardRow, p: Problem) -> Chosen | None:
     """The passes of a row that keep dS, if it has any for a problem and the sheet takes no more memory than it may. Of equal sequences the
     lengths and heads of one alone say so: a result does not depend on its batch-mates."""
     form, traced = form_of(p), Expressions.of(p).traced != PLAIN
-    found = None if traced or p.spec.dropout_p else row.keeping(form, p.packed, p.spec.score is not None)
+    form = "band" if form == "upper" else form
+    # Everywhere, heads and keys at a time would decide the order of dQ.
+    others = traced or p.spec.dropout_p or p.spec.everywhere
+    found = None if others else row.keeping(form, p.packed, p.spec.score is not None)
     if found is None or not exists(found.keys, form, p.packed):
         return None
     config = Backward(*found, DTYPES[str(p.dtype)], form, packed=p.packed)
@@ -452,19 +457,23 @@ def sheet_bytes(queries: SheetTiles, p: Problem) -> int:
     return ELEMENT_BYTES * SHEET_BLOCK * sheet_blocks(queries, p, p.seqlen_k)[1] * (p.heads_q // p.heads_k)
 
 
-def one_pass(row: BackwardRow, p: Problem, form: str, softcap: bool = False) -> Chosen | None:
+def one_pass(row: BackwardRow, p: Problem) -> Chosen | None:
     """The tiles of a single pass, if this head dim has any and they pay. Where bits must repeat, dQ is added up in order, from a queue."""
-    in_order, dropout = p.spec.deterministic, p.spec.dropout_p > 0
-    form = ends_at_least(form) if in_order else form
-    if dropout:
-        return Chosen(row, Passes(row.summed(form, p.packed, dropout=True)), form) if row.dropout else None
-    keys = row.summed(form, p.packed, softcap=softcap)
+    in_order, dropout, softcap = p.spec.deterministic, p.spec.dropout_p > 0, p.spec.score is not None
+    if Expressions.of(p).traced != PLAIN:
+        return None
+    form = ends_at_least(form_of(p)) if in_order else form_of(p)
+    form = form if dropout else row.form_in(form, p.packed, softcap)
+    keys = row.summed(form, p.packed, dropout, softcap and not dropout)
     if keys is None or not exists(keys, form, p.packed) or (keys.subtracts and p.softmax_scale < LEAST_SCALE):
         return None
-    few, short = few_tiles(keys, p), mean_keys_per_query(p) < row.least_keys(keys, p.packed, softcap)
-    if in_order:
-        # The lengths of others must not decide, nor, everywhere, those of the sequence as the call happens to have it.
-        two = (few or short) and not (p.spec.everywhere or p.packed)
+    if dropout or softcap:
+        return Chosen(row, Passes(keys), form)
+    few, short = few_tiles(keys, p), mean_keys_per_query(p) < row.least_keys(keys, p.packed)
+    if p.spec.everywhere:  # no length decides, nor whether sequences are packed
+        two = keys_before(p) < row.least_keys(keys, packed=False)
+    elif in_order:
+        two = (few or short) and not p.packed  # the lengths of others must not decide
     else:
         two = short and not few
     return None if two else Chosen(row, Passes(keys), form)
@@ -481,4 +490,4 @@ def form_of(p: Problem) -> str:
     """The form of FORMS by which a kernel learns the keys of a row. A band keeps the form that the mask has before its ends are cut
     to the keys that are seen."""
     form, band = keys_of(p)[0], band_of(p)
-    return form if band is None or p.packed or form in ("rows", "lists") else band.form
+    return form if band is None or p.packed or form in ("rows", "lists") else served_form(band.form, p)

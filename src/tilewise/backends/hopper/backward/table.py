@@ -33,7 +33,8 @@ class BackwardRow:
         kept: as two_passes, for a band, but that dS is kept (docs/decisions.md#hopper-kept-ds).
         keeps: where else that pays, of KEEPS.
         one_pass: where the pass over keys accumulates dQ.
-        softcap_one_pass: as one_pass, with a softcap: its slope takes registers, so that a tile has fewer queries.
+        softcap_one_pass: as one_pass, with a softcap, however few the keys are: each tanh is then computed once. Its slope takes registers,
+            so that a tile has fewer queries.
         dropout: as one_pass, with dropout and neither a score nor a predicate, however few the keys are: pairs are then drawn once.
         alibi: whether one_pass is shipped with ALiBi whose bias is linear, and with a table's bias by distance.
         bias: where the pass over keys accumulates dQ, with a bias by pair.
@@ -41,7 +42,6 @@ class BackwardRow:
         one_pass_from: keys that a query must see on average for one pass to pay (docs/decisions.md#hopper-two-or-one-pass).
         overlapping_from: the same where tiles overlap, which hides a part of that; None: as many.
         packed_from: the same of packed sequences, which are taken to be equally long: others see more. None: as many.
-        softcap_from: the same with a softcap, each tanh of which two passes compute twice, of equal sequences. None: as many.
     """
 
     two_passes: Passes
@@ -60,14 +60,11 @@ class BackwardRow:
     one_pass_from: int = 0
     overlapping_from: int | None = None
     packed_from: int | None = None
-    softcap_from: int | None = None
 
-    def least_keys(self, keys: KeyTiles, packed: bool, softcap: bool) -> int:
+    def least_keys(self, keys: KeyTiles, packed: bool) -> int:
         """How many keys a query must see on average for these tiles of ``one_pass``."""
         if packed and self.packed_from is not None:
             return self.packed_from
-        if softcap and not packed and self.softcap_from is not None:
-            return self.softcap_from
         return self.one_pass_from if self.overlapping_from is None or not keys.overlaps else self.overlapping_from
 
     def summed(self, form: str, packed: bool, dropout: bool = False, softcap: bool = False) -> KeyTiles | None:
@@ -82,9 +79,9 @@ class BackwardRow:
         return keys if form == "full" else replace(keys, queued=True, prefetches=True)
 
     def keeping(self, form: str, packed: bool, softcap: bool) -> Passes | None:
-        """The tiles that keep dS as a form has them; None where that is not done."""
+        """The tiles that keep dS as a form has them; None where that is not done. Rows that end somewhere are read as a band."""
         wanted = {"softcap": softcap, "packed": packed, "rows": form == "rows"}
-        if self.kept is None or any(wanted[name] and name not in self.keeps for name in KEEPS):
+        if self.kept is None or form == "upper" or any(wanted[name] and name not in self.keeps for name in KEEPS):
             return None
         late = softcap and form in ("band", "rows")  # both ends of a row and a softcap's slope would spill
         # Two CTAs that share a tile could not take the same one from a queue, and tiles of a full mask are alike.
@@ -94,7 +91,13 @@ class BackwardRow:
     def form_of_two_passes(self, form: str, packed: bool) -> str:
         """The form whose kernels make two passes of a problem. Where dS is kept elsewhere, what is too long for that has one form: a band
         of equal sequences is read as ends of rows, and packed sequences as a band, so that fewer kernels ship."""
-        return ("band" if packed else "rows") if self.kept and form in BANDS else form
+        return ("band" if packed else "rows") if self.kept and form in BANDS else self.form_in(form, packed)
+
+    def form_in(self, form: str, packed: bool, softcap: bool = False) -> str:
+        """The form whose kernels serve another one without dropout: packed rows that end somewhere are read as a band, which takes as long
+        but for plain ones of 64 (docs/decisions.md#hopper-fewer-forms)."""
+        own = not packed or (self.two_passes.keys.width == 64 and not softcap)
+        return "band" if form == "upper" and not own else form
 
     def two_passes_of(self, form: str, packed: bool, softcap: bool) -> Passes | None:
         """The tiles of two passes that ship for a form."""
@@ -129,10 +132,6 @@ TABLE = {
             KeyTiles(64, 64, tile_m=128, stages=8, prefetches=True),
             QueryTiles(64, 64, warpgroups=2, tile_n=128, stages=6, makes_statistics=True, prefetches=True),
         ),
-        softcap=Passes(
-            KeyTiles(64, 64, tile_m=64, stages=8),
-            QueryTiles(64, 64, warpgroups=2, tile_n=128, stages=6, makes_statistics=True, prefetches=True),
-        ),
         predicate=Passes(KeyTiles(64, 64, tile_m=64, stages=8), QueryTiles(64, 64, warpgroups=2, tile_n=96, stages=6)),
         one_pass=KeyTiles(64, 64, tile_m=128, stages=5, sums_dq=True, prefetches=True, v_register_steps=4),
         softcap_one_pass=KeyTiles(64, 64, tile_m=128, stages=5, sums_dq=True, reads_late=True),
@@ -143,7 +142,6 @@ TABLE = {
         one_pass_from=1100,
         overlapping_from=900,
         packed_from=650,
-        softcap_from=400,
     ),
     (96, 96): BackwardRow(
         two_passes=Passes(
@@ -154,10 +152,6 @@ TABLE = {
     (128, 128): BackwardRow(
         two_passes=Passes(
             KeyTiles(128, 128, tile_m=64, stages=8, prefetches=True),
-            QueryTiles(128, 128, warpgroups=2, tile_n=96, stages=6, makes_statistics=True, prefetches=True),
-        ),
-        softcap=Passes(
-            KeyTiles(128, 128, tile_m=48, stages=8),
             QueryTiles(128, 128, warpgroups=2, tile_n=96, stages=6, makes_statistics=True, prefetches=True),
         ),
         pairs=Passes(KeyTiles(128, 128, tile_m=48, stages=8), QueryTiles(128, 128, warpgroups=2, tile_n=80, stages=6)),
@@ -171,7 +165,6 @@ TABLE = {
         bias=_BIAS,
         bits=replace(_BITS, dq_first=True),
         one_pass_from=560,
-        softcap_from=400,
     ),
     (192, 128): BackwardRow(
         two_passes=Passes(

@@ -133,7 +133,9 @@ class DecodingConfig(Formed):
 def shipped() -> list[DecodingConfig]:
     """Every kernel that is compiled ahead of time."""
     kinds = [(tiles, score) for tiles in TILES.values() for score in ("", "softcap") if tiles.rows in rows_of(score)]
-    kinds = [(tiles, score, dtype) for tiles, score in kinds for dtype in dtypes_of(tiles.width, tiles.width_v, score)]
+    kinds = [
+        (tiles, score, dtype) for tiles, score in kinds for dtype in dtypes_of(tiles.width, tiles.width_v, bool(score))
+    ]
     return [DecodingConfig(dtype, tiles, n, score) for n in BOX_ROWS for tiles, score, dtype in kinds]
 
 

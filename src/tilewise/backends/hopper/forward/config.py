@@ -127,8 +127,8 @@ class Config(Formed):
 
     @property
     def hides_values(self) -> bool:
-        """Whether a tile's last block may begin with keys that no row sees, since blocks lie at fixed keys. Over pages the copies leave them
-        out, and beside ends of rows a copy of V does."""
+        """Whether a tile's last block may begin with keys that no row sees, since blocks lie at fixed keys. Over pages the copies leave
+        them out, and beside ends of rows a copy of V does."""
         return bool(self.tiles.segment) and self.form == "band" and not self.paged
 
     @property
@@ -171,12 +171,13 @@ def shipped() -> list[Config]:
     ]
     whole = plain + capped
     ends = [c for c in whole if c.of_numbers]
-    split = [replace(c, split=True) for c in ends if c.form == "upper" and row_of(c.tiles).softcap and not c.score]
     packed = [replace(c, packed=True) for c in ends if c.form != "full"]
-    ended = [kind for kind in kinds if kind[1] in ("upper", "band")]
-    paged = [Config(t, *kind, packed=True, paged=n) for (_, n), t in PAGED_TILES.items() for kind in ended]
+    boxes = [(tiles, rows, dtype) for (_, rows), tiles in PAGED_TILES.items() for dtype in DTYPES.values()]
+    paged = [Config(tiles, dtype, "band", packed=True, paged=rows) for tiles, rows, dtype in boxes]
     few = [other for c in ends if c.form != "band" for other in smaller(c)]
-    both = [*few, *[replace(c, split=True) for c in few if c.form == "upper"]]
+    # Where queries are few enough to split keys, nobody wants tiles of three warpgroups.
+    split = [c for c in ends if row_of(c.tiles).softcap and not c.score and c.tiles.warpgroups < 3]
+    split = [replace(c, split=True) for c in (*split, *few) if c.form == "upper"]
     bits = [Config(row.bits, dtype, "bits") for row in TABLE.values() if row.bits for dtype in DTYPES.values()]
     trained = [(row, *kind) for row in TABLE.values() if row.dropout for kind in kinds if kind[1] in DROPPED]
     dropped = [Config(row.dropout, dtype, form, dropout=True) for row, dtype, form in trained]
@@ -191,10 +192,26 @@ def shipped() -> list[Config]:
         for c in (*plain, *packed)
         if c.form in ONE_ORDER and c.tiles in ONE_ORDER_TILES and not (c.score or c.dropout)
     ]
-    ordered += [c for c in paged if c.form == "band"]
-    ordered = [replace(c, tiles=one_order(c.tiles, c.form)) for c in ordered]
-    every = dict.fromkeys((*whole, *split, *packed, *paged, *both, *bits, *dropped, *biased, *gathers, *ordered))
-    return [c for c in every if c.dtype in dtypes_of(c.tiles.width, c.tiles.width_v, c.score, c.dropout)]
+    ordered = [replace(c, tiles=one_order(c.tiles, c.form)) for c in (*ordered, *paged)]
+    every = dict.fromkeys((*whole, *few, *split, *packed, *paged, *bits, *dropped, *biased, *gathers, *ordered))
+    return [c for c in every if ships(c)]
+
+
+def ships(config: Config) -> bool:
+    """Whether a kernel's dtype ships, and its form: rows that see all keys have none with a softcap, and some of those that end somewhere
+    have that of two ends, which takes as long (docs/decisions.md#hopper-fewer-forms)."""
+    tiles, form = config.tiles, config.form
+    capped = form == "full" and config.score == "softcap"
+    rare = bool(config.score) or config.dropout or (form != "full" and tiles.width == 192)
+    dtypes = dtypes_of(tiles.width, tiles.width_v, rare)
+    return config.dtype in dtypes and not capped and form == form_in(row_of(tiles), form, config.score, config.packed)
+
+
+def form_in(row: TileRow, form: str, score: str, packed: bool) -> str:
+    """The form whose kernels serve another one of numbers with a row's tiles."""
+    dims = row.ends.width, row.ends.width_v
+    alone = dims in ((64, 64), (128, 128)) or (dims not in ((192, 192), (512, 512)) and not (packed or score))
+    return "band" if form == "upper" and not alone else form
 
 
 @lru_cache(maxsize=1)
@@ -259,21 +276,25 @@ def choose(problem: Problem) -> Config:
     if biased is not None:
         return biased
     row = row_for(problem, capped, dropout and traced == PLAIN)
-    tiles, dtype = row.of_form(form, capped, traced, dropout), DTYPES[str(problem.dtype)]
-    config = Config(tiles, dtype, form, "softcap" * capped, packed=problem.packed, traced=traced, dropout=dropout)
-    if not config.of_numbers:
-        return config
+
+    # Only kernels that ship compete: another would be compiled at a user's first call.
+    def options(form: str) -> list[Config]:
+        own, score = form_in(row, form, "softcap" * capped, problem.packed), "softcap" * capped
+        tiles = row.of_form(own, capped, traced, dropout)
+        config = Config(
+            tiles, DTYPES[str(problem.dtype)], own, score, packed=problem.packed, traced=traced, dropout=dropout
+        )
+        return [config, *(c for c in smaller(replace(config, form=form)) if c in _shipped())]
 
     def clocks(other: Config) -> float:
         return estimated_clocks(other, problem, band.stop - band.start, cores)
 
-    # Only kernels that ship compete: another would be compiled at a user's first call.
-    def options(config: Config) -> list[Config]:
-        return [config, *(c for c in smaller(config) if c in _shipped())]
-
-    whole, ended = sizes.best(options(config), clocks), ends_at_least(form)
-    ended = replace(config, form=ended, tiles=row.of_form(ended, capped, traced, dropout))
-    halves = (replace(c, split=True) for c in options(ended) if leaves_idle(c, problem) and not problem.packed)
+    if form in ("rows", "lists"):
+        return options(form)[0]
+    whole = sizes.best(options(form), clocks)
+    halves = (
+        replace(c, split=True) for c in options(ends_at_least(form)) if leaves_idle(c, problem) and not problem.packed
+    )
     # Few queries with a traced score are worth a kernel of their own; dropout is for training, whose queries are many.
     halves = [c for c in halves if c in _shipped() or traced != PLAIN]
     split = sizes.best(halves, clocks) if halves else whole
@@ -337,20 +358,27 @@ def mean_seqlen_q(problem: Problem) -> int:
     return -(-problem.seqlen_q // max(problem.batch, 1)) if problem.packed else problem.seqlen_q
 
 
-# The most splits of a sequence's keys: where its queries fill several tiles, and where one tile holds them
+# The most splits of a sequence's keys that the merge takes, and where bits must repeat and queries fill several tiles
 # (docs/decisions.md#hopper-split-keys).
-MAX_SPLITS = (4, 32)
-MIN_SPLIT_KEYS = 256  # keys, at least
+MAX_SPLITS, REPEATED_SPLITS = 32, 4
+MIN_SPLIT_KEYS = (
+    256  # keys, at least; of many keys twice as many, since a split costs the merge as much as it saves a tile
+)
 
 
-def num_splits(config: Config, seqlen_q: int, seqlen_k: int) -> int:
+def num_splits(config: Config, problem: Problem, seqlen_k: int) -> int:
     """How many splits a query tile's keys have; all of them have nearly the same number of key blocks.
 
-    The number depends on the lengths of one sequence alone.
+    They give every core a split at most; where bits must repeat, the lengths of one sequence alone decide.
     """
     blocks = -(-seqlen_k // config.tiles.tile_n)
-    least = -(-blocks // MAX_SPLITS[seqlen_q <= config.tile_queries])
-    size = sizes.larger(least, -(-MIN_SPLIT_KEYS // config.tiles.tile_n))
+    if problem.spec.deterministic:
+        most = MAX_SPLITS if problem.seqlen_q <= config.tile_queries else REPEATED_SPLITS
+    else:
+        most = devices.of(problem.device).cores // sizes.larger(tile_count(config, problem), 1)
+        most = sizes.larger(sizes.smaller(most, MAX_SPLITS), 1)
+    least = sizes.larger(sizes.smaller(seqlen_k // 4, 2 * MIN_SPLIT_KEYS), MIN_SPLIT_KEYS)
+    size = sizes.larger(-(-blocks // most), -(-least // config.tiles.tile_n))
     return -(-blocks // size)
 
 
@@ -381,7 +409,7 @@ def estimated_clocks(config: Config, problem: Problem, seqlen_k: int, cores: int
     """
     tiles, seqlen_q = config.tiles, mean_seqlen_q(problem)
     seqlen_k = -(-seqlen_k // max(problem.batch, 1)) if problem.packed else seqlen_k
-    parts = num_splits(config, seqlen_q, max(seqlen_k, 1)) if config.split else 1
+    parts = num_splits(config, problem, sizes.larger(seqlen_k, 1)) if config.split else 1
 
     def tile_clocks(blocks: float) -> float:
         return OPEN / tiles.q_stages + blocks / parts * block_clocks(tiles)

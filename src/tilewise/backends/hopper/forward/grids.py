@@ -34,7 +34,7 @@ def spread(problem: Problem, config: Config, seqlen_k: int, cores: int) -> Grid:
     Where that is not so, as many heads at once as fill a round with SHARING tiles of each: rows of tiles are then nearly equal in
     a round, and the to-and-fro of rounds evens out the rest (docs/decisions.md#hopper-sharing). A split of a head counts as a head here.
     """
-    parts = num_splits(config, problem.seqlen_q, seqlen_k) if config.split else 1
+    parts = num_splits(config, problem, seqlen_k) if config.split else 1
     pieces = config.tiles.pieces
     heads = problem.batch * problem.heads_q * parts * pieces
     rows = -(-problem.seqlen_q // config.tile_queries)

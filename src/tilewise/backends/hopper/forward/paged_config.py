@@ -131,8 +131,7 @@ def choose(problem: Problem) -> Config | LatentConfig:
         return latent_config.choose(problem)
     wide, rows = max(problem.head_dim, problem.head_dim_v), part_rows(problem)
     tiles = next(tiles for (width, n), tiles in PAGED_TILES.items() if wide <= width and n == rows)
-    # A row without an end ends far behind all keys.
-    form = "upper" if band_of(problem).lo is None else "band"
-    if problem.spec.everywhere:
-        tiles, form = one_order(tiles), "band"
-    return Config(tiles, DTYPES[str(problem.dtype)], form, packed=True, paged=rows)
+    tiles = one_order(tiles) if problem.spec.everywhere else tiles
+    return Config(
+        tiles, DTYPES[str(problem.dtype)], "band", packed=True, paged=rows
+    )  # rows without an end have one far away

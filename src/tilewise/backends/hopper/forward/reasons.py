@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 
 from tilewise.backends.hopper.config import (
-    DROPPED,
     DTYPES,
     LONG,
     MAX_COLUMNS,
@@ -14,6 +13,7 @@ from tilewise.backends.hopper.config import (
     Expressions,
     band_of,
     is_traced,
+    keys_before,
     reasons_of_slopes,
 )
 from tilewise.backends.hopper.forward.config import choose, leaves_idle, mean_seqlen_q
@@ -48,7 +48,9 @@ def reasons_of_order(problem: Problem) -> list[str]:
     if row is None or row.ends not in ONE_ORDER_TILES or any(dim % MULTIPLE for dim in dims):
         found.append(f"head dims {dims[0]} and {dims[1]}")
     found += ["a score"] if problem.spec.score_text else []
-    found += [] if all(_has_order(x) for x in filter(None, text.split(" & "))) else [f"the mask {text}"]
+    # In pages a narrower window may lie within what one box brings (``pages.box_of``).
+    ordered = all(_ORDERED.fullmatch(x) for x in text.split(" & ") if x) and keys_before(problem) + 1 >= PAGE_ROWS[0]
+    found += [] if ordered else [f"the mask {text}"]
     return [
         f'deterministic="everywhere" with {x}: it has causal, key_lengths, windows of {PAGE_ROWS[0]} keys or more and no mask, 16 bits, '
         "up to 64 or 128"
@@ -56,14 +58,7 @@ def reasons_of_order(problem: Problem) -> list[str]:
     ]
 
 
-_ORDERED, _WINDOW = re.compile(r"causal\(\)|key_range\(0, [^&]*\)"), re.compile(r"window\((\d+|None), (?:\d+|None)\)")
-
-
-def _has_order(mask: str) -> bool:
-    """Whether kernels over pages, too, have a part of a mask: a narrower window may lie within what one box brings (``pages.box_of``)."""
-    window = _WINDOW.fullmatch(mask)
-    left = window and window[1]
-    return bool(_ORDERED.fullmatch(mask)) or (left is not None and (left == "None" or int(left) + 1 >= PAGE_ROWS[0]))
+_ORDERED = re.compile(r"causal\(\)|window\(\w+, \w+\)|key_range\(0, [^&]*\)")
 
 
 def _reasons_of_wide(problem: Problem) -> list[str]:
@@ -115,7 +110,7 @@ def _reasons_of_packed_score(problem: Problem) -> list[str]:
 def _reasons_of_packed_dropout(problem: Problem) -> list[str]:
     band, found = band_of(problem), []
     # Kernels count a sequence's keys from the first one that some row sees, the draws from its first key of all.
-    if band is not None and (band.form not in DROPPED or band.start > 0):
+    if band is not None and (band.form == "band" or band.start > 0):
         found.append("packed sequences with dropout and a mask whose rows begin after the first key")
     if problem.spec.score is not None and not is_traced(problem):
         found.append("packed sequences with dropout and a softcap")

@@ -18,13 +18,16 @@ PEERS = {name: f"deterministic={value!r}" for name, value in WAYS.items()}
 TOKENS, HIDDEN, PAGE, ROUNDS = 16_384, 2048, 64, 9
 TRAINING = [(d, n, None) for d in (128, 64) for n in (2048, 4096, 16_384)]
 TRAINING += [(d, 8192, window) for d in (128, 64) for window in (127, 1023, 4095)]
+TRAINING += [(d, n, None) for d in (256, 192, 96) for n in (2048, 4096, 16_384)]
 PAGED = {
     "prefill": [(1, 8192, 8192), (1, 2048, 8192)],
     "decode": [(64, 1, 1024), (8, 1, 4096), (64, 1, 4096), (1, 1, 4096), (1, 1, 16_384), (1, 1, 65_536), (8, 4, 4096)],
     "wide": [(64, 1, 4096), (8, 1, 4096)],
     "window": [(4, 2048, 8192), (64, 1, 4096), (8, 1, 16_384), (1, 1, 16_384)],
 }
-"""Sequences, queries of each, and keys; ``wide``: over tables with room for WIDE keys; ``window``: of which a query sees WINDOW and its own."""
+"""Sequences, queries of each, and keys; ``wide``: over tables with room for WIDE keys; ``window``: a query sees WINDOW keys before its
+own."""
+D256 = [(1, 8192, 8192), (1, 2048, 8192), (64, 1, 4096), (8, 1, 4096), (1, 1, 16_384)]  # the same, of head dim 256
 WIDE, WINDOW = 131_072, 1023
 HEADS = 32, 8
 
@@ -39,7 +42,7 @@ def times(log: script.Log, case: str, calls: dict, direction: str, shape: dict) 
 
 
 def training(log: script.Log, d: int, n: int, window: int | None) -> None:
-    batch, heads = TOKENS // n, HIDDEN // d
+    batch, heads = TOKENS // n, HIDDEN // d  # 21 heads of 96, 10 of 192
     q, k, v = (randn(batch, n, heads, d, grad=True) for _ in range(3))
     do, forward, backward, mask = randn(batch, n, heads, d), {}, {}, tw.causal() & tw.window(left=window)
     for who, how in WAYS.items():
@@ -91,6 +94,8 @@ def main() -> None:
     for kind, cases in PAGED.items():
         for case in cases:
             paged(log, kind, *case)
+    for case in D256:
+        paged(log, "d256", *case, d=256)
 
 
 if __name__ == "__main__":

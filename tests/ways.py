@@ -231,13 +231,15 @@ def decoded(s: Scene, page: int = 16) -> Rows:
 
 
 def decoded_dense(s: Scene) -> Rows:
-    """One query of dense keys, as a static cache has it."""
+    """One query of dense keys, as a static cache has it; every other one beside a sequence that is padded."""
     n = s.q.shape[0]
     rows = sorted({*range(n % (2 * s.every), n, 2 * s.every), n - 1})
     parts = []
-    for i in rows:
-        k, v = keys_from(s, i)
-        parts.append(tw.attention_with_lse(s.q[None, i : i + 1], k[None, : i + 1], v[None, : i + 1], **s.options()))
+    for n, i in enumerate(rows):
+        k, v = (x[: i + 1] for x in keys_from(s, i))
+        q, k, v = (torch.stack([x, *[_like(x, x.shape[0])] * (n % 2)]) for x in (s.q[i : i + 1], k, v))
+        mask = s.mask & tw.key_lengths(torch.tensor([i + 1, 1], device=q.device)) if n % 2 else s.mask
+        parts.append(tw.attention_with_lse(q, k, v, **s.options(mask=mask)))
     return torch.cat([o[0] for o, _ in parts]), torch.cat([lse[0] for _, lse in parts], 1), torch.tensor(rows)
 
 

@@ -454,7 +454,7 @@ class Explanation:
 ORDER_COSTS = {
     "cpu": "keys are not split; decoding takes 0.99 to 1.38 times as long on one thread",
     "hopper": "keys are split at every 2,048th one, dQ is added up in order; forward 0.99 to 1.09, backward 1.00 to 1.34, decoding 1.01 to "
-    "1.33 times as long, 2.36 for one sequence of 4,096",
+    "1.70 times as long, 2.36 for one sequence of 4,096",
     "triton": "keys are not split, few rows have a tile of 64; head dims above 128: prefill 1.86 to 1.96, decoding 1.23 to 3.57 times as "
     "long as on Hopper, 9.36 for one sequence of 16,384",
     "portable": "sums are made term by term instead of by matrix products, many times as slow",

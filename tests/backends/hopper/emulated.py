@@ -561,6 +561,7 @@ def _stand_in(forward, tiles, instructions, softmax, packed, states) -> None:
     stand_in(forward.epilogue, put_lse=put_lse, put_row=put_row, put_columns=put_columns, put_tile=put_tile)
     stand_in(tiles, begin_product=begin, rows_columns=lambda acc: acc.values, tma_tiles=cut)
     stand_in(forward.combine, put=put_merged)
+    stand_in(forward.compute.segments, put_zeros=put_zeros)
     stand_in(states, put_numbers=put_numbers, take_numbers=take_numbers)
     stand_in(forward.pages, by_boxes=lambda rooms, config, rows_mode: rooms, copy_box=copy_box)
     stand_in_for_queues(instructions, packed)
@@ -570,6 +571,10 @@ def _stand_in(forward, tiles, instructions, softmax, packed, states) -> None:
         all_agree=lambda condition, barrier_id: int(np.all(condition)),
         keep_above=lambda word, value: None,
     )
+
+
+def put_zeros(smem, key, stage, config) -> None:
+    smem.v.tiles[stage][key] = 0
 
 
 def put_numbers(states, place, values) -> None:

@@ -215,6 +215,24 @@ def test_pieces_of_columns_parts_of_blocks_and_segments_of_keys_compute_attentio
     assert not [str(e) for e in errors if not e.ok]
 
 
+@pytest.mark.parametrize("window", [70, 128, 200])
+@pytest.mark.parametrize("tiles", SEGMENTS.values(), ids=SEGMENTS)
+def test_the_last_rows_have_the_bits_of_all_and_no_nan_of_keys_before_their_window(tiles, window):
+    q, k, v = qkv(333, 333)
+    options = {"mask": tw.causal() & tw.window(left=window), "deterministic": "everywhere"}
+    whole = emulate(without_gradient(call(q, k, v, **options)), tiles, ctas=3)
+    first = 333 - 90
+    k, v = (torch.cat([torch.full_like(x[:, : first - window], torch.nan), x[:, first - window :]], 1) for x in (k, v))
+    few = emulate(without_gradient(call(q[:, first:], k, v, **options)), tiles, ctas=3)
+    cu_q, cu_k = torch.tensor([0, 2, 92]), torch.tensor([0, 40, 373])
+    packed = [torch.cat([x[0, :n], x[0]]) for x, n in ((q[:, first:], 2), (k.nan_to_num(), 40), (v.nan_to_num(), 40))]
+    packed[1][40:], packed[2][40:] = k[0], v[0]
+    beside = emulate(without_gradient(call(*packed, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **options)), tiles, ctas=3)
+    for o, lse in ((few.o[0], few.lse[0]), (beside.o[2:], beside.lse[:, 2:])):
+        assert torch.equal(o, whole.o[0, first:])
+        assert torch.equal(lse, whole.lse[0, :, first:])
+
+
 @pytest.mark.parametrize("dims", [(512, 512), (320, 272), (264, 504)])
 def test_wide_heads(dims):
     c = without_gradient(call(*qkv(200, 150, *dims, heads=(2, 1)), causal=True))

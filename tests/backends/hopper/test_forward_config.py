@@ -17,7 +17,7 @@ from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.config import ALIGNMENT, MAX_COLUMNS, PLAIN, SHARED_LIMIT, registers_together
 from tilewise.backends.hopper.forward import config, grids
 from tilewise.backends.hopper.forward.config import shipped
-from tilewise.backends.hopper.forward.reasons import reasons
+from tilewise.backends.hopper.forward.reasons import reasons, reasons_of_order
 from tilewise.backends.hopper.forward.tiles import PAGED_TILES, TABLE
 
 ROWS = [tiles for row in TABLE.values() for tiles in row.columns] + list(PAGED_TILES.values())
@@ -258,6 +258,29 @@ def test_a_deterministic_call_splits_whoever_shares_its_batch(h200):
     }
     assert [c.split for c in found.values()] == [True, True, False, True]
     assert found[1, True] == found[100, True]
+
+
+@pytest.mark.parametrize("window", [None, 127, 1023])
+@pytest.mark.parametrize(
+    "dims", [(40, 40), (64, 64), (96, 96), (128, 128), (136, 136), (192, 128), (256, 256)], ids=str
+)
+def test_the_kernels_of_all_ways_of_one_order_are_asked_for(dims, window, h200):
+    mask = tw.causal() & tw.window(left=window)
+    q, k, v = (normal(2, 300, 4, d, dtype=torch.bfloat16).requires_grad_() for d in (dims[0], *dims))
+    cu = torch.tensor([0, 100, 100, 300])
+    calls = [
+        call(q, k, v, mask=mask, deterministic="everywhere").p,
+        call(q[:, -7:], k, v, mask=mask, deterministic="everywhere").p,
+        call(q, k, v, mask=mask & tw.key_lengths(torch.tensor([7, 300])), deterministic="everywhere").p,
+        call(q[0], k[0], v[0], mask=mask, cu_seqlens_q=cu, deterministic="everywhere").p,
+    ]
+    for p in calls:
+        assert bool(reasons_of_order(p)) == (window is not None and max(dims) > 128)
+        if not reasons_of_order(p):
+            assert config.choose(p) in config.one_order_of_rows(p)
+            assert backward_config.choose(p) in backward_config.one_order_of_rows(p)
+            assert {*config.one_order_of_rows(p)} <= {*shipped()}
+            assert {*backward_config.one_order_of_rows(p)} <= {*backward_config.shipped()}
 
 
 MANY = {"nq": 3000, "nk": 3000}

@@ -100,7 +100,7 @@ def test_a_box_reads_the_rows_that_are_seen_and_no_other(keys, first):
 
 REFUSED = {
     "small-pages": (Case(8, (40,), **HALF), "page_size 8"),
-    "wide": (Case(64, (140,), rows=65, dims=(192, 192), dtype=torch.bfloat16), "192, above 128"),
+    "wide": (Case(64, (140,), rows=65, dims=(264, 264), dtype=torch.bfloat16), "264, above 256"),
     "fp32": (Case(64, (40,), dims=(64, 64)), "float32"),
     "8-bits": (Case(64, (40,), scales="heads", **HALF), "8 bits"),
     "latent": (Case(64, (40,), heads=(4, 1), dims=(64, 32), dtype=torch.bfloat16, latent=True), "memory of k"),

@@ -268,9 +268,10 @@ def _reasons_of_selected(p: Problem) -> list[str]:
 
 
 def _order_reasons(p: Problem) -> list[str]:
-    """Why the sums of a row like this problem's have no one order here. Kernels of causal calls stand for all that are installed."""
+    """Why the sums of a row like this problem's have no one order here. All kernels of such rows have to be there, so that no way of a
+    call, and no gradient, leaves them to another backend."""
     found = [*_device_reasons(p), *forward_reasons.reasons_of_order(p)]
-    return found or library.missing(*forward_config.one_order_of_rows(p))
+    return found or library.missing(*forward_config.one_order_of_rows(p), *backward_config.one_order_of_rows(p))
 
 
 def _decided(p: Problem, plans: PerProblem, plan: Callable[[Problem], Any], config: AnyConfig) -> tuple:

@@ -360,8 +360,20 @@ class Chosen(NamedTuple):
 
 
 def chosen_row(p: Problem) -> Chosen | None:
-    """The passes of the first row of TABLE that holds both head dims and has any for a problem; None where no row does."""
+    """The passes of the first row of TABLE that holds both head dims and has some for a problem; None where no row has."""
     return next(filter(None, (one_pass(row, p) or kept_ds(row, p) or two_passes(row, p) for row in rows_for(p))), None)
+
+
+def one_order_of_rows(p: Problem) -> list[Backward]:
+    """The kernels of the backwards of all ways that rows like a problem's may come, dense, padded and packed, deterministic everywhere."""
+    row = next(row for row in rows_for(p) if row.one_pass or row.two_passes)
+    two = row.one_pass is None or keys_before(p) < row.least_keys(row.summed("band", False), packed=False)
+    found = {}
+    for form, packed in (("upper", False), ("band", False), ("rows", False), ("upper", True), ("band", True)):
+        form = row.form_of_two_passes(form, packed) if two else row.form_in(form, packed)
+        passes = row.two_passes if two else Passes(row.summed(form, packed))
+        found[Backward(*passes, DTYPES[str(p.dtype)], form, packed=packed)] = None
+    return list(found)
 
 
 def two_passes(row: BackwardRow, p: Problem) -> Chosen | None:
@@ -469,10 +481,10 @@ def one_pass(row: BackwardRow, p: Problem) -> Chosen | None:
         return None
     if dropout or softcap:
         return Chosen(row, Passes(keys), form)
-    few, short = few_tiles(keys, p), mean_keys_per_query(p) < row.least_keys(keys, p.packed)
     if p.spec.everywhere:  # no length decides, nor whether sequences are packed
-        two = keys_before(p) < row.least_keys(keys, packed=False)
-    elif in_order:
+        return None if keys_before(p) < row.least_keys(keys, packed=False) else Chosen(row, Passes(keys), form)
+    few, short = few_tiles(keys, p), mean_keys_per_query(p) < row.least_keys(keys, p.packed)
+    if in_order:
         two = (few or short) and not p.packed  # the lengths of others must not decide
     else:
         two = short and not few

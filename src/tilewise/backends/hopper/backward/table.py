@@ -26,7 +26,7 @@ class BackwardRow:
 
     Attributes:
         two_passes: for a mask that is a band or ends of rows, and no score.
-        softcap: with a softcap, whose slope takes registers.
+        softcap: two passes with a softcap, whose slope takes registers.
         softcap_band: with a softcap and two ends of a row, which take more; None: those of ``softcap``.
         pairs: with a traced score or dropout; None: those of ``predicate``.
         predicate: with a traced predicate, and whatever is beside it (docs/decisions.md#hopper-pair-tiles).
@@ -44,7 +44,7 @@ class BackwardRow:
         packed_from: the same of packed sequences, which are taken to be equally long: others see more. None: as many.
     """
 
-    two_passes: Passes
+    two_passes: Passes | None = None
     softcap: Passes | None = None
     softcap_band: Passes | None = None
     pairs: Passes | None = None
@@ -96,7 +96,7 @@ class BackwardRow:
     def form_in(self, form: str, packed: bool, softcap: bool = False) -> str:
         """The form whose kernels serve another one without dropout: packed rows that end somewhere are read as a band, which takes as long
         but for plain ones of 64 (docs/decisions.md#hopper-fewer-forms)."""
-        own = not packed or (self.two_passes.keys.width == 64 and not softcap)
+        own = not packed or (self.one_pass is not None and self.one_pass.width == 64 and not softcap)
         return "band" if form == "upper" and not own else form
 
     def two_passes_of(self, form: str, packed: bool, softcap: bool) -> Passes | None:
@@ -176,9 +176,6 @@ TABLE = {
         keeps=("packed", "rows"),
     ),
     (192, 192): BackwardRow(
-        two_passes=Passes(
-            KeyTiles(192, 192, tile_m=80, stages=4, split=True), QueryTiles(192, 192, warpgroups=2, tile_n=80, stages=4)
-        ),
         kept=Passes(
             KeyTiles(192, 192, tile_m=64, stages=6, split=True, keeps_ds=True), SheetTiles(width=192, stages=5)
         ),

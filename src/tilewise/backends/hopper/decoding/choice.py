@@ -6,7 +6,7 @@ import math
 
 from tilewise import device as devices
 from tilewise import expr, sizes
-from tilewise.backends.hopper.config import DTYPES, LONG, ORDERED_KEYS, band_of, cap_of
+from tilewise.backends.hopper.config import DTYPES, LONG, ORDERED_KEYS, band_of, cap_of, keys_before
 from tilewise.backends.hopper.decoding.config import (
     BOX_ROWS,
     SEGMENT_KEYS,
@@ -15,8 +15,10 @@ from tilewise.backends.hopper.decoding.config import (
     rows_of,
 )
 from tilewise.backends.hopper.forward.paged_config import pool_reasons
+from tilewise.backends.hopper.forward.tiles import WIDEST_JOINED
 from tilewise.problem import Problem
 
+ONE_SEGMENT = 1 << 17  # blocks, more than a sequence has
 LEAST_KEYS_A_QUERY = 16  # of a dense call, for each query after the first
 
 
@@ -51,6 +53,9 @@ def reads_ends(problem: Problem) -> bool:
     """Whether tensors say which keys the one query of each sequence sees, all heads the same: an interval of dense keys."""
     region = problem.spec.region
     if problem.paged or problem.seqlen_q != 1 or band_of(problem) is not None or region.predicate is not None:
+        return False
+    # Its keys would count from the first one that the query sees, and so would blocks and segments.
+    if problem.spec.everywhere and keys_before(problem) < math.inf:
         return False
     return "h" not in expr.depends_on(region.lo, region.hi)
 
@@ -90,5 +95,5 @@ def shares_of(problem: Problem, segment: int, tile_n: int) -> int:
 def segment_of(problem: Problem, tile_n: int) -> int:
     """The blocks of every share where results may not depend on batch-mates, or have one order of sums; 1: shares are even."""
     if problem.spec.everywhere:
-        return ORDERED_KEYS // tile_n
+        return ORDERED_KEYS // tile_n if problem.head_dim <= WIDEST_JOINED else ONE_SEGMENT
     return SEGMENT_KEYS // tile_n if problem.spec.deterministic else 1

@@ -29,6 +29,7 @@ from tilewise.backends.hopper.decoding.shares import (
     row_at,
 )
 from tilewise.backends.hopper.decoding.storage import DecodingStorage
+from tilewise.backends.hopper.forward.tiles import WIDEST_JOINED
 from tilewise.backends.hopper.kit import softmax
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
 from tilewise.backends.hopper.kit.instructions import pack
@@ -114,8 +115,9 @@ def attend(
         softmax.softcap(s, params.cap2, params.scale2, SOFTCAP_COLUMNS)
         scale2 = F32(1.0)
     hide(s, place.keys, n * config.tiles.tile_n, params, config)
-    # P = exp(S - m), 64 × tile_n, unnormalised
-    softmax.online_softmax(s, operands.rows, scale2, first=False, masked=True, lazy=softmax.LAZY_IN_ONE_ORDER)
+    # P = exp(S - m), 64 × tile_n, unnormalised; maxima fall behind as in the forward of such heads
+    lazy = softmax.LAZY_IN_ONE_ORDER if config.tiles.width <= WIDEST_JOINED else softmax.LAZY
+    softmax.online_softmax(s, operands.rows, scale2, first=False, masked=True, lazy=lazy)
     softmax.rescale(operands.o, operands.rows.factor, True)
     round_p(operands, config)
     acquire(smem.full_v, state)  # the loading warp

@@ -71,8 +71,8 @@ def span_of(keys, params: DecodingParams, config: DecodingConfig):
 
 
 def first_block_of(keys, params: DecodingParams, config: DecodingConfig):
-    """The first block of a sequence with so many keys in the line: the first that some query sees, or that one's segment's first, since
-    segments begin at fixed keys."""
+    """The first block in the line of a sequence with so many keys: where the segment of the first block that some query sees begins, since
+    segments lie at fixed keys."""
     return seen_block_of(keys, params, config) & -params.segment  # a power of two
 
 
@@ -157,9 +157,8 @@ def share_of(number, params: DecodingParams, config: cutlass.Constexpr):
         sequence = cute.arch.make_warp_uniform(sequence)
         keys = keys_of(sequence, params)
     end = PICK.smaller(begin + each, total)
-    if (
-        params.segment > 1
-    ):  # what lies behind its sequence's last block is nobody's, and what lies before the first that is seen
+    # What lies before the first block that is seen, or behind its sequence's last one, is nobody's.
+    if params.segment > 1:
         end = PICK.smaller(end, at + blocks_of(keys, params, config))
         unseen = seen_block_of(keys, params, config) - first_block_of(keys, params, config)
         begin = PICK.larger(begin, at + unseen)

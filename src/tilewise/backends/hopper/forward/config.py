@@ -38,6 +38,7 @@ from tilewise.backends.hopper.forward.tiles import (
     row_of,
     rows_for,
     short,
+    tiles_of_one_order,
 )
 from tilewise.backends.hopper.pair_bias import score_of
 from tilewise.backends.hopper.parameters import SCORES, Parameters
@@ -198,20 +199,20 @@ def shipped() -> list[Config]:
 
 
 def ships(config: Config) -> bool:
-    """Whether a kernel's dtype ships, and its form: rows that see all keys have none with a softcap, and some of those that end somewhere
-    have that of two ends, which takes as long (docs/decisions.md#hopper-fewer-forms)."""
+    """Whether a kernel is compiled ahead of time: not in a dtype that is rare for it, and not for rows whose keys a kernel of another form
+    computes in the same time (docs/decisions.md#hopper-fewer-forms)."""
     tiles, form = config.tiles, config.form
     capped = form == "full" and config.score == "softcap"
-    rare = bool(config.score) or config.dropout or (form != "full" and tiles.width == 192)
+    rare = bool(config.score) or config.dropout or config.selected or (tiles.width == 192 and form != "full")
     dtypes = dtypes_of(tiles.width, tiles.width_v, rare)
-    return config.dtype in dtypes and not capped and form == form_in(row_of(tiles), form, config.score, config.packed)
+    return config.dtype in dtypes and not capped and form == form_in(tiles, form, config.score, config.packed)
 
 
-def form_in(row: TileRow, form: str, score: str, packed: bool) -> str:
-    """The form whose kernels serve another one of numbers with a row's tiles."""
-    dims = row.ends.width, row.ends.width_v
-    alone = dims in ((64, 64), (128, 128)) or (dims not in ((192, 192), (512, 512)) and not (packed or score))
-    return "band" if form == "upper" and not alone else form
+def form_in(tiles: Tiles, form: str, score: str, packed: bool) -> str:
+    """The form of the kernel that computes rows of a form, with the tiles of these head dims: some causal rows are read as a window."""
+    dims = tiles.width, tiles.width_v
+    own = dims in ((64, 64), (128, 128)) or (dims not in ((192, 192), (512, 512)) and not (packed or score))
+    return "band" if form == "upper" and not own else form
 
 
 @lru_cache(maxsize=1)
@@ -245,16 +246,19 @@ ONE_ORDER = ("upper", "band", "rows")
 
 
 def of_one_order(problem: Problem) -> Config:
-    """The kernel of a call that is deterministic everywhere: blocks of 128 keys, in segments from the sequence's first one on."""
+    """The kernel of a call that is deterministic everywhere: blocks at fixed keys from the sequence's first one on, in segments up to
+    WIDEST_JOINED."""
     form = ends_at_least(forward_keys_of(problem)[0])
-    tiles = row_for(problem, capped=False, dropped=False).of_form(form)
-    return Config(one_order(tiles, form), DTYPES[str(problem.dtype)], form, packed=problem.packed)
+    tiles = one_order(tiles_of_one_order(problem.head_dim, problem.head_dim_v), form)
+    return Config(tiles, DTYPES[str(problem.dtype)], form_in(tiles, form, "", problem.packed), packed=problem.packed)
 
 
 def one_order_of_rows(problem: Problem) -> list[Config]:
-    """The kernels of all ways that rows like a problem's may come, dense, packed and over pages."""
-    tiles, dtype = row_for(problem, capped=False, dropped=False).ends, DTYPES[str(problem.dtype)]
-    found = [Config(one_order(tiles), dtype, form, packed=packed) for form in ONE_ORDER[:2] for packed in (False, True)]
+    """The kernels of all ways that rows like a problem's may come, dense, padded, packed and over pages."""
+    tiles, dtype = tiles_of_one_order(problem.head_dim, problem.head_dim_v), DTYPES[str(problem.dtype)]
+    ways = [(form, packed) for form in ONE_ORDER for packed in (False, True) if not (packed and form == "rows")]
+    found = [Config(one_order(tiles, form), dtype, form, packed=packed) for form, packed in ways]
+    found = [c for c in found if c.form == form_in(c.tiles, c.form, "", c.packed)]
     over_pages = [(rows, one_order(x)) for (width, rows), x in PAGED_TILES.items() if width == tiles.width]
     return found + [Config(x, dtype, "band", packed=True, paged=rows) for rows, x in over_pages]
 
@@ -279,7 +283,7 @@ def choose(problem: Problem) -> Config:
 
     # Only kernels that ship compete: another would be compiled at a user's first call.
     def options(form: str) -> list[Config]:
-        own, score = form_in(row, form, "softcap" * capped, problem.packed), "softcap" * capped
+        own, score = form_in(row.ends, form, "softcap" * capped, problem.packed), "softcap" * capped
         tiles = row.of_form(own, capped, traced, dropout)
         config = Config(
             tiles, DTYPES[str(problem.dtype)], own, score, packed=problem.packed, traced=traced, dropout=dropout
@@ -361,15 +365,14 @@ def mean_seqlen_q(problem: Problem) -> int:
 # The most splits of a sequence's keys that the merge takes, and where bits must repeat and queries fill several tiles
 # (docs/decisions.md#hopper-split-keys).
 MAX_SPLITS, REPEATED_SPLITS = 32, 4
-MIN_SPLIT_KEYS = (
-    256  # keys, at least; of many keys twice as many, since a split costs the merge as much as it saves a tile
-)
+# Keys of a split at least; twice as many where there are 2,048 or more, since merging a split then takes as long as it saves.
+MIN_SPLIT_KEYS = 256
 
 
 def num_splits(config: Config, problem: Problem, seqlen_k: int) -> int:
     """How many splits a query tile's keys have; all of them have nearly the same number of key blocks.
 
-    They give every core a split at most; where bits must repeat, the lengths of one sequence alone decide.
+    At most one split of a tile for every core; where bits must repeat, the lengths of one sequence alone decide.
     """
     blocks = -(-seqlen_k // config.tiles.tile_n)
     if problem.spec.deterministic:

@@ -132,6 +132,5 @@ def choose(problem: Problem) -> Config | LatentConfig:
     wide, rows = max(problem.head_dim, problem.head_dim_v), part_rows(problem)
     tiles = next(tiles for (width, n), tiles in PAGED_TILES.items() if wide <= width and n == rows)
     tiles = one_order(tiles) if problem.spec.everywhere else tiles
-    return Config(
-        tiles, DTYPES[str(problem.dtype)], "band", packed=True, paged=rows
-    )  # rows without an end have one far away
+    # Rows without an end have one far away.
+    return Config(tiles, DTYPES[str(problem.dtype)], "band", packed=True, paged=rows)

@@ -134,7 +134,8 @@ def packed_tile(
 
 
 def place_packed(packed_tile: packed.PackedTile, params: ForwardParams, config: Config) -> QueryTile:
-    """A tile from the queue as a query tile: its sequence's rows, and the keys that some row of the sequence sees."""
+    """A tile from the queue as a query tile: its sequence's rows, and the keys that some row of the sequence sees; where segments lie at
+    fixed keys, all before them too."""
     extra, (sequence, row, head) = params.extra, packed_tile
     if config.form == "bits":
         # The tile of no sequence is read too, and dropped: its place must exist.
@@ -158,7 +159,7 @@ def place_packed(packed_tile: packed.PackedTile, params: ForwardParams, config: 
     first, band = schedule.cut(ends, extra.first, extra.last, q.size, PICK)
     if config.tiles.segment and config.has_lower:
         band = band._replace(lo=moving.lo - first)
-    # The band counts from the first key that some row of the sequence sees: keys outside are never loaded.
+    # The band counts from the first of these keys: others are never loaded.
     start, stop = schedule.key_blocks(row, config.tile_queries, config.tiles.tile_n, band, PICK)
     keys = packed.Span(k.start + first + band.seqlen_k, band.seqlen_k)
     seqlen = packed.SeqlenInfo(q, keys, band.lo, band.hi)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from tilewise.backends.hopper.config import (
@@ -17,7 +18,7 @@ from tilewise.backends.hopper.config import (
     reasons_of_slopes,
 )
 from tilewise.backends.hopper.forward.config import choose, leaves_idle, mean_seqlen_q
-from tilewise.backends.hopper.forward.tiles import MAX_HEAD_DIM, ONE_ORDER_TILES, PAGE_ROWS, TABLE, rows_for
+from tilewise.backends.hopper.forward.tiles import MAX_HEAD_DIM, PAGE_ROWS, TABLE, WIDEST_JOINED, tiles_of_one_order
 from tilewise.problem import Problem
 
 
@@ -44,16 +45,17 @@ def reasons_of_order(problem: Problem) -> list[str]:
     """Every reason why the sums of a row like this problem's have no one order in all calls. Lengths, pages and packing play no part."""
     dims, text = (problem.head_dim, problem.head_dim_v), problem.spec.mask_text
     found = [] if str(problem.dtype) in DTYPES else [f"{problem.dtype}"]
-    row = next(rows_for(*dims), None)
-    if row is None or row.ends not in ONE_ORDER_TILES or any(dim % MULTIPLE for dim in dims):
+    if tiles_of_one_order(*dims) is None or any(dim % MULTIPLE for dim in dims):
         found.append(f"head dims {dims[0]} and {dims[1]}")
     found += ["a score"] if problem.spec.score_text else []
-    # In pages a narrower window may lie within what one box brings (``pages.box_of``).
-    ordered = all(_ORDERED.fullmatch(x) for x in text.split(" & ") if x) and keys_before(problem) + 1 >= PAGE_ROWS[0]
+    # In pages a narrower window may lie within what one box brings (``pages.box_of``). Wide heads have the kernels of other calls, which
+    # begin at the first key that a row sees.
+    least = PAGE_ROWS[0] if max(dims) <= WIDEST_JOINED else math.inf
+    ordered = all(_ORDERED.fullmatch(x) for x in text.split(" & ") if x) and keys_before(problem) + 1 >= least
     found += [] if ordered else [f"the mask {text}"]
     return [
-        f'deterministic="everywhere" with {x}: it has causal, key_lengths, windows of {PAGE_ROWS[0]} keys or more and no mask, 16 bits, '
-        "up to 64 or 128"
+        f'deterministic="everywhere" with {x}: it has causal, key_lengths, no mask, and up to head dim {WIDEST_JOINED} windows of '
+        f"{PAGE_ROWS[0]} keys or more; 16 bits, head dims up to 256"
         for x in found
     ]
 

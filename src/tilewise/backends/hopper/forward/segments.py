@@ -110,14 +110,21 @@ def leave_segment(segments: Segments, o: cute.Tensor, config: Config) -> None:
 def hide_values(query_tile: QueryTile, band: schedule.Band, stage, w, smem: ForwardStorage, config: cutlass.Constexpr):
     """Zeros in V's stage of a tile's last block, which is there, for keys before the first that any row of the sequence sees: those may be
     NaN, and P, which is 0, would let them through. Other kernels begin at that key (``query_tiles.place_packed``)."""
-    tiles, thread = config.tiles, cute.arch.thread_idx()[0] % 128
+    tiles = config.tiles
     unseen = PICK.smaller(schedule.row_start(0, band, PICK) - query_tile.start * tiles.tile_n, tiles.tile_n)
     if unseen > 0:
         for key in cutlass.range(unseen, unroll=1):
-            if thread < tiles.width_v:
-                smem.v[thread, key, stage] = ELEMENT[config.dtype](0.0)
+            put_zeros(smem, key, stage, config)
         cute.arch.fence_view_async_shared()  # what threads wrote, wgmma reads by another path
         cute.arch.barrier(barrier_id=FREE_BARRIER + w, number_of_threads=128)
+
+
+@cute.jit
+def put_zeros(smem: ForwardStorage, key, stage, config: cutlass.Constexpr):
+    """Zeros in the row of a key in V's stage, a column from each thread."""
+    thread = cute.arch.thread_idx()[0] % 128
+    if thread < config.tiles.width_v:
+        smem.v[thread, key, stage] = ELEMENT[config.dtype](0.0)
 
 
 def join_waiting(segments: Segments, rows: softmax.SoftmaxState, o: cute.Tensor, config: Config) -> None:

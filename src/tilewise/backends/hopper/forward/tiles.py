@@ -322,19 +322,25 @@ TABLE = {
 MAX_HEAD_DIM = max(max(dims) for dims in TABLE)
 # (head dim, rows that one box brings) -> tiles over pages: few rows, since chunks of a prompt are short, and for small pages
 # registers for a loading warp that has many boxes (docs/decisions.md#hopper-pages).
-PAGED_TILES = {(t.width, 64): t for t in (_D64_128, _D128)}
+PAGED_TILES = {(t.width, 64): t for t in (_D64_128, _D128, _D256_64)}
 PAGED_TILES |= {(d, 16): replace(t, registers=232, registers_load=40) for (d, _), t in PAGED_TILES.items()}
 # Of dense and packed calls that are deterministic everywhere.
-ONE_ORDER_TILES = (_D64_192, _D128)
+ONE_ORDER_TILES = (_D64_192, _D128, _D256_64)
+WIDEST_JOINED = 128  # head dim of calls that are deterministic everywhere whose keys are segments
 PAGE_ROWS = (64, 16)  # of a page that one box brings; a call gets the first that divides the size of its pages
 
 
 def one_order(tiles: Tiles, form: str = "upper") -> Tiles:
     """The same sizes where a row's numbers follow from its own scores alone (docs/algorithm.md#one-order): a lazy maximum is the row's own,
     and a steady block has the bits of one with maxima of its own. Keys are joined segment by segment, as decoding has them: beside ends
-    of rows three warpgroups have no registers for that."""
+    of rows three warpgroups have no registers for that, and beside O of 256 columns two have none."""
     tiles = _D64_128 if form == "rows" and tiles.warpgroups > 2 else tiles
-    return replace(tiles, segment=ORDERED_KEYS // tiles.tile_n)
+    return replace(tiles, segment=ORDERED_KEYS // tiles.tile_n) if tiles.width <= WIDEST_JOINED else tiles
+
+
+def tiles_of_one_order(head_dim: int, head_dim_v: int) -> Tiles | None:
+    """The first of ONE_ORDER_TILES that hold both head dims."""
+    return next((x for x in ONE_ORDER_TILES if max(head_dim, head_dim_v) <= x.width), None)
 
 
 def rows_for(head_dim: int, head_dim_v: int) -> Iterator[TileRow]:

@@ -453,10 +453,10 @@ class Explanation:
 # What one order of a row's sums costs on a backend. The numbers are those of docs/invariance.md#what-it-costs.
 ORDER_COSTS = {
     "cpu": "keys are not split; decoding takes 0.99 to 1.38 times as long on one thread",
-    "hopper": "keys are split at every 2,048th one, dQ is added up in order; forward 0.99 to 1.09, backward 1.00 to 1.34, decoding 1.01 to "
-    "1.70 times as long, 2.36 for one sequence of 4,096",
-    "triton": "keys are not split, few rows have a tile of 64; head dims above 128: prefill 1.86 to 1.96, decoding 1.23 to 3.57 times as "
-    "long as on Hopper, 9.36 for one sequence of 16,384",
+    "hopper": "keys are split at every 2,048th one up to head dim 128, dQ is added up in order; forward 0.99 to 1.33, backward 1.00 to "
+    "1.73, decoding 1.00 to 1.70 times as long, one sequence up to 6.28",
+    "triton": "keys are not split, few rows have a tile of 64; head dims above 128: prefill 1.86 to 1.96, decoding 1.23 to 9.36 times as "
+    "long as on Hopper",
     "portable": "sums are made term by term instead of by matrix products, many times as slow",
 }
 _COLUMNS = textwrap.TextWrapper(70, break_long_words=False, break_on_hyphens=False)

@@ -124,6 +124,16 @@ def test_a_head_dim_selects_the_kernels_that_calls_with_it_get(words, dims):
     assert {isinstance(config, Backward) for config in found} == {True, False}
 
 
+@pytest.mark.parametrize(
+    "words", ["d128 causal packed", "d256 causal", "d64 causal paged", "d192 full packed", "d64 full softcap"]
+)
+def test_calls_have_the_kernels_of_another_form_where_none_of_their_own_ships(words):
+    found = selection.selected(f"bf16 {words}")
+    assert {selection.dims_of(config)[0] for config in found} == {int(words.split()[0][1:])}
+    plain = [config for config in found if config.score in ("", "softcap")]
+    assert {isinstance(config, Backward) for config in plain} == {"paged" not in words, False}
+
+
 def test_a_head_dim_above_256_has_kernels_of_both_passes():
     found = selection.selected("d320 bf16 causal")
     assert {selection.dims_of(config) for config in found} == {(512, 512)}

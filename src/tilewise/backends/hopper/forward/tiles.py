@@ -326,7 +326,7 @@ PAGED_TILES = {(t.width, 64): t for t in (_D64_128, _D128, _D256_64)}
 PAGED_TILES |= {(d, 16): replace(t, registers=232, registers_load=40) for (d, _), t in PAGED_TILES.items()}
 # Of dense and packed calls that are deterministic everywhere.
 ONE_ORDER_TILES = (_D64_192, _D128, _D256_64)
-WIDEST_JOINED = 128  # head dim of calls that are deterministic everywhere whose keys are segments
+WIDEST_JOINED = 128  # head dim of calls that are deterministic everywhere whose keys are segments (docs/decisions.md#hopper-one-order)
 PAGE_ROWS = (64, 16)  # of a page that one box brings; a call gets the first that divides the size of its pages
 
 

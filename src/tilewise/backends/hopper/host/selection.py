@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.backward.config import Backward
@@ -71,10 +72,23 @@ def features_of(config: AnyConfig) -> set[str]:
 
 
 def forms_of(config: AnyConfig) -> set[str]:
-    """The forms of the calls that a kernel serves: those of OWN serve all, one of packed sequences calls without a mask too."""
+    """The forms of the calls that a kernel serves: those of OWN serve all, one of windows causal calls where no other does, and causal ones
+    calls without a mask (docs/decisions.md#hopper-fewer-forms)."""
     if type(config) in OWN:
         return set(FORMS.values())
-    return {config.form, "full"} if config.packed and config.form == "upper" else {config.form}
+    found = {config.form} | ({"upper"} if config.form == "band" and _kind(config) not in _causal() else set())
+    return found | ({"full"} if "upper" in found and features_of(config) else set())
+
+
+def _kind(config: AnyConfig) -> tuple:
+    """What two kernels have in common that differ in their forms."""
+    return type(config), config.dtype, dims_of(config), config.score, frozenset(features_of(config))
+
+
+@lru_cache(maxsize=1)
+def _causal() -> frozenset[tuple]:
+    """The kinds of shipped kernels that have one for causal rows."""
+    return frozenset(_kind(c) for c in shipped() if c.form == "upper")
 
 
 def words_of(config: AnyConfig) -> str:

@@ -235,10 +235,10 @@ def decoded_dense(s: Scene) -> Rows:
     n = s.q.shape[0]
     rows = sorted({*range(n % (2 * s.every), n, 2 * s.every), n - 1})
     parts = []
-    for n, i in enumerate(rows):
+    for padded, i in enumerate(rows):
         k, v = (x[: i + 1] for x in keys_from(s, i))
-        q, k, v = (torch.stack([x, *[_like(x, x.shape[0])] * (n % 2)]) for x in (s.q[i : i + 1], k, v))
-        mask = s.mask & tw.key_lengths(torch.tensor([i + 1, 1], device=q.device)) if n % 2 else s.mask
+        q, k, v = (torch.stack([x, *[_like(x, x.shape[0])] * (padded % 2)]) for x in (s.q[i : i + 1], k, v))
+        mask = s.mask & tw.key_lengths(torch.tensor([i + 1, 1], device=q.device)) if padded % 2 else s.mask
         parts.append(tw.attention_with_lse(q, k, v, **s.options(mask=mask)))
     return torch.cat([o[0] for o, _ in parts]), torch.cat([lse[0] for _, lse in parts], 1), torch.tensor(rows)
 

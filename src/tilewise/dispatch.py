@@ -454,7 +454,7 @@ class Explanation:
 ORDER_COSTS = {
     "cpu": "keys are not split; decoding takes 0.99 to 1.38 times as long on one thread",
     "hopper": "keys are split at every 2,048th one up to head dim 128, dQ is added up in order; forward 0.99 to 1.33, backward 1.00 to "
-    "1.73, decoding 1.00 to 1.70 times as long, one sequence up to 6.28",
+    "1.73, decoding 1.00 to 1.70 times as long, one sequence up to 6.28 (above head dim 128)",
     "triton": "keys are not split, few rows have a tile of 64; head dims above 128: prefill 1.86 to 1.96, decoding 1.23 to 9.36 times as "
     "long as on Hopper",
     "portable": "sums are made term by term instead of by matrix products, many times as slow",

@@ -260,22 +260,31 @@ def test_a_deterministic_call_splits_whoever_shares_its_batch(h200):
     assert found[1, True] == found[100, True]
 
 
-@pytest.mark.parametrize("window", [None, 127, 1023])
+ORDERED = {
+    "all": tw.Mask(""),
+    "causal": tw.causal(),
+    "128": tw.window(127, 0),
+    "1024": tw.causal() & tw.window(left=1023),
+}
+
+
+@pytest.mark.parametrize("scale", [None, 1e-14])
+@pytest.mark.parametrize("name", ORDERED)
 @pytest.mark.parametrize(
     "dims", [(40, 40), (64, 64), (96, 96), (128, 128), (136, 136), (192, 128), (256, 256)], ids=str
 )
-def test_the_kernels_of_all_ways_of_one_order_are_asked_for(dims, window, h200):
-    mask = tw.causal() & tw.window(left=window)
+def test_the_kernels_of_all_ways_of_one_order_are_asked_for(dims, name, scale, h200):
+    mask, told = ORDERED[name], {"deterministic": "everywhere", "softmax_scale": scale}
     q, k, v = (normal(2, 300, 4, d, dtype=torch.bfloat16).requires_grad_() for d in (dims[0], *dims))
     cu = torch.tensor([0, 100, 100, 300])
     calls = [
-        call(q, k, v, mask=mask, deterministic="everywhere").p,
-        call(q[:, -7:], k, v, mask=mask, deterministic="everywhere").p,
-        call(q, k, v, mask=mask & tw.key_lengths(torch.tensor([7, 300])), deterministic="everywhere").p,
-        call(q[0], k[0], v[0], mask=mask, cu_seqlens_q=cu, deterministic="everywhere").p,
+        call(q, k, v, mask=mask, **told).p,
+        call(q[:, -7:], k, v, mask=mask, **told).p,
+        call(q, k, v, mask=mask & tw.key_lengths(torch.tensor([7, 300])), **told).p,
+        call(q[0], k[0], v[0], mask=mask, cu_seqlens_q=cu, **told).p,
     ]
     for p in calls:
-        assert bool(reasons_of_order(p)) == (window is not None and max(dims) > 128)
+        assert bool(reasons_of_order(p)) == (name in ("128", "1024") and max(dims) > 128)
         if not reasons_of_order(p):
             assert config.choose(p) in config.one_order_of_rows(p)
             assert backward_config.choose(p) in backward_config.one_order_of_rows(p)

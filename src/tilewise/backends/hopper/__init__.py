@@ -57,7 +57,7 @@ from tilewise.backends.hopper.forward import reasons as forward_reasons
 from tilewise.backends.hopper.forward import selected as listed
 from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.host import library
-from tilewise.backends.hopper.kernels import AnyConfig
+from tilewise.backends.hopper.kernels import AnyConfig, shipped_set
 from tilewise.backends.hopper.latent import selected
 from tilewise.backends.hopper.latent.config import LatentConfig
 from tilewise.backends.hopper.padding import as_packed
@@ -271,7 +271,15 @@ def _order_reasons(p: Problem) -> list[str]:
     """Why the sums of a row like this problem's have no one order here. All kernels of such rows have to be there, so that no way of a
     call, and no gradient, leaves them to another backend."""
     found = [*_device_reasons(p), *forward_reasons.reasons_of_order(p)]
-    return found or library.missing(*forward_config.one_order_of_rows(p), *backward_config.one_order_of_rows(p))
+    if found:
+        return found
+    asked = [*forward_config.one_order_of_rows(p), *backward_config.one_order_of_rows(p)]
+    # Not those either that would be compiled where the compiler is installed: other machines would give other bits.
+    unshipped = sum(x not in shipped_set() for x in asked)
+    dims = f"{p.dtype} and head dims {p.head_dim} and {p.head_dim_v}"
+    return (
+        [f'deterministic="everywhere" with {dims}: its kernels do not ship'] if unshipped else library.missing(*asked)
+    )
 
 
 def _decided(p: Problem, plans: PerProblem, plan: Callable[[Problem], Any], config: AnyConfig) -> tuple:

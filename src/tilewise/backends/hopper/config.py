@@ -45,8 +45,8 @@ SHARING = 4  # CTAs that read one head's keys at a time, so that K and V come fr
 
 def dtypes_of(width: int, width_v: int, rare: bool = False) -> tuple[str, ...]:
     """The dtypes in which kernels of these head dims ship. In fp16 those of two head dims, of one above 256, and ``rare`` ones are compiled
-    at a first call, or left to Triton: models with these run in bf16. Rare are a score, dropout, and a mask at head dims of models that
-    generate images, which have none (docs/decisions.md#hopper-shipped-dtypes)."""
+    at a first call, or left to Triton: models with these run in bf16. Rare are a score, dropout, selected keys, and a mask at head dims of
+    models that generate images, which have none (docs/decisions.md#hopper-shipped-dtypes)."""
     return tuple(DTYPES.values()) if width == width_v <= 256 and not rare else ("bf16",)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.decoding import config as decoding_config
@@ -14,6 +16,12 @@ from tilewise.backends.hopper.latent.config import LatentConfig
 from tilewise.backends.hopper.latent.gradients_config import GradientsConfig
 
 AnyConfig = Config | LatentConfig | GradientsConfig | DecodingConfig | Backward
+
+
+@lru_cache(maxsize=1)
+def shipped_set() -> frozenset[AnyConfig]:
+    """The same as :func:`shipped`, to look up."""
+    return frozenset(shipped())
 
 
 def shipped() -> list[AnyConfig]:

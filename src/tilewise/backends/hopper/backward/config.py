@@ -367,7 +367,8 @@ def chosen_row(p: Problem) -> Chosen | None:
 def one_order_of_rows(p: Problem) -> list[Backward]:
     """The kernels of the backwards of all ways that rows like a problem's may come, dense, padded and packed, deterministic everywhere."""
     row = next(row for row in rows_for(p) if row.one_pass or row.two_passes)
-    two = row.one_pass is None or keys_before(p) < row.least_keys(row.summed("band", False), packed=False)
+    keys = row.summed("band", packed=False)
+    two = keys is None or p.softmax_scale < LEAST_SCALE or keys_before(p) < row.least_keys(keys, packed=False)
     found = {}
     for form, packed in (("upper", False), ("band", False), ("rows", False), ("upper", True), ("band", True)):
         form = row.form_of_two_passes(form, packed) if two else row.form_in(form, packed)
@@ -379,6 +380,7 @@ def one_order_of_rows(p: Problem) -> list[Backward]:
 def two_passes(row: BackwardRow, p: Problem) -> Chosen | None:
     """The passes of a row that each make all scores, if it has any for a problem."""
     form, traced, dropout = form_of(p), Expressions.of(p).traced, p.spec.dropout_p > 0
+    form = ends_at_least(form) if p.spec.everywhere else form  # one for dense and packed calls
     if traced == PLAIN and not dropout:
         form = row.form_of_two_passes(form, p.packed)
     passes = row.passes(form, p.spec.score is not None and not traced.score, traced, dropout)

@@ -18,7 +18,10 @@ from tilewise.backends.hopper.forward.paged_config import pool_reasons
 from tilewise.backends.hopper.forward.tiles import WIDEST_JOINED
 from tilewise.problem import Problem
 
-ONE_SEGMENT = 1 << 17  # blocks, more than a sequence has
+ONE_SEGMENT, MOST_SEGMENTS = (
+    1 << 17,
+    1 << 13,
+)  # blocks of a sequence that is one, and how many of these 32 bits may count
 LEAST_KEYS_A_QUERY = 16  # of a dense call, for each query after the first
 
 
@@ -46,6 +49,10 @@ def fitting(problem: Problem) -> DecodingConfig | None:
     # A part of a block whose first rows no query sees must have keys to its end (pages.box_of).
     if 1 - found[0] < part or pool_reasons(problem):
         return None
+    if segment_of(problem, tiles.tile_n) == ONE_SEGMENT:
+        keys = problem.capacity if problem.paged else problem.seqlen_k
+        if problem.batch > MOST_SEGMENTS or keys > ONE_SEGMENT * tiles.tile_n:
+            return None
     return DecodingConfig(DTYPES[str(problem.dtype)], tiles, part, score)
 
 
@@ -54,7 +61,7 @@ def reads_ends(problem: Problem) -> bool:
     region = problem.spec.region
     if problem.paged or problem.seqlen_q != 1 or band_of(problem) is not None or region.predicate is not None:
         return False
-    # Its keys would count from the first one that the query sees, and so would blocks and segments.
+    # The kernel would count blocks and segments from the first key that the query sees.
     if problem.spec.everywhere and keys_before(problem) < math.inf:
         return False
     return "h" not in expr.depends_on(region.lo, region.hi)

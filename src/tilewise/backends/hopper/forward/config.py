@@ -242,7 +242,7 @@ def smaller(config: Config) -> list[Config]:
 
 
 ONE_ORDER = ("upper", "band", "rows")
-"""The forms of dense calls whose rows have one order of sums; packed ones have the first two, and those over pages the second."""
+"""The forms of dense calls whose rows have one order of sums; packed ones have the first two, or the second, and those over pages that."""
 
 
 def of_one_order(problem: Problem) -> Config:

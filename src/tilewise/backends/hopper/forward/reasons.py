@@ -54,8 +54,8 @@ def reasons_of_order(problem: Problem) -> list[str]:
     ordered = all(_ORDERED.fullmatch(x) for x in text.split(" & ") if x) and keys_before(problem) + 1 >= least
     found += [] if ordered else [f"the mask {text}"]
     return [
-        f'deterministic="everywhere" with {x}: it has causal, key_lengths, no mask, and up to head dim {WIDEST_JOINED} windows of '
-        f"{PAGE_ROWS[0]} keys or more; 16 bits, head dims up to 256"
+        f'deterministic="everywhere" with {x}: it has no mask, causal, key_lengths, and windows of {PAGE_ROWS[0]} keys or more (up to head '
+        f"dim {WIDEST_JOINED}), in 16 bits, at head dims that are multiples of {MULTIPLE} up to 256"
         for x in found
     ]
 

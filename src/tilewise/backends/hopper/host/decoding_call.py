@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tilewise import sizes
 from tilewise.backends.base import Inputs
-from tilewise.backends.hopper.decoding.choice import ends, reads_ends, segment_of, shares_of
+from tilewise.backends.hopper.decoding.choice import ONE_SEGMENT, ends, reads_ends, segment_of, shares_of
 from tilewise.backends.hopper.forward.paged_config import page_rows
 from tilewise.backends.hopper.host import masks
 from tilewise.backends.hopper.host.direct import DirectPlan
@@ -60,6 +60,7 @@ class DecodingPlan(PagedPlan):
     def sizes(self) -> dict[str, int]:
         problem = self.problem
         states = self.parts * problem.heads_k * (2 if self.segment == 1 else 1)
+        states = 1 if self.segment == ONE_SEGMENT else states  # which no sequence leaves then
         return {"states": states, "counts": problem.batch * problem.heads_k}
 
     def beside(self, draft: Draft) -> dict[str, Any]:

@@ -73,11 +73,17 @@ def features_of(config: AnyConfig) -> set[str]:
 
 def forms_of(config: AnyConfig) -> set[str]:
     """The forms of the calls that a kernel serves: those of OWN serve all, one of windows causal calls where no other does, and causal ones
-    calls without a mask (docs/decisions.md#hopper-fewer-forms)."""
-    if type(config) in OWN:
+    with a word of FEATURES calls without a mask (docs/decisions.md#hopper-fewer-forms). Where dS is kept, the second pass of ends of rows
+    serves calls that are too long for that."""
+    if type(config) in OWN or (isinstance(config, Backward) and config.form == "rows" and _too_long(config)):
         return set(FORMS.values())
     found = {config.form} | ({"upper"} if config.form == "band" and _kind(config) not in _causal() else set())
     return found | ({"full"} if "upper" in found and features_of(config) else set())
+
+
+def _too_long(config: Backward) -> bool:
+    """Whether calls get a backward where dS takes too much memory to be kept."""
+    return backward_config.TABLE[config.keys.dims].kept is not None and not config.keys.keeps_ds
 
 
 def _kind(config: AnyConfig) -> tuple:

@@ -62,7 +62,7 @@ LISTS = {  # Queries, keys, batch, query and key heads, head dims, dtype, entrie
     "latent-many-heads": (1, 3000, 1, 64, 1, 576, 512, torch.bfloat16, 700, 1, {}),
     "latent-few-heads": (120, 500, 2, 20, 1, 576, 512, torch.float16, 60, 1, {"sink": lambda: normal(20, seed=5)}),
     "multi-query": (500, 500, 2, 70, 1, 64, 64, torch.bfloat16, 70, 1, {"sink": lambda: normal(70, seed=5)}),
-    "wide": (300, 300, 1, 64, 1, 128, 128, torch.float16, 40, 1, {}),
+    "wide": (300, 300, 1, 64, 1, 128, 128, torch.bfloat16, 40, 1, {}),
     "grouped": (300, 700, 1, 32, 2, 192, 64, torch.bfloat16, 30, 16, {}),
     # The copies of a block, which the window's end cuts, fill tiles.
     "twice": (

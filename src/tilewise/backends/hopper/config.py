@@ -166,8 +166,7 @@ def forward_keys_of(problem: Problem) -> tuple[str, Band]:
 def served_form(form: str, problem: Problem) -> str:
     """The form whose kernels serve another one of numbers: rows that see all keys end far away in packed sequences, over pages, and beside
     dropout or a softcap, so that fewer kernels ship (docs/decisions.md#hopper-fewer-forms)."""
-    cap = cap_of(problem)
-    capped = cap is not None and not math.isnan(cap)
+    capped = problem.spec.score is not None and not is_traced(problem)
     return ends_at_least(form) if problem.packed or problem.paged or problem.spec.dropout_p > 0 or capped else form
 
 

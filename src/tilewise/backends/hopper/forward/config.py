@@ -280,14 +280,13 @@ def choose(problem: Problem) -> Config:
     if biased is not None:
         return biased
     row = row_for(problem, capped, dropout and traced == PLAIN)
+    dtype, score = DTYPES[str(problem.dtype)], "softcap" * capped
 
     # Only kernels that ship compete: another would be compiled at a user's first call.
     def options(form: str) -> list[Config]:
-        own, score = form_in(row.ends, form, "softcap" * capped, problem.packed), "softcap" * capped
+        own = form_in(row.ends, form, score, problem.packed)
         tiles = row.of_form(own, capped, traced, dropout)
-        config = Config(
-            tiles, DTYPES[str(problem.dtype)], own, score, packed=problem.packed, traced=traced, dropout=dropout
-        )
+        config = Config(tiles, dtype, own, score, packed=problem.packed, traced=traced, dropout=dropout)
         return [config, *(c for c in smaller(replace(config, form=form)) if c in _shipped())]
 
     def clocks(other: Config) -> float:

@@ -18,7 +18,14 @@ from tilewise.backends.hopper.config import (
     reasons_of_slopes,
 )
 from tilewise.backends.hopper.forward.config import choose, leaves_idle, mean_seqlen_q
-from tilewise.backends.hopper.forward.tiles import MAX_HEAD_DIM, PAGE_ROWS, TABLE, WIDEST_JOINED, tiles_of_one_order
+from tilewise.backends.hopper.forward.tiles import (
+    MAX_HEAD_DIM,
+    ONE_ORDER_TILES,
+    PAGE_ROWS,
+    TABLE,
+    WIDEST_JOINED,
+    tiles_of_one_order,
+)
 from tilewise.problem import Problem
 
 
@@ -44,20 +51,19 @@ def reasons(problem: Problem, widest: int | None = None) -> list[str]:
 def reasons_of_order(problem: Problem) -> list[str]:
     """Every reason why the sums of a row like this problem's have no one order in all calls. Lengths, pages and packing play no part."""
     dims, text = (problem.head_dim, problem.head_dim_v), problem.spec.mask_text
-    found = [] if str(problem.dtype) in DTYPES else [f"{problem.dtype}"]
+    found = [] if str(problem.dtype) in DTYPES else [f"{problem.dtype}: bfloat16 and float16 have it"]
     if tiles_of_one_order(*dims) is None or any(dim % MULTIPLE for dim in dims):
-        found.append(f"head dims {dims[0]} and {dims[1]}")
+        found.append(
+            f"head dims {dims[0]} and {dims[1]}: multiples of {MULTIPLE} up to {ONE_ORDER_TILES[-1].width} have it"
+        )
     found += ["a score"] if problem.spec.score_text else []
     # In pages a narrower window may lie within what one box brings (``pages.box_of``). Wide heads have the kernels of other calls, which
     # begin at the first key that a row sees.
     least = PAGE_ROWS[0] if max(dims) <= WIDEST_JOINED else math.inf
-    ordered = all(_ORDERED.fullmatch(x) for x in text.split(" & ") if x) and keys_before(problem) + 1 >= least
-    found += [] if ordered else [f"the mask {text}"]
-    return [
-        f'deterministic="everywhere" with {x}: it has no mask, causal, key_lengths, and windows of {PAGE_ROWS[0]} keys or more (up to head '
-        f"dim {WIDEST_JOINED}), in 16 bits, at head dims that are multiples of {MULTIPLE} up to 256"
-        for x in found
-    ]
+    if not all(_ORDERED.fullmatch(x) for x in text.split(" & ") if x) or keys_before(problem) + 1 < least:
+        windows = f"windows of {PAGE_ROWS[0]} keys or more, up to head dim {WIDEST_JOINED}"
+        found.append(f"the mask {text}: causal, key_lengths, no mask, and {windows}, have it")
+    return [f'deterministic="everywhere" with {x}' for x in found]
 
 
 _ORDERED = re.compile(r"causal\(\)|window\(\w+, \w+\)|key_range\(0, [^&]*\)")

@@ -58,9 +58,9 @@ def test_gathered_calls_agree_with_the_oracle(name, sizes, room, causal, monkeyp
 
 LISTS = {  # Queries, keys, batch, query and key heads, head dims, dtype, entries, block; options.
     "latent": (300, 900, 1, 128, 1, 576, 512, torch.bfloat16, 200, 1, {}),
-    "latent-blocks": (130, 700, 2, 200, 1, 576, 512, torch.float16, 20, 16, {"sink": lambda: normal(200, seed=5)}),
+    "latent-blocks": (130, 700, 2, 200, 1, 576, 512, torch.bfloat16, 20, 16, {"sink": lambda: normal(200, seed=5)}),
     "latent-many-heads": (1, 3000, 1, 64, 1, 576, 512, torch.bfloat16, 700, 1, {}),
-    "latent-few-heads": (120, 500, 2, 20, 1, 576, 512, torch.float16, 60, 1, {"sink": lambda: normal(20, seed=5)}),
+    "latent-few-heads": (120, 500, 2, 20, 1, 576, 512, torch.bfloat16, 60, 1, {"sink": lambda: normal(20, seed=5)}),
     "multi-query": (500, 500, 2, 70, 1, 64, 64, torch.bfloat16, 70, 1, {"sink": lambda: normal(70, seed=5)}),
     "wide": (300, 300, 1, 64, 1, 128, 128, torch.bfloat16, 40, 1, {}),
     "grouped": (300, 700, 1, 32, 2, 192, 64, torch.bfloat16, 30, 16, {}),

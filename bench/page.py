@@ -118,9 +118,7 @@ def square(head_dim: int, seqlen: int | str, mask: str) -> str:
 ROWS = {f"{way}, D {d}, {mask}": (way, square(d, "%d", mask)) for way, d, mask in product(PASSES, DIMS, MASKS)}
 GROUPED = {f"{way}, D 128, 16/4, {mask}": (way, f"h200-gqa4-d128-n%d-{mask}") for way, mask in product(PASSES, MASKS)}
 PEERS = ("fa2", "cudnn", "fa4")
-H200, H100 = Squares("cae6dfec7fa7", PEERS), Squares("074d739eee7e", PEERS)
-AGAIN = Squares("h200-squares-again", ("cudnn",))
-"""A run of newer kernels, beside cuDNN alone."""
+H200, H100 = Squares("h200-squares-peers", PEERS), Squares("074d739eee7e", PEERS)
 BESIDE_FA3 = Squares("h200-squares", ("fa3",))
 """The run that timed FlashAttention-3, which has no wheel, beside tilewise of that day."""
 
@@ -136,14 +134,11 @@ def squares() -> list[str]:
     text = (
         f"16,384 tokens of hidden size 2048, kernels alone, all contestants in the same rounds. Apart from grouped heads, {H200.behind()}. "
         f"{found.source(H200.run)} FA3 has no wheel: tilewise of {found.runs[BESIDE_FA3.run]['when']} was timed beside it; its backward "
-        f"was slower than today's. The newest kernels were timed beside cuDNN alone: {found.source(AGAIN.run)}"
+        "was slower than today's."
     )
     plot = ["![TFLOP/s against the sequence length, forward and backward](img/h200-hopper.png)"]
     columns = {name: lambda *row, who=who: H200.over_cudnn(who, *row) for name, who in (("FA2", "fa2"), ("FA4", "fa4"))}
-    columns |= {
-        "tilewise": partial(H200.over_cudnn, "tilewise"),
-        "tilewise, newest": partial(AGAIN.over_cudnn, "tilewise"),
-    }
+    columns |= {"tilewise": partial(H200.over_cudnn, "tilewise")}
     columns |= {"tilewise over its best peer": H200.over_best, "earlier, over FA3": BESIDE_FA3.over_best}
     by_dims = {f"D {d}": (d,) for d in DIMS} | {"all 36 rows": DIMS}
     rows = {f"{way}, {title}": (way, dims) for way, (title, dims) in product(PASSES, by_dims.items())}
@@ -186,7 +181,7 @@ def wide() -> list[str]:
     )
 
 
-MASKED = ("3fa2ac8f2096", "414b1e11fcdd", "0ba04c12f0ce", "7fba6e754366", "7b0bacc6b5f6", "h200-masks")
+MASKED = ("h200-masks-peers", "3fa2ac8f2096", "h200-masks")
 """The runs that the page shows, newer ones first: a contestant's figures are of the first run that timed it."""
 PLANS = "d00fd2bb934f"
 """The run that timed tilewise's plans of the masks' cases."""
@@ -195,34 +190,32 @@ PLANS = "d00fd2bb934f"
 def masks() -> list[str]:
     """Masks and scores beside cudnn.flex_attention and compiled FlexAttention."""
     found = load("h200-peers")
-    earlier = found.cases(MASKED[-1])
-    rows: list[tuple[str, list[str]]] = []  # the names that a case has had
+    planned = {name: shape["what"] for name, shape in found.cases(MASKED[-1]).items()}
+    rows: list[tuple[str, str]] = []
     for case in (case for case in tagged("masks") if not case.lengths):
-        before = case.name if case.name in earlier else case.name.removesuffix(f"-n{case.seqlen_q}")
         length = f"N {case.seqlen_q}" + (f", batch {case.batch}" if case.batch > 1 else "")
-        title = f"{earlier[before]['what']}, {length}, D {case.head_dim}, {case.heads_q}/{case.heads_k}"
-        rows.append((title, [case.name, before]))
+        rows.append((f"{planned[case.name]}, {length}, D {case.head_dim}, {case.heads_q}/{case.heads_k}", case.name))
         if "documents-causal" in case.name:
-            rows.append(("… as a packed call", [case.name.replace("documents-causal", "packed-causal")]))
-    plans = [row for row in rows if row[1][1:]]
+            rows.append(("… as a packed call", case.name.replace("documents-causal", "packed-causal")))
+    plans = [(title, name) for title, name in rows if name in planned]
 
-    def speed(direction: str, names: list[str], who: str) -> float | None:
-        timed = (found.rate(MASKED, name, who, direction) for name in names)
-        return next((tflops for _, tflops in filter(None, timed)), None)
+    def speed(direction: str, name: str, who: str) -> float | None:
+        timed = found.rate(MASKED, name, who, direction)
+        return timed and timed[1]
 
-    def plan(names: list[str], who: str) -> float | None:
-        anew = found.value(PLANS, names[0], who, "forward", "plan")
-        return found.value(MASKED[-1], names[1], who, "forward", "plan") if anew is None else anew
+    def plan(name: str, who: str) -> float | None:
+        return found.value(PLANS if who == "tilewise" else MASKED[-1], name, who, "forward", "plan")
 
     def behind(direction: str) -> int:
-        rates = [[speed(direction, names, who) or 0 for who in columns.values()] for _, names in plans]
+        rates = [[speed(direction, name, who) or 0 for who in columns.values()] for _, name in plans]
         return sum(mine < LEVEL * max(mine, *others) for mine, *others in rates)
 
     columns = {"tilewise": "tilewise", "its Triton": "triton", "cudnn.flex": "cudnn-flex", "FlexAttention": "flex"}
     text = (
         f"TFLOP/s of kept pairs. Another library is faster than tilewise in {behind('forward')} of {len(plans)} forwards and "
-        f"{behind('backward')} backwards. A dash means that it cannot run the call. {found.source(MASKED[3])} FlexAttention and the peers' "
-        f"plans are from an earlier run, ALiBi and the table from later ones; tilewise's plans: `{found.runs[PLANS]['command']}`."
+        f"{behind('backward')} backwards. A dash means that it cannot run the call. FlexAttention's softcap calls torch.tanh. "
+        f"{found.source(MASKED[0])} The table, FlexAttention's backward with ALiBi, which makes no gradient of the slopes, and the peers' "
+        f"plans are from earlier runs; tilewise's plans: `{found.runs[PLANS]['command']}`."
     )
     planners = {title: who for title, who in columns.items() if who != "triton"}
     made = titled("Planning a new mask, ms", grid(plans, planners, plan, 2))

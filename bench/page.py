@@ -181,9 +181,9 @@ def wide() -> list[str]:
     )
 
 
-MASKED = ("h200-masks-peers", "3fa2ac8f2096", "h200-masks")
+MASKED = ("h200-masks-peers", "h200-masks-table", "h200-masks")
 """The runs that the page shows, newer ones first: a contestant's figures are of the first run that timed it."""
-PLANS = "d00fd2bb934f"
+PLANS = "h200-mask-plans-newest"
 """The run that timed tilewise's plans of the masks' cases."""
 
 
@@ -214,8 +214,8 @@ def masks() -> list[str]:
     text = (
         f"TFLOP/s of kept pairs. Another library is faster than tilewise in {behind('forward')} of {len(plans)} forwards and "
         f"{behind('backward')} backwards. A dash means that it cannot run the call. FlexAttention's softcap calls torch.tanh. "
-        f"{found.source(MASKED[0])} The table, FlexAttention's backward with ALiBi, which makes no gradient of the slopes, and the peers' "
-        f"plans are from earlier runs; tilewise's plans: `{found.runs[PLANS]['command']}`."
+        f"{found.source(MASKED[0])} FlexAttention's table, its backward with ALiBi, which makes no gradient of the slopes, and the peers' "
+        f"plans are from an earlier run; tilewise's plans: `{found.runs[PLANS]['command']}`."
     )
     planners = {title: who for title, who in columns.items() if who != "triton"}
     made = titled("Planning a new mask, ms", grid(plans, planners, plan, 2))

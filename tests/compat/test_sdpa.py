@@ -292,6 +292,20 @@ def test_vmap_is_torchs():
     torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize("transform", ["backward of a vmap", "grad of a vmap"])
+def test_the_gradient_of_an_expanded_mask_that_is_mapped_over_is_its_own(transform):
+    q, narrow = normal(2, 5, 4), normal(3, 2, 1, 5, seed=5)
+
+    def gradient(bias):
+        loss = lambda x: torch.vmap(lambda b: scaled_dot_product_attention(q, q, q, b))(x).square().sum()  # noqa: E731
+        if transform == "grad of a vmap":
+            return torch.func.grad(loss)(bias)
+        return torch.autograd.grad(loss(bias.requires_grad_()), bias)[0]
+
+    wide = narrow.expand(-1, -1, 5, -1)
+    torch.testing.assert_close(gradient(wide.detach()), gradient(wide.contiguous()))
+
+
 def test_the_signature_is_torchs():
     p = inspect.signature(scaled_dot_product_attention).parameters
     positional = [n for n, x in p.items() if x.kind is x.POSITIONAL_OR_KEYWORD]

@@ -217,16 +217,24 @@ def pairs_of(attn_mask: Tensor, shape: tuple[int, ...]) -> tuple[tw.Mask | None,
         raise ValueError(
             f"attn_mask must be bool or floating and broadcast to {shape}; got {attn_mask.dtype} {sizes}{hint}"
         )
-    if not attn_mask.requires_grad:
-        for axis in range(attn_mask.ndim):
-            if attn_mask.stride(axis) == 0 and attn_mask.shape[axis] > 1:  # expanded by the caller: read it once
-                attn_mask = attn_mask.narrow(axis, 0, 1)
+    for axis in range(attn_mask.ndim):
+        if is_repeated(attn_mask, axis):
+            attn_mask = attn_mask.narrow(axis, 0, 1)
     if len(lead) > 1 and attn_mask.ndim > 3:
         attn_mask = attn_mask[(None,) * (len(shape) - attn_mask.ndim)]
         if tuple(attn_mask.shape[:-3]) not in (lead, (1,) * len(lead)):
             return _of_some_leading(attn_mask, lead)
         attn_mask = attn_mask.flatten(0, -4)
     return (tw.dense(attn_mask), None) if attn_mask.dtype == torch.bool else (None, tw.bias(attn_mask))
+
+
+def is_repeated(x: Tensor, axis: int) -> bool:
+    """Return whether one element may be read for all along an axis: a tensor is expanded there, and none wants its own gradient."""
+    if x.stride(axis) != 0 or x.shape[axis] < 2:
+        return False
+    wanted = torch.is_grad_enabled() and x.requires_grad
+    # Within a vmap requires_grad says nothing of the tensor that is mapped over.
+    return not (x.is_floating_point() and (wanted or torch._C._are_functorch_transforms_active()))
 
 
 def _of_some_leading(attn_mask: Tensor, lead: tuple[int, ...]) -> tuple[tw.Mask | None, tw.Score | None]:

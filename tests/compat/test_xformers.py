@@ -181,6 +181,21 @@ def test_one_head_and_groups_have_their_own_layouts():
     assert torch.equal(lse.flatten(1, 2), few[1])
 
 
+@pytest.mark.parametrize("how", ["leaf", "graph", "compiled", "vmap"])
+def test_expanded_heads_have_gradients_of_their_own(how):
+    q, narrow = normal(B, 5, 2, 3, 4), normal(B, 6, 2, 1, 4, seed=1)
+    attend = xf.memory_efficient_attention
+    if how == "compiled":
+        attend = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    if how == "vmap":
+        attend = lambda *x: torch.vmap(xf.memory_efficient_attention)(*(t[:, None] for t in x))  # noqa: E731
+    wide = (narrow.requires_grad_() if how == "graph" else narrow).expand(-1, -1, -1, 3, -1)
+    found = []
+    for k in (wide if how == "graph" else wide.detach().requires_grad_(), wide.detach().contiguous().requires_grad_()):
+        found.append(torch.autograd.grad(attend(q, k, k).square().sum(), k)[0])
+    torch.testing.assert_close(*found)
+
+
 def test_tensors_of_several_lengths_are_packed_and_split_again():
     parts = [normal(2, 3, H, D, seed=1), normal(1, 5, H, D, seed=2), normal(3, 1, H, D, seed=4)]
     bias, x = ab.BlockDiagonalMask.from_tensor_list(parts)

@@ -1,8 +1,8 @@
 """xformers' ``memory_efficient_attention`` and its bias classes over tilewise's op.
 
 Layouts are xformers': ``(batch, seqlen, heads, head_dim)``; ``(batch, seqlen, head_dim)`` for one head; and ``(batch, seqlen, groups,
-heads, head_dim)``, whose keys and values are read once if they are expanded over heads. The biases are in ``attn_bias``. Biases with
-blocks become a packed call without padding. The differences:
+heads, head_dim)``, whose keys and values are read once if they are expanded over heads and want no gradient. The biases are in
+``attn_bias``. Biases with blocks become a packed call without padding. The differences:
 
 - A row that sees no key is zero; the original's is undefined.
 - A tensor bias needs no alignment, may broadcast, and has its gradient; a bool tensor selects.
@@ -17,7 +17,7 @@ from torch import Tensor
 
 import tilewise as tw
 from tilewise.compat.refusals import need_tensors
-from tilewise.compat.sdpa import pairs_of
+from tilewise.compat.sdpa import is_repeated, pairs_of
 from tilewise.compat.stand_in import StandIn, public, put_module
 from tilewise.compat.xformers import attn_bias as biases
 from tilewise.compat.xformers.attn_bias import BANDS, AttentionBias, LowerTriangularMask
@@ -87,12 +87,12 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, bias: object, p: float, s
 
 
 def _heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Views ``(batch, seqlen, heads, head_dim)``; keys and values that are expanded over the heads of a group have one."""
+    """Views ``(batch, seqlen, heads, head_dim)``; keys and values that the heads of a group share have one."""
     if query.ndim == 3:
         return query.unsqueeze(2), key.unsqueeze(2), value.unsqueeze(2)
     if query.ndim == 4:
         return query, key, value
-    if all(x.stride(3) == 0 or x.shape[3] == 1 for x in (key, value)):
+    if all(x.shape[3] == 1 or is_repeated(x, 3) for x in (key, value)):
         return query.flatten(2, 3), key[:, :, :, 0], value[:, :, :, 0]
     return query.flatten(2, 3), key.flatten(2, 3), value.flatten(2, 3)
 

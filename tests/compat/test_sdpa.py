@@ -292,6 +292,28 @@ def test_vmap_is_torchs():
     torch.testing.assert_close(ours, theirs)
 
 
+def test_a_scale_with_a_derivative_is_refused():
+    q, one = normal(2, 5, 4), torch.tensor(1.0)
+
+    def attend(scale):
+        return scaled_dot_product_attention(q, q, q, scale=scale)
+
+    calls = {
+        "requires_grad": lambda: attend(torch.tensor(0.3, requires_grad=True)),
+        "jvp": lambda: torch.func.jvp(attend, (one,), (one,)),
+        "grad in jvp": lambda: torch.func.jvp(
+            lambda s: torch.func.grad(lambda x: (x * attend(s)).sum())(one), (one,), (one,)
+        ),
+        "vmap": lambda: torch.vmap(attend)(torch.ones(2)),
+    }
+    for call in calls.values():
+        with pytest.raises(NotImplementedError, match="scale is a tensor that has"):
+            call()
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="tangent"):
+        attend(torch.autograd.forward_ad.make_dual(one, one))
+    torch.testing.assert_close(torch.vmap(lambda x: attend(one) * x)(torch.ones(1))[0], attend(1.0))
+
+
 @pytest.mark.parametrize("transform", ["backward of a vmap", "grad of a vmap"])
 def test_the_gradient_of_an_expanded_mask_that_is_mapped_over_is_its_own(transform):
     q, narrow = normal(2, 5, 4), normal(3, 2, 1, 5, seed=5)

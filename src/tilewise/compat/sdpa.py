@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn.modules.transformer import _detect_is_causal_mask, _get_seq_len  # noqa: F401  for _patched_encoder in TorchScript
 
 import tilewise as tw
+from tilewise.autograd import has_tangent
 from tilewise.compat.encoder import offsets_of_rows, over_packed_rows, would_pack
 from tilewise.compat.probabilities import probabilities
 from tilewise.compat.refusals import need_tensors
@@ -61,13 +62,19 @@ def scaled_dot_product_attention(
     Raises:
         ValueError: a wrong call. NotImplementedError: what torch runs and this does not, with every reason.
     """
-    if isinstance(scale, Tensor) and not (scale.ndim or scale.requires_grad or torch.compiler.is_compiling()):
+    if isinstance(scale, Tensor) and not (scale.ndim or torch.compiler.is_compiling() or _has_derivative(scale)):
         scale = float(scale)  # as torch does
     need_tensors("scaled_dot_product_attention", query=query, key=key, value=value)
     if any(x.is_nested and x.layout == torch.jagged for x in (query, key, value)):
         return _of_nested((query, key, value), attn_mask, dropout_p, is_causal, scale, enable_gqa)
     call = read(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     return call.shaped(tw.attention(call.q, call.k, call.v, **call.options).transpose(1, 2))
+
+
+def _has_derivative(scale: Tensor) -> bool:
+    """Return whether a number may have a derivative; of a tensor inside torch.func only the innermost transform can be asked."""
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(scale)
+    return wrapped or scale.requires_grad or has_tangent((scale,))
 
 
 def _of_nested(qkv: tuple[Tensor, Tensor, Tensor], attn_mask, dropout_p, is_causal, scale, enable_gqa) -> Tensor:
@@ -164,7 +171,8 @@ def _refusals(
         reasons.append("dropout_p 1.0 drops everything: the output is zeros, no attention is needed")
     if isinstance(scale, Tensor):
         reasons.append(
-            "scale is a tensor that has dimensions, wants a gradient or is compiled; give float(scale), or multiply query by it"
+            "scale is a tensor that has dimensions or a tangent, wants a gradient, is inside torch.func or is compiled; "
+            "give float(scale), or multiply query by it"
         )
     if not reasons and enable_gqa and min(key.ndim, value.ndim) > 2 and key.shape[-3] != value.shape[-3]:
         reasons.append(f"key has {key.shape[-3]} heads and value {value.shape[-3]}; repeat the fewer ones")

@@ -659,6 +659,17 @@ def test_without_a_mask_the_layer_says_what_is_seen(handed, mask):
     assert torch.equal(o, tw.attention(q, k, v, mask=some if mask is None else mask & some))
 
 
+def test_a_padding_mask_that_is_mapped_over_hides_each_examples_keys():
+    kept = torch.tensor([[[1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1]], [[1, 0, 1, 0, 1, 1], [1, 1, 1, 1, 1, 1]]])
+    found = torch.vmap(lambda kept: call(kept)[0][0], randomness="same")(kept)
+    model = use(build("llama"), "tilewise")
+    row = tokens(6)
+    logits = torch.vmap(lambda kept: model(row, kept, use_cache=False).logits)(kept)
+    for n, one in enumerate(kept):
+        torch.testing.assert_close(found[n], call(one)[0][0])
+        torch.testing.assert_close(logits[n], model(row, one).logits)
+
+
 def test_softcap_then_position_bias_then_sink_and_dropout():
     added, sink = torch.randn(1, 4, 6, 6), torch.randn(4)
     torch.manual_seed(5)

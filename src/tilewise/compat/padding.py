@@ -1,4 +1,4 @@
-"""A padding mask as an interval of keys, where it is one. The host reads one or two truth values, but inside torch.compile none."""
+"""A padding mask as an interval of keys, where it is one. The host reads one or two truth values, none in torch.compile and torch.func."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ def padding(kept: Tensor, start: int, keys: int) -> Mask | None:
         kept: ``(batch, n)``, bool or 0 and 1; what lies behind n is hidden.
     """
     kept = kept[:, start : start + keys].bool()
-    asked = not torch.compiler.is_compiling()  # a graph waits for no number
+    # A graph waits for no number, and a vmap has one for each example.
+    asked = not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
     if asked and kept.shape[1] == keys and kept.all():  # mostly, and one number to wait for
         return None
     kept = torch.nn.functional.pad(kept, (0, keys - kept.shape[1]))

@@ -148,6 +148,10 @@ def test_packed_queries_over_pages_compute_where_a_gradient_is_wanted_and_the_ba
         assert not run().requires_grad
 
 
+def tables(rows, width=4):
+    return {"rotary_cos": torch.ones(rows, width), "rotary_sin": torch.zeros(rows, width)}
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
@@ -156,8 +160,20 @@ def test_packed_queries_over_pages_compute_where_a_gradient_is_wanted_and_the_ba
         ({"cache_seqlens": None}, "need cache_seqlens"),
         ({"cache_batch_idx": torch.arange(B), "block_table": torch.zeros(B, 1)}, "give one of them"),
         ({"cache_seqlens": CAPACITY - 1}, r"seqlens_k\[0\] with the new keys is 25"),
+        ({"cache_seqlens": LENGTHS.float()}, r"cache_seqlens must be int32 \(batch,\) or an int, got torch.float32"),
+        ({"cache_seqlens": 13.5}, "or an int, got 13.5"),
+        ({"cache_seqlens": LENGTHS.tolist()}, r"or an int, got \[0, 13, 20\]"),
+        ({"cache_batch_idx": [0, 1, 2]}, "cache_batch_idx must be a tensor or None, got list"),
+        ({"cache_batch_idx": torch.arange(3.0)}, r"cache_batch_idx must be int32 \(batch,\), got torch.float32"),
+        (tables(LENGTHS.max() + 1), "rotary_sin have 21 rows, but positions reach 21"),
+        (tables(CAPACITY, width=9), r"rotary_dim up to 16; got \(24, 9\) and \(24, 9\)"),
+        (tables(CAPACITY) | {"rotary_sin": torch.ones(CAPACITY, 5)}, r"got \(24, 4\) and \(24, 5\)"),
+        (tables(CAPACITY) | {"rotary_sin": [1.0]}, "rotary_sin must be a tensor, got list"),
     ],
-    ids=["k-alone", "cos-alone", "no-lengths", "rows-and-pages", "no-room"],
+    ids=[
+        *("k-alone", "cos-alone", "no-lengths", "rows-and-pages", "no-room", "lengths-of-floats", "half-a-key", "list"),
+        *("rows-in-a-list", "rows-of-floats", "short-tables", "wide-tables", "other-tables", "table-in-a-list"),
+    ],
 )
 def test_a_wrong_cache_call_says_what_is_wrong(changes, says):
     q, k_cache, v_cache, k, v = drawn()
@@ -221,3 +237,7 @@ def test_generation_3_takes_packed_rows_and_new_keys():
     cos = torch.ones(CAPACITY, 4)
     with pytest.raises(ValueError, match="rotary embeddings of packed rows"):
         fa3.flash_attn_with_kvcache(q, k_pages, v_pages, None, None, None, cos, cos, LENGTHS, cu_seqlens_q=cu)
+    with pytest.raises(ValueError, match="cu_seqlens_k_new is of packed new keys"):
+        fa3.flash_attn_with_kvcache(
+            q, k_pages, v_pages, cache_seqlens=LENGTHS, page_table=table, cu_seqlens_q=cu, cu_seqlens_k_new=cu
+        )

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
-from tilewise.compat.refusals import need_tensors
+from tilewise import settings
+from tilewise.spec import not_tensors
 from tilewise.words import raise_wrong
 
 FLOAT8 = torch.float8_e4m3fn
@@ -31,14 +32,14 @@ class CacheCall:
     cache_leftpad: Tensor | None
     block_table: Tensor | None
     cu_seqlens_q: Tensor | None = None
-    cu_seqlens_new: Tensor | None = None
+    cu_seqlens_k_new: Tensor | None = None
     q_descale: Tensor | None = None
     k_descale: Tensor | None = None
     v_descale: Tensor | None = None
 
     def attend(self, options: dict) -> tuple[Tensor, Tensor]:
         """out and softmax_lse, with the keywords of :func:`tilewise.attention_paged`; writes new keys and values before."""
-        need_tensors("flash_attn_with_kvcache", q=self.q, k_cache=self.k_cache, v_cache=self.v_cache)
+        self._refuse_no_tensors()
         self._refuse_wrong()
         cache, q, k = self._cache(), self.q, self.k
         if q.dtype == FLOAT8:
@@ -73,12 +74,12 @@ class CacheCall:
     def _appended(self, cache: tw.PagedCache | tw.QuantizedCache, k: Tensor) -> tw.PagedCache | tw.QuantizedCache:
         """Return the cache with new rows. Rows of 16 bits are divided by the cache's factors, rows of 8 bits are not."""
         if not self._quantised:
-            return tw.append(cache, k, self.v, self.cu_seqlens_new)
+            return tw.append(cache, k, self.v, self.cu_seqlens_k_new)
         one = torch.ones((), device=k.device)
         descales = ((k, self.k_descale), (self.v, self.v_descale))
         scales = [one if x.dtype == FLOAT8 or factor is None else factor for x, factor in descales]
         rows = [x.float() if x.dtype == FLOAT8 else x for x, _ in descales]
-        grown = tw.append(cache._replace(k_scale=scales[0], v_scale=scales[1]), *rows, self.cu_seqlens_new)
+        grown = tw.append(cache._replace(k_scale=scales[0], v_scale=scales[1]), *rows, self.cu_seqlens_k_new)
         return cache._replace(seqlens_k=grown.seqlens_k)
 
     def _cache(self) -> tw.PagedCache | tw.QuantizedCache:
@@ -94,6 +95,13 @@ class CacheCall:
         scales = self._scales() if self._quantised else {}
         return tw.paged(self.k_cache, self.v_cache, table, lengths.to(torch.int32), **scales)
 
+    def _refuse_no_tensors(self) -> None:
+        needed = "q", "k_cache", "v_cache"
+        numbers = [name for name in ("k", "v", "rotary_cos", "rotary_sin") if getattr(self, name) is not None]
+        indices = "block_table", "cache_batch_idx", "cache_leftpad", "cu_seqlens_q", "cu_seqlens_k_new"
+        named = [(name, getattr(self, name)) for name in (*needed, *numbers, *indices)]
+        raise_wrong("flash_attn_with_kvcache", not_tensors(named, (*needed, *numbers)))
+
     def _refuse_wrong(self) -> None:
         wrong = {
             "k and v come together": (self.k is None) != (self.v is None),
@@ -104,10 +112,34 @@ class CacheCall:
                 self.block_table is not None and self.cache_batch_idx is not None
             ),
             "rotary embeddings of packed rows are not built; turn q and k before the call": self.rotary_cos is not None
-            and (self.cu_seqlens_q is not None or self.cu_seqlens_new is not None),
+            and (self.cu_seqlens_q is not None or self.cu_seqlens_k_new is not None),
+            "cu_seqlens_k_new is of packed new keys; pass k and v with it": self.cu_seqlens_k_new is not None
+            and self.k is None,
         }
         reasons = [reason for reason, is_wrong in wrong.items() if is_wrong]
+        for name, x in (("cache_seqlens", self.cache_seqlens), ("cache_batch_idx", self.cache_batch_idx)):
+            if not _is_whole(x):
+                got = x.dtype if isinstance(x, Tensor) else repr(x)
+                reasons.append(f"{name} must be int32 (batch,){' or an int' * (name == 'cache_seqlens')}, got {got}")
+        if self.rotary_cos is not None and self.rotary_sin is not None:
+            reasons += self._rotary_reasons(self.rotary_cos, self.rotary_sin)
         raise_wrong("flash_attn_with_kvcache", reasons)
+
+    def _rotary_reasons(self, cos: Tensor, sin: Tensor) -> list[str]:
+        head_dim = self.q.shape[-1]
+        if cos.ndim == 2 and cos.shape == sin.shape and 2 * cos.shape[1] <= head_dim:
+            return []
+        return [
+            f"rotary_cos and rotary_sin must both be (seqlen_rotary, rotary_dim / 2), rotary_dim up to {head_dim}; got "
+            f"{tuple(cos.shape)} and {tuple(sin.shape)}"
+        ]
+
+
+def _is_whole(x: object) -> bool:
+    """Return whether an argument is a whole number, a tensor of them, or None."""
+    if isinstance(x, Tensor):
+        return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+    return x is None or hasattr(x, "__index__")
 
 
 class Rotary:
@@ -120,6 +152,7 @@ class Rotary:
         """``x (batch, rows, heads, head_dim)`` turned; ``moving``: each row at its own position, else all at the first."""
         position = self.lengths.long().unsqueeze(1)
         position = position + torch.arange(x.shape[1], device=x.device) if moving else position
+        self._refuse_short(position)
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         cos, sin = (table[position].to(dtype).unsqueeze(2) for table in (self.cos, self.sin))
         half = self.cos.shape[1]
@@ -128,3 +161,11 @@ class Rotary:
         pair = a * cos - b * sin, a * sin + b * cos
         turned = torch.stack(pair, -1).flatten(-2) if self.interleaved else torch.cat(pair, -1)
         return torch.cat([turned.to(x.dtype), rest], -1)
+
+    def _refuse_short(self, position: Tensor) -> None:
+        if torch.compiler.is_compiling() or not settings.checks_values(position.device) or not position.numel():
+            return
+        rows, last = self.cos.shape[0], int(position.max())
+        if last >= rows:
+            reason = f"rotary_cos and rotary_sin have {rows} rows, but positions reach {last}"
+            raise_wrong("flash_attn_with_kvcache", [reason])

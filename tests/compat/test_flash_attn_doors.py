@@ -180,6 +180,29 @@ def test_generation_3_combines_parts_as_merge_does():
     torch.testing.assert_close((o, lse.transpose(1, 2)), tw.attention_with_lse(q, k, v))
 
 
+ONES = torch.ones(2, B, 33, H, D)
+WRONG = {
+    "negative-chunk": (lambda: interface_3.flash_attn_func(*qkv(), attention_chunk=-3), "attention_chunk .* got -3"),
+    "half-a-chunk": (lambda: interface_3.flash_attn_func(*qkv(), attention_chunk=2.5), "attention_chunk takes whole"),
+    "packed-in-a-list": (lambda: interface_3.flash_attn_qkvpacked_func([1]), "qkv must be a tensor, got list"),
+    "parts": (
+        lambda: interface_3.flash_attn_combine(ONES, ONES[:1, ..., 0]),
+        r"got \(2, 2, 33, 4, 16\) and \(1, 2, 33, 4\)",
+    ),
+    "one-part": (lambda: interface_3.flash_attn_combine(ONES[0], ONES[0, ..., 0]), r"must be \(parts, batch"),
+    "parts-in-a-list": (lambda: interface_3.flash_attn_combine([1], [2]), "lse_partial must be a tensor, got list"),
+    "no-window": (lambda: cute.flash_attn_func(*qkv(), window_size=None), r"\(left, right\), None unbounded, got None"),
+    "one-bound": (lambda: cute.flash_attn_func(*qkv(), window_size=3), r"\(left, right\), None unbounded, got 3"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_call_of_a_later_generation_says_what_is_wrong(name):
+    call, says = WRONG[name]
+    with pytest.raises(ValueError, match=says):
+        call()
+
+
 @pytest.mark.parametrize("options", OPTIONS)
 def test_generation_4_gives_the_documented_attention(options):
     given = OPTIONS[options] | {"softmax_scale": 0.3}

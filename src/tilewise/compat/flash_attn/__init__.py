@@ -62,11 +62,16 @@ def _whole(name: str, n: object) -> int:
         raise ValueError(f"{name} takes whole numbers, got {n!r}") from None
 
 
+def _pair(window_size: object, unbounded: object) -> Sequence:
+    """Return a window, which must be ``(left, right)``."""
+    if window_size is None or isinstance(window_size, (int, float)) or len(window_size) != 2:
+        raise ValueError(f"window_size must be (left, right), {unbounded} unbounded, got {window_size!r}")
+    return window_size
+
+
 def _keywords(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic) -> dict:
     """Return the original's options as keywords of :func:`tilewise.attention`: softcap first, then the slopes."""
-    if window_size is None or isinstance(window_size, (int, float)) or len(window_size) != 2:
-        raise ValueError(f"window_size must be (left, right), -1 unbounded, got {window_size!r}")
-    bounds = [_whole("window_size", bound) for bound in window_size]
+    bounds = [_whole("window_size", bound) for bound in _pair(window_size, -1)]
     left, right = (None if bound == -1 else bound for bound in bounds)
     scores = [] if softcap == 0.0 else [tw.softcap(softcap)]
     scores += [] if alibi_slopes is None else [tw.alibi(alibi_slopes)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 import tilewise as tw
-from tilewise.compat.flash_attn import _keywords
+from tilewise.compat.flash_attn import _keywords, _pair
 from tilewise.compat.refusals import refuse
 
 _BLOCKS = (
@@ -40,7 +40,7 @@ _NEEDLESS = {
 
 
 def _options(softmax_scale, causal, window_size, learnable_sink, softcap, deterministic) -> dict:
-    window = tuple(-1 if bound is None else bound for bound in window_size)
+    window = tuple(-1 if bound is None else bound for bound in _pair(window_size, None))
     options = _keywords(0.0, softmax_scale, causal, window, softcap or 0.0, None, deterministic)
     return options | {"sink": learnable_sink}
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
-from tilewise.compat.flash_attn import _keywords, _unpacked
+from tilewise.compat.flash_attn import _keywords, _unpacked, _whole
 from tilewise.compat.flash_attn.kvcache import CacheCall
-from tilewise.compat.refusals import refuse
+from tilewise.compat.refusals import need_tensors, refuse
 
 _FP8 = "fp8 is built for caches alone; multiply q, k and v by their scales in 16 bits"
 REFUSED = {
@@ -31,6 +31,9 @@ _ROTARY = {
 
 def _options(softmax_scale, causal, window_size, attention_chunk, softcap, deterministic) -> dict:
     options = _keywords(0.0, softmax_scale, causal, window_size, softcap, None, deterministic)
+    attention_chunk = _whole("attention_chunk", attention_chunk)
+    if attention_chunk < 0:
+        raise ValueError(f"attention_chunk must be at least 0, which is none, got {attention_chunk}")
     if attention_chunk:
         same = tw.keep(lambda b, h, i, j: (i + tw.offset) // attention_chunk == j // attention_chunk)
         options["mask"] = same if options["mask"] is None else options["mask"] & same
@@ -92,6 +95,7 @@ def flash_attn_qkvpacked_func(
     Args:
         num_heads_q: the number of query heads, which a tensor of four dimensions needs.
     """
+    need_tensors("flash_attn_qkvpacked_func", qkv=qkv)
     if qkv.ndim == 5:
         q, k, v = _unpacked(qkv, 3, "qkv")
     else:
@@ -158,6 +162,12 @@ def flash_attn_combine(
     Returns:
         ``(batch, seqlen, heads, head_dim)`` and its lse ``(batch, seqlen, heads)``.
     """
+    need_tensors("flash_attn_combine", out_partial=out_partial, lse_partial=lse_partial)
+    if out_partial.ndim != 5 or lse_partial.shape != out_partial.shape[:-1]:
+        raise ValueError(
+            "out_partial must be (parts, batch, seqlen, heads, head_dim) and lse_partial (parts, batch, seqlen, heads); got "
+            f"{tuple(out_partial.shape)} and {tuple(lse_partial.shape)}"
+        )
     o, lse = tw.merge([(o, lse.transpose(1, 2)) for o, lse in zip(out_partial, lse_partial, strict=True)])
     o = o if out_dtype is None else o.to(out_dtype)
     return (o if out is None else out.copy_(o)), lse.transpose(1, 2)

@@ -195,6 +195,7 @@ def test_its_names_and_arguments_are_those_of_torch():
     [
         ({"enable_gqa": False}, "query has 4 heads, key 2; grouped ones need enable_gqa=True"),
         ({"return_lse": True, "return_aux": AuxRequest(lse=True)}, "return_lse and return_aux exclude each other"),
+        ({"return_aux": True}, r"return_aux must be AuxRequest\(.* or None, got True"),
         ({"key": torch.zeros(3, HK, N, D)}, "batch differs: query 2, key 3, value 2"),
         ({"query": torch.zeros(H, N, D)}, r"are \(batch, heads, seqlen, head_dim\), got \(4, 36, 16\)"),
         ({"query": torch.zeros(B, H, N + 1, D), "block_mask": blocks(causal)}, r"for lengths \(36, 36\) but the call has \(37, 36\)"),

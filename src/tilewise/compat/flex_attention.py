@@ -76,7 +76,7 @@ def flex_attention(
         ValueError: a wrong call, as torch's has it. NotImplementedError: a mod that cannot be traced, by what it does.
     """
     need_tensors("flex_attention", query=query, key=key, value=value)
-    _check(query, key, value, enable_gqa, return_lse and return_aux is not None)
+    _check(query, key, value, enable_gqa, return_lse, return_aux)
     q, k, v = (x.expand(len(query), -1, -1, -1).transpose(1, 2) for x in (query, key, value))
     scored = score_wrapping(score_mod) if callable(score_mod) else score_mod
     options = {"mask": _mask(block_mask, query, key), "score": scored, "softmax_scale": scale}
@@ -113,7 +113,7 @@ def create_block_mask(
     return keep_wrapping(mask_mod)
 
 
-def _check(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, both: bool) -> None:
+def _check(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, return_lse: bool, return_aux: object) -> None:
     """Raise ValueError for what torch's flex_attention refuses and tilewise, whose layout is another one, would take."""
     reasons = []
     if not query.ndim == key.ndim == value.ndim == 4:
@@ -123,7 +123,9 @@ def _check(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, both: bo
         reasons.append(f"query has {query.shape[1]} heads, key {key.shape[1]}; {HEADS_DIFFER}")
     if not {len(key), len(value)} <= {1, len(query)}:
         reasons.append(f"batch differs: query {len(query)}, key {len(key)}, value {len(value)}")
-    if both:
+    if not isinstance(return_aux, AuxRequest | None):
+        reasons.append(f"return_aux must be AuxRequest(lse=..., max_scores=...) or None, got {return_aux!r}")
+    if return_lse and return_aux is not None:
         reasons.append("return_lse and return_aux exclude each other; write return_aux=AuxRequest(lse=True)")
     raise_wrong("flex_attention", reasons)
 

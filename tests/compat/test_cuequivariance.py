@@ -179,6 +179,11 @@ def test_a_wrong_call_says_what_it_must_be(name):
         call(*tensors("odd"))
 
 
+def test_a_mask_that_wants_a_gradient_is_refused():
+    with pytest.raises(NotImplementedError, match=r"triangle_attention\n  mask wants a gradient.*detach"):
+        cue.triangle_attention(*tensors("odd"), holes("odd").float().requires_grad_())
+
+
 def test_lengths_of_a_mask_without_holes():
     seen = torch.arange(13) < lengths("odd")
     assert torch.equal(cue.mask_to_kv_lengths(seen), lengths("odd").clamp_max(13))

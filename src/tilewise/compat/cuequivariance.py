@@ -52,10 +52,11 @@ def triangle_attention(
         o ``(B, N, H, Q, Dv)``; with ``return_aux`` also lse, natural log, and the largest score, fp32 ``(B, N, H, Q)``.
 
     Raises:
-        ValueError: shapes that do not fit, all of them; or a mask and kv_lengths.
+        ValueError: shapes that do not fit, all of them; or a mask and kv_lengths. NotImplementedError: a mask that wants a gradient.
     """
     given = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask, "kv_lengths": kv_lengths}
     raise_wrong("triangle_attention", not_tensors(tuple(given.items()), ("q", "k", "v", "bias")))
+    _refuse_gradient("triangle_attention", mask)
     given = {name: x[(None,) * max(0, 5 - x.ndim)] for name, x in given.items() if x is not None}
     _check(given)
     batch, rows = given["q"].shape[:2]
@@ -68,6 +69,11 @@ def triangle_attention(
     results = [x[0] if len(x) == 1 else torch.cat(x) for x in zip(*found, strict=True)]
     o, *aux = (x.unflatten(0, (batch, rows)) for x in results)
     return (o, *aux) if return_aux else o
+
+
+def _refuse_gradient(function: str, mask: Tensor | None) -> None:
+    if mask is not None and mask.requires_grad:
+        raise NotImplementedError(f"{function}\n  mask wants a gradient; it selects keys: pass mask.detach()")
 
 
 def _check(given: dict[str, Tensor]) -> None:
@@ -186,8 +192,7 @@ def _check_layer(given: dict) -> None:
     if given["inf"] < 1e4:
         reasons.append(f"inf {given['inf']} leaves weight on masked keys, which this leaves out; give at least 1e4")
     raise_wrong("attention_pair_bias", reasons)
-    if mask is not None and mask.requires_grad:
-        raise NotImplementedError("attention_pair_bias\n  mask wants a gradient; it selects keys: pass mask.detach()")
+    _refuse_gradient("attention_pair_bias", mask)
 
 
 _NORM_BIASES = ("b_ln_a", "b_ln_q", "b_ln_k", "b_ln_z")

@@ -181,6 +181,22 @@ def test_one_head_and_groups_have_their_own_layouts():
     assert torch.equal(lse.flatten(1, 2), few[1])
 
 
+@pytest.mark.parametrize("shape", [(B, 2, 1, NQ, NK), (B, 1, 2, NQ, NK), (1, 1, 1, 1, NK)], ids=str)
+def test_a_bias_of_groups_broadcasts_and_has_its_gradient(shape):
+    groups = lambda x: x.unflatten(2, (2, 2))  # noqa: E731
+    run = lambda *x: (xf.memory_efficient_attention(*map(groups, x[:3]), x[3], scale=0.3).flatten(2, 3),)  # noqa: E731
+    wide = lambda bias: bias.expand(-1, 2, 2, -1, -1).flatten(1, 2)  # noqa: E731
+    everything = torch.ones(NQ, NK, dtype=torch.bool)
+    agree(run, lambda a, *x: formula(a, *x[:3], everything, wide(x[3]))[:1], (*qkv(), normal(*shape, seed=5)), ("o",))
+
+
+def test_a_head_that_one_of_keys_and_values_shares_is_expanded():
+    q, k, v = (x.unflatten(2, (2, 2)) for x in qkv())
+    one = k[:, :, :, :1]
+    got = xf.memory_efficient_attention(q, one, v.requires_grad_())
+    assert torch.equal(got, xf.memory_efficient_attention(q, one.expand(-1, -1, -1, 2, -1), v))
+
+
 @pytest.mark.parametrize("how", ["leaf", "graph", "compiled", "vmap"])
 def test_expanded_heads_have_gradients_of_their_own(how):
     q, narrow = normal(B, 5, 2, 3, 4), normal(B, 6, 2, 1, 4, seed=1)
@@ -218,6 +234,7 @@ def test_dropout_dtype_and_no_gradient():
 
 
 PAGED = type("PagedBlockDiagonalPaddedKeysMask", (), {})()
+FIVE = torch.ones(B, 5, 2, 4, D)
 WRONG = {
     "paged": (lambda: xf.memory_efficient_attention(*qkv(), PAGED), NotImplementedError, "Paged.*tw.attention_paged"),
     "unknown": (
@@ -234,6 +251,21 @@ WRONG = {
         lambda: xf.memory_efficient_attention(*(x[0, 0] for x in qkv())),
         ValueError,
         "3, 4 or 5 dimensions",
+    ),
+    "heads of a group": (
+        lambda: xf.memory_efficient_attention(FIVE, *[FIVE[:, :, :, :1].expand(-1, -1, -1, 3, -1)] * 2),
+        ValueError,
+        "groups of query, and its heads or one",
+    ),
+    "groups": (
+        lambda: xf.memory_efficient_attention(FIVE[:, :, :, :1], *[FIVE[:, :, :1, :1]] * 2),
+        ValueError,
+        "groups of query, and its heads or one",
+    ),
+    "bias of other groups": (
+        lambda: xf.memory_efficient_attention(FIVE, FIVE, FIVE, torch.zeros(B, 4, 2, 5, 5)),
+        ValueError,
+        r"its groups and heads, \(2, 4\), or 1; got \(2, 4, 2, 5, 5\)",
     ),
     "slots": (lambda: ab.BlockDiagonalPaddedKeysMask.from_seqlens([1], 4, [5]), ValueError, "do not fit"),
 }

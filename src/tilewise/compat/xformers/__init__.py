@@ -75,12 +75,15 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, bias: object, p: float, s
     ndim = query.ndim
     if ndim not in (3, 4, 5) or not key.ndim == value.ndim == ndim:
         raise ValueError(f"query, key and value have 3, 4 or 5 dimensions, all alike; got {shapes}")
+    groups = shapes[0][2:4] if ndim == 5 else None
+    if groups and not {shape[2:4] for shape in shapes} <= {groups, (groups[0], 1)}:
+        raise ValueError(f"key and value have the groups of query, and its heads or one; got {shapes}")
     q, k, v = _heads(query, key, value)
     options = {"softmax_scale": scale, "dropout_p": p}
     if hasattr(bias, "q_seqinfo"):
         o, lse = _of_blocks(q, k, v, bias, options)
     else:
-        o, lse = _of_one(q, k, v, bias, options)
+        o, lse = _of_one(q, k, v, bias, groups, options)
     if ndim == 3:
         return o.squeeze(2), lse.squeeze(1)
     return (o, lse) if ndim == 4 else (o.unflatten(2, query.shape[2:4]), lse.unflatten(1, query.shape[2:4]))
@@ -94,19 +97,33 @@ def _heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, T
         return query, key, value
     if all(x.shape[3] == 1 or is_repeated(x, 3) for x in (key, value)):
         return query.flatten(2, 3), key[:, :, :, 0], value[:, :, :, 0]
+    key, value = (x.expand(-1, -1, -1, query.shape[3], -1) for x in (key, value))
     return query.flatten(2, 3), key.flatten(2, 3), value.flatten(2, 3)
 
 
-def _of_one(q: Tensor, k: Tensor, v: Tensor, bias: object, options: dict) -> tuple[Tensor, Tensor]:
-    """Attention under a bias over the whole matrix, a tensor, or none."""
+def _of_one(
+    q: Tensor, k: Tensor, v: Tensor, bias: object, groups: tuple[int, ...] | None, options: dict
+) -> tuple[Tensor, Tensor]:
+    """Attention under a bias over the whole matrix, a tensor, or none. groups: how many, and the heads of each, of 5 dimensions."""
     mask, score, matrix = None, None, bias if isinstance(bias, Tensor) else getattr(bias, "_bias", None)
     if matrix is not None:
-        matrix = matrix.unsqueeze(1) if matrix.ndim == 3 else matrix.flatten(1, 2) if matrix.ndim == 5 else matrix
-        mask, score = pairs_of(matrix, (q.shape[0], q.shape[2], q.shape[1], k.shape[1]))
+        mask, score = pairs_of(_of_heads(matrix, groups), (q.shape[0], q.shape[2], q.shape[1], k.shape[1]))
     if bias is not None and not isinstance(bias, Tensor):
         kept = _band(bias).mask(q.shape[1] == k.shape[1])
         mask = kept if mask is None else mask & kept
     return tw.attention_with_lse(q, k, v, mask=mask, score=score, **options)
+
+
+def _of_heads(matrix: Tensor, groups: tuple[int, ...] | None) -> Tensor:
+    """Return a tensor bias as ``(batch, heads, seqlen_q, seqlen_k)``; it is copied if it broadcasts over groups or their heads alone."""
+    if matrix.ndim != 5:
+        return matrix.unsqueeze(1) if matrix.ndim == 3 else matrix
+    given = tuple(matrix.shape[1:3])
+    if groups is None or any(n not in (1, most) for n, most in zip(given, groups, strict=True)):
+        raise ValueError(
+            f"attn_bias of 5 dimensions is for a query of 5, and has its groups and heads, {groups}, or 1; got {tuple(matrix.shape)}"
+        )
+    return (matrix if given == (1, 1) else matrix.expand(-1, *groups, -1, -1)).flatten(1, 2)
 
 
 def _of_blocks(q: Tensor, k: Tensor, v: Tensor, bias: object, options: dict) -> tuple[Tensor, Tensor]:

@@ -118,6 +118,30 @@ def test_dual_tensors_carry_gradients_of_primal_and_tangent():
     torch.testing.assert_close(got, torch.func.grad(by_func, argnums=(0, 1))(q, moved))
 
 
+@pytest.mark.parametrize("backend", [None, "portable"])
+def test_a_tangent_of_another_dtype_is_that_of_its_tensor(backend):
+    x, dx = normal(2, 9, 4, 8), normal(2, 9, 4, 8, seed=3).bfloat16()
+    f = lambda x: tw.attention(x, x, x, causal=True, backend=backend)  # noqa: E731
+    grad = torch.func.grad(lambda x: (f(x) ** 2).sum())
+    for function in (f, grad):
+        expected = torch.func.jvp(function, (x,), (dx.float(),))[1]
+        for dtype in (torch.bfloat16, torch.float64):
+            assert torch.equal(torch.func.jvp(function, (x,), (dx.to(dtype),))[1], expected)
+
+
+def test_a_dual_gradient_of_the_output_moves_the_gradients_of_the_inputs():
+    q, k, v = wanting_grad(*DENSE)
+    o, lse = tw.attention_with_lse(q, k, v)
+    do, moved = (normal(*o.shape, dtype=F64, seed=n) for n in (7, 8))
+    expected = torch.autograd.grad(o, (q, k, v), moved, retain_graph=True)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(do, moved)
+        by_autograd = torch.autograd.grad(o, (q, k, v), dual)
+        by_call = tw.attention_backward(dual, *(x.detach() for x in (q, k, v, o, lse)))
+        for found in (by_autograd, by_call):
+            torch.testing.assert_close([forward_ad.unpack_dual(x).tangent for x in found], [*expected])
+
+
 def test_a_third_derivative_is_refused():
     q, k, v = wanting_grad(*DENSE)
     (dq,) = torch.autograd.grad(tw.attention(q, k, v).square().sum(), q, create_graph=True)

@@ -105,12 +105,22 @@ def test_the_mass_compiles_without_graph_breaks():
     torch.testing.assert_close(torch.compile(run, fullgraph=True, backend="aot_eager")(q), run(q))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_mass_inside_autocast_is_that_of_the_tensors_it_casts(dtype):
+    q, k, v = qkv()
+    with torch.autocast("cpu", dtype):
+        found = tw.attention_with_stats(q, k, v, causal=True, stats=("key_mass",)).key_mass
+    alone = tw.attention_with_stats(*(x.to(dtype) for x in (q, k, v)), causal=True, stats=("key_mass",)).key_mass
+    assert torch.equal(found, alone)
+
+
 def test_what_has_no_mass_says_so():
     q, k, v = qkv()
     with pytest.raises(ValueError, match=r'per must be "row".*\n.*stats must be a tuple of "max_logit" and "key_mass"'):
         tw.attention_with_stats(q, k, v, per="batch", stats=("mass",))
-    with pytest.raises(ValueError, match="got 'key_mass'"):
-        tw.attention_with_stats(q, k, v, stats="key_mass")
+    for stats in ("key_mass", [["key_mass"]]):
+        with pytest.raises(ValueError, match=r"got .*'key_mass'"):
+            tw.attention_with_stats(q, k, v, stats=stats)
     cache = tw.dense_cache(k, v, torch.tensor([70, 70], dtype=torch.int32))
     with pytest.raises(NotImplementedError, match="key_mass of a cache"):
         tw.attention_with_stats(q, cache, stats=("key_mass",))
@@ -189,6 +199,17 @@ def test_a_key_that_no_query_was_given_touches_nothing():
     k[:, 0] = torch.nan  # what -1 reads in its place
     indices[indices == 0] = -1
     assert tw.probabilities(q, k, lse, indices).isfinite().all()
+
+
+def test_probabilities_inside_a_transform_and_beside_another_default_device_are_the_same():
+    q, k, v = qkv()
+    lse, indices = tw.attention_with_lse(q, k, v)[1], entries(1, 1, 70, 5, blocks=70)
+    found = tw.probabilities(q, k, lse, indices)
+    mapped = torch.vmap(lambda q: tw.probabilities(q, k, lse, indices))(torch.stack([q, 2 * q]))
+    torch.testing.assert_close(mapped[0], found)
+    assert (torch.func.grad(lambda q: tw.probabilities(q, k, lse, indices).sum())(q) == 0).all()
+    with torch.device("meta"):
+        assert torch.equal(tw.probabilities(q, k, lse, indices), found)
 
 
 def test_wrong_calls_of_probabilities_say_all_reasons():

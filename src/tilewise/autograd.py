@@ -24,6 +24,7 @@ from tilewise.backends.base import Output, empty_gradients, empty_output
 from tilewise.problem import check
 from tilewise.spec import parse_spec
 from tilewise.untraced import untraced
+from tilewise.words import raise_wrong
 
 # The cheapest way through the dispatcher: docs/decisions.md#operator-at-autograd-key.
 library = torch.library.Library("tilewise", "DEF")
@@ -90,9 +91,23 @@ class _BackwardCall(NamedTuple):
 def _backward(*arguments):
     do, dlse, q, k, v, o, lse, extras, seed, spec = arguments
     extras = extras or ()
-    return dispatch.plan(q, k, v, extras, seed, spec).backward(
-        do, dlse, (q, k, v, *extras, seed, *Output.of(o, lse).tensors)
-    )
+    plan = _planned_backward(do, dlse, q, k, v, o, lse, extras, seed, spec)
+    return plan.backward(do, dlse, (q, k, v, *extras, seed, *Output.of(o, lse).tensors))
+
+
+def _planned_backward(do, dlse, q, k, v, o, lse, extras, seed, spec):
+    """Return the plan of a backward. Raise ValueError for results that no such forward has, which kernels would read beyond their ends."""
+    plan = dispatch.plan(q, k, v, extras, seed, spec)
+    p = plan.problem
+    of_o, of_lse = ((shape, dtype) for shape, dtype in zip(p.output_shapes, (q.dtype, p.compute_dtype), strict=True))
+    given = {"do": (do, of_o), "o": (o, of_o), "dlse": (dlse, of_lse), "lse": (lse, of_lse)}
+    reasons = [
+        f"{name} must be {dtype} {shape}, got {x.dtype} {tuple(x.shape)}"
+        for name, (x, (shape, dtype)) in given.items()
+        if x is not None and (x.shape, x.dtype) != (shape, dtype)
+    ]
+    raise_wrong("the backward of attention", reasons)
+    return plan
 
 
 def _fake_forward(q, k, v, extras, seed, spec):
@@ -182,6 +197,11 @@ def _gradients_are_mapped() -> bool:
     return mapped or torch._C._are_functorch_transforms_active()
 
 
+def _layout(saved: Sequence[Tensor | None]) -> list[tuple | None]:
+    """Return what a plan was made for. Hooks of saved tensors may bring back others."""
+    return [None if x is None else (x.shape, x.stride(), x.dtype) for x in saved]
+
+
 @untraced
 class _Attention(torch.autograd.Function):
     @staticmethod
@@ -196,8 +216,7 @@ class _Attention(torch.autograd.Function):
         ctx.view = weakref.ref(v) if plan is not None and plan.latent and _is_part(v, k) else None
         saved = q, k, v if ctx.view is None else v.detach(), *extras, seed, o, lse
         ctx.save_for_backward(*saved)
-        # Hooks of saved tensors may bring others, in another layout.
-        ctx.spec, ctx.plan, ctx.layout = spec, plan, [x is not None and x.stride() for x in saved]
+        ctx.spec, ctx.plan, ctx.layout = spec, plan, _layout(saved)
         # Here and not in the backward, which compiled autograd traces: it warns of the cached function.
         ctx.grad_slots = parse_spec(spec).grad_slots
         ctx.set_materialize_grads(False)
@@ -213,10 +232,11 @@ class _Attention(torch.autograd.Function):
         do = torch.zeros_like(o) if do is None else do
         # Compiled autograd traces this.
         quiet = not torch.compiler.is_compiling() and not torch.is_grad_enabled() and not _gradients_are_mapped()
-        if quiet and nobody_watches(q, k, v, *extras, do, *(() if dlse is None else (dlse,))):
+        given = (q, k, v, *extras, do, *(() if dlse is None else (dlse,)))
+        if quiet and not has_tangent(given) and nobody_watches(*given):
             plan = ctx.plan
-            if plan is None or [x is not None and x.stride() for x in saved] != ctx.layout:
-                plan = dispatch.plan(q, k, v, extras, seed, ctx.spec)
+            if plan is None or _layout(saved) != ctx.layout:
+                plan = _planned_backward(do, dlse, q, k, v, o, lse, extras, seed, ctx.spec)
             elif extras:
                 dispatch.check_lengths(plan, extras)
             joint = ctx.view is not None and ctx.view() is None
@@ -275,7 +295,8 @@ def _backward_autograd(name: str) -> Callable[..., tuple]:
     def kernel(*arguments):
         c = _BackwardCall(*arguments)
         c = c._replace(extras=c.extras or ())
-        if torch.is_grad_enabled() and any(t.requires_grad for t in c.tensors):
+        recording = torch.is_grad_enabled() and any(t.requires_grad for t in c.tensors)
+        if recording or has_tangent(c.tensors):
             found = derivatives.AttentionBackward.apply(c.seed, c.spec, *c.tensors)
             return (*found[:3], list(found[3:])) if overload == "default" else found
         with torch._C._AutoDispatchBelowAutograd():

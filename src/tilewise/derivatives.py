@@ -55,7 +55,8 @@ def _run_jvp(inputs, extras, seed, tangents, spec):
     plan = dispatch.plan(q, k, v, extras, seed, spec).forward_mode
     given = dispatch.inputs(plan, q, k, v, extras, seed)
     with torch._C._DisableAutocast():
-        moved = plan.backend.jvp(plan.problem, given, Output.of(o, lse), Directions.of(plan.problem, tangents))
+        along = Directions.of(plan.problem, _in_dtypes_of((q, k, v, *extras), tangents))
+        moved = plan.backend.jvp(plan.problem, given, Output.of(o, lse), along)
     return moved.o, moved.lse
 
 
@@ -63,10 +64,16 @@ def _run_backward_jvp(grads, moved, inputs, extras, seed, tangents, spec):
     (q, k, v, o, lse), extras = inputs, extras or ()
     plan = dispatch.plan(q, k, v, extras, seed, spec).second
     p, given = plan.problem, dispatch.inputs(plan, q, k, v, extras, seed)
-    grad, along = OutputGrads.of(*grads), Directions.of(p, tangents)
+    grad = OutputGrads.of(*grads[:2], *_in_dtypes_of(grads[:2], grads[2:]))
+    along = Directions.of(p, _in_dtypes_of((q, k, v, *extras), tangents))
     with torch._C._DisableAutocast():
         found = plan.backend.backward_jvp(p, given, Output.of(o, lse), grad, along, Output.of(*moved))
     return found.dq, found.dk, found.dv, found.extras(p, extras)
+
+
+def _in_dtypes_of(tensors: Sequence[Tensor], tangents: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return the tangents as their tensors' dtypes have them: PyTorch takes those of any dtype."""
+    return [None if x is None else x.to(t.dtype) for t, x in zip(tensors, tangents, strict=True)]
 
 
 def _fake_jvp(inputs, extras, seed, tangents, spec):

@@ -31,7 +31,10 @@ def lies_in(v: Tensor, k: Tensor) -> bool:
     """Return whether values are the first columns of their keys' own memory, as multi-head latent attention keeps them."""
     if k.dtype != v.dtype or k.stride() != v.stride() or k.shape[:-1] != v.shape[:-1] or v.shape[-1:] > k.shape[-1:]:
         return False
-    same = k.untyped_storage()._cdata == v.untyped_storage()._cdata  # without memory too, as tensors are traced
+    try:
+        same = k.untyped_storage()._cdata == v.untyped_storage()._cdata  # without memory too, as tensors are traced
+    except NotImplementedError:  # inside torch.func
+        return False
     return same and k.storage_offset() == v.storage_offset()
 
 

@@ -171,7 +171,7 @@ def value_reasons(p: Problem, extras: Sequence[Tensor]) -> list[str]:
     found, spec = [], p.spec
     if not spec.whole_region.selections:
         return found
-    queries, keys = (torch.tensor([n]) for n in p.totals)
+    queries, keys = (torch.tensor([n], device="cpu") for n in p.totals)
     if spec.page_slots:
         keys = extras[spec.page_slots[1]]
     if spec.cu_slots:

@@ -27,7 +27,7 @@ _CHUNK_ELEMENTS = 1 << 22  # gathered numbers, or pairs, that are held at once
 def stats_reasons(per: object, stats: object) -> list[str]:
     """Return the reasons against the keywords of :func:`tilewise.attention_with_stats` that name statistics."""
     reasons = [] if per in ("row", "head") else [f'per must be "row" or "head", got {per!r}']
-    if not isinstance(stats, (list, tuple)) or not set(stats) <= {"max_logit", "key_mass"}:
+    if not isinstance(stats, (list, tuple)) or not all(x in ("max_logit", "key_mass") for x in stats):
         reasons.append(f'stats must be a tuple of "max_logit" and "key_mass", got {stats!r}')
     return reasons
 
@@ -45,6 +45,8 @@ def key_mass(q: Tensor, k: Tensor, v: Tensor, results: tuple[Tensor, Tensor], o:
         In lse's dtype, rounded to v's: ``(batch, heads_k, seqlen_k)``, packed ``(heads_k, total_k)``.
     """
     out, lse = (x.detach() for x in results)
+    if torch.is_autocast_enabled(q.device.type):  # as it cast them for the forward
+        q, k, v = autograd.cast(q, k, v, q.device.type, paged=False, quantised=False)
     extras, seed, spec = assemble(q, k, v, replace(o, dropout_p=0.0, dropout_seed=None, max_logit=False, wrt=()))
     do, dlse = torch.ones_like(out), torch.zeros_like(lse)
     _, _, dv = autograd.gradients(do, dlse, q, k, v, out, lse, extras, seed, spec, count=0)
@@ -99,12 +101,18 @@ def probabilities(
         if settings.checks_values(q.device):
             check_values(p, extras)
         entries, order = indices.expand(p.batch, -1, -1, -1).sort(dim=-1, stable=True)
-        found = lse.new_zeros(p.batch, 1 if reduce == "heads" else p.heads_k, *indices.shape[2:])
+        heads, rows, entries_a_row = 1 if reduce == "heads" else p.heads_k, *indices.shape[2:]
+        found = [lse.new_zeros(0, heads, rows, entries_a_row)]
         for part in _Part.of(p, Inputs.of(p, q, k, k, extras, seed), lse, entries):
-            for rows, sums in part.sums(p, block, block_q):
-                sums = sums.unflatten(1, (*found.shape[1:2], -1)).sum(2)
-                found[part.b, :, rows].scatter_(-1, order[part.b, :, rows].expand(sums.shape), sums)
-        return found.squeeze(1) if reduce == "heads" else found
+            done = [lse.new_zeros(len(part.entries), heads, 0, entries_a_row)]
+            for some, sums in part.sums(p, block, block_q):
+                sums = sums.unflatten(1, (heads, -1)).sum(2)
+                place = order[part.b, :, some].expand(sums.shape)
+                done.append(torch.zeros_like(sums).scatter(-1, place, sums))
+            of_part = torch.cat(done, 2)
+            found.append(pad(of_part, (0, 0, 0, rows - of_part.shape[2])))
+        out = torch.cat(found)
+        return out.squeeze(1) if reduce == "heads" else out
 
 
 def _reasons(p: Problem, lse: Tensor, indices: Tensor, reduce: str) -> list[str]:

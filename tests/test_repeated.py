@@ -125,6 +125,14 @@ def test_a_call_of_one_order_is_known_by_its_words_unless_documents_part_it():
         tw.attention(q, k, v, deterministic="elsewhere")
 
 
+def test_values_in_the_memory_of_selected_keys_are_told_from_others_of_their_shape():
+    q, (k, other) = normal(2, 5, 4, 32), (normal(2, 70, 2, 32, seed=n) for n in range(2))
+    mask = tw.selected(torch.zeros(2, 2, 5, 1).long())
+    for v in (k, other):
+        tw.attention(q, k, v[..., :16], mask=mask)
+    assert [plan.problem.latent for plan in dispatch.of_calls.values()] == [True, False]
+
+
 def test_a_wrong_call_raises_after_a_right_one_that_is_equal():
     q, k, v = drawn()
     tw.attention(q, k, v, causal=True, softmax_scale=1.0)
@@ -258,6 +266,15 @@ def test_hooks_of_saved_tensors_may_bring_them_in_another_layout():
         torch.testing.assert_close(gradients(q, k, v, "both"), expected)
     with torch.autograd.graph.save_on_cpu():
         torch.testing.assert_close(gradients(q, k, v, "both"), expected)
+
+
+@pytest.mark.parametrize("changed", [lambda x: x.bfloat16(), lambda x: x[:1]], ids=["dtype", "size"])
+def test_hooks_of_saved_tensors_that_bring_other_numbers_are_refused(changed):
+    q, k, v = drawn()
+    with torch.autograd.graph.saved_tensors_hooks(changed, lambda x: x):
+        o = tw.attention(q.requires_grad_(), k, v)
+    with pytest.raises(ValueError, match=r"the backward of attention was called wrongly\n  do must be torch\."):
+        o.sum().backward()
 
 
 def test_a_step_can_be_differentiated_again():

@@ -58,8 +58,8 @@ def attend(
     # fmt: on
     given, checked = (), False
     if extras:
-        # Pages of one shape may hold v in the memory of k, or not.
-        given = *[x is None for x in beside], k.data_ptr() == v.data_ptr() if beside else None
+        # Tensors of one shape may hold v in the memory of k, or not (:func:`tilewise.pages.is_latent`).
+        given = *[x is None for x in beside], k.data_ptr() == v.data_ptr()
         key = (*key, *given, *[(x.shape, x.stride(), x.dtype, x.device) for x in extras])
         checked = settings.checks_values(q.device)
     plan = dispatch.of_calls.get(key)

@@ -44,6 +44,14 @@ def test_what_was_made_of_a_tensor_is_made_anew_when_it_was_given_other_memory()
     assert made.of("sum", [a], lambda: float(a.sum())) == 3
 
 
+def test_memory_that_a_tensor_gets_back_may_hold_other_numbers_by_then():
+    made, front, back = PerTensors(), held(0, 0, 0), torch.ones(3)
+    a = torch.empty(0)
+    for memory, numbers in ((front, 0), (back, 1), (front, 2)):
+        a.data = memory.fill_(numbers)
+        assert made.of("sum", [a], lambda: float(a.sum())) == 3 * numbers
+
+
 def test_what_was_made_of_two_tensors_in_turns_is_made_once_each_and_forgotten_with_them():
     made, a, b = PerTensors(), held(0, 0, 0), held(1, 1, 1)
     first, second = made.of("sum", [a], a.sum), made.of("sum", [b], b.sum)

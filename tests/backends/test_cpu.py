@@ -347,6 +347,20 @@ def test_prepared_masks_give_the_same_result():
     assert all(torch.equal(plain[name], prepared[name]) for name in plain)
 
 
+def test_threads_that_prepare_a_pass_at_once_share_the_first_ones_call(monkeypatch):
+    c = call(*qkv(nq=5, nk=5))
+    prepared = cpu_call.Prepared(c.p, cpu_call.Decided.of(c.p, library.chosen_isa()))
+    make, first = prepared._call, []
+
+    def overtaken(*arguments):
+        monkeypatch.setattr(prepared, "_call", make)
+        first.append(prepared.of_pass(backward=False))  # another thread's, which is done before this one
+        return make(*arguments)
+
+    monkeypatch.setattr(prepared, "_call", overtaken)
+    assert prepared.of_pass(backward=False) is first[0]
+
+
 @pytest.mark.parametrize(
     ("blocks", "other"),
     [

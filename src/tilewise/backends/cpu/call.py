@@ -88,14 +88,15 @@ class Prepared:
         key = tuple(moving)
         if key not in self._tangents:
             code = program.compile_spec(self.p.spec, self.decided.dtypes, backward=False, moving=moving)
-            self._tangents[key] = code, self._call(_without_sizes(code), backward=False)
+            # Of two threads that make one, the call of the first lives on.
+            return self._tangents.setdefault(key, (code, self._call(_without_sizes(code), backward=False)))
         return self._tangents[key]
 
     def of_pass(self, backward: bool) -> tuple[program.Code, library.Call]:
         """Return the program and the call of a pass."""
         if backward not in self._passes:
             code, shared = _compiled(self.p.spec.source, self.decided.dtypes, backward)
-            self._passes[backward] = code, self._call(shared, backward)
+            return self._passes.setdefault(backward, (code, self._call(shared, backward)))
         return self._passes[backward]
 
     def _call(self, shared: library.Call, backward: bool) -> library.Call:

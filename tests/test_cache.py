@@ -416,6 +416,25 @@ def test_a_wrong_append_is_refused(k, v, message):
         tw.append(empty_cache(), torch.zeros(k), torch.zeros(v))
 
 
+@pytest.mark.parametrize(
+    ("changes", "cu", "message"),
+    [
+        ({}, [1, 1, 2, 3, 4], "cu_seqlens_q starts at 1"),
+        ({}, [0, 2, 1, 3, 4], "cu_seqlens_q decreases at position 2"),
+        ({}, [0, 1, 2, 3, 5], "cu_seqlens_q ends at 5, past the 4 rows"),
+        ({}, [0.0, 1.0, 2.0, 3.0, 4.0], "cu_seqlens_q must be int32 or int64"),
+        ({"seqlens_k": lambda x: x * 0 - 1}, [0, 1, 2, 3, 4], r"seqlens_k\[0\] is -1"),
+        ({"k_pages": lambda x: x[:1].expand_as(x)}, [0, 1, 2, 3, 4], "k_pages .* show one row in several places"),
+    ],
+    ids=["starts", "decreases", "ends", "floats", "length", "expanded"],
+)
+def test_packed_rows_that_would_miss_their_places_are_refused(changes, cu, message):
+    cache = empty_cache()
+    cache = cache._replace(**{name: change(getattr(cache, name)) for name, change in changes.items()})
+    with pytest.raises(ValueError, match=message):
+        tw.append(cache, torch.zeros(4, 2, 16), torch.zeros(4, 2, 8), torch.tensor(cu))
+
+
 def test_what_is_no_tensor_is_named_by_append():
     rows, cache = torch.zeros(2, 1, 2, 8), empty_cache()
     with pytest.raises(
@@ -439,3 +458,5 @@ def test_appending_what_wants_a_gradient_is_refused():
         tw.append(empty_cache(), k, v)
     with torch.no_grad():
         tw.append(empty_cache(), k, v)
+        with pytest.raises(ValueError, match="a cache has no gradient"):
+            torch.func.jvp(lambda k: tw.append(empty_cache(), k, v).k_pages, (k,), (k,))

@@ -193,6 +193,14 @@ REFUSED = {
         lambda: attend(mask=tw.documents(DOCUMENTS), score=tw.alibi(torch.ones(2))),
         "the score reads positions",
     ),
+    "documents-of-another-batch": (
+        lambda: attend(mask=tw.documents(DOCUMENTS.expand(3, -1))),
+        "documents of 3 batch elements, q has 1",
+    ),
+    "documents-that-are-mapped": (
+        lambda: torch.vmap(lambda ids: attend(mask=tw.documents(ids)), randomness="same")(DOCUMENTS.expand(3, -1)),
+        "documents inside torch.vmap",
+    ),
     "documents-in-a-union": (lambda: attend(mask=tw.documents(DOCUMENTS) | tw.window(3, 3)), "in a union"),
     "reference": (lambda: attend(backend="reference"), "no one order of summation"),
 }

@@ -467,6 +467,11 @@ def attend_packed(**changes):
     return tw.attention_varlen(**x)
 
 
+def cached():
+    k = normal(2, 8, 2, 16)
+    return tw.dense_cache(k, k.clone(), torch.tensor([8, 8], dtype=torch.int32))
+
+
 # name: (the call, what the message names)
 WRONG = {
     "mixed-dtypes": (lambda: attend(k=normal(2, 8, 2, 16).half()), r"convert them to one: k\.to\(q\.dtype\)"),
@@ -518,6 +523,14 @@ WRONG = {
     "verify-no-such-dtype": (lambda: tw.verify("cpu", torch.int32), r"torch\.int32 is not of torch\.float16"),
     "lookup-of-a-list": (lambda: tw.lookup([1, 2], 0), "lookup reads a tensor, got list"),
     "dropout-mask-of-a-float-seed": (lambda: tw.dropout_mask(0.5, 0.5, 1, 1, 4, 4), "seed"),
+    "dropout-mask-of-two-seeds": (lambda: tw.dropout_mask(torch.tensor([1, 2]), 0.5, 1, 1, 4, 4), r"one int64 number, got .* \(2,\)"),
+    "cache-of-a-number": (lambda: tw.dense_cache(torch.tensor(1.0), *qkv()[:1], torch.tensor([1])), "k has no dimensions"),
+    "explain-without-q": (lambda: tw.explain(None, *qkv()[1:]), "q must be a tensor, got NoneType"),
+    "values-beside-a-cache": (lambda: tw.attention_with_stats(normal(2, 1, 4, 16), cached(), normal(2, 8, 2, 16)), "leave v out"),
+    "stats-of-no-prefix": (lambda: tw.attention_with_stats(normal(2, 1, 4, 16), cached().share(1)), "prefix_pages must be"),
+    "prefix-without-q": (lambda: tw.attention_paged(None, cached().share(1)), "q must be a tensor, got NoneType"),
+    "prefix-of-a-list": (lambda: tw.attention_paged(normal(2, 1, 4, 16), cached()._replace(seqlens_k=[8]).share(1)), "seqlens_k .* list"),
+    "documents-without-v": (lambda: attend(v=None, mask=tw.documents(torch.zeros(2, 8).int()), deterministic="everywhere"), "v must be"),
     "shown-mask-of-negative-length": (lambda: tw.show_mask(tw.causal(), -1, 4), "seqlen|length"),
 }  # fmt: skip
 

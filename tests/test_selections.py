@@ -97,6 +97,9 @@ def test_packed_calls_refuse_missing_rows_and_entries_beyond_their_own_sequence(
     tw.attention_varlen(q, k, v, cu, mask=tw.selected(indices))
     indices[0, 0, 30:] = 10**6  # rows of no query
     tw.attention_varlen(q, k, v, cu, mask=tw.selected(indices))
+    as_many_as_rows = torch.full((2, 1, 70, 1), 29)
+    o = tw.attention_varlen(q, k, v, cu, mask=tw.selected(as_many_as_rows))
+    assert torch.equal(o, tw.attention_varlen(q, k, v, cu, mask=tw.selected(as_many_as_rows[:, :, :40])))
     with pytest.raises(ValueError, match="has 39 rows, the longest sequence needs 40"):
         tw.attention_varlen(q, k, v, cu, mask=tw.selected(indices[:, :, :39]))
     with pytest.raises(ValueError, match=r"an entry 30 in row \[0, 0, 7\]"):

@@ -14,7 +14,7 @@ from tilewise.cache import PagedCache, QuantizedCache, SharedCache, cache_as_opt
 from tilewise.documents import in_layout_of, packed_documents, run_packed
 from tilewise.masks import Mask, MaskFunction, as_mask
 from tilewise.scores import Score, ScoreFunction
-from tilewise.spec import Deterministic, Options, Words, assemble, brief
+from tilewise.spec import Deterministic, Options, Words, assemble, brief, not_tensors
 from tilewise.statistics import key_mass, stats_reasons
 
 flops.register()
@@ -111,7 +111,7 @@ def _run(
     if _is_nested(q, k, v):
         return _run_nested(q, k, v, o, parallel)
     k, v = for_each(q, k, v)
-    if parallel is None and run_packed(q, k, o):
+    if parallel is None and run_packed(q, k, v, o):
         qkv, packed = packed_documents(q, k, v, o)
         return in_layout_of(q, *autograd.attention(*qkv, *assemble(*qkv, packed)))
     if parallel is not None:
@@ -164,7 +164,7 @@ def _run_with_stats(
     q: Tensor, k: Any, v: Tensor | None, o: Options, parallel: Parallel | None, asked: tuple[str, bool]
 ) -> AttentionStats:
     """``asked``: the largest scores per row or head, if at all, and whether the mass of keys."""
-    k, v = _keys_and_values(q, k, v, o)
+    k, v = _keys_and_values("attention_with_stats", q, k, v, o)
     per, with_mass = asked
     if with_mass and (parallel is not None or o.block_table is not None):
         raise NotImplementedError(
@@ -183,11 +183,17 @@ def _run_with_stats(
 
 
 def _keys_and_values(
-    q: Tensor, k: Tensor | PagedCache | QuantizedCache | SharedCache, v: Tensor | None, o: Options
+    call: str, q: Tensor, k: Tensor | PagedCache | QuantizedCache | SharedCache, v: Tensor | None, o: Options
 ) -> tuple[Tensor, Tensor]:
     """k and v, as :func:`for_each` makes them; of a cache, its pages, whose table, lengths and scales become options."""
-    k = k.cache if isinstance(k, SharedCache) else k
-    return cache_as_options(k, o) if isinstance(k, (PagedCache, QuantizedCache)) else for_each(q, k, v)
+    if not isinstance(k, (PagedCache, QuantizedCache, SharedCache)):
+        return for_each(q, k, v)
+    reasons = [] if v is None else ["v is given, but the cache holds the values; leave v out"]
+    if isinstance(k, SharedCache):
+        reasons += shared_prefix.reasons(q, k)
+        k = k.cache
+    words.raise_wrong(call, reasons)
+    return cache_as_options(k, o)
 
 
 def attention(
@@ -308,7 +314,7 @@ def attention_with_stats(
         ``(o, lse, max_logit, key_mass)``, the first two as from :func:`attention_with_lse`, the others None if ``stats`` lacks them. They
         are in lse's dtype and carry no gradient; o and lse do. max_logit is ``(batch, heads_q, seqlen_q)``, packed ``(heads_q,
         total_q)``, or ``(heads_q,)``: the largest visible score of a row, after the scale and the score function and before the sink. It
-        is ``-inf`` for a row without keys and NaN if the row's o is NaN. key_mass is ``(batch, heads_k, seqlen_k)``, packed
+        is ``-inf`` for a row without keys and NaN if one of its scores is. key_mass is ``(batch, heads_k, seqlen_k)``, packed
         ``(heads_k, total_k)``, rounded to v's dtype: the sum of a key's probabilities, before dropout, over the queries and the query
         heads of its group.
 
@@ -504,16 +510,17 @@ def explain(
     """
     lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     o = options_of("explain", (), options, max_logit=max_logit, **lengths)
+    words.raise_wrong("explain", not_tensors([("q", q)], ["q"]))
     shared = k if isinstance(k, SharedCache) else None
     if isinstance(k, Tensor) and isinstance(v, Tensor) and _is_nested(q, k, v):
         (q, k, v), o = nested.packed_call(q, k, v, o)
     else:
-        k, v = _keys_and_values(q, k, v, o)
+        k, v = _keys_and_values("explain", q, k, v, o)
     if q.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(q.device.type):
         q, k, v = autograd.cast(q, k, v, q.device.type, o.block_table is not None, o.k_scale is not None)
     if shared is not None:
         return replace(dispatch.explain(q, k, v, o), prefix=shared_prefix.described(q, shared, o))
-    if parallel is None and run_packed(q, k, o):
+    if parallel is None and run_packed(q, k, v, o):
         (q, k, v), o = packed_documents(q, k, v, o)
     if _is_dtensor(q):
         raise NotImplementedError(
@@ -541,6 +548,8 @@ def dropout_mask(
         if not isinstance(seed, int) or not -(2**63) <= seed < 2**64:
             raise ValueError(f"dropout_mask: seed must be an int of at most 64 bits or one int64 tensor, got {seed!r}")
         seed = dropout.seed_tensor(seed, device)
+    elif seed.dtype != torch.int64 or seed.numel() != 1:
+        raise ValueError(f"dropout_mask: a tensor of a seed has one int64 number, got {seed.dtype} {tuple(seed.shape)}")
     wrong = [n for n in (batch, heads_q, seqlen_q, seqlen_k) if not isinstance(n, int) or n < 0]
     if wrong:
         raise ValueError(f"dropout_mask: sizes must be whole numbers >= 0, got {wrong[0]!r}")

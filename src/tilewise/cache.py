@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tilewise import autograd, dispatch, pages, settings
-from tilewise.problem import DTYPES
+from tilewise.problem import DTYPES, cu_reasons, cu_value_reasons
 from tilewise.spec import Options, not_tensors
 from tilewise.untraced import untraced
 from tilewise.words import raise_wrong
@@ -168,7 +168,10 @@ def dense_cache(
         seqlens_k: int32 ``(batch,)``, the number of keys of each sequence.
         k_scale, v_scale: as in :func:`paged`; for each token and head ``(batch, capacity, heads_k)``.
     """
-    raise_wrong("dense_cache", not_tensors([("k", k)], ["k"]))
+    wrong = not_tensors([("k", k)], ["k"])
+    raise_wrong(
+        "dense_cache", wrong or ["k has no dimensions, (batch, capacity, heads, head_dim) has 4"] * (k.ndim == 0)
+    )
     rows = torch.arange(k.shape[0], dtype=torch.int32, device=k.device)
     return paged(k, v, rows.unsqueeze(1), seqlens_k, k_scale=k_scale, v_scale=v_scale)
 
@@ -261,7 +264,13 @@ def _append_reasons(
     if v is not None and k.shape[:-2] != v.shape[:-2]:
         reasons.append(f"k has {tuple(k.shape[:-2])} rows, v {tuple(v.shape[:-2])}")
     reasons += pages.size_reasons(cache.k_pages, cache.v_pages)
+    reasons += cu_reasons(k, cache.k_pages, [] if cu_seqlens_q is None else [cu_seqlens_q])
     reasons += pages.table_reasons(k, cache.block_table, cache.seqlens_k, cu_seqlens_q, rows="k")
+    reasons += [
+        f"{name}_pages {tuple(pool.shape)} with strides {pool.stride()} show one row in several places; clone them"
+        for name, _, pool in named
+        if any(stride == 0 and size > 1 for size, stride in zip(pool.shape, pool.stride(), strict=True))
+    ]
     if quantised:
         scales = cache.k_scale, cache.v_scale
         reasons += pages.scale_reasons(cache.k_pages, scales, cache.block_table.shape[0])
@@ -277,6 +286,9 @@ def _check(
     cache: PagedCache | QuantizedCache, k: Tensor, v: Tensor | None, cu_seqlens_q: Tensor | None, values: bool
 ) -> None:
     reasons = _append_reasons(cache, k, v, cu_seqlens_q)
+    if not reasons and values:
+        reasons = [] if cu_seqlens_q is None else cu_value_reasons([cu_seqlens_q], k.shape[:1])
+        reasons += [f"seqlens_k[{b}] is {n}" for b, n in enumerate(cache.seqlens_k.tolist()) if n < 0]
     if not reasons and values:
         new = k.shape[1] if cu_seqlens_q is None else cu_seqlens_q.diff()
         pools = cache.k_pages.shape[:2]
@@ -316,10 +328,9 @@ def _fake_append(k_pages, v_pages, k, v, block_table, seqlens_k, cu_seqlens_q, *
 
 
 def _append_autograd(*tensors: Tensor | None) -> None:
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-        raise ValueError(
-            "append was called wrongly\n  a cache has no gradient: detach k and v, or call it under torch.no_grad()"
-        )
+    given = [x for x in tensors if x is not None]
+    if autograd.has_tangent(given) or (torch.is_grad_enabled() and any(x.requires_grad for x in given)):
+        raise_wrong("append", ["a cache has no gradient: detach k and v, or call it under torch.no_grad()"])
     with torch._C._AutoDispatchBelowAutograd():
         _append(*tensors)
 

@@ -19,7 +19,7 @@ from tilewise.spec import DOCUMENTS, EVERYWHERE, Options
 _RELATIVE = re.compile(r"causal\(\)|window\((None|\d+), (None|\d+)\)")
 
 
-def run_packed(q: Tensor, k: Tensor, o: Options) -> bool:
+def run_packed(q: Tensor, k: Tensor, v: Tensor, o: Options) -> bool:
     """Return whether a call has documents whose order of sums must not depend on where they begin."""
     if not (
         isinstance(o.mask, Mask)
@@ -28,7 +28,7 @@ def run_packed(q: Tensor, k: Tensor, o: Options) -> bool:
         and o.cu_seqlens_q is None
     ):
         return False
-    return isinstance(q, Tensor) and isinstance(k, Tensor) and q.ndim == k.ndim == 4 and q.shape[0] == k.shape[0]
+    return all(isinstance(x, Tensor) and x.ndim == 4 and x.shape[0] == q.shape[0] for x in (q, k, v))
 
 
 def packed_documents(q: Tensor, k: Tensor, v: Tensor, o: Options) -> tuple[tuple[Tensor, Tensor, Tensor], Options]:
@@ -47,12 +47,15 @@ def packed_documents(q: Tensor, k: Tensor, v: Tensor, o: Options) -> tuple[tuple
         reasons.append("documents stand twice in the mask, or in a union")
     elif ids.shape[-1] != k.shape[1]:
         reasons.append(f"documents of {ids.shape[-1]} keys, k has {k.shape[1]}")
+    elif ids.ndim > 1 and ids.shape[0] not in (1, q.shape[0]):
+        reasons.append(f"documents of {ids.shape[0]} batch elements, q has {q.shape[0]}")
     if symbols_of(as_score(o.score)) & {"b", "i", "j", "off"}:
         reasons.append("beside documents, the score reads positions in the whole sequence")
     if q.shape[1] > k.shape[1]:
         reasons.append("documents with more queries than keys")
-    if torch.compiler.is_compiling() or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
-        reasons.append("documents inside torch.compile or a CUDA graph: the host reads how many there are")
+    mapped = ids is not None and torch._C._functorch.is_batchedtensor(ids)
+    if mapped or torch.compiler.is_compiling() or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
+        reasons.append("documents inside torch.vmap, torch.compile or a CUDA graph: the host reads how many there are")
     if reasons:
         told = "".join(f"\n  {reason}" for reason in reasons)
         raise NotImplementedError(

@@ -340,7 +340,7 @@ def _extras_reasons(q: Tensor, k: Tensor, extras: Sequence[Tensor], spec: Spec) 
                 f"sink must be a floating tensor ({q.shape[-2]},), one logit per query head, on {q.device}; "
                 f"got {tuple(sink.shape)} {sink.dtype} {sink.device}"
             )
-    wrong_cu = _cu_reasons(q, k, [extras[n] for n in spec.cu_slots])
+    wrong_cu = cu_reasons(q, k, [extras[n] for n in spec.cu_slots])
     if spec.paged and not wrong_cu:
         cu_seqlens_q = extras[spec.cu_slots[0]] if spec.packed else None
         wrong_cu = pages.table_reasons(q, *[extras[n] for n in spec.page_slots], cu_seqlens_q)
@@ -350,11 +350,16 @@ def _extras_reasons(q: Tensor, k: Tensor, extras: Sequence[Tensor], spec: Spec) 
     reasons += wrong_cu
     grad_outside = [n for n in spec.grad_slots if n not in spec.score_slots and n != spec.sink_slot]
     if grad_outside:
-        reasons.append("a tensor of the mask requires grad; a mask has no gradient: detach it, or make it a score")
+        of_scales = set(grad_outside) <= set(spec.scale_slots)
+        reasons.append(
+            "a scale of the cache requires grad, and has no gradient: detach it"
+            if of_scales
+            else "a tensor of the mask requires grad; a mask has no gradient: detach it, or make it a score"
+        )
     return reasons if wrong_cu else reasons + _leaf_reasons(q, k, extras, spec)
 
 
-def _cu_reasons(q: Tensor, k: Tensor, cu: Sequence[Tensor]) -> list[str]:
+def cu_reasons(q: Tensor, k: Tensor, cu: Sequence[Tensor]) -> list[str]:
     """Return the reasons against shapes and dtypes. :func:`check_values` checks values at each call."""
     reasons = [
         f"cu_seqlens_{n} must be int32 or int64 of shape (batch + 1,), got {c.dtype} {tuple(c.shape)}"
@@ -420,7 +425,7 @@ def read_reasons(
             if name not in sizes:
                 continue
             needed = -(-sizes[name] // block)
-            of_all = totals is not None and leaf[0] == "int" and size == totals.get(name)
+            of_all = totals is not None and leaf[0] == "int" and e.op != "selected" and size == totals.get(name)
             # A tensor that the user's function reads may be longer, as in FlexAttention: cu_seqlens[b], a table for all lengths.
             if size < needed or (fitted and size > needed and (totals is None or of_all)):
                 what = _AXES[name] if totals is None else f"the longest {_AXES[name]}"
@@ -532,7 +537,7 @@ def check_values(p: Problem, extras: Sequence[Tensor]) -> None:
         ValueError: cu_seqlens that do not start at 0, decrease, or end past the packed tensor; a length, a page or an entry out of range;
             a tensor of the mask or the score that is shorter than the longest sequence.
     """
-    reasons = _cu_value_reasons([extras[n] for n in p.spec.cu_slots], (p.q.shape[0], p.k.shape[0]))
+    reasons = cu_value_reasons([extras[n] for n in p.spec.cu_slots], (p.q.shape[0], p.k.shape[0]))
     if p.paged:
         reasons += pages.value_reasons(*[extras[n] for n in p.spec.page_slots], p.k.shape[0], p.page_size)
     reasons = reasons or selections.value_reasons(p, extras) or _position_reasons(p, extras)
@@ -568,7 +573,8 @@ def _position_ends(spec: Spec, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple
     return tuple(dict.fromkeys((name, n * block) for (name, block), n in axes if name in ("i", "j")))
 
 
-def _cu_value_reasons(cu_seqlens: Sequence[Tensor], totals: Sequence[int]) -> list[str]:
+def cu_value_reasons(cu_seqlens: Sequence[Tensor], totals: Sequence[int]) -> list[str]:
+    """Return the reasons against the values of cu_seqlens_q and, if it is there, cu_seqlens_k."""
     reasons = []
     for which, cu, total in zip("qk", cu_seqlens, totals, strict=False):
         name, values = f"cu_seqlens_{which}", cu.tolist()

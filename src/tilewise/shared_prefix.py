@@ -15,7 +15,7 @@ from torch import Tensor
 from tilewise import masks, pages, repeated, settings, state
 from tilewise.cache import PagedCache, QuantizedCache, SharedCache, cache_as_options
 from tilewise.scores import as_score, symbols_of
-from tilewise.spec import Options
+from tilewise.spec import Options, not_tensors
 from tilewise.words import raise_wrong
 
 POSITIONS = {"b", "h", "i", "j", "off"}
@@ -55,15 +55,15 @@ def why_apart(q: Tensor, shared: SharedCache, o: Options) -> list[str]:
         and any(x.ndim == 2 for x in shared.cache[4:]),
         f"no cost is known on {q.device.type}": q.device.type != "cuda",
     }
-    reasons = [reason for reason, applies in has.items() if applies]
-    saving = None if reasons else Saving.of(q, shared)
-    return reasons if saving is None or saving.saved > saving.more else [str(saving)]
+    found = [reason for reason, applies in has.items() if applies]
+    saving = None if found else Saving.of(q, shared)
+    return found if saving is None or saving.saved > saving.more else [str(saving)]
 
 
 def described(q: Tensor, shared: SharedCache, o: Options) -> str:
     """Return how the prefix is read, and why."""
-    reasons = why_apart(q, shared, o)
-    return f"read by each sequence: {'; '.join(reasons)}" if reasons else f"read once: {Saving.of(q, shared)}"
+    why = why_apart(q, shared, o)
+    return f"read by each sequence: {'; '.join(why)}" if why else f"read once: {Saving.of(q, shared)}"
 
 
 def _deterministic(o: Options) -> bool:
@@ -77,8 +77,7 @@ def attend(q: Tensor, shared: SharedCache, o: Options) -> state.State:
         ValueError: a prefix that is no part of every row of the table, or behind which some query does not lie; the latter, and other
             pages, are looked for on the CPU, and on an accelerator with ``TILEWISE_CHECK=1``.
     """
-    reasons = _wrong(q, shared)
-    raise_wrong("attention_paged", reasons)
+    raise_wrong("attention_paged", reasons(q, shared))
     return over(q, shared.cache, o) if why_apart(q, shared, o) else attend_once(q, shared, o)
 
 
@@ -100,17 +99,20 @@ def over(q: Tensor, cache: PagedCache | QuantizedCache, o: Options, lse: bool = 
     return repeated.over(q, k, v, o, lse)
 
 
-def _wrong(q: Tensor, shared: SharedCache) -> list[str]:
-    """Return reasons against the prefix."""
+def reasons(q: Tensor, shared: SharedCache) -> list[str]:
+    """Return the reasons against the prefix, or against what is no tensor."""
     (_, _, table, lengths), n = shared.cache[:4], shared.prefix_pages
+    named = [("q", q), *zip(shared.cache._fields, shared.cache, strict=True)]
+    if wrong := not_tensors(named, [name for name, _ in named]):
+        return wrong
     if not isinstance(n, int) or table.ndim != 2 or not 0 < n < table.shape[1]:
         return [f"prefix_pages must be above 0 and below the {table.shape[-1]} pages of a row of the table, got {n!r}"]
     if torch.compiler.is_compiling() or not settings.checks_values(q.device):
         return []
-    reasons = []
+    found = []
     if not bool((table[:, :n] == table[:1, :n]).all()):
-        reasons.append(f"the first {n} pages of the sequences differ; share names pages that all of them begin with")
+        found.append(f"the first {n} pages of the sequences differ; share names pages that all of them begin with")
     rows = q.shape[1] if q.ndim == 4 else 1
     if not bool((lengths - rows >= shared.keys).all()):
-        reasons.append(f"a sequence has queries before the end of the prefix of {shared.keys} keys")
-    return reasons
+        found.append(f"a sequence has queries before the end of the prefix of {shared.keys} keys")
+    return found

@@ -26,6 +26,13 @@ library.impl("snapshot", untraced(_copied), "CompositeExplicitAutograd")
 torch.library.register_fake("tilewise::snapshot", torch.clone, lib=library)
 
 
+def _mapped_copied(_: object, in_dims: tuple[int | None], t: Tensor) -> tuple[Tensor, int | None]:
+    return torch.ops.tilewise.snapshot.default(t), in_dims[0]
+
+
+torch.library.register_vmap("tilewise::snapshot", _mapped_copied, lib=library)
+
+
 def snapshot(t: Tensor) -> Tensor:
     """Return a copy of a compiled graph's tensor. What an attention makes of the copy may be kept for the next attention.
 

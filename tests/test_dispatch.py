@@ -58,6 +58,6 @@ def test_explain_tells_the_threads_that_pytorch_has_now(threads):
     before, q = torch.get_num_threads(), torch.zeros(1, 4, 1, 8)
     try:
         torch.set_num_threads(threads)
-        assert f", {threads} threads\n" in str(tw.explain(q, q, q))
+        assert f", {threads} thread{'s' * (threads > 1)}\n" in str(tw.explain(q, q, q))
     finally:
         torch.set_num_threads(before)

@@ -395,7 +395,8 @@ class Explanation:
     def _lines(self) -> list[str]:
         """Return what is printed, a line for each fact: a word of ten columns and the fact."""
         p, facts = self.problem, devices.of(self.problem.device)
-        lines = [p.describe(), f"on {facts.name}, {facts.cores} {'SMs' if facts.type == 'cuda' else 'threads'}"]
+        units = ("SM" if facts.type == "cuda" else "thread") + "s" * (facts.cores != 1)
+        lines = [p.describe(), f"on {facts.name}, {facts.cores} {units}"]
         if self.chosen:
             lines += [f"backend   {self.chosen}: {self.tiles}"]
             work = f"{in_flop(self.flops)} before masking"

@@ -24,10 +24,10 @@ from functools import wraps
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn.modules.transformer import _detect_is_causal_mask, _get_seq_len  # noqa: F401  for _patched_encoder in TorchScript
 
 import tilewise as tw
-from tilewise.autograd import has_tangent
 from tilewise.compat.encoder import offsets_of_rows, over_packed_rows, would_pack
 from tilewise.compat.probabilities import probabilities
 from tilewise.compat.refusals import need_tensors
@@ -74,7 +74,7 @@ def scaled_dot_product_attention(
 def _has_derivative(scale: Tensor) -> bool:
     """Return whether a number may have a derivative; of a tensor inside torch.func only the innermost transform can be asked."""
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor(scale)
-    return wrapped or scale.requires_grad or has_tangent((scale,))
+    return wrapped or scale.requires_grad or forward_ad.unpack_dual(scale).tangent is not None
 
 
 def _of_nested(qkv: tuple[Tensor, Tensor, Tensor], attn_mask, dropout_p, is_causal, scale, enable_gqa) -> Tensor:

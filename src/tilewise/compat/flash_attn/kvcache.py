@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
-from tilewise import settings
 from tilewise.spec import not_tensors
 from tilewise.words import raise_wrong
 
@@ -152,7 +151,10 @@ class Rotary:
         """``x (batch, rows, heads, head_dim)`` turned; ``moving``: each row at its own position, else all at the first."""
         position = self.lengths.long().unsqueeze(1)
         position = position + torch.arange(x.shape[1], device=x.device) if moving else position
-        self._refuse_short(position)
+        rows = self.cos.shape[0]
+        if position.device.type == "cpu" and not torch.compiler.is_compiling() and (position >= rows).any():
+            reason = f"rotary_cos and rotary_sin have {rows} rows, but positions reach {int(position.max())}"
+            raise_wrong("flash_attn_with_kvcache", [reason])
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         cos, sin = (table[position].to(dtype).unsqueeze(2) for table in (self.cos, self.sin))
         half = self.cos.shape[1]
@@ -161,11 +163,3 @@ class Rotary:
         pair = a * cos - b * sin, a * sin + b * cos
         turned = torch.stack(pair, -1).flatten(-2) if self.interleaved else torch.cat(pair, -1)
         return torch.cat([turned.to(x.dtype), rest], -1)
-
-    def _refuse_short(self, position: Tensor) -> None:
-        if torch.compiler.is_compiling() or not settings.checks_values(position.device) or not position.numel():
-            return
-        rows, last = self.cos.shape[0], int(position.max())
-        if last >= rows:
-            reason = f"rotary_cos and rotary_sin have {rows} rows, but positions reach {last}"
-            raise_wrong("flash_attn_with_kvcache", [reason])

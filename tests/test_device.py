@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -98,6 +99,19 @@ def test_large_and_captured_workspaces_are_a_calls_own(gpu, machine):
     own = devices.workspace(gpu, 1000)
     assert own is not kept
     assert devices.workspace(gpu, 1000) is not own
+
+
+def test_numbers_that_a_graph_or_another_stream_may_read_stay_when_there_are_longer_ones(machine, monkeypatch):
+    monkeypatch.setattr(devices, "_indices", {})
+    monkeypatch.setattr(devices, "_capturing", lambda: machine.captured)
+    arange, gpu = torch.arange, torch.device("cuda", 0)
+    monkeypatch.setattr(torch, "arange", lambda count, device: arange(count))
+    first = weakref.ref(devices.indices(gpu, 8))
+    machine.captured = True
+    assert devices.indices(gpu, 8) is first()
+    machine.captured = False
+    assert len(devices.indices(gpu, 2000)) == 2048
+    assert first() is not None
 
 
 def test_the_first_call_may_be_inside_a_capture(machine):

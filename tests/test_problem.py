@@ -371,6 +371,23 @@ def test_a_mask_shorter_than_the_keys_of_a_cache_is_refused():
     assert torch.equal(shown, tw.attention_paged(q, cache, mask=tw.dense(torch.ones(2, 1, 1, 16, dtype=torch.bool))))
 
 
+@pytest.mark.parametrize("kind", ["mask", "score"])
+def test_an_empty_leaf_is_refused_once_its_structure_is_known_too(kind):
+    q, k, v = qkv(nq=40, nk=40)
+    dispatch.forget()
+
+    def attend(count: int, keys: int) -> torch.Tensor:
+        t = torch.ones(count, dtype=torch.bool if kind == "mask" else torch.float32)
+        read = lambda i, j: t[(i - j).clamp(0, 3)]  # noqa: E731
+        given = {"mask": lambda b, h, i, j: read(i, j), "score": lambda s, b, h, i, j: s + read(i, j)}
+        return tw.attention(q, k[:, :keys], v[:, :keys], **{kind: given[kind]})
+
+    for count in (4, 5, 6):
+        attend(count, 30 + count)
+    with pytest.raises(ValueError, match=r"a mask or score tensor \(0,\) is empty"):
+        attend(0, 40)
+
+
 @pytest.mark.parametrize("lengths", [(0, 8), (8, 0)], ids=["no-queries", "no-keys"])
 def test_an_empty_leaf_is_right_where_nothing_is_to_be_read(lengths):
     nq, nk = lengths

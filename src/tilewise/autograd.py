@@ -24,7 +24,6 @@ from tilewise.backends.base import Output, empty_gradients, empty_output
 from tilewise.problem import check
 from tilewise.spec import parse_spec
 from tilewise.untraced import untraced
-from tilewise.words import raise_wrong
 
 # The cheapest way through the dispatcher: docs/decisions.md#operator-at-autograd-key.
 library = torch.library.Library("tilewise", "DEF")
@@ -91,23 +90,9 @@ class _BackwardCall(NamedTuple):
 def _backward(*arguments):
     do, dlse, q, k, v, o, lse, extras, seed, spec = arguments
     extras = extras or ()
-    plan = _planned_backward(do, dlse, q, k, v, o, lse, extras, seed, spec)
-    return plan.backward(do, dlse, (q, k, v, *extras, seed, *Output.of(o, lse).tensors))
-
-
-def _planned_backward(do, dlse, q, k, v, o, lse, extras, seed, spec):
-    """Return the plan of a backward. Raise ValueError for results that no such forward has, which kernels would read beyond their ends."""
     plan = dispatch.plan(q, k, v, extras, seed, spec)
-    p = plan.problem
-    of_o, of_lse = ((shape, dtype) for shape, dtype in zip(p.output_shapes, (q.dtype, p.compute_dtype), strict=True))
-    given = {"do": (do, of_o), "o": (o, of_o), "dlse": (dlse, of_lse), "lse": (lse, of_lse)}
-    reasons = [
-        f"{name} must be {dtype} {shape}, got {x.dtype} {tuple(x.shape)}"
-        for name, (x, (shape, dtype)) in given.items()
-        if x is not None and (x.shape, x.dtype) != (shape, dtype)
-    ]
-    raise_wrong("the backward of attention", reasons)
-    return plan
+    dispatch.check_results(plan.problem, do=do, dlse=dlse, o=o, lse=lse)
+    return plan.backward(do, dlse, (q, k, v, *extras, seed, *Output.of(o, lse).tensors))
 
 
 def _fake_forward(q, k, v, extras, seed, spec):
@@ -199,7 +184,7 @@ def _gradients_are_mapped() -> bool:
 
 def _layout(saved: Sequence[Tensor | None]) -> list[tuple | None]:
     """Return what a plan was made for. Hooks of saved tensors may bring back others."""
-    return [None if x is None else (x.shape, x.stride(), x.dtype) for x in saved]
+    return [None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in saved]
 
 
 @untraced
@@ -236,7 +221,8 @@ class _Attention(torch.autograd.Function):
         if quiet and not has_tangent(given) and nobody_watches(*given):
             plan = ctx.plan
             if plan is None or _layout(saved) != ctx.layout:
-                plan = _planned_backward(do, dlse, q, k, v, o, lse, extras, seed, ctx.spec)
+                plan = dispatch.plan(q, k, v, extras, seed, ctx.spec)
+                dispatch.check_results(plan.problem, do=do, dlse=dlse, o=o, lse=lse)
             elif extras:
                 dispatch.check_lengths(plan, extras)
             joint = ctx.view is not None and ctx.view() is None

@@ -204,20 +204,32 @@ def zeros(device: torch.device, count: int) -> torch.Tensor:
     return found
 
 
-_indices: dict[torch.device, torch.Tensor] = {}
+read_by_graphs: dict[int, Any] = {}
+"""By id, what captures were given of what earlier calls made. A graph tells nobody how long it lives, so these stay."""
+
+
+def given_to_graphs(found: Made) -> Made:
+    """Return what is kept between calls, and keep it for good if a CUDA graph is being captured."""
+    if is_captured():
+        read_by_graphs[id(found)] = found
+    return found
+
+
+_indices: dict[torch.device, list[torch.Tensor]] = {}
 
 
 def indices(device: torch.device, count: int) -> torch.Tensor:
-    """Return the numbers from 0 on, at least ``count`` of them, int64, which nobody may write; on a GPU they are kept."""
-    found = _indices.get(device)
-    if found is not None and len(found) >= count:
-        return found
+    """Return the numbers from 0 on, at least ``count`` of them, int64, which nobody may write; on a GPU they are kept, for graphs and
+    other streams also once there are longer ones."""
+    kept = _indices.get(device)
+    if kept is not None and len(kept[-1]) >= count:
+        return kept[-1]
     if device.type != "cuda" or torch._C._len_torch_dispatch_stack() or _capturing():
         return torch.arange(count, device=device)
     with torch.inference_mode(False):
         found = lasting(lambda: torch.arange(max(1024, 1 << (count - 1).bit_length()), device=device))
     torch.cuda.current_stream(device).synchronize()  # as of counts
-    _indices[device] = found
+    _indices.setdefault(device, []).append(found)
     return found
 
 

@@ -312,6 +312,23 @@ def check_lengths(found: Plan, extras: Sequence[Tensor]) -> None:
         check_values(found.problem, extras)
 
 
+def check_results(p: Problem, **results: Tensor | None) -> None:
+    """Refuse an o, do, lse or dlse that the problem's forward does not have: a kernel would read beyond its end.
+
+    Raises:
+        ValueError: some are wrong.
+    """
+    of_o, of_lse = zip(p.output_shapes, (p.q.dtype, p.compute_dtype), strict=True)
+    reasons = []
+    for name, x in results.items():
+        shape, dtype = of_lse if name.endswith("lse") else of_o
+        if x is not None and (x.shape, x.dtype, x.device) != (shape, dtype, p.device):
+            reasons.append(
+                f"{name} must be {dtype} {shape} on {p.device}, got {x.dtype} {tuple(x.shape)} on {x.device}"
+            )
+    words.raise_wrong("the backward of attention", reasons)
+
+
 def decide(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None, spec: str) -> Plan:
     """Make the :func:`plan` of a new call, without the checks of lengths' and tables' values."""
     call = Signature.of(q, k, v, extras, parse_spec(spec))

@@ -386,8 +386,8 @@ def _leaf_reasons(q: Tensor, k: Tensor, extras: Sequence[Tensor], spec: Spec) ->
     shapes = [tuple(x.shape) for x in extras]
     roots = [*region.parts, *([] if score is None else [score])]
     read = [shapes[e.args[0][1]] for e in expr.lookups(*roots)]
-    # A size without a value, in a compiled function, cannot be asked.
-    empty = [shape for shape in read if any(isinstance(n, int) and n == 0 for n in shape)]
+    # A size without a value, in a compiled function, cannot be asked; one that is recorded for other calls has to be.
+    empty = [shape for shape in read if any(not isinstance(n, torch.SymInt) and n == 0 for n in shape)]
     reasons = [f"a mask or score tensor {x} is empty and cannot be read" for x in empty if q.numel() and k.numel()]
     reasons = reasons or read_reasons(region, score, shapes, sizes, (spec.mask_text, spec.mask_slots))
     reasons = reasons or (_padding_reasons(region, shapes, sizes["b"], q.shape[0]) if spec.packed else [])

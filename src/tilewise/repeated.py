@@ -140,7 +140,8 @@ def _structure_and_sizes(
     said: tuple, q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], heads_first: bool
 ) -> tuple[tuple | None, tuple]:
     """Return what a call says without its sizes, and these as :attr:`tilewise.signature.Structured.sizes` has them; None: another rank."""
-    found, sizes = [said], []
+    # Over pages causal says nothing of one row (:func:`tilewise.spec.assemble`), which is another text.
+    found, sizes = [said, bool(extras) and q.shape[-3] == 1], []
     for x in (q, k, v):
         shape, stride = x.shape, x.stride()
         if len(shape) != 4 if heads_first else len(shape) < 3:

@@ -129,6 +129,17 @@ def test_a_graph_is_warmed_up_on_the_stream_of_its_manager(stream, warm, monkeyp
     assert device.is_warming_up() == warm
 
 
+def test_what_a_graph_reads_outlives_the_plan_that_kept_it(monkeypatch):
+    made = PerTensors()
+    read = weakref.ref(made.of("key", [], lambda: torch.zeros(3)))
+    monkeypatch.setattr(base, "is_captured", lambda: True)
+    made.of("key", [], lambda: torch.zeros(3))
+    with_memory = weakref.ref(made)
+    del made
+    assert with_memory() is None
+    assert read() is not None
+
+
 def test_what_is_kept_is_awaited_with_all_its_tensors_by_whoever_gets_it(monkeypatch):
     asked = []
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tilewise import expr
 from tilewise.caching import edition, is_tracked
-from tilewise.device import Ready, is_captured, is_warming_up, lasting, tensors_in
+from tilewise.device import Ready, is_captured, is_warming_up, lasting, read_by_graphs, tensors_in
 from tilewise.expr import Expr
 from tilewise.problem import Problem
 from tilewise.sizes import MISSED, ByStructure, Size
@@ -365,7 +365,7 @@ class PerTensors:
     what they hold by then; so while torch.compile warms one up, which has to launch what it will capture.
 
     Attributes:
-        captured: by id, what captures were given of what earlier calls made. A graph tells nobody how long it lives, so these stay.
+        captured: :data:`tilewise.device.read_by_graphs`, since dispatch forgets plans that have such memory.
     """
 
     LIMIT = 4096  # entries: what was made of no tensor outlives all tensors, and every length of a call makes another
@@ -373,7 +373,7 @@ class PerTensors:
     def __init__(self):
         # By key and what tells the tensors apart, so that masks of one text take turns.
         self._found: dict[Hashable, tuple[Any, list, Ready]] = {}
-        self.captured: dict[int, Any] = {}
+        self.captured = read_by_graphs
 
     def of(self, key: Any, tensors: Sequence[Tensor], make: Callable[[], Any]) -> Any:
         capturing, warming, place = is_captured(), is_warming_up(), _place(key, tensors)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -16,9 +17,10 @@ from tests.backends.hopper.launches import stand_in
 from tests.backends.hopper.test_backward import CASES as BACKWARD
 from tests.backends.hopper.test_forward import CASES as FORWARD
 from tests.backends.hopper.test_forward import PACKED, packed_call, qkv, without_gradient
+from tilewise import device as devices
 from tilewise import dispatch, repeated, settings
 from tilewise.backends import base
-from tilewise.backends.hopper import Hopper
+from tilewise.backends.hopper import Hopper, tables
 from tilewise.backends.hopper.host import masks as of_masks
 from tilewise.backends.hopper.host.padded_call import PaddedPlan
 from tilewise.backends.hopper.host.plan import Plan
@@ -362,6 +364,26 @@ def test_statistics_and_outputs_in_another_layout_do_not_go_by_their_memory(mask
     assert gradients(c.do, None, saved) is None
     saved[-2:] = q, torch.zeros(2, 600, 2).transpose(1, 2)
     assert (gradients(c.do, None, saved) is None) == (mask.leaves == ())  # padded ones are copied
+
+
+def test_a_do_with_an_odd_stride_along_a_batch_of_one_does_not_go_by_its_memory(monkeypatch):
+    stand_in(monkeypatch, lambda config, given: None)
+    q, k, v = (normal(1, 600, 2, 64, dtype=torch.bfloat16, seed=n) for n in range(3))
+    c = call(q, k, v)
+    gradients, saved = Hopper().direct_backward(c.p), [q, k, v, None, q, torch.zeros(1, 2, 600)]
+    assert gradients(c.do, None, saved) is not None
+    odd = c.do.as_strided(c.do.shape, (c.do.numel() + 3, *c.do.stride()[1:]))
+    assert odd.is_contiguous()
+    assert gradients(odd, None, saved) is None  # the copy engine takes multiples of 16 bytes, of a single row too
+
+
+def test_the_index_of_a_table_that_a_graph_reads_stays_when_others_take_its_place(monkeypatch):
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(devices, "is_captured", lambda: True)
+    read = weakref.ref(tables._index((0, 1, 2), cpu))
+    for n in range(64):
+        tables._kept_index((n, 7), cpu)
+    assert read() is not None
 
 
 def test_only_calls_of_which_nothing_else_is_read_go_by_their_memory():

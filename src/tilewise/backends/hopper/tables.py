@@ -16,7 +16,7 @@ from tilewise import distances, expr
 from tilewise.backends.base import PerProblem
 from tilewise.backends.hopper.config import is_traced, keys_of
 from tilewise.backends.hopper.parameters import SCORES
-from tilewise.device import lasting
+from tilewise.device import given_to_graphs, lasting
 from tilewise.expr import Expr
 from tilewise.problem import Problem
 
@@ -74,8 +74,12 @@ class Line:
         return grad.to(table.dtype)
 
 
-@lru_cache(maxsize=64)
 def _index(index: tuple[int, ...], device: torch.device) -> Tensor:
+    return given_to_graphs(_kept_index(index, device))
+
+
+@lru_cache(maxsize=64)
+def _kept_index(index: tuple[int, ...], device: torch.device) -> Tensor:
     return lasting(lambda: torch.tensor(index, device=device))
 
 

@@ -13,7 +13,7 @@ from tilewise import state
 from tilewise.backends.base import Grads, Inputs, Output, Saved, gradients_of_no_pair
 from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.backward.grids import TileParts, grids, tile_parts
-from tilewise.backends.hopper.config import Band, band_of, keys_of, strides_addressable
+from tilewise.backends.hopper.config import MULTIPLE, Band, band_of, keys_of, strides_addressable
 from tilewise.backends.hopper.host import masks
 from tilewise.backends.hopper.host.backward_memory import SUMS, BackwardMemory
 from tilewise.backends.hopper.host.direct import PlacedPlan
@@ -205,6 +205,8 @@ class BackwardPlan(BackwardDraft):
         q, k, v, *extras, _, o, lse = saved
         at = q.data_ptr() | k.data_ptr() | v.data_ptr() | o.data_ptr() | do.data_ptr()
         if at % ALIGNED or not all(x is None or x.is_contiguous() for x in (do, dlse, o, lse)):
+            return None
+        if any(n % MULTIPLE for n in do.stride()[:-1]):  # of a dimension of one number
             return None
         dlse = devices.zeros(lse.device, lse.numel()) if dlse is None else dlse
         kept = self.kept(extras)

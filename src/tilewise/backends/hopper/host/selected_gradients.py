@@ -11,6 +11,7 @@ from tilewise.backends.hopper.host.draft import Draft, View
 from tilewise.backends.hopper.host.plan import LOG2_E
 from tilewise.backends.hopper.host.selected_call import LINES
 from tilewise.backends.hopper.latent.gradients_config import GradientsConfig
+from tilewise.backends.hopper.pair_bias import aligned
 from tilewise.backends.listed import places_of, rows_of
 from tilewise.piece import Span
 from tilewise.problem import Problem
@@ -24,7 +25,7 @@ class SelectedGradients:
 
     def leave_ds(self, given: dict[str, Tensor], lines: Span) -> None:
         p, scale = self.problem, float(self.problem.softmax_scale)
-        named = {name: given[name].view(rows_of(p), p.heads_q, -1).unsqueeze(0) for name in ("o", "do")}
+        named = {name: aligned(given[name]).view(rows_of(p), p.heads_q, -1).unsqueeze(0) for name in ("o", "do")}
         named |= {"q": given["q"].unsqueeze(0), "ds": given["ds"]}
         named |= {name: by_rows(given[name]) for name in ("lse", "dlse", "delta", "dk")}
         named["dv"] = named["dk"][..., : p.head_dim_v] if given["dv"] is None else by_rows(given["dv"])

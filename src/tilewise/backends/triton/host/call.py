@@ -18,6 +18,7 @@ from tilewise.backends.triton.host.plan import Plan, operand_strides
 from tilewise.backends.triton.host.terms import split_into_terms
 from tilewise.backends.triton.tiles import Tiles
 from tilewise.caching import cached_property
+from tilewise.device import given_to_graphs
 from tilewise.planning.tiles import PARTIAL, Grid, SeenKeys, TileMap, seen_keys
 from tilewise.problem import Problem
 
@@ -61,7 +62,7 @@ class Call:
             "v_scale": inputs.v_scale,
             "block_table": inputs.block_table,
             "seqlens_k": inputs.seqlens_k,
-            "piece": plan.piece_start,
+            "piece": given_to_graphs(plan.piece_start),
             "leaves": tuple(plan.leaves(inputs)),
             "grads": (),
             "pair": pair,

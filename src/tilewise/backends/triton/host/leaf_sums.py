@@ -178,7 +178,7 @@ class LeafSums:
                 (read.expr, first, grad.device),
                 lambda: devices.lasting(lambda: _index(problem, read.expr, first, last, grad)),
             )
-            add_at(grad, read.expr, index, sums)
+            add_at(grad, read.expr, devices.given_to_graphs(index), sums)
 
     def _lines(self, how: str, buffer: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         """The indices of a buffer of row or column sums, and the buffer, on axes ``(b, h, i, j)``."""

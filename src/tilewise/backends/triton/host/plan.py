@@ -30,7 +30,7 @@ from tilewise.backends.triton.sheet import (
 )
 from tilewise.backends.triton.tiles import Tiles, pieces
 from tilewise.caching import cached_property
-from tilewise.device import lasting
+from tilewise.device import given_to_graphs, lasting
 from tilewise.leaf_gradients import DIAGONALS, ROWS, TILES, reads_every_element
 from tilewise.planning.bit_tiles import may_hide_keys
 from tilewise.problem import Problem
@@ -319,7 +319,7 @@ class Plan(TileDecisions):
         """The tensors that kernels read as ``work.leaves``: those of the mask and the score, then lines."""
         device = inputs.q.device
         lines = self.lines.of(device, lambda: lasting(lambda: tuple(x.to(device) for x in self.emitted.lines)))
-        return [*[inputs.leaves[slot] for slot in self.emitted.slots], *lines]
+        return [*[inputs.leaves[slot] for slot in self.emitted.slots], *given_to_graphs(lines)]
 
     @cached_property
     def few(self) -> Plan | None:

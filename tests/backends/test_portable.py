@@ -7,7 +7,7 @@ import torch
 
 import tilewise as tw
 from bench import cases
-from tests.backends.contract import Contract, agree, call, of_case, qkv, run
+from tests.backends.contract import Contract, agree, call, normal, of_case, qkv, run
 from tests.backends.paged import CASES, PagedContract
 from tilewise.backends.portable import Portable, step
 from tilewise.backends.portable.config import SPLIT_KEYS, Config
@@ -85,3 +85,22 @@ def test_a_call_on_a_gpu_raises_while_a_graph_is_captured_since_tiles_to_visit_a
     paged.t.q = c.t.q
     with pytest.raises(NotImplementedError, match="CUDA graph"):
         Portable().forward(paged.p, paged.t)
+
+
+@pytest.mark.parametrize("head_dim", [17, 64])
+def test_deterministic_bits_do_not_depend_on_where_a_sequence_lies(head_dim):
+    """Behind a sequence of odd length, rows of an odd head dim begin at other multiples of what vectors hold."""
+
+    def gradients(first: int) -> list[torch.Tensor]:
+        """o and gradients of one query over 300 keys, behind ``first`` sequences of one query over three keys."""
+        q, do = (normal(2, 2, head_dim, seed=n)[1 - first :].clone() for n in range(2))
+        k, v = (normal(303, 2, head_dim, seed=n)[3 - 3 * first :].clone() for n in range(2, 4))
+        q, k, v = (x.requires_grad_() for x in (q, k, v))
+        ends = [0] * first + [first], [0] * first + [3 * first]
+        ends = [torch.tensor([*x, x[-1] + n]) for x, n in zip(ends, (1, 300), strict=True)]
+        o = tw.attention_varlen(q, k, v, *ends, deterministic=True, backend="portable")
+        dq, dk, dv = torch.autograd.grad(o, (q, k, v), do)
+        return [o[-1], dq[-1], dk[-300:], dv[-300:]]
+
+    for alone, behind in zip(gradients(0), gradients(1), strict=True):
+        assert torch.equal(alone, behind)

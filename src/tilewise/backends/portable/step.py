@@ -55,13 +55,18 @@ class Step:
     def query_tile(self, x: Tensor, rows: slice) -> Tensor:
         """Return ``(batch * heads_k, group * rows, D)`` in the compute dtype, from ``(batch, seqlen_q, heads_q, D)``."""
         x = x[:, rows].unflatten(2, (-1, self.p.group)).permute(0, 2, 3, 1, 4)
-        return x.to(self.p.compute_dtype).reshape(x.shape[0] * x.shape[1], -1, x.shape[4])
+        return self.placed(x.to(self.p.compute_dtype).reshape(x.shape[0] * x.shape[1], -1, x.shape[4]))
 
     def key_tile(self, x: Tensor, keys: slice) -> Tensor:
         """Return ``(batch * heads_k, keys, D)`` in the compute dtype. Keys that no query sees are zero."""
         x = x[:, keys].transpose(1, 2)
         x = x.to(self.p.compute_dtype).reshape(-1, x.shape[2], x.shape[3])
-        return x if self.seen is None else x.where(self.seen[:, keys], 0)
+        return self.placed(x if self.seen is None else x.where(self.seen[:, keys], 0))
+
+    def placed(self, tile: Tensor) -> Tensor:
+        """Return a tile in memory of its own if bits must repeat: a library's product chooses its kernel by the alignment of memory."""
+        spec = self.p.spec
+        return tile.clone(memory_format=torch.contiguous_format) if spec.deterministic and not spec.everywhere else tile
 
     def row_tile(self, x: Tensor, rows: slice) -> Tensor:
         """Return ``(batch * heads_k, group * rows, 1)`` from a statistic ``(batch, heads_q, seqlen_q)``."""

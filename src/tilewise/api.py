@@ -107,7 +107,7 @@ def _run(
 
         if parallel is not None:
             raise ValueError("a DTensor already says how it is sharded: drop parallel=, or pass x.to_local()")
-        return dtensors.attention(q, k, v, o, with_lse)  # type: ignore[arg-type]
+        return dtensors.attention(q, *for_each(q, k, v), o, with_lse)  # type: ignore[arg-type]
     if _is_nested(q, k, v):
         return _run_nested(q, k, v, o, parallel)
     k, v = for_each(q, k, v)

@@ -334,6 +334,15 @@ def test_one_graph_has_chunks_beside_a_padding_mask():
     torch.testing.assert_close(found[kept.bool()], expected[kept.bool()])
 
 
+def test_chunks_beside_cu_seq_lens_are_refused_and_not_dropped():
+    dense = {"intermediate_size_mlp": 96, "moe_layers": [], "num_local_experts": 2, "attention_chunk_size": 5}
+    config = hf.Llama4TextConfig(**DECODER | dense | {"num_hidden_layers": 1}, attn_implementation="tilewise")
+    starts = torch.tensor([0, 11], dtype=torch.int32)
+    given = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 11, "max_length_k": 11}
+    with pytest.raises(ValueError, match="chunks of attention are told apart by position_ids alone"):
+        hf.Llama4ForCausalLM(config).eval()(tokens()[:1, :11], **given, use_cache=False)
+
+
 def test_a_mask_function_that_says_what_made_it_keeps_the_same_pairs():
     place = torch.arange(12)
     asked = torch.tensor(0), torch.tensor(0), place[:, None], place

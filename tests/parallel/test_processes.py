@@ -38,6 +38,18 @@ def _dtensors(size: int) -> dict[str, object]:
                 tw.attention(*local, sink=torch.zeros(8))
             except NotImplementedError as error:
                 found["refused"] = str(error)
+        if name == "replicated and sequence":
+            torch.manual_seed(dist.get_rank())
+            found["dropped"] = tw.attention(*local, causal=True, dropout_p=0.5).full_tensor().detach()
+            shared = [x[:1].detach().requires_grad_() for x in local[1:]]
+            of_one = tw.attention(local[0], *shared, causal=True)
+            found["shared keys"] = [of_one.full_tensor().detach(), *torch.autograd.grad(of_one, shared, do)]
+            found["shared keys"][1:] = [x.full_tensor() for x in found["shared keys"][1:]]
+        if name == "batch and sequence":
+            try:
+                tw.attention(*[distribute_tensor(x[:1].clone(), mesh, placements) for x in _whole()[:3]], causal=True)
+            except NotImplementedError as error:
+                found["empty"] = str(error)
     return found
 
 
@@ -201,6 +213,26 @@ def test_dtensors_come_back_sharded_as_they_were_with_the_numbers_of_one_device(
             part["dtensors"][name], (o, lse, *torch.autograd.grad(o, local, do, retain_graph=True)), strict=True
         ):
             torch.testing.assert_close(found, expected.detach())
+
+
+def test_replicas_of_dtensors_drop_the_same_pairs_whatever_each_rank_would_draw(parts):
+    first, *others = [part["dtensors"]["dropped"] for part in parts]
+    assert all(torch.equal(x, first) for x in others)
+
+
+def test_dtensors_of_one_batch_element_serve_every_query(parts):
+    q, k, v, do = _whole()
+    shared = [x[:1].requires_grad_() for x in (k, v)]
+    o = tw.attention(q, *shared, causal=True)
+    expected = [o.detach(), *torch.autograd.grad(o, shared, do)]
+    for part in parts:
+        for found, x in zip(part["dtensors"]["shared keys"], expected, strict=True):
+            torch.testing.assert_close(found, x)
+
+
+def test_dtensors_whose_batch_leaves_ranks_empty_beside_a_sharded_sequence_are_refused_on_all(parts):
+    if len(parts) > 2:  # of two, none shards the sequence too
+        assert all("leaves ranks without elements" in part["dtensors"]["empty"] for part in parts)
 
 
 def test_dtensors_whose_heads_are_cut_refuse_what_depends_on_the_head(parts):

@@ -410,6 +410,53 @@ def test_a_call_that_no_rank_can_run_keeps_its_kind_of_error():
     assert errors[0].startswith("NotImplementedError: ")
 
 
+@pytest.mark.parametrize(("keys", "ranks"), [(1, 2), (9, 4)])
+def test_a_rank_may_have_queries_and_no_keys(keys, ranks):
+    q, k, v = (x.requires_grad_() for x in qkv(nq=12, nk=keys))
+    do = normal(*q.shape, seed=5)
+    expected = torch.autograd.grad(tw.attention(q, k, v), (q, k, v), do)
+
+    def one(exchange):
+        parallel = tw.context_parallel(exchange, layout="chunks", scheme="gather")
+        local = [parallel.shard(x).detach().requires_grad_() for x in (q, k, v)]
+        return torch.autograd.grad(tw.attention(*local, parallel=parallel), local, parallel.shard(do))
+
+    for parts, x in zip(zip(*simulate(ranks, one), strict=True), expected, strict=True):
+        torch.testing.assert_close(torch.cat(parts, 1), x)
+
+
+def test_one_order_of_sums_is_by_heads_whatever_the_scheme():
+    def run(exchange, scheme="auto"):
+        parallel = tw.context_parallel(exchange, scheme=scheme)
+        q, k, v = (parallel.shard(x) for x in qkv(nq=16, nk=16))
+        return tw.attention(q, k, v, causal=True, parallel=parallel, deterministic="everywhere")
+
+    by_heads = simulate(2, lambda exchange: run(exchange, "heads"))
+    assert all(torch.equal(a, b) for a, b in zip(simulate(2, run), by_heads, strict=True))
+    assert all('deterministic="everywhere"' in x for x in refused(2, lambda exchange: run(exchange, "gather")))
+
+
+def test_a_rank_that_fails_among_some_of_the_ranks_ends_them_all():
+    def run(exchange):
+        parallel = tw.context_parallel(exchange, scheme="heads+gather")
+        q, k, v = (parallel.shard(x) for x in qkv(nq=32, nk=32))
+        entries = torch.full((1, 1, 32, 2), 77 if exchange.rank == 3 else 7)
+        return tw.attention(q, k, v, parallel=parallel, mask=tw.selected(entries))
+
+    with pytest.raises(ValueError, match="an entry 77 in row"):
+        simulate(4, run)
+
+
+def test_a_call_without_a_tensor_is_the_same_error_on_every_rank():
+    def run(exchange):
+        q, k, v = (x[:, :8] for x in qkv(nq=16, nk=16))
+        tw.attention(None if exchange.rank else q, k, v, parallel=tw.context_parallel(exchange))
+
+    errors = refused(2, run)
+    assert len(set(errors)) == 1
+    assert "q must be a tensor, got NoneType" in errors[0]
+
+
 def test_an_empty_batch_is_refused_by_name_on_every_rank():
     def run(exchange):
         parallel = tw.context_parallel(exchange)

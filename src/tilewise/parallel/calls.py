@@ -198,8 +198,9 @@ def agreed(
     """
     layout = parallel.layout.text if isinstance(parallel.layout, Layout) else parallel.layout
     also = also | {"layout": layout, "sum_leaf_gradients": str(parallel.sum_leaf_gradients)}
+    memory = device.of(q.device).memory if isinstance(q, Tensor) else 0  # assemble refuses another q, on all ranks
     agreement = agreed_lengths(
-        parallel.exchange, q, k, v, assembled, (*also.items(), ("scheme", parallel.scheme)), device.of(q.device).memory,
+        parallel.exchange, q, k, v, assembled, (*also.items(), ("scheme", parallel.scheme)), memory,
         parallel.plans.mark,
     )  # fmt: skip
     parallel.memory, (extras, seed, text) = agreement.memory, agreement.call

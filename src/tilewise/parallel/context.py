@@ -224,8 +224,10 @@ def _refuse(options: Options) -> None:
 
 def _autocast(*tensors: Tensor) -> list[Tensor]:
     """Return q, k and v in autocast's dtype if it is on, so that ranks send the narrow numbers."""
+    if not all(isinstance(x, Tensor) for x in tensors):  # assemble refuses them, on all ranks
+        return list(tensors)
     kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind):
+    if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
         return list(tensors)
     dtype = torch.get_autocast_dtype(kind)
     return [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors]

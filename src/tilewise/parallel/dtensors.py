@@ -6,6 +6,7 @@ masks and scores may not depend on the sharded index.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,10 +42,18 @@ def attention(q: DTensor, k: DTensor, v: DTensor, options: Options, with_lse: bo
     cut = {n: _what(p, axes) for n, p in enumerate(q.placements) if not p.is_replicate()}
     heads = next(dim for dim, what in axes.items() if what == "heads")
     _refuse_heads(q.shape[heads], k.shape[heads], [q.device_mesh.size(n) for n in cut if cut[n] == "heads"])
+    replicas = [n for n, p in enumerate(q.placements) if p.is_replicate() and q.device_mesh.size(n) > 1]
+    if replicas and options.dropout_p and options.dropout_seed is None and not torch.compiler.is_compiling():
+        options = replace(options, dropout_seed=_shared_seed(q, replicas))
     local_q, local_k, local_v = (x.to_local() for x in (q, k, v))
     call = assemble(local_q, local_k, local_v, options)
     _refuse(cut, *call)
     sequence = [n for n, what in cut.items() if what == "sequence" and q.device_mesh.size(n) > 1]
+    batches = _chunks(q.shape[0], [q.device_mesh.size(n) for n in cut if cut[n] == "batch"])
+    if sequence and any(start == end for start, end in batches):
+        raise NotImplementedError(
+            f"a batch of {q.shape[0]} leaves ranks without elements, which a sharded sequence needs"
+        )
     if sequence and torch.compiler.is_compiling():
         ranks = _name(q.device_mesh, sequence[0])
         o, lse, *_ = compiled(ranks, local_q, local_k, local_v, options, with_lse)
@@ -67,6 +76,14 @@ def attention(q: DTensor, k: DTensor, v: DTensor, options: Options, with_lse: bo
         return o, None
     dims |= {"heads": dims["sequence"], "sequence": dims["heads"]}
     return o, whole(lse, (*q.shape[:-3], q.shape[-2], q.shape[-3]), dims)
+
+
+def _shared_seed(q: DTensor, replicas: list[int]) -> Tensor:
+    """Return a new seed for dropout, the same on all ranks of the mesh dimensions that hold replicas."""
+    seed = torch.randint(-(2**63), 2**63 - 1, (1,), device=q.device)
+    for n in replicas:
+        torch.distributed.broadcast(seed, group=q.device_mesh.get_group(n), group_src=0)
+    return seed
 
 
 def _what(placement: Any, axes: dict[int, str]) -> str:

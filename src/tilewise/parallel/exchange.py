@@ -232,7 +232,7 @@ class Simulated(Exchange):
     def split(self, within: int) -> tuple[Exchange, Exchange]:
         found: list[Exchange] = []
         for ranks in split_ranks(self.rank, self.size, within):
-            meetings = self.objects(Meeting(len(ranks)))  # all use the first one's
+            meetings = self.objects(self.meeting.of_some(len(ranks)))  # all use the first one's
             found.append(Simulated(list(ranks).index(self.rank), meetings[ranks[0]]))
         return found[0], found[1]
 
@@ -258,6 +258,17 @@ class Meeting:
     def __init__(self, size: int):
         self.size, self.barrier = size, threading.Barrier(size)
         self.values: list[Any] = [None] * size
+        self.within: list[Meeting] = []
+
+    def of_some(self, size: int) -> Meeting:
+        """Return a place for some of the ranks."""
+        self.within.append(Meeting(size))
+        return self.within[-1]
+
+    def abort(self) -> None:
+        """Break this meeting, and those of some of its ranks, for whoever waits there."""
+        for meeting in (self, *self.within):
+            meeting.barrier.abort()
 
     def meet(self, rank: int, value: Any) -> list[Any]:
         """Return the values of all ranks. A rank that failed breaks the meeting for the others."""
@@ -283,7 +294,7 @@ def simulate(ranks: int, run: Callable[[Exchange], Any]) -> list[Any]:
             results[rank] = run(Simulated(rank, meeting))
         except BaseException as error:
             errors[rank] = error
-            meeting.barrier.abort()
+            meeting.abort()
 
     threads = [threading.Thread(target=one, args=(rank,)) for rank in range(ranks)]
     for thread in threads:

@@ -136,7 +136,11 @@ class Gathered:
 
 def reasons(spec: Spec) -> list[str]:
     """Return why a call cannot be cut into pieces, or nothing if it can."""
-    return ["packed sequences are not cut into pieces; write them as mask=tw.documents(ids)"] if spec.packed else []
+    found = {
+        "packed sequences are not cut into pieces; write them as mask=tw.documents(ids)": spec.packed,
+        'deterministic="everywhere": keys are summed piece by piece; scheme="heads" has it': spec.everywhere,
+    }
+    return [reason for reason, applies in found.items() if applies]
 
 
 def forward(

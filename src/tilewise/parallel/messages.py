@@ -140,7 +140,7 @@ class Sum:
         most = len(addends[several[0]]) if several else 0
         rounds = [[addends[n][m] for n in several if len(addends[n]) > m] for m in range(most)]
         self.rounds = [sum(x.size for x in found) for found in rounds]
-        self.total = len(lengths)
+        self.rows, self.total = rows, len(lengths)
         sums = {n: x[0] for n, x in enumerate(addends) if len(x) == 1}
         sums |= _one_after_the_other(self.total, counts, several)
         sums |= _one_after_the_other(self.total + 1, counts, [n for n, x in enumerate(addends) if not x])
@@ -157,6 +157,8 @@ class Sum:
             dtype: of the results.
             wide: of the sums.
         """
+        if not self.rows:
+            return [like.new_empty(0, dtype=dtype) for _ in range(2)]
         pieces = self.taken.pieces(lines)
         if self.rounds:
             total = self.taken.line(0, pieces).to(wide, copy=self.taken.whole[0])
@@ -165,8 +167,6 @@ class Sum:
             pieces += self.taken.pieces([total.to(dtype)], self.total)
         if self.zeros:
             pieces += self.taken.pieces([like.new_zeros(self.zeros, dtype=dtype)], self.total + 1)
-        if not pieces:  # of no rows
-            return [like.new_empty(0, dtype=dtype) for _ in range(2)]
         return [self.taken.line(len(self.rounds) + m, pieces, dtype) for m in (0, 1)]
 
 

@@ -196,10 +196,15 @@ def read(call: MaskCall) -> HandedMask:
     parts = [band.mask(call, there)]
     parts += [term.mask(call, keys) for term in terms if not isinstance(term, Band)]
     padded = None if call.attention_mask is None else padding(call.attention_mask, call.kv_offset, there)
-    only_documents = padded is None and all(isinstance(term, (Band, Documents)) for term in terms)
+    only_documents = padded is None and all(isinstance(term, Band) or _is_packing(term) for term in terms)
     shape = (call.batch_size, 1, call.q_length, call.kv_length)
     alike = joined(parts[:1]) if only_documents else None
     return HandedMask(joined([*parts, padded]).once(), keys, shape, alike, call.device)
+
+
+def _is_packing(term: object) -> bool:
+    """Return whether a term tells packed sequences apart, as cu_seq_lens does; chunks of attention do not."""
+    return isinstance(term, Documents) and made_by(term.function)[0] == "packed_sequence_mask_function"
 
 
 def joined(parts: list[Mask | None]) -> Mask:

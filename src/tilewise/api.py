@@ -89,7 +89,8 @@ def _run_nested(q: Tensor, k: Tensor, v: Tensor, o: Options, parallel: Parallel 
     return nested.nested_like(q, *autograd.attention(*qkv, *assemble(*qkv, packed)))
 
 
-def _is_dtensor(x: Tensor) -> bool:
+def is_dtensor(x: Any) -> bool:
+    """Return whether an argument is a DTensor, without importing what makes one."""
     return type(x) is not Tensor and isinstance(x, Tensor) and hasattr(x, "device_mesh")
 
 
@@ -102,7 +103,7 @@ def _ranks(parallel: Parallel) -> Parallel:
 def _run(
     q: Tensor, k: Tensor, v: Tensor, o: Options, parallel: Parallel | None, with_lse: bool = True
 ) -> tuple[Tensor, Tensor]:
-    if _is_dtensor(q):
+    if is_dtensor(q) or is_dtensor(k) or is_dtensor(v):
         from tilewise.parallel import dtensors  # which is above this layer, and which no other tensor needs
 
         if parallel is not None:
@@ -325,7 +326,7 @@ def attention_with_stats(
     o = options_of("attention_with_stats", more, options, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     reasons = stats_reasons(per, stats)
     words.raise_wrong("attention_with_stats", reasons)
-    if _is_dtensor(q):
+    if is_dtensor(q):
         raise NotImplementedError(
             "attention_with_stats does not support DTensors; pass x.to_local(), and parallel= if the sequence is sharded"
         )
@@ -522,7 +523,7 @@ def explain(
         return replace(dispatch.explain(q, k, v, o), prefix=shared_prefix.described(q, shared, o))
     if parallel is None and run_packed(q, k, v, o):
         (q, k, v), o = packed_documents(q, k, v, o)
-    if _is_dtensor(q):
+    if is_dtensor(q):
         raise NotImplementedError(
             "explain does not support DTensors; pass x.to_local(), and parallel= if the sequence is sharded"
         )

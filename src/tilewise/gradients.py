@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tilewise import autograd, words
-from tilewise.api import Keywords, for_each, options_of
+from tilewise.api import Keywords, for_each, is_dtensor, options_of
 from tilewise.scores import as_score
 from tilewise.spec import Options, assemble, not_tensors
 
@@ -58,6 +58,10 @@ def attention_backward(
 
 def _run(q: Tensor, k: Tensor, v: Tensor, results: dict[str, Any], options: Options) -> tuple[Tensor, ...]:
     """Return the gradients; ``results``: do, o, lse and dlse."""
+    if any(is_dtensor(x) for x in (q, k, v, *results.values())):
+        raise NotImplementedError(
+            "attention_backward does not support DTensors; pass x.to_local() of the rows that a rank has"
+        )
     reasons = _result_reasons(q, v, results, options.cu_seqlens_q is not None) + _option_reasons(options)
     words.raise_wrong("attention_backward", reasons)
     do, o, lse, dlse = results.values()

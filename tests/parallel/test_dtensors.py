@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+import tilewise as tw
 from tilewise.parallel import dtensors
 
 
@@ -64,3 +65,16 @@ def test_query_heads_beside_their_key_heads_are_computed(heads, sizes):
 def test_query_heads_elsewhere_than_their_key_heads_are_refused(heads, sizes, dealt):
     with pytest.raises(NotImplementedError, match=f"each rank must hold whole groups: .* are sharded as {dealt}\n"):
         dtensors._refuse_heads(*heads, sizes)
+
+
+class Sharded(torch.Tensor):
+    device_mesh = None
+
+
+def test_a_plain_tensor_among_dtensors_and_their_gradients_by_a_call_are_refused_with_what_to_write():
+    x = torch.zeros(1, 4, 2, 8)
+    for q, k, v in ((x, x.as_subclass(Sharded), x), (x, x, x.as_subclass(Sharded))):
+        with pytest.raises(ValueError, match=r"q is not; distribute q alike"):
+            tw.attention(q, k, v)
+    with pytest.raises(NotImplementedError, match=r"attention_backward does not support DTensors; pass x\.to_local"):
+        tw.attention_backward(x.as_subclass(Sharded), x, x, x, x, x[..., 0].mT)

@@ -32,6 +32,10 @@ def attention(q: DTensor, k: DTensor, v: DTensor, options: Options, with_lse: bo
     """
     from torch.distributed.tensor import DTensor, Shard
 
+    if not isinstance(q, DTensor):
+        raise ValueError(
+            "attention was called wrongly\n  k or v is a DTensor and q is not; distribute q alike, or pass x.to_local()"
+        )
     for name, x in (("k", k), ("v", v)):
         if not isinstance(x, DTensor) or x.device_mesh != q.device_mesh or x.placements != q.placements:
             raise ValueError(

@@ -41,7 +41,10 @@ def cpu_isa() -> str:
 
 def cpu_pool() -> str:
     """Return the owner of the threads that the cpu backend uses: ``torch`` or ``own``."""
-    return os.environ.get("TILEWISE_CPU_POOL", "torch")
+    found = os.environ.get("TILEWISE_CPU_POOL", "torch") or "torch"
+    if found not in ("torch", "own"):
+        raise ValueError(f"TILEWISE_CPU_POOL={found}: it is torch or own")
+    return found
 
 
 def cpu_library() -> str:
@@ -49,10 +52,18 @@ def cpu_library() -> str:
     return os.environ.get("TILEWISE_CPU_LIBRARY", "")
 
 
+def home() -> Path:
+    """Return the user's home directory, or a folder that is not there and whose name says what to set."""
+    try:
+        return Path.home()
+    except RuntimeError:  # no HOME, and a user whom the machine does not know
+        return Path("/", "no home directory, set HOME or TILEWISE_CACHE")
+
+
 def cache_folder() -> Path:
     """Return the user's folder of what was measured or compiled on this machine."""
     named = os.environ.get("TILEWISE_CACHE", "")
-    return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tilewise"
+    return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or home() / ".cache") / "tilewise"
 
 
 def hopper_kernels() -> str:

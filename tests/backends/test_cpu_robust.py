@@ -258,6 +258,16 @@ def test_the_library_makes_no_more_threads_than_it_is_told():
     assert all(int(n) <= 2 for n in found)  # OpenMP lets go of those that are not asked for
 
 
+def test_mapped_files_and_processes_may_have_any_name():
+    maps = b"7f00-7f01 r-xp 00000000 08:01 123    /my env/torch/lib/libgomp.so.1\n7f02-7f03 rw-p 00000000 00:00 0\n"
+    maps += b"7f04-7f05 r--s 00000000 08:01 124    /data/\xe9omp.bin\n7f06-7f07 rw-p 00000000 00:00 0    [heap]\n"
+    assert library.mapped_files(maps) == {"/my env/torch/lib/libgomp.so.1", "/data/\udce9omp.bin"}
+    name = "import ctypes\nctypes.CDLL(None).prctl(15, b'abcdefghijklmn\\xc3\\xa9', 0, 0, 0)\n"  # cut within a letter
+    assert in_a_new_process(
+        name + "from tilewise.backends.cpu import library\nprint(library.was_forked())"
+    ).split() == ["False"]
+
+
 @pytest.mark.skipif(library.openmp() is None, reason="torch computes on no OpenMP that is known here")
 def test_the_work_is_done_by_torchs_own_threads():
     script = (

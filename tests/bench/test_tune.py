@@ -76,6 +76,19 @@ def test_rows_precede_the_table_and_are_read_back(monkeypatch, tmp_path):
     assert [f.name for f in tmp_path.iterdir()] == ["triton-tiles.json"]
 
 
+def test_rows_that_another_process_has_stored_since_stay(monkeypatch, tmp_path):
+    monkeypatch.setenv("TILEWISE_CACHE", str(tmp_path))
+    p = problem()
+    tuned.store([tuned.Tuning.of(p, "dq", SMALL, 1.0)])
+    theirs = tuned.path().read_bytes()
+    tuned.path().unlink()
+    tuned.rows.cache_clear()
+    assert tuned.passes(p) == {}  # what this process knows
+    tuned.path().write_bytes(theirs)
+    tuned.store([tuned.Tuning.of(p, "forward", SMALL, 1.0)])
+    assert tuned.passes(p) == {"dq": SMALL, "forward": SMALL}
+
+
 def test_a_file_that_cannot_be_read_is_ignored_with_a_warning(monkeypatch, tmp_path):
     monkeypatch.setenv("TILEWISE_CACHE", str(tmp_path))
     tuned.path().write_text("{")

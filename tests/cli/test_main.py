@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import runpy
+import subprocess
 import sys
 
 import pytest
@@ -10,8 +11,8 @@ import torch
 
 import tilewise as tw
 from bench import bench
-from tilewise import cli
-from tilewise.cli import checkout
+from tilewise import cli, settings
+from tilewise.cli import checkout, doctor
 from tilewise.cli.options import from_dataclass
 
 
@@ -31,6 +32,30 @@ def test_help_names_every_command(capsys):
     assert all(
         command in page for command in ("demo", "explain", "show", "verify", "doctor", "kernels", "bench", "tune")
     )
+
+
+def test_commands_run_where_python_drops_docstrings_and_where_nobody_has_a_home(monkeypatch):
+    done = subprocess.run(
+        [sys.executable, "-OO", "-m", "tilewise", "--version"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip()
+
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("TILEWISE_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(settings.Path, "home", no_home)
+    assert not settings.cache_folder().exists()
+    assert "set HOME or TILEWISE_CACHE" in str(settings.cache_folder())
+    assert doctor._without_home("~") == "~"
+    assert doctor._caches()
+
+
+def test_a_setting_with_a_wrong_value_is_named(monkeypatch):
+    monkeypatch.setenv("TILEWISE_CPU_POOL", "nope")
+    with pytest.raises(ValueError, match="TILEWISE_CPU_POOL=nope: it is torch or own"):
+        settings.cpu_pool()
 
 
 def test_without_the_papers_io_says_how_to_get_them_and_the_other_commands_run(capsys, monkeypatch):

@@ -25,5 +25,6 @@ def test_show_writes_a_png(capsys, tmp_path):
 
 def test_show_refuses_in_one_line(capsys):
     assert "what is to be shown?" in failed(capsys, "show")
+    assert "head_dim must be at least 1, got -7" in failed(capsys, "show", "causal()", "--head-dim", "-7")
     assert "a mask is made of causal, window" in failed(capsys, "show", "print(1)")
     assert "must be seqlen_k = 1024" in failed(capsys, "show", "documents([0, 1])")

@@ -6,7 +6,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-#include "interface.h"
+#include "tilewise.h"
 
 static TwTensor tensor(int64_t rows, int64_t heads, int64_t dim) {
   const TwTensor x = {calloc((size_t)(rows * heads * dim), sizeof(float)), rows * heads * dim, heads * dim, dim};

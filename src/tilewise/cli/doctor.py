@@ -164,7 +164,7 @@ def _hopper_kernels() -> dict[str, Any]:
     found = {
         "shipped": usable,
         "folder": str(folder),
-        "compiled here": len(list(cache.glob("*.kernel"))),
+        "compiled here": kernel_files.built_here(),
         "cache": str(cache),
         "compiler": compiler.unusable() or "one that kernels were tried with",
     }
@@ -177,7 +177,7 @@ def _caches() -> dict[str, Any]:
     """Return the folders that hold what was measured or compiled on this machine, and how much."""
     from tilewise import settings
 
-    triton = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
+    triton = Path(os.environ.get("TRITON_CACHE_DIR") or settings.home() / ".triton" / "cache")
     return {str(folder): _size(folder) for folder in (settings.cache_folder(), triton)}
 
 
@@ -238,5 +238,7 @@ def _shown(value: Any) -> str:
 
 def _without_home(text: str) -> str:
     """Return the text with the user's home as ``~``."""
-    home = str(Path.home())
+    from tilewise import settings
+
+    home = str(settings.home())
     return text if home == "/" else re.sub(rf"{re.escape(home)}(?![\w.-])", "~", text)

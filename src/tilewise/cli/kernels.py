@@ -116,7 +116,7 @@ def _as_dict() -> dict[str, object]:
     shipped = sum(file is not None and file.parent == folder for file in files.values())
     return {
         "shipped": f"{shipped} of {len(files)} in {folder}",
-        "built here": f"{len(list(cache.glob('*.kernel')))} in {cache}",
+        "built here": f"{kernel_files.built_here()} in {cache}",
         "compiler": compiler.unusable() or f"{compiler.PACKAGE} {compiler.version()}",
         "kernels": {name: file and str(file) for name, file in files.items()},
     }

@@ -25,7 +25,9 @@ def from_dataclass(command: Callable) -> Callable:
         return command(options(**values))
 
     del spread.__wrapped__  # typer would look through it
-    spread.__doc__ = "\n\n".join(" ".join(part.split()) for part in command.__doc__.split("\n\n"))  # it keeps line ends
+    spread.__doc__ = "\n\n".join(
+        " ".join(part.split()) for part in (command.__doc__ or "").split("\n\n")
+    )  # it keeps line ends
     kind = inspect.Parameter.KEYWORD_ONLY
     parameters = [inspect.Parameter(f.name, kind, default=f.default, annotation=f.type) for f in fields(options)]
     spread.__signature__ = inspect.Signature(parameters)

@@ -38,6 +38,8 @@ def show(options: ShowOptions) -> int:
     o = options
     if not o.mask and not o.score:
         raise ValueError('what is to be shown? Give a mask, like "causal()", or a --score, like "softcap(30)"')
+    if o.head_dim < 1:
+        raise ValueError(f"head_dim must be at least 1, got {o.head_dim}")
     lengths = o.seqlen, o.seqlen if o.seqlen_k is None else o.seqlen_k
     tile = o.tile, o.tile if o.tile_n is None else o.tile_n
     at = o.batch, o.head

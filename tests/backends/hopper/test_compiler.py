@@ -158,6 +158,29 @@ def test_a_kernel_that_was_built_here_runs_without_the_compiler(monkeypatch, tmp
     assert library.missing(config) == ["no lzma"]
 
 
+def test_a_damaged_kernel_is_built_again_where_it_was_built_here_and_named_elsewhere(installed, monkeypatch, tmp_path):
+    kernel, built = forward_config.shipped()[0], []
+    monkeypatch.setattr(kernel_files, "folder", lambda: tmp_path)
+    monkeypatch.setattr(kernel_files, "cache", lambda: tmp_path / "cache")
+    monkeypatch.setattr(kernel_files, "index", dict)
+    file = tmp_path / "cache" / kernel_files.file_name(kernel.name)
+
+    def build(config, target):
+        built.append(config)
+        kernel_files.write(target, CUBIN, RECIPE)
+
+    monkeypatch.setattr(library, "_build", build)
+    file.parent.mkdir()
+    installed("4.8.1")
+    file.write_bytes(b"no kernel")
+    assert library._read(kernel)[0] == CUBIN
+    assert built == [kernel]
+    installed(None)
+    file.write_bytes(b"no kernel")
+    with pytest.raises(RuntimeError, match=rf"{file.name} is damaged \(BadZipFile.*delete it"):
+        library._read(kernel)
+
+
 PROGRAM = """
     import sys
 

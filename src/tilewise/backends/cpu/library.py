@@ -203,9 +203,15 @@ def was_forked() -> bool:
     """Return whether this process was forked from one that ran the same program.
 
     If the parent had OpenMP's threads, OpenMP does not know that they are gone, and waits for them forever."""
-    with open("/proc/self/stat") as stat:  # of the first thread: the flags of later ones say so in every process
-        flags = stat.read().rpartition(")")[2].split()[6]  # the name, in brackets, may hold anything
+    # Of the first thread: the flags of later ones say so in every process. The name, in brackets, may hold anything.
+    flags = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()[6]
     return bool(int(flags) & _PF_FORKNOEXEC)
+
+
+def mapped_files(maps: bytes) -> set[str]:
+    """Return the files that Linux lists as mapped, whose names may hold anything."""
+    lines = (line.split(maxsplit=5) for line in maps.splitlines())
+    return {os.fsdecode(words[5]) for words in lines if words[5:] and words[5].startswith(b"/")}
 
 
 def openmp() -> int | None:
@@ -215,13 +221,14 @@ def openmp() -> int | None:
     """
     if settings.cpu_pool() == "own" or not os.path.exists("/proc/self/maps") or was_forked():
         return None
-    with open("/proc/self/maps") as maps:
-        files = {line.split()[-1] for line in maps if "omp" in line}
-    names = ("libgomp", "libiomp5", "libomp.")
+    files, names = mapped_files(Path("/proc/self/maps").read_bytes()), ("libgomp", "libiomp5", "libomp.")
     runtimes = sorted((f for f in files if os.path.basename(f).startswith(names)), key=lambda f: "/torch/" not in f)
     if not runtimes:
         return None
-    return ctypes.cast(getattr(ctypes.CDLL(runtimes[0]), "GOMP_parallel", None), c_void_p).value
+    try:
+        return ctypes.cast(getattr(ctypes.CDLL(runtimes[0]), "GOMP_parallel", None), c_void_p).value
+    except OSError:  # its file is gone
+        return None
 
 
 @lru_cache(maxsize=1)
@@ -229,10 +236,11 @@ def load() -> Library | str:
     """Return the library, or why there is none."""
     path = Path(settings.cpu_library() or _FILE)
     if not path.exists():
-        return f"its library is not there ({path.name}): {why_not_built()}"
+        why = f"TILEWISE_CPU_LIBRARY={path}" if settings.cpu_library() else why_not_built()
+        return f"its library is not there ({path.name}): {why}"
     try:
         return Library(path)
-    except OSError as error:
+    except (OSError, AttributeError) as error:  # or another library
         return f"its library does not load: {error}"
 
 

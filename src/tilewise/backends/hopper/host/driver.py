@@ -95,6 +95,8 @@ def load() -> ctypes.CDLL | str:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         return f"its launcher does not load: {error}"
+    if not hasattr(library, "tw_launch_size"):
+        return f"{path} is no launcher of tilewise's"
     library.tw_launch_size.restype = c_int64
     if library.tw_launcher_version() != VERSION or library.tw_launch_size() != ctypes.sizeof(LaunchStruct):
         return f"{path.name} was built from other sources; install tilewise again"

@@ -32,6 +32,16 @@ SOURCES = (
 _DATE = (1980, 1, 1, 0, 0, 0)  # of what is zipped: the same kernel gives the same bytes
 
 
+class Damaged(RuntimeError):
+    """A file that is not what this module wrote."""
+
+    @classmethod
+    def of(cls, file: Path, error: Exception) -> Damaged:
+        return cls(
+            f"{file} is damaged ({type(error).__name__}: {error}): install tilewise again, or delete it if it lies in a cache"
+        )
+
+
 def folder() -> Path:
     """The folder of the kernels that were built ahead of time."""
     return Path(settings.hopper_kernels() or _HERE / "kernels")
@@ -55,8 +65,11 @@ def index() -> dict[str, dict]:
     file = folder() / "index.json"
     if not file.exists():
         return {}
-    content = json.loads(file.read_text())
-    return content["kernels"] if content["sources"] == source_hash() else {}
+    try:
+        content = json.loads(file.read_text())
+        return content["kernels"] if content["sources"] == source_hash() else {}
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise Damaged.of(file, error) from error
 
 
 def built(config: AnyConfig) -> bool:
@@ -96,6 +109,21 @@ def contents(file: Path) -> tuple[bytes, bytes]:
 
 
 def read(file: Path) -> tuple[bytes, Recipe]:
-    """``(cubin, recipe)`` of a kernel's file."""
-    cubin, text = contents(file)
-    return cubin, recipes.from_json(json.loads(text))
+    """``(cubin, recipe)`` of a kernel's file.
+
+    Raises:
+        Damaged: it is not one.
+    """
+    try:
+        cubin, text = contents(file)
+        return cubin, recipes.from_json(json.loads(text))
+    except Exception as error:  # of the system, zipfile, its decompressors, json or the recipe's form
+        raise Damaged.of(file, error) from error
+
+
+def built_here() -> int:
+    """How many kernels this machine built at their first call; none where the folder may not be read."""
+    try:
+        return len(list(cache().glob("*.kernel")))
+    except OSError:
+        return 0

@@ -7,6 +7,7 @@ give wrong results or could not be launched is refused, one that is merely slowe
 from __future__ import annotations
 
 import multiprocessing
+import os
 import tempfile
 import time
 import warnings
@@ -17,6 +18,7 @@ from typing import NamedTuple
 
 from tilewise.backends.hopper.host import compiler, driver, kernel_files
 from tilewise.backends.hopper.host.kernel_files import built, file_name
+from tilewise.backends.hopper.host.recipe import Recipe
 from tilewise.backends.hopper.kernels import AnyConfig
 
 
@@ -38,7 +40,7 @@ def here(config: AnyConfig) -> Path | None:
     if built(config):
         return kernel_files.folder() / file_name(config.name)
     file = kernel_files.cache() / file_name(config.name)
-    return file if file.exists() else None
+    return file if os.path.isfile(file) else None  # Path's raises where the folder may not be searched
 
 
 def remedy(absent: Sequence[AnyConfig]) -> str:
@@ -67,10 +69,22 @@ def function(config: AnyConfig) -> driver.Kernels:
         return known[1]
     found = _functions.get(config)
     if found is None:  # of two threads that make it at once, the first one's stays; nothing of it is on a GPU yet
-        found = _functions.setdefault(config, driver.Kernels(*kernel_files.read(file_of(config))))
+        found = _functions.setdefault(config, driver.Kernels(*_read(config)))
     if len(_known) < _MOST_KNOWN:
         _known[id(config)] = config, found
     return found
+
+
+def _read(config: AnyConfig) -> tuple[bytes, Recipe]:
+    """A kernel's cubin and recipe. One that was built here and is damaged is built again."""
+    file = file_of(config)
+    try:
+        return kernel_files.read(file)
+    except kernel_files.Damaged:
+        if file.parent != kernel_files.cache() or compiler.unusable():
+            raise
+        file.unlink(missing_ok=True)
+        return kernel_files.read(file_of(config))
 
 
 def file_of(config: AnyConfig) -> Path:
@@ -103,8 +117,11 @@ def build_before_use(configs: Sequence[AnyConfig], jobs: int) -> Iterator[Build]
     """Builds kernels that are not here into the folder of those that this machine built, and yields each as it is done."""
     # Not forked: the process may have a CUDA context and threads.
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        for done in as_completed([pool.submit(_built, config) for config in configs]):
-            yield done.result()
+        try:
+            for done in as_completed([pool.submit(_built, config) for config in configs]):
+                yield done.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)  # of those that nobody waits for any more
 
 
 def _built(config: AnyConfig) -> Build:

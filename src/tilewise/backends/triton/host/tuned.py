@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 import warnings
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -78,12 +77,19 @@ def passes(problem: Problem) -> dict[str, Tiles]:
 
 def store(new: list[Tuning]) -> Path:
     """Puts rows into the file, in place of older ones of the same device, dtype, head dims and pass."""
+    import fcntl  # where Triton runs there is Linux
+
     file = path()
     file.parent.mkdir(parents=True, exist_ok=True)
-    replaced = {(row.where, row.what) for row in new}
-    kept = [row for row in rows(file) if (row.where, row.what) not in replaced]
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=file.parent, delete=False) as whole:
-        json.dump([asdict(row) for row in (*kept, *new)], whole, indent=1)
-    os.replace(whole.name, file)
+    replaced, whole = {(row.where, row.what) for row in new}, file.with_suffix(".new")
+    folder = os.open(file.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)  # two processes may measure at once
+        rows.cache_clear()
+        kept = [row for row in rows(file) if (row.where, row.what) not in replaced]
+        whole.write_text(json.dumps([asdict(row) for row in (*kept, *new)], indent=1), encoding="utf-8")
+        whole.replace(file)
+    finally:
+        os.close(folder)
     rows.cache_clear()
     return file

@@ -424,9 +424,10 @@ def test_a_wrong_append_is_refused(k, v, message):
         ({}, [0, 1, 2, 3, 5], "cu_seqlens_q ends at 5, past the 4 rows"),
         ({}, [0.0, 1.0, 2.0, 3.0, 4.0], "cu_seqlens_q must be int32 or int64"),
         ({"seqlens_k": lambda x: x * 0 - 1}, [0, 1, 2, 3, 4], r"seqlens_k\[0\] is -1"),
-        ({"k_pages": lambda x: x[:1].expand_as(x)}, [0, 1, 2, 3, 4], "k_pages .* show one row in several places"),
+        ({"k_pages": lambda x: x[:1].expand_as(x)}, [0, 1, 2, 3, 4], "k_pages .* shows one row in several places"),
+        ({}, 4, r"cu_seqlens_q must be int32 or int64 of shape \(batch \+ 1,\), got torch.int64 \(\)$"),
     ],
-    ids=["starts", "decreases", "ends", "floats", "length", "expanded"],
+    ids=["starts", "decreases", "ends", "floats", "length", "expanded", "number"],
 )
 def test_packed_rows_that_would_miss_their_places_are_refused(changes, cu, message):
     cache = empty_cache()

@@ -114,6 +114,11 @@ def test_the_mass_inside_autocast_is_that_of_the_tensors_it_casts(dtype):
     assert torch.equal(found, alone)
 
 
+def test_the_mass_of_meta_tensors_has_a_shape():
+    q, k, v = (x.to("meta") for x in qkv())
+    assert tw.attention_with_stats(q, k, v, stats=("key_mass",)).key_mass.shape == (2, 2, 70)
+
+
 def test_what_has_no_mass_says_so():
     q, k, v = qkv()
     with pytest.raises(ValueError, match=r'per must be "row".*\n.*stats must be a tuple of "max_logit" and "key_mass"'):

@@ -517,7 +517,7 @@ def explain(
         (q, k, v), o = nested.packed_call(q, k, v, o)
     else:
         k, v = _keys_and_values("explain", q, k, v, o)
-    if q.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(q.device.type):
+    if autograd.casts(q.device.type):
         q, k, v = autograd.cast(q, k, v, q.device.type, o.block_table is not None, o.k_scale is not None)
     if shared is not None:
         return replace(dispatch.explain(q, k, v, o), prefix=shared_prefix.described(q, shared, o))

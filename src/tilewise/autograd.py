@@ -222,6 +222,7 @@ class _Attention(torch.autograd.Function):
             plan = ctx.plan
             if plan is None or _layout(saved) != ctx.layout:
                 plan = dispatch.plan(q, k, v, extras, seed, ctx.spec)
+                # Hooks of saved tensors have brought others than the forward saved.
                 dispatch.check_results(plan.problem, do=do, dlse=dlse, o=o, lse=lse)
             elif extras:
                 dispatch.check_lengths(plan, extras)
@@ -300,6 +301,11 @@ for _name in ("attention_backward", *FLAT_BACKWARDS):
 # -- Autocast ------------------------------------------------------------------------------------------------------
 
 
+def casts(device_type: str) -> bool:
+    """Return whether autocast is on for a type of device that has it."""
+    return device_type in ("cpu", "cuda") and torch.is_autocast_enabled(device_type)
+
+
 def cast(q: Tensor, k: Tensor, v: Tensor, device_type: str, paged: bool, quantised: bool) -> list[Tensor]:
     """Return q, k and v as autocast hands them on."""
     dtype = torch.get_autocast_dtype(device_type)
@@ -353,7 +359,7 @@ def _transformed(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed
             "attention over a cache inside torch.vmap, or another of torch.func's transforms: a cache has no gradient, and no dimension to "
             "map over; call it outside, with the examples as sequences of the cache"
         )
-    if torch.is_autocast_enabled(q.device.type):
+    if casts(q.device.type):
         q, k, v = cast(q, k, v, q.device.type, False, False)
     return derivatives.Attention.apply(q, k, v, seed, derivatives.watched(spec, extras), *extras)
 

@@ -264,11 +264,13 @@ def _append_reasons(
     if v is not None and k.shape[:-2] != v.shape[:-2]:
         reasons.append(f"k has {tuple(k.shape[:-2])} rows, v {tuple(v.shape[:-2])}")
     reasons += pages.size_reasons(cache.k_pages, cache.v_pages)
-    reasons += cu_reasons(k, cache.k_pages, [] if cu_seqlens_q is None else [cu_seqlens_q])
-    reasons += pages.table_reasons(k, cache.block_table, cache.seqlens_k, cu_seqlens_q, rows="k")
+    wrong = cu_reasons(k, cache.k_pages, [] if cu_seqlens_q is None else [cu_seqlens_q])
+    reasons += wrong or pages.table_reasons(k, cache.block_table, cache.seqlens_k, cu_seqlens_q, rows="k")
+    written = [(f"{name}_pages", pool) for name, _, pool in named]
+    written += [(name, x) for name, x in zip(("k_scale", "v_scale"), cache[4:], strict=False) if x.ndim == 3]
     reasons += [
-        f"{name}_pages {tuple(pool.shape)} with strides {pool.stride()} show one row in several places; clone them"
-        for name, _, pool in named
+        f"{name} {tuple(pool.shape)} with strides {pool.stride()} shows one row in several places; clone it"
+        for name, pool in written
         if any(stride == 0 and size > 1 for size, stride in zip(pool.shape, pool.stride(), strict=True))
     ]
     if quantised:

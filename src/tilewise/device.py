@@ -219,8 +219,10 @@ _indices: dict[torch.device, list[torch.Tensor]] = {}
 
 
 def indices(device: torch.device, count: int) -> torch.Tensor:
-    """Return the numbers from 0 on, at least ``count`` of them, int64, which nobody may write; on a GPU they are kept, for graphs and
-    other streams also once there are longer ones."""
+    """Return the numbers from 0 on, at least ``count`` of them, int64, which nobody may write; on a GPU they are kept.
+
+    Longer ones do not replace shorter ones, which graphs and other streams may still read.
+    """
     kept = _indices.get(device)
     if kept is not None and len(kept[-1]) >= count:
         return kept[-1]

@@ -326,6 +326,8 @@ def check_results(p: Problem, **results: Tensor | None) -> None:
             reasons.append(
                 f"{name} must be {dtype} {shape} on {p.device}, got {x.dtype} {tuple(x.shape)} on {x.device}"
             )
+    if reasons:
+        reasons.append("hooks of saved tensors must give back what the forward saved")
     words.raise_wrong("the backward of attention", reasons)
 
 

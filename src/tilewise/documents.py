@@ -53,8 +53,7 @@ def packed_documents(q: Tensor, k: Tensor, v: Tensor, o: Options) -> tuple[tuple
         reasons.append("beside documents, the score reads positions in the whole sequence")
     if q.shape[1] > k.shape[1]:
         reasons.append("documents with more queries than keys")
-    mapped = ids is not None and torch._C._functorch.is_batchedtensor(ids)
-    if mapped or torch.compiler.is_compiling() or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if _is_mapped(ids) or torch.compiler.is_compiling() or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
         reasons.append("documents inside torch.vmap, torch.compile or a CUDA graph: the host reads how many there are")
     if reasons:
         told = "".join(f"\n  {reason}" for reason in reasons)
@@ -67,6 +66,14 @@ def packed_documents(q: Tensor, k: Tensor, v: Tensor, o: Options) -> tuple[tuple
     return (q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)), replace(
         o, mask=kept, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k
     )
+
+
+def _is_mapped(ids: Tensor | None) -> bool:
+    """Return whether a vmap at any level holds the ids."""
+    levels = torch._C._functorch
+    while ids is not None and levels.is_gradtrackingtensor(ids):
+        ids = levels.get_unwrapped(ids)
+    return ids is not None and levels.is_batchedtensor(ids)
 
 
 def in_layout_of(q: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:

@@ -93,12 +93,7 @@ def _result_reasons(q: Tensor, v: Tensor, results: dict[str, Tensor | None], pac
                 f"{name} must be {dtype} {tuple(shape)} on {q.device}, got {x.dtype} {tuple(x.shape)} on {x.device}"
             )
     o = results["o"]
-    if (
-        reasons
-        and isinstance(o, Tensor)
-        and q.device.type in ("cpu", "cuda")
-        and torch.is_autocast_enabled(q.device.type)
-    ):
+    if reasons and isinstance(o, Tensor) and autograd.casts(q.device.type):
         reasons.append(
             f"autocast casts q, k and v of a forward: pass them here as they went in, for this o in {o.dtype}"
         )

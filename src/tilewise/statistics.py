@@ -45,7 +45,7 @@ def key_mass(q: Tensor, k: Tensor, v: Tensor, results: tuple[Tensor, Tensor], o:
         In lse's dtype, rounded to v's: ``(batch, heads_k, seqlen_k)``, packed ``(heads_k, total_k)``.
     """
     out, lse = (x.detach() for x in results)
-    if torch.is_autocast_enabled(q.device.type):  # as it cast them for the forward
+    if autograd.casts(q.device.type):  # as it cast them for the forward
         q, k, v = autograd.cast(q, k, v, q.device.type, paged=False, quantised=False)
     extras, seed, spec = assemble(q, k, v, replace(o, dropout_p=0.0, dropout_seed=None, max_logit=False, wrt=()))
     do, dlse = torch.ones_like(out), torch.zeros_like(lse)

@@ -730,3 +730,14 @@ def test_a_compiled_model_follows_the_patch_in_and_out(counted):
     torch.testing.assert_close(inside, expected)
     assert torch.equal(call(q), expected)
     assert len(counted) == seen
+
+
+def test_an_expanded_mask_that_no_transform_holds_is_read_once_inside_one():
+    mask, seen = torch.zeros(1, 1, 1, 5).expand(1, 2, 5, 5), []
+
+    def asked(x: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
+        seen.append([sdpa.is_repeated(y, 1) for y in (mask, held)])
+        return x.sum() + held.sum()
+
+    torch.func.grad(lambda x: asked(x, x[None, None].expand(1, 2, 5, 5)))(torch.zeros(5, 5))
+    assert seen == [[True, False]]

@@ -74,7 +74,7 @@ class Output:
     """``o`` (batch, seqlen_q, heads_q, head_dim_v), ``lse`` (batch, heads_q, seqlen_q); packed without batch.
 
     ``max_logit``, in lse's shape and dtype, where the problem asks for it: the largest score of each row before the sink, -inf
-    for a row that sees no key, NaN for a row whose o is NaN.
+    for a row that sees no key, NaN for a row one of whose scores is NaN.
     """
 
     o: Tensor

@@ -52,7 +52,8 @@ def triangle_attention(
         o ``(B, N, H, Q, Dv)``; with ``return_aux`` also lse, natural log, and the largest score, fp32 ``(B, N, H, Q)``.
 
     Raises:
-        ValueError: shapes that do not fit, all of them; or a mask and kv_lengths. NotImplementedError: a mask that wants a gradient.
+        ValueError: shapes that do not fit, all of them; or a mask and kv_lengths.
+        NotImplementedError: a mask that wants a gradient.
     """
     given = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask, "kv_lengths": kv_lengths}
     raise_wrong("triangle_attention", not_tensors(tuple(given.items()), ("q", "k", "v", "bias")))
@@ -72,7 +73,7 @@ def triangle_attention(
 
 
 def _refuse_gradient(function: str, mask: Tensor | None) -> None:
-    if mask is not None and mask.requires_grad:
+    if mask is not None and mask.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError(f"{function}\n  mask wants a gradient; it selects keys: pass mask.detach()")
 
 

@@ -240,9 +240,14 @@ def is_repeated(x: Tensor, axis: int) -> bool:
     """Return whether one element may be read for all along an axis: a tensor is expanded there, and none wants its own gradient."""
     if x.stride(axis) != 0 or x.shape[axis] < 2:
         return False
-    wanted = torch.is_grad_enabled() and x.requires_grad
-    # Within a vmap requires_grad says nothing of the tensor that is mapped over.
-    return not (x.is_floating_point() and (wanted or torch._C._are_functorch_transforms_active()))
+    if not x.is_floating_point():
+        return True
+    # Of a tensor that a transform holds requires_grad says nothing. Dynamo cannot ask which tensors these are.
+    compiling = torch.compiler.is_compiling()
+    held = (
+        torch._C._are_functorch_transforms_active() if compiling else torch._C._functorch.is_functorch_wrapped_tensor(x)
+    )
+    return not (held or (torch.is_grad_enabled() and x.requires_grad))
 
 
 def _of_some_leading(attn_mask: Tensor, lead: tuple[int, ...]) -> tuple[tw.Mask | None, tw.Score | None]:

@@ -38,7 +38,7 @@ class Plans(PerTensors):
 
     def __init__(self) -> None:
         super().__init__()
-        self.captured = {}  # a group's graphs live no longer than the group
+        self.captured = {}  # docs/parallel.md asks callers to keep the group while they replay
         # By the hash of a call: the key of its last plan, and its sizes.
         self._agreed: dict[int, tuple[object, Sizes]] = {}
         self._prepared: dict[int, Tensor] = {}  # by id, which is no other's while the tensor lies here

@@ -46,9 +46,7 @@ def attention(q: DTensor, k: DTensor, v: DTensor, options: Options, with_lse: bo
     cut = {n: _what(p, axes) for n, p in enumerate(q.placements) if not p.is_replicate()}
     heads = next(dim for dim, what in axes.items() if what == "heads")
     _refuse_heads(q.shape[heads], k.shape[heads], [q.device_mesh.size(n) for n in cut if cut[n] == "heads"])
-    replicas = [n for n, p in enumerate(q.placements) if p.is_replicate() and q.device_mesh.size(n) > 1]
-    if replicas and options.dropout_p and options.dropout_seed is None and not torch.compiler.is_compiling():
-        options = replace(options, dropout_seed=_shared_seed(q, replicas))
+    options = _seeded(q, options)
     local_q, local_k, local_v = (x.to_local() for x in (q, k, v))
     call = assemble(local_q, local_k, local_v, options)
     _refuse(cut, *call)
@@ -82,12 +80,19 @@ def attention(q: DTensor, k: DTensor, v: DTensor, options: Options, with_lse: bo
     return o, whole(lse, (*q.shape[:-3], q.shape[-2], q.shape[-3]), dims)
 
 
-def _shared_seed(q: DTensor, replicas: list[int]) -> Tensor:
-    """Return a new seed for dropout, the same on all ranks of the mesh dimensions that hold replicas."""
+def _seeded(q: DTensor, options: Options) -> Options:
+    """Return the options with a new seed for dropout that is the same on all ranks which hold replicas, if there are such ranks."""
+    replicas = [n for n, p in enumerate(q.placements) if p.is_replicate() and q.device_mesh.size(n) > 1]
+    if not (replicas and options.dropout_p and options.dropout_seed is None):
+        return options
+    if torch.compiler.is_compiling():
+        raise NotImplementedError(
+            "dropout of replicated DTensors inside torch.compile needs dropout_seed=, the same on all ranks"
+        )
     seed = torch.randint(-(2**63), 2**63 - 1, (1,), device=q.device)
     for n in replicas:
         torch.distributed.broadcast(seed, group=q.device_mesh.get_group(n), group_src=0)
-    return seed
+    return replace(options, dropout_seed=seed)
 
 
 def _what(placement: Any, axes: dict[int, str]) -> str:

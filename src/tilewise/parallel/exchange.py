@@ -267,8 +267,9 @@ class Meeting:
 
     def abort(self) -> None:
         """Break this meeting, and those of some of its ranks, for whoever waits there."""
-        for meeting in (self, *self.within):
-            meeting.barrier.abort()
+        self.barrier.abort()
+        for meeting in self.within:
+            meeting.abort()
 
     def meet(self, rank: int, value: Any) -> list[Any]:
         """Return the values of all ranks. A rank that failed breaks the meeting for the others."""

@@ -402,13 +402,10 @@ def _packed(module, qkv: tuple[Tensor, Tensor, Tensor], given_mask, given: Hande
     wrong += ["keys that an indexer chose"] if given.selects else []
     if isinstance(given_mask, HandedMask):
         band = given_mask.band
-        wrong += (
-            [
-                "padding, or a mask of its own: leave attention_mask out; chunks of attention are told apart by position_ids alone"
-            ]
-            if band is None
-            else []
-        )
+        if band is None:
+            wrong.append(
+                "padding, or a mask of its own (leave attention_mask out), or chunks (leave cu_seq_lens out, pass position_ids)"
+            )
     else:
         band = _band(module, given)
         wrong += ["an attention mask: leave it out"] if given_mask is not None else []

@@ -84,8 +84,10 @@ def right_calls() -> None:
         tw.dense_cache(e4m3, e4m3.clone(), cache.seqlens_k, k_scale=one, v_scale=one), tw.QuantizedCache
     )
     assert_type(tw.append(quantised, k[:, :0], v[:, :0]), tw.QuantizedCache)
-    shared = assert_type(quantised.share(1), tw.SharedCache)
-    assert_type(tw.explain(q, shared), Explanation)
+    pool, table = e4m3.view(4, 16, *k.shape[2:]), torch.tensor([[0, 1], [0, 2]], dtype=torch.int32)
+    pages = tw.paged(pool, pool.clone(), table, torch.full_like(cache.seqlens_k, 32), k_scale=one, v_scale=one)
+    shared = assert_type(pages.share(1), tw.SharedCache)
+    assert_type(tw.explain(q[:, :1], shared), Explanation)
     assert_type(tw.attention_paged(q, quantised), Tensor)
     assert_type(tw.explain(q, cache, causal=True), Explanation)
     assert_type(tw.explain(q, k, v, causal=True, mask=tw.window(3)), Explanation)

@@ -176,7 +176,10 @@ def test_the_library_is_there():
 
 
 def test_a_library_that_is_not_there_says_why(tmp_path, monkeypatch):
-    monkeypatch.setenv("TILEWISE_CPU_LIBRARY", str(tmp_path / "libtilewise_cpu.so"))
+    monkeypatch.setenv("TILEWISE_CPU_LIBRARY", str(tmp_path / "other.so"))
+    assert library.load.__wrapped__().endswith(f"(other.so): TILEWISE_CPU_LIBRARY={tmp_path / 'other.so'}")
+    monkeypatch.delenv("TILEWISE_CPU_LIBRARY")
+    monkeypatch.setattr(library, "_FILE", tmp_path / "libtilewise_cpu.so")
     assert "build/native.log" in library.load.__wrapped__()
     monkeypatch.setattr(base, "NOT_BUILT", tmp_path / "not_built.txt")
     base.NOT_BUILT.write_text("the compiler failed\n")

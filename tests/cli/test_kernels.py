@@ -1,6 +1,8 @@
 """`tilewise kernels` lists the Hopper backend's kernels and builds those that are missing."""
 
 import json
+import time
+from pathlib import Path
 
 import pytest
 
@@ -138,3 +140,26 @@ def test_a_head_dim_above_256_has_kernels_of_both_passes():
     found = selection.selected("d320 bf16 causal")
     assert {selection.dims_of(config) for config in found} == {(512, 512)}
     assert any(isinstance(config, Backward) for config in found)
+
+
+class Slow:
+    """A kernel that nothing builds; whoever tries needs half a second, and leaves a file in ``folder``."""
+
+    def __init__(self, folder: Path, number: int):
+        self.folder, self.number, self.tried = folder, number, False
+
+    @property
+    def name(self) -> str:
+        if self.tried:
+            return "slow"
+        self.tried = True
+        (self.folder / str(self.number)).touch()
+        time.sleep(0.5)
+        raise RuntimeError("refused")
+
+
+def test_an_interrupted_build_begins_no_further_kernels(tmp_path):
+    builds = library.build_before_use([Slow(tmp_path, number) for number in range(12)], 1)
+    assert next(builds).error == "RuntimeError: refused"
+    builds.close()
+    assert len(list(tmp_path.iterdir())) <= 4

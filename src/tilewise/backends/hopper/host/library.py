@@ -116,12 +116,12 @@ class Build(NamedTuple):
 def build_before_use(configs: Sequence[AnyConfig], jobs: int) -> Iterator[Build]:
     """Builds kernels that are not here into the folder of those that this machine built, and yields each as it is done."""
     # Not forked: the process may have a CUDA context and threads.
-    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        try:
-            for done in as_completed([pool.submit(_built, config) for config in configs]):
-                yield done.result()
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)  # of those that nobody waits for any more
+    pool = ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"))
+    try:
+        for done in as_completed([pool.submit(_built, config) for config in configs]):
+            yield done.result()
+    finally:
+        pool.shutdown(cancel_futures=True)  # one shutdown: the pool forgets the wish of the last but one
 
 
 def _built(config: AnyConfig) -> Build:
@@ -133,6 +133,8 @@ def _built(config: AnyConfig) -> Build:
             file_of(config)
         except Exception as failure:  # of one kernel; the others are still wanted
             error = f"{type(failure).__name__}: {failure}"
+        except KeyboardInterrupt:  # which the pool would keep as this build's result, and begin the next
+            os._exit(130)
     texts = tuple(str(warning.message) for warning in said if issubclass(warning.category, SlowKernel))
     return Build(config.name, time.perf_counter() - begin, texts, error)
 

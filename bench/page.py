@@ -214,8 +214,8 @@ def masks() -> list[str]:
     text = (
         f"TFLOP/s of kept pairs. Another library is faster than tilewise in {behind('forward')} of {len(plans)} forwards and "
         f"{behind('backward')} backwards. A dash means that it cannot run the call. FlexAttention's softcap calls torch.tanh, which is "
-        f"exact. {found.source(MASKED[0])} Of an earlier run are the peers' plans, FlexAttention's table, and its backward with ALiBi, "
-        f"which makes no gradient of the slopes. tilewise's plans: `{found.runs[PLANS]['command']}`."
+        f"exact. FlexAttention's backward with ALiBi makes no gradient of the slopes. {found.source(MASKED[0])} An earlier run "
+        f"timed this backward, FlexAttention's table and the peers' plans. tilewise's plans: `{found.runs[PLANS]['command']}`."
     )
     planners = {title: who for title, who in columns.items() if who != "triton"}
     made = titled("Planning a new mask, ms", grid(plans, planners, plan, 2))

@@ -264,6 +264,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "device",
     ),
     "parallel*": (
+        "dropout",
         "amounts",
         "own",
         "autograd",
@@ -298,7 +299,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "parallel.context",
     ),
     "compat.vllm": ("compat.refusals", "settings", ""),
-    "compat.torch_provider": ("compat.refusals", "compat.sdpa", "untraced", ""),
+    "compat.torch_provider": ("compat.refusals", "compat.sdpa", "dropout", "untraced", ""),
     "compat.flex_attention": (
         "words",
         "compat.refusals",
@@ -310,7 +311,18 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "device",
         "",
     ),
-    "compat*": ("own", "words", "api", "repeated", "spec", "masks.catalogue", "scores.catalogue", "expr", ""),
+    "compat*": (
+        "own",
+        "words",
+        "api",
+        "repeated",
+        "spec",
+        "dropout",
+        "masks.catalogue",
+        "scores.catalogue",
+        "expr",
+        "",
+    ),
     "pictures*": (
         "own",
         "amounts",

@@ -222,7 +222,7 @@ class _Attention(torch.autograd.Function):
             plan = ctx.plan
             if plan is None or _layout(saved) != ctx.layout:
                 plan = dispatch.plan(q, k, v, extras, seed, ctx.spec)
-                # Hooks of saved tensors have brought others than the forward saved.
+                # Hooks of saved tensors may have brought others than the forward saved.
                 dispatch.check_results(plan.problem, do=do, dlse=dlse, o=o, lse=lse)
             elif extras:
                 dispatch.check_lengths(plan, extras)

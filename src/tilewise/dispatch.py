@@ -34,7 +34,7 @@ from tilewise.masks.facts import kept_pairs
 from tilewise.planning import planner
 from tilewise.problem import Problem, Signature, check, check_values
 from tilewise.sizes import MISSED, ByStructure
-from tilewise.spec import Options, Spec, assemble, parse_spec
+from tilewise.spec import Options, Spec, assemble, parse_spec, result_reasons
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -319,13 +319,7 @@ def check_results(p: Problem, **results: Tensor | None) -> None:
         ValueError: some are wrong.
     """
     of_o, of_lse = zip(p.output_shapes, (p.q.dtype, p.compute_dtype), strict=True)
-    reasons = []
-    for name, x in results.items():
-        shape, dtype = of_lse if name.endswith("lse") else of_o
-        if x is not None and (x.shape, x.dtype, x.device) != (shape, dtype, p.device):
-            reasons.append(
-                f"{name} must be {dtype} {shape} on {p.device}, got {x.dtype} {tuple(x.shape)} on {x.device}"
-            )
+    reasons = result_reasons(results, of_o, of_lse, p.device)
     if reasons:
         reasons.append("hooks of saved tensors must give back what the forward saved")
     words.raise_wrong("the backward of attention", reasons)

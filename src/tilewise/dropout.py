@@ -32,6 +32,11 @@ def keep_scale(p: float) -> float:
     return 65536 / threshold(p)
 
 
+def new_seed(device: torch.device) -> Tensor:
+    """Draw a seed, one int64, by the device's generator. The host never reads it, so graphs and checkpoints repeat it."""
+    return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device)
+
+
 def seed_tensor(seed: int, device: torch.device | str | None) -> Tensor:
     """Return one int64 with the 64 bits of ``seed``, an int of -2^63 ... 2^64 - 1."""
     signed = seed - 2**64 if seed >= 2**63 else seed

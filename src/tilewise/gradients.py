@@ -11,7 +11,7 @@ from torch import Tensor
 from tilewise import autograd, words
 from tilewise.api import Keywords, for_each, is_dtensor, options_of
 from tilewise.scores import as_score
-from tilewise.spec import Options, assemble, not_tensors
+from tilewise.spec import Options, assemble, not_tensors, result_reasons
 
 
 def attention_backward(
@@ -86,12 +86,7 @@ def _result_reasons(q: Tensor, v: Tensor, results: dict[str, Tensor | None], pac
         return reasons
     of_o = (*q.shape[:-1], v.shape[-1]), q.dtype
     of_lse = (*q.shape[:-3], q.shape[-2], q.shape[-3]), torch.float64 if q.dtype == torch.float64 else torch.float32
-    for name, x in results.items():
-        shape, dtype = of_lse if name.endswith("lse") else of_o
-        if x is not None and (tuple(x.shape) != shape or x.dtype != dtype or x.device != q.device):
-            reasons.append(
-                f"{name} must be {dtype} {tuple(shape)} on {q.device}, got {x.dtype} {tuple(x.shape)} on {x.device}"
-            )
+    reasons = result_reasons(results, of_o, of_lse, q.device)
     o = results["o"]
     if reasons and isinstance(o, Tensor) and autograd.casts(q.device.type):
         reasons.append(

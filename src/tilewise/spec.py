@@ -6,7 +6,7 @@ An operator's schema carries tensors and strings. :func:`assemble` turns the key
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tilewise import expr, masks
 from tilewise.caching import cached_property
-from tilewise.dropout import seed_tensor
+from tilewise.dropout import new_seed, seed_tensor
 from tilewise.expr import is_numpys
 from tilewise.mapped import Mapped
 from tilewise.masks import Mask, Region
@@ -477,6 +477,21 @@ def _as_tensor(name: str, x: object, needed: Sequence[str]) -> str:
     return f"; make it one: torch.from_numpy({name})" if type(x).__name__ == "ndarray" else ""
 
 
+def result_reasons(
+    results: Mapping[str, Tensor | None],
+    of_o: tuple[tuple[int, ...], torch.dtype],
+    of_lse: tuple[tuple[int, ...], torch.dtype],
+    device: torch.device,
+) -> list[str]:
+    """Return the reasons against an o, do, lse or dlse of another shape or dtype, or on another device, than a call's forward gives."""
+    reasons = []
+    for name, x in results.items():
+        shape, dtype = of_lse if name.endswith("lse") else of_o
+        if x is not None and (x.shape, x.dtype, x.device) != (shape, dtype, device):
+            reasons.append(f"{name} must be {dtype} {shape} on {device}, got {x.dtype} {tuple(x.shape)} on {x.device}")
+    return reasons
+
+
 def _is_plain(q: Tensor, k: Tensor, v: Tensor, o: Options) -> bool:
     """Return whether a call of few words has no wrong type, by few looks: Dynamo traces each, in every layer."""
     return (
@@ -526,11 +541,11 @@ def _type_reasons(q: Tensor, k: Tensor, v: Tensor, o: Options) -> list[str]:
 
 
 def _seed(q: Tensor, o: Options) -> Tensor | None:
-    """Draw one int64 on q's device. The host never reads it, so graphs and checkpoints repeat it."""
+    """Return the call's seed of dropout, one int64 on q's device."""
     if o.dropout_p == 0:
         return None
     if o.dropout_seed is None:
-        return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=q.device)
+        return new_seed(q.device)
     if isinstance(o.dropout_seed, Tensor):
         return o.dropout_seed
     return seed_tensor(o.dropout_seed, q.device)

@@ -31,6 +31,7 @@ import tilewise as tw
 from tilewise.compat.encoder import offsets_of_rows, over_packed_rows, would_pack
 from tilewise.compat.probabilities import probabilities
 from tilewise.compat.refusals import need_tensors
+from tilewise.dropout import new_seed
 
 
 def scaled_dot_product_attention(
@@ -431,7 +432,7 @@ def _ours(arguments: tuple) -> Tensor:
         return scaled_dot_product_attention(*positional, scale=scale, enable_gqa=enable_gqa)
     call = read(*arguments)
     if call.options["dropout_p"]:  # the same pairs in both
-        call.options["dropout_seed"] = torch.randint(-(2**63), 2**63 - 1, (1,), device=call.q.device)
+        call.options["dropout_seed"] = new_seed(call.q.device)
     _waiting.modules[-1].append(call.probabilities())
     return call.shaped(tw.attention(call.q, call.k, call.v, **call.options).transpose(1, 2))
 

@@ -25,6 +25,7 @@ from torch.nn.attention import register_flash_attention_impl
 import tilewise as tw
 from tilewise.compat.refusals import refuse
 from tilewise.compat.sdpa import pairs_of
+from tilewise.dropout import new_seed
 from tilewise.untraced import untraced
 
 NAME = "tilewise"
@@ -185,7 +186,7 @@ def _forward(qkv: tuple[Tensor, ...], cum_seq_q: Tensor | None, keys: _Keys, opt
     q, k, v = qkv
     seed = torch.zeros(1, dtype=torch.int64, device=q.device)
     if options["dropout_p"]:
-        seed = options["dropout_seed"] = torch.randint(-(2**63), 2**63 - 1, (1,), device=q.device)
+        seed = options["dropout_seed"] = new_seed(q.device)
     if keys.in_cache:
         options = {name: x for name, x in options.items() if name != "dropout_p"}
         o, lse = tw.attention_paged_with_lse(q, keys.cache(k, v), cum_seq_q, **options)

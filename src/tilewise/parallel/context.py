@@ -227,10 +227,7 @@ def _autocast(*tensors: Tensor) -> list[Tensor]:
     if not all(isinstance(x, Tensor) for x in tensors):  # assemble refuses them, on all ranks
         return list(tensors)
     kind = tensors[0].device.type
-    if not autograd.casts(kind):
-        return list(tensors)
-    dtype = torch.get_autocast_dtype(kind)
-    return [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors]
+    return autograd.cast(*tensors, kind, paged=False, quantised=False) if autograd.casts(kind) else list(tensors)
 
 
 @untraced

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tilewise import autograd, expr
+from tilewise.dropout import new_seed
 from tilewise.parallel.context import ContextParallel, compiled, context_parallel
 from tilewise.spec import Options, assemble, parse_spec
 
@@ -89,7 +90,7 @@ def _seeded(q: DTensor, options: Options) -> Options:
         raise NotImplementedError(
             "dropout of replicated DTensors inside torch.compile needs dropout_seed=, the same on all ranks"
         )
-    seed = torch.randint(-(2**63), 2**63 - 1, (1,), device=q.device)
+    seed = new_seed(q.device)
     for n in replicas:
         torch.distributed.broadcast(seed, group=q.device_mesh.get_group(n), group_src=0)
     return replace(options, dropout_seed=seed)

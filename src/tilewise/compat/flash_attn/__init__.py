@@ -31,6 +31,7 @@ import tilewise as tw
 from tilewise.compat.flash_attn import bert_padding
 from tilewise.compat.flash_attn.kvcache import CacheCall
 from tilewise.compat.refusals import need_tensors
+from tilewise.dropout import new_seed
 
 __version__ = "2.8.3+tilewise"  # whose interface this is
 
@@ -110,7 +111,7 @@ def _run(
 
 def _seed(p: float, q: Tensor) -> Tensor | None:
     """Draw a seed of dropout here, so that the mask can be shown; None without dropout."""
-    return torch.randint(-(2**63), 2**63 - 1, (1,), device=q.device) if p else None
+    return new_seed(q.device) if p else None
 
 
 def _signs(seed: Tensor, p: float, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -38,6 +38,7 @@ from tilewise.compat.probabilities import probabilities
 from tilewise.compat.transformers import classes, continuous
 from tilewise.compat.transformers.masks import HandedMask, MaskCall, describe, is_told, joined, read
 from tilewise.compat.transformers.sharded import ShardedMask, group, read_sharded, sharded
+from tilewise.dropout import new_seed
 from tilewise.masks.catalogue import Mask, causal, dense, selected, window
 from tilewise.scores.catalogue import Score, bias, softcap
 from tilewise.spec import Deterministic
@@ -278,7 +279,7 @@ def attention(
     if not (given.output_attentions or _recorded(given.output_attentions)):
         return tilewise_attention(q, k, v, **options), None
     if given.dropout:  # the same pairs in both
-        options["dropout_seed"] = torch.randint(-(2**63), 2**63 - 1, (1,), device=q.device)
+        options["dropout_seed"] = new_seed(q.device)
     weights = torch.nn.functional.pad(probabilities(q, k, **options), (0, cut))
     return tilewise_attention(q, k, v, **options), weights
 

@@ -18,10 +18,8 @@ from tilewise.backends.hopper.forward.paged_config import pool_reasons
 from tilewise.backends.hopper.forward.tiles import WIDEST_JOINED
 from tilewise.problem import Problem
 
-ONE_SEGMENT, MOST_SEGMENTS = (
-    1 << 17,
-    1 << 13,
-)  # blocks of a sequence that is one, and how many of these 32 bits may count
+ONE_SEGMENT = 1 << 17  # blocks of a sequence that is one segment, at most
+MOST_SEGMENTS = 1 << 13  # of so many blocks each, whose sum kernels count in 32 bits
 LEAST_KEYS_A_QUERY = 16  # of a dense call, for each query after the first
 
 

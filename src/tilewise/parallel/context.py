@@ -222,12 +222,12 @@ def _refuse(options: Options) -> None:
             raise NotImplementedError(f"parallel= does not support {what}")
 
 
-def _autocast(*tensors: Tensor) -> list[Tensor]:
+def _autocast(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     """Return q, k and v in autocast's dtype if it is on, so that ranks send the narrow numbers."""
-    if not all(isinstance(x, Tensor) for x in tensors):  # assemble refuses them, on all ranks
-        return list(tensors)
-    kind = tensors[0].device.type
-    return autograd.cast(*tensors, kind, paged=False, quantised=False) if autograd.casts(kind) else list(tensors)
+    if not all(isinstance(x, Tensor) for x in (q, k, v)):  # assemble refuses them, on all ranks
+        return [q, k, v]
+    kind = q.device.type
+    return autograd.cast(q, k, v, kind, paged=False, quantised=False) if autograd.casts(kind) else [q, k, v]
 
 
 @untraced

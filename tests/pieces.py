@@ -70,10 +70,10 @@ OPTIONS |= {
 }
 
 
-def wrong(backend: Backend, name: str, device: str = "cpu", gradients: bool = True) -> list[str]:
+def wrong(backend: Backend, name: str, device: str = "cpu") -> list[str]:
     """What of an attention that was put together from pieces is beyond the error rule of the whole."""
     options, cuts = OPTIONS[name](), _cuts(name)
-    found = (_with_gradients if gradients else _states)(backend, cuts, options, device)
+    found = _results(backend, cuts, options, device)
     return [str(e) for e in _call(ALL, ALL, options, device).expected().judge(found) if not e.ok]
 
 
@@ -87,13 +87,6 @@ def _cuts(name: str):
     return ALIGNED if name == "dropout" else CUTS
 
 
-def _states(backend: Backend, cuts: tuple, options: dict, device: str) -> dict[str, Tensor]:
-    """o and lse: the states of pieces of the keys merged, those of pieces of the queries one after the other."""
-    queries, keys = cuts
-    rows = [_merged(backend, [_call(q, k, options, device) for k in keys]) for q in queries]
-    return {"o": torch.cat([out.o for out in rows], 1), "lse": torch.cat([out.lse for out in rows], 2)}
-
-
 def _merged(backend: Backend, calls: list[Call]) -> Output:
     with poisoned():
         states = [backend.forward(c.p, c.t) for c in calls]
@@ -103,8 +96,9 @@ def _merged(backend: Backend, calls: list[Call]) -> Output:
     return Output(o.transpose(1, 2).contiguous(), lse)
 
 
-def _with_gradients(backend: Backend, cuts: tuple, options: dict, device: str) -> dict[str, Tensor]:
-    """Also the gradients: each piece's from the merged o and lse, added up where pieces share a tensor."""
+def _results(backend: Backend, cuts: tuple, options: dict, device: str) -> dict[str, Tensor]:
+    """o and lse: the states of pieces of the keys merged, those of pieces of the queries one after the other. And the gradients: each
+    piece's from the merged o and lse, added up where pieces share a tensor."""
     queries, keys = cuts
     outputs, by_rows = [], []
     for q in queries:

@@ -329,6 +329,11 @@ REFUSED = {
     "where-of-no-truth-value": (lambda t, s, b, h, i, j: torch.where(i, s, 0), "`where`"),
     "to-device": (lambda t, s, b, h, i, j: s.to("cpu"), r"`\.to`"),
     "shift": (lambda t, s, b, h, i, j: s << 1, "shift of a float"),
+    "bits-of-a-float": (lambda t, s, b, h, i, j: s & 1, "`&` of a float"),
+    "difference-of-truth-values": (lambda t, s, b, h, i, j: (i > j) - (i < j), r"`-` of truth values; .*x\.int\(\)"),
+    "negative-truth-value": (lambda t, s, b, h, i, j: s * -(i > j), "`neg` of truth values"),
+    "negative-power-of-a-whole-number": (lambda t, s, b, h, i, j: (i + 1) ** -1, "negative power"),
+    "to-an-unread-dtype": (lambda t, s, b, h, i, j: i.to(torch.uint32), "uint32"),
     "constant-of-a-shape": (lambda t, s, b, h, i, j: s.new_zeros(3), "shape 3"),
     "dot": (lambda t, s, b, h, i, j: s + torch.dot(t.hi[h], t.hi[h]), "append them to q and k"),
     "slice": (lambda t, s, b, h, i, j: t.hi[h, :], "slice"),
@@ -542,7 +547,7 @@ POINTS = {
     **dict.fromkeys(("add", "sub", "mul", "maximum", "minimum", "clamp_min", "clamp_max"), _PAIRS),
     **dict.fromkeys(("lt", "le", "gt", "ge", "eq", "ne"), _PAIRS),
     **dict.fromkeys(("div", "mod", "floordiv"), _NOT_ZERO),
-    **dict.fromkeys(("and", "or", "xor"), _BITS),
+    **dict.fromkeys(("and", "or", "xor", "lshift", "rshift"), _BITS),
     "not": _BITS[:1],
     **dict.fromkeys(("neg", "abs", "sign", "floor", "ceil", "round", "trunc", "relu", "float", "int", "bool"), (_X,)),
     **dict.fromkeys(("exp", "exp2", "expm1", "tanh", "sigmoid", "erf", "erfc", "sin", "cos", "atan"), (_X,)),
@@ -553,6 +558,7 @@ POINTS = {
     "pow": ([0.0, 0.0, 0.0, 0.5, 2.0, -2.0, 3.0], [0.0, 2.0, 0.5, 0.5, 3.0, 2.0, -1.0]),
     "where": ([1.0, 1.0, 0.0, 0.0], [1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]),
 }
+OF_BITS = ("and", "or", "xor", "not", "lshift", "rshift")
 # What the row stands for, where torch's own function of that name has other ties than the one it is computed with.
 MEANING = {
     "clamp_min": lambda x, c: torch.clamp(x, min=c),
@@ -569,9 +575,7 @@ def _or_zero(slope: Expr | None) -> Expr:
 
 @pytest.mark.parametrize("op", OPERATIONS)
 def test_the_derivative_of_every_operation_is_autograds(op):
-    points = [
-        torch.tensor(p, dtype=torch.int64 if op in ("and", "or", "xor", "not") else torch.float64) for p in POINTS[op]
-    ]
+    points = [torch.tensor(p, dtype=torch.int64 if op in OF_BITS else torch.float64) for p in POINTS[op]]
     arguments = [Expr("lookup", ((expr.tensor_kind(p), n), I)) for n, p in enumerate(points)]
     first = [arguments[0] > number(0), *arguments[1:]] if op == "where" else arguments
     e, env = apply(op, *first), {"i": torch.arange(len(points[0]))}
@@ -606,6 +610,10 @@ COMPOSED = {
     "fmod": (torch.fmod, *_NOT_ZERO),
     "logaddexp": (torch.logaddexp, [*_X, -math.inf, -math.inf], [*_Y, -math.inf, 1.0]),
     "lerp": (torch.lerp, _X, _Y, _NOT_ZERO[1]),
+    "softplus": (F.softplus, [*_X, -40.0, 40.0]),
+    "logsigmoid": (F.logsigmoid, [*_X, -40.0, 40.0]),
+    "fmax": (torch.fmax, [*_X, math.nan, 1.0], [*_Y, 1.0, math.nan]),
+    "fmin": (torch.fmin, [*_X, math.nan, 1.0], [*_Y, 1.0, math.nan]),
 }
 
 

@@ -28,7 +28,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "expr.reader": (),
     "expr.narrow": ("expr.operations", "expr.walk"),
     "expr.text": ("expr.operations", "expr.reader", "expr.walk"),
-    "expr.tracing": ("expr.compiled", "expr.operations", "expr.walk"),
+    "expr.tracing": ("expr.compiled", "expr.narrow", "expr.operations", "expr.walk"),
     "expr.meaning": ("expr.operations", "expr.walk"),
     "device": (),
     "settings": (),
@@ -129,8 +129,10 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "backends.hopper.forward.tiles": ("backends.hopper.config",),
     "backends.triton.tiles": (),
     "backends.triton.group_parts": ("backends.triton.tiles", "masks.facts", "problem"),
+    "backends.triton.reads": ("distances", "masks.facts", "expr", "problem"),
     "backends.triton.config": (
         "backends.triton.group_parts",
+        "backends.triton.reads",
         "backends.triton.tiles",
         "distances",
         "expr",
@@ -205,7 +207,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "shared_prefix": ("words", "repeated", "cache", "pages", "settings", "state", "masks", "scores", "spec"),
     "repeated": ("autograd", "dispatch", "masks", "settings", "spec"),
     "nested": ("spec", "words"),
-    "documents": ("spec", "masks", "scores"),
+    "documents": ("spec", "masks", "scores", "untraced"),
     "flops": ("spec",),
     "statistics": (
         "words",

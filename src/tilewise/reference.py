@@ -197,20 +197,26 @@ class _Attention:
     def o(self) -> Tensor:
         return self.matmul(self.dropped(self.probability), self.v)
 
-    def recomputed(self) -> Tensor:
-        """P as the backward has it."""
+    def recomputed(self, lse: Tensor | None = None) -> Tensor:
+        """P as the backward has it; ``lse``: of the attention that these keys are a part of."""
+        if lse is not None:
+            return torch.where(self.s == -torch.inf, 0, torch.exp(self.s - lse.unsqueeze(-1)))
         if self.textbook:
             return self.probability
         return _Attention(self.p, self.t, self.part, self.arithmetic.again)._probability(self._lse)
 
-    def backward(self, do: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[int, Tensor]]:
-        """``(dq, dk, dv, delta, leaf gradients by slot)``; dk, dv per key head."""
-        p, spec, probability = self.p, self.p.spec, self.recomputed()
+    def backward(
+        self, do: Tensor, dlse: Tensor, o: Tensor | None, lse: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[int, Tensor]]:
+        """``(dq, dk, dv, delta, leaf gradients by slot)``; dk, dv per key head. o, lse: of :func:`backward`'s ``out``."""
+        p, spec, probability = self.p, self.p.spec, self.recomputed(lse)
         hit = probability > 0
         dv = self._over_queries(self.dropped(probability), do)
         dp = self.matmul(do, self.v.mT)
         dp = dp if self.z is None else dp * self.z
-        delta = ((probability * dp) if self.textbook else (do * self.o)).sum(-1) - dlse
+        if o is None and not self.textbook:
+            o = self.o
+        delta = ((probability * dp) if o is None else (do * o)).sum(-1) - dlse
         ds = torch.where(hit, probability * (dp - delta.unsqueeze(-1)), 0)
         leaves: dict[int, Tensor] = {}
         if spec.score is not None:
@@ -221,7 +227,7 @@ class _Attention:
                 slot = e.args[0][1]
                 leaf = self.t.leaves[slot]
                 grad = leaves.setdefault(slot, torch.zeros(leaf.shape, dtype=self.dtype, device=leaf.device))
-                read_adjoint(grad, e, self.env, self.t.leaves, torch.where(hit, ds * leaf_slope, 0))
+                read_adjoint(grad, e, self.env | {"s": self.raw}, self.t.leaves, torch.where(hit, ds * leaf_slope, 0))
             ds = torch.where(hit, ds * slope, 0)
         dq, dk = self.matmul(ds, self.k), self._over_queries(ds, self.q)
         return dq * p.softmax_scale, dk * p.softmax_scale, dv, delta, leaves
@@ -276,25 +282,34 @@ def backward(
     dlse: Tensor,
     arithmetic: Arithmetic,
     attended: Iterable[_Attention] | None = None,
+    out: Output | None = None,
 ) -> Grads:
-    """Return all gradients, in the dtype that they are computed in; P is recomputed by softmax, not from a rounded lse."""
+    """Return all gradients, in the dtype that they are computed in.
+
+    Args:
+        out: o and lse of the attention that these keys are a part of. None: P is recomputed by softmax, not from a rounded lse.
+    """
     dtype = arithmetic.dtype
     dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (t.q, t.k, t.v))
     leaves: dict[int, Tensor] = {}
     dsink = None if t.sink is None else torch.zeros(t.sink.shape, dtype=dtype, device=t.sink.device)
     for a in attend(p, t, arithmetic) if attended is None else attended:
         part = a.part
-        whole = (do[None, part.rows], dlse[None, :, part.rows]) if p.packed else (do, dlse)
-        part_dq, part_dk, part_dv, delta, part_leaves = a.backward(
-            whole[0].transpose(1, 2).to(dtype), whole[1].to(dtype)
-        )
+        o, lse = (None, None) if out is None else _rows(p, part, out.o, out.lse, dtype)
+        part_dq, part_dk, part_dv, delta, part_leaves = a.backward(*_rows(p, part, do, dlse, dtype), o, lse)
         for total, x, rows in ((dq, part_dq, part.rows), (dk, part_dk, part.keys), (dv, part_dv, part.keys)):
             total[rows] += x[0].transpose(0, 1) if p.packed else x.transpose(1, 2)
         for slot, grad in part_leaves.items():
             leaves[slot] = leaves[slot] + grad if slot in leaves else grad
         if dsink is not None:
-            dsink += state.sink_gradient(a.sink, a.lse, delta).sum((0, 2))
+            dsink += state.sink_gradient(a.sink, a.lse if lse is None else lse, delta).sum((0, 2))
     return Grads(dq, dk, dv, dsink, leaves)
+
+
+def _rows(p: Problem, part: Part, o: Tensor, lse: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return a part's rows of tensors shaped as o and lse: ``(batch, heads_q, seqlen_q, ...)``."""
+    o, lse = (o[None, part.rows], lse[None, :, part.rows]) if p.packed else (o, lse)
+    return o.transpose(1, 2).to(dtype), lse.to(dtype)
 
 
 def attention(
@@ -331,10 +346,7 @@ class Reference(Backend):
             return [
                 f"its score matrix would take {scores / 2**30:.1f} GiB, above 2 GiB; tilewise.reference.attention has no bound"
             ]
-        reasons = piece_reasons(p, dropout=1)
-        if p.spec.needs_grad and p.seqlen_k < p.totals[1]:
-            reasons.append("gradients of a piece of the keys: its backward computes a softmax over these keys alone")
-        return reasons
+        return piece_reasons(p, dropout=1)
 
     def config(self, p: Problem) -> ReferenceConfig:
         return ReferenceConfig()
@@ -344,7 +356,7 @@ class Reference(Backend):
         return replace(out, o=out.o.to(p.dtype))
 
     def backward(self, p: Problem, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads:
-        g = backward(p, t, do, dlse, Arithmetic(p.compute_dtype))
+        g = backward(p, t, do, dlse, Arithmetic(p.compute_dtype), out=out)
         leaves = {slot: grad.to(t.leaves[slot].dtype) for slot, grad in g.leaves.items()}
         dsink = None if g.sink is None else g.sink.to(t.sink.dtype)
         return Grads(g.dq.to(p.dtype), g.dk.to(p.dtype), g.dv.to(p.dtype), dsink, leaves)

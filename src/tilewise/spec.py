@@ -288,16 +288,20 @@ def assemble(q: Tensor, k: Tensor, v: Tensor, o: Options) -> tuple[list[Tensor],
 
 
 def _there(leaves: Sequence[Tensor], q: Tensor) -> Sequence[Tensor]:
-    """Return the leaves with the numbers of a compiled function that change on q's device: who made them did not know it."""
-    if not torch.compiler.is_compiling():
+    """Return the leaves with the numbers of a traced function that change on q's device: who made them did not know it."""
+    if not (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()):
         return leaves
     return [x if x.ndim or x.device == q.device else x.to(q.device) for x in leaves]
+
+
+IN_PLACE = ("cpu", "meta")
+"""The types of devices on which a bias is read as it lies; tensors of the second have no memory, as the stand-ins of arrays of JAX."""
 
 
 def _in_rows(leaves: Sequence[Tensor], q: Tensor, k: Tensor, wrt: Sequence[Tensor] | None = None) -> Sequence[Tensor]:
     """Return a score's leaves, on a GPU those with a number for each pair as copies whose rows its copy engine reads, unless it can read
     them as they lie (docs/decisions.md#biases-in-rows). Beside ``wrt``, whose gradients are found by the tensors, all stay."""
-    if wrt or q.device.type == "cpu" or q.ndim < 3 or k.ndim < 3:
+    if wrt or q.device.type in IN_PLACE or q.ndim < 3 or k.ndim < 3:
         return leaves
     pairs = (q.shape[-3], k.shape[-3])
     return [_rows_of_pairs(x) if x.ndim > 1 and tuple(x.shape[-2:]) == pairs else x for x in leaves]
@@ -525,7 +529,9 @@ def _type_reasons(q: Tensor, k: Tensor, v: Tensor, o: Options) -> list[str]:
         reasons.append("cu_seqlens_k comes with a cache, whose seqlens_k are its lengths; leave cu_seqlens_k out")
     if not (o.softmax_scale is None or isinstance(o.softmax_scale, (int, float))) or isinstance(o.softmax_scale, bool):
         instead = "a learned scale is a score: score=lambda s, b, h, i, j: s * scale"
-        if not isinstance(o.softmax_scale, Tensor) and hasattr(o.softmax_scale, "__float__"):
+        if isinstance(o.softmax_scale, (torch.SymInt, torch.SymFloat)):
+            instead = "a scale that changes with a length goes into q: pass q * scale and softmax_scale=1.0"
+        elif not isinstance(o.softmax_scale, Tensor) and hasattr(o.softmax_scale, "__float__"):
             instead = "convert it: float(softmax_scale)"
         reasons.append(f"softmax_scale must be a number, got {type(o.softmax_scale).__name__}; {instead}")
     if not isinstance(o.dropout_p, (int, float)):

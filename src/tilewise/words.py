@@ -116,7 +116,7 @@ def _by_keyword(value: object, function: str) -> str:
     dtype = getattr(value, "dtype", None)
     if dtype is None:
         return ""
-    return "write score= for a tensor that is added" if dtype.is_floating_point else "write mask= for a bool tensor"
+    return "write score= for a tensor that is added" if "float" in str(dtype) else "write mask= for a bool tensor"
 
 
 def _instead(name: str) -> str:

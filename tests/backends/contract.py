@@ -237,6 +237,19 @@ class Contract:
         expected = sinks.view(1, 4, 1).expand(2, 4, 40) if sink else torch.full((2, 4, 40), -torch.inf)
         assert torch.equal(got["lse"][..., :40].cpu(), expected)
 
+    def test_without_any_key_only_rows_of_a_sequence_see_the_sink(self):
+        q, k, v = (x[0] for x in qkv(batch=1, nq=9, nk=0))
+        sink = torch.tensor([0.5, -torch.inf, -2.0, 0.0], requires_grad=True)
+        cu_q, cu_k = torch.tensor([0, 2, 6]), torch.zeros(3, dtype=torch.int64)
+        c = self.call(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, sink=sink)
+        got = {name: x.cpu() for name, x in run(self.backend, c).items()}
+        logits = sink.detach().view(4, 1)
+        assert torch.equal(got["lse"], torch.where(torch.arange(9) < 6, logits, -torch.inf))
+        by_row = torch.where(logits == -torch.inf, 0, c.dlse.cpu())
+        torch.testing.assert_close(got["dsink"], by_row[:, :6].sum(1))
+        assert (got["o"] == 0).all()
+        assert (got["dq"] == 0).all()
+
     @pytest.mark.parametrize("form", ["transposed", "expanded", "sliced", "reversed-do"])
     def test_strides_do_not_matter(self, form):
         q, k, v = qkv(hq=4, hk=4)

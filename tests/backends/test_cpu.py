@@ -314,6 +314,19 @@ def test_as_many_rows_as_a_vector_has_lanes_share_its_keys(heads, nq, d, dtype, 
     agree(Cpu(isa=isa), call(q, k, v, mask=tw.key_range(5, 190) & tw.window(left=90, right=0)))
 
 
+@pytest.mark.parametrize(("dtype", "isa"), FEW.values(), ids=FEW)
+@pytest.mark.parametrize("nq", [1, 16, 70])
+def test_an_infinite_value_gives_an_infinite_result(nq, dtype, isa):
+    """The last key of an odd number is a pair alone in bf16, and zero times infinity is no number."""
+    need_isa(isa or "portable")
+    q, k, v = qkv(batch=1, nq=nq, nk=203, hq=1, hk=1, dtype=dtype)
+    v[0, 0, 0, 0], v[0, 202, 0, 1] = torch.inf, -torch.inf
+    c = call(0 * q, k, v)
+    o = Cpu(isa=isa).forward(c.p, c.t).o
+    assert (o[..., :2] == torch.tensor([torch.inf, -torch.inf])).all()
+    assert o[..., 2:].isfinite().all()
+
+
 @pytest.mark.parametrize(
     "shape", [(4, 70, 70), (1, 1, 70, 70), (2, 1, 70, 70), (1, 4, 70, 70), (70,), (2, 4, 1, 1)], ids=str
 )
@@ -464,6 +477,7 @@ PREDICATES = {
     "by-head": lambda b, h, i, j: torch.where(h % 2 == 0, j <= i, (j - i).abs() < 9),
     "waves": lambda b, h, i, j: torch.sin(0.3 * i) < torch.cos(0.2 * j + b),
     "signs": lambda b, h, i, j: torch.minimum(i, 2 * j).clamp(3, 50) % -5 != 0,
+    "shifts": lambda b, h, i, j: (((i + j) << (j % 70)) >> (i % 70 - 3)) & 1 == 0,
     "least": lambda b, h, i, j: ((i + j) * (1 << 62) * 2) // 3 % 7 < 3,  # 0 and the least of all integers
     "lengths": lambda b, h, i, j: (
         ((~i & 3) + (i + tw.offset) // 2 < j) | (symbol("seqlen_q") - i >= symbol("seqlen_k") - j)
@@ -542,6 +556,14 @@ def test_strides_past_two_billion_elements():
     far = [room.as_strided(x.shape, (0, 1 << 26, 64, 1), 16 * n).copy_(x) for n, x in enumerate((q, k, v))]
     near, wide = (run(Cpu(), call(*x, causal=True)) for x in ((q, k, v), far))
     assert all(torch.equal(near[name], wide[name]) for name in near)
+
+
+def test_more_keys_than_ends_of_masks_count_are_refused_so_that_another_backend_runs():
+    q, key = qkv(batch=1, nq=1, nk=1, hq=1, hk=1)[:2]
+    k = key.expand(1, 1 << 31, 1, 16)
+    assert "more than 2147483647" in Cpu().unsupported(call(q, k, k).p)[0]
+    assert Cpu().unsupported(call(q, k[:, 1:], k[:, 1:]).p) == []
+    assert tw.explain(q, k, k).chosen == "portable"
 
 
 def test_an_instruction_set_that_is_not_there_is_refused():

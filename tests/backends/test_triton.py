@@ -37,9 +37,10 @@ from tilewise.backends.triton.host.plan import Plan
 from tilewise.backends.triton.host.terms import split_into_terms
 from tilewise.backends.triton.kernels import emit as emitting
 from tilewise.backends.triton.kernels.emit import emit
-from tilewise.backends.triton.kernels.leaf_reads import PairReads, leaf_layouts, predicate_blocks
+from tilewise.backends.triton.kernels.leaf_reads import leaf_layouts
 from tilewise.backends.triton.kernels.writer import OPERATIONS
 from tilewise.backends.triton.paging import PagedConfig, few_config
+from tilewise.backends.triton.reads import PairReads, predicate_blocks
 from tilewise.backends.triton.tiles import (
     Streams,
     Tiles,
@@ -774,16 +775,18 @@ def tf32(request):
         matmul.fp32_precision = "none"
 
 
-def test_products_of_fp32_follow_pytorchs_setting(tf32):
+def test_products_of_fp32_follow_pytorchs_setting(tf32, monkeypatch):
+    monkeypatch.setitem(devices.STAND_INS, "meta", TARGETS["sm90"].device)
     tf32(False)
     assert [config.float_products(n, "sm90") for n in (64, 256, 257, 512)] == ["bf16x6"] * 4
     assert [config.float_products(n, "sm80") for n in (256, 257)] == ["bf16x6", "ieee"]
-    backend, p = Triton(), call(*qkv()).p
-    plan = backend._plan_of(p)
+    backend, q = Triton(), torch.empty(1, 70, 1, 64, device="meta")
+    p = check(q, q, q, (), None, parse_spec(assemble(q, q, q, Options())[2]))
+    assert backend._plan_of(p).config.products == "bf16x6"
     tf32(True)
     assert [config.float_products(n, "sm90") for n in (64, 128, 129)] == ["tf32", "tf32", "bf16x6"]
     assert config.float_products(512, "sm80") == "tf32"
-    assert backend._plan_of(p) is not plan
+    assert backend._plan_of(p).config.products == "tf32"
     half = call(*qkv(dtype=torch.float16)).p
     assert backend._plan_of(half) is backend._plans.of(half)
 
@@ -811,8 +814,9 @@ def test_no_descriptor_sees_a_bias_that_is_read_elsewhere_or_in_another_order():
 
 
 def test_programs_that_share_a_bias_run_side_by_side():
-    p = call(*qkv(batch=6, hq=8, hk=4)).p
-    found = [config.beside(p, frozenset(shared)) for shared in ("", "b", "h", "bh")]
+    shapes = ((6, 8, 70, 70), (8, 70, 70), (6, 1, 70, 70), (70, 70))
+    calls = [call(*qkv(batch=6, nq=70, nk=70, hq=8, hk=4), score=tw.bias(normal(*shape))) for shape in shapes]
+    found = [config.beside(c.p) for c in calls]
     assert found == [(1, 1), (3, 1), (1, 4), (3, 1)]
 
 
@@ -883,11 +887,10 @@ def test_shared_memory_fits_the_smallest_device_of_each_table():
         "sm100": 227 << 10,
     }  # AMD keeps Q in registers: compile_all checks it
     for arch, limit in limits.items():
-        for row in TABLE[arch]["half"]:
+        for head_dim, row in TABLE[arch]["half"].items():
             for kernel, choice in row.passes.items():
                 # The forward's row of 192 is that of Dv 128, the common one.
                 narrow = {(192, "forward"): 128, (MAX_LATENT_DIM, kernel): MAX_HEAD_DIM}
-                head_dim = row.head_dim
                 widths = head_dim, narrow.get((head_dim, kernel), head_dim)
                 need = shared_memory(kernel, choice, tuple(columns(n, choice) for n in widths), 2, Streams(plain=True))
                 assert need <= limit, (arch, head_dim, kernel, need)
@@ -929,7 +932,7 @@ def test_sixteen_queries_at_a_time_come_by_pointers():
 
 
 def test_tiles_of_four_warps_leave_room_for_two_programs():
-    tiles = next(row.forward for row in TABLE["sm90"]["half"] if row.head_dim == 128)
+    tiles = TABLE["sm90"]["half"][128].forward
     half = program_limit(tiles, 227 << 10, "sm90", 2)
     assert tiles.num_warps == 4
     assert 2 * half <= 228 << 10

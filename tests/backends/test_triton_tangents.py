@@ -43,6 +43,19 @@ def test_calls_without_a_pair_have_the_tangents_of_their_sinks(lengths):
     c = call(*qkv(batch=1, nq=nq, nk=nk), sink=normal(4).requires_grad_(), **options)
     tangents = [normal(*x.shape, seed=20 + n) for n, x in enumerate((c.t.q, c.t.k, c.t.v, *c.t.leaves))]
     changes = normal(*c.do.shape, seed=7), normal(*c.dlse.shape, seed=8)
+    _are_those_of_plain_tiles(c, tangents, changes)
+
+
+def test_rows_of_no_sequence_have_no_tangent_of_a_sink():
+    q, k, v = (x[0] for x in qkv(batch=1, nq=9, nk=0))
+    lengths = {"cu_seqlens_q": torch.tensor([0, 2, 6]), "cu_seqlens_k": torch.zeros(3, dtype=torch.int64)}
+    sink = torch.tensor([0.5, -torch.inf, -2.0, 0.0], requires_grad=True)
+    c = call(q, k, v, sink=sink, **lengths)
+    tangents = [normal(*x.shape, seed=20 + n).to(x.dtype) for n, x in enumerate((q, k, v, *c.t.leaves))]
+    _are_those_of_plain_tiles(c, tangents, (normal(*c.do.shape, seed=7), normal(*c.dlse.shape, seed=8)))
+
+
+def _are_those_of_plain_tiles(c, tangents, changes):
     got, expected = (found(backend, c, tangents, changes) for backend in (Triton(), Portable()))
     assert got.keys() == expected.keys()
     for name, x in got.items():

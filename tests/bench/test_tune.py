@@ -15,7 +15,7 @@ from tilewise import cli
 from tilewise.backends import triton
 from tilewise.backends.triton import config
 from tilewise.backends.triton.host import tuned
-from tilewise.backends.triton.host.plan import Plan
+from tilewise.backends.triton.host.runtime import Launch
 from tilewise.backends.triton.tiles import Tiles
 
 SMALL, OTHER, WRONG = Tiles(32, 32, 4, 1), Tiles(16, 32, 4, 1), Tiles(32, 16, 4, 1)
@@ -26,20 +26,25 @@ SECONDS = {config.INTERPRETED.dq: 3.0, SMALL: 1.0, OTHER: 2.0, WRONG: 0.5}
 def launched(monkeypatch, tmp_path):
     """Candidates for the interpreter, of which WRONG computes nothing, and a clock that knows how long each takes."""
     monkeypatch.setenv("TILEWISE_CACHE", str(tmp_path))
-    rows = {"forward": (SMALL, OTHER), "dq": (OTHER, WRONG)}
-    monkeypatch.setattr(config, "CANDIDATES", {"interpreted": (config.Choices(64, **rows),)})
-    start, tiles_of = Plan.start, []
+    passes = config.INTERPRETED.passes
+    tried = {
+        "forward": (passes["forward"], SMALL, OTHER),
+        "dkdv": (passes["dkdv"],),
+        "dq": (passes["dq"], OTHER, WRONG),
+    }
+    monkeypatch.setattr(config, "candidates", lambda problem: tried)
+    start, tiles_of = Launch.start, []
 
-    def record(plan, launch, *args):
+    def record(launch, *args):
         tiles_of.append(launch.tiles)
-        return None if launch.tiles == WRONG else start(plan, launch, *args)
+        return None if launch.tiles == WRONG else start(launch, *args)
 
     def seconds(run, calls, device):
         tiles_of.clear()
         run()
         return sum(SECONDS.get(tiles, 0.0) for tiles in tiles_of)
 
-    monkeypatch.setattr(Plan, "start", record)
+    monkeypatch.setattr(Launch, "start", record)
     monkeypatch.setattr(clock, "seconds_per_call", seconds)
 
 

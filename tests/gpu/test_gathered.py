@@ -140,3 +140,21 @@ def test_calls_that_read_selected_keys_of_pages_agree_with_the_oracle(name, size
     assert isinstance(backend._plan(c.p), ListedPlan if name == "hopper" else ListedCall)
     out = backend.forward(c.p, c.t)
     assert not [str(e) for e in c.expected().judge({"o": out.o, "lse": out.lse}) if not e.ok]
+
+
+@pytest.mark.parametrize("name", ["hopper", "triton"])
+def test_calls_of_selected_keys_take_turns_with_v_in_k_and_beside_it(name):
+    q, k = (
+        torch.randn(1, 300, 128, 576, device="cuda").bfloat16(),
+        torch.randn(1, 900, 1, 576, device="cuda").bfloat16(),
+    )
+    aside = torch.randn(1, 900, 1, 512, device="cuda").bfloat16()
+    mask = tw.selected(torch.randint(0, 900, (1, 1, 300, 200), device="cuda"))
+    for v in [k[..., :512], aside, k[..., :512], aside]:
+        c = call(q, k, v, device="cuda", mask=mask)
+        if dispatch.backend(name).unsupported(c.p):
+            with pytest.raises(NotImplementedError, match="outside of k's memory"):
+                tw.attention(q, k, v, mask=mask, backend=name)
+            continue
+        found = tw.attention(q, k, v, mask=mask, backend=name)
+        assert not [str(e) for e in c.expected().judge({"o": found}) if not e.ok]

@@ -53,7 +53,7 @@ def extra(name: str) -> cases.Case:
 
 def rows_of(kernel: str, head_dim: int) -> tuple[Tiles, ...]:
     """The candidates of one pass for a head dim."""
-    return next(row.kernels[kernel] for row in CANDIDATES["sm90"] if row.head_dim >= head_dim)
+    return next(row[kernel] for widest, row in CANDIDATES["sm90"].items() if widest >= head_dim)
 
 
 class TritonSubject(Subject):

@@ -510,7 +510,7 @@ BAD = {
     "keep-no-function": (lambda: as_mask(3), "Mask, a bool tensor or a function .* got int"),
     "dense-floats": (lambda: tw.dense(FLOATS), r"bool tensor, got torch\.float32.*tw\.bias"),
     "dense-list": (lambda: tw.dense([[True]]), "bool tensor, got list"),
-    "dense-dims": (lambda: tw.dense(torch.ones(1, 1, 1, 2, 2).bool()), r"at most 4 dimensions, got shape \(1, 1, 1, 2, 2\)"),
+    "dense-dims": (lambda: tw.dense(torch.ones(1, 1, 1, 2, 2).bool()), r"at most \(batch, heads_q, seqlen_q, seqlen_k\), got shape"),
     "block-sparse-ints": (lambda: tw.block_sparse(torch.ones(2, 2).int(), 2, 2), r"got torch\.int32; convert it: pattern\.bool"),
     "block-sparse-list": (lambda: tw.block_sparse([[1]], 2, 2), r"got list; convert it: torch\.tensor\(pattern, dtype=torch\.bool"),
     "block-sparse-zero": (lambda: tw.block_sparse(torch.ones(2, 2).bool(), 0, 2), "block_q must be a whole number >= 1, got 0"),

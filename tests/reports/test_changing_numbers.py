@@ -1,7 +1,11 @@
 """Numbers that change from call to call of a compiled function: Dynamo holds a second value as a symbol, and so it does lengths."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import tilewise as tw
 from tilewise import spec
@@ -124,9 +128,65 @@ def test_a_whole_number_is_an_argument_of_one_graph(name):
     assert len(graphs) == 1
 
 
-def test_a_number_of_a_compiled_function_goes_where_q_is(monkeypatch):
+def _marked(call, q):
+    torch.compiler.reset()
+    torch._dynamo.mark_dynamic(q, 1, min=4, max=64)
+    compiled = torch.compile(call, fullgraph=True, backend="eager")
+    compiled(q)
+    return compiled
+
+
+def _exported(call, q, strict):
+    class Layer(torch.nn.Module):
+        def forward(self, q):
+            return call(q)
+
+    lengths = torch.export.Dim("length", min=4, max=64)
+    return torch.export.export(Layer(), (q,), dynamic_shapes=({1: lengths},), strict=strict).module()
+
+
+TRACERS = {
+    "mark_dynamic": _marked,
+    "export": lambda call, q: _exported(call, q, strict=False),
+    "strict export": lambda call, q: _exported(call, q, strict=True),
+    "make_fx": lambda call, q: make_fx(call, tracing_mode="symbolic")(q),
+}
+
+
+@pytest.mark.filterwarnings(
+    "ignore:While compiling, we found certain side effects"
+)  # the mode in which a function is traced
+@pytest.mark.parametrize("tracer", TRACERS)
+@pytest.mark.parametrize("name", [name for name in LENGTHS if name in ("key_lengths", "prefix", "a comparison")])
+def test_a_length_with_known_ends_stays_a_length(name, tracer):
+    """Those of ``Dim(min=, max=)`` were read as the first call's: exports failed, and ``make_fx`` masked other lengths by it."""
+    traced = TRACERS[tracer](LENGTHS[name], Q.clone())
+    for length in (16, 9, 5):
+        torch.testing.assert_close(traced(Q[:, :length]), LENGTHS[name](Q[:, :length]), rtol=0, atol=0)
+
+
+def test_a_scale_that_changes_with_a_length_is_refused_in_words():
+    def scaled(q):
+        return tw.attention(q, q, q, softmax_scale=q.shape[1] ** -0.5)
+
+    def instead(q):
+        return tw.attention(q * q.shape[1] ** -0.5, q, q, softmax_scale=1.0)
+
+    with pytest.raises(ValueError, match=r"pass q \* scale and softmax_scale=1\.0"):
+        make_fx(scaled, tracing_mode="symbolic")(Q)
+    traced = make_fx(instead, tracing_mode="symbolic")(Q)
+    torch.testing.assert_close(traced(Q[:, :9]), scaled(Q[:, :9]))
+
+
+def _compiling(monkeypatch):
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    table = torch.zeros(3)
-    there = spec._there([torch.tensor(3), table], Q.to("meta"))
+    return nullcontext()
+
+
+@pytest.mark.parametrize("trace", [_compiling, lambda _: FakeTensorMode()], ids=["compile", "fake tensors"])
+def test_a_number_of_a_traced_function_goes_where_q_is(trace, monkeypatch):
+    table, other = torch.zeros(3), Q.to("meta")
+    with trace(monkeypatch):
+        there = spec._there([torch.tensor(3), table], other)
     assert there[0].device.type == "meta"
     assert there[1] is table  # a table elsewhere is refused in words

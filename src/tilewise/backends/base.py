@@ -452,10 +452,11 @@ def everywhere_reasons(problem: Problem) -> list[str]:
 _PADDED_BEFORE = re.compile(r"key_range\((?!0,)")
 
 
-def unknown_operations(problem: Problem, known: Container[str]) -> list[str]:
-    """The reason to refuse a problem whose mask, score or derivatives use operations other than the ``known`` ones; else empty."""
+def unknown_operations(problem: Problem, known: Container[str], of_mask: bool = True) -> list[str]:
+    """The reason to refuse a problem whose mask, score or derivatives use operations other than the ``known`` ones; else empty.
+    ``of_mask``: whether kernels compute the mask."""
     spec = problem.spec
-    roots = [*spec.region.parts, *(() if spec.score is None else (spec.score, *spec.score_slopes))]
+    roots = [*(spec.region.parts if of_mask else ()), *(() if spec.score is None else (spec.score, *spec.score_slopes))]
     unknown = sorted(name for name in expr.operations_of(*roots) if name not in known)
     return [f"a mask or score uses {', '.join(unknown)}, which its kernels do not have"] if unknown else []
 
@@ -545,23 +546,32 @@ def has_no_pair(p: Problem) -> bool:
 
 
 def output_of_no_pair(p: Problem, t: Inputs) -> Output:
-    """The outputs of a call that :func:`has_no_pair`: rows, if there are any, see nothing but a sink."""
+    """The outputs of a call that :func:`has_no_pair`: rows of a sequence, if there are any, see nothing but a sink."""
     out = empty_output(p, t.q, t.v)
     out.o.zero_()
     for x in out.tensors[1:]:
         x.fill_(-torch.inf)
     if t.sink is not None:
-        out.lse.copy_(t.sink.view(-1, 1).expand_as(out.lse))
+        out.lse.copy_(_lse_of_no_key(p, t, t.sink))
     return out
+
+
+def _lse_of_no_key(p: Problem, t: Inputs, sink: Tensor) -> Tensor:
+    """Return the sink at rows of a sequence and -inf at others, broadcastable to lse."""
+    if not p.packed:
+        return sink.view(-1, 1)
+    rows = torch.arange(t.q.shape[0], device=sink.device)
+    return torch.where(rows < t.cu_seqlens_q[-1], sink.view(-1, 1), -torch.inf)
 
 
 def gradients_of_no_pair(p: Problem, t: Inputs, dlse: Tensor | None) -> Grads:
     """The gradients of a call that :func:`has_no_pair`: lse is the sink. Their tangents come from that of dlse; None: zero."""
     dq, dk, dv = (x.new_zeros(x.shape) for x in (t.q, t.k, t.v))
     leaves = {n: t.leaves[n].new_zeros(t.leaves[n].shape) for n in {e.args[0][1] for e in p.spec.lookups}}
-    dsink = None
-    if t.sink is not None:
-        dsink = torch.zeros_like(t.sink) if dlse is None else dlse.movedim(-2, 0).flatten(1).sum(1).to(t.sink.dtype)
+    dsink = None if t.sink is None else torch.zeros_like(t.sink)
+    if t.sink is not None and dlse is not None:
+        by_row = torch.where(_lse_of_no_key(p, t, t.sink) == -torch.inf, 0, dlse)
+        dsink = by_row.movedim(-2, 0).flatten(1).sum(1).to(t.sink.dtype)
     return Grads(dq, dk, dv, dsink, leaves)
 
 
@@ -569,5 +579,5 @@ def tangents_of_no_pair(out: Output, along: Directions) -> Output:
     """The tangents of o and lse of a call that :func:`has_no_pair`: lse moves with the sink."""
     moved = Output(torch.zeros_like(out.o), torch.zeros_like(out.lse))
     if along.sink is not None:
-        moved.lse.copy_(along.sink.view(-1, 1).expand_as(moved.lse))
+        moved.lse.copy_(torch.where(out.lse == -torch.inf, 0, along.sink.view(-1, 1)))
     return moved

@@ -75,6 +75,11 @@ def _power(x: Bounds, y: Bounds) -> Bounds:
     return (-largest if x[0] < 0 else 0), largest
 
 
+def _shifted(x: Bounds, n: Bounds) -> Bounds:
+    low, high = _corners(lambda a, count: a << min(max(count, 0), 32), x, n)
+    return min(low, 0), max(high, 0)  # 0 of a negative count
+
+
 def _bits(*args: Bounds) -> Bounds:
     """Return the bounds of as many bits as the longest argument has."""
     size = (1 << max(max(-x[0] - 1, x[1], 0).bit_length() for x in args)) - 1
@@ -88,6 +93,8 @@ _RULES = {
     "floordiv": _quotient,
     "mod": _rest,
     "pow": _power,
+    "lshift": _shifted,
+    "rshift": lambda x, n: (min(x[0], 0), max(x[1], 0)),
     "neg": lambda x: (-x[1], -x[0]),
     "not": lambda x: (-x[1] - 1, -x[0] - 1),
     "abs": lambda x: (0, max(-x[0], x[1])),

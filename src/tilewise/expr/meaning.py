@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from tilewise.expr.operations import ONE, OPERATIONS, READS, ZERO, Expr, apply, is_number, number, symbol
+from tilewise.expr.operations import ONE, OPERATIONS, READS, ZERO, Expr, apply, is_number, kind, number, symbol
 from tilewise.expr.walk import children, nodes
 
 
@@ -171,7 +171,10 @@ def _directional(root: Expr, of_terminal: Callable[[Expr], Expr | None]) -> Expr
 
 
 def _chain(e: Expr, inner: list[Expr | None]) -> Expr | None:
-    """Sum over the arguments of partial times inner slope, leaving out zeros and ones."""
+    """Sum over the arguments of partial times inner slope, leaving out zeros and ones.
+
+    Slopes are real numbers: truth values would add by or, and whole numbers wrap in a kernel's 32 bits.
+    """
     if e.op == "where":  # a select, not a product: the branch not taken may be NaN
         if inner[1] is None and inner[2] is None:
             return None
@@ -181,6 +184,14 @@ def _chain(e: Expr, inner: list[Expr | None]) -> Expr | None:
         if partial is None or slope is None:
             continue
         outer = partial(*e.args, e)
-        term = outer if is_number(slope, 1) else slope if is_number(outer, 1) else outer * slope
-        total = term if total is None else total + term
+        if is_number(slope, 1) or is_number(outer, 1):
+            term = slope if is_number(outer, 1) else outer
+        else:
+            term = _real(outer, slope) * slope
+        total = term if total is None else _real(total, term) + term
     return total
+
+
+def _real(x: Expr, other: Expr) -> Expr:
+    """Return one of two operands so that both are combined as floats; a number beside it stays."""
+    return x if "float" in (kind(x), kind(other)) or "number" in (x.op, other.op) else apply("float", x)

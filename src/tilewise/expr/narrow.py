@@ -8,7 +8,9 @@ from tilewise.expr.operations import Expr, Fitted, apply, kind, number
 from tilewise.expr.walk import nodes
 
 _BITS = {torch.uint8: 8, torch.int8: 8, torch.int16: 16}
-_STAYS = frozenset({"and", "or", "xor", "mod", "maximum", "minimum", "clamp_min", "clamp_max", "where", "sign", "relu"})
+_STAYS = frozenset(
+    {"and", "or", "xor", "mod", "maximum", "minimum", "clamp_min", "clamp_max", "where", "sign", "relu", "rshift"}
+)
 """The operations on whole numbers whose result lies where their arguments do."""
 
 
@@ -32,7 +34,7 @@ def wrapping(root: Expr) -> Expr:
         args = [x if dtype not in _BITS else _fitting(e.op, x, dtype) for x, _ in inner]
         new = Expr(e.op, (*head, *args)) if inner else e
         if kind(new) == "int" and dtype in _BITS and e.op not in _STAYS:
-            new = _wrapped(new, dtype)
+            new = wrapped(new, dtype)
         found[id(e)] = new, _dtype(e, dtype)
     return found[id(root)][0]
 
@@ -74,7 +76,10 @@ def _fitting(op: str, x: Expr, dtype: torch.dtype) -> Expr:
     return number((n - low) % (1 << _BITS[dtype]) + low)
 
 
-def _wrapped(x: Expr, dtype: torch.dtype) -> Expr:
+def wrapped(x: Expr, dtype: torch.dtype) -> Expr:
+    """Return a whole number as one of ``dtype`` holds it, if that has 8 or 16 bits."""
+    if dtype not in _BITS:
+        return x
     bits = _BITS[dtype]
     if dtype == torch.uint8:
         return apply("and", x, (1 << bits) - 1)

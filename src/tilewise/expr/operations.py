@@ -138,10 +138,10 @@ class Expr:
     def __floor__(self): return apply("floor", self)
     def __ceil__(self): return apply("ceil", self)
     def __trunc__(self): return apply("trunc", self)
-    def __lshift__(self, x): return shift("mul", self, x)
-    def __rlshift__(self, x): return shift("mul", x, self)
-    def __rshift__(self, x): return shift("floordiv", self, x)
-    def __rrshift__(self, x): return shift("floordiv", x, self)
+    def __lshift__(self, x): return shift("lshift", self, x)
+    def __rlshift__(self, x): return shift("lshift", x, self)
+    def __rshift__(self, x): return shift("rshift", self, x)
+    def __rrshift__(self, x): return shift("rshift", x, self)
     # fmt: on
 
 
@@ -223,12 +223,15 @@ def as_expr(x: Any) -> Expr:
 
 
 def is_symbol(x: Any) -> TypeGuard[int]:
-    """Return whether a whole number is one of Dynamo's symbols. Dynamo shows them as ints; they alone have no ends that it knows."""
-    if not torch.compiler.is_dynamo_compiling() or not isinstance(x, int):
+    """Return whether a whole number is a symbol of a trace. Dynamo shows its own as ints."""
+    if isinstance(x, torch.SymInt):
+        if not x.node.is_symbolic():  # a nested tensor's length
+            return False
+    elif not torch.compiler.is_dynamo_compiling() or not isinstance(x, int):
         return False
-    from torch.fx.experimental.symbolic_shapes import statically_known_true
+    from torch.fx.experimental.symbolic_shapes import has_static_value
 
-    return not (statically_known_true(x < 2**63) and statically_known_true(x > -(2**63)))
+    return not has_static_value(x)
 
 
 def is_numpys(x: Any) -> bool:
@@ -248,7 +251,7 @@ def concrete(x: Any) -> int | float:
     return float(f"{x * 1.0}") if torch.compiler.is_dynamo_compiling() else float(x)
 
 
-_UNREAD = (torch.uint16, torch.uint32, torch.uint64)  # torch itself computes with none of them
+UNREAD = (torch.uint16, torch.uint32, torch.uint64)  # torch itself computes with none of them
 
 
 def refuse_unread(x: object) -> None:
@@ -277,14 +280,15 @@ def lookup(tensor: torch.Tensor, *index: Any) -> Expr:
     ``tensor[h, i, j]``.
 
     Args:
-        tensor: floating, integer or bool. Whole numbers are computed as such: those of 8 and 16 bits do not wrap. Floating leaves of a
-            score get gradients; of float64 in a mask they are compared in float64, in a score computed in its precision.
+        tensor: floating, integer or bool. Whole numbers are computed as such: those of 8 and 16 bits do not wrap. GPUs compute with an
+            int32 tensor's in 32 bits: give int64 where their sums or products need more. Floating leaves of a score get gradients; of
+            float64 in a mask they are compared in float64, in a score computed in its precision.
         index: one integer expression (``b, h, i, j`` or arithmetic on them) or int per dimension of ``tensor``.
     """
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(f"lookup reads a tensor, got {type(tensor).__name__}: torch.tensor(...) makes one")
     refuse_unread(tensor)
-    if tensor.dtype in _UNREAD or tensor.is_complex():
+    if tensor.dtype in UNREAD or tensor.is_complex():
         raise ValueError(f"a mask or score cannot read a tensor of {tensor.dtype}; convert it: t.long(), or t.real")
     if len(index) != tensor.ndim:
         indices = "1 index" if tensor.ndim == 1 else f"{tensor.ndim} indices"
@@ -401,7 +405,7 @@ def _bounded(inside: str, inside_or_at: str, outside: str, outside_or_at: str) -
 
 
 def _pow_base(x, c, r):
-    return apply("where", apply("eq", c, ZERO), ZERO, c * apply("pow", x, c - ONE))
+    return apply("where", apply("eq", c, ZERO), ZERO, c * apply("pow", x, c + number(-1)))
 
 
 def _pow_exponent(x, c, r):
@@ -425,11 +429,13 @@ OPERATIONS: dict[str, Operation] = {
     "mul": Operation(torch.mul, infix="*", partials=(lambda x, y, r: y, lambda x, y, r: x)),
     "div": Operation(torch.true_divide, "float", "/", (lambda x, y, r: ONE / y, lambda x, y, r: -(r / y)), float_args=True),
     "floordiv": Operation(torch.floor_divide, infix="//"),
-    "mod": Operation(torch.remainder, infix="%", partials=(_one, lambda x, y, r: -apply("floor", x / y))),
+    "mod": Operation(torch.remainder, infix="%", partials=(_one, lambda x, y, r: -apply("floordiv", x, y))),
     "pow": Operation(torch.pow, infix="**", partials=(_pow_base, _pow_exponent)),
     "and": Operation(torch.bitwise_and, infix="&"),
     "or": Operation(torch.bitwise_or, infix="|"),
     "xor": Operation(torch.bitwise_xor, infix="^"),
+    "lshift": Operation(torch.bitwise_left_shift, arity=2),
+    "rshift": Operation(torch.bitwise_right_shift, arity=2),
     "lt": Operation(torch.lt, "bool", "<"),
     "le": Operation(torch.le, "bool", "<="),
     "gt": Operation(torch.gt, "bool", ">"),
@@ -476,13 +482,42 @@ OPERATIONS: dict[str, Operation] = {
 
 
 def apply(op: str, *args: Any) -> Expr:
-    """Return the node of one operation; Python numbers and 0-dim tensors among ``args`` are wrapped."""
-    return Expr(op, tuple(as_expr(x) for x in args))
+    """Return the node of one operation; Python numbers and 0-dim tensors among ``args`` are wrapped.
+
+    Raises:
+        NotImplementedError: torch does not compute the operation for such arguments.
+    """
+    e = Expr(op, tuple([as_expr(x) for x in args]))
+    if op in _OF_NUMBERS or op in _OF_BITS:
+        _refuse_kinds(op, e.args)
+    return e
 
 
-def shift(op, x, n):
-    """``x << n`` and ``x >> n`` of integers, as ``x * 2**n`` and ``x // 2**n``."""
-    x, n = as_expr(x), as_expr(n)
-    if "float" in (kind(x), kind(n)):
-        raise untraceable("a shift of a float", "multiply by a power of two")
-    return apply(op, x, number(2 ** n.args[0]) if n.op == "number" else apply("pow", 2, n))
+_OF_BITS = frozenset({"and", "or", "xor", "not", "lshift", "rshift"})
+_OF_NUMBERS = frozenset(
+    {"sub", "neg", "abs", "relu", "floor", "ceil", "round", "trunc", "floordiv", "mod", "pow", "lshift", "rshift"}
+)
+
+
+def _refuse_kinds(op: str, args: tuple[Expr, ...]) -> None:
+    """Raise where torch has no such operation: backends would each make another number of it."""
+    kinds = [kind(x) for x in args]
+    what = "a shift" if op in ("lshift", "rshift") else f"`{OPERATIONS[op].infix or op}`"
+    if op in _OF_BITS and "float" in kinds:
+        raise untraceable(f"{what} of a float", "use .int(), a comparison, or a product with a power of two")
+    if op in _OF_NUMBERS and (all(k == "bool" for k in kinds) or (op == "sub" and "bool" in kinds)):
+        raise untraceable(f"{what} of truth values", "make numbers of them: x.int()")
+    if op == "pow" and "float" not in kinds and args[1].op == "number" and args[1].args[0] < 0:
+        raise untraceable("a negative power of a whole number", "make it a float: x.float() ** -1")
+
+
+_SHORT = 31
+"""Bits of a shift below which it is a product or a quotient, whose facts are known: whether it grows along a row, say."""
+
+
+def shift(op: str, x: Any, n: Any) -> Expr:
+    """Return ``x << n`` (``"lshift"``) or ``x >> n`` (``"rshift"``) of integers; by a small number, ``x * 2**n`` or ``x // 2**n``."""
+    e, bits = apply(op, x, n), as_expr(n)
+    if bits.op != "number" or not 0 <= bits.args[0] < _SHORT or kind(e.args[0]) == "bool":
+        return e
+    return apply("mul" if op == "lshift" else "floordiv", x, number(2 ** bits.args[0]))

@@ -12,9 +12,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from tilewise.expr.compiled import ask_instances_of
+from tilewise.expr.narrow import wrapped
 from tilewise.expr.operations import (
     ONE,
     OPERATIONS,
+    UNREAD,
     Expr,
     Fitted,
     apply,
@@ -32,8 +34,8 @@ from tilewise.expr.walk import children, depends_on, nodes
 # What torch and Python call them.
 ALIASES = {
     "absolute": "abs", "negative": "neg", "subtract": "sub", "multiply": "mul", "divide": "div", "true_divide": "div",
-    "truediv": "div", "floor_divide": "floordiv", "remainder": "mod", "max": "maximum", "min": "minimum", "fmax": "maximum",
-    "fmin": "minimum", "logical_and": "and", "logical_or": "or", "logical_not": "not", "logical_xor": "xor", "invert": "not",
+    "truediv": "div", "floor_divide": "floordiv", "remainder": "mod", "max": "maximum", "min": "minimum",
+    "logical_and": "and", "logical_or": "or", "logical_not": "not", "logical_xor": "xor", "invert": "not",
     "bitwise_and": "and", "bitwise_or": "or", "bitwise_not": "not", "bitwise_xor": "xor", "less": "lt", "less_equal": "le",
     "greater": "gt", "greater_equal": "ge", "not_equal": "ne", "long": "int", "double": "float", "half": "float",
     "bfloat16": "float", "expit": "sigmoid", "sgn": "sign", "arcsin": "asin", "arccos": "acos", "arctan": "atan", "arctan2": "atan2",
@@ -107,7 +109,11 @@ def _clamp(x, min=None, max=None):
 def _to(x, dtype=None, **kwargs):
     if not isinstance(dtype, torch.dtype) or kwargs:
         raise untraceable("`.to` with something that is no dtype", "use .to(torch.float32)")
-    return apply("bool" if dtype == torch.bool else "float" if dtype.is_floating_point else "int", x)
+    if dtype.is_complex or dtype in UNREAD:
+        raise untraceable(f"`.to({dtype})`", "use .to(torch.float32) or .to(torch.int64)")
+    if dtype == torch.bool or dtype.is_floating_point:
+        return apply("bool" if dtype == torch.bool else "float", x)
+    return wrapped(apply("int", x), dtype)
 
 
 def _constant(value):
@@ -130,7 +136,8 @@ def _gelu(x, approximate="none"):
 
 def _softplus(x, beta=1, threshold=20):
     scaled = x if beta == 1 else x * beta
-    soft = apply("relu", scaled) + apply("log1p", apply("exp", -apply("abs", scaled)))
+    # At 0 the maximum has half a slope and the logarithm none: together that of softplus.
+    soft = apply("maximum", scaled, 0) + apply("log1p", apply("exp", -apply("abs", scaled)))
     return apply("where", scaled > threshold, x, soft if beta == 1 else soft / beta)
 
 
@@ -170,6 +177,11 @@ def _fmod(x, y):
     return apply("where", x < 0, -(-x % size), x % size)
 
 
+def _fmax(better):
+    """torch.fmax or fmin: a NaN is no candidate, and x is taken at a tie."""
+    return lambda x, y: apply("where", apply(better, x, y) | apply("ne", y, y), x, y)
+
+
 def _logaddexp(x, y):
     larger, difference = apply("maximum", x, y), apply("abs", apply("sub", x, y))
     # Of two infinities of one sign the difference is no number.
@@ -206,10 +218,10 @@ _COMPOSED = {
     "type": _to,
     "type_as": lambda x, other: _to(x, other.dtype),
     "rsub": lambda x, other: apply("sub", other, x),
-    "lshift": lambda x, n: shift("mul", x, n),
-    "rshift": lambda x, n: shift("floordiv", x, n),
-    "bitwise_left_shift": lambda x, n: shift("mul", x, n),
-    "bitwise_right_shift": lambda x, n: shift("floordiv", x, n),
+    "lshift": lambda x, n: shift("lshift", x, n),
+    "rshift": lambda x, n: shift("rshift", x, n),
+    "bitwise_left_shift": lambda x, n: shift("lshift", x, n),
+    "bitwise_right_shift": lambda x, n: shift("rshift", x, n),
     "masked_fill": lambda x, hidden, value: apply("where", hidden, value, x),
     "ones_like": _constant(1),
     "new_ones": _constant(1),
@@ -226,6 +238,8 @@ _COMPOSED = {
     "cosh": lambda x: 0.5 * (apply("exp", x) + apply("exp", -x)),
     "hypot": lambda x, y: apply("sqrt", apply("mul", x, x) + apply("mul", y, y)),
     "fmod": _fmod,
+    "fmax": _fmax("ge"),
+    "fmin": _fmax("le"),
     "logaddexp": _logaddexp,
     "lerp": lambda start, end, weight: start + as_expr(weight) * (as_expr(end) - start),
     "isfinite": lambda x: apply("abs", x) < math.inf if kind(x) == "float" else number(True),

@@ -246,7 +246,7 @@ def window(left: int | None = None, right: int | None = None, *, align: Align = 
 
 
 def prefix(n: int | torch.Tensor) -> Mask:
-    """Causal, and the first ``n`` keys for every query (prefix-LM).
+    """Every query sees the first ``n`` keys and the keys that ``causal`` keeps (prefix-LM).
 
     ``prefix(3)`` of 5 queries and keys::
 
@@ -263,7 +263,7 @@ def prefix(n: int | torch.Tensor) -> Mask:
 
 
 def key_range(start: int | torch.Tensor, end: int | torch.Tensor) -> Mask:
-    """Queries see the keys ``start <= j < end``: padding on either side. Positions stay as they are.
+    """Every query sees the keys ``start <= j < end``, for padding on either side. Positions do not change.
 
     Args:
         start, end: ints, or integer tensors of shape ``()``, ``(batch,)`` or ``(batch, heads_q)``.
@@ -293,8 +293,8 @@ def documents(ids: torch.Tensor) -> Mask:
     """Query ``i`` sees the keys of its own document: the run of equal ids around key position ``i + off``.
 
     Args:
-        ids: integers ``(seqlen_k,)`` or ``(batch, seqlen_k)``. A document is a maximal run of equal ids: the same id after
-            another one starts a new document. A query before key 0 sees nothing.
+        ids: integers ``(seqlen_k,)`` or ``(batch, seqlen_k)``. A document is a maximal run of equal ids: an id that
+            returns after another one starts a new document. A query before key 0 sees nothing.
     """
     if not isinstance(ids, torch.Tensor) or ids.ndim not in (1, 2) or ids.dtype.is_floating_point:
         found, instead = type(ids).__name__, "; make it one: torch.tensor(ids)"
@@ -360,7 +360,10 @@ def keep_wrapping(fn: MaskFunction) -> Mask:
 
 def _kept(predicate: Expr) -> Mask:
     if expr.kind(predicate) != "bool":
-        raise ValueError(f"keep(fn): fn must return a truth value, it returned {expr.kind(predicate)}: {predicate}")
+        raise ValueError(
+            f"keep(fn): fn must return a truth value, it returned {expr.kind(predicate)}: {predicate}; compare it with a number, "
+            "or use tw.score(fn) to change scores"
+        )
     return _atom("keep", predicate)
 
 
@@ -373,7 +376,9 @@ def dense(allowed: torch.Tensor) -> Mask:
         instead = "a function of (b, h, i, j) is tw.keep(fn)" if callable(allowed) else instead
         raise ValueError(f"dense(allowed) takes a bool tensor, got {found}; {instead}")
     if allowed.ndim > 4:
-        raise ValueError(f"dense(allowed) takes at most 4 dimensions, got shape {tuple(allowed.shape)}")
+        raise ValueError(
+            f"dense(allowed) takes at most (batch, heads_q, seqlen_q, seqlen_k), got shape {tuple(allowed.shape)}"
+        )
     # The text of broadcast_lookup(allowed, (B, H, I, J)): a call may bring a new mask each time, and printing it takes 60 us.
     names = "bhij"[4 - allowed.ndim :]
     index = ", ".join(["0" if size == 1 else name for size, name in zip(allowed.shape, names, strict=True)])
@@ -397,7 +402,7 @@ def block_sparse(pattern: torch.Tensor, block_q: int, block_k: int) -> Mask:
 
 
 def selected(indices: torch.Tensor, block: int = 1, block_q: int = 1) -> Mask:
-    """Each query sees the keys that it was given: entry ``n`` keeps keys ``n * block`` to ``n * block + block - 1``.
+    """Each query sees the keys in its row of entries: entry ``n`` keeps keys ``n * block`` to ``n * block + block - 1``.
 
     ``selected(torch.tensor([[[[0, 3], [1, -1], [2, 2], [-1, -1]]]]))`` of 4 queries and 5 keys::
 
@@ -415,7 +420,7 @@ def selected(indices: torch.Tensor, block: int = 1, block_q: int = 1) -> Mask:
 
     Args:
         indices: int32 or int64 ``(batch or 1, heads_k or 1, ceil(seqlen_q / block_q), k)``. Row ``i // block_q`` is for query ``i`` of all
-            query heads of the key head, in any order. -1 keeps no key, an entry that stands twice counts once, and a block may end past
+            query heads of the key head, in any order. -1 keeps no key, an entry that appears twice counts once, and a block may end past
             the last key. Packed sequences have as many rows as the longest needs, each counting its own queries and keys from 0.
         block, block_q: keys of an entry, queries of a row.
 
@@ -423,7 +428,7 @@ def selected(indices: torch.Tensor, block: int = 1, block_q: int = 1) -> Mask:
     Memory and the search for tiles grow with the number of entries. ``show_mask`` counts key heads instead of query heads.
 
     Raises:
-        ValueError: ``indices`` or a size of a block is none such.
+        ValueError: ``indices`` or a block size is not of this form.
     """
     if not isinstance(indices, torch.Tensor) or indices.ndim != 4 or indices.dtype not in (torch.int32, torch.int64):
         found = (

@@ -492,7 +492,16 @@ def _seen_by_predicate(grid: Grid) -> Tensor:
 def prepare(mask: Mask, q: Tensor, k: Tensor) -> Mask:
     """Return the mask with its predicate's status on blocks of ``PREPARED_BLOCK``, and with the keys that some query sees.
 
-    ``q`` and ``k`` are shapes (batch, seqlen, heads, head_dim)."""
+    ``q`` and ``k`` are tensors (batch, seqlen, heads, head_dim).
+
+    Raises:
+        ValueError: one is no tensor.
+    """
+    for name, x in (("q", q), ("k", k)):
+        if not isinstance(x, Tensor):
+            raise ValueError(
+                f"prepare(q, k): {name} must be a tensor, got {type(x).__name__}; tilewise.jax takes a mask without prepare"
+            )
     leaves = list(mask.leaves)
     kept = region(grouped(mask.text, q, k), tuple(range(len(leaves))))
     shape = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])

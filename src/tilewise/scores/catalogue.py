@@ -25,7 +25,7 @@ class Score:
     """A change of the scores; made by the functions of this module, composed by ``>>``: the left one first.
 
     It holds the tensors that it reads. A module makes a score of its parameter in ``forward``: ``fully_shard``, ``functional_call`` and
-    ``load_state_dict(assign=True)`` give a module other parameters, and a score from before goes on with the old ones.
+    ``load_state_dict(assign=True)`` give a module other parameters, and a score made before still reads the old ones.
     """
 
     def __init__(self, text: str, leaves: tuple[torch.Tensor, ...] = ()):
@@ -66,7 +66,7 @@ def score(fn: ScoreFunction) -> Score:
     Args:
         fn: elementwise in the score ``s`` and four integer scalars; may index tensors with them (``table[h, i - j]``),
             which then get gradients; an index out of range is clamped. It is called once. A result of ``-inf`` hides the pair,
-            but not a NaN in its row of v: a mask does.
+            but a NaN in its row of v still reaches o; a mask keeps it out.
 
     Raises:
         NotImplementedError: an operation cannot be traced (``if``, ``int()``, reductions); the message names it.
@@ -121,14 +121,22 @@ def alibi(slopes: torch.Tensor) -> Score:
 def bias(t: torch.Tensor) -> Score:
     """``s + t[b, h, i, j]``; ``t`` floating, broadcastable to ``(batch, heads_q, seqlen_q, seqlen_k)``.
 
-    On a GPU each call copies a ``t`` ``(..., seqlen_q, seqlen_k)`` whose last stride is not 1, or whose rows do not begin at multiples
-    of 16 bytes, unless it is expanded.
+    On a GPU, a ``t`` ``(..., seqlen_q, seqlen_k)`` is read in place if it is expanded, or if its last stride is 1 and its rows begin at
+    multiples of 16 bytes. Otherwise each call copies it.
     """
     if not isinstance(t, torch.Tensor) or not t.dtype.is_floating_point:
         found = t.dtype if isinstance(t, torch.Tensor) else type(t).__name__
-        instead = "convert it: t.float()" if found in (torch.int32, torch.int64) else "a bool tensor is a mask: mask=t"
-        raise ValueError(f"bias(t) takes a floating tensor, got {found}; {instead}")
+        raise ValueError(f"bias(t) takes a floating tensor, got {found}; {_instead_of_bias(t)}")
     return _made(S + broadcast_lookup(t, (B, H, I, J), "bias(t)"))
+
+
+def _instead_of_bias(t: object) -> str:
+    """Return what to write instead of ``tw.bias(t)``."""
+    if not isinstance(t, torch.Tensor):
+        return "a function is tw.score(fn)" if callable(t) else "make it one: torch.tensor(t, dtype=torch.float32)"
+    if t.dtype == torch.bool:
+        return "a bool tensor is a mask: mask=t"
+    return "pass its real part: t.real" if t.is_complex() else "convert it: t.float()"
 
 
 def as_score(value: Score | torch.Tensor | ScoreFunction | None) -> Score:

@@ -47,11 +47,11 @@ def test_explain_gives_its_reason():
     assert "not       hopper: " in str(tw.explain(*qkv()))
 
 
-@pytest.mark.parametrize("part", ["mask", "score"])
-def test_an_operation_that_its_kernels_do_not_have_is_refused_by_name(part, monkeypatch):
-    assert Hopper().refused(call(*qkv(), **{part: NEW_OPERATION[part](torch.tanh)}).p) == []
+def test_an_operation_that_its_kernels_do_not_have_is_refused_by_name_in_a_score(monkeypatch):
     monkeypatch.setitem(expr.OPERATIONS, "asinh", ASINH)
-    (reason,) = Hopper().refused(call(*qkv(), **{part: NEW_OPERATION[part](torch.asinh)}).p)
+    mask, score = ({part: NEW_OPERATION[part](torch.asinh)} for part in ("mask", "score"))
+    assert Hopper().refused(call(*qkv(), **mask).p) == []  # bits come from the planner, which has any operation
+    (reason,) = Hopper().refused(call(*qkv(), **score).p)
     assert "asinh" in reason
 
 

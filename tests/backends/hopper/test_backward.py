@@ -76,10 +76,10 @@ KEYS = {
 
 
 def emulate(c: Call, tiles: KeyTiles | None, ctas: int) -> Grads:
-    # Bits and linear biases are for tiles that accumulate dQ; for others the same predicate, or score, is traced.
+    # Bits and linear biases are for tiles that accumulate dQ: others read the ends of rows, and the same score is traced.
     with ExitStack() as patches:
         if tiles and not tiles.sums_dq:
-            patches.enter_context(patch.object(backward_config, "why_no_bits", lambda *args, **kwargs: "none are read"))
+            patches.enter_context(patch.object(backward_config, "bits_serve", lambda *args, **kwargs: False))
             patches.enter_context(patch.object(backward_config, "with_bias", lambda p: None))
         x = backward_config.choose(c.p)
     queries = None if not tiles or tiles.sums_dq else QUERIES if tiles.split else FIRST
@@ -264,26 +264,28 @@ CASES = {
 
 ENDS = ("prefix", "prefix-lengths", "documents", "documents-whole", "documents-wide", "documents-empty-rows", "lengths",
         "ranges-per-head")  # fmt: skip
-PAIRED = [name for name in FORWARD if name.startswith(("dropout", "keep", "dense", "block", "union", "alibi", "bias", "buckets",
-          "table", "score", "scale"))]  # fmt: skip
+PAIRED = [
+    name for name in FORWARD if name.startswith(("dropout", "alibi", "bias", "buckets", "table", "score", "scale"))
+]
+OF_PAIRS = ("pair-and-mask", "pair-and-window")  # whose bits one pass alone reads
+BITS = [name for name in FORWARD if name.startswith(("keep", "dense", "block", "union"))]
 OTHERS = {
     "dropout-softcap": (qkv(130, 200), {"dropout_p": 0.3, "dropout_seed": 5, "score": tw.softcap(2.0), "causal": True}),
     "dropout-documents": (
         qkv(300, 300),
         {"dropout_p": 0.2, "dropout_seed": 9, "mask": FORWARD["documents"][1]["mask"]},
     ),
-    "dense-softcap": (qkv(130, 200), {"mask": normal(130, 200) > 0, "score": tw.softcap(2.0)}),
     "alibi-empty-rows": (qkv(400, 150), {"score": tw.alibi(torch.rand(4)), "causal": True}),
     "curve": (qkv(130, 200), {"score": lambda s, b, h, i, j: torch.tanh(s) * (1 + 0.01 * (i - j)) - 0.1 * s * s}),
 }
 # Not rows of nothing but the least number, whose P no lse in fp32 tells.
 BIASED = [name for name in FORWARD if name.startswith("pair") and name != "pair-least-rows"]
 CASES |= {name: FORWARD[name] for name in BIASED}
-CASES |= {name: FORWARD[name] for name in (*ENDS, *PAIRED)} | OTHERS
+CASES |= {name: FORWARD[name] for name in (*ENDS, *PAIRED, *BITS)} | OTHERS
 # Every case for some form of the pass over keys, and what is a form's own for each.
 LINES = [name for name in FORWARD if name.startswith(("buckets", "table"))]
 LINEAR = ("alibi", "alibi-wide", "alibi-empty-rows")
-PAIRS = [(name, form) for form in ("whole", "split") for name in CASES if name not in LINEAR[1:]]
+PAIRS = [(name, form) for form in ("whole", "split") for name in CASES if name not in (*LINEAR[1:], *BITS, *OF_PAIRS)]
 PAIRS += [(name, "summed") for name in ("full", "causal-wide", "window", "keys", "large-scores", "softcap")]
 PAIRS += [(name, "summed") for name in ("prefix-lengths", "documents", "documents-empty-rows", "ranges-per-head")]
 PAIRS += [(name, "summed-wide") for name in ("one", "causal-empty-rows", "narrow", "lengths")]
@@ -304,8 +306,7 @@ PAIRS += [
     (name, "subtracting") for name in ("one", "causal-empty-rows", "documents-empty-rows", "fp16", "large-scores")
 ]
 PAIRS += [(name, "subtracting-wide") for name in ("causal-wide", "keys")]
-PAIRS += [(name, "bits") for name in ("keep", "keep-causal", "dense", "dense-empty", "union")]
-PAIRS += [(name, "bits-wide") for name in ("keep", "block-sparse", "block-sparse-odd")]
+PAIRS += [(name, "bits") for name in BITS] + [(name, "bits-wide") for name in BITS]
 BANDED = ("full", "one", "causal-wide", "causal-empty-rows", "window", "window-left", "keys", "narrow", "large-scores")
 PAIRS += [(name, "kept") for name in BANDED]
 PAIRS += [(name, "kept-queued") for name in ("one", "causal-wide", "window", "keys", "softcap", "documents-empty-rows")]
@@ -457,10 +458,10 @@ def test_the_source_makes_the_gradient_of_a_bias_by_pair(name, form):
 @pytest.mark.parametrize("hiding", HIDING)
 @pytest.mark.parametrize("form", ["whole", "split", "summed"])
 def test_keys_that_no_query_sees_never_touch_a_gradient(hiding, form):
-    if form != "summed" and hiding.startswith("selected"):
-        pytest.skip("these tiles judge pairs one by one, and selected keys are no operation of Hopper's kernels")
     tensors = [x.bfloat16() for x in contract_qkv()]
     clean = call(*tensors, mask=HIDING[hiding]())
+    if form != "summed" and clean.p.spec.region.predicate is not None:
+        pytest.skip("these tiles read no bits")
     hidden = ~seen_keys(grid_of(clean.p, clean.t.leaves), clean.p.group).mT.unsqueeze(-1)
     k, v = (x.masked_fill(hidden, torch.nan) for x in tensors[1:])
     dirty = call(tensors[0], k, v, mask=HIDING[hiding]())
@@ -475,10 +476,9 @@ def test_the_shipped_tiles_compute_the_gradients(dims):
 
 
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
-@pytest.mark.parametrize("hides", [False, True], ids=["score", "predicate"])
-def test_the_tiles_of_scores_predicates_and_dropout_compute_the_gradients(dims, hides):
-    mask = {"mask": normal(2, 130, 200) > -0.5} if hides else {"causal": True}
-    c = call(*qkv(130, 200, *dims, heads=(2, 1)), score=tw.alibi(torch.rand(2)), dropout_p=0.2, dropout_seed=3, **mask)
+def test_the_tiles_of_scores_and_dropout_compute_the_gradients(dims):
+    options = {"score": tw.alibi(torch.rand(2)), "dropout_p": 0.2, "dropout_seed": 3}
+    c = call(*qkv(130, 200, *dims, heads=(2, 1)), causal=True, **options)
     assert not wrong(c, emulate(c, None, ctas=2))
 
 

@@ -30,7 +30,7 @@ from tilewise.backends.hopper.kit import schedule
 from tilewise.planning.bit_tiles import Sections, even_section
 from tilewise.reference import Reference
 
-COLUMNS = ("two_passes", "softcap", "softcap_band", "pairs", "predicate")
+COLUMNS = ("two_passes", "softcap", "softcap_band", "pairs")
 PASSES = [passes for row in TABLE.values() for column in COLUMNS if (passes := getattr(row, column))]
 ONE_PASS = {dims: row.one_pass for dims, row in TABLE.items() if row.one_pass}
 
@@ -478,26 +478,16 @@ def test_a_table_whose_gradient_no_kernel_has_is_refused_from_its_forward_on():
     assert backward_config.choose(small(score=frozen, causal=True, deterministic=True).p).score != "table"
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"score": tw.alibi(torch.ones(4))},
-        {"mask": tw.keep(lambda b, h, i, j: j % 2 == 0)},
-    ],
-    ids=["score", "predicate"],
-)
-def test_what_asks_about_every_pair_gets_tiles_of_its_own_and_is_never_summed(options, monkeypatch):
+def test_what_asks_about_every_pair_gets_tiles_of_its_own_and_is_never_summed(monkeypatch):
     monkeypatch.setattr(
         backward_config,
         "TABLE",
         {dims: replace(row, one_pass_from=0, overlapping_from=None, packed_from=None) for dims, row in TABLE.items()},
     )
-    monkeypatch.setattr(backward_config, "why_no_bits", lambda *args, **kwargs: "none are read")
     for d in (64, 96, 128, 256):
-        x = backward_config.choose(small(d=d, **options).p)
+        x = backward_config.choose(small(d=d, score=tw.alibi(torch.ones(4))).p)
         assert x.pairs
-        passes = [row.predicate if x.traced.keep else row.pairs or row.predicate for row in TABLE.values()]
-        assert (x.keys, x.queries) in passes
+        assert (x.keys, x.queries) in [row.pairs for row in TABLE.values()]
         assert x not in shipped()
 
 
@@ -540,7 +530,8 @@ def test_one_kernel_that_is_shipped_serves_every_mask_that_is_no_band(d):
     assert found.form == "bits"
     assert found in shipped()
     # Its dQ is added up in any order.
-    assert backward_config.choose(small(d=d, mask=masks[0], deterministic=True).p).traced.keep
+    (reason,) = Hopper().refused(small(d=d, mask=masks[0], deterministic=True).p)
+    assert "deterministic=True" in reason
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
@@ -31,8 +33,23 @@ def both(e: Expr, i, j, s) -> tuple[np.ndarray, torch.Tensor]:
     return np.broadcast_to(found, (N,)), expr.evaluate([e], env, LEAVES, torch.float32)[0].expand(N)
 
 
-NO_BOOLS = ("sub", "neg", "abs", "sign", "floordiv", "mod", "pow", "floor", "ceil", "round", "trunc", "relu")
-NO_FLOATS = ("and", "or", "xor", "not")
+NO_BOOLS = (
+    "lshift",
+    "rshift",
+    "sub",
+    "neg",
+    "abs",
+    "sign",
+    "floordiv",
+    "mod",
+    "pow",
+    "floor",
+    "ceil",
+    "round",
+    "trunc",
+    "relu",
+)
+NO_FLOATS = ("and", "or", "xor", "not", "lshift", "rshift")
 
 
 def cases() -> dict[str, Expr]:
@@ -40,7 +57,9 @@ def cases() -> dict[str, Expr]:
     for name, operation in OPERATIONS.items():
         if name in IN_NO_KERNEL:
             continue
-        whole = (I, J % 4) if name == "pow" else (I, J * 2 - 7)  # no division by 0, no power below 0
+        whole = (
+            (I, J % 4) if name in ("pow", "lshift") else (I, J * 2 - 7)
+        )  # no division by 0, no power below 0, 32 bits
         for kind, args in {"float": (S, J * 0.5), "int": whole, "bool": (I > J, J > 9), "mixed": (S, J)}.items():
             if name in NO_BOOLS * (kind == "bool") + NO_FLOATS * (kind in ("float", "mixed")):
                 continue
@@ -67,6 +86,32 @@ def test_an_operation_is_torch_s(name):
     assert (np.asarray(found).dtype == bool) == (expected.dtype == torch.bool)
     found = torch.from_numpy(np.array(found)).double()
     torch.testing.assert_close(found, expected.double(), rtol=3e-6, atol=1e-6, equal_nan=True)
+
+
+CORNERS = [-np.inf, -7.5, -3.0, -0.0, 0.0, 0.1, 0.7, 3.0, np.inf, np.nan]
+
+
+@pytest.mark.parametrize("name", ["maximum", "minimum", "relu", "abs", "mod", "floordiv"])
+def test_a_float_operation_is_torch_s_at_infinities_multiples_and_nan(name):
+    left, right = (x.ravel().astype(np.float32) for x in np.meshgrid(CORNERS, [x for x in CORNERS if x != 0.0]))
+    args = [left, right][: OPERATIONS[name].arguments]
+    with np.errstate(all="ignore"):
+        found = EXPRESSION.FUNCTIONS["float"][name](*args)
+    expected = OPERATIONS[name].torch(*map(torch.from_numpy, args))
+    torch.testing.assert_close(torch.from_numpy(found.astype(np.float32)), expected, rtol=1e-6, atol=0, equal_nan=True)
+
+
+POWERS = [*product(range(-9, 10), range(10)), (3, 19), (-1, 33), (46340, 2), (-1, -3), (1, -2), (5, -1)]
+SHIFTS = [*product((-(2**31), -3, -1, 0, 1, 5, 2**31 - 1), (-1, 0, 1, 7, 30, 31, 32, 63, 99))]
+
+
+@pytest.mark.parametrize(("name", "pairs"), [("pow", POWERS), ("lshift", SHIFTS), ("rshift", SHIFTS)])
+def test_whole_powers_and_shifts_are_exact(name, pairs):
+    left, right = np.array(pairs, np.int32).T
+    with np.errstate(all="ignore"):
+        found = EXPRESSION.FUNCTIONS["int"][name](left, right).astype(np.int32)
+    exact = OPERATIONS[name].torch(torch.from_numpy(left.copy()), torch.from_numpy(right.copy()))
+    assert np.array_equal(found, exact.numpy())
 
 
 READS = {

@@ -301,7 +301,7 @@ REFUSED = {
     "wide-and-dropout": ({"d": 512, "dropout_p": 0.1, "dropout_seed": 3, **MANY}, "with dropout"),
     "wide-and-pairs": ({"d": 512, "mask": tw.keep(lambda b, h, i, j: j % 3 < i), **MANY}, "a mask of pairs"),
     "odd": ({"d": 60}, "multiples of 8"),
-    "wide-number": ({"mask": tw.keep(lambda b, h, i, j: j < 2**40)}, "32 bits"),
+    "wide-number": ({"score": lambda s, b, h, i, j: s * (j < 2**40)}, "32 bits"),
     "scale": ({"softmax_scale": -1.0}, "softmax_scale"),
 }
 
@@ -326,22 +326,15 @@ def test_few_queries_of_wide_heads_are_left_to_another_backend_unless_a_kernel_i
 
 
 EXPRESSIONS = {
-    "keep": lambda n: {"mask": tw.keep(lambda b, h, i, j: j % n == 0)},
-    "dense": lambda n: {"mask": normal(70, 70, seed=n) > 0},
+    "where": lambda n: {"score": lambda s, b, h, i, j: torch.where(j % n == 0, s, 2 * s)},
     "alibi": lambda n: {"score": tw.alibi(normal(4, seed=n))},
     "caps": lambda n: {"score": tw.softcap(float(n)) >> tw.softcap(3.0)},
     "sink-and-bias": lambda n: {"score": tw.bias(normal(70, 70, seed=n)), "sink": normal(4)},
 }
 
 
-@pytest.fixture
-def no_bits(monkeypatch):
-    """No kernel reads a mask's bits."""
-    monkeypatch.setattr(config, "why_no_bits", lambda *args, **kwargs: "none are read")
-
-
 @pytest.mark.parametrize("name", EXPRESSIONS)
-def test_other_masks_and_scores_are_traced_and_their_numbers_and_tensors_share_a_kernel(name, no_bits):
+def test_other_scores_are_traced_and_their_numbers_and_tensors_share_a_kernel(name):
     two, three = (problem(**EXPRESSIONS[name](n)) for n in (2, 3))
     assert reasons(two) == []
     assert config.choose(two) == config.choose(three)
@@ -360,21 +353,23 @@ def test_one_kernel_that_is_shipped_serves_every_mask_that_is_no_band(d):
 ELSE = {
     "a-score": ({"score": tw.softcap(3.0)}, "a score"),
     "dropout": ({"dropout_p": 0.5, "dropout_seed": 1}, "dropout"),
+    "wide": ({"d": 136}, "head_dim 136"),
 }
 
 
 @pytest.mark.parametrize("name", ELSE)
-def test_masks_are_traced_where_bits_do_not_serve_and_the_reason_is_known(name):
+def test_masks_of_pairs_are_refused_with_the_reason_where_bits_do_not_serve(name, h200):
     options, word = ELSE[name]
     p = problem(mask=tw.keep(lambda b, h, i, j: (i + j + h) % 2 == 0), **options)
-    assert config.choose(p).traced != PLAIN
-    assert word in shared.why_no_bits(p, 128)
+    (reason,) = Hopper().refused(p)
+    assert reason.startswith("a mask with a condition on pairs")
+    assert word in reason
 
 
 def test_a_mask_of_many_pairs_has_bits_too_and_one_beside_a_bias_has_not():
     mask, n = tw.keep(lambda b, h, i, j: (i + j + h) % 2 == 0), 1 << 16
     assert config.choose(problem(mask=mask, nq=n, nk=n)).form == "bits"
-    assert "MiB" in shared.why_no_bits(problem(mask=mask, nq=n, nk=n), 128, scored=True)
+    assert not shared.bits_serve(problem(mask=mask, nq=n, nk=n), 128, scored=True)
 
 
 def test_a_tensor_s_place_among_the_extras_does_not_make_another_kernel():
@@ -382,6 +377,6 @@ def test_a_tensor_s_place_among_the_extras_does_not_make_another_kernel():
     assert config.choose(problem(score=bias, sink=normal(4))) == config.choose(problem(score=bias))
 
 
-def test_kernels_of_other_expressions_have_other_names(no_bits):
+def test_kernels_of_other_expressions_have_other_names():
     names = {config.choose(problem(**make(2))).name for make in EXPRESSIONS.values()}
     assert len(names) == len(EXPRESSIONS)

@@ -29,8 +29,7 @@ for package in ("cutlass", "tvm_ffi"):
 packed = importlib.import_module("tilewise.backends.hopper.kit.packed")
 
 TRACED = Traced(
-    keep="(bool0[b, h, i, j] & (int1[j] < int_0)) | (float2[()] > float_1)",
-    score="(s - (float3[h] * float_2))",
+    score="where((bool0[b, h, i, j] & (int1[j] < int_0)) | (float2[()] > float_1), (s - (float3[h] * float_2)), s)",
     leaves="bool:4 int64:1 float16:0 bfloat16:1",
     numbers="iff",
 )
@@ -39,7 +38,7 @@ CASES = {  # of what kernels take: tensor maps, 32- and 64-bit numbers, tensors 
     "rows": ((192, 128), {"dtype": "fp16", "form": "rows"}),
     "split": ((64, 64), {"dtype": "fp16", "form": "upper", "split": True}),
     "packed": ((128, 128), {"dtype": "bf16", "form": "upper", "packed": True}),
-    "traced": ((96, 96), {"dtype": "bf16", "form": "lists", "traced": TRACED}),
+    "traced": ((96, 96), {"dtype": "bf16", "form": "rows", "traced": TRACED}),
     "bias": ((128, 128), {"dtype": "bf16", "form": "upper", "score": "bias", "tiles": TABLE[128, 128].bias}),
 }
 BACKWARD = {

@@ -59,6 +59,8 @@ class Cpu(Backend):
         else:
             reasons += unknown_operations(p, {*loaded.operations, *program.LOWERED})
         reasons += piece_reasons(p, dropout=1)
+        if p.seqlen_q > library.LONGEST or p.seqlen_k > library.LONGEST:
+            reasons.append(f"more than {library.LONGEST} queries or keys: the ends of masks are 32-bit numbers")
         if p.paged and any(x.stride[-1] != 1 and x.shape[-1] > 1 for x in (p.k, p.v)):
             reasons.append("pages whose last stride is not 1: it would copy all of them")
         if p.quantised:

@@ -16,6 +16,7 @@ from tilewise.backends.base import why_not_built
 
 VERSION = 14
 DIMS = 8
+LONGEST = (1 << 31) - 1  # queries or keys
 SIZES = ("batch", "heads_q", "heads_k", "head_dim", "head_dim_v", "seqlen_q", "seqlen_k")
 TYPES = {
     torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3, torch.int64: 4, torch.int32: 5,

@@ -16,7 +16,7 @@ Importing this imports no DSL. Where to look:
 - ``pieces``: calls whose mask has too many bits for one launch, as several calls.
 - ``kernels``: all kernels that ship, as one type and one list.
 - ``expected``: what a compiled kernel must have, for the checks ahead of time.
-- ``operations``: the operations of masks and scores that the kernels can be traced with, and their names in the DSL.
+- ``operations``: the operations of scores that the kernels can be traced with, and their names in the DSL.
 - ``native/launcher.cpp`` launches; ``kernels.txt`` says what ships, ``proven.txt`` what of it a GPU has run right.
 """
 
@@ -48,7 +48,6 @@ from tilewise.backends.base import (
 from tilewise.backends.hopper import operations
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.backward.config import Backward
-from tilewise.backends.hopper.config import why_no_bits
 from tilewise.backends.hopper.decoding import choice as decoding
 from tilewise.backends.hopper.decoding.config import DecodingConfig
 from tilewise.backends.hopper.forward import config as forward_config
@@ -56,6 +55,7 @@ from tilewise.backends.hopper.forward import paged_config
 from tilewise.backends.hopper.forward import reasons as forward_reasons
 from tilewise.backends.hopper.forward import selected as listed
 from tilewise.backends.hopper.forward.config import Config
+from tilewise.backends.hopper.forward.tiles import TABLE
 from tilewise.backends.hopper.host import library
 from tilewise.backends.hopper.kernels import AnyConfig, shipped_set
 from tilewise.backends.hopper.latent import selected
@@ -88,10 +88,7 @@ class Hopper(Backend):
         found = [*_device_reasons(p), *self.refused(p)]
         if found:
             return found
-        found = library.missing(*self.configs(p))
-        # A kernel for this predicate alone: the one that serves any mask is shipped.
-        why = why_no_bits(p, self.config(p).tiles.tile_m) if found and self.config(p).form == "lists" else ""
-        return [*found, why] if why else found
+        return library.missing(*self.configs(p))
 
     def no_order(self, p: Problem) -> list[str]:
         return _order_reasons(p)
@@ -100,7 +97,7 @@ class Hopper(Backend):
         """Every reason why no machine runs this problem here."""
         latent, lists = selected.asked(p), listed.serves(p)
         reasons = selected.reasons(p) if latent else [] if lists else _forward_reasons(p)
-        reasons += unknown_operations(p, operations.traceable() | {"selected"}) + piece_reasons(p) + wide_mask(p)
+        reasons += unknown_operations(p, operations.traceable(), of_mask=False) + piece_reasons(p) + wide_mask(p)
         reasons += large_numbers(p) + long_expressions(p)
         if p.spec.max_logit:
             reasons.append("the largest score of each row (attention_with_stats): its kernels do not keep it")
@@ -110,7 +107,7 @@ class Hopper(Backend):
         reasons += [] if bound else forward_reasons.reasons_of_few(p)
         if lists:  # whose gradients are Triton's
             return reasons
-        return reasons + (backward_config.reasons(p) if p.spec.needs_grad else []) or _reasons_of_selected(p)
+        return reasons + (backward_config.reasons(p) if p.spec.needs_grad else []) + _reasons_of_pairs(p)
 
     def slow(self, p: Problem) -> str:
         return _slow(p)
@@ -250,21 +247,21 @@ def _forward_plan(p: Problem, config: AnyConfig) -> type:
     return ForwardPlan
 
 
-def _reasons_of_selected(p: Problem) -> list[str]:
-    """The reason against selected keys, which no kernel judges pair by pair: a bit says whether one is kept."""
-    if not p.spec.region.selections:
+def _reasons_of_pairs(p: Problem) -> list[str]:
+    """The reasons against a mask with a condition on pairs, which no kernel judges: a bit says whether one is kept."""
+    if p.spec.region.predicate is None:
         return []
-    passes = [("", forward_config.bit_tiles_of(p), False)]
-    passes += [("gradients with ", backward_config.bit_tiles_of(p), True)] if p.spec.needs_grad else []
-    for what, tiles, by_columns in passes:
-        ordered = "deterministic=True and " if by_columns and p.spec.deterministic else ""
-        if tiles is None:
-            return [
-                f"selected keys: no kernel reads a bit for each pair for {what}{ordered}head_dim {max(p.head_dim, p.head_dim_v)}"
-            ]
-        if why := why_no_bits(p, tiles.tile_m if by_columns else tiles.tile_n, by_columns):
-            return [f"selected keys: {why}"]
-    return []
+    passes = [forward_config, backward_config] if p.spec.needs_grad else [forward_config]
+    # Selected keys beside a bias have never run.
+    if not p.spec.region.selections and all(x.with_bias(p) is not None for x in passes):
+        return []
+    wide, widest = max(p.head_dim, p.head_dim_v), max(max(dims) for dims, row in TABLE.items() if row.bits)
+    found = ["a score other than a bias by pair"] if p.spec.score is not None else []
+    found += ["dropout"] if p.spec.dropout_p else []
+    found += ["deterministic=True"] if p.spec.deterministic and p.spec.needs_grad else []
+    found += [f"head_dim {wide}, above {widest}"] if wide > widest else []
+    mask = "selected keys" if p.spec.region.selections else "a mask with a condition on pairs"
+    return [f"{mask} beside {x}: its kernels read a bit for each pair, and have none there" for x in found]
 
 
 def _order_reasons(p: Problem) -> list[str]:

@@ -35,9 +35,9 @@ ELEMENT_BYTES = 2  # of an element of q, k, v and o, whichever of DTYPES
 ORDERED_KEYS = 2048  # of a segment, where rows have one order of sums: docs/decisions.md#hopper-one-order
 LONG = 1 << 30  # packed tensors have fewer rows than this
 APART = 1 << 34  # elements between two rows, more than tensor maps of packed sequences can say
-# The kept keys of a row: all; up to an end that moves with the row; between two such ends; between two ends that tensors hold;
-# those between such ends that a predicate keeps, by lists of key blocks; those of any mask, by lists and a bit for each pair.
-FORMS = ("full", "upper", "band", "rows", "lists", "bits")
+# The kept keys of a row: all; up to an end that moves with the row; between two such ends; between two ends that tensors hold; those of
+# any mask, by lists of key blocks and a bit for each pair.
+FORMS = ("full", "upper", "band", "rows", "bits")
 SHIPPED = FORMS[:4]
 DROPPED = ("upper", "rows")  # those with dropout: bands with two ends come as tensors
 SHARING = 4  # CTAs that read one head's keys at a time, so that K and V come from L2: docs/decisions.md#hopper-sharing
@@ -98,12 +98,7 @@ class Formed:
     @property
     def by_rows(self) -> bool:
         """Whether the ends of rows are tensors."""
-        return self.form in ("rows", "lists")
-
-    @property
-    def listed(self) -> bool:
-        """Whether the blocks to visit come as lists."""
-        return self.form in ("lists", "bits")
+        return self.form == "rows"
 
     @property
     def of_numbers(self) -> bool:
@@ -142,7 +137,7 @@ def keys_of(problem: Problem) -> tuple[str, Band]:
     """
     band, every = band_of(problem), Band(None, None, 0, problem.seqlen_k)
     if band is None:
-        return ("rows" if problem.spec.region.predicate is None else "lists"), every
+        return ("rows" if problem.spec.region.predicate is None else "bits"), every
     dropout = problem.spec.dropout_p > 0
     if problem.packed or problem.paged:
         return served_form(band.form, problem), band
@@ -200,24 +195,21 @@ def mean_keys_per_query(problem: Problem) -> float:
     return sum(seen((n + 0.5) / 16 * (seqlen_q - 1)) for n in range(16)) / 16
 
 
-def why_no_bits(problem: Problem, crossing: int, by_columns: bool = False, scored: bool = False) -> str:
-    """The reason why a mask's predicate is traced into a kernel of its own; empty: a bit for each pair of a partial tile says what is
-    kept, and one kernel serves all masks.
+def bits_serve(problem: Problem, crossing: int, by_columns: bool = False, scored: bool = False) -> bool:
+    """Whether a bit for each pair of a partial tile can say what a mask keeps.
 
     Args:
         crossing, by_columns: of the kernel's tiles, as :class:`tilewise.planning.bit_tiles.BitTiles` has them.
         scored: whether the kernel computes the problem's score.
     """
     if (problem.spec.score is not None and not scored) or problem.spec.dropout_p:
-        return "kernels that read a bit for each pair take neither a score, other than a bias by pair, nor dropout"
-    if not scored:  # the call runs in pieces (:mod:`tilewise.backends.hopper.pieces`)
-        return ""
-    size = bytes_of_bits(problem, crossing, by_columns)
-    return f"a bit for each pair may take {size >> 20} MiB, more than {BUDGET >> 20}" if size > BUDGET else ""
+        return False
+    # Without a score the call runs in pieces (:mod:`tilewise.backends.hopper.pieces`).
+    return not scored or bytes_of_bits(problem, crossing, by_columns) <= BUDGET
 
 
 def bytes_of_bits(problem: Problem, crossing: int, by_columns: bool = False) -> int:
-    """The most bytes that the bits of a problem's mask take, as :func:`why_no_bits` has the arguments."""
+    """The most bytes that the bits of a problem's mask take, as :func:`bits_serve` has the arguments."""
     shape = problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k
     return bits_bytes(problem.spec.region, shape, crossing, by_columns, problem.extras)
 
@@ -301,17 +293,15 @@ def reasons_of_slopes(problem: Problem) -> list[str] | None:
 
 @dataclass(frozen=True)
 class Traced:
-    """The expressions that are compiled into a kernel, as :func:`tilewise.expr.to_text` prints them; "" where there is none.
+    """The score that is compiled into a kernel, as :func:`tilewise.expr.to_text` prints it; "" where there is none.
 
     Attributes:
-        keep: the mask's predicate.
         score: the expression that the scores become.
-        leaves: the dtype and number of dimensions of each tensor that they read, in order: "float32:2 bool:4".
-        numbers: the kind of each of their numbers, in order: "f" or "i".
+        leaves: the dtype and number of dimensions of each tensor that it reads, in order: "float32:2 bool:4".
+        numbers: the kind of each of its numbers, in order: "f" or "i".
         reads: how many tensor elements a pair reads that no other pair shares.
     """
 
-    keep: str = ""
     score: str = ""
     leaves: str = ""
     numbers: str = ""
@@ -354,7 +344,7 @@ PLAIN = Traced()
 
 @dataclass(frozen=True)
 class Expressions:
-    """The traced expressions of a problem: the kernel's part, the places of its leaves among the extras, and the values of its numbers."""
+    """The traced score of a problem: the kernel's part, the places of its leaves among the extras, and the values of its numbers."""
 
     traced: Traced
     slots: tuple[int, ...]
@@ -362,17 +352,15 @@ class Expressions:
 
     @classmethod
     def of(cls, problem: Problem) -> Expressions:
-        """The expressions of a problem's predicate, and of its score unless that is a softcap."""
-        trees = problem.spec.region.predicate, (problem.spec.score if is_traced(problem) else None)
-        reads = expr.lookups(*(e for e in trees if e is not None))
-        slots, numbers = list(dict.fromkeys(e.args[0][1] for e in reads)), []
-
-        def text(e: Expr | None) -> str:
-            return "" if e is None else str(expr.parse(str(expr.abstract(e, numbers)), slots.index))
-
-        keep, score = map(text, trees)
+        """The expressions of a problem's score, unless that is a softcap."""
+        if not is_traced(problem):
+            return cls(PLAIN, (), ())
+        tree, numbers = problem.spec.score, []
+        reads = expr.lookups(tree)
+        slots = list(dict.fromkeys(e.args[0][1] for e in reads))
+        score = str(expr.parse(str(expr.abstract(tree, numbers)), slots.index))
         facts = [problem.extras[n] for n in slots]
         leaves = " ".join(f"{str(t.dtype).removeprefix('torch.')}:{len(t.shape)}" for t in facts)
         kinds = "".join("f" if isinstance(n, float) else "i" for n in numbers)
         own = sum({"i", "j"} <= expr.depends_on(*e.args[1:]) for e in reads)
-        return cls(Traced(keep, score, leaves, kinds, own), tuple(slots), tuple(numbers))
+        return cls(Traced(score, leaves, kinds, own), tuple(slots), tuple(numbers))

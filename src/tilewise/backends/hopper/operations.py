@@ -1,4 +1,4 @@
-"""The operations of expressions that kernels can be traced with, by the kind of their result; known without the DSL.
+"""The operations of scores that kernels can be traced with, by the kind of their result; known without the DSL.
 
 A value is the name of the function that computes the operation: one of :mod:`tilewise.backends.hopper.kit.expression`, of
 Python's ``operator``, or of ``cute.math``.
@@ -16,7 +16,7 @@ FLOATS = {
 }  # fmt: skip
 WHOLES = {
     "add": "add", "sub": "sub", "mul": "mul", "floordiv": "floor_divide", "mod": "whole_remainder",
-    "pow": "whole_power", "and": "and_", "or": "or_", "xor": "xor", "not": "invert", "neg": "neg",
+    "pow": "whole_power", "and": "and_", "or": "or_", "xor": "xor", "not": "invert", "lshift": "lshift", "rshift": "rshift", "neg": "neg",
     "abs": "whole_abs", "sign": "whole_sign", "floor": "unchanged", "ceil": "unchanged", "round": "unchanged",
     "trunc": "unchanged", "maximum": "larger", "minimum": "smaller", "relu": "whole_relu", "int": "unchanged",
 }  # fmt: skip

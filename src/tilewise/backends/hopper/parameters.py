@@ -104,7 +104,6 @@ DROPOUT = Parameter("seed", INT64, (1,)), Parameter("threshold"), Parameter("kee
 # The fields by which a kernel learns a mask of a form; of other forms, the numbers of every launch tell it.
 MASK_FIELDS = {
     "rows": ("lo", "hi"),
-    "lists": ("lo", "hi", "blocks", "counts"),
     "bits": ("blocks", "work", "bits", "section"),
 }
 
@@ -115,10 +114,7 @@ def of_mask(form: str, rows: str, crossing: int, prefix: str = "") -> list[Param
     found = {
         "lo": Parameter("lo", INT32, (*HEADS, rows), 0),  # the key interval of every row
         "hi": Parameter("hi", INT32, (*HEADS, rows), 0),
-        "blocks": Parameter(
-            "blocks", INT32, (*HEADS, tiles, steps), 0
-        ),  # to visit, those first that need the predicate
-        "counts": Parameter("counts", INT32, (*HEADS, tiles, 2), 0),  # of blocks that need the predicate, and of all
+        "blocks": Parameter("blocks", INT32, (*HEADS, tiles, steps), 0),  # to visit, partial ones first
         # The lines of tiles, the order in which they are taken, and the bits of partial tiles (tilewise.planning.bit_tiles.BitTiles).
         "work": Parameter("work", INT32, (*HEADS, tiles, 4), 4, 16),
         "bits": Parameter("bits", INT32, (f"{prefix}partial", THREADS, words_of(crossing)), None, 16),
@@ -132,6 +128,9 @@ def of_mask(form: str, rows: str, crossing: int, prefix: str = "") -> list[Param
 STARTS = tuple(Parameter(name, INT32, ("starts",)) for name in ("cu_q", "cu_k"))  # where packed sequences begin
 SEEN = numbers("first", "last")  # keys before `first` or from `last` on are masked in every packed sequence
 QUEUE = Parameter("queue", INT32, (1,))  # how many tiles were taken after each CTA's first
+COUNTS = Parameter(
+    "counts", INT32, ("counts",)
+)  # of each sequence and key head, states that a decoding step has written
 LENGTHS = Parameter("seqlens_k", INT32, (ANY,), 0)  # keys of each sequence in pages
 PAGES = Parameter("block_table", INT32, (ANY, ANY), 0)  # (sequence, page of the sequence): pages of the pool
 # Pages of the pool, and rows from the beginning of a page to that of the next, in K and in V.

@@ -4,7 +4,7 @@ Kernels run on Hopper (sm_90). For NVIDIA's sm_80 and sm_100 and for AMD's gfx94
 
 Importing this module does not import Triton; the first question about a problem does. ``config`` chooses tiles, ``paging`` those over a
 paged cache, ``group_parts`` the programs that share the query heads of a key tile, and ``sheet`` the parts of dS to keep. ``tiles`` says
-how much shared memory they need. ``kernels/`` has the kernels, and ``host/`` launches them.
+how much shared memory they need, and ``reads`` what mask and score add to that. ``kernels/`` has the kernels, and ``host/`` launches them.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ from tilewise.backends.triton.config import (
     ONE_ORDER,
     Config,
     choose,
+    may_round,
     pair_sum_tiles,
     row_for,
-    tf32_allowed,
 )
 from tilewise.backends.triton.host import launch, runtime, tangent, tuned
 from tilewise.backends.triton.host.append import AppendLaunch
 from tilewise.backends.triton.host.listed import ListedCall
 from tilewise.backends.triton.host.plan import Memo, Plan
-from tilewise.backends.triton.kernels.distant import distances_read, parts_of
-from tilewise.backends.triton.kernels.leaf_reads import PairReads, described_lookup, predicate_blocks
+from tilewise.backends.triton.kernels.distant import parts_of
+from tilewise.backends.triton.kernels.leaf_reads import described_lookup
 from tilewise.backends.triton.kernels.writer import OPERATIONS
 from tilewise.backends.triton.paging import choose_paged, few_config
 from tilewise.backends.triton.tiles import fills_tiles
@@ -99,9 +99,9 @@ class Triton(Backend):
         self._tangent_plans = PerProblem(lambda problem: Memo())
 
     def unsupported(self, problem: Problem) -> list[str]:
-        if not installed():
-            return ["the package triton is not installed; pip install 'tilewise[triton]'"]
         reasons = device_reasons(problem.device)
+        if not installed():
+            return reasons
         if problem.dtype == torch.float64:
             reasons.append("float64: its kernels compute in float32")
         reasons += _width_reasons(problem) + _assembler_reasons(problem)
@@ -129,14 +129,12 @@ class Triton(Backend):
         return "" if self.override is not None else _told(p)
 
     def config(self, problem: Problem) -> Config:
-        if problem.paged:
-            return self.override or choose_paged(problem, tuned.passes(problem))
-        pairs = PairReads.of(problem)
-        blocks = predicate_blocks(problem)
-        measured = tuned.passes(problem)
         if self.override is not None:
             return self.override
-        chosen = choose(problem, pairs.bytes, measured, pairs.shared, blocks, distances_read(problem))
+        measured = tuned.passes(problem)
+        if problem.paged:
+            return choose_paged(problem, measured)
+        chosen = choose(problem, measured)
         on_gpu = problem.device.type != "cpu"
         return replace(chosen, few=few_config(problem, chosen.products)) if on_gpu else chosen
 
@@ -179,17 +177,15 @@ class Triton(Backend):
     def _tangent_plan(self, problem: Problem, along: Directions) -> tangent.TangentPlan:
         """Return the plan of the tangents of a problem and of its leaves that have one, under PyTorch's present tf32 setting."""
         moving = tuple(n for n in dict.fromkeys(problem.spec.score_slots) if along.leaves[n] is not None)
-        tf32 = problem.dtype == torch.float32 and tf32_allowed()
         plans = self._tangent_plans.of(problem)
-        return plans.of((moving, tf32), lambda: tangent.new_plan(problem, self.config(problem), moving))
+        return plans.of((moving, may_round(problem)), lambda: tangent.new_plan(problem, self.config(problem), moving))
 
     def appender(self, cache: Pages, k: Tensor, v: Tensor | None, cu_seqlens_q: Tensor | None) -> Appender | None:
         return AppendLaunch.of(cache, k, v, cu_seqlens_q) if _appends(cache, k, v) else None
 
     def _plan_of(self, problem: Problem) -> Plan | PieceCall:
         """Return the plan of a problem under PyTorch's present tf32 setting, which may change between two calls."""
-        tf32 = problem.dtype == torch.float32 and tf32_allowed()
-        return (self._tf32_plans if tf32 else self._plans).of(problem)
+        return (self._tf32_plans if may_round(problem) else self._plans).of(problem)
 
     def _plan(self, problem: Problem) -> Plan | PieceCall:
         make, values = self._decided(problem)
@@ -219,10 +215,12 @@ def _told(p: Problem) -> str:
 
 def _appends(cache: Pages, k: Tensor, v: Tensor | None) -> bool:
     unit = all(x is None or x.stride(-1) == 1 for x in (*cache[:2], k, v))
-    return installed() and not device_reasons(k.device) and unit
+    return unit and not device_reasons(k.device)
 
 
 def device_reasons(device: torch.device) -> list[str]:
+    if not installed():
+        return ["the package triton is not installed; pip install 'tilewise[triton]'"]
     if device.type == "cpu" and interpreting():
         return []
     if device.type != "cuda":
@@ -237,8 +235,6 @@ def device_reasons(device: torch.device) -> list[str]:
 
 def _order_reasons(problem: Problem) -> list[str]:
     """Return why the sums of a row like this problem's have no one order in all calls. Lengths, pages and packing play no part."""
-    reasons = [] if installed() else ["the package triton is not installed; pip install 'tilewise[triton]'"]
-    reasons = reasons or device_reasons(problem.device)
     interpreted, dims = problem.device.type == "cpu", (problem.head_dim, problem.head_dim_v)
     has = {
         f"{problem.dtype}: 16 bits have it": problem.dtype.itemsize != 2 and not interpreted,
@@ -248,7 +244,8 @@ def _order_reasons(problem: Problem) -> list[str]:
         "a score that reads tensors or positions": problem.spec.score is not None
         and bool(expr.depends_on(problem.spec.score) - {"s"} or expr.lookups(problem.spec.score)),
     }
-    return reasons + [f'deterministic="everywhere" with {what}' for what, applies in has.items() if applies]
+    reasons = [f'deterministic="everywhere" with {what}' for what, applies in has.items() if applies]
+    return device_reasons(problem.device) + reasons
 
 
 def _width_reasons(problem: Problem) -> list[str]:

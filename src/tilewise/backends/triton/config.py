@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import torch
 
 from tilewise import device as devices
 from tilewise import expr
 from tilewise.backends.triton.group_parts import group_parts
+from tilewise.backends.triton.reads import PairReads, near_of_all, predicate_blocks
 from tilewise.backends.triton.tiles import (
     OVER_KEYS,
     Streams,
@@ -23,8 +24,6 @@ from tilewise.backends.triton.tiles import (
 )
 from tilewise.distances import reads_by_distance
 from tilewise.problem import Problem
-
-OVERLAPPING = ("sm90", "sm100")  # the devices with programmatic dependent launch
 
 # Matrix units multiply no fp32. A sum of three bf16 terms holds an fp32 exactly. Of the nine products of two factors' terms, six give
 # the fp32 product; the other three are below 2^-24 of it (Henry, Tang, Heinecke: Leveraging the bfloat16 Artificial
@@ -43,7 +42,6 @@ class Config:
         few: of a forward whose query heads share tiles, or whose keys are split (``paging.few_config``); None: it is as any other.
         group_parts: programs of the backward that share the query heads of a key tile (:mod:`group_parts`).
         beside: batch elements and heads whose programs for one tile run side by side.
-        overlapping: whether a kernel may begin before the previous one in the stream ends (``host.plan.Role``).
         products: of fp32: "ieee" (arithmetic units), "tf32", or "bf16x6" (TERMS bf16 terms).
     """
 
@@ -54,7 +52,6 @@ class Config:
     few: Config | None = None
     group_parts: int = 1
     beside: tuple[int, int] = (1, 1)
-    overlapping: bool = False
     products: str = "ieee"
 
     @property
@@ -105,89 +102,69 @@ def _wide(column_parts: int) -> tuple[Tiles, Tiles, Tiles, Tiles]:
     return over_queries, over_keys, over_queries, over_keys
 
 
-@dataclass(frozen=True)
-class Row:
-    """The tiles of each pass for head dims up to ``head_dim``, the larger of q's and v's; as in :class:`Config`."""
-
-    head_dim: int
-    forward: Tiles
-    dkdv: Tiles
-    dq: Tiles
-    dv: Tiles | None = None
-
-    @property
-    def passes(self) -> dict[str, Tiles]:
-        """Tiles by the name of each pass."""
-        return Config(self.forward, self.dkdv, self.dq, self.dv).passes
-
-
-# A problem takes the first row of a table that holds its head dim. The last rows of half precision are for multi-head latent attention:
-# 512 and 64 rotary columns of q and k, 512 of v.
-_HALF_SM90 = (
+# Tables have tiles by head dim, the larger of q's and v's: a problem takes the first row that holds its own (:func:`row_for`). The last
+# rows of half precision are for multi-head latent attention: 512 and 64 rotary columns of q and k, 512 of v.
+_HALF_SM90 = {
     # With at most 168 registers a third program runs, which matters beside predicates (docs/decisions.md#triton-two-programs).
-    Row(64, Tiles(64, 128, 4, 2, tma=True, registers=168), _tma(64, 64, 4, 3), _tma(64, 64, 4, 3)),
-    Row(96, _tma(64, 128, 4, 2), _tma(64, 64, 4, 3), _tma(64, 64, 4, 3)),
-    Row(128, _tma(64, 64, 4, 3), _tma(64, 64, 4, 2), _tma(128, 64, 8, 3)),
-    Row(
-        160,
+    64: Config(Tiles(64, 128, 4, 2, tma=True, registers=168), _tma(64, 64, 4, 3), _tma(64, 64, 4, 3)),
+    96: Config(_tma(64, 128, 4, 2), _tma(64, 64, 4, 3), _tma(64, 64, 4, 3)),
+    128: Config(_tma(64, 64, 4, 3), _tma(64, 64, 4, 2), _tma(128, 64, 8, 3)),
+    160: Config(
         forward=_tma(128, 64, 8, 3),
         dkdv=_tma(64, 128, 8, 3),
         dq=_tma(128, 64, 8, 3),
         dv=_tma(64, 128, 8, 3),
     ),
-    Row(
-        192,
+    192: Config(
         forward=_tma(128, 64, 8, 3),
         dkdv=_tma(64, 128, 8, 2),
         dq=_tma(64, 64, 4, 3),
         dv=_tma(64, 128, 8, 3),
     ),
-    Row(256, _tma(128, 64, 8, 2), _tma(64, 64, 8, 2), _tma(128, 32, 8, 3)),
-    Row(
-        512,
+    256: Config(_tma(128, 64, 8, 2), _tma(64, 64, 8, 2), _tma(128, 32, 8, 3)),
+    512: Config(
         forward=_tma(64, 64, 8, 1),
         dkdv=_tma(32, 64, 8, 1),
         dq=Tiles(64, 32, 8, 1),
         dv=_tma(32, 64, 8, 1),
     ),
-    Row(576, _tma(64, 32, 8, 2), Tiles(32, 32, 8, 1), Tiles(32, 32, 8, 1), Tiles(32, 32, 8, 1)),
-)
-_HALF_SM80 = (
-    Row(64, Tiles(128, 64, 4, 3), Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
-    Row(128, Tiles(128, 32, 4, 3), Tiles(32, 64, 4, 2), Tiles(64, 32, 4, 2)),
+    576: Config(_tma(64, 32, 8, 2), Tiles(32, 32, 8, 1), Tiles(32, 32, 8, 1), Tiles(32, 32, 8, 1)),
+}
+_HALF_SM80 = {
+    64: Config(Tiles(128, 64, 4, 3), Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
+    128: Config(Tiles(128, 32, 4, 3), Tiles(32, 64, 4, 2), Tiles(64, 32, 4, 2)),
     # dK dV in pieces of 128 + 32 takes twice the products of 128 + 64, and ptxas runs out of registers.
-    Row(160, Tiles(64, 32, 4, 1), Tiles(32, 32, 4, 1, padded=True), Tiles(32, 32, 4, 1)),
-    Row(256, Tiles(64, 32, 4, 1), Tiles(32, 32, 4, 1), Tiles(32, 32, 4, 1)),
-    Row(512, Tiles(32, 16, 4, 1), Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1)),
-    Row(576, Tiles(32, 16, 4, 1), Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1)),
-)
-_HALF_AMD = (
-    Row(64, Tiles(128, 64, 4, 2), Tiles(64, 64, 4, 1), Tiles(64, 64, 4, 1)),
-    Row(128, Tiles(128, 32, 4, 1), Tiles(32, 64, 4, 1), Tiles(64, 32, 4, 1)),
-    Row(256, Tiles(64, 32, 4, 1), Tiles(32, 32, 4, 1), Tiles(32, 32, 4, 1)),
-    Row(512, Tiles(32, 16, 4, 1), Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1)),
-    Row(576, *[Tiles(16, 16, 4, 1)] * 3),
-)
-_FLOAT = (
-    Row(64, _padded(64, 32, 4, 2), _padded(32, 32, 4, 1), _padded(32, 32, 4, 1)),
-    Row(128, _padded(32, 32, 4, 2), _padded(32, 32, 4, 1), _padded(32, 32, 4, 1)),
-    Row(256, _padded(32, 16, 4, 1), _padded(16, 16, 4, 1), _padded(16, 16, 4, 1)),
-    Row(512, *[Tiles(16, 16, 4, 1)] * 3),
-)
-_BF16X6_SM90 = (
-    Row(32, *[_tma(64, 64, 4, 2)] * 3),
+    160: Config(Tiles(64, 32, 4, 1), Tiles(32, 32, 4, 1, padded=True), Tiles(32, 32, 4, 1)),
+    256: Config(Tiles(64, 32, 4, 1), Tiles(32, 32, 4, 1), Tiles(32, 32, 4, 1)),
+    512: Config(Tiles(32, 16, 4, 1), Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1)),
+    576: Config(Tiles(32, 16, 4, 1), Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1)),
+}
+_HALF_AMD = {
+    64: Config(Tiles(128, 64, 4, 2), Tiles(64, 64, 4, 1), Tiles(64, 64, 4, 1)),
+    128: Config(Tiles(128, 32, 4, 1), Tiles(32, 64, 4, 1), Tiles(64, 32, 4, 1)),
+    256: Config(Tiles(64, 32, 4, 1), Tiles(32, 32, 4, 1), Tiles(32, 32, 4, 1)),
+    512: Config(Tiles(32, 16, 4, 1), Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1)),
+    576: Config(*[Tiles(16, 16, 4, 1)] * 3),
+}
+_FLOAT = {
+    64: Config(_padded(64, 32, 4, 2), _padded(32, 32, 4, 1), _padded(32, 32, 4, 1)),
+    128: Config(_padded(32, 32, 4, 2), _padded(32, 32, 4, 1), _padded(32, 32, 4, 1)),
+    256: Config(_padded(32, 16, 4, 1), _padded(16, 16, 4, 1), _padded(16, 16, 4, 1)),
+    512: Config(*[Tiles(16, 16, 4, 1)] * 3),
+}
+_BF16X6_SM90 = {
+    32: Config(*[_tma(64, 64, 4, 2)] * 3),
     # Two programs run on a multiprocessor with at most 128 registers. Triton 3.7 takes 133, 3.9 135: 11.8 ms instead of 7.9 (N 4096, H200).
-    Row(64, Tiles(128, 32, 8, 2, tma=True, registers=128), _tma(32, 64, 4, 2), _tma(64, 32, 4, 2)),
-    Row(96, *[_chunks(64, 64, 4, 3, chunk=32)] * 3),
-    Row(128, *[_chunks(64, 64, 4, 2)] * 3),
-    Row(256, *_wide(column_parts=1)),
-    Row(512, *_wide(column_parts=2)),
-)
-_TF32_SM90 = (
-    Row(64, _tma(128, 32, 8, 2), _tma(64, 64, 4, 2), _tma(128, 32, 8, 2)),
-    Row(128, _tma(128, 64, 8, 2), _tma(32, 128, 8, 1), _tma(128, 32, 8, 2)),
-    *_FLOAT[2:],
-)
+    64: Config(Tiles(128, 32, 8, 2, tma=True, registers=128), _tma(32, 64, 4, 2), _tma(64, 32, 4, 2)),
+    96: Config(*[_chunks(64, 64, 4, 3, chunk=32)] * 3),
+    128: Config(*[_chunks(64, 64, 4, 2)] * 3),
+    256: Config(*_wide(column_parts=1)),
+    512: Config(*_wide(column_parts=2)),
+}
+_TF32_SM90 = _FLOAT | {
+    64: Config(_tma(128, 32, 8, 2), _tma(64, 64, 4, 2), _tma(128, 32, 8, 2)),
+    128: Config(_tma(128, 64, 8, 2), _tma(32, 128, 8, 1), _tma(128, 32, 8, 2)),
+}
 # By architecture, and within it "half", for fp16 and bf16, or how products of fp32 are computed (Config.products).
 TABLE = {
     "sm80": {"half": _HALF_SM80, "ieee": _FLOAT},
@@ -199,169 +176,138 @@ NEVER_RUN = {"sm80": "sm_80", "sm100": "sm_100", "amd": "AMD"}
 """Architectures whose kernels are compiled in tests and have never run, and what users call them; their tiles are not measured."""
 # The bytes of shared memory that one program may have, on the data-centre devices of each table.
 SHARED_MEMORY = {"sm80": 163 << 10, "sm90": 227 << 10, "sm100": 227 << 10, "amd": 64 << 10}
-MAX_HEAD_DIM = min(tables["ieee"][-1].head_dim for tables in TABLE.values())
-MAX_LATENT_DIM = min(tables["half"][-1].head_dim for tables in TABLE.values())  # of q and k in half precision
+MAX_HEAD_DIM = min(max(tables["ieee"]) for tables in TABLE.values())
+MAX_LATENT_DIM = min(max(tables["half"]) for tables in TABLE.values())  # of q and k in half precision
 # The largest head dim at which tiles of three terms fit; on other devices those of _FLOAT with terms.
-TERMS_HEAD_DIM = {"sm90": _BF16X6_SM90[-1].head_dim}
+TERMS_HEAD_DIM = {"sm90": max(_BF16X6_SM90)}
 OTHER_TERMS_HEAD_DIM = 256
 TF32_HEAD_DIM = {"sm90": 128}  # beyond it terms are faster than tf32, and exact
 # The interpreter takes about 5 ms a step with any tile. Small problems should still have several tiles.
 INTERPRETED = Config(Tiles(64, 64, 4, 1), Tiles(64, 64, 4, 1), Tiles(64, 64, 4, 1))
 
 
-def table(arch: str, itemsize: int, products: str = "ieee") -> tuple[Row, ...]:
+def table(arch: str, itemsize: int, products: str = "ieee") -> dict[int, Config]:
     """Return the rows of an architecture for elements of this size."""
     tables = TABLE[arch]
     return tables["half"] if itemsize == 2 else tables.get(products, tables["ieee"])
-
-
-@dataclass(frozen=True)
-class Choices:
-    """Tiles to try for head dims up to ``head_dim``, by kernel; a kernel without a choice has none."""
-
-    head_dim: int
-    forward: tuple[Tiles, ...] = ()
-    dkdv: tuple[Tiles, ...] = ()
-    dk: tuple[Tiles, ...] = ()
-    dv: tuple[Tiles, ...] = ()
-    dq: tuple[Tiles, ...] = ()
-    tile: tuple[Tiles, ...] = ()
-
-    @property
-    def kernels(self) -> dict[str, tuple[Tiles, ...]]:
-        """The choices by the name of their kernel, without empty ones."""
-        named = {x.name: getattr(self, x.name) for x in fields(self) if x.name != "head_dim"}
-        return {name: tiles for name, tiles in named.items() if tiles}
 
 
 def _tmas(*rows: tuple[int, int, int, int]) -> tuple[Tiles, ...]:
     return tuple(_tma(*row) for row in rows)
 
 
-# What `tilewise tune` measures and tests/judge checks, by architecture; half precision. Rows that
-# lost on an H200 are in docs/tried.md, not here.
+# The tables that follow are of half precision, by architecture and head dim (:func:`special`).
+
+# What `tilewise tune` measures and tests/judge checks, by pass. Rows that lost on an H200 are in docs/tried.md, not here.
 CANDIDATES = {
-    "sm90": (
-        Choices(
-            64,
-            forward=_tmas((64, 128, 4, 2), (64, 128, 4, 3), (64, 64, 4, 4)),
-            dkdv=_tmas((64, 64, 4, 3), (64, 128, 8, 3), (32, 128, 4, 3), (32, 64, 4, 4)),
-            dk=_tmas((64, 64, 4, 3)),
-            dv=_tmas((64, 64, 4, 3)),
-            dq=_tmas((128, 64, 4, 3), (64, 64, 4, 3), (128, 128, 8, 3), (128, 64, 8, 3), (64, 128, 4, 3)),
-        ),
-        Choices(
-            80,
-            forward=(*_tmas((128, 128, 8, 3), (64, 128, 4, 2), (128, 64, 4, 3)), _padded(128, 128, 8, 2)),
-            dkdv=(*_tmas((64, 64, 4, 3), (32, 64, 4, 3), (64, 128, 8, 3)), _padded(32, 64, 4, 3)),
-            dk=_tmas((64, 64, 4, 3)),
-            dv=_tmas((64, 64, 4, 3)),
-            dq=(*_tmas((128, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 3)), _padded(128, 64, 8, 3)),
-        ),
-        Choices(
-            96,
-            forward=(*_tmas((128, 128, 8, 3), (64, 128, 4, 2)), _padded(128, 128, 8, 2)),
-            dkdv=(*_tmas((32, 64, 4, 3), (64, 128, 8, 3), (64, 64, 4, 3)), _padded(32, 64, 4, 3)),
-            dk=_tmas((64, 128, 8, 3)),
-            dv=_tmas((64, 128, 8, 3)),
-            dq=(*_tmas((128, 64, 8, 3), (64, 64, 4, 3)), _padded(128, 64, 8, 3)),
-        ),
-        Choices(
-            128,
-            forward=_tmas((128, 128, 8, 3), (128, 128, 8, 2), (64, 128, 4, 2), (64, 64, 4, 3)),
-            dkdv=_tmas(
+    "sm90": {
+        64: {
+            "forward": _tmas((64, 128, 4, 2), (64, 128, 4, 3), (64, 64, 4, 4)),
+            "dkdv": _tmas((64, 64, 4, 3), (64, 128, 8, 3), (32, 128, 4, 3), (32, 64, 4, 4)),
+            "dk": _tmas((64, 64, 4, 3)),
+            "dv": _tmas((64, 64, 4, 3)),
+            "dq": _tmas((128, 64, 4, 3), (64, 64, 4, 3), (128, 128, 8, 3), (128, 64, 8, 3), (64, 128, 4, 3)),
+        },
+        80: {
+            "forward": (*_tmas((128, 128, 8, 3), (64, 128, 4, 2), (128, 64, 4, 3)), _padded(128, 128, 8, 2)),
+            "dkdv": (*_tmas((64, 64, 4, 3), (32, 64, 4, 3), (64, 128, 8, 3)), _padded(32, 64, 4, 3)),
+            "dk": _tmas((64, 64, 4, 3)),
+            "dv": _tmas((64, 64, 4, 3)),
+            "dq": (*_tmas((128, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 3)), _padded(128, 64, 8, 3)),
+        },
+        96: {
+            "forward": (*_tmas((128, 128, 8, 3), (64, 128, 4, 2)), _padded(128, 128, 8, 2)),
+            "dkdv": (*_tmas((32, 64, 4, 3), (64, 128, 8, 3), (64, 64, 4, 3)), _padded(32, 64, 4, 3)),
+            "dk": _tmas((64, 128, 8, 3)),
+            "dv": _tmas((64, 128, 8, 3)),
+            "dq": (*_tmas((128, 64, 8, 3), (64, 64, 4, 3)), _padded(128, 64, 8, 3)),
+        },
+        128: {
+            "forward": _tmas((128, 128, 8, 3), (128, 128, 8, 2), (64, 128, 4, 2), (64, 64, 4, 3)),
+            "dkdv": _tmas(
                 (32, 64, 4, 3), (64, 64, 4, 2), (64, 128, 8, 3), (32, 128, 8, 3), (64, 128, 8, 2), (128, 64, 8, 2)
             ),
-            dk=_tmas((64, 128, 8, 3), (64, 64, 4, 3)),
-            dv=_tmas((64, 128, 8, 3), (64, 64, 4, 3)),
-            dq=_tmas((128, 64, 8, 3), (64, 64, 4, 2), (128, 128, 8, 2), (64, 128, 4, 2)),
-        ),
-        Choices(
-            160,
-            forward=(*_tmas((128, 128, 8, 2), (128, 64, 8, 3)), _padded(128, 64, 8, 2)),
-            dkdv=_tmas((64, 64, 4, 3)),
-            dk=(*_tmas((64, 128, 8, 3), (32, 128, 8, 3)), _padded(32, 128, 8, 3)),
-            dv=(*_tmas((64, 128, 8, 3), (64, 64, 4, 3)), _padded(64, 128, 8, 2)),
-            dq=(*_tmas((128, 64, 8, 3), (64, 64, 4, 3)), _padded(128, 32, 8, 3)),
-        ),
-        Choices(
-            192,
-            forward=(*_tmas((128, 128, 8, 2), (128, 64, 8, 3)), _padded(128, 64, 8, 2)),
-            dkdv=_tmas((64, 64, 4, 3)),
-            dk=(*_tmas((64, 128, 8, 2), (64, 64, 4, 3), (32, 128, 8, 3)), _padded(32, 128, 8, 3)),
-            dv=(*_tmas((64, 128, 8, 3), (64, 64, 4, 3)), _padded(64, 128, 8, 2)),
-            dq=(*_tmas((128, 64, 8, 2), (64, 64, 4, 3), (128, 32, 8, 3)), _padded(128, 32, 8, 3)),
-        ),
-        Choices(
-            256,
-            forward=_tmas((128, 64, 8, 2), (64, 64, 4, 2)),
-            dkdv=_tmas((64, 64, 8, 2), (32, 64, 8, 3)),
-            dk=_tmas((32, 128, 8, 3), (64, 64, 8, 2), (32, 64, 4, 3)),
-            dv=_tmas((32, 128, 8, 3), (64, 128, 8, 2), (64, 64, 4, 3), (64, 64, 4, 2)),
-            dq=_tmas((128, 32, 8, 3), (64, 64, 4, 2), (64, 32, 4, 3)),
-        ),
-    )
+            "dk": _tmas((64, 128, 8, 3), (64, 64, 4, 3)),
+            "dv": _tmas((64, 128, 8, 3), (64, 64, 4, 3)),
+            "dq": _tmas((128, 64, 8, 3), (64, 64, 4, 2), (128, 128, 8, 2), (64, 128, 4, 2)),
+        },
+        160: {
+            "forward": (*_tmas((128, 128, 8, 2), (128, 64, 8, 3)), _padded(128, 64, 8, 2)),
+            "dkdv": _tmas((64, 64, 4, 3)),
+            "dk": (*_tmas((64, 128, 8, 3), (32, 128, 8, 3)), _padded(32, 128, 8, 3)),
+            "dv": (*_tmas((64, 128, 8, 3), (64, 64, 4, 3)), _padded(64, 128, 8, 2)),
+            "dq": (*_tmas((128, 64, 8, 3), (64, 64, 4, 3)), _padded(128, 32, 8, 3)),
+        },
+        192: {
+            "forward": (*_tmas((128, 128, 8, 2), (128, 64, 8, 3)), _padded(128, 64, 8, 2)),
+            "dkdv": _tmas((64, 64, 4, 3)),
+            "dk": (*_tmas((64, 128, 8, 2), (64, 64, 4, 3), (32, 128, 8, 3)), _padded(32, 128, 8, 3)),
+            "dv": (*_tmas((64, 128, 8, 3), (64, 64, 4, 3)), _padded(64, 128, 8, 2)),
+            "dq": (*_tmas((128, 64, 8, 2), (64, 64, 4, 3), (128, 32, 8, 3)), _padded(128, 32, 8, 3)),
+        },
+        256: {
+            "forward": _tmas((128, 64, 8, 2), (64, 64, 4, 2)),
+            "dkdv": _tmas((64, 64, 8, 2), (32, 64, 8, 3)),
+            "dk": _tmas((32, 128, 8, 3), (64, 64, 8, 2), (32, 64, 4, 3)),
+            "dv": _tmas((32, 128, 8, 3), (64, 128, 8, 2), (64, 64, 4, 3), (64, 64, 4, 2)),
+            "dq": _tmas((128, 32, 8, 3), (64, 64, 4, 2), (64, 32, 4, 3)),
+        },
+    }
 }
-
-
 # If a tensor is read for every pair, the first of these tiles that fits replaces the table's. With the tensor's tiles, dQ's eight warps
-# have no room for a third stage. "dkdv" is for elements wider than q's, with which two programs of 64 x 64 do not fit. "tile" sums the
-# gradient of such a tensor over the axes of its broadcast. docs/decisions.md#triton-pair-tiles
+# have no room for a third stage. "dkdv" is for elements wider than q's, with which two programs of 64 x 64 do not fit.
+# docs/decisions.md#triton-pair-tiles
+_PAIRED_FORWARD = _tmas((64, 64, 4, 3), (128, 64, 8, 3))
 PAIRED = {
-    "sm90": (
-        Choices(
-            64,
-            forward=_tmas((64, 64, 4, 3), (128, 64, 8, 3)),
-            dkdv=_tmas((64, 64, 4, 3)),
-            dq=_tmas((64, 64, 4, 3)),
-            tile=(Tiles(128, 64, 8, 2),),
-        ),
-        Choices(
-            128,
-            forward=_tmas((64, 64, 4, 3), (128, 64, 8, 3)),
-            dkdv=_tmas((32, 64, 4, 3)),
-            dq=_tmas((64, 64, 4, 3)),
-            tile=(Tiles(128, 64, 8, 2),),
-        ),
-    )
+    "sm90": {
+        64: {"forward": _PAIRED_FORWARD, "dkdv": _tmas((64, 64, 4, 3)), "dq": _tmas((64, 64, 4, 3))},
+        128: {"forward": _PAIRED_FORWARD, "dkdv": _tmas((32, 64, 4, 3)), "dq": _tmas((64, 64, 4, 3))},
+    }
 }
-# Tiles for a tensor that is read by distance; ALL_DISTANT if no tile is far from the diagonal. dK dV at D 128 spills with tiles of
-# 64 x 64, and with 128 keys the forward reads each number twice. docs/decisions.md#triton-diagonals
-DISTANT = {"sm90": (Choices(64), Choices(128, dkdv=_tmas((32, 64, 4, 3))))}
-ALL_DISTANT = {"sm90": (Choices(64, forward=_tmas((64, 64, 4, 3))), *DISTANT["sm90"][1:])}
+# Of the kernel that sums the gradient of such a tensor over the axes of its broadcast.
+PAIR_SUMS = {"sm90": {128: Tiles(128, 64, 8, 2)}}
+# Tiles for a tensor that is read by distance, by pass; ALL_DISTANT if no tile is far from the diagonal. dK dV at D 128 spills with tiles
+# of 64 x 64, and with 128 keys the forward reads each number twice. docs/decisions.md#triton-diagonals
+DISTANT = {"sm90": {64: {}, 128: {"dkdv": _tma(32, 64, 4, 3)}}}
+ALL_DISTANT = {"sm90": DISTANT["sm90"] | {64: {"forward": _tma(64, 64, 4, 3)}}}
 # The pairs of a batch element and head in a short sequence; longer ones have tiles enough for lists of them.
 WINDOW_PAIRS = 1 << 16
-# Of a predicate over short sequences, all of whose tiles are partial, beside a tensor that is read for every pair
+# Of the forward of a predicate over short sequences, all of whose tiles are partial, beside a tensor that is read for every pair
 # (docs/decisions.md#triton-windows).
-WINDOWS = {"sm90": (Choices(32, forward=_tmas((64, 32, 4, 2))),)}
+WINDOWS = {"sm90": {32: _tma(64, 32, 4, 2)}}
 # v is a view of k, and a tile of rows has many heads of one query (docs/decisions.md#triton-pages).
-LATENT = {"sm90": (Choices(576, forward=_tmas((64, 64, 8, 2))),)}
+LATENT = {"sm90": {576: _tma(64, 64, 8, 2)}}
 # A chunk of queries over e4m3 numbers without a scale for each key: with more rows, fewer tiles convert each key
 # (docs/decisions.md#triton-pages).
-E4M3 = {"sm90": (Choices(96), Choices(128, forward=_tmas((128, 64, 8, 3))))}
-# One query's heads share a tile: few rows, and as many loads in flight as fit. Half precision.
-DECODING = {
-    "sm90": (
-        Choices(64, forward=_tmas((64, 128, 4, 3))),
-        Choices(128, forward=_tmas((64, 64, 4, 3))),
-        Choices(256, forward=_tmas((64, 32, 4, 3))),
-    )
-}
+E4M3 = {"sm90": {96: None, 128: _tma(128, 64, 8, 3)}}
+# One query's heads share a tile: few rows, and as many loads in flight as fit.
+DECODING = {"sm90": {64: _tma(64, 128, 4, 3), 128: _tma(64, 64, 4, 3), 256: _tma(64, 32, 4, 3)}}
+
 # One query and one head in fp32: no matrix instruction has so few rows (docs/decisions.md#triton-one-row).
-ONE_ROW = (
-    Choices(128, forward=(Tiles(1, 64, 4, 1),)),
-    Choices(256, forward=(Tiles(1, 64, 8, 1),)),
-    Choices(512, forward=(Tiles(1, 32, 8, 1),)),
-)
+ONE_ROW = {128: Tiles(1, 64, 4, 1), 256: Tiles(1, 64, 8, 1), 512: Tiles(1, 32, 8, 1)}
+# Queries and keys of a tile of all calls that are deterministic everywhere; on a GPU with products of 64 rows, however few count. Half
+# precision. Of wide heads, 64 keys or eight warps gave other bits over pages than dense (docs/tried.md).
+ONE_ORDER = {128: _tma(64, 64, 4, 3), 256: _tma(64, 32, 4, 2)}
+
+Found = TypeVar("Found")
 
 
-AnyRow = TypeVar("AnyRow", Row, Choices)
-
-
-def row_for(rows: Sequence[AnyRow], problem: Problem) -> AnyRow | None:
+def row_for(rows: Mapping[int, Found], problem: Problem) -> Found | None:
     """Return the first row that holds a problem's head dims, or None."""
     widest = max(problem.head_dim, problem.head_dim_v)
-    return next((row for row in rows if widest <= row.head_dim), None)
+    return next((found for head_dim, found in rows.items() if widest <= head_dim), None)
+
+
+def tabled(problem: Problem, products: str) -> Config:
+    """Return :data:`TABLE`'s row for a problem; the last one for head dims that are refused."""
+    rows = table(architecture(problem.device), problem.dtype.itemsize, products)
+    return row_for(rows, problem) or rows[max(rows)]
+
+
+def special(table: Mapping[str, Mapping[int, Found]], problem: Problem) -> Found | None:
+    """Return the row of a table of half precision for a problem on its device, or None."""
+    rows = table.get(architecture(problem.device), {}) if problem.dtype.itemsize == 2 else {}
+    return row_for(rows, problem)
 
 
 def tf32_allowed() -> bool:
@@ -429,12 +375,12 @@ def preceded(passes: dict[str, Tiles], measured: dict[str, Tiles]) -> dict[str, 
 BESIDE = 4  # programs that read one tile of a pair tensor while it is in the L2: docs/decisions.md#triton-beside
 
 
-def beside(problem: Problem, shared: frozenset[str]) -> tuple[int, int]:
+def beside(problem: Problem) -> tuple[int, int]:
     """Return the batch elements and the key heads, at most BESIDE, whose programs run side by side.
 
-    They share a tensor that is read for every pair, so that it comes from DRAM once. ``shared`` holds "b" if the tensor is the same for
-    all batch elements, and "h" if it is the same for all heads.
+    They share a tensor that is read for every pair, so that it comes from DRAM once.
     """
+    shared = PairReads.of(problem).shared
     some_b = divisor(problem.batch, BESIDE) if "b" in shared and not problem.packed else 1
     return some_b, divisor(problem.heads_k, BESIDE // some_b) if "h" in shared else 1
 
@@ -444,47 +390,30 @@ def divisor(n: int, most: int) -> int:
     return max(d for d in range(1, most + 1) if n % d == 0)
 
 
-# Queries and keys of a tile of all calls that are deterministic everywhere; on a GPU with products of 64 rows, however few count. Half
-# precision. Of wide heads, 64 keys or eight warps gave other bits over pages than dense (docs/tried.md).
-ONE_ORDER = (Choices(128, forward=_tmas((64, 64, 4, 3))), Choices(256, forward=_tmas((64, 32, 4, 2))))
-
-
 def of_one_order(problem: Problem) -> Tiles:
     """Return the forward's tiles of a call that is deterministic everywhere."""
-    return INTERPRETED.forward if problem.device.type == "cpu" else row_for(ONE_ORDER, problem).forward[0]
+    return INTERPRETED.forward if problem.device.type == "cpu" else row_for(ONE_ORDER, problem)
 
 
-def choose(
-    problem: Problem,
-    pair_bytes: int = 0,
-    measured: dict[str, Tiles] | None = None,
-    shared: frozenset[str] = frozenset(),
-    blocks: tuple[int, int] = (0, 0),
-    distances: Distances = "none",
-) -> Config:
-    """Choose the configuration of a problem by head dim and dtype.
+def choose(problem: Problem, measured: dict[str, Tiles] | None = None) -> Config:
+    """Choose the configuration of a problem by head dim and dtype, and by what its mask and score read.
 
     Args:
-        pair_bytes: as in :class:`Streams`.
         measured: tiles that ``tilewise tune`` measured on this device, by pass.
-        shared: as in :func:`beside`.
-        blocks: as in :func:`within_blocks`.
-        distances: as in :func:`distant`.
     """
-    together = beside(problem, shared)
+    together = beside(problem)
     if problem.device.type == "cpu":
         return replace(Config.of(preceded(INTERPRETED.passes, measured or {})), beside=together)
-    arch, fp32 = architecture(problem.device), products(problem)
-    rows = table(arch, problem.dtype.itemsize, fp32)
-    passes = (row_for(rows, problem) or rows[-1]).passes
-    beside_them = paired(problem, pair_bytes) | distant(problem, distances)
-    passes |= {name: x for name, x in beside_them.items() if name in passes}
+    fp32 = products(problem)
+    passes = tabled(problem, fp32).passes
+    passes |= {name: x for name, x in (paired(problem) | distant(problem)).items() if name in passes}
+    blocks = predicate_blocks(problem)
     passes = {name: within_blocks(name, x, blocks) for name, x in preceded(passes, measured or {}).items()}
     if problem.spec.everywhere:
         passes["forward"] = of_one_order(problem)
-    chosen = Config.of(fit_all(problem, passes, pair_bytes))
+    chosen = Config.of(fit_all(problem, passes))
     parts = group_parts(problem, chosen.dkdv, devices.of(problem.device).cores)
-    return replace(chosen, group_parts=parts, beside=together, overlapping=arch in OVERLAPPING, products=fp32)
+    return replace(chosen, group_parts=parts, beside=together, products=fp32)
 
 
 # Return the least rows of a tile that a program owns, and of one that it streams. Smaller ones take other instructions.
@@ -513,31 +442,24 @@ def within_blocks(kernel: str, tiles: Tiles, blocks: tuple[int, int]) -> Tiles:
 def candidates(problem: Problem) -> dict[str, tuple[Tiles, ...]]:
     """Return the tiles to try on the problem's device, by pass: the configured ones first, none twice."""
     found = {name: (x,) for name, x in choose(problem).passes.items()}
-    arch = "interpreted" if problem.device.type == "cpu" else architecture(problem.device)
-    row = row_for(CANDIDATES.get(arch, ()), problem)
-    if problem.dtype.itemsize != 2 or row is None:
-        return found
-    for name, choices in row.kernels.items():
-        fitted = choices
-        if problem.device.type != "cpu":
-            fitted = [fit_all(problem, {name: x})[name] for x in choices]
+    for name, choices in (special(CANDIDATES, problem) or {}).items():
+        fitted = [fit_all(problem, {name: x})[name] for x in choices]
         found[name] = tuple(dict.fromkeys((*found.get(name, ()), *fitted)))
     return found
 
 
-def paired(problem: Problem, pair_bytes: int) -> dict[str, Tiles]:
-    """Return :data:`PAIRED`'s or :data:`WINDOWS`' tiles, by kernel, of a problem whose tensors take so many bytes a pair."""
-    size = problem.dtype.itemsize
-    row = row_for(PAIRED.get(architecture(problem.device), ()), problem)
-    if row is None or problem.device.type == "cpu" or size != 2 or not pair_bytes:
-        return {}
-    found, windows = {}, row_for(WINDOWS.get(architecture(problem.device), ()), problem)
-    for name, choices in row.kernels.items():
-        if name != "dkdv" or pair_bytes > size:
+def paired(problem: Problem) -> dict[str, Tiles]:
+    """Return :data:`PAIRED`'s or :data:`WINDOWS`' tiles of a problem, by pass."""
+    pair_bytes, found = PairReads.of(problem).bytes, {}
+    if not pair_bytes:
+        return found
+    for name, choices in (special(PAIRED, problem) or {}).items():
+        if name != "dkdv" or pair_bytes > problem.dtype.itemsize:
             fitting = (x for x in choices if needed(problem, name, x, pair_bytes) <= room(problem, x))
             found[name] = next(fitting, choices[-1])
+    windows = special(WINDOWS, problem)
     if windows is not None and problem.spec.region.predicate is not None and is_short(problem):
-        found |= {name: choices[0] for name, choices in windows.kernels.items()}
+        found["forward"] = windows
     return found
 
 
@@ -546,20 +468,16 @@ def is_short(problem: Problem) -> bool:
     return problem.seqlen_q * problem.seqlen_k <= WINDOW_PAIRS
 
 
-Distances = Literal["none", "near", "all"]
-"""Return the distances at which a score reads different elements of a tensor: near the diagonal alone, or all."""
-
-
-def distant(problem: Problem, distances: Distances) -> dict[str, Tiles]:
-    """Return :data:`DISTANT`'s or :data:`ALL_DISTANT`'s tiles of a problem, by kernel."""
-    table = {"none": {}, "near": DISTANT, "all": ALL_DISTANT}[distances] if problem.dtype.itemsize == 2 else {}
-    row = row_for(table.get(architecture(problem.device), ()), problem)
-    return {} if row is None else {name: choices[0] for name, choices in row.kernels.items()}
+def distant(problem: Problem) -> dict[str, Tiles]:
+    """Return :data:`DISTANT`'s or :data:`ALL_DISTANT`'s tiles of a problem, by pass."""
+    if not reads_by_distance(problem):
+        return {}
+    return special(ALL_DISTANT if near_of_all(problem) is None else DISTANT, problem) or {}
 
 
 def pair_sum_tiles(problem: Problem, tiles: Tiles) -> Tiles:
-    """Return the tiles for the gradient of a broadcast pair bias, whose loop streams all four tensors: PAIRED's or dQ's ``tiles``."""
-    return with_stages(problem, "tile", paired(problem, 1).get("tile", tiles))
+    """Return the tiles for the gradient of a broadcast pair bias, whose loop streams all four tensors: PAIR_SUMS' or dQ's ``tiles``."""
+    return with_stages(problem, "tile", special(PAIR_SUMS, problem) or tiles)
 
 
 def strip_tiles(problem: Problem, tiles: Tiles) -> Tiles:
@@ -590,7 +508,7 @@ def _line_bytes(problem: Problem) -> int:
     return sum(problem.extras[x.args[0][1]].dtype.itemsize for x in lines)
 
 
-def fit_all(problem: Problem, passes: dict[str, Tiles], pair_bytes: int = 0) -> dict[str, Tiles]:
+def fit_all(problem: Problem, passes: dict[str, Tiles]) -> dict[str, Tiles]:
     """Return each pass's tiles as :func:`fit` leaves them on the problem's device."""
-    need = partial(partial, needed, problem, pair_bytes=pair_bytes)
+    need = partial(partial, needed, problem, pair_bytes=PairReads.of(problem).bytes)
     return {name: fit(name, tiles, need(name), room(problem, tiles)) for name, tiles in passes.items()}

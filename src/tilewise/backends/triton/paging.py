@@ -16,14 +16,14 @@ from tilewise.backends.triton.config import (
     INTERPRETED,
     LATENT,
     ONE_ROW,
-    OVERLAPPING,
     Config,
     architecture,
+    may_round,
     of_one_order,
     room,
     row_for,
-    table,
-    tf32_allowed,
+    special,
+    tabled,
 )
 from tilewise.backends.triton.tiles import Streams, Tiles, columns, fit, shared_memory, width
 from tilewise.problem import Problem
@@ -135,29 +135,25 @@ def choose_paged(problem: Problem, measured: dict[str, Tiles]) -> PagedConfig:
     if problem.device.type == "cpu":
         return PagedConfig(*[INTERPRETED.forward] * 3)
     # bf16 terms would have to be made of the whole pool, but a call reads only a part of it.
-    products = "tf32" if problem.dtype.itemsize == 4 and tf32_allowed() else "ieee"
-    return paged_config(problem, products, measured.get("forward"))
+    return paged_config(problem, "tf32" if may_round(problem) else "ieee", measured.get("forward"))
 
 
 def paged_config(problem: Problem, products: str, measured: Tiles | None = None) -> PagedConfig:
     """Return the configuration on the problem's device."""
-    arch, size = architecture(problem.device), problem.dtype.itemsize
     if problem.spec.everywhere:
-        tiles = of_one_order(problem)
-        return PagedConfig(tiles, tiles, tiles, overlapping=arch in OVERLAPPING, products=products)
-    by_width = table(arch, size, products)
-    tiles = measured or (row_for(by_width, problem) or by_width[-1]).forward
-    if problem.latent and size == 2 and measured is None and (row := row_for(LATENT.get(arch, ()), problem)):
-        tiles = row.forward[0]
+        return PagedConfig(*[of_one_order(problem)] * 3, products=products)
+    tiles = measured or tabled(problem, products).forward
+    if problem.latent and measured is None:
+        tiles = special(LATENT, problem) or tiles
     # Of packed sequences, the rest of the batch decides whether rows are few on average, so a deterministic choice ignores that.
     rows = tiles.tile_m if problem.packed and problem.spec.deterministic else rows_of_sequence(problem)
     if measured is None:
         tiles = chunk_tiles(problem, rows) or tiles
-    few = row_for(DECODING.get(arch, ()), problem) if size == 2 else None
-    if few is not None and rows <= few.forward[0].tile_m:
-        tiles = few.forward[0] if rows > FEWEST_ROWS else replace(few.forward[0], tile_m=FEWEST_ROWS)
-    elif rows == 1 and size == 4:  # docs/decisions.md#triton-one-row
-        tiles = (row_for(ONE_ROW, problem) or ONE_ROW[-1]).forward[0]  # the last: of a call that is refused
+    few = special(DECODING, problem)
+    if few is not None and rows <= few.tile_m:
+        tiles = few if rows > FEWEST_ROWS else replace(few, tile_m=FEWEST_ROWS)
+    elif rows == 1 and problem.dtype.itemsize == 4:  # docs/decisions.md#triton-one-row
+        tiles = row_for(ONE_ROW, problem) or ONE_ROW[max(ONE_ROW)]  # the last: of a call that is refused
     elif few is None and rows < tiles.tile_m:
         tiles = replace(tiles, tile_m=width(rows))
     if problem.quantised and scales_of_keys(problem) and tiles.tile_m <= FEWEST_ROWS:
@@ -166,16 +162,15 @@ def paged_config(problem: Problem, products: str, measured: Tiles | None = None)
         )  # beside descriptors, loads of scales wait longer (docs/decisions.md#triton-pages)
     tiles = paged_tiles(problem, tiles)
     splits, keys = paged_splits(problem, tiles.tile_m, devices.of(problem.device).cores)
-    chosen = {"splits": splits, "split": keys}
-    return PagedConfig(tiles, tiles, tiles, overlapping=arch in OVERLAPPING, products=products, **chosen)
+    return PagedConfig(tiles, tiles, tiles, products=products, splits=splits, split=keys)
 
 
 def chunk_tiles(problem: Problem, rows: int) -> Tiles | None:
     """Return the tiles of a chunk of so many rows over a quantised cache, if it has its own."""
-    row = row_for(E4M3.get(architecture(problem.device), ()), problem)
-    if row is None or not row.forward or not problem.quantised or problem.latent or problem.dtype.itemsize != 2:
+    tiles = special(E4M3, problem)
+    if tiles is None or not problem.quantised or problem.latent or scales_of_keys(problem):
         return None
-    return row.forward[0] if rows >= row.forward[0].tile_m and not scales_of_keys(problem) else None
+    return tiles if rows >= tiles.tile_m else None
 
 
 def scales_of_keys(problem: Problem) -> bool:

@@ -89,7 +89,7 @@ class FewQueries {
         at(c, item.b, item.head / (c.heads_q / c.heads_k), kBlock, arena) {
     q = arena.take<X>(depth * W), k = arena.take<X>(kBlock * depth), v = arena.take<E>(kStep * wide);
     p = arena.take<T>(kStep * W), acc = arena.take<T>(W * wide), m = arena.take<T>(W), l = arena.take<T>(W);
-    if constexpr (paired) rounded = arena.take<X>(kStep * W / 2);
+    if constexpr (paired) rounded = arena.take<X>(kStep * W / 2), zeros = arena.take<E>(wide);
     marks = arena.take<uint8_t>(kStep);
     bytes = arena.used;
   }
@@ -124,7 +124,7 @@ class FewQueries {
   const RowEnds<W> ends;
   StepKeys<E> at;
   X *q, *k, *rounded;
-  E *v;
+  E *v, *zeros;  // of a step's odd last key the other of its pair
   T *p, *acc, *m, *l;
   uint8_t *marks;
 
@@ -153,6 +153,7 @@ class FewQueries {
   void start() {
     for (int64_t n = 0; n < W; ++n) m[n] = T(-INFINITY), l[n] = T(0);
     for (int64_t n = 0; n < W * wide; ++n) acc[n] = T(0);
+    for (int64_t d = 0; paired && d < wide; ++d) zeros[d] = E{};
     for (int64_t g = 0; g < W / R; ++g) {
       const int64_t real = g < rows ? elements<X>(c.head_dim) : 0;
       const E *row = g < rows ? row_of<E>(c.q, s, s.row_q, item.query_of(g), item.head_of(g)) : nullptr;
@@ -270,6 +271,7 @@ class FewQueries {
   void add_values(int64_t keys, const uint8_t *seen, const E *const *next) {
     if (seen || c.head_dim_v % W) copy_values({nullptr, 0, keys, seen, at.v}, keys);
     if constexpr (paired) round_weights<R>(keys);
+    if (paired && keys % 2) at.v[keys] = zeros;
     constexpr int G = W / R, MR = G < 8 ? G : 8;
     for (int64_t g = 0; g < rows; g += MR) {
       int64_t d = 0;
@@ -302,7 +304,7 @@ class FewQueries {
     constexpr int at_once = paired ? 2 : 1, K = R / at_once > 0 ? R / at_once : 1, lanes = W;
     for (int64_t n = 0; n < keys; n += at_once) {
       Vec<X> row[NV];
-      values<NV>(n, keys, d, row);
+      values<NV>(n, d, row);
       prefetch_keys<NV * W>(next, n, at_once, d);
       const int64_t step = n / at_once;
       const X *weight = weights() + step / K * (K * (lanes / R)) + step % K + g0 * K;
@@ -327,15 +329,14 @@ class FewQueries {
 
   // Elements d ... of key n, or of keys n and n + 1 as pairs.
   template <int NV>
-  TW_INLINE void values(int64_t n, int64_t keys, int64_t d, Vec<X> *row) const {
+  TW_INLINE void values(int64_t n, int64_t d, Vec<X> *row) const {
     const E *one = at.v[n] + d;
-    (void)keys;
     if constexpr (!paired) {
 #pragma GCC unroll 2
       for (int x = 0; x < NV; ++x) row[x] = load_wide<T>(one + x * W);
     } else {
 #ifdef __AVX512BF16__
-      const E *other = n + 1 < keys ? at.v[n + 1] + d : one;  // its weight is 0
+      const E *other = at.v[n + 1] + d;
       if constexpr (NV == 2) interleave(one, other, row);
       else row[0] = interleaved(_mm256_loadu_si256((const __m256i *)one), _mm256_loadu_si256((const __m256i *)other));
 #endif

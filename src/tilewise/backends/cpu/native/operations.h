@@ -12,7 +12,7 @@
 // integer and floating: a meaning for each.
 #define TW_NUMBER_OPERATIONS(X) X(add) X(sub) X(mul) X(neg) X(abs) X(floor) X(ceil) X(round) X(trunc) X(to_int)
 // integer: bits and truth values.
-#define TW_INTEGER_OPERATIONS(X) X(bit_and) X(bit_or) X(bit_xor) X(bit_not) X(bool_not)
+#define TW_INTEGER_OPERATIONS(X) X(bit_and) X(bit_or) X(bit_xor) X(bit_not) X(bool_not) X(lshift) X(rshift)
 // floating: Python converts the operands first.
 #define TW_FLOAT_OPERATIONS(X)                                                                                         \
   X(div) X(exp) X(exp2) X(expm1) X(log) X(log2) X(log1p) X(sqrt) X(rsqrt) X(tanh) X(sigmoid) X(erf) X(sin) X(cos)

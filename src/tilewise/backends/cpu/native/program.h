@@ -314,6 +314,8 @@ struct Machine {
       case Op::bit_xor_: return map(out, a, b, n, [](I v, I w) { return v ^ w; });
       case Op::bit_not_: return map(out, a, n, [](I v) { return ~v; });
       case Op::bool_not_: return map(out, a, n, [](I v) { return I(!v); });
+      case Op::lshift_: return map(out, a, b, n, [](I v, I w) { return w < 0 || w > 63 ? 0 : I(U(v) << w); });
+      case Op::rshift_: return map(out, a, b, n, [](I v, I w) { return v >> (w < 0 || w > 63 ? 63 : w); });
       case Op::neg_: return map(out, a, n, [](I v) { return I(U(0) - U(v)); });
       case Op::abs_: return map(out, a, n, [](I v) { return v < 0 ? I(U(0) - U(v)) : v; });
       case Op::floor_: case Op::ceil_: case Op::round_: case Op::trunc_: case Op::to_int_:

@@ -40,6 +40,7 @@ from tilewise.backends.hopper.config import (
     Formed,
     Traced,
     band_of,
+    bits_serve,
     dtypes_of,
     ends_at_least,
     keys_before,
@@ -47,7 +48,6 @@ from tilewise.backends.hopper.config import (
     mean_keys_per_query,
     reasons_of_slopes,
     served_form,
-    why_no_bits,
 )
 from tilewise.backends.hopper.expected import Expected
 from tilewise.backends.hopper.pair_bias import pair_bias_of, score_of
@@ -180,7 +180,7 @@ def adds_in_order(config: Backward) -> bool:
     """Whether a launch may have dQ added up in the order of the key tiles, as :attr:`Backward.orders` says
     (docs/decisions.md#hopper-ordered-dq): tiles come from a queue, the query blocks of each are an interval, and no other gradient is
     summed as CTAs come."""
-    return config.keys.sums_dq and config.keys.queued and not (config.listed or config.trained)
+    return config.keys.sums_dq and config.keys.queued and config.form != "bits" and not config.trained
 
 
 def shares_tiles(config: Backward) -> bool:
@@ -331,8 +331,8 @@ def _reasons_of_leaves(p: Problem) -> list[str]:
     why = [] if lined else reasons_of_slopes(p)
     if why is None:
         return [
-            "a tensor that a score reads wants a gradient: its backward has those of q, k, v, sink, causal ALiBi's slopes, a table that is "
-            "read by distance, and a bias by pair in q's dtype that no two heads or sequences share; detach the tensor if it needs none"
+            "a tensor that a score reads wants a gradient. Its kernels have one for causal ALiBi's slopes, a table that is read by "
+            "distance, and a bias by pair in q's dtype that no two heads or sequences share; detach the tensor if it needs none"
         ]
     wide, widest = max(p.head_dim, p.head_dim_v), max(max(dims) for dims, row in TABLE.items() if row.alibi)
     # The kernels that sum slopes are of dense calls, which know a band that is cut by its rows' ends.
@@ -394,7 +394,7 @@ def choose(p: Problem) -> Backward:
     form, traced, dropout = form_of(p), Expressions.of(p).traced, p.spec.dropout_p > 0
     softcap = p.spec.score is not None and not traced.score
     bits = bit_tiles_of(p)
-    if form in ("rows", "lists") and bits and not why_no_bits(p, bits.tile_m, by_columns=True):
+    if form in ("rows", "bits") and bits and bits_serve(p, bits.tile_m, by_columns=True):
         return Backward(bits, None, DTYPES[str(p.dtype)], "bits")
     _, passes, form = chosen_row(p)
     return Backward(*passes, DTYPES[str(p.dtype)], form, "softcap" * softcap, p.packed, traced, dropout)
@@ -414,7 +414,7 @@ def with_bias(p: Problem) -> Backward | None:
     keys = next(filter(None, (row.biased(score, form, p.packed) for row in rows_for(p))), None)
     if keys is None or (p.packed, trained) not in known.ways:
         return None
-    if form == "bits" and why_no_bits(p, keys.tile_m, by_columns=True, scored=True):
+    if form == "bits" and not bits_serve(p, keys.tile_m, by_columns=True, scored=True):
         return None
     if score == "bias" and wanted and not pair_bias_of(p).apart(p):
         return None
@@ -504,4 +504,4 @@ def form_of(p: Problem) -> str:
     """The form of FORMS by which a kernel learns the keys of a row. A band keeps the form that the mask has before its ends are cut
     to the keys that are seen."""
     form, band = keys_of(p)[0], band_of(p)
-    return form if band is None or p.packed or form in ("rows", "lists") else served_form(band.form, p)
+    return form if band is None or p.packed or form in ("rows", "bits") else served_form(band.form, p)

@@ -44,7 +44,7 @@ class KeyTile(NamedTuple):
     Attributes:
         column, head, batch: the first key, the key head and the batch index, or the packed sequence. Where ends are tensors,
             :func:`of_query_head` makes ``head`` a query head.
-        start, stop: the query blocks ``[start, stop)``; with lists of blocks, steps, of which the first ``partial`` need the predicate.
+        start, stop: the query blocks ``[start, stop)``; with lists of blocks, steps, of which the first ``partial`` need their bits.
             Where ends are tensors, only :func:`of_query_head` knows them.
         bits: the slot of the bits of the first partial block; those of the others follow.
         seqlen: where the tile's packed sequence lies.
@@ -264,10 +264,6 @@ def of_query_head(tile: KeyTile, g, params: BackwardParams, config: Backward) ->
         line = tile.column // tiles.tile_n
         partial, count, first = (params.extra.work[tile.batch, tile.head, line, n] for n in range(1, 4))
         return tile._replace(start=I32(0), stop=count, partial=partial, bits=first)
-    if config.form == "lists":
-        # The list has the partial blocks first.
-        partial, count = (params.extra.counts[tile.batch, tile.head, tile.column // tiles.tile_n, n] for n in range(2))
-        return tile._replace(start=I32(0), stop=count, partial=partial)
     band = column_band(tile.batch, tile.head, params, config)
     start, stop = schedule.query_blocks(tile.column, tiles.tile_n, tiles.tile_m, params.seqlen_q, band, PICK)
     return tile._replace(start=I32(start), stop=I32(stop))
@@ -283,7 +279,7 @@ def blocks_of_next(tile: KeyTile, params: BackwardParams, config: Backward) -> t
 
 def block_at(tile: KeyTile, n, params: BackwardParams, config: Backward):
     """The n-th query block, or the one that a head's list has at step n."""
-    if config.listed:
+    if config.form == "bits":
         return params.extra.blocks[tile.batch, tile.head, tile.column // config.keys.tile_n, n]
     return n
 
@@ -353,8 +349,6 @@ def visible_blocks(column, tile: KeyTile, params: BackwardParams, config: Backwa
 def whole_blocks(column, tile: KeyTile, params: BackwardParams, config: Backward):
     """``(start, stop)``: the tile's query blocks that see all 64 keys from ``column`` on. Where dQ is accumulated, keys past the last
     one count as unseen."""
-    if config.form == "lists":
-        return tile.partial, tile.stop
     blocks, band = (tile.start, tile.stop), column_band(tile.batch, tile.head, params, config)
     start, stop = schedule.whole_query_blocks(column, ROWS, config.keys.tile_m, band, blocks, PICK)
     if config.keys.sums_dq:
@@ -381,7 +375,7 @@ def far_blocks(column, tile: KeyTile, params: BackwardParams, config: Backward):
 def hidden_blocks(column, tile: KeyTile, start, params: BackwardParams, config: Backward):
     """How many of a tile's blocks before ``start`` the keys of a warpgroup see nothing of."""
     tiles = config.keys
-    if not config.has_upper or tiles.split or tiles.sums_dq or config.form == "lists" or tiles.tile_m >= tiles.tile_n:
+    if not config.has_upper or tiles.split or tiles.sums_dq or tiles.tile_m >= tiles.tile_n:
         return 0
     # Under the diagonal: the first query that sees the warpgroup's first key.
     first = schedule.query_start(column, column_band(tile.batch, tile.head, params, config), PICK)

@@ -253,7 +253,7 @@ def compute_tile(
         for step in cutlass.range(blocks.stop - blocks.start, unroll=1):
             block = blocks.whole_block(blocks.start + step, params, config)
             state = query_block(operands, w, state, block, smem, params, config)
-        if cutlass.const_expr(config.has_lower and not config.listed):
+        if cutlass.const_expr(config.has_lower):
             # Blocks at the lower end of the band
             for step in cutlass.range(blocks.tile.stop - blocks.stop, unroll=1):
                 block = blocks.partial_block(blocks.stop + step, params, config)
@@ -381,7 +381,7 @@ def summing_tile(
             if cutlass.const_expr(config.pairs or config.biased):
                 block = blocks.whole_block(blocks.start + step, params, config)
             state = summing_block(operands, w, state, block, smem, params, config)
-        if cutlass.const_expr(not (config.listed or config.score == "table")):
+        if cutlass.const_expr(config.form != "bits" and config.score != "table"):
             # Blocks at the lower end of the band, or all blocks where keys past the last one are in the tile
             for step in cutlass.range(blocks.tile.stop - blocks.stop, unroll=1):
                 block = blocks.partial_block(blocks.stop + step, params, config)

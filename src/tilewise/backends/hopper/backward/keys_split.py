@@ -97,7 +97,7 @@ def value_tile(
         for step in cutlass.range(blocks.stop - blocks.start, unroll=1):
             block = blocks.whole_block(blocks.start + step, params, config)
             state = value_block(operands, state, block, smem, params, config)
-        if cutlass.const_expr(config.has_lower and not config.listed):
+        if cutlass.const_expr(config.has_lower):
             # Blocks at the lower end of the band
             for step in cutlass.range(blocks.tile.stop - blocks.stop, unroll=1):
                 block = blocks.partial_block(blocks.stop + step, params, config)

@@ -171,7 +171,7 @@ def compute_tile(
     for step in cutlass.range(stop - start, unroll=1):
         block = score_block(None, row, query_tile.stop - stop + step, query_tile, params, config)
         state = key_block(operands, w, state, block, smem, params, config)
-    if cutlass.const_expr(config.has_lower and config.form != "lists"):
+    if cutlass.const_expr(config.has_lower):
         # Blocks at the lower end of the band
         for step in cutlass.range(start - query_tile.start, unroll=1):
             block = score_block(limits, row, query_tile.stop - start + step, query_tile, params, config)

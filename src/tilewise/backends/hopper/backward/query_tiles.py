@@ -52,7 +52,7 @@ def tile_of(round_, params: BackwardParams, config: Backward) -> QueryTile:
     """This CTA's tile in a round."""
     m_block, head = number_of(round_, params, config)
     tiles, heads = config.queries, params.heads * params.group
-    # Ends in tensors, and lists of blocks, are read per batch element and head.
+    # Ends in tensors are read per batch element and head.
     if config.by_rows:
         return tile_with_own_ends(m_block, head % heads, head // heads, params, config)
     row = m_block * tiles.tile_m
@@ -61,11 +61,8 @@ def tile_of(round_, params: BackwardParams, config: Backward) -> QueryTile:
 
 
 def tile_with_own_ends(m_block, head, batch, params: BackwardParams, config: Backward) -> QueryTile:
-    """A tile of a head whose rows' ends are tensors, or which has a list of blocks."""
+    """A tile of a head whose rows' ends are tensors."""
     row = m_block * config.queries.tile_m
-    if config.form == "lists":
-        partial, count = (params.extra.counts[batch, head, m_block, n] for n in range(2))
-        return QueryTile(row, head, batch, I32(0), count, partial=partial)
     band = row_band(batch, head, params, config)
     start, stop = schedule.key_blocks(row, config.queries.tile_m, config.queries.tile_n, band, PICK)
     return QueryTile(row, head, batch, I32(start), I32(stop))
@@ -114,24 +111,20 @@ SCHEDULER = TileScheduler(rounds_of, tile_of, packed_tile, place_packed)
 
 
 def block_at(tile: QueryTile, step, params: BackwardParams, config: Backward):
-    """The key block that a tile visits at a step: from the last to the first, or as its list has them."""
-    if config.form == "lists":
-        return params.extra.blocks[tile.batch, tile.head, tile.row // config.queries.tile_m, step]
+    """The key block that a tile visits at a step: from the last to the first."""
     return tile.stop - 1 - step
 
 
 def whole_blocks(row, tile: QueryTile, band: schedule.Band, config: Backward):
     """``(start, stop)``: the tile's key blocks that the 64 rows of a warpgroup see as a whole. They are visited from the last one down,
     so ``tile.stop - stop`` steps come before them."""
-    if config.form == "lists":
-        return tile.start, tile.stop - tile.partial
     return schedule.whole_blocks(row, ROWS, config.queries.tile_n, band, (tile.start, tile.stop), PICK)
 
 
 def hidden_blocks(row, tile: QueryTile, band: schedule.Band, config: Backward):
     """How many of a tile's blocks, in the order of visits, the rows of a warpgroup see nothing of; never all."""
     # Only where several blocks lie beside the diagonal of one tile can a warpgroup see nothing of one.
-    if not config.has_upper or config.form == "lists" or config.queries.tile_n >= config.queries.tile_m:
+    if not config.has_upper or config.queries.tile_n >= config.queries.tile_m:
         return 0
     return schedule.hidden_blocks(row, ROWS, config.queries.tile_n, band, (tile.start, tile.stop), PICK)
 

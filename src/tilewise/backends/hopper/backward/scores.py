@@ -13,10 +13,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import cutlass
 import cutlass.cute as cute
 
-from tilewise import expr
 from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.backward.params import BackwardParams
 from tilewise.backends.hopper.config import PLAIN
@@ -81,14 +79,8 @@ class ScoreBlock(NamedTuple):
         return dropout.Kept.of(self.pairs, columns, params, at_once)
 
     def values(self, config: Backward) -> expression.Values | None:
-        """The score and slope of each pair and, where some pairs may be hidden, whether the predicate keeps it."""
-        if config.traced == PLAIN:
-            return None
-        # In a whole block every pair is kept, and the predicate is not computed.
-        hides = self.limits is not None and config.traced.keep
-        return expression.Values(
-            [*config.traced.trees(), *([expr.parse(config.traced.keep)] if hides else [])], self.pairs
-        )
+        """The score and slope of each pair."""
+        return None if config.traced == PLAIN else expression.Values(config.traced.trees(), self.pairs)
 
 
 def pairs_of_block(tile, names: tuple[str, str], row, column, params: BackwardParams) -> expression.Pairs:
@@ -154,12 +146,10 @@ class ScorePoint(NamedTuple):
     Attributes:
         score: the product q · k, or the tanh of it that a softcap makes, or the traced score.
         slope: the derivative of a traced score; None where it is 1 or the softcap's.
-        keep: whether the predicate keeps the pair; None where it does.
     """
 
     score: F32
     slope: F32 | None = None
-    keep: cutlass.Boolean | None = None
 
 
 def score_point(
@@ -171,9 +161,9 @@ def score_point(
     # What depends on the column alone is computed for the first row and kept for the second.
     if r == 0:
         values.begin(c, s)
-    score, slope, *keep = values.at(r, c, s[r, c] * params.scale)
+    score, slope = values.at(r, c, s[r, c] * params.scale)
     score = F32(score) if config.traced.score else s[r, c]
-    return ScorePoint(score, F32(slope) if config.traced.sloped else None, *keep)
+    return ScorePoint(score, F32(slope) if config.traced.sloped else None)
 
 
 def probability(point: ScorePoint, lse2, column: int, ends, params: BackwardParams):
@@ -181,8 +171,6 @@ def probability(point: ScorePoint, lse2, column: int, ends, params: BackwardPara
     # Of a hidden pair it may be infinite: so P is selected to 0, not multiplied by it.
     exponent = point.score * params.scale2
     p = cute.math.exp2(exponent if lse2 is None else exponent - lse2, fastmath=True)
-    if point.keep is not None:
-        p = choose(point.keep, p, 0.0)
     if ends[0] is not None:
         p = choose(ends[0] <= column, p, 0.0)
     return p if ends[1] is None else choose(ends[1] > column, p, 0.0)

@@ -28,14 +28,13 @@ class BackwardRow:
         two_passes: for a mask that is a band or ends of rows, and no score.
         softcap: two passes with a softcap, whose slope takes registers.
         softcap_band: with a softcap and two ends of a row, which take more; None: those of ``softcap``.
-        pairs: with a traced score or dropout; None: those of ``predicate``.
-        predicate: with a traced predicate, and whatever is beside it (docs/decisions.md#hopper-pair-tiles).
+        pairs: with a traced score or dropout (docs/decisions.md#hopper-pair-tiles).
         kept: as two_passes, for a band, but that dS is kept (docs/decisions.md#hopper-kept-ds).
         keeps: where else that pays, of KEEPS.
         one_pass: where the pass over keys accumulates dQ.
         softcap_one_pass: as one_pass, with a softcap, however few the keys are: each tanh is then computed once. Its slope takes registers,
             so that a tile has fewer queries.
-        dropout: as one_pass, with dropout and neither a score nor a predicate, however few the keys are: pairs are then drawn once.
+        dropout: as one_pass, with dropout and no score, however few the keys are: pairs are then drawn once.
         alibi: whether one_pass is shipped with ALiBi whose bias is linear, and with a table's bias by distance.
         bias: where the pass over keys accumulates dQ, with a bias by pair.
         bits: where the pass over keys accumulates dQ, with listed blocks of 64 or 128 queries and a bit for each pair of a partial one.
@@ -48,7 +47,6 @@ class BackwardRow:
     softcap: Passes | None = None
     softcap_band: Passes | None = None
     pairs: Passes | None = None
-    predicate: Passes | None = None
     kept: Passes | None = None
     keeps: tuple[str, ...] = ()
     one_pass: KeyTiles | None = None
@@ -111,10 +109,8 @@ class BackwardRow:
 
     def passes(self, form: str, softcap: bool, traced: Traced = PLAIN, dropout: bool = False) -> Passes | None:
         """The column of a problem that has a pass for dQ; None where this row has no tiles for it."""
-        if traced.keep:
-            return self.predicate
         if traced != PLAIN or dropout:
-            return self.pairs or self.predicate
+            return self.pairs
         if not softcap:
             return self.two_passes
         return (form in ("band", "rows") and self.softcap_band) or self.softcap
@@ -132,7 +128,7 @@ TABLE = {
             KeyTiles(64, 64, tile_m=128, stages=8, prefetches=True),
             QueryTiles(64, 64, warpgroups=2, tile_n=128, stages=6, makes_statistics=True, prefetches=True),
         ),
-        predicate=Passes(KeyTiles(64, 64, tile_m=64, stages=8), QueryTiles(64, 64, warpgroups=2, tile_n=96, stages=6)),
+        pairs=Passes(KeyTiles(64, 64, tile_m=64, stages=8), QueryTiles(64, 64, warpgroups=2, tile_n=96, stages=6)),
         one_pass=KeyTiles(64, 64, tile_m=128, stages=5, sums_dq=True, prefetches=True, v_register_steps=4),
         softcap_one_pass=KeyTiles(64, 64, tile_m=128, stages=5, sums_dq=True, reads_late=True),
         dropout=KeyTiles(64, 64, tile_m=128, stages=5, sums_dq=True, dp_late=True),
@@ -155,9 +151,6 @@ TABLE = {
             QueryTiles(128, 128, warpgroups=2, tile_n=96, stages=6, makes_statistics=True, prefetches=True),
         ),
         pairs=Passes(KeyTiles(128, 128, tile_m=48, stages=8), QueryTiles(128, 128, warpgroups=2, tile_n=80, stages=6)),
-        predicate=Passes(
-            KeyTiles(128, 128, tile_m=32, stages=8), QueryTiles(128, 128, warpgroups=2, tile_n=64, stages=6)
-        ),
         one_pass=KeyTiles(128, 128, tile_m=80, stages=4, sums_dq=True, dq_first=True, v_register_steps=1),
         softcap_one_pass=KeyTiles(128, 128, tile_m=64, stages=5, sums_dq=True, dq_first=True),
         dropout=KeyTiles(128, 128, tile_m=64, stages=5, sums_dq=True, dq_first=True),
@@ -193,9 +186,6 @@ TABLE = {
         ),
         pairs=Passes(
             KeyTiles(256, 256, tile_m=48, stages=4, split=True), QueryTiles(256, 256, warpgroups=2, tile_n=48, stages=3)
-        ),
-        predicate=Passes(
-            KeyTiles(256, 256, tile_m=48, stages=4, split=True), QueryTiles(256, 256, warpgroups=2, tile_n=32, stages=4)
         ),
         kept=Passes(
             KeyTiles(256, 256, tile_m=64, stages=4, split=True, keeps_ds=True), SheetTiles(width=256, stages=4)

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tilewise.backends.hopper.parameters import FP32, INT32, LENGTHS, PAGES, POOL, Parameter, Parameters, numbers, tiled
+from tilewise.backends.hopper.parameters import (
+    COUNTS,
+    FP32,
+    LENGTHS,
+    PAGES,
+    POOL,
+    Parameter,
+    Parameters,
+    numbers,
+    tiled,
+)
 
 if TYPE_CHECKING:
     from tilewise.backends.hopper.decoding.config import DecodingConfig
@@ -21,6 +31,6 @@ def parameters(config: DecodingConfig) -> Parameters:
             *numbers("shares", "segment", "cached", "sinks"), *numbers("scale2", "cap2", dtype=FP32), *numbers("lo", "hi"), LENGTHS, PAGES,
             Parameter("part_o", FP32, ("states", tiles.fours, lanes, 4), None, 16),
             Parameter("part_lse", FP32, ("states", lanes, 2 * tiles.own_rows), None, 16),
-            Parameter("counts", INT32, ("counts",)), *POOL,
+            COUNTS, *POOL,
         ),
     )  # fmt: skip

@@ -241,7 +241,7 @@ def compute_tile(
             for step in cutlass.range(rest - whole, unroll=1):
                 block = KeyBlock(ends, block_at(query_tile, whole + step, params, config), partial=False, words=words)
                 state = whole_block(operands, n_q, state, block, smem, params, config)
-    if cutlass.const_expr(config.has_lower and not config.listed):
+    if cutlass.const_expr(config.has_lower and config.form != "bits"):
         for step in cutlass.range(query_tile.stop - query_tile.start - rest, unroll=1):  # the left edge
             block = KeyBlock(ends, block_at(query_tile, rest + step, params, config), partial=True, words=words)
             state = key_block(operands, n_q, state, block, smem, params, config)
@@ -505,8 +505,6 @@ def masked_scores(operands: ForwardOperands, block: KeyBlock, params: ForwardPar
             return None if limits is None else [end - first for end in limits]
 
         softmax.mask_scores(s, within_block(ends.lower), within_block(ends.upper))
-        if config.traced.keep:
-            expression.hide(s, config.traced.keep, pairs)
     return s
 
 

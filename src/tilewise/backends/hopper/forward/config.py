@@ -19,11 +19,11 @@ from tilewise.backends.hopper.config import (
     Expressions,
     Formed,
     Traced,
+    bits_serve,
     dtypes_of,
     ends_at_least,
     forward_keys_of,
     keys_of,
-    why_no_bits,
 )
 from tilewise.backends.hopper.expected import Expected
 from tilewise.backends.hopper.forward.parameters import parameters
@@ -124,7 +124,7 @@ class Config(Formed):
         """Whether a warpgroup may see nothing of a block that another one of its CTA sees, since rows end one after the other
         (docs/decisions.md#hopper-skipped-blocks)."""
         several = self.tiles.warpgroups > 1 and self.tile_queries > self.tiles.tile_n
-        return several and self.has_upper and not (self.listed or self.selected)
+        return several and self.has_upper and self.form != "bits" and not self.selected
 
     @property
     def hides_values(self) -> bool:
@@ -145,7 +145,7 @@ class Config(Formed):
     def describe(self) -> str:
         """The kernel in a sentence, as ``explain`` shows it."""
         extra = ", keys split" if self.split else ", selected keys gathered" if self.selected else ""
-        extra += {"lists": ", pairs judged one by one", "bits": ", a bit for each pair"}.get(self.form, "")
+        extra += ", a bit for each pair" if self.form == "bits" else ""
         return self.tiles.describe() + extra
 
     def traffic(self, problem: Problem) -> int:
@@ -274,7 +274,7 @@ def choose(problem: Problem) -> Config:
     capped, dropout = problem.spec.score is not None and not traced.score, problem.spec.dropout_p > 0
     bits = bit_tiles_of(problem)
     # Ends that tensors hold are slower than bits (docs/decisions.md#hopper-list-tiles).
-    if form in ("rows", "lists") and bits and not why_no_bits(problem, bits.tile_n):
+    if form in ("rows", "bits") and bits and bits_serve(problem, bits.tile_n):
         return Config(bits, DTYPES[str(problem.dtype)], "bits")
     biased = with_bias(problem)
     if biased is not None:
@@ -292,7 +292,7 @@ def choose(problem: Problem) -> Config:
     def clocks(other: Config) -> float:
         return estimated_clocks(other, problem, band.stop - band.start, cores)
 
-    if form in ("rows", "lists"):
+    if form == "rows":
         return options(form)[0]
     whole = sizes.best(options(form), clocks)
     halves = (
@@ -332,7 +332,7 @@ def form_of_pairs(problem: Problem, tiles: Tiles) -> str:
         return ""
     if form in SCORES["bias"].forms:
         return form
-    return "" if (ends_alone and tiles.width == 64) or why_no_bits(problem, tiles.tile_n, scored=True) else "bits"
+    return "" if (ends_alone and tiles.width == 64) or not bits_serve(problem, tiles.tile_n, scored=True) else "bits"
 
 
 def row_for(problem: Problem, capped: bool, dropped: bool) -> TileRow:

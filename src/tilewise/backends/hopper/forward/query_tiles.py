@@ -83,10 +83,6 @@ def tile_of(round_, params: ForwardParams, config: Config) -> QueryTile:
         # A tile visits at least one block, as bands have it; where the query sees no key, no bit is set.
         start, stop = tiles_of_list(list_of(batch, params.extra), tile_n, params.extra)
         return QueryTile(row, head, batch, start, I32(PICK.larger(stop, start + 1)))
-    if config.form == "lists":
-        # A tile visits at least one block; where none is listed, the predicate hides all of it.
-        partial, count = (params.extra.counts[batch, head, m_block, n] for n in range(2))
-        return QueryTile(row, head, batch, I32(0), PICK.larger(count, 1), partial=PICK.larger(partial, 1))
     band = band_of_head(batch, head, params, config)
     start, stop = schedule.key_blocks(row, config.tile_queries, tile_n, band, PICK)
     if config.split:
@@ -173,7 +169,7 @@ def place_packed(packed_tile: packed.PackedTile, params: ForwardParams, config: 
 def block_at(query_tile: QueryTile, step, params: ForwardParams, config: Config):
     """The key block that a tile visits at a step: from the last to the first, or in the order of its list; with a line of biases around
     the tile's own place those around it come before all others but the last."""
-    if config.listed:
+    if config.form == "bits":
         m_block = query_tile.row // config.tile_queries
         return params.extra.blocks[query_tile.batch, query_tile.head, m_block, step]
     block = query_tile.stop - 1 - step
@@ -203,7 +199,7 @@ def last_distance(extra: OptionalParams):
 
 
 def kept_words(query_tile: QueryTile, step, w, params: ForwardParams, config: Config) -> list | None:
-    """The bits of a thread's pairs in the partial block that warpgroup w visits at a step; None where ends or a predicate tell."""
+    """The bits of a thread's pairs in the partial block that warpgroup w visits at a step; None where ends tell."""
     if config.form != "bits":
         return None
     thread = w * 128 + cute.arch.thread_idx()[0] % 128
@@ -217,7 +213,7 @@ def whole_steps(query_tile: QueryTile, row, band: schedule.Band, params: Forward
     whole blocks, whose pairs have one bias where there is a line of biases; its first step is none of these. It could not leave out two
     steps: while it waits for the next tile's first K, this tile's last V is still held.
     """
-    if config.listed:
+    if config.form == "bits":
         return I32(0), query_tile.partial, query_tile.stop
     if config.selected:  # any block may have a key that stands twice
         return I32(0), query_tile.stop - query_tile.start, query_tile.stop - query_tile.start

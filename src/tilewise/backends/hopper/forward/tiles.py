@@ -167,14 +167,12 @@ class TileRow:
         full: for rows that see all keys.
         ends: for rows that begin or end at some key.
         traced: where a thread has more to remember beside its scores.
-        listed: where a pair reads more than one tensor element, and for lists of key blocks. The blocks of a pattern, of 64 or
-            128 keys, are then whole ones; wider blocks would cover two and be visited for either
-            (docs/decisions.md#hopper-list-tiles).
+        reading: where a pair reads more than one tensor element.
         short: one warpgroup for few queries; None: the tiles of the next row that has some, if any.
         fewer: tiles beside ``full`` that short sequences may get.
         fewer_ends: tiles beside ``ends`` that short sequences may get.
-        bits: for lists and bits of tiles of 128 x 128; None: the tiles of the next row that has some.
-        dropout: with dropout and neither a score nor a predicate; None: the tiles of a next row that has some, else ``traced``.
+        bits: for bits of tiles of 128 x 128; None: the tiles of the next row that has some.
+        dropout: with dropout and no score; None: the tiles of a next row that has some, else ``traced``.
         alibi: with ALiBi whose bias is linear, or a line of biases; None: the tiles of a next row that has some, else none does.
         bias: with a bias by pair; None: the tiles of a next row that has some, else none does.
         softcap: whether these head dims are shipped with a softcap, and with split keys; others take the next row that is.
@@ -184,7 +182,7 @@ class TileRow:
     full: Tiles
     ends: Tiles
     traced: Tiles
-    listed: Tiles
+    reading: Tiles
     short: Tiles | None = None
     fewer: tuple[Tiles, ...] = ()
     fewer_ends: tuple[Tiles, ...] = ()
@@ -199,7 +197,7 @@ class TileRow:
     def columns(self) -> tuple[Tiles, ...]:
         """Every tile of the row that a call may get."""
         more = (tiles for tiles in (self.bits, self.dropout, self.alibi, self.bias, self.short) if tiles is not None)
-        return (self.full, self.ends, self.traced, self.listed, *more, *self.fewer, *self.fewer_ends)
+        return (self.full, self.ends, self.traced, self.reading, *more, *self.fewer, *self.fewer_ends)
 
     def biased(self, score: str) -> Tiles | None:
         """The tiles with a score of SCORES that reads a bias."""
@@ -214,8 +212,8 @@ class TileRow:
             return self.dropout
         more = traced.reads + dropout
         # What a pair reads waits for memory: more keys in a tile would only hold more registers meanwhile.
-        if more > 1 or form == "lists":
-            return self.listed
+        if more > 1:
+            return self.reading
         if traced != PLAIN or tight or dropout:
             return self.traced
         return self.full if form == "full" else self.ends
@@ -249,7 +247,7 @@ TABLE = {
         full=_D64_192,
         ends=_D64_192,
         traced=Tiles(64, 64, warpgroups=2, tile_n=96, stages=10, q_stages=2, registers=240),
-        listed=Tiles(64, 64, warpgroups=2, tile_n=64, stages=12, q_stages=2, registers=240),
+        reading=Tiles(64, 64, warpgroups=2, tile_n=64, stages=12, q_stages=2, registers=240),
         # One computing warpgroup may have all that a thread can name.
         short=Tiles(64, 64, warpgroups=1, tile_n=128, stages=8, q_stages=2, registers=256),
         fewer=(_D64_128,),
@@ -266,14 +264,14 @@ TABLE = {
         full=_D96,
         ends=_D96,
         traced=Tiles(96, 96, warpgroups=2, tile_n=96, stages=8, q_stages=2, registers=240),
-        listed=Tiles(96, 96, warpgroups=2, tile_n=64, stages=12, q_stages=2, registers=240),
+        reading=Tiles(96, 96, warpgroups=2, tile_n=64, stages=12, q_stages=2, registers=240),
         candidates=(replace(_D96, pingpong=True),),
     ),
     (128, 128): TileRow(
         full=_D128,
         ends=_D128,
         traced=Tiles(128, 128, warpgroups=2, tile_n=80, stages=8, q_stages=2, registers=240),
-        listed=Tiles(128, 128, warpgroups=2, tile_n=64, stages=9, q_stages=2, registers=240),
+        reading=Tiles(128, 128, warpgroups=2, tile_n=64, stages=9, q_stages=2, registers=240),
         short=Tiles(128, 128, warpgroups=1, tile_n=128, stages=5, q_stages=2, registers=256),
         bits=_D128,
         dropout=_D128,
@@ -291,21 +289,21 @@ TABLE = {
         full=_D192V128,
         ends=_D192V128,
         traced=Tiles(192, 128, warpgroups=2, tile_n=80, stages=5, q_stages=1, registers=240),
-        listed=Tiles(192, 128, warpgroups=2, tile_n=64, stages=7, q_stages=1, registers=240),
+        reading=Tiles(192, 128, warpgroups=2, tile_n=64, stages=7, q_stages=1, registers=240),
         short=Tiles(192, 128, warpgroups=1, tile_n=128, stages=4, q_stages=1, registers=256),
     ),
     (192, 192): TileRow(
         full=_D192,
         ends=replace(_D192, tile_n=96),
         traced=Tiles(192, 192, warpgroups=2, tile_n=64, stages=7, q_stages=1, registers=240),
-        listed=Tiles(192, 192, warpgroups=2, tile_n=32, stages=12, q_stages=1, registers=240),
+        reading=Tiles(192, 192, warpgroups=2, tile_n=32, stages=12, q_stages=1, registers=240),
         candidates=(replace(_D192, tile_n=96, pingpong=True),),
     ),
     (256, 256): TileRow(
         full=_D256_80,
         ends=_D256_64,
         traced=Tiles(256, 256, warpgroups=2, tile_n=48, stages=6, q_stages=1, registers=240),
-        listed=Tiles(256, 256, warpgroups=2, tile_n=32, stages=10, q_stages=1, registers=240),
+        reading=Tiles(256, 256, warpgroups=2, tile_n=32, stages=10, q_stages=1, registers=240),
         short=Tiles(256, 256, warpgroups=1, tile_n=80, stages=4, q_stages=1, registers=256),
         fewer=(_D256_64,),
         softcap=True,
@@ -315,7 +313,7 @@ TABLE = {
         full=_D512,
         ends=_D512,
         traced=_D512,
-        listed=_D512,
+        reading=_D512,
         candidates=(replace(_D512, pingpong=True),),
     ),
 }  # fmt: skip

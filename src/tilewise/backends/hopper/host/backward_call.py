@@ -172,8 +172,8 @@ class BackwardPlan(BackwardDraft):
         if self.config.form == "bits":
             return dict(zip(self.keeps, kept, strict=True))
         found, fields = {}, self.config.mask_fields
-        for prefix, tiles in self.passes.items():
-            of_mask = self.of_mask_fields(inputs, tiles, prefix == KEYS)
+        for prefix in self.passes:
+            of_mask = self.of_mask_fields(inputs, prefix == KEYS)
             found |= {prefix + name: x for name, x in zip(fields, of_mask, strict=True)}
         return found
 

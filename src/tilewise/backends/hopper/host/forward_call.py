@@ -119,7 +119,7 @@ class ForwardPlan(DirectPlan):
         """Those of them that are made of the mask, of which some are :meth:`kept`."""
         if self.config.form == "bits":
             return dict(zip(self.keeps, kept, strict=True))
-        return dict(zip(self.config.mask_fields, self.of_mask_fields(inputs, self.config.tiles), strict=True))
+        return dict(zip(self.config.mask_fields, self.of_mask_fields(inputs), strict=True))
 
     def forward(self, inputs: Inputs) -> Output:
         if self.launches is None:

@@ -15,7 +15,7 @@ from tilewise.backends.hopper.host.draft import View
 from tilewise.planning import planner
 from tilewise.planning.bit_tiles import BitTiles, Layout, Sections, seen_shape
 from tilewise.planning.planner import Kind, Making
-from tilewise.planning.tiles import PARTIAL, Grid, TileMap, seen_keys
+from tilewise.planning.tiles import Grid, seen_keys
 from tilewise.problem import Problem
 from tilewise.signature import contiguous_strides
 
@@ -84,15 +84,6 @@ def column_ends_of_rows(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tenso
         return torch.searchsorted(ends, each, right=True, out_int32=True).expand(shape)
 
     return count(hi), count(lo)
-
-
-def visits(problem: Problem, inputs: Inputs, tiles: Sized, by_columns: bool = False) -> tuple[Tensor, Tensor]:
-    """``(blocks, counts)`` as :meth:`tilewise.planning.tiles.TileMap.visits` has them, expanded to every batch element and head; the query
-    blocks of every key tile ``by_columns``."""
-    tile_map = TileMap.build(grid_of(problem, inputs.leaves), tiles.tile_m, tiles.tile_n, by_columns)
-    if problem.seqlen_k % tiles.tile_n:  # a ragged end is cut off where a block is partial
-        tile_map.status[..., -1:].clamp_(max=PARTIAL)
-    return tuple(x.expand(problem.batch, problem.heads_q, -1, -1) for x in tile_map.visits(transposed=by_columns))
 
 
 @dataclass(frozen=True)

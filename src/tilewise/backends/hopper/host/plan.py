@@ -72,9 +72,9 @@ class Plan:
         leaves = [extras[n] for n in self.slots_of_mask]
         return self.made.of(key, leaves, partial(making, extras, self.problem.device))
 
-    def of_mask(self, inputs: Inputs, make: Callable[..., Any], *more: Any, by_columns: bool = False) -> Any:
-        """The result of a function of the mask's tensors, kept while they are the same. ``more`` is one thing in each plan, and no key."""
-        return self.made.of((make, by_columns), self.mask_leaves(inputs), lambda: make(self.problem, inputs, *more))
+    def of_mask(self, inputs: Inputs, make: Callable[[Problem, Inputs], Any]) -> Any:
+        """The result of a function of the mask's tensors, kept while they are the same."""
+        return self.made.of(make, self.mask_leaves(inputs), lambda: make(self.problem, inputs))
 
 
 @dataclass(eq=False)
@@ -308,19 +308,14 @@ class LaunchPlan(MaskPlan):
         plan.__dict__.update(values)
         return plan
 
-    def of_mask_fields(self, inputs: Inputs, tiles: masks.Sized, by_columns: bool = False) -> tuple[Tensor, ...]:
-        """The tensors of ``config.mask_fields``, but those of :class:`masks.BitsOf`.
-
-        Args:
-            tiles: of the pass. by_columns: for the pass over keys of a backward, which reads masks by columns.
-        """
-        config, found = self.config, ()
-        if config.by_rows:
-            columns = masks.column_ends_of_rows if by_columns and config.keys.keeps_ds else masks.column_ends
-            found += self.of_mask(inputs, columns if by_columns else masks.row_ends)
-        if config.form == "lists":
-            found += self.of_mask(inputs, masks.visits, tiles, by_columns, by_columns=by_columns)
-        return found
+    def of_mask_fields(self, inputs: Inputs, by_columns: bool = False) -> tuple[Tensor, ...]:
+        """The tensors of ``config.mask_fields``, but those of :class:`masks.BitsOf`. ``by_columns``: for the pass over keys of a backward,
+        which reads masks by columns."""
+        if not self.config.by_rows:
+            return ()
+        if not by_columns:
+            return self.of_mask(inputs, masks.row_ends)
+        return self.of_mask(inputs, masks.column_ends_of_rows if self.config.keys.keeps_ds else masks.column_ends)
 
 
 def ends_of(band: Band, start: int = 0) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Masks' predicates and scores traced into the kernel: the trees of :mod:`tilewise.expr` for the pairs that a thread holds.
+"""Scores traced into the kernel: the trees of :mod:`tilewise.expr` for the pairs that a thread holds.
 
 Every node is computed once for each of what it depends on: once, once a row, once a column, or once a pair. Numbers of an
 expression are run-time arguments. Leaves are tensors in global memory; an index out of range is clamped.
@@ -68,16 +68,6 @@ def scored(s: cute.Tensor, text: str, scale, pairs: Pairs) -> None:
             # s is the (2, N/4) view of an fp32 accumulator of 64 × N; each product gives way to its score in the same
             # register.
             s[r, c] = F32(values.at(r, c, s[r, c] * scale)[0])
-
-
-def hide(s: cute.Tensor, text: str, pairs: Pairs) -> None:
-    """Sets the scores of pairs that the predicate does not keep to -inf."""
-    values = Values([expr.parse(text)], pairs)
-    for c in range(cute.size(s, mode=[1])):
-        values.begin(c, s)
-        for r in range(2):
-            # A selection, so that a NaN or an infinity of a hidden pair is gone too.
-            s[r, c] = choose(values.at(r, c, None)[0], s[r, c], -INF)
 
 
 class Values:
@@ -233,14 +223,28 @@ def select(condition, left, right, kind: str):
     return (cutlass.Int64 if wide(left) else I32)(cutlass.select_(condition, left, right))
 
 
+def quotient_and_rest(left, right) -> tuple:
+    """The quotient of two floats, rounded down, and the rest, with the sign of ``right``; exact while the quotient is below 2**24."""
+    quotient = cute.math.floor(divide(left, right))
+    # Of an infinite divisor the product would be NaN.
+    rest = choose(quotient == 0.0, left, cute.math.fma(-quotient, right, left))
+    # A multiple's quotient may fall short of its whole number by an ulp: the rest tells.
+    below = (rest != 0.0) & ((rest < 0.0) != (right < 0.0))
+    beyond = float_abs(rest) >= float_abs(right)
+    # Of an infinite number both are NaN, by 0 the rest alone.
+    quotient = choose((rest == rest) | (right == 0.0), quotient, rest)
+    quotient = choose(below, quotient - 1.0, choose(beyond, quotient + 1.0, quotient))
+    return quotient, choose(below, rest + right, choose(beyond, rest - right, rest))
+
+
 def floor_quotient(left, right):
     """The floats' ``left / right``, rounded down."""
-    return cute.math.floor(divide(left, right))
+    return quotient_and_rest(left, right)[0]
 
 
 def remainder(left, right):
     """The floats' ``left - right · floor(left / right)``."""
-    return left - cute.math.floor(divide(left, right)) * right
+    return quotient_and_rest(left, right)[1]
 
 
 def float_abs(value):
@@ -264,18 +268,18 @@ def truncate(value):
 
 
 def float_maximum(left, right):
-    """The larger of two floats."""
-    return cute.arch.fmax(left, right)
+    """The larger of two floats, NaN if one of them is."""
+    return choose((left == left) & (right == right), cute.arch.fmax(left, right), left + right)
 
 
 def float_minimum(left, right):
-    """The smaller of two floats."""
-    return -cute.arch.fmax(-left, -right)
+    """The smaller of two floats, NaN if one of them is."""
+    return -float_maximum(-left, -right)
 
 
 def float_relu(value):
     """The float, or 0 where it is negative."""
-    return cute.arch.fmax(value, F32(0.0))
+    return float_maximum(value, F32(0.0))
 
 
 def sigmoid(value):
@@ -289,8 +293,27 @@ def whole_remainder(left, right):
 
 
 def whole_power(left, right):
-    """A whole number to a whole power, by way of floats."""
-    return I32(cute.math.roundeven(power(left, right)))
+    """A whole number to a whole power, by its squares: floats would round above 2**24."""
+    found, square = left * 0 + 1, left
+    # Five bits of the exponent: with more of them every power fits 32 bits only where the number is 0, 1 or -1.
+    for bit in range(5):
+        found = select((right >> bit) & 1 == 1, found * square, found, "int")
+        square = square * square
+    found = select((left == 0) & (right > 0), 0, found, "int")
+    below = select(left == 1, 1, select(left == -1, 1 - 2 * (right & 1), 0, "int"), "int")
+    return select(right >= 0, found, below, "int")
+
+
+def lshift(left, right):
+    """``left << right``, 0 for a place that is no bit."""
+    inside = (right >= 0) & (right < (64 if wide(left) else 32))
+    return select(inside, left << select(inside, right, 0, "int"), 0, "int")
+
+
+def rshift(left, right):
+    """``left >> right``, the sign for a place that is no bit."""
+    last = 63 if wide(left) else 31
+    return left >> select((right >= 0) & (right < last), right, last, "int")
 
 
 def whole_abs(value):

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tilewise.backends.hopper.parameters import (
+    COUNTS,
     DIVISION,
     DROPOUT,
     LENGTHS,
@@ -25,11 +26,11 @@ from tilewise.backends.hopper.parameters import (
 )
 
 _OF_SCORES = [row for score in SCORES.values() for row in (*score.reads, *filter(None, (score.gradient,)))]
-_ROWS = (*STARTS, *SEEN, QUEUE, LENGTHS, PAGES, *LISTS, *POOL, *DROPOUT, *_OF_SCORES, *PORTION, *DIVISION, *ORDERED)
+_OF_SEQUENCES = (*STARTS, *SEEN, QUEUE, COUNTS, LENGTHS, PAGES, *LISTS, *POOL)
+_ROWS = (*_OF_SEQUENCES, *DROPOUT, *_OF_SCORES, *PORTION, *DIVISION, *ORDERED)
 # `direct_o`: o, (batch, row, head, column), where it leaves from registers and no warp stores it. `rows_k`, `rows_v`: k and v, (1, row, 1,
-# column), whose rows are gathered. `part_o`, `part_lse`: the states of split
-# keys, which the kernel writes instead of o and lse. `leaves`, `numbers`: tuples of what expressions read; of a softcap, the numbers of
-# tilewise.backends.hopper.capped.numbers.
+# column), whose rows are gathered. `part_o`, `part_lse`: the states of split keys, which the kernel writes instead of o and lse. `leaves`,
+# `numbers`: tuples of what expressions read; of a softcap, the numbers of tilewise.backends.hopper.capped.numbers.
 _OF_MASKS = (name for names in MASK_FIELDS.values() for name in names)
 _NAMES = ("direct_o", "rows_k", "rows_v", "part_o", "part_lse", *_OF_MASKS, *names_of(_ROWS), "leaves", "numbers")
 FIELDS = tuple(dict.fromkeys(name.removeprefix("keys_") for name in _NAMES))

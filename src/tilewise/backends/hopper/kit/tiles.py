@@ -24,8 +24,7 @@ class QueryTile(NamedTuple):
 
     Attributes:
         row, head, batch: the first query, the (first) query head and the batch index, or the packed sequence.
-        start, stop: the key blocks ``[start, stop)``; with lists of blocks, steps, of which the first ``partial`` need the predicate
-            or bits.
+        start, stop: the key blocks ``[start, stop)``; with lists of blocks, steps, of which the first ``partial`` need their bits.
         bits: the slot of the bits of the first partial block; those of the others follow.
         split: which split of the keys the blocks belong to, where keys are split.
         piece: which piece of O's columns the tile computes, where they are cut.

@@ -11,24 +11,22 @@ from torch import Tensor
 from tilewise.backends.base import Pages
 from tilewise.backends.triton.host import runtime
 from tilewise.backends.triton.host.paged import scale_strides
-from tilewise.backends.triton.host.plan import operand_strides
-from tilewise.backends.triton.tiles import FUSION
+from tilewise.backends.triton.host.plan import in_units, operand_strides
+from tilewise.backends.triton.tiles import Tiles
+
+PROGRAM = Tiles(1, 1, 4, 3)  # each writes a row of all heads
 
 
 @dataclass(eq=False)
-class AppendLaunch:
-    """The launch for tensors of the same shapes, strides and dtypes: everything of it but the tensors
-    (docs/decisions.md#repeated-calls).
+class AppendLaunch(runtime.Launch):
+    """The launch for tensors of the same shapes, strides and dtypes (docs/decisions.md#repeated-calls).
 
     Attributes:
-        rows: new ones of all sequences. sizes: as the kernel takes them (:func:`runtime.opaque`). constants: behind them.
-        compiled: the kernel, once it is known.
+        sizes: as the kernel takes them (:func:`runtime.opaque`). constants: behind them.
     """
 
-    rows: int
     sizes: Any
     constants: tuple[int | bool, ...]
-    compiled: Any = None
 
     @classmethod
     def of(cls, cache: Pages, k: Tensor, v: Tensor | None, cu_seqlens_q: Tensor | None) -> AppendLaunch:
@@ -40,11 +38,9 @@ class AppendLaunch:
         (num_pages, page_size), (batch, max_pages) = k_pages.shape[:2], block_table.shape
         named = (("k_pages", k_pages), ("v_pages", None if v is None else v_pages), ("k", k), ("v", v))
         strides = {name: (0, 0, 0) if x is None else operand_strides(x) for name, x in named}
-        unit = 16 // k.element_size()
-        if any(n % unit for each in strides.values() for n in each):
-            unit = 1
-        strides = {name: tuple(n // unit for n in each) for name, each in strides.items()}
-        sizes = runtime.kernels().AppendSizes(
+        unit, strides = in_units(strides, 16 // k.element_size())
+        kernels = runtime.kernels()
+        sizes = kernels.AppendSizes(
             batch=batch,
             new=k.shape[1],
             num_pages=num_pages,
@@ -57,7 +53,8 @@ class AppendLaunch:
         )
         rows = k.shape[0] * (k.shape[1] if cu_seqlens_q is None else 1)
         each = [x.ndim == 3 for x in scales] or [False, False]
-        return cls(rows, runtime.opaque(sizes), (*k.shape[-2:], 0 if v is None else v.shape[-1], unit, *each))
+        constants = *k.shape[-2:], 0 if v is None else v.shape[-1], unit, *each
+        return cls(kernels.append, (rows, 1, 1), PROGRAM, runtime.opaque(sizes), constants)
 
     def __call__(self, cache: Pages, k: Tensor, v: Tensor | None, cu_seqlens_q: Tensor | None) -> None:
         """Writes k and v behind the keys of each sequence."""
@@ -68,12 +65,9 @@ class AppendLaunch:
             places |= address or 0
         if self.compiled is not None and places % 16 == 0 and runtime.current() == k.device.index:
             at += [None] * (9 - len(at))
-            runtime.run_each([(self.compiled, (self.rows, 1, 1), (tuple(at), self.sizes, *self.constants))])
+            runtime.run_each([(self.compiled, self.grid, (tuple(at), self.sizes, *self.constants))])
             return
-        kernels = runtime.kernels()
         pools = [x.view(torch.uint8) if scales and x is not None else x for x in tensors[:2]]
-        with runtime.on_device(k), runtime.assembling() as read:
-            kernel = kernels.append[self.rows,]
-            given = kernels.AppendTensors(*pools, *tensors[2:]), self.sizes, *self.constants
-            found = kernel(*given, num_warps=4, **FUSION, **read)
-        self.compiled = self.compiled if places % 16 else found
+        bundle = runtime.kernels().AppendTensors(*pools, *tensors[2:])
+        with runtime.on_device(k):
+            self.start(places % 16 == 0, bundle, self.sizes, *self.constants)

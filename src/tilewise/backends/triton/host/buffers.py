@@ -81,5 +81,6 @@ def new_sheet(plan: Plan, q: Tensor) -> dict[str, Tensor | None]:
     if not plan.sheet:
         return {}
     sums = q.new_empty(q.shape, dtype=torch.float32) if plan.sheet[-1].first_key > 0 else None
-    sheets = {name: q.new_empty(sheet_shape(plan), dtype=plan.problem.dtype) for name in plan.sheets}
+    names = ("sheet", "p_sheet") if plan.keeps_pairs else ("sheet",)
+    sheets = {name: q.new_empty(sheet_shape(plan), dtype=plan.problem.dtype) for name in names}
     return sheets | {"dq_sums": sums}

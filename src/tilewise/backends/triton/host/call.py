@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tilewise import dropout
+from tilewise import dropout, state
 from tilewise.backends.base import Inputs, unit_last
 from tilewise.backends.triton.host import runtime
 from tilewise.backends.triton.host.buffers import seqlen_q_rounded
-from tilewise.backends.triton.host.launches import KernelLaunch
-from tilewise.backends.triton.host.plan import Plan, operand_strides
+from tilewise.backends.triton.host.facts import Facts
+from tilewise.backends.triton.host.plan import Plan, in_units, operand_strides
+from tilewise.backends.triton.host.runtime import KernelLaunch, View
 from tilewise.backends.triton.host.terms import split_into_terms
 from tilewise.backends.triton.tiles import Tiles
 from tilewise.caching import cached_property
@@ -29,7 +31,7 @@ class Call:
 
     Attributes:
         operands: q, k, v and, in a backward, do, with a last stride of 1; their bf16 terms where kernels read these; of a quantised
-            cache k and v :func:`by_twos`.
+            cache two numbers of k and v as one int16 (``kernels.e4m3``).
         named: the tensors that every launch of the call may read, by name.
         aligned: whether the operands, and the leaf that a descriptor may bring, begin at multiples of 16 bytes.
         all_aligned: whether all of ``named`` do.
@@ -47,7 +49,7 @@ class Call:
         given = {"q": inputs.q, "k": inputs.k, "v": inputs.v} | ({} if do is None else {"do": do})
         operands = {name: unit_last(x) for name, x in given.items()}
         if plan.problem.quantised:
-            operands |= {name: by_twos(operands[name]) for name in ("k", "v")}
+            operands |= {name: operands[name].view(torch.int16) for name in ("k", "v")}
         if plan.zeroed:
             operands |= zeroed(plan, inputs, operands)
         if plan.terms > 1:
@@ -71,14 +73,11 @@ class Call:
         return cls(plan, inputs, operands, named, every or runtime.aligned((*operands.values(), pair)), every)
 
     @cached_property
-    def layout(self) -> tuple[int, dict[str, tuple[int, int, int]]]:
+    def layout(self) -> tuple[int, dict[str, tuple[int, ...]]]:
         """``(align, strides)``: the ``(batch, row, head)`` strides of the operands, in units of ``align`` elements: 16 bytes of the
         narrowest operand, where every stride is a multiple of them and every operand is aligned; else 1."""
         unit = 16 // min(x.element_size() for x in self.operands.values()) if self.aligned else 1
-        strides = {name: operand_strides(x) for name, x in self.operands.items()}
-        if any(n % unit for each in strides.values() for n in each):
-            unit = 1
-        return unit, {name: tuple(n // unit for n in each) for name, each in strides.items()}
+        return in_units({name: operand_strides(x) for name, x in self.operands.items()}, unit)
 
     @property
     def align(self) -> int:
@@ -95,8 +94,7 @@ class Call:
         tensors = self.named | named
         aligned = self.all_aligned and runtime.aligned(named.values())
         for launch in self.plan.launches.of(key, lambda: new(self)):
-            lists = {} if launch.lists is None else self.tile_lists(*launch.lists)
-            self.plan.start(launch, tensors | lists if lists else tensors, aligned)
+            launch(tensors if launch.lists is None else tensors | tile_lists(self, *launch.lists), aligned)
 
     def sizes(self, slots: int, **chosen: int | tuple[int, ...]):
         """The whole numbers of a launch.
@@ -125,6 +123,11 @@ class Call:
         )
         return runtime.opaque(sizes)
 
+    def facts(self, tiles: Tiles, views: Sequence[View | None] = (None,), **chosen: object) -> Facts:
+        """:meth:`Plan.facts` of a launch of this call; by descriptor come all tiles that may, or none, as the first of ``views`` says."""
+        tma = views[0] is not None
+        return self.plan.facts(tiles, self.align, **{"tma": tma, "whole": tma and self.plan.whole, **chosen})
+
     def launch(
         self, kernel, grid, tiles: Tiles, sizes, facts, *between, lists: bool | None = None, reads: tuple[str, ...] = ()
     ) -> KernelLaunch:
@@ -139,16 +142,13 @@ class Call:
             sizes, scales = sizes._replace(extents=(), grad_extents=()), scales._replace(numbers=())
         return KernelLaunch(kernel, grid, tiles, sizes, scales, between, facts, listed, reads)
 
-    def tile_lists(self, tiles: Tiles, by_columns: bool) -> dict[str, tuple]:
-        """The lists of a predicate's tiles, and their strides; the same again while the mask's tensors are the same, unchanged."""
-        plan = self.plan
-        key, leaves = (tiles.tile_m, tiles.tile_n, by_columns), plan.mask_leaves(self.inputs)
-        return plan.of_mask.of(key, leaves, lambda: new_tile_lists(plan.problem, self.inputs, tiles, by_columns))
 
-
-def by_twos(x: Tensor) -> Tensor:
-    """Numbers of 8 bits as half as many int16 (``kernels.e4m3``): a view."""
-    return x.view(torch.int16)
+def sink_gradient(inputs: Inputs, lse: Tensor, delta: Tensor) -> Tensor | None:
+    """The gradient of the sink, if there is one; ``lse`` and ``delta`` in lse's public shape."""
+    if inputs.sink is None:
+        return None
+    rows = state.sink_gradient(inputs.sink.float().view(-1, 1), lse, delta)
+    return rows.sum((0, 2) if lse.ndim == 3 else -1).to(inputs.sink.dtype)
 
 
 def zeroed(plan: Plan, inputs: Inputs, operands: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -179,6 +179,13 @@ def whole_grid(problem: Problem, inputs: Inputs) -> Grid:
 def tile_slots(problem: Problem, length: int, tile: int) -> int:
     """The tiles of a head; packed, enough for every sequence and the rows past the last (``kernels.arguments.work_tile``)."""
     return length // tile + problem.batch + 1 if problem.packed else -(-length // tile)
+
+
+def tile_lists(call: Call, tiles: Tiles, by_columns: bool) -> dict[str, tuple]:
+    """:func:`new_tile_lists` of a call; the same again while the mask's tensors are the same, unchanged."""
+    plan, inputs = call.plan, call.inputs
+    make = partial(new_tile_lists, plan.problem, inputs, tiles, by_columns)
+    return plan.of_mask.of((tiles.tile_m, tiles.tile_n, by_columns), plan.mask_leaves(inputs), make)
 
 
 def new_tile_lists(problem: Problem, inputs: Inputs, tiles: Tiles, by_columns: bool) -> dict[str, tuple]:

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -31,18 +31,18 @@ from tilewise.backends.listed import rows_of
 from tilewise.backends.sample import sample, values
 from tilewise.backends.triton import Triton, config, listed
 from tilewise.backends.triton.host import launch, runtime, tangent, tile_map
+from tilewise.backends.triton.host.call import whole_grid
 from tilewise.backends.triton.host.facts import Facts
 from tilewise.backends.triton.host.listed import ListedCall
 from tilewise.backends.triton.host.machine_code import faults, listings, serialised
 from tilewise.backends.triton.host.plan import Plan
-from tilewise.backends.triton.kernels.leaf_reads import PairReads
 from tilewise.backends.triton.paging import paged_config, paged_memory
+from tilewise.backends.triton.reads import PairReads
 from tilewise.backends.triton.tiles import Tiles, pieces
 from tilewise.device import Device
 from tilewise.masks.catalogue import block_sparse, causal, dense, keep, selected, window
 from tilewise.planning.bit_tiles import Layout, Sections
 from tilewise.planning.planner import MOST_ENTRIES, Kind, Sequences
-from tilewise.planning.tiles import Grid
 from tilewise.problem import Problem, check
 from tilewise.scores.catalogue import alibi, bias, score, softcap
 from tilewise.spec import Options, assemble, parse_spec
@@ -146,12 +146,12 @@ PAGED = {
     ),
 }
 
-QUANTISED = ("fp8", "fp8-each", "fp8-chunk", "mla-fp8", "mla-fp8-keep")
-LATENT = ("mla", "mla-chunk", "mla-fp8", "mla-keep", "mla-fp8-keep")
+QUANTISED = tuple(name for name in PAGED if "fp8" in name)
+LATENT = tuple(name for name in PAGED if name.startswith("mla"))
 
 
 @dataclass(frozen=True)
-class Launch:
+class Item:
     """A problem whose launches are recorded and compiled, in a form that another process can rebuild."""
 
     arch: str
@@ -159,10 +159,6 @@ class Launch:
     head_dim: int
     feature: str
     products: str = "ieee"
-
-    @property
-    def head_dim_v(self) -> int:
-        return min(self.head_dim, config.MAX_HEAD_DIM)
 
 
 def shared_memory(problem: Problem, name: str, tiles: Tiles) -> int:
@@ -180,9 +176,9 @@ def shared_memory(problem: Problem, name: str, tiles: Tiles) -> int:
     return config.needed(problem, name, tiles, PairReads.of(problem).bytes)
 
 
-def call_of(item: Launch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, object]]:
+def call_of(item: Item) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, object]]:
     """q, k and v without memory, and the options of the call."""
-    dims = item.head_dim, item.head_dim, item.head_dim_v
+    dims = item.head_dim, item.head_dim, min(item.head_dim, config.MAX_HEAD_DIM)
     if item.feature not in PAGED:
         heads = {"parted": (8, 1, 1), "listed": (64, 1, 1)}.get(item.feature, (8, 8, 8))
         seqlen = 144 if item.feature == "windows" else 4096
@@ -202,83 +198,75 @@ def call_of(item: Launch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dic
     return q, k, v, {"block_table": integers(8, max_pages), "seqlens_k": integers(8), **options(q)}
 
 
-def problem_of(item: Launch) -> Problem:
-    q, k, v, options = call_of(item)
-    extras, seed, text = assemble(q, k, v, Options(**options))
-    return check(q, k, v, extras, seed, parse_spec(text))
+def pass_name(kernel, facts: Facts) -> str:
+    """The name of a kernel's launch, as in ``Config.passes`` where it is one of these."""
+    name = kernel.fn.__name__.removesuffix("_kernel")
+    if name != "dkdv":
+        return name
+    return {(True, True): "dkdv", (True, False): "dk", (False, True): "dv", (False, False): "pairs"}[facts.dk, facts.dv]
 
 
-def recorded(item: Launch) -> Iterator[tuple]:
-    """``(name, kernel, tiles, arguments)`` of every launch of a forward and a backward."""
+def made(item: Item) -> tuple[Problem, Inputs]:
+    """The problem, and its tensors without memory."""
     q, k, v, options = call_of(item)
     extras, seed, text = assemble(q, k, v, Options(**options))
     problem = check(q, k, v, extras, seed, parse_spec(text))
-    found = []
+    return problem, Inputs.of(problem, *[x.detach() for x in (q, k, v)], [x.detach() for x in extras], seed)
+
+
+def recorded(item: Item) -> list[tuple]:
+    """``(name, kernel, tiles, arguments)`` of every launch of a forward and a backward, and of those that plan a mask."""
+    (problem, inputs), found = made(item), []
 
     def record(kernel, grid, tiles, *arguments):
-        found.append((runtime.pass_name(kernel, arguments[-1]), kernel, tiles, arguments))
+        found.append((pass_name(kernel, arguments[-1]), kernel, tiles, arguments))
 
-    listed_alone = item.feature == "listed"
-    plan = ListedCall(problem, record) if listed_alone else Plan(problem, configured(item, problem), record)
-    with torch.no_grad(), on_target(item):
-        inputs = Inputs.of(problem, q, k, v, [x.detach() for x in extras], seed)
-        out: Output = empty_output(problem, q, v)
+    with torch.no_grad(), on_target(item), runtime.recorded(record):
+        out: Output = empty_output(problem, inputs.q, inputs.v)
         do, dlse = torch.empty_like(out.o), torch.empty_like(out.lse)
-        if listed_alone:
+        if item.feature == "listed":
+            plan = ListedCall(problem)
             plan.forward(inputs)
             plan.backward(inputs, out, do, dlse)
+            _plan_lists(problem, inputs)
         elif item.feature == "moving":
-            along = Directions(q, k, v, None, [x.detach() for x in extras])
-            plan = replace(tangent.new_plan(problem, plan.config, problem.spec.score_slots), record=record)
+            along = Directions(inputs.q, inputs.k, inputs.v, None, inputs.leaves)
+            plan = tangent.new_plan(problem, configured(item, problem), problem.spec.score_slots)
             tangent.jvp(plan, inputs, out, along)
             tangent.backward_jvp(plan, inputs, out, OutputGrads(do, dlse), along, out)
         else:
+            plan = Plan(problem, configured(item, problem))
             launch.forward(plan, inputs)
             if not problem.paged:
                 launch.backward(plan, inputs, out, do, dlse)
-    yield from found
-    if listed_alone:
-        yield from _of_lists(problem, inputs)
-    elif plan.lists:
-        yield from _of_mask(problem, inputs)
+            if plan.lists:
+                _plan_mask(problem, inputs)
+    return found
 
 
-def _of_mask(problem: Problem, inputs: Inputs) -> Iterator[tuple]:
-    """The launches that plan a mask with a bit for each pair, as :func:`recorded` has them; and one for the runs of equal ids."""
-    shape = (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
-    grid = Grid.whole(problem.spec.region, inputs.leaves, shape, inputs.q.device)
-    kind = Kind.of(grid)
+def _plan_mask(problem: Problem, inputs: Inputs) -> None:
+    """Makes a bit for each pair of a mask, for both passes, and the runs of equal ids."""
+    grid, shape = whole_grid(problem, inputs), (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
     for by_columns in (False, True):
         layout = Layout.of(grid.region, shape, 128, by_columns, grid.leaves, sharing=problem.group)
-        bits = tile_map.all_of_bits(kind, layout, 128, by_columns, Sections(), problem.group)
-        kept = [(bits, grid.leaves)]
-        if not by_columns:
-            ids = grid.b[None]
-            runs = tile_map.runs((ids.shape, ids.stride(), ids.dtype), ids.device)
-            kept.append((runs, (ids,)))
-        for launches, given in kept:
-            for name, *kept_launch in _kept(launches, given):
-                yield name + "_by_columns" * by_columns, *kept_launch
+        making = tile_map.all_of_bits(Kind.of(grid), layout, 128, by_columns, Sections(), problem.group)
+        making(grid.leaves, grid.b.device)
+    ids = grid.b[None]
+    tile_map.runs((ids.shape, ids.stride(), ids.dtype), ids.device)((ids,), ids.device)
 
 
-def _of_lists(problem: Problem, inputs: Inputs) -> Iterator[tuple]:
-    """The same of selected keys: the launches that put their entries in order and make the lines."""
+def _plan_lists(problem: Problem, inputs: Inputs) -> None:
+    """Puts the entries of selected keys in order, and makes the lines of their lists."""
     entries = torch.empty((1, 1, problem.seqlen_q, MOST_ENTRIES), dtype=torch.int64, device="meta")
-    making = tile_map.sorted_entries((entries.shape, entries.stride(), entries.dtype), entries.device)
-    yield from _kept(making, (entries,))
+    tile_map.sorted_entries((entries.shape, entries.stride(), entries.dtype), entries.device)(
+        (entries,), entries.device
+    )
     sequences = Sequences(rows_of(problem), problem.group)
-    yield from _kept(tile_map.list_lines(Kind.of_problem(problem), sequences), inputs.leaves)
-
-
-def _kept(launches: tile_map.MaskLaunches, given: Sequence[torch.Tensor]) -> Iterator[tuple]:
-    """Launches that are kept, with these tensors."""
-    memories = [torch.empty(1 << 40, dtype=torch.uint8, device="meta")] * tile_map.LEAVES
-    for x, tensors in launches.tensors([*memories, *given]):
-        yield x.kernel.fn.__name__.removesuffix("_kernel"), x.kernel, x.tiles, (tensors, *x.numbers, x.facts)
+    tile_map.list_lines(Kind.of_problem(problem), sequences)(inputs.leaves, inputs.q.device)
 
 
 @contextmanager
-def on_target(item: Launch) -> Iterator[None]:
+def on_target(item: Item) -> Iterator[None]:
     """A context in which tensors without memory stand for those of the problem's architecture, and fp32 is multiplied as it says."""
     matmul, before = torch.backends.cuda.matmul, dict(devices.STAND_INS)
     precision, matmul.fp32_precision = matmul.fp32_precision, "tf32" if item.products == "tf32" else "ieee"
@@ -291,7 +279,7 @@ def on_target(item: Launch) -> Iterator[None]:
         matmul.fp32_precision = precision
 
 
-def configured(item: Launch, problem: Problem) -> config.Config:
+def configured(item: Item, problem: Problem) -> config.Config:
     """The configuration that a problem has on an architecture that need not be there."""
     with on_target(item):
         chosen = Triton().config(problem)
@@ -336,7 +324,7 @@ class Compiled:
     error: str = ""
 
 
-def compile_launches(item: Launch) -> Iterator[Compiled]:
+def compile_launches(item: Item) -> Iterator[Compiled]:
     """Every launch of a problem, compiled."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -373,11 +361,11 @@ def continued_sums(ttir: str) -> int:
     return sum(not acc.startswith("%cst") and acc not in begun for _, acc in products)
 
 
-def compile_item(item: Launch) -> list[str]:
+def compile_item(item: Item) -> list[str]:
     """The lines of the report; a line that starts with FAIL fails the run."""
     dtype = str(item.dtype).removeprefix("torch.") if item.products == "ieee" else item.products
     head = f"{item.arch:6}{dtype:9} D {item.head_dim:<4}{item.feature:7}"
-    found, codes, problem = list(compile_launches(item)), iter(()), problem_of(item)
+    found, codes, problem = list(compile_launches(item)), iter(()), made(item)[0]
     if item.arch == "sm90":
         import triton
 
@@ -421,13 +409,13 @@ def _registers(compiled, arch: str) -> str:
     return f"regs {m.group(1)}, stack {m.group(2)}" if m else "regs ?"
 
 
-def form(item: Launch) -> tuple:
+def form(item: Item) -> tuple:
     """The facts that tell the kernels of one head dim from those of another: tiles of each pass, and the pieces that a head dim takes.
 
     Two head dims that take the same pieces differ in the columns that are masked, and need the same shared memory. Only sm90's machine
     code is read, and only there do they count as different where one of them masks no columns.
     """
-    passes = configured(item, problem_of(item)).passes
+    passes = configured(item, made(item)[0]).passes
     taken = {
         name: [(wide, item.arch == "sm90" and n == wide) for _, n, wide in pieces(item.head_dim, tiles)]
         for name, tiles in passes.items()
@@ -437,10 +425,10 @@ def form(item: Launch) -> tuple:
 
 def head_dims(arch: str, dtype: torch.dtype) -> list[int]:
     """The least head dim of each form that an architecture's kernels take: it masks columns where one of its form does."""
-    rows = [row.head_dim for row in config.table(arch, dtype.itemsize) if row.head_dim <= config.MAX_HEAD_DIM]
+    rows = [n for n in config.table(arch, dtype.itemsize) if n <= config.MAX_HEAD_DIM]
     found: dict[tuple, int] = {}
     for head_dim in sorted({*rows, 72, 80, 96, 160, 192}):
-        found.setdefault(form(Launch(arch, dtype, head_dim, "causal", products_of(dtype, head_dim, arch))), head_dim)
+        found.setdefault(form(Item(arch, dtype, head_dim, "causal", products_of(dtype, head_dim, arch))), head_dim)
     return list(found.values())
 
 
@@ -449,7 +437,7 @@ def products_of(dtype: torch.dtype, head_dim: int, arch: str) -> str:
     return config.float_products(head_dim, arch) if dtype == torch.float32 else "ieee"
 
 
-def items() -> list[Launch]:
+def items() -> list[Item]:
     """Every form of every row of the tables, and of head dims of two pieces; the features at the two common head dims.
 
     Those that sm90 has alone need no more shared memory than others, and their machine code is read there. At head dims of fp32 that
@@ -469,26 +457,26 @@ def items() -> list[Launch]:
                     features += ["rich", "bias", "parted", "moving", *(["dense"] if head_dim == 128 else [])]
                 products = products_of(dtype, head_dim, arch)
                 if arch != "sm100" or dtype != torch.float32 or products != "ieee":
-                    found += [Launch(arch, dtype, head_dim, feature, products) for feature in features]
-        found += [Launch(arch, torch.float32, limit, "causal", "tf32") for limit in (64, 128) if arch == "sm90"]
-        found.append(Launch(arch, torch.bfloat16, config.MAX_LATENT_DIM, "latent"))
-        found.append(Launch(arch, torch.float32, 128, "paged"))
+                    found += [Item(arch, dtype, head_dim, feature, products) for feature in features]
+        found += [Item(arch, torch.float32, limit, "causal", "tf32") for limit in (64, 128) if arch == "sm90"]
+        found.append(Item(arch, torch.bfloat16, config.MAX_LATENT_DIM, "latent"))
+        found.append(Item(arch, torch.float32, 128, "paged"))
         widths = (128, 256, config.MAX_LATENT_DIM)[: {"amd": 0, "sm80": 1, "sm90": 3, "sm100": 2}[arch]]
-        found += [Launch(arch, torch.bfloat16, head_dim, "listed") for head_dim in widths]
+        found += [Item(arch, torch.bfloat16, head_dim, "listed") for head_dim in widths]
         found += [
-            Launch(arch, torch.bfloat16, 128, feature)
+            Item(arch, torch.bfloat16, 128, feature)
             for feature in ([x for x in PAGED if x not in LATENT] if arch == "sm90" else ("pages16",))
         ]
         if arch == "sm90":
-            found.append(Launch(arch, torch.float32, 128, "row"))
-            found += [Launch(arch, torch.float16, 128, feature) for feature in QUANTISED[:2]]
-            found.append(Launch(arch, torch.bfloat16, 80, "fp8-chunk"))  # 40 pairs, a piece of them 8
-            found += [Launch(arch, torch.bfloat16, config.MAX_LATENT_DIM, feature) for feature in LATENT]
-            found += [Launch(arch, torch.bfloat16, limit, "paged") for limit in (64, 96, 256, config.MAX_LATENT_DIM)]
+            found.append(Item(arch, torch.float32, 128, "row"))
+            found += [Item(arch, torch.float16, 128, feature) for feature in ("fp8", "fp8-each")]
+            found.append(Item(arch, torch.bfloat16, 80, "fp8-chunk"))  # 40 pairs, a piece of them 8
+            found += [Item(arch, torch.bfloat16, config.MAX_LATENT_DIM, feature) for feature in LATENT]
+            found += [Item(arch, torch.bfloat16, limit, "paged") for limit in (64, 96, 256, config.MAX_LATENT_DIM)]
     return found
 
 
-def traits(item: Launch) -> frozenset[Hashable]:
+def traits(item: Item) -> frozenset[Hashable]:
     """The traits that a problem shows in a sample: each value of its fields, and all but its head dim together with its architecture."""
     found = [*values(item)]
     return frozenset({*found, *((item.arch, *each) for each in found if each[0] != "head_dim")})

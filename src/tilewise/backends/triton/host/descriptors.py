@@ -13,8 +13,8 @@ from torch import Tensor
 from tilewise.backends.triton.host import runtime
 from tilewise.backends.triton.host.buffers import sheet_shape, statistics_rows
 from tilewise.backends.triton.host.call import Call
-from tilewise.backends.triton.host.launches import View
 from tilewise.backends.triton.host.plan import Plan
+from tilewise.backends.triton.host.runtime import View
 from tilewise.backends.triton.tiles import Tiles, pieces
 
 Pieces = tuple[tuple[int, int, int], ...]
@@ -71,7 +71,7 @@ def _view(name: str, dtype: torch.dtype, shape: list[int], strides: list[int], b
     return View(name, runtime.kernels().TensorDescriptor(torch.empty(0, dtype=dtype), shape, strides, block))
 
 
-def four_axes(x: Tensor, strides: tuple[int, int, int], heads: int, batch: int) -> tuple[list[int], list[int]] | None:
+def four_axes(x: Tensor, strides: tuple[int, ...], heads: int, batch: int) -> tuple[list[int], list[int]] | None:
     """Shape and strides of a descriptor, (batch, heads, rows, columns), of a tensor with ``(batch, row, head)`` strides.
 
     None where there is none: a descriptor takes neither an empty tensor nor a stride of 0.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 
 MEANINGS = {
-    # Tiles (plan.all_facts)
+    # Tiles (plan._tile_facts)
     "tile_m": "queries of a tile",
     "tile_n": "keys of a tile",
     "pieces": "(first column, columns, width) of each piece of the head dim of q and k (tiles.pieces)",
@@ -57,11 +57,9 @@ MEANINGS = {
     "heads": "function: the elements that a score reads at b and h alone",
     "row_grads": "places among the gradients' buffers of those that are summed by rows",
     "pair": "place among leaves, and leading indices, of the leaf whose tiles a descriptor brings; None: none does",
-    "read": "which read of a leaf the launch sums; the host chooses functions by it",
     "tile": "function: the slope in the leaf of that read",
     "place": "function: where a pair of that read lies in the leaf",
     "start": "function: the least distance of that read",
-    "again": "`score` is the function that a backward computes; the host chooses it by this",
     # Passes of the forward and the backward
     "split": "the program's keys are one split of a row's",
     "dk": "the pass over key tiles makes dK",
@@ -96,6 +94,19 @@ MEANINGS = {
 }
 """The facts by name. Each kernel reads some of them as ``FACTS.name``; a launch gives those that its kernel reads."""
 
+DEFAULTS: dict[str, object] = {
+    **{name: None for name, meaning in MEANINGS.items() if meaning.startswith("function")},
+    **dict.fromkeys(("pair", "overlap", "pages", "k_scale", "v_scale")),
+    **dict.fromkeys(("tma", "whole", "natural", "ordered", "max_logit", "split", "in_parts", "adds", "latent"), False),
+    **dict.fromkeys(("dk", "dv"), True),
+    **dict.fromkeys(("chunk", "sheet", "strips"), 0),
+    **dict.fromkeys(("terms", "column_parts"), 1),
+    "row_grads": (),
+    "products": ((0, 0),),
+    "precision": "ieee",
+}
+"""The facts that a launch may leave out."""
+
 
 class Facts:
     """Sizes, flags and emitted functions, those of MEANINGS, read in kernels as ``FACTS.name``.
@@ -110,7 +121,8 @@ class Facts:
         unknown = fields.keys() - MEANINGS.keys()
         if unknown:
             raise TypeError(f"no facts: {', '.join(sorted(unknown))}")
-        self.__dict__.update(fields)
+        self.__dict__.update(DEFAULTS | fields)
+        fields = {name: x for name, x in fields.items() if name not in DEFAULTS or x != DEFAULTS[name]}
         # The interpreter's functions have no key.
         shown = {
             name: getattr(x, "cache_key", None) or inspect.getsource(x.fn) if callable(x) else x

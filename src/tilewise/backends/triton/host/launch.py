@@ -6,7 +6,6 @@ import math
 
 from torch import Tensor
 
-from tilewise import state
 from tilewise.backends.base import (
     Grads,
     Inputs,
@@ -18,13 +17,12 @@ from tilewise.backends.base import (
 )
 from tilewise.backends.triton.config import pair_sum_tiles
 from tilewise.backends.triton.host.buffers import BackwardBuffers, new_sheet, partial_states, sheet_shape
-from tilewise.backends.triton.host.call import Call, tile_slots
+from tilewise.backends.triton.host.call import Call, sink_gradient, tile_slots
 from tilewise.backends.triton.host.descriptors import operand_views, pair_view, sheet_view, statistics_view
-from tilewise.backends.triton.host.launches import KernelLaunch, View
 from tilewise.backends.triton.host.leaf_sums import LeafSums, Strips, size_of_sum
 from tilewise.backends.triton.host.paged import attend_pages, merge_rows
 from tilewise.backends.triton.host.plan import Plan, Role
-from tilewise.backends.triton.host.runtime import kernels
+from tilewise.backends.triton.host.runtime import KernelLaunch, View, kernels
 from tilewise.backends.triton.host.terms import TERM_ROWS
 from tilewise.backends.triton.paging import PagedConfig
 from tilewise.backends.triton.sheet import (
@@ -51,7 +49,7 @@ def forward(plan: Plan, inputs: Inputs) -> Output:
     if has_no_pair(plan.problem):
         return output_of_no_pair(plan.problem, inputs)
     call, config = Call.of(plan, inputs), plan.config
-    if not (plan.problem.paged or isinstance(config, PagedConfig)):
+    if not isinstance(config, PagedConfig):
         call.run("forward", lambda call: [_attend(call)], **out.named)
     elif config.splits == 1:
         call.run("forward", lambda call: [attend_pages(call)], **out.named)
@@ -69,19 +67,14 @@ def _attend(call: Call) -> KernelLaunch:
     slots = tile_slots(problem, problem.seqlen_q, tiles.tile_m)
     views = operand_views(call, tiles, "k", "v")
     pair = pair_view(call, tiles) if tiles.ahead else None  # by pointers its loads hide under Q Kᵀ
-    tma, chosen = views[0] is not None, {}
+    chosen = {}
     if pair is not None:
         chosen["pair"] = plan.pair_leaf[1]
     if problem.spec.max_logit:  # bounded scores are summed up without their maximum
         chosen |= {"max_logit": True, "bounded": False}
-    facts = plan.facts(tiles, call.align, tma=tma, whole=tma and plan.whole, **chosen)
-    grid = _grid(slots * problem.heads_q * problem.batch_dim, tiles)
+    facts = call.facts(tiles, views, **chosen)
+    grid = (slots * problem.heads_q * problem.batch_dim, tiles.column_parts)
     return call.launch(kernels().forward, grid, tiles, call.sizes(slots), facts, *views, pair, lists=False)
-
-
-def _grid(programs: int, tiles: Tiles) -> tuple[int, ...]:
-    """The grid of so many programs, of each part of the columns."""
-    return (programs, tiles.column_parts) if tiles.column_parts > 1 else (programs,)
 
 
 # -- Backward ------------------------------------------------------------------------------------------------------
@@ -100,11 +93,8 @@ def backward(plan: Plan, inputs: Inputs, out: Output, do: Tensor, dlse: Tensor) 
     written |= {"dk_sums": buffers.dk, "dv_sums": buffers.dv}
     # lse has what a sink changes: no kernel of a backward is another one for it.
     call.run("backward", _passes, sink=None, **written, **new_sheet(plan, inputs.q))
-    leaves, dsink = sums.totals(), None
-    if inputs.sink is not None:
-        dsink = state.sink_gradient(inputs.sink.float().view(-1, 1), out.lse, buffers.delta(problem))
-        dsink = dsink.sum(-1 if problem.packed else (0, 2)).to(inputs.sink.dtype)
-    return Grads(buffers.dq, buffers.dk, buffers.dv, dsink, leaves)
+    dsink = sink_gradient(inputs, out.lse, buffers.delta(problem))
+    return Grads(buffers.dq, buffers.dk, buffers.dv, dsink, sums.totals())
 
 
 def _passes(call: Call) -> list[KernelLaunch]:
@@ -131,7 +121,7 @@ def run_statistics(call: Call, out: Output, dlse: Tensor, buffers: BackwardBuffe
 
     def new(call: Call) -> list[KernelLaunch]:
         only = ("tile_m", "tile_n", "align", "unit", "natural", "terms", "term_unit", "overlap")
-        facts = plan.facts(tiles, call.align, only=only, **plan.overlap("leads"), **chosen)
+        facts = call.facts(tiles, only=only, overlap=plan.overlap("leads"), **chosen)
         grid = (slots * problem.heads_q * problem.batch_dim,)
         reads = ("o", "lse", "do", "dlse", "lse2", "delta")
         return [call.launch(kernels().delta, grid, tiles, call.sizes(slots), facts, reads=reads)]
@@ -149,20 +139,19 @@ def _pass(call: Call, name: str, part: SheetPart | None = None, *, role: Role = 
         length = min(part.keys, problem.seqlen_k - part.first_key)
     slots = tile_slots(problem, length, tile)
     views = operand_views(call, tiles, *(("q", "do") if over_keys else ("k", "v")))
-    tma = views[0] is not None
     sums = {"dk": name in ("dkdv", "dk"), "dv": name in ("dkdv", "dv")}
-    chosen = {**sums, "again": True, "sink": False, **plan.overlap(role)}
+    chosen = {**sums, "again": True, "sink": False, "overlap": plan.overlap(role)}
     if part is not None:
         chosen["sheet"] = max(SHEET_STRIP, sheet_tiles(problem, plan.config).tile_m)
     if over_keys:
-        more, facts_of_them = _views_over_keys(call, name, tiles, part, tma)
+        more, facts_of_them = _views_over_keys(call, name, tiles, part, views[0] is not None)
         views, chosen = (*views, *more), chosen | facts_of_them | {"in_parts": plan.config.group_parts > 1}
     chosen |= {"rows": None, "leaves": None, "row_grads": ()} if over_keys else {"columns": None}
-    facts = plan.facts(tiles, call.align, tma=tma, whole=tma and plan.whole, **chosen)
+    facts = call.facts(tiles, views, **chosen)
     sizes = call.sizes(slots) if part is None else _sheet_sizes(call, slots, part)
     outer = (part.heads if part else problem.heads_k) * plan.config.group_parts if over_keys else problem.heads_q
     kernel = kernels().dkdv if over_keys else kernels().dq
-    grid = _grid(slots * outer * (part.batches if part else problem.batch_dim), tiles)
+    grid = (slots * outer * (part.batches if part else problem.batch_dim), tiles.column_parts)
     return call.launch(kernel, grid, tiles, sizes, facts, *views, lists=over_keys)
 
 
@@ -172,7 +161,7 @@ def _sum_group_parts(call: Call) -> KernelLaunch:
     rows = problem.seqlen_k * problem.heads_k * problem.batch_dim
     grid = (-(-rows * max(problem.head_dim, problem.head_dim_v) // block),)
     only = ("tile_m", "tile_n", "packed", "overlap")
-    facts = call.plan.facts(SUMMING, 1, only=only, **call.plan.overlap("reads"))
+    facts = call.facts(SUMMING, only=only, overlap=call.plan.overlap("reads"))
     views = View("dk_sums"), View("dv_sums")
     return call.launch(kernels().group_parts, grid, SUMMING, call.sizes(1), facts, *views, reads=("dk", "dv"))
 
@@ -200,7 +189,7 @@ def _pair_sum(call: Call, n: int, read: Read) -> KernelLaunch:
     loops = ("b" in read.loops, "h" in read.loops)
     outer = (1 if loops[0] else problem.batch) * (1 if loops[1] else problem.heads_q)
     grid = (-(-problem.seqlen_q // tiles.tile_m), -(-problem.seqlen_k // tiles.tile_n), outer)
-    facts = plan.facts(tiles, call.align, lists=False, again=True, read=n)
+    facts = call.facts(tiles, lists=False, again=True, read=n)
     return call.launch(kernels().tile, grid, tiles, call.sizes(1), facts, n, *loops)
 
 
@@ -209,7 +198,7 @@ def _strip_sum(call: Call, n: int, read: Read) -> KernelLaunch:
     plan, problem = call.plan, call.plan.problem
     strips = Strips.of(plan, read)
     grid = (strips.number, strips.parts, problem.heads_q * problem.batch_dim)
-    facts = plan.facts(strips.tiles, call.align, lists=False, again=True, read=n)
+    facts = call.facts(strips.tiles, lists=False, again=True, read=n)
     band = as_band(problem.spec.region, None if problem.packed else 0, problem.seqlen_k) is not None
     sizes = call.sizes(strips.slots, portion=strips.slots_of_part)
     return call.launch(kernels().strip, grid, strips.tiles, sizes, facts, n, band)
@@ -245,12 +234,11 @@ def _passes_over_pairs(call: Call) -> list[KernelLaunch]:
 
 def _sum_pairs(call: Call, name: str, part: SheetPart) -> KernelLaunch:
     """Adds up dK of a part of dS, or dV of one of P."""
-    plan, problem, tiles = call.plan, call.plan.problem, product_tiles(call.plan.problem, call.plan.config)
+    problem, tiles = call.plan.problem, product_tiles(call.plan.problem, call.plan.config)
     slots = tile_slots(problem, problem.seqlen_k, tiles.tile_n)
     views = operand_views(call, tiles, "do" if name == "dv" else "q")
-    tma = views[0] is not None
-    facts = plan.facts(tiles, call.align, tma=tma, whole=tma and plan.whole)
-    grid = _grid(slots * part.heads * part.batches, tiles)
+    facts = call.facts(tiles, views)
+    grid = (slots * part.heads * part.batches, tiles.column_parts)
     sizes = _sheet_sizes(call, slots, part, beside=(1, 1))
     return call.launch(kernels().kept_pairs, grid, tiles, sizes, facts, *views, name == "dv")
 
@@ -267,31 +255,18 @@ def _sum_sheet(call: Call, read: Read | None, part: SheetPart) -> KernelLaunch:
     tiles = (product_tiles if read is None else sheet_tiles)(problem, plan.config)
     slots = tile_slots(problem, problem.seqlen_q, tiles.tile_m)
     views = operand_views(call, tiles, "k")
-    tma = views[0] is not None
     grad, loops, splits, of_sum = None, (), (1, 0), {"adds": part.first_batch > 0}
     if read is not None:
         grad, loops = 0 if read.how == TILES else None, read.loops
         of_sum |= {"read": 0, "unit": math.gcd(problem.seqlen_k, 16 // problem.dtype.itemsize)}
         splits = plan.splits[0], size_of_sum(problem, read)
-    facts = plan.facts(tiles, call.align, tma=tma, whole=tma and plan.whole, **of_sum)
-    grid = _grid(slots * part.heads * problem.group * part.batches, tiles)
+    facts = call.facts(tiles, views, **of_sum)
+    grid = (slots * part.heads * problem.group * part.batches, tiles.column_parts)
     more, last = part.first_key > 0, part.first_key == plan.sheet[-1].first_key
     together = summed_beside(part.batches, part.heads * problem.group, loops)
     sizes = _sheet_sizes(call, slots, part, beside=together, splits=splits)
-    return call.launch(
-        kernels().sheet,
-        grid,
-        tiles,
-        sizes,
-        facts,
-        *views,
-        View("dq_sums"),
-        grad,
-        "b" in loops,
-        "h" in loops,
-        more,
-        last,
-    )
+    between = *views, View("dq_sums"), grad, "b" in loops, "h" in loops, more, last
+    return call.launch(kernels().sheet, grid, tiles, sizes, facts, *between)
 
 
 def _sum_sheet_strips(call: Call, read: Read, part: SheetPart) -> KernelLaunch:
@@ -299,6 +274,6 @@ def _sum_sheet_strips(call: Call, read: Read, part: SheetPart) -> KernelLaunch:
     plan, problem = call.plan, call.plan.problem
     strips = Strips.of(plan, read)
     grid = (strips.number, strips.parts, part.heads * problem.group * part.batches)
-    facts = plan.facts(strips.tiles, call.align, lists=False, read=0)
+    facts = call.facts(strips.tiles, lists=False, read=0)
     sizes = _sheet_sizes(call, strips.slots_of_part, part)
     return call.launch(kernels().sheet_strip, grid, strips.tiles, sizes, facts, 0)

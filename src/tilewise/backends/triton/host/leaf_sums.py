@@ -148,7 +148,8 @@ class LeafSums:
 
     def _add_partial_sums(self, read: Read, buffer: Tensor) -> None:
         """Sums partial sums up to a leaf's gradient, or to sums of pairs, from which the gradient is made."""
-        total = _summed(self.plan.problem, read, buffer)
+        shape = _shape_of_sum(self.plan.problem, read)
+        total = (buffer.sum(0) if len(buffer) > 1 else buffer[0])[: math.prod(shape)].view(shape)
         if read.pairs:
             env = _indices(
                 self.plan.problem, total.device, **{x: range(n) for x, n in zip("bhij", total.shape, strict=True)}
@@ -175,7 +176,7 @@ class LeafSums:
             read_adjoint(grad, read.expr, env, self.inputs.leaves, sums)
         else:  # the index is known before a call: nothing is copied from the host but at the first
             index = self.plan.indices.of(
-                (read.expr, first, grad.device),
+                (read.expr, first),
                 lambda: devices.lasting(lambda: _index(problem, read.expr, first, last, grad)),
             )
             add_at(grad, read.expr, devices.given_to_graphs(index), sums)
@@ -219,12 +220,6 @@ def _shape_of_sum(problem: Problem, read: Read) -> tuple[int, ...]:
 def size_of_sum(problem: Problem, read: Read) -> int:
     """The elements from one partial sum of a read to the next: a multiple of 16, so that kernels may store several at once."""
     return -(-math.prod(_shape_of_sum(problem, read)) // 16) * 16
-
-
-def _summed(problem: Problem, read: Read, sums: Tensor) -> Tensor:
-    """The sum of a read's partial sums, of :func:`_shape_of_sum`."""
-    shape = _shape_of_sum(problem, read)
-    return (sums.sum(0) if len(sums) > 1 else sums[0])[: math.prod(shape)].view(shape)
 
 
 def _of_distances(read: Read) -> bool:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from tilewise import state
 from tilewise.backends import listed
 from tilewise.backends.base import (
     Grads,
@@ -23,6 +21,7 @@ from tilewise.backends.base import (
 from tilewise.backends.listed import MULTIPLE
 from tilewise.backends.piecewise import room
 from tilewise.backends.triton.host import runtime
+from tilewise.backends.triton.host.call import sink_gradient
 from tilewise.backends.triton.host.facts import Facts
 from tilewise.backends.triton.listed import is_wide, pieces_of, tiles_of
 from tilewise.backends.triton.tiles import Tiles
@@ -45,10 +44,9 @@ class GradientKernels(Protocol):
 
 @dataclass(eq=False)
 class ListedCall:
-    """The call of a problem with lists. ``record``: what takes its launches in place of a GPU. ``own``: a backend's own kernels."""
+    """The call of a problem with lists. ``own``: a backend's own kernels."""
 
     problem: Problem
-    record: Callable[..., object] | None = None
     own: GradientKernels | None = None
     direct: ClassVar[bool] = False
 
@@ -71,15 +69,7 @@ class ListedCall:
             align=MULTIPLE,
             latent=p.latent,
             page_size=p.page_size if p.paged else 0,
-            natural=False,
-            ordered=False,
-            terms=1,
-            chunk=0,
-            column_parts=1,
-            products=((0, 0),),
-            precision="ieee",
             upcast=p.dtype == torch.bfloat16 and p.device.type == "cpu",
-            overlap=None,
             **more,
         )
 
@@ -104,14 +94,12 @@ class ListedCall:
         count, kernels = listed.rows_of(p) * p.heads_k, self.own or self
         if not is_wide(p):
             self._launch("listed_backward", given, (0, count), sheet=0)
-        for lines in evenly(count, max(1, room(p) // self._bytes_of_ds)) if is_wide(p) else ():
+        bytes_of_ds = p.group * self._places * p.dtype.itemsize  # of one query and key head
+        for lines in evenly(count, max(1, room(p) // bytes_of_ds)) if is_wide(p) else ():
             given["ds"] = dq.new_empty((lines[1] - lines[0], p.group, self._places))
             kernels.leave_ds(given, lines)
             kernels.make_dq(given, lines)
-        dsink = None
-        if inputs.sink is not None:
-            dsink = state.sink_gradient(inputs.sink.float().view(-1, 1), out.lse, delta)
-            dsink = dsink.sum(-1 if p.packed else (0, 2)).to(inputs.sink.dtype)
+        dsink = sink_gradient(inputs, out.lse, delta)
         return Grads(dq, dk.to(p.dtype), dv if dv is None else dv.to(p.dtype), dsink, {})
 
     def leave_ds(self, given: dict[str, Tensor], lines: Span) -> None:
@@ -124,11 +112,6 @@ class ListedCall:
     def _places(self) -> int:
         """Places of a list, filled up to whole tiles."""
         return -(-listed.places_of(self.problem)[0] // LINES) * LINES
-
-    @property
-    def _bytes_of_ds(self) -> int:
-        """Those of dS of one query and key head."""
-        return self.problem.group * self._places * self.problem.dtype.itemsize
 
     def _read(self, inputs: Inputs) -> dict[str, Tensor]:
         """The tensors that all kernels read."""
@@ -160,10 +143,10 @@ class ListedCall:
         )
         tensors = kernels.ListedTensors(**named)
         given = tensors, runtime.opaque(sizes), float(p.softmax_scale), self.facts(tiles, **facts)
-        # Memory of ours begins at multiples of 16 bytes, but what a caller gives may not.
-        start = self.record or (runtime.start if runtime.aligned(tensors) else runtime.run)
+        launch = runtime.Launch(getattr(kernels, name), ((last - first) * sizes.tiles, 1, 1), tiles)
         with runtime.on_device(named["q"]):  # Hopper's backward comes here too
-            start(getattr(kernels, name), ((last - first) * sizes.tiles, 1, 1), tiles, *given)
+            # Memory of ours begins at multiples of 16 bytes, but what a caller gives may not.
+            launch.start(runtime.aligned(tensors), *given)
 
 
 def rows(x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from tilewise.backends.triton.host import runtime
 from tilewise.backends.triton.host.call import Call, tile_slots
 from tilewise.backends.triton.host.descriptors import operand_views
-from tilewise.backends.triton.host.launches import KernelLaunch, View
+from tilewise.backends.triton.host.runtime import KernelLaunch, View
 from tilewise.backends.triton.paging import E4M3_PAIR, addressing
 from tilewise.backends.triton.tiles import Tiles, pieces, shared_pieces
 from tilewise.problem import Problem
@@ -27,7 +27,7 @@ def attend_pages(call: Call) -> KernelLaunch:
     views = operand_views(call, tiles if pages != "several" else replace(tiles, tma=False), *names, cuts=cuts)
     views += (None,) * (4 - len(views))
     chosen = {
-        "tma": views[0] is not None,
+        "whole": False,  # what lies behind a sequence's keys may hold anything
         "pages": pages,
         "page_size": 0 if pages in ("whole", "dense") else problem.page_size,
         "group": problem.group,
@@ -38,18 +38,17 @@ def attend_pages(call: Call) -> KernelLaunch:
         "latent": problem.latent,
     }
     if splits > 1:
-        chosen |= {"split": True, "sink": False, **plan.overlap("leads")}
+        chosen |= {"split": True, "sink": False, "overlap": plan.overlap("leads")}
     if problem.spec.max_logit:  # bounded scores are summed up without their maximum
         chosen |= {"max_logit": True, "bounded": False}
     if problem.quantised:
         chosen |= {"k_scale": _which(inputs.k_scale), "v_scale": _which(inputs.v_scale)}
     slots = tile_slots(problem, problem.seqlen_q * problem.group, tiles.tile_m)
     grid = (slots * problem.heads_k * problem.batch_dim, splits)
-    between, facts = (
-        (View("block_table"), View("seqlens_k"), cache_sizes(call)),
-        plan.facts(tiles, call.align, **chosen),
+    between = View("block_table"), View("seqlens_k"), cache_sizes(call), *views
+    return call.launch(
+        runtime.kernels().paged, grid, tiles, call.sizes(slots), call.facts(tiles, views, **chosen), *between
     )
-    return call.launch(runtime.kernels().paged, grid, tiles, call.sizes(slots), facts, *between, *views)
 
 
 def cache_sizes(call: Call) -> tuple:
@@ -86,8 +85,8 @@ def merge_rows(call: Call) -> KernelLaunch:
     plan, problem, splits = call.plan, call.plan.problem, call.plan.config.splits
     tiles = Tiles(min(splits, MERGED_AT_ONCE), 16, 4, 1, padded=True)
     only = ("tile_m", "head_dim_v", "pieces_v", "packed", "sink", "splits", "max_logit", "overlap")
-    chosen = {"splits": splits, "max_logit": problem.spec.max_logit, **plan.overlap("reads")}
-    facts = plan.facts(tiles, 1, only=only, **chosen)
+    chosen = {"splits": splits, "max_logit": problem.spec.max_logit, "overlap": plan.overlap("reads")}
+    facts = call.facts(tiles, only=only, **chosen)
     rows = problem.seqlen_q * problem.heads_q * problem.batch_dim
     views = [View(f"partial_{name}") for name in ("o", "lse", "max_logit")]
     reads = ("o", "lse", *["max_logit"] * problem.spec.max_logit)

@@ -12,13 +12,14 @@ from torch import Tensor
 
 from tilewise import dropout, expr
 from tilewise.backends.base import Inputs, PerTensors
-from tilewise.backends.triton.config import TERM_PRODUCTS, TERMS, Config, is_short
+from tilewise.backends.triton.config import TERM_PRODUCTS, TERMS, Config, architecture, is_short
 from tilewise.backends.triton.host import runtime
 from tilewise.backends.triton.host.facts import Facts
-from tilewise.backends.triton.host.launches import KernelLaunch
+from tilewise.backends.triton.host.runtime import KernelLaunch
 from tilewise.backends.triton.kernels.emit import Emitted, emit
-from tilewise.backends.triton.kernels.leaf_reads import AXES, PairReads, all_axes, described_lookup, is_wide
+from tilewise.backends.triton.kernels.leaf_reads import AXES, all_axes, described_lookup, is_wide
 from tilewise.backends.triton.paging import PagedConfig
+from tilewise.backends.triton.reads import PairReads
 from tilewise.backends.triton.sheet import (
     SheetPart,
     is_too_wide,
@@ -43,6 +44,8 @@ Role = Literal["leads", "reads", "joins"]
 - ``joins``: it reads only what was complete when the kernel before it began, so it waits for that one's end last of all.
 """
 
+OVERLAPPING = ("sm90", "sm100")  # the devices with programmatic dependent launch
+
 Key, Value = TypeVar("Key", bound=Hashable), TypeVar("Value")
 
 
@@ -58,6 +61,13 @@ class Memo(dict[Key, Value]):
 def operand_strides(x: Tensor) -> tuple[int, int, int]:
     """``(batch, row, head)`` strides of a tensor laid out as q, in elements; packed, the first is 0, of pages that of a page."""
     return (0, x.stride(0), x.stride(1)) if x.ndim == 3 else (x.stride(0), x.stride(1), x.stride(2))
+
+
+def in_units(strides: dict[str, tuple[int, ...]], unit: int) -> tuple[int, dict[str, tuple[int, ...]]]:
+    """``(unit, strides)``: strides in units of so many elements, where all are multiples of them; else of one element."""
+    if any(n % unit for each in strides.values() for n in each):
+        unit = 1
+    return unit, {name: tuple(n // unit for n in each) for name, each in strides.items()}
 
 
 @dataclass(eq=False)
@@ -92,9 +102,7 @@ class Decisions:
         return self._emitted(self.pair_leaf[0])
 
     def _emitted(self, described: int | None) -> Emitted:
-        return emit(
-            self.problem, self.wide, described, mixed_rows=self.problem.paged or isinstance(self.config, PagedConfig)
-        )
+        return emit(self.problem, self.wide, described, mixed_rows=isinstance(self.config, PagedConfig))
 
     @cached_property
     def wide(self) -> frozenset[int]:
@@ -199,7 +207,7 @@ class TileDecisions(Decisions):
     def _keeps_some(self) -> bool:
         """Whether the problem is of a kind whose backward may keep tiles of pairs."""
         problem = self.problem
-        return problem.spec.needs_grad and not (problem.packed or problem.paged or isinstance(self.config, PagedConfig))
+        return problem.spec.needs_grad and not (problem.packed or isinstance(self.config, PagedConfig))
 
     @property
     def keeps_pairs(self) -> bool:
@@ -207,11 +215,6 @@ class TileDecisions(Decisions):
         compute all pairs again (docs/decisions.md#triton-kept-pairs)."""
         config = self.config
         return config.dv is not None and config.dkdv.chunk > 0 and config.group_parts == 1 and not self.emitted.reads
-
-    @property
-    def sheets(self) -> tuple[str, ...]:
-        """The tensors that are kept in parts."""
-        return ("sheet", "p_sheet") if self.keeps_pairs else ("sheet",)
 
     @property
     def sheet(self) -> tuple[SheetPart, ...]:
@@ -258,15 +261,12 @@ class Plan(TileDecisions):
     """The decisions for one problem, and what its calls have in common.
 
     Attributes:
-        record: takes every launch in its place, where launches are to be listed and not run.
         launches: what :meth:`call.Call.run` made. of_mask: what was made of a mask's tensors, lists of tiles and which keys are seen.
-        lines: ``Emitted.lines`` by device. indices: at which elements of a leaf the distances of a read by distance are read.
+        indices: at which elements of a leaf the distances of a read by distance are read.
     """
 
-    record: Callable[..., None] | None = None
     launches: Memo[tuple, Sequence[KernelLaunch]] = field(default_factory=Memo)
     of_mask: PerTensors = field(default_factory=PerTensors)
-    lines: Memo[torch.device, tuple[Tensor, ...]] = field(default_factory=Memo)
     indices: Memo[tuple, list[Tensor]] = field(default_factory=Memo)
     DECIDED: ClassVar[tuple[str, ...]] = ("wide", "emitted", "extents", "zeroed", "whole", "pair_leaf")
 
@@ -286,47 +286,56 @@ class Plan(TileDecisions):
         plan.__dict__.update(values, few=None if few is None else cls.with_values(problem, few))
         return plan
 
-    def overlap(self, role: Role) -> dict[str, str]:
-        """The role as an argument of ``facts``; empty where kernels do not overlap.
+    def overlap(self, role: Role) -> Role | None:
+        """The role of a kernel; None where kernels do not overlap.
 
         They do not where one of them may have no programs, nor read lists of tiles, which another kernel may have made just before.
         """
         sizes = (self.problem.batch, self.problem.seqlen_q, self.problem.seqlen_k)
-        early = self.config.overlapping and all(sizes) and (role == "leads" or not self.lists)
-        return {"overlap": role} if early else {}
+        able = architecture(self.problem.device) in OVERLAPPING
+        early = able and all(sizes) and (role == "leads" or not self.lists)
+        return role if early else None
 
     def mask_leaves(self, inputs: Inputs) -> list[Tensor]:
         """The tensors that the mask reads."""
         return [inputs.leaves[n] for n in self.problem.spec.mask_slots]
 
-    def start(self, launch: KernelLaunch, named: dict[str, Any], aligned: bool) -> None:
-        """Runs a launch with these tensors, or records it."""
-        if self.record is None:
-            launch(named, aligned)
-        else:
-            self.record(launch.kernel, launch.grid, launch.tiles, *launch.arguments(named))
-
-    def facts(self, tiles: Tiles, align: int, *, only: Sequence[str] = (), **chosen: object) -> Facts:
-        """The compile-time part of a launch: :func:`all_facts` with ``chosen`` in place of its defaults.
+    def facts(
+        self,
+        tiles: Tiles,
+        align: int,
+        *,
+        again: bool = False,
+        read: int | None = None,
+        only: Sequence[str] = (),
+        **chosen: object,
+    ) -> Facts:
+        """The compile-time part of a launch.
 
         Args:
+            align: elements of which every stride is a multiple.
+            again: whether the score is computed again, for gradients. read: the sum is that of ``emitted.reads[read]``.
             only: the facts that the kernel reads, where mask and score are none of its business: so it is one kernel for all of these.
+            chosen: facts in place of what they are for this problem and these tiles.
         """
-        facts = all_facts(self, tiles, align, chosen)
-        return Facts(**({name: facts[name] for name in only} if only else facts))
+        emitted = self.emitted if chosen.get("pair") is None else self.emitted_for_pairs
+        facts = _functions(emitted, again, read) | _tile_facts(self, tiles) | _problem_facts(self, emitted)
+        facts |= {"align": align, **chosen}
+        return Facts(**({name: facts[name] for name in only if name in facts} if only else facts))
 
     def leaves(self, inputs: Inputs) -> list[Tensor]:
         """The tensors that kernels read as ``work.leaves``: those of the mask and the score, then lines."""
-        device = inputs.q.device
-        lines = self.lines.of(device, lambda: lasting(lambda: tuple(x.to(device) for x in self.emitted.lines)))
-        return [*[inputs.leaves[slot] for slot in self.emitted.slots], *given_to_graphs(lines)]
+        return [*[inputs.leaves[slot] for slot in self.emitted.slots], *given_to_graphs(self.lines)]
+
+    @cached_property
+    def lines(self) -> tuple[Tensor, ...]:
+        """``Emitted.lines`` on the problem's device."""
+        return lasting(lambda: tuple(x.to(self.problem.device) for x in self.emitted.lines))
 
     @cached_property
     def few(self) -> Plan | None:
         """The plan of a forward whose query heads share tiles, or whose keys are split (``Config.few``); None: it is as any other."""
-        if self.config.few is None:
-            return None
-        return Plan(self.problem, self.config.few, self.record)
+        return None if self.config.few is None else Plan(self.problem, self.config.few)
 
 
 def extents_of(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
@@ -338,56 +347,30 @@ _EMITTED = ("lo", "hi", "first", "last", "keep", "score", "weights", "near", "he
 _OF_GRADIENTS = ("slope", "rows", "leaves", "columns", "exponent", "moved", "moved_slope")
 
 
-def all_facts(plan: TileDecisions, tiles: Tiles, align: int, chosen: dict[str, object]) -> dict[str, object]:
-    """Everything that a kernel is compiled for.
+def _functions(emitted: Emitted, again: bool, read: int | None) -> dict[str, object]:
+    """The emitted functions that a kernel reads, and no others: a forward is one kernel with gradients of leaves and without."""
+    found = {name: emitted.functions.get(name) for name in (*_EMITTED, *(_OF_GRADIENTS if again else ()))}
+    if again:
+        row_grads = tuple(n for n, x in enumerate(emitted.reads) if x.how == ROWS)
+        found |= {"score": emitted.functions.get("again"), "weights": None, "row_grads": row_grads}
+    if read is not None:
+        found |= {name: emitted.functions.get(f"{name}_{read}") for name in ("tile", "place", "start")}
+    return found
 
-    Args:
-        align: elements of which every stride is a multiple.
-        chosen: facts of this launch, and: ``again``, the score is computed again, for gradients; ``read``, the sum is that of
-            ``emitted.reads[read]``. ``pair``: the leading indices of the leaf whose tiles a descriptor brings.
-    """
-    emitted = plan.emitted if chosen.get("pair") is None else plan.emitted_for_pairs
-    # No kernel has functions that it does not read: a forward is one kernel with gradients of leaves and without.
-    row_grads = ()
-    functions = dict.fromkeys((*_EMITTED, *_OF_GRADIENTS)) | {name: emitted.functions.get(name) for name in _EMITTED}
-    if chosen.get("again"):
-        functions |= {name: emitted.functions.get(name) for name in _OF_GRADIENTS}
-        functions |= {"score": emitted.functions.get("again"), "weights": None}
-        row_grads = tuple(n for n, read in enumerate(emitted.reads) if read.how == ROWS)
-    for name in ("tile", "place", "start"):
-        functions[name] = emitted.functions.get(f"{name}_{chosen['read']}") if chosen.get("read") is not None else None
-    of_tiles = {
+
+def _tile_facts(plan: TileDecisions, tiles: Tiles) -> dict[str, object]:
+    """The facts of a launch with these tiles."""
+    return {
         "tile_m": tiles.tile_m,
         "tile_n": tiles.tile_n,
         "pieces": pieces(plan.problem.head_dim, tiles),
         "pieces_v": pieces(plan.problem.head_dim_v, tiles),
         "chunk": tiles.chunk,
         "column_parts": tiles.column_parts,
-        "align": align,
-        "row_grads": row_grads,
         "unit": math.gcd(*plan.dims, 8),
         "together": tiles.ahead,
         "partial_stages": min(2, tiles.num_stages) if PairReads.of(plan.problem).bytes else 1,
     }
-    defaults = {
-        "split": False,
-        "dk": True,
-        "dv": True,
-        "in_parts": False,
-        "tma": False,
-        "pair": None,
-        "whole": False,
-        "pages": None,
-        "sheet": 0,
-        "adds": False,
-        "strips": 0,
-        "overlap": None,
-        "max_logit": False,
-        "k_scale": None,
-        "v_scale": None,
-        "latent": False,
-    }
-    return functions | of_tiles | _problem_facts(plan, emitted) | defaults | chosen
 
 
 def _problem_facts(plan: TileDecisions, emitted: Emitted) -> dict[str, object]:

@@ -1,13 +1,14 @@
-"""Triton as the host uses it: its kernels by name, the first launch of one, and a launch of one that is compiled."""
+"""Triton as the host uses it: its kernels by name, how they are assembled, and their launches, which are kept."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import lru_cache
 from threading import RLock
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -62,12 +63,17 @@ def kernels() -> SimpleNamespace:
     return SimpleNamespace(triton=triton, TensorDescriptor=TensorDescriptor, **found)
 
 
-def pass_name(kernel, facts: Facts) -> str:
-    """The name of a kernel's launch, as in ``Config.passes`` where it is one of these."""
-    name = kernel.fn.__name__.removesuffix("_kernel")
-    if name != "dkdv":
-        return name
-    return {(True, True): "dkdv", (True, False): "dk", (False, True): "dv", (False, False): "pairs"}[facts.dk, facts.dv]
+_RECORDING: list[Callable[..., None]] = []
+
+
+@contextmanager
+def recorded(record: Callable[..., None]) -> Iterator[None]:
+    """A context in which no kernel is launched: ``record(kernel, grid, tiles, *arguments)`` is called instead."""
+    _RECORDING.append(record)
+    try:
+        yield
+    finally:
+        _RECORDING.pop()
 
 
 def run(kernel, grid: tuple[int, ...], tiles: Tiles, *arguments: object) -> object:
@@ -76,12 +82,14 @@ def run(kernel, grid: tuple[int, ...], tiles: Tiles, *arguments: object) -> obje
     Returns:
         The compiled kernel; None where the grid is empty or the interpreter runs.
     """
+    if _RECORDING:
+        return _RECORDING[-1](kernel, grid, tiles, *arguments)
     if not all(grid):
         return None
     too_many = devices.beyond_grid({kernel.fn.__name__: grid})
     if too_many:
         raise NotImplementedError("; ".join(too_many))
-    early = {"launch_pdl": True} if arguments[-1].overlap in ("reads", "joins") else {}
+    early = {"launch_pdl": True} if getattr(arguments[-1], "overlap", None) in ("reads", "joins") else {}
     with assembling() as read:
         return kernel[grid](*arguments, **tiles.options, **early, **read)
 
@@ -212,23 +220,75 @@ def start(kernel, grid: tuple[int, ...], tiles: Tiles, *arguments: object) -> ob
     return compiled
 
 
-class Launched(Protocol):
-    """A launch that is kept. ``compiled``: its kernel, once it is known."""
+@dataclass(eq=False)
+class Launch:
+    """A launch that is kept: everything of it but its arguments. ``compiled``: its kernel, once it is known."""
 
     kernel: Any
     grid: tuple[int, ...]
     tiles: Tiles
-    compiled: Any
+    compiled: Any = field(default=None, init=False)
+
+    def start(self, aligned: bool, *arguments: object) -> None:
+        """Launches the kernel with arguments of the same kinds each time; ``aligned``: whether their tensors are (:func:`aligned`)."""
+        if not aligned:
+            run(self.kernel, self.grid, self.tiles, *arguments)
+        elif self.compiled is None:
+            self.compiled = start(self.kernel, self.grid, self.tiles, *arguments)
+        else:
+            run_compiled(self.compiled, self.grid, *arguments)
 
 
-def launch_again(kept: Launched, aligned: bool, *arguments: object) -> None:
-    """Launches a kernel with arguments of the same kinds as before; ``aligned``: whether their tensors are (:func:`aligned`)."""
-    if not aligned:
-        run(kept.kernel, kept.grid, kept.tiles, *arguments)
-    elif kept.compiled is None:
-        kept.compiled = start(kept.kernel, kept.grid, kept.tiles, *arguments)
-    else:
-        run_compiled(kept.compiled, kept.grid, *arguments)
+class View(NamedTuple):
+    """A kernel's argument beside the bundles that sees one of a call's tensors, through a descriptor where there is one."""
+
+    name: str
+    descriptor: Any = None
+
+    def of(self, named: Mapping[str, Any]) -> Any:
+        """The argument of a call with these tensors."""
+        tensor = named.get(self.name)
+        if self.descriptor is None:
+            return tensor
+        # Another descriptor of it, unchecked: its checks take as long as its making.
+        new = object.__new__(type(self.descriptor))
+        new.__dict__.update(self.descriptor.__dict__, base=tensor)
+        return new
+
+
+@dataclass(eq=False)
+class KernelLaunch(Launch):
+    """A launch that a plan makes once: each call gives it its tensors by name (docs/decisions.md#triton-relaunch).
+
+    Attributes:
+        sizes, scales: as kernels take them (:func:`opaque`).
+        between: what the kernel takes between its scales and its facts: views and constants.
+        lists: the tiles whose lists it walks over, and whether these are by columns; None where there are none.
+        reads: the tensors that the kernel takes; empty: all that there are.
+    """
+
+    sizes: Any
+    scales: Any
+    between: tuple[object, ...]
+    facts: Facts
+    lists: tuple[Tiles, bool] | None = None
+    reads: tuple[str, ...] = ()
+
+    def arguments(self, named: Mapping[str, Any]) -> tuple[object, ...]:
+        """What the kernel takes in a call with these tensors; they may be more than it reads."""
+        bundle = kernels().Tensors
+        if self.reads:
+            tensors = bundle(**{name: named[name] for name in self.reads})
+        else:
+            tensors = bundle._make(map(named.get, bundle._fields))
+        between = (x.of(named) if isinstance(x, View) else x for x in self.between)
+        # The mask's tensors decide how lists are laid out.
+        sizes = self.sizes if self.lists is None else self.sizes._replace(list_strides=named["list_strides"])
+        return tensors, sizes, self.scales, *between, self.facts
+
+    def __call__(self, named: Mapping[str, Any], aligned: bool) -> None:
+        """Launches the kernel with these tensors, which are :func:`aligned` or not."""
+        self.start(aligned, *self.arguments(named))
 
 
 def kind_of(x: object, bundled: bool = False) -> object:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from tilewise.backends.triton.host import runtime
+from tilewise.backends.triton.tiles import Tiles
 
 ELEMENTS = 1024  # of a program's sums: eight a thread
 
@@ -15,9 +16,8 @@ def sum_rows(rows: Tensor, place: Tensor, own: tuple[Tensor, Tensor] | None, sha
     out, columns = rows.new_empty(queries, group, width), 1 << (width - 1).bit_length()
     lines = max(ELEMENTS // columns, 1)
     grid = (-(-queries * group // lines),)
-    if all(grid):
-        sizes = queries * group, count, place.shape[1]
-        given = rows, place, *(own or (None, None)), share, out, sizes, width, group, lines, columns
-        with runtime.on_device(rows), runtime.assembling() as read:
-            runtime.kernels().sum_rows[grid](*given, **read)
+    sizes = queries * group, count, place.shape[1]
+    given = rows, place, *(own or (None, None)), share, out, sizes, width, group, lines, columns
+    with runtime.on_device(rows):
+        runtime.run(runtime.kernels().sum_rows, grid, Tiles(lines, columns, 4, 3), *given)
     return out

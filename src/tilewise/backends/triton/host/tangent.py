@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from tilewise import state
 from tilewise.backends.base import (
     Directions,
     Grads,
@@ -18,16 +17,14 @@ from tilewise.backends.base import (
     has_no_pair,
     tangents_of_no_pair,
 )
-from tilewise.backends.triton.config import INTERPRETED, architecture, may_round, memory_limit
+from tilewise.backends.triton.config import INTERPRETED, architecture, may_round, memory_limit, row_for
 from tilewise.backends.triton.host.buffers import BackwardBuffers
-from tilewise.backends.triton.host.call import Call, tile_slots
+from tilewise.backends.triton.host.call import Call, sink_gradient, tile_slots
 from tilewise.backends.triton.host.descriptors import operand_views, statistics_view
-from tilewise.backends.triton.host.facts import Facts
 from tilewise.backends.triton.host.launch import run_statistics
-from tilewise.backends.triton.host.launches import KernelLaunch, View
 from tilewise.backends.triton.host.leaf_sums import LeafSums
 from tilewise.backends.triton.host.plan import Plan
-from tilewise.backends.triton.host.runtime import aligned, kernels
+from tilewise.backends.triton.host.runtime import KernelLaunch, View, aligned, kernels
 from tilewise.backends.triton.kernels.emit import Emitted, emit
 from tilewise.backends.triton.tiles import Tiles, columns
 from tilewise.caching import cached_property
@@ -71,7 +68,7 @@ def tangent_tiles(problem: Problem, kernel: str) -> Tiles:
     if not half and not may_round(problem):
         table = FLOAT_TILES
     dims = problem.head_dim, problem.head_dim_v
-    tiles = next(row for most, row in table.items() if max(dims) <= most)[PASSES.index(kernel)]
+    tiles = row_for(table, problem)[PASSES.index(kernel)]
     for smaller in _SMALLER:
         if tangent_memory(dims, problem.dtype.itemsize, kernel, tiles) > limit:
             tiles = replace(tiles, **{name: min(n, getattr(tiles, name)) for name, n in smaller.items()})
@@ -130,7 +127,7 @@ def jvp(plan: TangentPlan, inputs: Inputs, out: Output, along: Directions) -> Ou
         tiles = plan.tiles["tangent"]
         slots = tile_slots(problem, problem.seqlen_q, tiles.tile_m)
         views = _views(call, tiles, directions, "k", "v")
-        facts = _facts(call, tiles, views)
+        facts = call.facts(tiles, views, again=True)
         grid = (slots * problem.heads_q * problem.batch_dim,)
         return [
             call.launch(kernels().tangent, grid, tiles, call.sizes(slots), facts, View("moved"), *views, lists=False)
@@ -167,12 +164,8 @@ def backward_jvp(
     tensors = {"moved": given, **_named(directions), "lse2": lse2, "delta": delta, "grads": sums.buffers}
     tensors |= {"dq": buffers.dq, "dk": buffers.dk, "dv": buffers.dv}
     call.run(("backward", *_forms(directions)), new, **tensors)
-    dsink = None
-    if inputs.sink is not None:
-        sink = inputs.sink.float().view(-1, 1)
-        by = (0.0 if along.sink is None else along.sink.float().view(-1, 1)) - moved.lse
-        dsink = state.sink_gradient(sink, out.lse, by * buffers.delta(problem) + changes.delta(problem))
-        dsink = dsink.sum(-1 if problem.packed else (0, 2)).to(inputs.sink.dtype)
+    by = (0.0 if along.sink is None else along.sink.float().view(-1, 1)) - moved.lse
+    dsink = sink_gradient(inputs, out.lse, by * buffers.delta(problem) + changes.delta(problem))
     return Grads(buffers.dq, buffers.dk, buffers.dv, dsink, sums.totals())
 
 
@@ -184,18 +177,12 @@ def _pass(call: Call, name: str, directions: dict[str, Tensor | None]) -> Kernel
     slots = tile_slots(problem, length, tile)
     grid = (slots * (problem.heads_k if by_columns else problem.heads_q) * problem.batch_dim,)
     views = _views(call, tiles, directions, *(("q", "do") if by_columns else ("k", "v")))
-    facts = _facts(call, tiles, views)
+    facts = call.facts(tiles, views, again=True)
     if by_columns:
         described = facts.tma and not problem.packed
         views += tuple(statistics_view(call, tiles, x, 2, apart=2) if described else None for x in ("lse2", "delta"))
     sizes = call.sizes(slots)
     return call.launch(getattr(kernels(), name), grid, tiles, sizes, facts, View("moved"), *views, lists=by_columns)
-
-
-def _facts(call: Call, tiles: Tiles, views: tuple[View | None, ...]) -> Facts:
-    """The facts of a pass with these views: by descriptor come all tiles that may, or none."""
-    plan, tma = call.plan, views[0] is not None
-    return plan.facts(tiles, call.align, again=True, tma=tma, whole=tma and plan.whole)
 
 
 def _moved_statistics(call: Call, out: Output, grad: OutputGrads, moved: Output, changes: BackwardBuffers) -> None:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from tilewise.backends.triton.config import TERMS
 from tilewise.backends.triton.host import runtime
-from tilewise.backends.triton.host.launches import KernelLaunch
 from tilewise.backends.triton.host.plan import Plan, operand_strides
+from tilewise.backends.triton.host.runtime import KernelLaunch
 from tilewise.backends.triton.tiles import Tiles
 
 TERM_ROWS = 16  # of a program that makes terms or adds them up
@@ -33,7 +33,7 @@ def split_into_terms(plan: Plan, operands: dict[str, Tensor]) -> dict[str, Tenso
     (launch,) = plan.launches.of(key, lambda: [_launch(plan, operands)])
     # One kernel, with dO and without: it reads no dO for which there are no programs.
     named = {"do": operands["q"], "o": terms["q"], "leaves": (), "grads": ()} | operands
-    plan.start(launch, named | {WRITTEN[name]: x for name, x in terms.items()}, runtime.aligned(operands.values()))
+    launch(named | {WRITTEN[name]: x for name, x in terms.items()}, runtime.aligned(operands.values()))
     return terms
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from tilewise import device as devices
 from tilewise import expr
 from tilewise.backends.base import MOST_BYTES, argument_bytes
-from tilewise.backends.triton import device_reasons, installed
+from tilewise.backends.triton import device_reasons
 from tilewise.backends.triton.host import runtime
 from tilewise.backends.triton.host.facts import Facts
 from tilewise.backends.triton.host.plan import extents_of
@@ -50,7 +50,7 @@ _LINES = 128  # of a program that writes ends
 @lru_cache(maxsize=64)  # planning a new mask of a known text takes a few launches
 def launches_on(device: torch.device) -> bool:
     """Whether kernels run on a device here."""
-    return installed() and not device_reasons(device)
+    return not device_reasons(device)
 
 
 @lru_cache(maxsize=1024)
@@ -61,12 +61,10 @@ def can_be_written(region: Region, b: int, h: int, i: int, j: int) -> bool:
     return known and short and not expr.beyond_32_bits(region.parts, {"b": b, "h": h, "i": i, "j": j})
 
 
-@lru_cache(maxsize=1024)
-def _heads_of(region: Region, ends: bool, by_columns: bool, batch: int, heads: int) -> tuple[int, int]:
-    """How many batch elements and heads have tiles of their own, or ``ends``: 1 where these parts of the mask are the same for all."""
-    parts = _ends_of(region, by_columns) if ends else (*_ends_of(region, True), region.predicate)
+def _heads_of(kind: Kind, parts: tuple[Expr | None, ...]) -> tuple[int, int]:
+    """How many batch elements and heads have tiles, or ends, of their own: 1 where these parts of the mask are the same for all."""
     needs = expr.depends_on(*[e for e in parts if e is not None])
-    return batch if "b" in needs else 1, heads if "h" in needs else 1
+    return kind.batch if "b" in needs else 1, kind.heads if "h" in needs else 1
 
 
 def judged_tiles(grid: Grid, tile_m: int, tile_n: int, group: int | None = None) -> tuple[Tensor, Tensor | None]:
@@ -96,24 +94,19 @@ def listed_tiles(status: Tensor, by_columns: bool) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(eq=False)
-class MaskLaunch:
+class MaskLaunch(runtime.Launch):
     """A launch that is kept for the masks of one text, in tensors of the same kinds and sizes: everything of it but the tensors
     (docs/decisions.md#repeated-calls).
 
     Attributes:
-        grid: of programs. numbers: sizes and numbers, as kernels take them (:func:`runtime.opaque`).
+        numbers: sizes and numbers, as kernels take them (:func:`runtime.opaque`).
         slots: the mask's tensors that the kernel reads. made: the shapes of tensors that each launch makes.
-        compiled: the kernel, once it is known.
     """
 
-    kernel: Any
-    grid: tuple[int, ...]
     numbers: tuple[Any, Any]
     facts: Facts
     slots: tuple[int, ...] = ()
     made: tuple[tuple[int, ...] | None, ...] = ()
-    compiled: Any = None
-    tiles: Tiles = PROGRAM
 
     @classmethod
     def of(
@@ -129,7 +122,7 @@ class MaskLaunch:
     ) -> MaskLaunch:
         numbers, slots = ((), slots) if emitted is None else (emitted.numbers, emitted.slots)
         numbers = runtime.opaque(sizes), runtime.opaque(numbers)
-        return cls(kernel, (*grid, 1, 1)[:3], numbers, facts, slots, made, tiles=tiles)
+        return cls(kernel, (*grid, 1, 1)[:3], tiles, numbers, facts, slots, made)
 
     def read(self, grid: Grid) -> tuple[Tensor, ...]:
         """The mask's tensors that the kernel reads."""
@@ -137,7 +130,7 @@ class MaskLaunch:
 
     def __call__(self, tensors: Any) -> None:
         with runtime.on_device(tensors[0]):
-            runtime.launch_again(self, runtime.aligned(tensors), tensors, *self.numbers, self.facts)
+            self.start(runtime.aligned(tensors), tensors, *self.numbers, self.facts)
 
 
 class Place(NamedTuple):
@@ -183,9 +176,7 @@ class MaskLaunches:
     @cached_property
     def reads(self) -> tuple[int, ...]:
         """The slots of the tensors that launches read."""
-        slots = [n for launch, _ in self.steps for n in launch.slots]
-        places = [x for _, (*tensors, _) in self.steps for x in tensors if x is not None]
-        return tuple(dict.fromkeys([*slots, *[x.memory - LEAVES for x in places if x.memory >= LEAVES]]))
+        return tuple({x[0] - LEAVES for x in self.placed[0] if x is not None and x[0] >= LEAVES})
 
     def __call__(self, leaves: Sequence[Tensor], device: torch.device) -> Tensor:
         allocate = torch.zeros if self.zeros else torch.empty
@@ -241,10 +232,9 @@ def own_keys(kind: Kind, page_rows: int) -> MaskLaunches:
 def _of_elements(kind: Kind, kernel: str, parts: int, rows: int) -> MaskLaunches:
     """The launch of a kernel with a program for each batch element, and ``rows`` of k for each."""
     emitted = emit_mask(Region(lo=kind.region.lo, hi=kind.region.hi), _leaves(kind), kind.lengths)
-    facts = Facts(**{name: emitted.functions.get(name) for name in ("lo", "hi")}, overlap=None)
     kernels, count = runtime.kernels(), kind.batch * parts + 1 if parts else kind.batch
     sizes = kernels.KeysSizes(count, parts, rows, *kind.lengths, _extents(kind, emitted))
-    launch = MaskLaunch.of(getattr(kernels, kernel), (kind.batch,), sizes, facts, emitted)
+    launch = MaskLaunch.of(getattr(kernels, kernel), (kind.batch,), sizes, Facts(**emitted.functions), emitted)
     result = Place(MADE, 0, torch.int32, (2, count))
     return MaskLaunches(result, ((launch, kernels.KeysTensors(result, ())),))
 
@@ -259,7 +249,7 @@ def runs(ids: tuple, device: torch.device) -> MaskLaunches:
         Place(MADE, 0, torch.int32, (2, *shape)),
     )
     programs = (batch * -(-places // kernels.RUNS.value),)
-    launch = MaskLaunch.of(kernels.runs, programs, sizes, Facts(overlap=None), slots=(0,))
+    launch = MaskLaunch.of(kernels.runs, programs, sizes, Facts(), slots=(0,))
     return MaskLaunches(result, ((launch, kernels.KeysTensors(result, ())),))
 
 
@@ -269,7 +259,7 @@ def sorted_entries(entries: tuple, device: torch.device) -> MaskLaunches:
     kernels, (shape, strides, _) = runtime.kernels(), entries
     batch, heads, rows, count = shape
     width = max(MIN_WIDTH, 1 << (count - 1).bit_length())
-    facts, result = Facts(width=width, overlap=None), Place(MADE, 0, torch.int32, tuple(shape))
+    facts, result = Facts(width=width), Place(MADE, 0, torch.int32, tuple(shape))
     sizes = kernels.SortedSizes(heads, rows, count, tuple(strides))
     # With more numbers a thread a kernel takes six times as long to compile (docs/tried.md).
     tiles = replace(PROGRAM, num_warps=max(1, width // 128))
@@ -287,7 +277,6 @@ def list_lines(kind: Kind, sequences: Sequences) -> MaskLaunches:
         place = apply("add", apply("mul", place, number(size)), index)
     region = Region(lo=kind.region.lo, hi=kind.region.hi, first=expr.substitute(place, {"i": symbol("j")}))
     emitted = emit_mask(region, _leaves(kind), kind.lengths)
-    facts = Facts(**{name: emitted.functions.get(name) for name in ("lo", "hi", "first")}, overlap=None)
     found = kernels.LinesSizes(
         batch=kind.batch,
         heads_k=kind.heads // sequences.group,
@@ -305,7 +294,7 @@ def list_lines(kind: Kind, sequences: Sequences) -> MaskLaunches:
     count = kind.batch + (sequences.cu_q is not None)
     programs = count * found.heads_k, max(1, min(-(-kind.lengths[0] // _LINES), PROGRAMS // count))
     result = Place(MADE, 0, torch.int32, (sequences.rows, found.heads_k, 4))
-    launch = MaskLaunch.of(kernels.list_lines, programs, found, facts, emitted)
+    launch = MaskLaunch.of(kernels.list_lines, programs, found, Facts(**emitted.functions), emitted)
     return MaskLaunches(result, ((launch, kernels.LinesTensors(result, *lengths, ())),))
 
 
@@ -356,8 +345,8 @@ def _judging(kind: Kind, tile: tuple[int, int], group: int | None, most: int, al
     step = math.gcd(tile[0], same or tile[0])  # the rows on which the predicate is the same
     rows = min(MOST_ROWS, 1 << (tile[0] // step - 1).bit_length())
     functions = {name: emitted.functions.get(name) for name in ("first", "last", "keep", "some", "every")}
-    facts = Facts(**functions, block_m=rows, alike=_alike(predicate, "j", math.gcd(_LINES, tile[1])), overlap=None)
-    batch, heads = _heads_of(kind.region, False, True, kind.batch, kind.heads)
+    facts = Facts(**functions, block_m=rows, alike=_alike(predicate, "j", math.gcd(_LINES, tile[1])))
+    batch, heads = _heads_of(kind, (kind.region.first, kind.region.last, predicate))
     blocks = [-(-n // size) for n, size in zip(kind.lengths, tile, strict=True)]
     heads = heads // alike
     group = group if group is None else group // alike or 1 if heads > 1 else 1
@@ -400,7 +389,7 @@ def _listing(
         least=sections.least,
         ctas=sections.ctas,
     )
-    facts, each = Facts(by_columns=by_columns, overlap=None), (kernels.tile_lists, kernels.tile_order)
+    facts, each = Facts(by_columns=by_columns), (kernels.tile_lists, kernels.tile_order)
     made = ((batch, heads, lines, 2),)
     return tuple(MaskLaunch.of(kernel, (batch * heads * lines,), sizes, facts, made=made) for kernel in each)
 
@@ -414,7 +403,7 @@ def _listing_alone(shape: tuple[int, int, int, int], by_columns: bool, device: t
     sizes = kernels.ListSizes(heads=heads, lines=lines, steps=steps, empty=0, ragged=0, **of_order)
     lists = batch, heads, lines
     made = (*lists, steps), (*lists, 2)
-    facts = Facts(by_columns=by_columns, overlap=None)
+    facts = Facts(by_columns=by_columns)
     return MaskLaunch.of(kernels.tile_lists, (math.prod(lists),), sizes, facts, made=made)
 
 
@@ -426,7 +415,7 @@ def _writing_bits(kind: Kind, layout: Layout, crossing: int, by_columns: bool, m
     same = _alike(region.predicate, "i" if by_columns else "j", crossing)
     same = same // 4 if same % 8 == 0 else 1  # two bits of a word are of eight crossing lines (:mod:`bit_tiles`)
     lines = _alike(region.predicate, "j" if by_columns else "i", LINES)
-    facts = Facts(**functions, crossing=crossing, by_columns=by_columns, same=same, alike=lines, overlap=None)
+    facts = Facts(**functions, crossing=crossing, by_columns=by_columns, same=same, alike=lines)
     kernels, (batch, heads, lines, steps) = runtime.kernels(), layout.shapes["blocks"]
     heads = heads // layout.alike
     sizes = kernels.BitSizes(
@@ -458,11 +447,10 @@ def ends_of_lines(grid: Grid, lines: Tensor, by_columns: bool) -> tuple[Tensor, 
 
 @lru_cache(maxsize=1024)
 def _ending(kind: Kind, count: int, by_columns: bool) -> MaskLaunch:
-    names, parts = ("first", "last") if by_columns else ("lo", "hi"), _ends_of(kind.region, by_columns)
-    emitted = emit_mask(Region(**dict(zip(names, parts, strict=True))), _leaves(kind), kind.lengths)
-    functions = {name: emitted.functions.get(name) for name in ("lo", "hi", "first", "last")}
-    facts = Facts(**functions, by_columns=by_columns, overlap=None)
-    batch, heads = _heads_of(kind.region, True, by_columns, kind.batch, kind.heads)
+    region = kind.region
+    interval = Region(first=region.first, last=region.last) if by_columns else Region(lo=region.lo, hi=region.hi)
+    emitted = emit_mask(interval, _leaves(kind), kind.lengths)
+    batch, heads = _heads_of(kind, interval.ends)
     kernels = runtime.kernels()
     sizes = kernels.EndsSizes(
         heads=heads,
@@ -472,9 +460,5 @@ def _ending(kind: Kind, count: int, by_columns: bool) -> MaskLaunch:
         extents=_extents(kind, emitted),
     )
     programs = batch * heads, -(-count // _LINES)
+    facts = Facts(**emitted.functions, by_columns=by_columns)
     return MaskLaunch.of(kernels.ends, programs, sizes, facts, emitted, ((2, batch, heads, count),))
-
-
-def _ends_of(region: Region, by_columns: bool) -> tuple[Expr | None, ...]:
-    """The ends of rows, or of columns."""
-    return region.ends[2:] if by_columns else region.ends[:2]

@@ -9,7 +9,8 @@ Strides are in units of ``FACTS.align`` elements, so that the compiler knows tha
 ``FACTS`` is the compile-time part of a launch and the last parameter of every kernel; ``host.facts.MEANINGS`` says what each fact is.
 """
 
-# ruff: noqa: RET505 - a compile-time `if` keeps its `else`: without it both returns would be compiled
+# ruff: noqa: RET505, RUF005 - a compile-time `if` keeps its `else`: without it both returns would be compiled; and Triton's
+# tuples are added, not unpacked
 
 from typing import Any, NamedTuple
 
@@ -183,34 +184,17 @@ def _replaced(work, FIELD: tl.constexpr, value):
     return WorkTile(*work[:FIELD], value, *work[FIELD + 1 :])
 
 
+_TUPLES = tl.constexpr(tuple(isinstance(x, tuple) for x in Sizes()))  # by field, whether it is several numbers
+
+
 @triton.jit
 def plain_sizes(sizes):
     """The sizes of a launch as plain numbers. The extents of leaves stay odd: the emitted functions undo those they read."""
-    return Sizes(
-        batch=plain(sizes.batch),
-        heads_q=plain(sizes.heads_q),
-        heads_k=plain(sizes.heads_k),
-        seqlen_q=plain(sizes.seqlen_q),
-        seqlen_k=plain(sizes.seqlen_k),
-        dims=plain_all(sizes.dims),
-        slots=plain(sizes.slots),
-        q=plain_all(sizes.q),
-        k=plain_all(sizes.k),
-        v=plain_all(sizes.v),
-        do=plain_all(sizes.do),
-        seqlen_q_rounded=plain(sizes.seqlen_q_rounded),
-        portion=plain(sizes.portion),
-        threshold=plain(sizes.threshold),
-        beside=plain_all(sizes.beside),
-        batches=plain_all(sizes.batches),
-        heads=plain_all(sizes.heads),
-        group_parts=plain(sizes.group_parts),
-        sheet=plain_all(sizes.sheet),
-        splits=plain_all(sizes.splits),
-        list_strides=plain_all(sizes.list_strides),
-        extents=sizes.extents,
-        grad_extents=sizes.grad_extents,
-    )
+    found = ()
+    for n in tl.static_range(len(sizes) - 2):
+        size = plain_all(sizes[n]) if _TUPLES[n] else plain(sizes[n])
+        found = found + (size,)
+    return Sizes(*found, sizes.extents, sizes.grad_extents)
 
 
 # -- The tile scheduler --------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from tilewise import expr
-from tilewise.distances import by_distance, indices, near, reads_by_distance
+from tilewise.distances import by_distance, indices, near
 from tilewise.expr import Expr
 from tilewise.leaf_gradients import DIAGONALS, ROWS, SCATTER, TILES, Read
 from tilewise.problem import Problem
@@ -15,22 +15,6 @@ from tilewise.problem import Problem
 PAIRS_MEMORY = 1 << 26  # bytes of the sums of pairs; adding them to a leaf sorts them, which takes more
 # An index of these operations alone is computed for every pair; any other is looked up.
 _SHORT = ("symbol", "number", "add", "sub", "neg", "mul", "abs", "maximum", "minimum", "clamp_min", "clamp_max")
-
-
-def near_of_all(problem: Problem) -> tuple[int, int] | None:
-    """The distances i - j in ``[start, stop)`` beyond which each of the score's reads by distance reads one element of its tensor;
-    None where there are no such reads, or no distances beyond."""
-    reads = [] if problem.spec.score is None else expr.lookups(problem.spec.score)
-    found = [near(problem, x) for x in reads if by_distance(*x.args[1:])]
-    if not found or any(x.everywhere for x in found):
-        return None
-    return min(x.start for x in found), max(x.stop for x in found)
-
-
-def distances_read(problem: Problem) -> str:
-    """The distances at which the score reads different elements of a tensor: "none" if it reads none by distance, "near" the diagonal
-    alone, or "all"."""
-    return "none" if not reads_by_distance(problem) else "all" if near_of_all(problem) is None else "near"
 
 
 def parts_of(problem: Problem, read: Read) -> tuple[Read, ...]:

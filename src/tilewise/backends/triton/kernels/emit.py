@@ -31,10 +31,11 @@ from itertools import chain
 import torch
 
 from tilewise import expr
-from tilewise.backends.triton.kernels.distant import near_of_all, parts_of, read_at_distance, with_lines
+from tilewise.backends.triton.kernels.distant import parts_of, read_at_distance, with_lines
 from tilewise.backends.triton.kernels.factors import LOG2E, Factors
 from tilewise.backends.triton.kernels.leaf_reads import all_axes, is_wide, leaf_layouts
 from tilewise.backends.triton.kernels.writer import Ways, Writer, is_scaled_tanh
+from tilewise.backends.triton.reads import near_of_all
 from tilewise.distances import reads_by_distance
 from tilewise.expr import Expr
 from tilewise.leaf_gradients import COLUMNS, DIAGONALS, ROWS, SCATTER, STORE, TILES, Read, classify
@@ -410,7 +411,7 @@ def _gradients(
             # kernel ends.
             lines.lines.append(f"tl.atomic_add(work.grads[{n}] + line, tl.sum({value}, 1), mask=valid, sem='relaxed')")
         else:
-            offset = lines.offset(lookup, "grad_extents")
+            offset = lines.offset(factors.collected(lookup), "grad_extents")
             # `inside` has the pairs of both sequences, so that hidden pairs store their 0. `hit` has those with P above
             # 0: the others add nothing.
             write = f"tl.store(work.grads[{n}] + ({offset}), {value}, mask=inside)"

@@ -55,10 +55,55 @@ def whole(x):
 
 
 @triton.jit
+def maximum(x, y):
+    """The larger of x and y, NaN if one of them is."""
+    return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def minimum(x, y):
+    """The smaller of x and y, NaN if one of them is."""
+    return tl.minimum(x, y, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def lshift(x, n):
+    """``x << n``, 0 for an n that is no bit of x."""
+    both = x + n * 0
+    inside = (n >= 0) & (n < both.dtype.primitive_bitwidth)
+    return tl.where(inside, both << tl.where(inside, n, 0), 0)
+
+
+@triton.jit
+def rshift(x, n):
+    """``x >> n``, x's sign for an n that is no bit of x."""
+    both = x + n * 0
+    last = both.dtype.primitive_bitwidth - 1
+    return both >> tl.where((n >= 0) & (n < last), n, last)
+
+
+@triton.jit
+def _divided(x, y):
+    """The quotient of floats rounded down, and the rest with the sign of y, exact while the quotient is below 2**24.
+
+    The hardware's quotient errs by 2 ulp, so that of a multiple of y may fall short of a whole number; the rest tells.
+    """
+    x, y = x.to(tl.float32), y.to(tl.float32)
+    quotient = tl.floor(x / y)
+    # Of an infinite y the product would be NaN.
+    rest = tl.where(quotient == 0, x, tl.fma(-quotient, y, x))
+    below, beyond = (rest != 0) & ((rest < 0) != (y < 0)), tl.abs(rest) >= tl.abs(y)
+    # Of an infinite x both are NaN, by 0 the rest alone.
+    quotient = tl.where((rest == rest) | (y == 0), quotient, rest)
+    quotient = tl.where(below, quotient - 1, tl.where(beyond, quotient + 1, quotient))
+    return quotient, tl.where(below, rest + y, tl.where(beyond, rest - y, rest))
+
+
+@triton.jit
 def floordiv(x, y):
     """``x // y`` rounded down for integers too, as Python and torch do; Triton rounds towards zero."""
     if x.dtype.is_floating() or y.dtype.is_floating():
-        return tl.floor(x.to(tl.float32) / y.to(tl.float32))
+        return _divided(x, y)[0]
     else:
         quotient = x // y
         rest = x - quotient * y
@@ -69,7 +114,10 @@ def floordiv(x, y):
 @triton.jit
 def mod(x, y):
     """``x % y`` with the sign of y, as Python and torch do."""
-    return x - floordiv(x, y) * y
+    if x.dtype.is_floating() or y.dtype.is_floating():
+        return _divided(x, y)[1]
+    else:
+        return x - floordiv(x, y) * y
 
 
 if triton.knobs.runtime.interpret:
@@ -421,7 +469,8 @@ def whole_power(x, c):
     for bit in tl.static_range(5):
         found = tl.where((c >> bit) & 1 == 1, found * square, found)
         square = square * square
-    return tl.where((x == 0) & (c > 0), 0, found)
+    found = tl.where((x == 0) & (c > 0), 0, found)
+    return tl.where(c >= 0, found, tl.where(x == 1, 1, tl.where(x == -1, 1 - 2 * (c & 1), 0)))
 
 
 @triton.jit

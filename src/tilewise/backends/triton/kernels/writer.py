@@ -21,10 +21,12 @@ _CALLS = {
     "pow": "maths.power",
     "sign": "maths.sign",
     "abs": "tl.abs",
-    "maximum": "tl.maximum",
-    "minimum": "tl.minimum",
-    "clamp_min": "tl.maximum",
-    "clamp_max": "tl.minimum",
+    "lshift": "maths.lshift",
+    "rshift": "maths.rshift",
+    "maximum": "maths.maximum",
+    "minimum": "maths.minimum",
+    "clamp_min": "maths.maximum",
+    "clamp_max": "maths.minimum",
 }
 _INFIXES = ("add", "sub", "mul", "div", "and", "or", "xor", "lt", "le", "gt", "ge", "eq", "ne")
 _INFIX = {name: expr.OPERATIONS[name].infix for name in _INFIXES}
@@ -278,7 +280,7 @@ def _operation(writer: Writer, node: Expr, args: list[str], kinds: list[str]) ->
         # Whole numbers are rounded already.
         return f"{_ROUNDING[node.op]}({args[0]})" if kinds[0] == "float" else args[0]
     if node.op == "relu":
-        return f"tl.maximum({args[0]}, 0)"
+        return f"maths.maximum({args[0]}, 0)"
     if node.op == "neg":
         return f"-{args[0]}"
     if node.op == "not":

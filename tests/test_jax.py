@@ -117,6 +117,32 @@ def test_masks_of_the_catalogue_that_read_arrays_are_those_of_tensors():
         assert torch.equal(found, tilewise.attention(q, k, v, mask=mask(tilewise, lambda t: t))), name
 
 
+@pytest.mark.parametrize("columns", [65, 70])
+def test_a_bias_of_any_number_of_columns_has_the_results_and_gradient_of_tensors(columns):
+    q, k, v = (x.astype(jnp.float32) for x in qkv(nk=columns))
+    t = normal(70, columns).astype(jnp.float32)
+    found, pull = jax.vjp(lambda t: tw.attention(q, k, v, score=t), t)
+    bias = tensor(t).requires_grad_()
+    wanted = tilewise.attention(*map(tensor, (q, k, v)), score=bias)
+    wanted.backward(torch.ones_like(wanted))
+    torch.testing.assert_close(tensor(found), wanted.detach())
+    torch.testing.assert_close(tensor(pull(jnp.ones_like(found))[0]), bias.grad)
+
+
+def test_torch_tensors_of_scores_are_constants():
+    q, k, v = qkv()
+    t = testing.normal(70, 70, dtype=torch.bfloat16).t()
+    equal(tw.attention(q, k, v, score=tilewise.bias(t)), tw.attention(q, k, v, score=array(t.contiguous())))
+
+
+def test_masks_that_are_made_of_arrays_work_in_inference_mode():
+    q, k, v = qkv()
+    ids = jnp.arange(70) // 9
+    with torch.inference_mode():
+        found = tw.attention(q, k, v, mask=tw.documents(ids))
+    equal(found, tw.attention(q, k, v, mask=tw.documents(ids)))
+
+
 # -- JAX's transformations ---------------------------------------------------------------------------------------------
 
 
@@ -291,6 +317,16 @@ def test_without_64_bits_whole_numbers_and_seeds_are_of_32():
     assert jnp.array_equal(found, wanted)
 
 
+@pytest.mark.parametrize("seed", [-1, 2**31, 2**40 + 3, 2**63 + 5, np.int64(2**40 + 3)])
+def test_seeds_of_64_bits_are_those_of_tensors_without_jaxs_64_bits_too(seed):
+    q, k, v = (x.astype(jnp.float32) for x in qkv())
+    wanted = tilewise.attention(*map(tensor, (q, k, v)), dropout_p=0.5, dropout_seed=int(seed))
+    for bits in (False, True):
+        with jax.enable_x64(bits):
+            found = tw.attention(q, k, v, dropout_p=0.5, dropout_seed=seed)
+        assert torch.equal(tensor(found), wanted), bits
+
+
 # -- Refusals ----------------------------------------------------------------------------------------------------------
 
 
@@ -305,11 +341,52 @@ def test_wrong_calls_raise_while_tracing_with_every_reason():
         "dropout_seed must be an integer.*got 0.5": lambda: tw.attention(q, k, v, dropout_p=0.1, dropout_seed=0.5),
         "int32 is not float16": lambda: tw.attention(*[x.astype(jnp.int32) for x in (q, k, v)]),
         "arrays of numbers or truth values, got key": lambda: tw.leaf(jax.random.key(0)),
+        "q: attention takes arrays of JAX or NumPy, got NoneType.*\n.*v: .* got str": lambda: tw.attention(
+            None, k, "v"
+        ),
+        "float8_e5m2; convert it: x.astype.jnp.float32": lambda: tw.attention(
+            q, k, v, sink=jnp.zeros(4, jnp.float8_e5m2)
+        ),
+        "int4; convert it: x.astype.jnp.int32": lambda: tw.key_lengths(jnp.zeros(2, jnp.int4)),
+        "pass t.detach": lambda: tw.bias(torch.zeros(70, 70, requires_grad=True)),
+        "take the leaf of that": lambda: tw.attention(q, k, v, score=tw.bias(2 * tw.leaf(normal(70, 70)))),
+        "prepare.q, k.: q must be a tensor": lambda: tw.causal().prepare(q, k),
+        "one sequence is q.None.": lambda: tw.attention(q[0], k[0], v[0]),
+        "make it one: jnp.asarray.sink, jnp.float32.": lambda: tw.attention(q, k, v, sink=[0.0] * 4),
+        "convert it: ids.astype.int.": lambda: tw.documents(normal(70)),
+        "at most 64 bits.*got 18446744073709551616": lambda: tw.attention(q, k, v, dropout_p=0.1, dropout_seed=2**64),
         "does not exist; there are cpu": lambda: tw.attention(q, k, v, backend="gpu"),
     }
     for reason, run in wrong.items():
         with pytest.raises(ValueError, match=f"(?s){reason}"):
             jax.eval_shape(run)
+
+
+@pytest.mark.parametrize("word", ["causal", "softmax_scale", "dropout_p"])
+def test_options_that_are_traced_are_refused_with_what_to_write(word):
+    instead = "multiply q by it" if word == "softmax_scale" else "static_argnames"
+    with pytest.raises(ValueError, match=f"{word} must be known while JAX traces.*{instead}"):
+        jax.jit(lambda x: tw.attention(*qkv(), **{word: x}))(0.5)
+
+
+@pytest.mark.parametrize("name", ["softcap", "window", "butterfly", "block_sparse"])
+def test_numbers_of_masks_and_scores_that_are_traced_are_refused(name):
+    given = {"butterfly": (8,), "block_sparse": (8, 8)}.get(name, ())
+    pattern = [jnp.ones((9, 9), bool)] if name == "block_sparse" else []
+    with pytest.raises(ValueError, match=f"{name} takes numbers that are known while JAX traces"):
+        jax.jit(lambda x: getattr(tw, name)(*pattern, x, *given[len(pattern) :]) and x)(8)
+
+
+def test_sizes_that_are_symbols_are_refused():
+    (batch,) = jax.export.symbolic_shape("b")
+    given = [jax.ShapeDtypeStruct((batch, 70, 4, 16), jnp.float32)] * 3
+    with pytest.raises(NotImplementedError, match="export a program for each shape"):
+        jax.export.export(jax.jit(tw.attention))(*given)
+
+
+def test_an_array_too_many_by_position_is_told_its_keyword():
+    with pytest.raises(TypeError, match="write mask= for a bool tensor"):
+        tw.attention(*qkv(), jnp.ones((70, 70), bool))
 
 
 def test_what_cannot_run_is_refused_while_tracing():

@@ -9,7 +9,9 @@ of JAX and NumPy. A function of yours reads an array through :func:`leaf`: ``tab
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial, wraps
 from typing import Any, Never, TypeVar, Unpack
@@ -21,7 +23,7 @@ import tilewise as tw
 from tilewise import dispatch, words
 from tilewise.api import Keywords
 from tilewise.jax import gpu
-from tilewise.jax.handler import handler, problem
+from tilewise.jax.handler import DTYPES, handler, problem
 from tilewise.masks.derived import Derived
 from tilewise.problem import Problem
 from tilewise.spec import Options, assemble, parse_spec
@@ -50,21 +52,99 @@ def leaf(x: Array) -> Tensor:
 
     Args:
         x: an array of JAX, traced or not, or of NumPy. A floating array that a score reads gets its gradient. A torch tensor is a
-            constant.
+            constant, with the values that it has now.
+
+    Raises:
+        ValueError: it is no such array. NotImplementedError: its sizes are symbols of ``jax.export``.
     """
     if isinstance(x, Tensor) and hasattr(x, "array"):
         return x
-    array = jnp.asarray(x)
+    array = _array(x)
     dtype = getattr(torch, array.dtype.name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"masks and scores read arrays of numbers or truth values, got {array.dtype}")
-    found = torch.empty(array.shape, dtype=dtype, device="meta")
+    if dtype not in DTYPES.values():
+        kinds = ((jnp.floating, "float32"), (jnp.integer, "int32"))
+        instead = [f"; convert it: x.astype(jnp.{name})" for kind, name in kinds if jnp.issubdtype(array.dtype, kind)]
+        raise ValueError(f"attention reads arrays of numbers or truth values, got {array.dtype}{''.join(instead)}")
+    if not all(isinstance(size, int) for size in array.shape):
+        raise NotImplementedError(
+            f"attention needs sizes that are numbers, got {array.shape}: export a program for each shape, without jax.export.symbolic_shape"
+        )
+    # A mask keeps what it makes of a tensor only where PyTorch counts the tensor's writes.
+    with torch.inference_mode(False):
+        found = torch.empty(array.shape, dtype=dtype, device="meta")
     found.array = array
     return found
 
 
+def _array(x: Any) -> Array:
+    if isinstance(x, jax.Array):
+        return x
+    if isinstance(x, Tensor):
+        x = _values(x)
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError) as wrong:
+        raise ValueError(f"attention takes arrays of JAX or NumPy, got {type(x).__name__}") from wrong
+
+
+def _values(t: Tensor) -> np.ndarray:
+    """Return a copy of a torch tensor."""
+    if t.is_meta:
+        raise ValueError(
+            "torch cannot compute with tilewise.jax.leaf(x), which has no values: compute with x, and take the leaf of that"
+        )
+    if t.requires_grad:
+        raise ValueError("a torch tensor is a constant here and gets no gradient: pass t.detach(), or an array of JAX")
+    t = t.cpu().clone()
+    return t.view(torch.int16).numpy().view(jnp.bfloat16) if t.dtype == torch.bfloat16 else t.numpy()
+
+
 def _read(x: Any) -> Any:
     return leaf(x) if isinstance(x, (jax.Array, np.ndarray, Tensor)) else x
+
+
+# Errors tell users of PyTorch what to write; this is the same for JAX.
+_SPELLINGS = (
+    (r"torch\.tensor\((\w+), dtype=torch\.(\w+), device=\w+\.device\)", r"jnp.asarray(\1, jnp.\2)"),
+    (r"torch\.tensor\(", "jnp.asarray("),
+    (r"\.to\(torch\.(\w+)\)", r".astype(jnp.\1)"),
+    (r"\.long\(\)", ".astype(int)"),
+    (r"\.bool\(\)", ".astype(bool)"),
+    (r"\.float\(\)", ".astype(jnp.float32)"),
+    (r"\.unsqueeze\(0\)", "[None]"),
+)
+
+
+@contextmanager
+def _errors_for_jax() -> Iterator[None]:
+    try:
+        yield
+    except (NotImplementedError, TypeError, ValueError) as wrong:
+        said = text = str(wrong)
+        for pattern, ours in _SPELLINGS:
+            text = re.sub(pattern, ours, text)
+        if text == said or type(wrong) not in (NotImplementedError, TypeError, ValueError):
+            raise
+        raise type(wrong)(text) from wrong
+
+
+def _unknown(name: str) -> ValueError:
+    return ValueError(
+        f"{name} takes numbers that are known while JAX traces: name them in static_argnames of jax.jit, or write a function of a mask or "
+        "score, which reads an array by tilewise.jax.leaf(array)"
+    )
+
+
+def _of_numbers(make: Called) -> Called:
+    """Return a function of the catalogue that takes numbers alone."""
+
+    @wraps(make)
+    def made(*arguments: Any, **more: Any) -> Any:
+        if any(isinstance(x, (Tensor, jax.core.Tracer)) for x in (*arguments, *more.values())):
+            raise _unknown(make.__name__)
+        return make(*arguments, **more)
+
+    return made
 
 
 def _of_arrays(make: Called) -> Called:
@@ -72,7 +152,13 @@ def _of_arrays(make: Called) -> Called:
 
     @wraps(make)
     def made(*arguments: Any, **more: Any) -> Any:
-        return make(*map(_read, arguments), **{name: _read(x) for name, x in more.items()})
+        with _errors_for_jax():
+            try:
+                return make(*map(_read, arguments), **{name: _read(x) for name, x in more.items()})
+            except RuntimeError as wrong:  # PyTorch was asked for the number of a leaf
+                if isinstance(wrong, NotImplementedError):
+                    raise
+                raise _unknown(make.__name__) from wrong
 
     return made
 
@@ -99,8 +185,9 @@ alibi, bias, block_sparse, dense, documents = map(
 key_lengths, key_range, lookup = map(_of_arrays, (tw.key_lengths, tw.key_range, tw.lookup))
 prefix, selected = map(_of_arrays, (tw.prefix, tw.selected))
 keep, score = map(_of_function, (tw.keep, tw.score))
-causal, softcap, window, offset, Mask, Score = tw.causal, tw.softcap, tw.window, tw.offset, tw.Mask, tw.Score
-butterfly, local_global, strided = tw.butterfly, tw.local_global, tw.strided
+softcap, window = map(_of_numbers, (tw.softcap, tw.window))
+butterfly, local_global, strided = map(_of_numbers, (tw.butterfly, tw.local_global, tw.strided))
+causal, offset, Mask, Score = tw.causal, tw.offset, tw.Mask, tw.Score
 
 
 # -- The public functions ----------------------------------------------------------------------------------------------
@@ -143,7 +230,7 @@ def attention_varlen_with_lse(
 ) -> tuple[Array, Array]:  # fmt: skip
     """Compute :func:`attention_varlen` and its log-sum-exp ``(heads_q, total_q)``."""
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-    return _run("attention_varlen", (q, k, v), more, options, (leaf(cu_seqlens_q), leaf(cu_seqlens_k)))
+    return _run("attention_varlen", (q, k, v), more, options, (cu_seqlens_q, cu_seqlens_k))
 
 
 def _run(
@@ -151,25 +238,55 @@ def _run(
     qkv: Sequence[Array],
     more: Sequence[Any],
     options: Mapping[str, Any],
-    cu_seqlens: Sequence[Tensor] = (None, None),
+    cu_seqlens: Sequence[Array] = (),
 ) -> tuple[Array, Array]:
     unknown = [word for word in options if word not in Keywords.__annotations__]
     if unknown or more:
         raise words.refused(name, unknown, more)
     o = Options(**options)
-    seed = jnp.asarray(0 if o.dropout_seed is None else o.dropout_seed)
-    if o.dropout_p and (o.dropout_seed is None or seed.size != 1 or not jnp.issubdtype(seed.dtype, jnp.integer)):
-        raise ValueError(
-            f"{name} was called wrongly\n  dropout_seed must be an integer or an array of one, as jax.random.bits(key) is, got "
+    named = dict(zip(("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"), (*qkv, *cu_seqlens), strict=False))
+    reasons = [
+        f"{word} must be known while JAX traces, and is traced; {_STATIC.get(word, 'name it in static_argnames of jax.jit')}"
+        for word, x in options.items()
+        if word not in ("mask", "score", "sink", "dropout_seed") and isinstance(x, jax.core.Tracer)
+    ]
+    for word, x in named.items():
+        try:
+            named[word] = leaf(x)
+        except ValueError as wrong:
+            reasons.append(f"{word}: {wrong}")
+    seed = _seed(o.dropout_seed) if o.dropout_seed is not None else None
+    if seed is None and (o.dropout_seed is not None or (not reasons and o.dropout_p)):
+        reasons.append(
+            "dropout_seed must be an integer of at most 64 bits or an array of one, as jax.random.bits(key) is, got "
             f"{o.dropout_seed}"
         )
+    if reasons:
+        raise ValueError(f"{name} was called wrongly" + "".join([f"\n  {reason}" for reason in reasons]))
     o.mask, o.score = (of(x) if callable(x) else _read(x) for of, x in ((keep, o.mask), (score, o.score)))
-    o.sink, o.dropout_seed, (o.cu_seqlens_q, o.cu_seqlens_k) = _read(o.sink), 0, cu_seqlens
-    tensors = [leaf(x) for x in qkv]
-    extras, _, spec = assemble(*tensors, o)
-    derived = _derived(o.mask)
-    arrays = [derived[id(x)] if id(x) in derived else leaf(x).array for x in (*tensors, *extras)]
-    return _attention(spec, *_varying_alike([*arrays, seed] if o.dropout_p else arrays))
+    q, k, v, *cu = named.values()
+    o.sink, o.dropout_seed, (o.cu_seqlens_q, o.cu_seqlens_k) = _read(o.sink), 0, cu or (None, None)
+    with _errors_for_jax():
+        extras, _, spec = assemble(q, k, v, o)
+        derived = _derived(o.mask)
+        arrays = [derived[id(x)] if id(x) in derived else leaf(x).array for x in (q, k, v, *extras)]
+        return _attention(spec, *_varying_alike([*arrays, seed] if o.dropout_p else arrays))
+
+
+_STATIC = {"softmax_scale": "multiply q by it, and pass softmax_scale=1.0"}
+
+
+def _seed(seed: Any) -> Array | None:
+    """Return dropout's seed as an array of one integer, or of the two halves of a number: JAX may have no integers of 64 bits. None if it
+    is no seed."""
+    if not isinstance(seed, (int, jax.Array)):  # of JAX, which may drop the upper half of a number
+        seed = np.asarray(seed)
+        seed = seed.item() if seed.size == 1 else None
+    if isinstance(seed, jax.Array):
+        return seed if seed.size == 1 and jnp.issubdtype(seed.dtype, jnp.integer) else None
+    if type(seed) is not int or not -(2**63) <= seed < 2**64:
+        return None
+    return jnp.asarray(np.asarray([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF], np.uint32))
 
 
 def _derived(mask: Any) -> dict[int, Array]:

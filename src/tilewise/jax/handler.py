@@ -51,7 +51,7 @@ class Buffer(Structure):
     _fields_ = [*_HEAD, ("dtype", c_int), ("data", c_void_p), ("rank", c_int64), ("dims", POINTER(c_int64))]
 
     def tensor(self, memory: Callable[[int, int], Tensor]) -> Tensor:
-        shape, dtype = self.dims[: self.rank], _DTYPES[self.dtype]
+        shape, dtype = self.dims[: self.rank], DTYPES[self.dtype]
         size = math.prod(shape) * dtype.itemsize
         if not size:
             return torch.empty(shape, dtype=dtype, device=memory(0, 0).device)
@@ -112,7 +112,7 @@ class Frame(Structure):
     ]
 
 
-_DTYPES = {
+DTYPES = {
     1: torch.bool, 2: torch.int8, 3: torch.int16, 4: torch.int32, 5: torch.int64, 6: torch.uint8, 7: torch.uint16, 8: torch.uint32,
     9: torch.uint64, 10: torch.float16, 11: torch.float32, 12: torch.float64, 16: torch.bfloat16,
 }  # fmt: skip
@@ -184,8 +184,11 @@ def run(call: str, operands: Sequence[Tensor], results: Sequence[Tensor]) -> Non
 
 
 def _with_seed(spec: str, extras: Sequence[Tensor]) -> tuple[Sequence[Tensor], Tensor | None]:
-    """Return the extras and dropout's seed, which comes last."""
-    return (extras[:-1], extras[-1].long().view(1)) if parse_spec(spec).dropout_p else (extras, None)
+    """Return the extras and dropout's seed, which comes last: one integer, or its lower and its upper 32 bits."""
+    if not parse_spec(spec).dropout_p:
+        return extras, None
+    seed = extras[-1].long().view(-1)
+    return extras[:-1], seed if seed.numel() == 1 else seed[:1] + (seed[1:] << 32)
 
 
 def _forward(spec: str, q: Tensor, k: Tensor, v: Tensor, *extras: Tensor) -> tuple[Tensor, ...]:

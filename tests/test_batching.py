@@ -184,6 +184,16 @@ def test_what_does_not_fold_runs_once_for_each_example_and_says_so(says):
     torch.testing.assert_close(jacfwd(one)(x[0]), jacrev(one)(x[0]))
 
 
+@pytest.mark.filterwarnings("ignore:torch.vmap calls")
+@pytest.mark.parametrize("says", ONE_BY_ONE)
+def test_no_examples_have_results_without_elements(says):
+    x, sinks, f = normal(0, 2, 9, 4, 4), normal(4, 0), ONE_BY_ONE[says]
+    of_one = f(normal(2, 9, 4, 4), normal(4))
+    assert vmap(f, in_dims=(0, 1))(x, sinks).shape == (0, *of_one.shape)
+    gradient = grad(lambda x, s: f(x, s).square().sum(), (0, 1))
+    assert [tuple(g.shape) for g in vmap(gradient, in_dims=(0, 1))(x, sinks)] == [(0, 2, 9, 4, 4), (0, 4)]
+
+
 @pytest.mark.parametrize("transform", [vmap, grad], ids=lambda x: x.__name__)
 def test_a_cache_inside_a_transform_is_refused_with_what_to_do(transform):
     x, k = normal(EXAMPLES, 2, 3, 4, 4), normal(2, 9, 2, 4)

@@ -94,7 +94,10 @@ def wrong(message, **changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        wrong(r"seqlens_k\[0\] is 58, a row of the table holds 0 to 48", seqlens_k=lambda x: x + 38),
+        wrong(
+            r"seqlens_k\[0\] is 58, a row of the table holds 0 to 48 keys; give block_table more columns",
+            seqlens_k=lambda x: x + 38,
+        ),
         wrong(r"seqlens_k\[2\] is -1", seqlens_k=lambda x: x - 1),
         wrong(r"block_table\[0, 0\] is -\d+, the pool has pages 0 to", block_table=lambda x: x - 100),
         wrong("block_table must be int32", block_table=lambda x: x.long()),

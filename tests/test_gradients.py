@@ -112,15 +112,19 @@ def test_keys_and_values_of_one_batch_element_get_the_sum_over_the_batch():
     same_bits(tw.attention_backward(do, *tensors, o, lse, dlse=dlse, causal=True), expected)
 
 
-def test_gradients_of_parts_of_the_keys_are_those_of_the_whole():
-    q, k, v = qkv(dtype=F64)
+@pytest.mark.parametrize("backend", ["cpu", "portable", "reference"])
+def test_gradients_of_parts_of_the_keys_are_those_of_the_whole(backend):
+    (q, k, v), sink, options = qkv(dtype=F64), normal(4, dtype=F64), {"backend": backend}
     parts = [(k[:, a:b], v[:, a:b]) for a, b in ((0, 31), (31, 70))]
-    o, lse = tw.merge([tw.attention_with_lse(q, *part) for part in parts])
+    with_sink = {"sink": sink, **options}
+    of_parts = [with_sink, options]
+    o, lse = tw.merge([tw.attention_with_lse(q, *part, **more) for part, more in zip(parts, of_parts, strict=True)])
     do, dlse = cotangents(o, lse)
-    whole = tw.attention_backward(do, q, k, v, *tw.attention_with_lse(q, k, v), dlse=dlse)
-    found = [tw.attention_backward(do, q, *part, o, lse, dlse=dlse) for part in parts]
-    dq, dk, dv = found[0][0] + found[1][0], *(torch.cat(x, 1) for x in list(zip(*found, strict=True))[1:])
-    for x, y in zip((dq, dk, dv), whole, strict=True):
+    (_, _, _, _, whole) = by_autograd((q, k, v), with_sink, [sink])
+    dq, *dkv, dsink = tw.attention_backward(do, q, *parts[0], o, lse, dlse=dlse, wrt=(sink,), **with_sink)
+    dq_more, *dkv_more = tw.attention_backward(do, q, *parts[1], o, lse, dlse=dlse, **options)
+    dk, dv = (torch.cat(x, 1) for x in zip(dkv, dkv_more, strict=True))
+    for x, y in zip((dq + dq_more, dk, dv, dsink), whole, strict=True):
         torch.testing.assert_close(x, y)
 
 

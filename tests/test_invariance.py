@@ -156,6 +156,20 @@ def test_the_number_of_threads_plays_no_part(threads):
         torch.set_num_threads(before)
 
 
+@pytest.mark.filterwarnings("error")
+def test_documents_in_a_compiled_function_run_between_graphs_or_are_refused_in_words():
+    def call(x):
+        mask, score = tw.documents(DOCUMENTS), tw.softcap(3.0)
+        return tw.attention(x, x, x, mask=mask, score=score, deterministic="everywhere")
+
+    x = torch.randn(1, DOCUMENTS.shape[-1], 2, 8, generator=torch.Generator().manual_seed(1))
+    torch.compiler.reset()
+    assert torch.equal(torch.compile(call, backend="eager")(x), call(x))
+    torch.compiler.reset()
+    with pytest.raises(Exception, match="documents as packed sequences to"):
+        torch.compile(call, backend="eager", fullgraph=True)(x)
+
+
 def test_a_batch_of_documents_has_the_queries_of_each():
     """Chunks of queries, at the end of documents that lie differently in each batch element."""
     q, k, v = (torch.randn(2, n, 2, 16) for n in (50, 120, 120))

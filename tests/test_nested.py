@@ -102,6 +102,24 @@ def test_a_compiled_nested_call_gives_the_same():
     assert torch.equal(compiled(q, k, v).values(), tw.attention(q, k, v, causal=True).values())
 
 
+@pytest.mark.parametrize("call", ["attention", "sdpa"])
+def test_a_compiled_call_compares_offsets_of_their_own_when_it_runs(call):
+    """Dynamo has no values to compare: ``torch.equal`` ended the trace."""
+
+    def attend(q, k, v):
+        if call == "attention":
+            return tw.attention(q, k, v, causal=True)
+        heads_first = [x.transpose(1, 2) for x in (q, k, v)]
+        return scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    q, k, v = nested(LENGTHS_Q, 4), nested(LENGTHS_K, 2, seed=10), nested(LENGTHS_K, 2, seed=30)
+    torch.testing.assert_close(compiled(q, k, v).values(), attend(q, k, v).values())
+    with pytest.raises(RuntimeError, match="k and v have sequences of different lengths"):
+        compiled(q, k, nested(LENGTHS_K[::-1], 2, seed=30))
+
+
 # -- SDPA's drop-in --------------------------------------------------------------------------------------------------
 
 

@@ -194,6 +194,15 @@ def test_probabilities_of_packed_sequences_are_those_of_each():
         torch.testing.assert_close(found[n : n + 1, : end - start], alone)
 
 
+@pytest.mark.parametrize(("batch", "count", "heads"), [(2, 0, 1), (2, 0, 2), (0, 0, 2), (0, 5, 1)])
+def test_rows_without_entries_and_a_batch_without_elements_have_no_probabilities(batch, count, heads):
+    q, k, v = qkv(batch=batch)
+    lse = tw.attention_with_lse(q, k, v)[1]
+    for reduce in ["group"] if heads > 1 else ["heads", "group"]:
+        found = tw.probabilities(q, k, lse, entries(1, heads, 24, count, blocks=70), block_q=3, reduce=reduce)
+        assert found.shape == ((batch, 24, count) if reduce == "heads" else (batch, 2, 24, count))
+
+
 def test_a_key_that_no_query_was_given_touches_nothing():
     q, k, v = qkv(hk=1)
     lse = tw.attention_with_lse(q, k, v)[1]

@@ -84,7 +84,9 @@ def _is_nested(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 def _run_nested(q: Tensor, k: Tensor, v: Tensor, o: Options, parallel: Parallel | None) -> tuple[Tensor, Tensor]:
     if parallel is not None:
-        raise NotImplementedError("parallel= takes dense tensors, not nested ones")
+        raise NotImplementedError(
+            "parallel= takes dense tensors, not nested ones; call tw.attention_varlen on packed rows"
+        )
     qkv, packed = nested.packed_call(q, k, v, o)
     return nested.nested_like(q, *autograd.attention(*qkv, *assemble(*qkv, packed)))
 
@@ -124,7 +126,9 @@ def _run_packed(
     q: Tensor, k: Tensor, v: Tensor, o: Options, parallel: Parallel | None, with_lse: bool = True
 ) -> tuple[Tensor, Tensor]:
     if o.cu_seqlens_q is None:
-        raise ValueError("attention_varlen was called wrongly\n  cu_seqlens_q must be a tensor, got None")
+        raise ValueError(
+            "attention_varlen was called wrongly\n  cu_seqlens_q must be a tensor, got None; sequences of one length go to tw.attention"
+        )
     return _run(q, k, v, o, parallel, with_lse)
 
 
@@ -228,7 +232,7 @@ def attention(
         softmax_scale: default ``1 / sqrt(head_dim)``.
         sink: ``(heads_q,)``, a logit per query head that takes part in the softmax and has no value.
         dropout_p: the probability of dropping a pair after the softmax.
-        dropout_seed: an int, or one int64 on q's device. Default: drawn by ``torch.randint``.
+        dropout_seed: an int, or a tensor of one int64 on q's device. Default: drawn by ``torch.randint``.
         deterministic: make results repeat bit for bit, whatever else is in the batch. Default:
             ``torch.are_deterministic_algorithms_enabled()``. ``"everywhere"``: a row's o and lse are then the same bits in every call that
             gives it the same keys and values, dense, packed, over pages or token by token (docs/invariance.md).
@@ -240,8 +244,8 @@ def attention(
         ``(batch, seqlen_q, heads_q, head_dim_v)``, contiguous; nested if q is. A row that sees no key is zero.
 
     Raises:
-        ValueError: the call is wrong; the message has every reason. NotImplementedError: no backend, or not the named one, supports
-            the call.
+        ValueError: the call is wrong; the message has every reason. NotImplementedError: no backend supports the call, or the one
+            named by ``backend`` does not.
 
     Source: Dao et al. 2022, Algorithm 1; Dao 2023, Algorithm 1; docs/algorithm.md#4-forward.
     """
@@ -320,8 +324,8 @@ def attention_with_stats(
         heads of its group.
 
     Raises:
-        ValueError: the call is wrong; the message has every reason. NotImplementedError: no backend, or not the named one, supports
-            the call; key_mass of a cache or over ranks.
+        ValueError: the call is wrong; the message has every reason. NotImplementedError: no backend supports the call, or the one
+            named by ``backend`` does not; or key_mass is asked for over a cache or over ranks.
     """
     o = options_of("attention_with_stats", more, options, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     reasons = stats_reasons(per, stats)
@@ -365,13 +369,13 @@ def attention_varlen(
     Args:
         q: ``(total_q, heads_q, head_dim)``. k: ``(total_k, heads_k, head_dim)``. v: ``(total_k, heads_k, head_dim_v)``.
         cu_seqlens_q, cu_seqlens_k: int32 or int64, ``(batch + 1,)``, starting at 0, never decreasing;
-            ``cu_seqlens_k=None``: the same. No maximum length is needed.
+            ``cu_seqlens_k=None`` stands for ``cu_seqlens_q``. No maximum length is needed.
         options: the other keywords of :func:`attention`.
 
-    Masks and scores see indices within the sequence: their tensors are as long as the longest one, or longer. Rows past
+    Masks and scores see indices within the sequence; their tensors must be at least as long as the longest sequence. Rows past
     ``cu_seqlens[-1]`` give ``o = 0``, ``lse = -inf``. The CPU checks the values of ``cu_seqlens`` and those tensors' lengths; an
-    accelerator does so only with ``TILEWISE_CHECK=1``, and reads past a tensor's end as its last element. ``parallel=`` shards the packed
-    rows, and sequences may cross ranks; ``cu_seqlens_*`` describe the whole.
+    accelerator does so only with ``TILEWISE_CHECK=1``, and otherwise reads the last element for an index past a tensor's end.
+    ``parallel=`` shards the packed rows, and sequences may cross ranks; ``cu_seqlens_*`` describe the whole.
 
     Returns:
         o ``(total_q, heads_q, head_dim_v)``; with ``return_lse`` also lse ``(heads_q, total_q)``.
@@ -418,8 +422,8 @@ def attention_paged(
 
     Query rows count from a sequence's end: row i of ``seqlen_q`` is at position ``i + off``, with ``off = seqlens_k[b] - seqlen_q``, so
     the last row is at the last key. Masks and scores see the sequence's own ``b, i, j`` and lengths; heads are query heads. The cache
-    must already hold the keys of these rows (:func:`append`). Lengths and tables are read on the device: a CUDA graph with this call is
-    right for their values at each replay.
+    must already hold the keys of these rows (:func:`append`). Lengths and tables are read on the device, so a CUDA graph of this
+    call uses the values that they have at each replay.
 
     Args:
         q: ``(batch, seqlen_q, heads_q, head_dim)``, packed ``(total_q, heads_q, head_dim)``, in the cache's dtype. Over a quantised
@@ -474,7 +478,7 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     Args:
         parts: one or more ``(o, lse)`` of the same queries, as :func:`attention_with_lse` and :func:`attention_varlen_with_lse`
             return them: o ``(batch, seqlen_q, heads_q, head_dim_v)`` with lse ``(batch, heads_q, seqlen_q)``,
-            natural log; packed ``(total_q, heads_q, head_dim_v)`` with ``(heads_q, total_q)``. A sink belongs to one part alone.
+            natural log; packed ``(total_q, heads_q, head_dim_v)`` with ``(heads_q, total_q)``. Pass a sink in one part only.
 
     Returns:
         ``(o, lse)`` in the same layouts and dtypes. The order of the parts changes only the rounding. Pass fp32 parts to avoid the

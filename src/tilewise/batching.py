@@ -105,15 +105,19 @@ def _or_one_by_one(operator: Callable[..., Any], rule: Callable[..., tuple]) -> 
         if reason is None:
             return rule(info, in_dims, *arguments)
         warnings.warn(f"torch.vmap calls this attention once for each example: {reason}", stacklevel=2)
-        found = [operator(*tree_map(partial(_example, n), arguments, in_dims)) for n in range(info.batch_size)]
-        results = tree_map(lambda *each: torch.stack(each), *found)
+        size = info.batch_size
+        found = [operator(*tree_map(partial(_example, n), arguments, in_dims)) for n in range(max(size, 1))]
+        results = tree_map(lambda *each: torch.stack(each)[:size], *found)
         return results, tree_map(lambda _: 0, results)
 
     return run
 
 
 def _example(n: int, x: Any, dim: int | None) -> Any:
-    return x if dim is None else x.select(dim, n)
+    """Return example ``n`` of an argument. If there is none, one of zeros, which tells the shape of their results."""
+    if dim is None:
+        return x
+    return x.select(dim, n) if x.shape[dim] else x.new_zeros(x.shape[:dim] + x.shape[dim + 1 :])
 
 
 # -- The rules -----------------------------------------------------------------------------------------------------------

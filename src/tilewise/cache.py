@@ -75,13 +75,13 @@ class QuantizedCache(NamedTuple):
 
 
 class SharedCache(NamedTuple):
-    """A cache whose sequences all begin with the same pages. All queries must be behind these pages.
+    """A cache whose sequences all begin with the same pages. All queries must come after these pages.
 
     :func:`tilewise.attention_paged` attends to the prefix once for the batch if that takes less time; :func:`tilewise.explain` says
-    so. The result is the same.
+    whether it does. The result is the same.
 
     Attributes:
-        cache: :class:`PagedCache` or :class:`QuantizedCache`. prefix_pages: above 0 and below the pages of a row of the table.
+        cache: :class:`PagedCache` or :class:`QuantizedCache`. prefix_pages: at least 1, and fewer than the pages of a table row.
     """
 
     cache: PagedCache | QuantizedCache
@@ -104,7 +104,7 @@ def cache_as_options(cache: PagedCache | QuantizedCache, o: Options) -> tuple[Te
 
 
 def not_a_cache(found: object) -> str:
-    """Return the reason against a call with something else than a cache."""
+    """Return the reason against a call whose cache is something else."""
     return f"cache must be what tw.paged(...) or tw.dense_cache(...) returns, got {type(found).__name__}"
 
 
@@ -161,7 +161,7 @@ def dense_cache(k: Tensor, v: Tensor, seqlens_k: Tensor, *, k_scale: Tensor, v_s
 def dense_cache(
     k: Tensor, v: Tensor, seqlens_k: Tensor, *, k_scale: Tensor | None = None, v_scale: Tensor | None = None
 ) -> PagedCache | QuantizedCache:
-    """Make a cache with room for ``capacity`` keys of each sequence: one page of that size a sequence.
+    """Make a cache with one page for each sequence, with room for ``capacity`` keys.
 
     Args:
         k: ``(batch, capacity, heads_k, head_dim)``. v: ``(batch, capacity, heads_k, head_dim_v)``.
@@ -201,7 +201,7 @@ def append(cache: Cache, k: Tensor, v: Tensor | None = None, cu_seqlens_q: Tenso
 
     Raises:
         ValueError: the call is wrong; the message has every reason. The CPU also checks that the table has room for the new keys, and
-            that the pool has its pages. An accelerator does not write such rows; ``TILEWISE_CHECK=1`` refuses them.
+            that the pool has its pages. An accelerator skips such rows; with ``TILEWISE_CHECK=1`` it raises instead.
     """
     if not hasattr(cache, "k_pages"):
         raise ValueError(f"append was called wrongly\n  {not_a_cache(cache)}")
@@ -248,7 +248,7 @@ def _append_reasons(
             )
         elif x.shape[-2:] != pool.shape[-2:]:
             reasons.append(
-                f"{name} is {tuple(x.shape)}, the rows of its pages {tuple(pool.shape[-2:])} (heads, head_dim)"
+                f"{name} is {tuple(x.shape)}, the rows of its pages {tuple(pool.shape[-2:])} (heads, head_dim); they must agree"
             )
         if quantised and (x.dtype not in DTYPES or pool.dtype != pages.FLOAT8 or x.device != pool.device):
             reasons.append(
@@ -262,7 +262,7 @@ def _append_reasons(
     if reasons:
         return reasons
     if v is not None and k.shape[:-2] != v.shape[:-2]:
-        reasons.append(f"k has {tuple(k.shape[:-2])} rows, v {tuple(v.shape[:-2])}")
+        reasons.append(f"k has {tuple(k.shape[:-2])} rows, v {tuple(v.shape[:-2])}; each key has one row of v")
     reasons += pages.size_reasons(cache.k_pages, cache.v_pages)
     wrong = cu_reasons(k, cache.k_pages, [] if cu_seqlens_q is None else [cu_seqlens_q])
     reasons += wrong or pages.table_reasons(k, cache.block_table, cache.seqlens_k, cu_seqlens_q, rows="k")
@@ -276,7 +276,8 @@ def _append_reasons(
     if quantised:
         scales = cache.k_scale, cache.v_scale
         reasons += pages.scale_reasons(cache.k_pages, scales, cache.block_table.shape[0])
-        reasons += [f"a scale is on {x.device}, the pages on {k.device}" for x in scales if x.device != k.device]
+        places = [x.device for x in scales if x.device != k.device]
+        reasons += [f"a scale is on {place}, the pages on {k.device}; move the scale there" for place in places]
         if latent and not pages.lies_in(cache.v_scale, cache.k_scale):
             reasons.append(
                 "v_scale is another tensor than k_scale, but the values lie in the memory of the keys; pass k_scale"
@@ -290,7 +291,9 @@ def _check(
     reasons = _append_reasons(cache, k, v, cu_seqlens_q)
     if not reasons and values:
         reasons = [] if cu_seqlens_q is None else cu_value_reasons([cu_seqlens_q], k.shape[:1])
-        reasons += [f"seqlens_k[{b}] is {n}" for b, n in enumerate(cache.seqlens_k.tolist()) if n < 0]
+        reasons += [
+            f"seqlens_k[{b}] is {n}, a length is at least 0" for b, n in enumerate(cache.seqlens_k.tolist()) if n < 0
+        ]
     if not reasons and values:
         new = k.shape[1] if cu_seqlens_q is None else cu_seqlens_q.diff()
         pools = cache.k_pages.shape[:2]

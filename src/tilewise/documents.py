@@ -15,7 +15,9 @@ from torch import Tensor
 from tilewise.masks import Mask, as_mask
 from tilewise.scores import as_score, symbols_of
 from tilewise.spec import DOCUMENTS, EVERYWHERE, Options
+from tilewise.untraced import untraced
 
+_HOST_READS = "documents inside torch.vmap, torch.compile or a CUDA graph: the host reads how many there are"
 _RELATIVE = re.compile(r"causal\(\)|window\((None|\d+), (None|\d+)\)")
 
 
@@ -31,12 +33,15 @@ def run_packed(q: Tensor, k: Tensor, v: Tensor, o: Options) -> bool:
     return all(isinstance(x, Tensor) and x.ndim == 4 and x.shape[0] == q.shape[0] for x in (q, k, v))
 
 
+@untraced
 def packed_documents(q: Tensor, k: Tensor, v: Tensor, o: Options) -> tuple[tuple[Tensor, Tensor, Tensor], Options]:
     """Return q, k and v as packed rows ``(batch * seqlen, heads, head_dim)``, and the options without the documents.
 
     Raises:
         NotImplementedError: a part of the call reads positions in the whole sequence, or shapes may not depend on values.
     """
+    if torch.compiler.is_compiling():  # Dynamo cannot trace what tells the other reasons
+        raise _refused([_HOST_READS])
     others, ids = _parted(o.mask)
     reasons = [
         f"beside documents, the mask {x} reads positions in the whole sequence"
@@ -53,18 +58,22 @@ def packed_documents(q: Tensor, k: Tensor, v: Tensor, o: Options) -> tuple[tuple
         reasons.append("beside documents, the score reads positions in the whole sequence")
     if q.shape[1] > k.shape[1]:
         reasons.append("documents with more queries than keys")
-    if _is_mapped(ids) or torch.compiler.is_compiling() or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
-        reasons.append("documents inside torch.vmap, torch.compile or a CUDA graph: the host reads how many there are")
+    if _is_mapped(ids) or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
+        reasons.append(_HOST_READS)
     if reasons:
-        told = "".join(f"\n  {reason}" for reason in reasons)
-        raise NotImplementedError(
-            f'deterministic="everywhere" runs documents as packed sequences, and cannot here{told}\n'
-            "  Pass the documents as packed sequences to tilewise.attention_varlen."
-        )
+        raise _refused(reasons)
     cu_q, cu_k = _cu_seqlens(ids.to(q.device), q.shape[0], q.shape[1], k.shape[1])
     kept = Mask(" & ".join(others))
     return (q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)), replace(
         o, mask=kept, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k
+    )
+
+
+def _refused(reasons: list[str]) -> NotImplementedError:
+    told = "".join([f"\n  {reason}" for reason in reasons])
+    return NotImplementedError(
+        f'deterministic="everywhere" runs documents as packed sequences, and cannot here{told}\n'
+        "  Pass the documents as packed sequences to tilewise.attention_varlen."
     )
 
 

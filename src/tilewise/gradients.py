@@ -38,7 +38,8 @@ def attention_backward(
         q, k, v: as in :func:`attention`; with ``cu_seqlens_q`` as in :func:`attention_varlen`.
         o, lse: the forward's: o ``(batch, seqlen_q, heads_q, head_dim_v)`` in q's dtype, lse ``(batch, heads_q, seqlen_q)``, packed
             ``(heads_q, total_q)``, natural log, fp32 (fp64 for fp64).
-        wrt: further tensors to differentiate by: the sink, or tensors that the score reads. ``requires_grad`` plays no part.
+        wrt: further tensors to differentiate by: the sink, or tensors that the score reads. ``requires_grad`` plays no part. What a
+            score's function makes of a tensor, as ``torch.exp(t)``, is a tensor of its own: beside ``t`` it counts as constant.
         options: the other keywords of :func:`attention`, as the forward had them, the seed too.
 
     Returns:

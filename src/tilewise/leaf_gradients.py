@@ -66,6 +66,8 @@ def classify(p: Problem) -> tuple[Read, ...]:
 
 def _classify(p: Problem, e: Expr, alone: bool) -> Read:
     used = expr.depends_on(*e.args[1:])
+    if "s" in used:
+        return Read(e, SCATTER)
     if "j" not in used:
         return Read(e, ROWS)
     if "i" not in used:

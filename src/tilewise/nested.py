@@ -26,11 +26,22 @@ def packed_call(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[tupl
         reasons.append("cu_seqlens come with packed tensors; a nested tensor has its own offsets")
     if not reasons and not q.shape[0] == k.shape[0] == v.shape[0]:
         reasons.append(f"batch differs: q {q.shape[0]}, k {k.shape[0]}, v {v.shape[0]}")
-    if not reasons and k.offsets() is not v.offsets() and not torch.equal(k.offsets(), v.offsets()):
-        reasons.append("k and v have sequences of different lengths")
+    if not reasons and not _are_equal(k.offsets(), v.offsets(), _LENGTHS_DIFFER):
+        reasons.append(_LENGTHS_DIFFER)
     raise_wrong("attention", reasons)
     packed = replace(options, cu_seqlens_q=q.offsets(), cu_seqlens_k=k.offsets())
     return (q.values(), k.values(), v.values()), packed
+
+
+_LENGTHS_DIFFER = "k and v have sequences of different lengths"
+
+
+def _are_equal(a: Tensor, b: Tensor, otherwise: str) -> bool:
+    """Return whether offsets of as many sequences are equal. A compiled graph asks when it runs, and ends with ``otherwise`` if not."""
+    if a is b or not torch.compiler.is_compiling():
+        return a is b or torch.equal(a, b)
+    torch._assert_async((a == b).all(), otherwise)
+    return True
 
 
 def _reasons(name: str, x: Tensor) -> list[str]:

@@ -176,7 +176,7 @@ class _Part:
                 s = expr.evaluate([p.spec.score], env, self.leaves, s.dtype)[0]
             row = lse[:, :, at].unsqueeze(-1)
             found = torch.where(kept & (row > -torch.inf), torch.exp(s - row), 0)
-            yield some, found.view(batch, heads, -1, block_q, entry.shape[-1], block).sum((3, 5))
+            yield some, found.unflatten(3, (entry.shape[-1], block)).unflatten(2, (-1, block_q)).sum((3, 5))
 
     def _products(self, q: Tensor, key: Tensor, p: Problem) -> Tensor:
         """Return ``softmax_scale * q·k`` of each query and the keys of its row, ``(batch, heads_q, queries, keys)``."""
@@ -184,6 +184,6 @@ class _Part:
         b, h = (torch.arange(n, device=q.device) for n in (batch, heads_k))
         # (batch, heads_k, rows, keys, head_dim)
         k = self.k[b.view(-1, 1, 1, 1), key, h.view(-1, 1, 1)].to(p.compute_dtype)
-        q = (q.to(p.compute_dtype) * p.softmax_scale).view(batch, rows, -1, heads_k, p.group, q.shape[-1])
+        q = (q.to(p.compute_dtype) * p.softmax_scale).unflatten(2, (heads_k, -1)).unflatten(1, (rows, -1))
         s = q.permute(0, 3, 1, 4, 2, 5).flatten(3, 4) @ k.mT
-        return s.unflatten(3, (p.group, -1)).transpose(2, 3).reshape(batch, p.heads_q, -1, key.shape[-1])
+        return s.unflatten(3, (p.group, -1)).transpose(2, 3).flatten(3, 4).flatten(1, 2)

@@ -335,6 +335,14 @@ def test_unpad_input_gives_the_tokens_where_they_were_and_how_many(dtype):
     assert used.tolist() == [3, 3, 0]
 
 
+def test_numbers_of_sequences_and_masks_that_overlap_select_each_row_once():
+    x = normal(3, 5, D)
+    expected = bert_padding.unpad_input(x, TOKENS)
+    for masks in [(TOKENS * 3,), (TOKENS.long(), TOKENS.long())]:
+        found = bert_padding.unpad_input(x, *masks)
+        assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(found, expected, strict=True))
+
+
 def test_unused_rows_are_packed_and_not_counted_as_used():
     x, unused = normal(3, 5, D), torch.zeros(3, 5, dtype=torch.bool)
     unused[0, 4] = unused[2, 0] = True

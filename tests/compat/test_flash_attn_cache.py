@@ -102,6 +102,19 @@ def test_windows_slopes_softcap_rows_of_the_cache_and_padding_on_the_left():
         torch.testing.assert_close(out[b], o)
 
 
+def test_generation_3_counts_chunks_behind_the_padding_on_the_left():
+    q, k_cache, v_cache, _, _ = drawn()
+    pad, lengths = torch.tensor([3, 0, 10], dtype=torch.int32), torch.tensor([20, 24, 11], dtype=torch.int32)
+    out = fa3.flash_attn_with_kvcache(
+        q, k_cache, v_cache, cache_seqlens=lengths, cache_leftpad=pad, causal=True, attention_chunk=4
+    )
+    for b in range(B):
+        keys, values = (x[b : b + 1, pad[b] : lengths[b]] for x in (k_cache, v_cache))
+        torch.testing.assert_close(
+            out[b : b + 1], fa3.flash_attn_func(q[b : b + 1], keys, values, causal=True, attention_chunk=4)
+        )
+
+
 def test_one_length_for_all_and_a_full_cache():
     q, k_cache, v_cache, _, _ = drawn()
     full = fa.flash_attn_with_kvcache(q, k_cache, v_cache)
@@ -165,6 +178,7 @@ def tables(rows, width=4):
         ({"cache_seqlens": LENGTHS.tolist()}, r"or an int, got \[0, 13, 20\]"),
         ({"cache_batch_idx": [0, 1, 2]}, "cache_batch_idx must be a tensor or None, got list"),
         ({"cache_batch_idx": torch.arange(3.0)}, r"cache_batch_idx must be int32 \(batch,\), got torch.float32"),
+        (tables(CAPACITY) | {"k": None, "v": None}, "pass k and v with them, or turn q before"),
         (tables(LENGTHS.max() + 1), "rotary_sin have 21 rows, but positions reach 21"),
         (tables(CAPACITY, width=9), r"rotary_dim up to 16; got \(24, 9\) and \(24, 9\)"),
         (tables(CAPACITY) | {"rotary_sin": torch.ones(CAPACITY, 5)}, r"got \(24, 4\) and \(24, 5\)"),
@@ -172,7 +186,15 @@ def tables(rows, width=4):
     ],
     ids=[
         *("k-alone", "cos-alone", "no-lengths", "rows-and-pages", "no-room", "lengths-of-floats", "half-a-key", "list"),
-        *("rows-in-a-list", "rows-of-floats", "short-tables", "wide-tables", "other-tables", "table-in-a-list"),
+        *(
+            "rows-in-a-list",
+            "rows-of-floats",
+            "no-new-keys",
+            "short-tables",
+            "wide-tables",
+            "other-tables",
+            "table-in-a-list",
+        ),
     ],
 )
 def test_a_wrong_cache_call_says_what_is_wrong(changes, says):

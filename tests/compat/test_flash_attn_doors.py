@@ -225,6 +225,21 @@ def test_generation_4_learns_its_sink():
     assert torch.equal(o, tw.attention(q, k, v, sink=sink, causal=True))
 
 
+@pytest.mark.parametrize("bounds", [(-1, None), (None, -1), (5, -1), (-1, 0), (-1, 5), (-2, None)], ids=str)
+def test_generation_4_has_no_number_for_unbounded(bounds):
+    """A negative bound is a bound there, as in its tests: -1 is not "unbounded", as in generations 2 and 3."""
+    with pytest.raises(NotImplementedError, match="one negative bound hides keys beside a query"):
+        cute.flash_attn_func(*qkv(), window_size=bounds)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "causal"), [((-1, -1), False), ((-1, -1), True), ((-1, 5), True), ((-1, None), True)], ids=str
+)
+def test_generation_4_drops_a_window_that_leaves_out_every_key(bounds, causal):
+    found, expected = (cute.flash_attn_func(*qkv(), causal=causal, window_size=x)[0] for x in (bounds, (None, None)))
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize(
     ("function", "reasons"), [(interface_3.flash_attn_varlen_func, interface_3.REFUSED), (cute.flash_attn_varlen_func, cute.REFUSED)]
 )  # fmt: skip

@@ -741,3 +741,16 @@ def test_an_expanded_mask_that_no_transform_holds_is_read_once_inside_one():
 
     torch.func.grad(lambda x: asked(x, x[None, None].expand(1, 2, 5, 5)))(torch.zeros(5, 5))
     assert seen == [[True, False]]
+
+
+def test_sizes_that_become_symbols_of_a_compiled_function_still_broadcast():
+    """For Dynamo of PyTorch 2.13 a number is in no tuple of symbols: the second call was refused, its mask for a shape that it has."""
+
+    def attend(q, k, mask):
+        return scaled_dot_product_attention(q, k, k, attn_mask=mask)
+
+    torch.compiler.reset()
+    compiled = torch.compile(attend, backend="eager", fullgraph=True)
+    for heads_k, rows in ((1, 1), (2, 6), (2, 6)):
+        q, k, mask = normal(1, 2, 6, D), normal(1, heads_k, 6, D), normal(heads_k, rows, 6)
+        torch.testing.assert_close(compiled(q, k, mask), attend(q, k, mask))

@@ -564,6 +564,7 @@ def test_a_prompt_read_in_parts_continues_the_cache(word):
 # -- Masks ---------------------------------------------------------------------------------------------------------
 
 POSITIONS = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5], [0, 1, 2, 0, 1, 2, 3, 0, 1, 2]])
+DOCUMENTS = torch.tensor([[0] * 5 + [1] * 4 + [2] * 5, [3] * 2 + [4] * 5 + [6] * 7])
 IMAGES = torch.tensor([[-1, 0, 0, 0, -1, 1, 1, -1, -1, -1, -1, -1, -1, -1]] * 2)
 
 
@@ -583,6 +584,12 @@ FUNCTIONS = {
     "images": lambda: masking.or_masks(masking.causal_mask_function, masking.blockwise_overlay(IMAGES)),
     "users": lambda: masking.and_masks(masking.causal_mask_function, lambda b, h, q, k: (q - k) % 3 != 1),
     "users-or-all": lambda: masking.or_masks(masking.causal_mask_function, lambda *_: torch.tensor(True)),
+    "documents": lambda: masking.and_masks(
+        masking.packed_sequence_mask_function(DOCUMENTS), masking.causal_mask_function
+    ),
+    "a-document-again": lambda: masking.and_masks(
+        masking.packed_sequence_mask_function(DOCUMENTS % 2), masking.causal_mask_function
+    ),
     "packed": lambda: in_sequences(masking.causal_mask_function),
     "packed-window": lambda: in_sequences(masking.sliding_window_causal_mask_function(2)),
     "packed-users": lambda: in_sequences(masking.or_masks(masking.causal_mask_function, lambda b, h, q, k: k < 2)),
@@ -593,6 +600,7 @@ PADDINGS = {
     "right": torch.tensor([[1] * 7 + [0] * 7, [1] * 14]).bool(),
     "holes": torch.tensor([[1, 0] * 7, [1, 1, 0, 1, 1] + [1] * 9]).bool(),
     "shorter-than-the-keys": torch.ones(2, 8).bool(),
+    "shorter-with-holes": torch.tensor([[1, 0] * 4, [1, 1, 0, 1] * 2]).bool(),
     "nothing-left": torch.tensor([[0] * 14, [1] * 14]).bool(),
 }
 # (q_length, kv_length, q_offset, kv_offset): prefill, with a cache, a static cache, one token, sliding caches, queries ahead.

@@ -147,6 +147,33 @@ def test_biases_of_the_real_package_are_read_by_their_names():
     assert torch.equal(xf.memory_efficient_attention(q, k, v, theirs), expected)
 
 
+def test_the_real_packages_triangles_are_tensors_and_are_no_bias():
+    """They are wrappers without storage, which hold their tensor as ``_subtensor`` (xformers 0.0.35)."""
+
+    def wrapped(name: str, held: Tensor, shape: tuple[int, ...]) -> Tensor:
+        refusing = classmethod(lambda *_: NotImplemented)
+        made = Tensor._make_wrapper_subclass(
+            type(name, (Tensor,), {"__torch_dispatch__": refusing}), shape, dtype=held.dtype
+        )
+        made._subtensor = held
+        return made
+
+    q, k, v = qkv()
+    matrix = normal(B, H, NQ, NK, seed=5).requires_grad_()
+    plain, both = (
+        wrapped("LowerTriangularMask", torch.empty(0), ()),
+        wrapped("LowerTriangularMaskWithTensorBias", matrix, matrix.shape),
+    )
+    assert torch.equal(
+        xf.memory_efficient_attention(q, k, v, plain), xf.memory_efficient_attention(q, k, v, ab.LowerTriangularMask())
+    )
+    found, expected = (
+        xf.memory_efficient_attention(q, k, v, x) for x in (both, ab.LowerTriangularMask().add_bias(matrix))
+    )
+    assert torch.equal(found, expected)
+    assert torch.equal(*(torch.autograd.grad(o.sum(), matrix)[0] for o in (found, expected)))
+
+
 @pytest.mark.parametrize("shape", [(B, H, NQ, NK), (1, H, NQ, NK), (B, 1, 1, NK)], ids=str)
 def test_a_tensor_is_added_and_has_its_gradient(shape):
     run = lambda q, k, v, bias: (xf.memory_efficient_attention(q, k, v, bias, scale=0.3),)  # noqa: E731

@@ -95,9 +95,15 @@ def _of_nested(qkv: tuple[Tensor, Tensor, Tensor], attn_mask, dropout_p, is_caus
         raise ValueError(f"query, key and value have {counts} heads; {HEADS_DIFFER}")
     mask = None
     if is_causal:
-        same = q.is_nested and k.is_nested and (q.offsets() is k.offsets() or torch.equal(q.offsets(), k.offsets()))
-        mask = tw.causal(align="last" if same else "first")  # Hopper's packed kernels have the former
+        # With equal lengths both are the same, and Hopper's packed kernels have "last".
+        mask = tw.causal(align="last" if q.is_nested and k.is_nested and _are_as_long(q, k) else "first")
     return tw.attention(q, k, v, mask=mask, softmax_scale=scale, dropout_p=dropout_p).transpose(1, 2)
+
+
+def _are_as_long(q: Tensor, k: Tensor) -> bool:
+    """Return whether the sequences of two nested tensors are known to have the same lengths. A compiled graph knows no values."""
+    a, b = q.offsets(), k.offsets()
+    return a is b or (not torch.compiler.is_compiling() and torch.equal(a, b))
 
 
 @dataclass(frozen=True)
@@ -201,7 +207,7 @@ def _heads_last(query: Tensor, key: Tensor, value: Tensor, lead: tuple[int, ...]
     heads = [x.shape[-3] for x in qkv]
     if not gqa:
         most = max(heads)
-        if any(n not in (1, most) for n in heads):
+        if not all(broadcasts(n, most) for n in heads):
             counts = ", ".join([str(n) for n in heads])
             raise ValueError(f"query, key and value have {counts} heads; {HEADS_DIFFER}")
         heads = [most, 1, 1] if heads[1] == heads[2] == 1 else [most] * 3
@@ -219,7 +225,7 @@ HEADS_DIFFER = (
 def pairs_of(attn_mask: Tensor, shape: tuple[int, ...]) -> tuple[tw.Mask | None, tw.Score | None]:
     """Return a tensor that broadcasts to ``shape``, (..., heads, seqlen_q, seqlen_k), as a mask or a score; it is not expanded."""
     sizes, lead = tuple(attn_mask.shape), shape[:-3]
-    fits = len(sizes) <= len(shape) and all(n in (1, m) for n, m in zip(sizes[::-1], shape[::-1], strict=False))
+    fits = len(sizes) <= len(shape) and all(broadcasts(n, m) for n, m in zip(sizes[::-1], shape[::-1], strict=False))
     if not fits or not (attn_mask.dtype == torch.bool or attn_mask.is_floating_point()):
         padding = len(shape) == 4 and sizes == (shape[0], shape[3])
         hint = "; one of kept keys, (batch, seqlen_k), is attn_mask[:, None, None]" if padding else ""
@@ -231,10 +237,15 @@ def pairs_of(attn_mask: Tensor, shape: tuple[int, ...]) -> tuple[tw.Mask | None,
             attn_mask = attn_mask.narrow(axis, 0, 1)
     if len(lead) > 1 and attn_mask.ndim > 3:
         attn_mask = attn_mask[(None,) * (len(shape) - attn_mask.ndim)]
-        if tuple(attn_mask.shape[:-3]) not in (lead, (1,) * len(lead)):
+        if not all(n == 1 for n in attn_mask.shape[:-3]) and tuple(attn_mask.shape[:-3]) != lead:
             return _of_some_leading(attn_mask, lead)
         attn_mask = attn_mask.flatten(0, -4)
     return (tw.dense(attn_mask), None) if attn_mask.dtype == torch.bool else (None, tw.bias(attn_mask))
+
+
+def broadcasts(size: int, to: int) -> bool:
+    """Return whether a size broadcasts to another. ``size in (1, to)`` is False in Dynamo of a number and a symbol that equals it."""
+    return size == 1 or size == to
 
 
 def is_repeated(x: Tensor, axis: int) -> bool:

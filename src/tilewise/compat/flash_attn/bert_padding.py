@@ -30,13 +30,14 @@ def unpad_input(
         ``(total, ...)``; the rows' indices in the flattened batch, ``(total,)``; cu_seqlens int32 ``(batch + 1,)``; the
         longest sequence, read by the host; and each sequence's tokens, those of ``attention_mask`` alone, ``(batch,)``.
     """
-    selected = attention_mask if unused_mask is None else attention_mask + unused_mask
+    tokens = attention_mask != 0  # numbers of sequences are masks too
+    selected = tokens if unused_mask is None else tokens | (unused_mask != 0)
     lengths = selected.sum(-1, dtype=torch.int32)
     indices = selected.flatten().nonzero().flatten()
     cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
     longest = int(lengths.max()) if lengths.numel() else 0
     packed = index_first_axis(hidden_states.flatten(0, 1), indices)
-    return packed, indices, cu_seqlens, longest, attention_mask.sum(-1, dtype=torch.int32)
+    return packed, indices, cu_seqlens, longest, tokens.sum(-1, dtype=torch.int32)
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 import tilewise as tw
-from tilewise.compat.flash_attn import _keywords, _pair
+from tilewise.compat.flash_attn import _keywords, _pair, _whole
 from tilewise.compat.refusals import refuse
 
 _BLOCKS = (
@@ -40,9 +40,23 @@ _NEEDLESS = {
 
 
 def _options(softmax_scale, causal, window_size, learnable_sink, softcap, deterministic) -> dict:
-    window = tuple(-1 if bound is None else bound for bound in _pair(window_size, None))
-    options = _keywords(0.0, softmax_scale, causal, window, softcap or 0.0, None, deterministic)
+    options = _keywords(0.0, softmax_scale, causal, _window(window_size, causal), softcap or 0.0, None, deterministic)
     return options | {"sink": learnable_sink}
+
+
+def _window(window_size: object, causal: bool) -> tuple[int, int]:
+    """Return a window as generation 2 has it, -1 for unbounded; here a negative bound alone is a bound."""
+    left, right = (None if bound is None else _whole("window_size", bound) for bound in _pair(window_size, None))
+    right = None if causal else right  # 0, whatever was given
+    negative = [bound is not None and bound < 0 for bound in (left, right)]
+    if all(negative) or (causal and negative[0]):
+        return -1, -1
+    if any(negative):
+        raise NotImplementedError(
+            f"window_size {(left, right)}: one negative bound hides keys beside a query, which is not built; None is unbounded, and "
+            "tw.attention(mask=tw.keep(lambda b, h, i, j: ...)) keeps any pairs (query i stands at key i + tw.offset)"
+        )
+    return tuple(-1 if bound is None else bound for bound in (left, right))
 
 
 def _refuse(function: str, given: dict) -> None:
@@ -71,7 +85,8 @@ def flash_attn_func(
     """Compute attention of ``q (batch, seqlen_q, heads, head_dim)`` over ``k, v (batch, seqlen_k, heads_k, head_dim)``.
 
     Args:
-        window_size: ``(left, right)``, None unbounded. learnable_sink: ``(heads,)``, a logit per head without a value.
+        window_size: ``(left, right)``, None unbounded; two negative bounds are no window, and one is refused.
+        learnable_sink: ``(heads,)``, a logit per head without a value.
         refused: the arguments of :data:`REFUSED`, which differ between the original's versions.
 
     Returns:

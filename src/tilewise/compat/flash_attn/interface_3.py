@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -29,15 +31,29 @@ _ROTARY = {
 }
 
 
-def _options(softmax_scale, causal, window_size, attention_chunk, softcap, deterministic) -> dict:
+def _options(
+    softmax_scale, causal, window_size, attention_chunk, softcap, deterministic, leftpad: Tensor | None = None
+) -> dict:
     options = _keywords(0.0, softmax_scale, causal, window_size, softcap, None, deterministic)
     attention_chunk = _whole("attention_chunk", attention_chunk)
     if attention_chunk < 0:
         raise ValueError(f"attention_chunk must be at least 0, which is none, got {attention_chunk}")
     if attention_chunk:
-        same = tw.keep(lambda b, h, i, j: (i + tw.offset) // attention_chunk == j // attention_chunk)
+        same = tw.keep(_same_chunk(attention_chunk, leftpad))
         options["mask"] = same if options["mask"] is None else options["mask"] & same
     return options
+
+
+def _same_chunk(size: int, leftpad: Tensor | None) -> Callable:
+    """Return whether query and key are in one chunk; the first one begins behind ``leftpad (batch,)`` keys."""
+    if leftpad is None:
+        return lambda b, h, i, j: (i + tw.offset) // size == j // size
+
+    def same(b, h, i, j):
+        first = tw.lookup(leftpad, b)
+        return (i + tw.offset - first) // size == (j - first) // size
+
+    return same
 
 
 def flash_attn_func(
@@ -219,7 +235,8 @@ def flash_attn_with_kvcache(
         out, like q; with ``return_softmax_lse`` also softmax_lse ``(batch, heads, seqlen_q)``, packed ``(heads, total_q)``.
     """
     refuse("flash_attn_with_kvcache", {"qv": qv, "rotary_seqlens": rotary_seqlens}, REFUSED | _ROTARY)
-    options = _options(softmax_scale, causal, window_size, attention_chunk, softcap, False)
+    leftpad = cache_leftpad if isinstance(cache_leftpad, Tensor) else None  # what is no tensor is refused below
+    options = _options(softmax_scale, causal, window_size, attention_chunk, softcap, False, leftpad)
     del options["dropout_p"]
     # fmt: off
     call = CacheCall(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, rotary_interleaved, cache_seqlens, cache_batch_idx,

@@ -46,7 +46,7 @@ class CacheCall:
         if self.rotary_cos is not None:
             moving = options["causal"] or options["mask"] is not None  # causal or within a window
             turn = Rotary(self.rotary_cos, self.rotary_sin, self.rotary_interleaved, cache.seqlens_k)
-            q, k = turn(q, moving), None if k is None else turn(k, True)
+            q, k = turn(q, moving), turn(k, True)
         if k is not None:
             cache = self._appended(cache, k)
         if self.cache_leftpad is not None:
@@ -105,8 +105,10 @@ class CacheCall:
         wrong = {
             "k and v come together": (self.k is None) != (self.v is None),
             "rotary_cos and rotary_sin come together": (self.rotary_cos is None) != (self.rotary_sin is None),
-            "new keys and rotary embeddings need cache_seqlens, the lengths before": self.cache_seqlens is None
-            and (self.k is not None or self.rotary_cos is not None),
+            "new keys need cache_seqlens, the lengths before": self.cache_seqlens is None and self.k is not None,
+            "rotary embeddings are for new keys and their queries; pass k and v with them, or turn q before the call": (
+                self.rotary_cos is not None and self.k is None
+            ),
             "cache_batch_idx chooses rows of a dense cache, and a block_table names pages; give one of them": (
                 self.block_table is not None and self.cache_batch_idx is not None
             ),

@@ -183,7 +183,7 @@ _COMPUTED = (
 
 
 def read(call: MaskCall) -> HandedMask:
-    """Return the mask of a call. On an accelerator it waits for two truth values where there is a padding mask."""
+    """Return the mask of a call. An accelerator is waited for: one truth value where documents are packed, two where there is padding."""
     terms = read_terms(call.mask_function)
     bands = [term for term in terms if isinstance(term, Band)]
     band = Band(_least([b.left for b in bands]), _least([b.right for b in bands]))
@@ -195,7 +195,7 @@ def read(call: MaskCall) -> HandedMask:
         there = min(keys, call.attention_mask.shape[1] - call.kv_offset)
     parts = [band.mask(call, there)]
     parts += [term.mask(call, keys) for term in terms if not isinstance(term, Band)]
-    padded = None if call.attention_mask is None else padding(call.attention_mask, call.kv_offset, there)
+    padded = None if call.attention_mask is None else padding(call.attention_mask, call.kv_offset, there, keys)
     only_documents = padded is None and all(isinstance(term, Band) or _is_packing(term) for term in terms)
     shape = (call.batch_size, 1, call.q_length, call.kv_length)
     alike = joined(parts[:1]) if only_documents else None
@@ -263,19 +263,30 @@ class Predicate:
 
 @dataclass(frozen=True)
 class Documents:
-    """``ids[b, q] == ids[b, kv]``, where equal ids stand side by side.
+    """``ids[b, q] == ids[b, kv]``.
 
     Attributes:
-        ids: of a call, ``(batch, kv_length)``.
+        ids: of a call, ``(batch, kv_length)``. given: they are a caller's, and may come back after others.
     """
 
     ids: Callable[[MaskCall], Tensor]
     function: Callable
+    given: bool = False
 
     def mask(self, call: MaskCall, keys: int) -> Mask:
         if isinstance(call.first, Tensor) or call.first + call.q_length != keys:  # the last query is not the last key
             return Predicate(self.function).mask(call, keys)
-        return documents(self.ids(call)[:, :keys])
+        ids = self.ids(call)[:, :keys]
+        if self.given and not _side_by_side(ids):
+            return Predicate(self.function).mask(call, keys)
+        return documents(ids)
+
+
+def _side_by_side(ids: Tensor) -> bool:
+    """Return whether equal ids stand side by side, as those do that never fall; the host reads it, and a graph takes it for granted."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return True
+    return bool((ids[:, 1:] >= ids[:, :-1]).all())
 
 
 def _least(bounds: list[int | None]) -> int | None:
@@ -304,7 +315,9 @@ TERMS: dict[str, Callable[[Callable, dict], list]] = {
     "sliding_window_overlay": lambda f, c: [Band(c["sliding_window"] - 1, None)],
     "sliding_window_bidirectional_overlay": lambda f, c: [Band(c["sliding_window"], c["sliding_window"])],
     "chunked_overlay": lambda f, c: [Documents(_chunk_ids(c["chunk_size"], c["left_padding"]), f)],
-    "packed_sequence_mask_function": lambda f, c: [Documents(lambda call: c["packed_sequence_mask"], f)],
+    "packed_sequence_mask_function": lambda f, c: [
+        Documents(lambda call: c["packed_sequence_mask"][:, call.kv_offset :], f, given=True)
+    ],
     "remap_positions_for_packed_sequence": _remapped,
     "and_masks": lambda f, c: [term for part in c["mask_functions"] for term in read_terms(part)],
 }

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import tilewise as tw
 from tilewise.compat.refusals import need_tensors
-from tilewise.compat.sdpa import is_repeated, pairs_of
+from tilewise.compat.sdpa import broadcasts, is_repeated, pairs_of
 from tilewise.compat.stand_in import StandIn, public, put_module
 from tilewise.compat.xformers import attn_bias as biases
 from tilewise.compat.xformers.attn_bias import BANDS, AttentionBias, LowerTriangularMask
@@ -105,10 +105,12 @@ def _of_one(
     q: Tensor, k: Tensor, v: Tensor, bias: object, groups: tuple[int, ...] | None, options: dict
 ) -> tuple[Tensor, Tensor]:
     """Attention under a bias over the whole matrix, a tensor, or none. groups: how many, and the heads of each, of 5 dimensions."""
-    mask, score, matrix = None, None, bias if isinstance(bias, Tensor) else getattr(bias, "_bias", None)
+    # Some of the classes are tensors too.
+    is_class = bias is not None and (not isinstance(bias, Tensor) or type(bias).__name__ in BANDS)
+    mask, score, matrix = None, None, biases.dense_part(bias) if is_class else bias
     if matrix is not None:
         mask, score = pairs_of(_of_heads(matrix, groups), (q.shape[0], q.shape[2], q.shape[1], k.shape[1]))
-    if bias is not None and not isinstance(bias, Tensor):
+    if is_class:
         kept = _band(bias).mask(q.shape[1] == k.shape[1])
         mask = kept if mask is None else mask & kept
     return tw.attention_with_lse(q, k, v, mask=mask, score=score, **options)
@@ -119,7 +121,7 @@ def _of_heads(matrix: Tensor, groups: tuple[int, ...] | None) -> Tensor:
     if matrix.ndim != 5:
         return matrix.unsqueeze(1) if matrix.ndim == 3 else matrix
     given = tuple(matrix.shape[1:3])
-    if groups is None or any(n not in (1, most) for n, most in zip(given, groups, strict=True)):
+    if groups is None or not all(broadcasts(n, most) for n, most in zip(given, groups, strict=True)):
         raise ValueError(
             f"attn_bias of 5 dimensions is for a query of 5, and has its groups and heads, {groups}, or 1; got {tuple(matrix.shape)}"
         )

@@ -63,6 +63,13 @@ BANDS: dict[str, Callable[[object], Band]] = {
 }
 
 
+def dense_part(bias: object) -> Tensor | None:
+    """Return the tensor that a bias of a class adds to the scores, as this module and the real xformers keep it."""
+    if type(bias).__name__ != "LowerTriangularMaskWithTensorBias":
+        return None
+    return bias._bias if hasattr(bias, "_bias") else bias._subtensor
+
+
 class AttentionBias:
     """The base of what ``attn_bias`` may be besides a tensor."""
 

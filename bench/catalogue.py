@@ -41,7 +41,7 @@ MASK_ENTRIES = (
     ),
     Entry(
         "causal, aligned at the first key", 'tw.causal(align="first")',
-        "As `is_causal` of PyTorch's SDPA. `tw.window` has `align` too.", (32, 64),
+        "Like `is_causal` in PyTorch's SDPA. `tw.window` takes `align` too.", (32, 64),
     ),
     Entry("window", "tw.window(left=20, right=4)"),
     Entry("prefix", "tw.prefix(20)"),
@@ -59,11 +59,11 @@ MASK_ENTRIES = (
     ),
     Entry(
         "selected", "tw.selected(torch.tensor([[[[0, 0], [0, 1], [1, 2], [0, 3]]]]), 16, 16)",
-        "Each block of 16 queries sees the blocks of 16 keys that it was given. An entry that stands twice counts once.",
+        "Each block of 16 queries sees the blocks of 16 keys in its row. An entry that appears twice counts once.",
     ),
     Entry(
         "Selected tokens", "tw.causal() & tw.selected(torch.tensor([[[[0, 9], [3, 20], [9, 41]]]]), 1, 22)",
-        "As in DeepSeek's sparse attention, but that 22 queries share a row here. Few tiles are full.",
+        "As in DeepSeek's sparse attention, except that 22 queries share a row here. Few tiles are full.",
     ),
     Entry(
         "Selected blocks and a window", "tw.selected(torch.tensor([[[[-1], [0], [1], [0]]]]), 16, 16) | tw.window(16, 0)",
@@ -72,15 +72,15 @@ MASK_ENTRIES = (
     Entry(
         "Selected blocks of the past",
         "tw.causal() & tw.selected(torch.tensor([[[[0, 0], [1, 0], [2, 0]]]]), 24, 24)",
-        "As in MoBA: a query sees its own block up to itself, and whole blocks of the past. Here 24 queries choose together.",
+        "As in MoBA: a query sees its own block up to itself, and whole blocks of the past. Here 24 queries share their choice.",
     ),
     Entry(
         "Both of two masks", "tw.causal() & tw.window(left=20) & tw.documents(torch.arange(64) // 36)",
-        "`&` keeps the pairs that every mask keeps: a sliding window within documents.",
+        "`&` keeps the pairs that all of the masks keep: a sliding window within documents.",
     ),
     Entry(
         "Either of two masks", "tw.window(6, 6) | tw.key_range(0, 5) | tw.keep(lambda b, h, i, j: i < 5)",
-        "`|` keeps the pairs of both masks: a window, and five positions that see all and are seen by all (Longformer).",
+        "`|` keeps the pairs that any of the masks keeps: a window, and five positions that see all and are seen by all (Longformer).",
     ),
     Entry(
         "A window with first keys", "tw.causal() & (tw.window(left=16) | tw.key_lengths(4))",
@@ -94,7 +94,7 @@ SCORE_ENTRIES = (
     Entry("score", "tw.score(lambda s, b, h, i, j: s + torch.where(i > j, (i - j) // 8, 0))"),
     Entry(
         "One score, then another", "tw.alibi(torch.tensor([1.0])) >> tw.softcap(20.0)",
-        "`>>` means \"then\": the distances' penalty is capped with the score.",
+        "`>>` means \"then\": the penalty is added first, and the sum is capped.",
     ),
 )  # fmt: skip
 
@@ -116,7 +116,7 @@ tilewise show "causal() & (window(300, 0) | key_range(0, 40))" --png mask.png
 
 The pictures below have {size} queries (rows, from the top) and {size} keys (columns) in tiles of {tile} x {tile}.
 [The explorer](explorer.html), one file for a browser, and `tilewise show` draw other sizes. A mask like the one above has several
-intervals a row. Hopper's kernels read it as lists of tiles and one bit for each pair of a partial tile
+intervals per row. Hopper's kernels read it as lists of tiles and one bit for each pair of a partial tile
 ([decisions.md](decisions.md#hopper-list-tiles)).
 
 ## Masks

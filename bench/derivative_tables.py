@@ -9,10 +9,10 @@ EAGER = "eager"
 SIZES = {f"{n:,}, D {dim}": f"n{n}-d{dim}" for dim, n in product((64, 128), (512, 1024, 2048, 4096, 8192, 16384))}
 TENSORS = ("o tangent", "second dq", "second dk", "second dv", "second dsink", "second ddo")
 TEXTS = {
-    "triton-calls": "Milliseconds, and memory beyond inputs and outputs. Each column of tilewise has eager attention's beside it.",
+    "triton-calls": "Milliseconds, and memory beyond inputs and outputs. Eager attention is to the right of each tilewise column.",
     "cpu-calls": (
-        "One thread of a shared CPU, where only ratios of times measured in turns mean something: multiples of tilewise's forward and "
-        "of its backward. Each column of tilewise has eager attention's beside it."
+        "One thread of a shared CPU, where only ratios of alternating runs are meaningful: multiples of tilewise's forward and "
+        "backward. Eager attention is to the right of each tilewise column."
     ),
 }
 SHOWN = {"forward": ("jvp", "jvp-of-q"), "backward": ("second", "second MiB")}
@@ -75,7 +75,7 @@ def errors(found: Results, run: str) -> list[str]:
 
 def measured() -> str:
     """All tables of the page."""
-    said = "Relative rms errors against float64 in the same run, tilewise's and below them eager attention's."
+    said = "Relative rms errors against float64 in the same run: tilewise, and below it eager attention."
     lines: list[str] = []
     for name, text in TEXTS.items():
         found = load(name)

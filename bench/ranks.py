@@ -38,7 +38,7 @@ from bench.check import verdict
 from bench.script import Log, parser
 from bench.testing import call
 from tilewise.masks import Mask
-from tilewise.parallel import ContextParallel, balanced, calls, heads
+from tilewise.parallel import ContextParallel, balanced, calls, cost
 from tilewise.parallel.exchange import Group
 from tilewise.spec import Options, assemble
 
@@ -58,7 +58,7 @@ class Contestant:
     """
 
     scheme: str
-    groups: int = heads.MOST_GROUPS
+    groups: int = cost.MOST_GROUPS
     engines: bool = False
     graph: bool = False
 

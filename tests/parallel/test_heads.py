@@ -13,7 +13,7 @@ from bench.testing import normal
 from tilewise.parallel import Layout, context_parallel, cost, exchange, heads, plan, simulate
 from tilewise.parallel.exchange import Simulated
 from tilewise.parallel.heads import head_axes
-from tilewise.parallel.plan import Wish, chosen, refusals
+from tilewise.parallel.plan import chosen, refusals
 from tilewise.parallel.symmetric import SymmetricGroup
 from tilewise.problem import check
 from tilewise.spec import Options, assemble, parse_spec
@@ -57,8 +57,8 @@ def alone(inputs, run):
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_a_rank_computes_two_groups_of_heads_whatever_rows_it_holds(layout, monkeypatch):
-    monkeypatch.setattr(heads, "WORTH_A_GROUP", 1)
-    assert heads.groups_of(whole_of(causal=True), 2) == 2
+    monkeypatch.setattr(cost, "WORTH_A_GROUP", 1)
+    assert cost.groups_of(whole_of(causal=True), 2) == 2
 
     def run(q, k, v, parallel):
         return tw.attention(q, k, v, causal=True, score=tw.softcap(5.0), parallel=parallel)
@@ -127,11 +127,13 @@ def test_bytes_that_ranks_receive_are_those_of_the_cost_model():
     assert all(n - model in (0, agreement) for n in received)
 
 
-def cheapest(whole, ranks: int, keys=None, machines=cost.ONE_MACHINE) -> str:
+def cheapest(whole, ranks: int, keys=None, memory: int = 0) -> str:
     """The scheme, of those that are not combined, that is chosen where so many keys travel; by default all."""
-    wish = Wish(exchange.Silent(0, ranks), "auto", 2, True, False, machines=machines)
+    machines = cost.Machines(ranks, memory=memory)
     costs = {name: find(whole, ranks, keys, machines.per_second) for name, find in cost.COSTS.items()}
-    return chosen("auto", costs, {n: said for n, said in refusals(whole, wish).items() if n in costs}, machines.memory)
+    return chosen(
+        "auto", costs, {n: said for n, said in refusals(whole, machines).items() if n in costs}, machines.memory
+    )
 
 
 def test_the_cheaper_scheme_is_chosen_and_the_other_where_it_cannot():
@@ -158,7 +160,7 @@ def test_a_scheme_that_needs_too_much_memory_is_not_chosen():
     by_gathering, by_heads = cost.gathering(long, 8, keys), cost.exchanging_heads(long, 8)
     least = min(by_gathering, by_heads, key=lambda found: found.memory)
     name = "gather" if least is by_gathering else "heads"
-    assert cheapest(long, 8, keys, cost.Machines(1, 1)) == name  # no other needs less
+    assert cheapest(long, 8, keys, memory=1) == name  # no other needs less
 
 
 @pytest.mark.parametrize("ranks", [4, 6])
@@ -221,11 +223,11 @@ def test_a_rank_takes_its_heads_part_of_tensors_that_are_indexed_by_the_head():
 
 def test_heads_are_cut_into_groups_that_are_worth_a_call_each(monkeypatch):
     def groups(most=9, **options):
-        return heads.groups_of(whole_of(**options), 2, most)
+        return cost.groups_of(whole_of(**options), 2, most)
 
     assert groups() == 1
     kept = ROWS * (ROWS + 1) // 2 * 2 * HEADS_Q // 2  # pairs of both batch elements and of a rank's heads
-    monkeypatch.setattr(heads, "WORTH_A_GROUP", 2 * kept * (16 + 24) / 2)
+    monkeypatch.setattr(cost, "WORTH_A_GROUP", 2 * kept * (16 + 24) / 2)
     assert groups(causal=True) == 2
     assert groups(mask=tw.causal() & tw.window(left=3)) == 1
     assert groups(causal=True, most=1) == 1

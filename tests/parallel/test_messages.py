@@ -12,7 +12,7 @@ import tilewise as tw
 from bench.testing import normal
 from tilewise.parallel.exchange import Silent
 from tilewise.parallel.layout import Layout
-from tilewise.parallel.messages import Given, Place, Sum, Taken, line_of, shaped, widths
+from tilewise.parallel.messages import Place, Sum, Taken, line_of, shaped
 
 
 def test_lines_are_put_together_of_any_pieces_of_others():
@@ -55,13 +55,15 @@ def in_order(k, v, parts, dtype, wide) -> list[torch.Tensor]:
 
 def summed(k, v, parts, dtype, wide) -> list[torch.Tensor]:
     """The sums of gradients for rows, in the shapes of ``k`` and ``v``; ``parts`` are runs with their lines of K and of V."""
-    each = widths(k, v)
+    widths = [x.shape[0] * x.shape[2] * x.shape[3] for x in (k, v)]
     given = [
-        Given(run, *(Place(2 * n + m, 0, run[1] * width) for m, width in enumerate(each)))
-        for n, (run, *_) in enumerate(parts)
+        (Place(m, first * width, count * width), Place(2 * n + m, 0, count * width))
+        for n, ((first, count), *_) in enumerate(parts)
+        for m, width in enumerate(widths)
     ]
     lines = [line for _, *both in parts for line in both]
-    found = Sum(k.shape[1], each, [line.numel() for line in lines], given)(lines, k, dtype, wide)
+    results = [k.shape[1] * width for width in widths]
+    found = Sum([line.numel() for line in lines], results, given)(lines, k, dtype, wide)
     return [shaped(line, x) for line, x in zip(found, (k, v), strict=True)]
 
 

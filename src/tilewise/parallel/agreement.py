@@ -5,84 +5,114 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
+from tilewise import device
 from tilewise.parallel.exchange import Exchange
-from tilewise.spec import parse_spec
+from tilewise.parallel.layout import Layout
+from tilewise.spec import Spec, parse_spec
+
+if TYPE_CHECKING:
+    from tilewise.parallel.context import ContextParallel
 
 Assembled = tuple[list[Tensor], Tensor | None, str]
 """The extras, the seed and the text of a call."""
 
 
-class Agreement(NamedTuple):
-    """The facts of a call on which ranks agree.
+class Agreed(NamedTuple):
+    """A call on which all ranks have agreed.
 
     Attributes:
-        lengths: the numbers of queries and keys on each rank.
-        memory: that of the rank with the least, in bytes.
-        call: as the operator takes it, with this rank's seed.
+        layouts: of the queries, and of the keys.
+        q, k, v: the rank's own rows.
+        extras, seed, text: as the operator takes them.
         digest: the hash of the call.
         mark: the mark of the plan that all have, or 0 if their plans differ or some have none.
     """
 
-    lengths: list[tuple[int, int]]
-    memory: int
-    call: Assembled
-    digest: int
-    mark: int
+    layouts: tuple[Layout, Layout]
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    extras: list[Tensor]
+    seed: Tensor | None
+    text: str
+    digest: int = 0
+    mark: int = 0
+
+    @property
+    def spec(self) -> Spec:
+        return parse_spec(self.text)
+
+    @property
+    def whole(self) -> list[Tensor]:
+        """Tensors for checks, with the facts of q, k and v, the lengths of the whole and no memory of their own."""
+        queries, keys = self.layouts
+        return [
+            x.new_empty((1,) * x.ndim).expand(*x.shape[:-3], layout.seqlen, *x.shape[-2:])
+            for x, layout in ((self.q, queries), (self.k, keys), (self.v, keys))
+        ]
 
 
-def agreed_lengths(
-    exchange: Exchange,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    assembled: Callable[[], Assembled],
-    also: tuple[tuple[str, str], ...],
-    memory: int = 0,
-    mark_of: Callable[[int, list[Tensor], str], int] = lambda digest, extras, text: 0,
-) -> Agreement:
-    """Compare a hash of the call between ranks, and return their :class:`Agreement`.
+def agreed(
+    parallel: ContextParallel, q: Tensor, k: Tensor, v: Tensor, assembled: Callable[[], Assembled], also: dict[str, str]
+) -> Agreed:
+    """Compare a hash of the call between ranks, and return the call.
 
     Args:
         assembled: makes the call as the operator takes it.
         also: what else must be the same on all ranks, with its names for people.
-        memory: bytes of this rank, or 0 if unknown.
-        mark_of: the mark of this rank's plan of the call, from the hash, the extras and the text; 0 means no plan.
 
     Raises:
         ValueError: on every rank, if ranks differ or some calls are wrong; it names the difference.
+        NotImplementedError: the batch is empty.
         Exception: the error of this rank, if the call is wrong on every rank alike.
     """
+    layout = parallel.layout.text if isinstance(parallel.layout, Layout) else parallel.layout
+    also = {"layout": layout, "sum_leaf_gradients": str(parallel.sum_leaf_gradients), "scheme": parallel.scheme} | also
     call: Any = None  # a call that fails raises below
     failed: Exception | None = None
     try:
         call = extras, _, text = assembled()
         shapes = tuple((*x.shape[:-3], "*", *x.shape[-2:], x.dtype) for x in (q, k, v))
-        dims = {x.ndim for x in (q, k, v)}
-        digest, facts = _facts(
-            text, dims == {3}, dims == {4}, shapes, tuple((tuple(x.shape), x.dtype) for x in extras), also
-        )
+        digest, facts = _facts(text, shapes, tuple((tuple(x.shape), x.dtype) for x in extras), tuple(also.items()))
         if k.shape[-3] != v.shape[-3]:
             raise ValueError(
                 f"attention was called wrongly\n  seqlen of k ({k.shape[-3]}) and v ({v.shape[-3]}) differ on this rank"
             )
-        lengths, mark = [q.shape[-3], k.shape[-3]], mark_of(digest, extras, text)
+        rows, mark = [q.shape[-3], k.shape[-3]], parallel.plans.mark(digest, extras, text)
     except Exception as error:
         # The other ranks must hear of every error, also of a user's function, or they would wait for this rank.
-        failed, lengths, mark = error, [0, 0], 0
+        failed, rows, mark = error, [0, 0], 0
         digest, facts = _hashed({"the call": f"{type(error).__name__}: {error}"})
-    answers = exchange.numbers([digest, *lengths, memory, mark])
-    _compare(exchange, [answer[0] for answer in answers], facts, failed)
+    memory = device.of(q.device).memory if isinstance(q, Tensor) else 0  # assembled() refuses another q
+    answers = parallel.exchange.numbers([digest, *rows, memory, mark])
+    digests, queries, keys, memories, marks = (list(x) for x in zip(*answers, strict=True))
+    _compare(parallel.exchange, digests, facts, failed)
     if failed is not None:
         raise failed
-    marks = {answer[4] for answer in answers}
-    return Agreement(
-        [(answer[1], answer[2]) for answer in answers], min(answer[3] for answer in answers), call, digest,
-        marks.pop() if len(marks) == 1 else 0,
-    )  # fmt: skip
+    parallel.memory, (extras, seed, text) = min(memories), call
+    if q.ndim == 4 and not q.shape[0]:
+        raise NotImplementedError("attention over ranks has an empty batch; skip the call on every rank")
+    layouts = checked_layout(parallel, queries, "queries"), checked_layout(parallel, keys, "keys")
+    if seed is not None:
+        # Every rank takes the first rank's, so that the same pairs are dropped as on one device.
+        seed = parallel.exchange.broadcast(seed)
+    mark = marks[0] if len(set(marks)) == 1 else 0
+    return Agreed(layouts, q, k, v, extras, seed, text, digest, mark)
+
+
+def checked_layout(parallel: ContextParallel, lengths: list[int], name: str) -> Layout:
+    """Return the layout of as many rows as the ranks hold. All ranks refuse it if it deals them otherwise."""
+    layout = parallel.layout_of(sum(lengths))
+    if layout.lengths != tuple(lengths):
+        raise ValueError(
+            f"attention over {parallel.size} ranks was called wrongly\n  the ranks hold {lengths} {name}, the layout of {sum(lengths)} "
+            f"is {list(layout.lengths)}; cut tensors by shard()"
+        )
+    return layout
 
 
 def agreed_rows(exchange: Exchange, x: Tensor, dim: int) -> list[int]:
@@ -142,17 +172,14 @@ def agree_on_tensors(exchange: Exchange, digest: int, neighbours: int = 1) -> No
 
 
 @lru_cache(maxsize=1024)
-def _facts(
-    text: str, packed: bool, batched: bool, shapes: tuple, extras: tuple, also: tuple[tuple[str, str], ...]
-) -> tuple[int, dict[str, str]]:
+def _facts(text: str, shapes: tuple, extras: tuple, also: tuple[tuple[str, str], ...]) -> tuple[int, dict[str, str]]:
     """Return a hash of everything that must be the same on all ranks, and the same by its names for people.
 
     Args:
-        packed, batched: q, k and v have three, or four, dimensions.
-        shapes: those of all ranks, with dtypes.
+        shapes: those of q, k and v on all ranks, with dtypes.
     """
     spec = parse_spec(text)
-    if not (packed if spec.packed else batched):
+    if any(len(shape) != (4 if spec.packed else 5) for shape in shapes):
         layout = "(total, heads, head_dim)" if spec.packed else "(batch, seqlen, heads, head_dim)"
         raise ValueError(f"attention was called wrongly\n  q, k and v must be {layout}")
     slots = f"{spec.sink_slot} {spec.cu_slots} {spec.mask_slots} {spec.score_slots}"
@@ -172,14 +199,12 @@ def _hashed(facts: dict[str, str]) -> tuple[int, dict[str, str]]:
 
 def _compare(exchange: Exchange, digests: list[int], facts: dict[str, str], failed: Exception | None = None) -> None:
     """Raise on every rank if their hashes differ, with what each rank has."""
-    if len(set(digests)) > 1:
-        raise ValueError(_disagreement(exchange.objects(facts))) from failed
-
-
-def _disagreement(facts: list[dict[str, str]]) -> str:
-    lines = [f"the {len(facts)} ranks were called differently"]
-    for name in dict.fromkeys(name for known in facts for name in known):
-        said = [known.get(name, "(not reached)") for known in facts]
+    if len(set(digests)) == 1:
+        return
+    every = exchange.objects(facts)
+    lines = [f"the {len(every)} ranks were called differently"]
+    for name in dict.fromkeys(name for known in every for name in known):
+        said = [known.get(name, "(not reached)") for known in every]
         if len(set(said)) > 1:
             lines += [f"  {name}"] + [f"    rank {rank}: {value}" for rank, value in enumerate(said)]
-    return "\n".join(lines)
+    raise ValueError("\n".join(lines)) from failed

@@ -62,8 +62,8 @@ def balanced(
 
 def _route(grid: Grid, layout: Layout) -> Route:
     """Return the keys that are sent under one mask, with a rank's queries joined to one call if possible."""
-    found = joined.route_of(*key_ends(grid, layout.seqlen), layout, layout)
-    return Route.of(grid, layout, layout) if found is None else found
+    ends = key_ends(grid, layout.seqlen)
+    return joined.route_of(*ends, layout, layout) or Route.of(*ends, layout, layout)
 
 
 @dataclass(frozen=True)

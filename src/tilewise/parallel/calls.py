@@ -13,9 +13,8 @@ from tilewise import device
 from tilewise.autograd import has_tangent
 from tilewise.backends.base import PerTensors
 from tilewise.masks import Mask
-from tilewise.parallel import cost, gathered, heads, plan
-from tilewise.parallel.agreement import Agreement, Assembled, agree_on_tensors, agreed_lengths
-from tilewise.parallel.exchange import Exchange, Silent
+from tilewise.parallel import agreement, gathered, heads, plan
+from tilewise.parallel.agreement import Agreed, Assembled
 from tilewise.parallel.layout import Layout
 from tilewise.spec import parse_spec
 
@@ -24,8 +23,8 @@ if TYPE_CHECKING:
 
 Call = heads.Heads | gathered.Gathered
 """A rank's part of an attention, by scheme."""
-Sizes = tuple[tuple[tuple[int, int], ...], int]
-"""The queries and keys on each rank, and the memory of the rank with the least."""
+Sizes = tuple[tuple[int, ...], tuple[int, ...], int]
+"""The queries and the keys on each rank, and the memory of the rank with the least."""
 
 
 def _mark(digest: int, sizes: Sizes) -> int:
@@ -83,7 +82,7 @@ def agreed_call(
     assembled: Callable[[], Assembled],
     with_lse: bool,
     compiled: bool = False,
-) -> tuple[plan.Agreed, Call]:
+) -> tuple[Agreed, Call]:
     """Agree on a call with all ranks, and return it with this rank's part.
 
     Raises:
@@ -96,20 +95,20 @@ def agreed_call(
         return made
 
     also = {"lse": str(with_lse), "compiled": str(compiled), "captured in a CUDA graph": str(plan.is_captured())}
-    found, agreement = agreed(parallel, q, k, v, once, also)
+    agreed = agreement.agreed(parallel, q, k, v, once, also)
     if compiled:
-        for layout in found.layouts:
+        for layout in agreed.layouts:
             _even(parallel, layout)
-    key = _key(parallel, found, agreement.call[2], with_lse, compiled)
-    call = _call(parallel, found, key, with_lse, compiled)
-    sizes = tuple(agreement.lengths), agreement.memory
+    key = _key(parallel, agreed, with_lse, compiled)
+    call = _call(parallel, agreed, key, with_lse, compiled)
+    sizes = *(layout.lengths for layout in agreed.layouts), parallel.memory
     # Ranks with plans of one route, as all have said, need not agree on it again.
-    if call.digest and agreement.mark != _mark(call.digest, sizes):
+    if call.digest and agreed.mark != _mark(call.digest, sizes):
         neighbours = call.exchange.size if isinstance(call, heads.Heads) else 1
-        agree_on_tensors(parallel.exchange, call.digest, neighbours)
+        agreement.agree_on_tensors(parallel.exchange, call.digest, neighbours)
         if neighbours == 1:  # ranks with other heads may have other routes
-            parallel.plans.agree(agreement.digest, key, sizes)
-    return found, call
+            parallel.plans.agree(agreed.digest, key, sizes)
+    return agreed, call
 
 
 def _refuse_transforms(tensors: list[Tensor]) -> None:
@@ -135,10 +134,10 @@ def compiled_call(
     # A trace must choose the scheme that will run, and may come before a first call that tells the least memory of all ranks.
     parallel.memory = parallel.memory or device.of(q.device).memory
     queries, keys = _compiled_layout(parallel, q.shape[-3]), _compiled_layout(parallel, k.shape[-3])
-    call = plan.Agreed((queries, keys), q, k, v, list(extras), seed, parse_spec(spec))
+    call = Agreed((queries, keys), q, k, v, list(extras), seed, spec)
     if isinstance(q, FakeTensor):
-        return plan.planned(wish(parallel, with_lse, True, True), call)
-    return _call(parallel, call, _key(parallel, call, spec, with_lse, True), with_lse, True)
+        return plan.planned(parallel, call, with_lse, True)
+    return _call(parallel, call, _key(parallel, call, with_lse, True), with_lse, True)
 
 
 def _compiled_layout(parallel: ContextParallel, rows: int) -> Layout:
@@ -158,15 +157,15 @@ def _even(parallel: ContextParallel, layout: Layout) -> Layout:
     return layout
 
 
-def _key(parallel: ContextParallel, call: plan.Agreed, text: str, with_lse: bool, compiled: bool) -> tuple:
-    """Return the facts on which a plan depends beside its mask's tensors; ``text`` is the spec's."""
+def _key(parallel: ContextParallel, call: Agreed, with_lse: bool, compiled: bool) -> tuple:
+    """Return the facts on which a plan depends beside its mask's tensors."""
     facts: list[tuple] = [(x.shape[:-3], x.shape[-2:], x.dtype, x.device) for x in (call.q, call.k, call.v)]
     # The checks of another tensor do not hold for this one.
     facts += [(x.shape, x.dtype) for x in call.extras]
-    return text, with_lse, compiled, parallel.memory, *call.layouts, *facts
+    return call.text, with_lse, compiled, parallel.memory, *call.layouts, *facts
 
 
-def _call(parallel: ContextParallel, call: plan.Agreed, key: tuple, with_lse: bool, compiled: bool) -> Call:
+def _call(parallel: ContextParallel, call: Agreed, key: tuple, with_lse: bool, compiled: bool) -> Call:
     leaves = [call.extras[n] for n in call.spec.mask_slots]
     if leaves and not compiled and plan.is_captured():
         found = parallel.plans.prepared(key, leaves)
@@ -175,52 +174,4 @@ def _call(parallel: ContextParallel, call: plan.Agreed, key: tuple, with_lse: bo
         if found is not None and everybody:
             parallel.plans.captured[id(found)] = found  # its tables are read by every replay
             return found
-    return parallel.plans.of(key, leaves, lambda: plan.planned(wish(parallel, with_lse, compiled), call))
-
-
-def wish(parallel: ContextParallel, with_lse: bool, compiled: bool = False, silent: bool = False) -> plan.Wish:
-    """Return the wishes of a group, besides the attention itself."""
-    exchange: Exchange = Silent(parallel.rank, parallel.size) if silent else parallel.exchange
-    return plan.Wish(
-        exchange, parallel.scheme, parallel.most_groups, parallel.sum_leaf_gradients, with_lse, compiled, silent,
-        cost.Machines(parallel.exchange.nodes, parallel.memory), parallel.neighbours, exchange.split if silent else parallel.split,
-    )  # fmt: skip
-
-
-def agreed(
-    parallel: ContextParallel, q: Tensor, k: Tensor, v: Tensor, assembled: Callable[[], Assembled], also: dict[str, str]
-) -> tuple[plan.Agreed, Agreement]:
-    """Return the call and the agreement of all ranks on it; ``also`` is what else must be alike.
-
-    Raises:
-        ValueError: on every rank, if the call is wrong or ranks disagree.
-        NotImplementedError: the batch is empty.
-    """
-    layout = parallel.layout.text if isinstance(parallel.layout, Layout) else parallel.layout
-    also = also | {"layout": layout, "sum_leaf_gradients": str(parallel.sum_leaf_gradients)}
-    memory = device.of(q.device).memory if isinstance(q, Tensor) else 0  # assemble refuses another q, on all ranks
-    agreement = agreed_lengths(
-        parallel.exchange, q, k, v, assembled, (*also.items(), ("scheme", parallel.scheme)), memory,
-        parallel.plans.mark,
-    )  # fmt: skip
-    parallel.memory, (extras, seed, text) = agreement.memory, agreement.call
-    if q.ndim == 4 and not q.shape[0]:
-        raise NotImplementedError("attention over ranks has an empty batch; skip the call on every rank")
-    queries, keys = (
-        checked_layout(parallel, [x[n] for x in agreement.lengths], name) for n, name in enumerate(("queries", "keys"))
-    )
-    if seed is not None:
-        # Every rank takes the first rank's, so that the same pairs are dropped as on one device.
-        seed = parallel.exchange.broadcast(seed)
-    return plan.Agreed((queries, keys), q, k, v, extras, seed, parse_spec(text)), agreement
-
-
-def checked_layout(parallel: ContextParallel, lengths: list[int], name: str) -> Layout:
-    """Return the layout of as many rows as the ranks hold. All ranks refuse it if it deals them otherwise."""
-    layout = parallel.layout_of(sum(lengths))
-    if layout.lengths != tuple(lengths):
-        raise ValueError(
-            f"attention over {parallel.size} ranks was called wrongly\n  the ranks hold {lengths} {name}, the layout of {sum(lengths)} "
-            f"is {list(layout.lengths)}; cut tensors by shard()"
-        )
-    return layout
+    return parallel.plans.of(key, leaves, lambda: plan.planned(parallel, call, with_lse, compiled))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tilewise import autograd, derivatives, dispatch
 from tilewise.masks import Mask
-from tilewise.parallel import agreement, calls, heads, operators, plan
+from tilewise.parallel import agreement, calls, cost, operators, plan
 from tilewise.parallel.agreement import Turn
 from tilewise.parallel.exchange import Exchange, ordered_sum
 from tilewise.parallel.layout import Layout, chunks, contiguous, zigzag
@@ -95,7 +95,7 @@ class ContextParallel:
         self.exchange, self.layout, self.scheme, self.neighbours = exchange, layout, scheme, neighbours
         self._parts: dict[int, tuple[Exchange, Exchange]] = {}
         self.sum_leaf_gradients = sum_leaf_gradients
-        self.most_groups = heads.MOST_GROUPS
+        self.most_groups = cost.MOST_GROUPS
         self.memory = 0  # of the rank with the least, in bytes, once a call has told it
         self.plans = calls.Plans()
         self.turns = (Turn(exchange, number) for number in itertools.count(1))  # one for each call outside of graphs
@@ -114,6 +114,10 @@ class ContextParallel:
     @property
     def size(self) -> int:
         return self.exchange.size
+
+    @property
+    def machines(self) -> cost.Machines:
+        return cost.Machines(self.size, self.exchange.nodes, self.memory, self.neighbours)
 
     @property
     def received(self) -> int:
@@ -199,8 +203,7 @@ class ContextParallel:
         if self.size == 1:
             return dispatch.explain(q, k, v, options)
         q, k, v = _autocast(q, k, v)
-        agreed, _ = calls.agreed(self, q, k, v, lambda: assemble(q, k, v, options), {})
-        return plan.explained(calls.wish(self, False), agreed)
+        return plan.explained(self, agreement.agreed(self, q, k, v, lambda: assemble(q, k, v, options), {}))
 
 
 def compiled(
@@ -235,7 +238,7 @@ class _Unshard(torch.autograd.Function):
     @staticmethod
     def forward(ctx, parallel: ContextParallel, x, dim):
         lengths = agreement.agreed_rows(parallel.exchange, x, dim)
-        layout = calls.checked_layout(parallel, lengths, f"rows of dim {dim}")
+        layout = agreement.checked_layout(parallel, lengths, f"rows of dim {dim}")
         missing = x.new_zeros(
             [max(lengths) - x.shape[dim] if n == dim % x.ndim else size for n, size in enumerate(x.shape)]
         )

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from tilewise.amounts import in_bytes
-from tilewise.parallel.heads import groups_of
+from tilewise.masks.facts import kept_pairs
 from tilewise.problem import Problem
 
 RECEIVED_PER_SECOND = 330e9
@@ -21,6 +21,9 @@ COPIED_PER_SECOND = 2e12  # of a copy's bytes, which are read and written
 SECONDS_A_COLLECTIVE = 65e-6
 MOST_MEMORY = 1 / 4
 """The share of a rank's memory that "auto" may use for one attention, if another scheme needs less."""
+MOST_GROUPS = 2
+WORTH_A_GROUP = 3e11
+"""The least operations of a group's forward that justify a call of its own: half a millisecond of an H200."""
 
 
 @dataclass(frozen=True)
@@ -68,24 +71,25 @@ class Machines(NamedTuple):
     """The machines of the ranks.
 
     Attributes:
-        nodes: their number.
+        ranks: their number.
+        nodes: the number of machines.
         memory: bytes of the rank with the least, or 0 if unknown.
+        neighbours: the ranks that exchange heads in combined schemes, which alone are wanted then; 0 means as many as possible.
     """
 
-    nodes: int
-    memory: int
+    ranks: int
+    nodes: int = 1
+    memory: int = 0
+    neighbours: int = 0
 
     @property
     def per_second(self) -> float:
         """The bytes per second that a rank receives from the others."""
         return RECEIVED_PER_SECOND if self.nodes == 1 else RECEIVED_BETWEEN_NODES
 
-    def among(self, neighbours: int, ranks: int) -> float:
+    def among(self, neighbours: int) -> float:
         """Return the bytes per second that a rank receives from so many neighbours, if each machine has equally many ranks."""
-        return RECEIVED_PER_SECOND if ranks // self.nodes % neighbours == 0 else self.per_second
-
-
-ONE_MACHINE = Machines(nodes=1, memory=0)
+        return RECEIVED_PER_SECOND if self.ranks // self.nodes % neighbours == 0 else self.per_second
 
 
 class Keys(NamedTuple):
@@ -170,15 +174,27 @@ def exchanging_heads(
     )  # fmt: skip
 
 
-def combining(
-    whole: Problem, ranks: int, neighbours: int, keys: Keys | None = None, machines: Machines = ONE_MACHINE
-) -> Cost:
+def groups_of(whole: Problem, ranks: int, most: int = MOST_GROUPS) -> int:
+    """Return the number of groups of a rank's heads: at most ``most``, a divisor of its key heads, and each worth a call.
+
+    Ranks must decide alike, so no tensor is read. If only tensors or a function tell a mask's work, it is computed in one group.
+    """
+    pairs = None if whole.packed else kept_pairs(whole.spec.whole_region, whole.seqlen_q, whole.seqlen_k)
+    if pairs is None:
+        return 1
+    forward = 2 * pairs * whole.batch * whole.heads_q * (whole.head_dim + whole.head_dim_v)
+    worth = forward / ranks / WORTH_A_GROUP
+    return max(n for n in range(1, most + 1) if n == 1 or (whole.heads_k // ranks % n == 0 and n <= worth))
+
+
+def combining(whole: Problem, neighbours: int, keys: Keys, machines: Machines) -> Cost:
     """Return the cost of exchanging heads among neighbouring ranks, and of gathering keys between neighbourhoods.
 
     Args:
-        keys: the number that is sent between neighbourhoods, all by default.
+        keys: the number that is sent between neighbourhoods.
     """
-    within = exchanging_heads(whole, ranks, None, machines.among(neighbours, ranks), neighbours)
+    ranks = machines.ranks
+    within = exchanging_heads(whole, ranks, None, machines.among(neighbours), neighbours)
     found = gathering(with_fewer_heads(whole, neighbours), ranks // neighbours, keys, machines.per_second)
     size = _Sizes.of(whole, ranks)
     memory = found.memory + within.memory - size.results(whole) - (size.summed_queries if whole.spec.needs_grad else 0)

@@ -22,10 +22,9 @@ from torch import Tensor
 from tilewise.autograd import attention
 from tilewise.caching import cached_property
 from tilewise.derivatives import operator_of
-from tilewise.parallel import cost
 from tilewise.parallel.exchange import Exchange, Gradients, ordered_sum
-from tilewise.parallel.messages import Each, Taken, line_of, shaped, widths
-from tilewise.parallel.moves import Moves, Runs
+from tilewise.parallel.messages import Taken, line_of, shaped
+from tilewise.parallel.moves import Moves
 from tilewise.parallel.route import Route
 from tilewise.spec import Spec
 
@@ -54,11 +53,12 @@ class Gathered:
     Attributes:
         route: the keys that are sent.
         near, far: the rank's part of the work.
+        widths: numbers in a row of K, and of V.
         grad_slots: the extras that want a gradient.
         sum_leaves: gradients of sinks and leaves are summed over ranks.
         max_logit: the largest score of each row is a result too.
+        keeps: keys of others are kept for the backward instead of being fetched again.
         tables: of the mask of joined queries; they follow the extras.
-        keeps: keys of others may be kept for the backward.
         digest: of the route if it depends on tensors, which may differ between ranks; else 0.
     """
 
@@ -66,53 +66,48 @@ class Gathered:
     route: Route
     near: tuple[LocalPiece, ...]
     far: tuple[LocalPiece, ...]
+    widths: tuple[int, int]
     grad_slots: tuple[int, ...]
     sum_leaves: bool
     max_logit: bool
     digest: int
-    keeps: bool = True
+    keeps: bool
     tables: tuple[Tensor, ...] = ()
 
-    def kept(self, q: Tensor, k: Tensor) -> bool:
-        """Return whether others' keys are kept for the backward instead of being fetched again."""
-        return self.keeps and cost.kept(self.route.fetched, self.route.keys.lengths, q.shape[2], k.shape[2])
+    @property
+    def pieces(self) -> tuple[LocalPiece, ...]:
+        return self.near + self.far
 
     @property
     def idle(self) -> bool:
         """Whether the rank has no queries and nothing is sent. Fake tensors may have symbolic sizes, which tell no more."""
-        return self.first_call is None and not self.route.fetched
+        return not self.pieces and not self.route.fetched
 
     @property
-    def first_call(self) -> LocalPiece | None:
-        """The rank's first piece, or None if it has no queries."""
-        return next(iter(self.near + self.far), None)
+    def alone(self) -> bool:
+        """Whether one call gives all results of the rank, and its gradients need no wider numbers."""
+        return self.route.joined and bool(self.far)
+
+    @cached_property
+    def moves(self) -> Moves:
+        """The places of the numbers of K's and V's rows when they are sent."""
+        near, far = (tuple((x.keys.start, x.keys.stop - x.keys.start) for x in xs) for xs in (self.near, self.far))
+        return Moves(self.route, self.exchange.rank, near, far, self.widths)
 
     def fetch(self, k: Tensor, v: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
         """Start to fetch the keys that far pieces see. The result waits for their K and V ``(batch, keys, heads_k, dim)``, in order."""
         if self.idle:
             return lambda: (k[:, :0], v[:, :0])
-        moves, lines = self.moves(k, v), (line_of(k), line_of(v))
-        finish = self._swap(moves.sent, lines, moves.sending, moves.receiving)
+        lines = line_of(k), line_of(v)
+        finish = self.swap(self.moves.sent, lines, self.moves.sending, self.moves.receiving)
 
         def gathered() -> tuple[Tensor, Tensor]:
-            keys, values = moves.together(*lines, finish())
+            keys, values = self.moves.together(*lines, finish())
             return shaped(keys, k), shaped(values, v)
 
         return gathered
 
-    def give_back(self, moves: Moves, dk: Tensor, dv: Tensor) -> Callable[[], list[Tensor]]:
-        """Start to send the gradients of fetched keys to their ranks.
-
-        Args:
-            dk, dv: lines of the keys that the rank assembled.
-
-        Returns:
-            A function that waits for the others, and returns the lines that hold gradients of the rank's rows.
-        """
-        finish = self._swap(moves.back, (dk, dv), moves.receiving, moves.sending)
-        return lambda: [dk, dv, finish()]
-
-    def _swap(
+    def swap(
         self, taken: Taken, lines: Sequence[Tensor], counts: list[int], received: list[int]
     ) -> Callable[[], Tensor]:
         """Start to send so many numbers of lines to each rank, and to receive them."""
@@ -120,18 +115,6 @@ class Gathered:
             return lambda: lines[0].new_empty(0)
         (sent,) = taken(*lines)
         return self.exchange.swap(sent, counts, received)
-
-    def moves(self, k: Tensor, v: Tensor) -> Moves:
-        """Return the places of the numbers of K's and V's rows when they are sent. A plan serves one shape of rows."""
-        each = widths(k, v)
-        if each not in self._moves:
-            near, far = (tuple((x.keys.start, x.keys.stop - x.keys.start) for x in xs) for xs in (self.near, self.far))
-            self._moves[each] = Moves(Runs(self.route, self.exchange.rank), near, far, each)
-        return self._moves[each]
-
-    @cached_property
-    def _moves(self) -> dict[Each, Moves]:
-        return {}
 
 
 def reasons(spec: Spec) -> list[str]:
@@ -149,27 +132,28 @@ def forward(
     """Return ``[o, lse]`` of the rank's queries, with max_logit if wanted, and what the backward reads beside q, k, v, o and lse."""
     finish = call.fetch(k, v)
     extras = (*extras, *call.tables)
-    if call.route.joined and call.far:
-        gathered = finish()
-        piece = call.far[0]
-        outputs = attention(q, *gathered, extras, seed, piece.spec, operator_of(piece.spec))
-        return list(outputs), list(gathered) if call.kept(q, k) else []
-    o = q.new_empty((*q.shape[:-1], v.shape[-1]))
     # A piece's rows see all of their keys, so its lse and largest scores are those of the whole.
     shape = q.shape[0], q.shape[2], q.shape[1]
-    statistics = [q.new_empty(shape, dtype=compute_dtype(q)) for _ in range(2 if call.max_logit else 1)]
+    outputs: list[Tensor] = []
+    if not call.alone:
+        outputs = [q.new_empty((*q.shape[:-1], v.shape[-1]))]
+        outputs += [q.new_empty(shape, dtype=compute_dtype(q)) for _ in range(2 if call.max_logit else 1)]
 
     def compute(pieces: Sequence[LocalPiece], keys: Tensor, values: Tensor) -> None:
         for piece in pieces:
             part = _cut(q, piece.rows), _cut(keys, piece.keys), _cut(values, piece.keys)
-            o[:, piece.rows], *found = attention(*part, extras, seed, piece.spec, operator_of(piece.spec))
-            for target, x in zip(statistics, found, strict=True):
+            found = attention(*part, extras, seed, piece.spec, operator_of(piece.spec))
+            if call.alone:
+                outputs.extend(found)
+                continue
+            outputs[0][:, piece.rows] = found[0]
+            for target, x in zip(outputs[1:], found[1:], strict=True):
                 target[..., piece.rows] = x
 
     compute(call.near, k, v)  # under the exchange
     gathered = finish()
     compute(call.far, *gathered)
-    return [o, *statistics], list(gathered) if call.kept(q, k) else []
+    return outputs, list(gathered) if call.keeps else []
 
 
 def backward(
@@ -186,8 +170,7 @@ def backward(
     dtype = compute_dtype(q)
     tabled = (*extras, *call.tables)
     leaves = {slot: torch.zeros_like(extras[slot], dtype=dtype) for slot in call.grad_slots}
-    alone = call.route.joined and bool(call.far)
-    dq = q if alone else torch.empty_like(q)  # one call gives all of it
+    dq = q if call.alone else torch.empty_like(q)  # one call gives all of it
 
     def compute(pieces: Sequence[LocalPiece], keys: Tensor, values: Tensor) -> list[Tensor]:
         """Return the lines of dK and dV of each piece."""
@@ -199,7 +182,7 @@ def backward(
                 _cut(do, rows), _cut(dlse, rows, 2).contiguous(), _cut(q, rows), _cut(keys, piece.keys), _cut(values, piece.keys),
                 _cut(o, rows).contiguous(), _cut(lse, rows, 2).contiguous(), tabled, seed, piece.spec,
             )  # fmt: skip
-            if alone:
+            if call.alone:
                 dq = part
             else:
                 dq[:, rows] = part
@@ -212,12 +195,12 @@ def backward(
         dk, dv = torch.zeros_like(k), torch.zeros_like(v)
     else:
         keys, values = gathered or call.fetch(k, v)()
-        lines, moves = compute(call.far, keys, values), call.moves(k, v)
-        if not alone:  # joined calls of other ranks send the result of one call, which needs no wider numbers
+        moves, lines = call.moves, compute(call.far, keys, values)
+        if not call.alone:  # a joined rank without queries sends zeros as narrow as the others' gradients
             lines = moves.far_sum(lines, k, k.dtype if call.route.joined else dtype, dtype)
-        finish = call.give_back(moves, *lines)
+        finish = call.swap(moves.back, lines, moves.receiving, moves.sending)
         near = compute(call.near, k, v)  # under the exchange
-        found = moves.own_sum([*finish(), *near], k, k.dtype, dtype)
+        found = moves.own_sum([*lines, finish(), *near], k, k.dtype, dtype)
         dk, dv = (shaped(line, x) for line, x in zip(found, (k, v), strict=True))
     if call.sum_leaves:
         leaves = {slot: ordered_sum(call.exchange.gather(grad)) for slot, grad in leaves.items()}

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,31 +20,13 @@ from torch._subclasses import FakeTensor
 from tilewise import expr
 from tilewise.derivatives import operator_of
 from tilewise.expr import Expr
-from tilewise.masks.facts import kept_pairs
+from tilewise.parallel import gathered
 from tilewise.parallel.exchange import Exchange, Gradients, ordered_sum
+from tilewise.parallel.gathered import Gathered
 from tilewise.parallel.layout import Layout
-from tilewise.problem import Problem
 from tilewise.spec import Spec
 
 _attention_backward = torch.ops.tilewise.attention_backward.default
-
-
-MOST_GROUPS = 2
-WORTH_A_GROUP = 3e11
-"""The least operations of a group's forward that justify a call of its own: half a millisecond of an H200."""
-
-
-def groups_of(whole: Problem, ranks: int, most: int = MOST_GROUPS) -> int:
-    """Return the number of groups of a rank's heads: at most ``most``, a divisor of its key heads, and each worth a call.
-
-    Ranks must decide alike, so no tensor is read. If only tensors or a function tell a mask's work, it is computed in one group.
-    """
-    pairs = None if whole.packed else kept_pairs(whole.spec.whole_region, whole.seqlen_q, whole.seqlen_k)
-    if pairs is None:
-        return 1
-    forward = 2 * pairs * whole.batch * whole.heads_q * (whole.head_dim + whole.head_dim_v)
-    worth = forward / ranks / WORTH_A_GROUP
-    return max(n for n in range(1, most + 1) if n == 1 or (whole.heads_k // ranks % n == 0 and n <= worth))
 
 
 def head_axes(spec: Spec) -> dict[int, int]:
@@ -84,21 +65,6 @@ def reasons(spec: Spec, heads_k: int, ranks: int) -> list[str]:
     return found
 
 
-class Across(NamedTuple):
-    """How several groups of ranks compute their rows together. Each rank has some heads of its group's rows.
-
-    Attributes:
-        forward, backward: those of another scheme, for the ranks with this one's place in their groups.
-        call: their argument.
-        everyone: all ranks of all groups.
-    """
-
-    forward: Callable
-    backward: Callable
-    call: Any
-    everyone: Exchange
-
-
 @dataclass(frozen=True)
 class Heads:
     """One attention over ranks.
@@ -112,6 +78,8 @@ class Heads:
         grad_slots: the extras that want a gradient.
         sum_leaves: gradients of sinks and of the score's leaves are summed over ranks.
         with_lse: lse, and the largest scores if the spec asks for them, go back to their ranks; otherwise they are not returned.
+        everyone: all ranks, if ``exchange`` has only neighbours.
+        across: how the rank and those with its place in other groups of neighbours compute the group's rows of its heads together.
     """
 
     exchange: Exchange
@@ -124,12 +92,13 @@ class Heads:
     grad_slots: tuple[int, ...]
     sum_leaves: bool
     with_lse: bool
-    across: Across | None = None
+    everyone: Exchange
+    across: Gathered | None = None
 
     @property
     def digest(self) -> int:
         """A number that differs if the keys between groups differ."""
-        return 0 if self.across is None else self.across.call.digest
+        return 0 if self.across is None else self.across.digest
 
     @property
     def packed(self) -> bool:
@@ -204,8 +173,7 @@ class Heads:
             total = torch.zeros_like(x, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
             for group, grads in enumerate(by_group):
                 self._heads_of(total, slot, group).add_(grads[n])
-            everyone = self.exchange if self.across is None else self.across.everyone
-            found[slot] = (ordered_sum(everyone.gather(total)) if self.sum_leaves else total).to(x.dtype)
+            found[slot] = (ordered_sum(self.everyone.gather(total)) if self.sum_leaves else total).to(x.dtype)
         return found
 
 
@@ -272,7 +240,8 @@ def _computed(
     """Return o, lse and, if wanted, max_logit of some heads, and what the backward reads of other groups' keys."""
     if call.across is None:
         return operator_of(call.spec)(*local, extras, seed, call.spec), []
-    return call.across.forward(call.across.call, *local, extras, seed)
+    q, k, v = local
+    return gathered.forward(call.across, q, k, v, extras, seed)
 
 
 def backward(
@@ -299,7 +268,7 @@ def backward(
             *grads, leaves = _attention_backward(do, dlse, *call.local(arrived), o, lse, own, seed, call.spec)
         else:
             rows = [*call.local(arrived), o, lse, *kept]
-            *grads, every = call.across.backward(call.across.call, (do, dlse), rows, own, seed)
+            *grads, every = gathered.backward(call.across, (do, dlse), rows, own, seed)
             leaves = [every[slot] for slot in call.grad_slots]
         bundles = call.bundles(*_batched(call.packed, *grads))
         going.append([call.to_rows(f"d{name}", layout, tensors, group) for name, layout, tensors in bundles])

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import accumulate
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from tilewise import dispatch, expr
 from tilewise.device import is_captured
 from tilewise.masks import Mask
 from tilewise.parallel import cost, gathered, heads, joined
+from tilewise.parallel.agreement import Agreed
 from tilewise.parallel.balance import tile_shares
-from tilewise.parallel.exchange import Exchange
+from tilewise.parallel.exchange import Exchange, Silent
 from tilewise.parallel.layout import Layout
 from tilewise.parallel.route import Route, key_ends
 from tilewise.piece import Piece
@@ -25,149 +25,93 @@ from tilewise.planning.tiles import Grid
 from tilewise.problem import Problem, TensorFacts, check
 from tilewise.spec import Spec, parse_spec
 
+if TYPE_CHECKING:
+    from tilewise.parallel.context import ContextParallel
+
 AUTO = "auto"
 SCHEMES = (AUTO, *cost.COSTS, cost.COMBINED)
 NOT_OVER_RANKS = ["not built over ranks"]
 
 
-@dataclass(frozen=True)
-class Wish:
-    """The wishes of a caller, besides the attention itself.
+def planned(
+    parallel: ContextParallel, call: Agreed, with_lse: bool, compiled: bool = False
+) -> heads.Heads | gathered.Gathered:
+    """Plan the rank's part after every input check of the whole call. All ranks see the same shapes here, and fail alike.
 
-    Attributes:
-        scheme: one of ``SCHEMES``.
-        most_groups: the most groups of a rank's heads.
-        sum_leaf_gradients: gradients of sinks and of the score's leaves are summed over ranks.
+    Args:
         with_lse: lse is wanted.
         compiled: the call is a node of a compiled graph, so shapes of saved tensors may not depend on values.
-        silent: only the shapes of results are wanted, and no tensor may be read.
-        machines: those of the ranks.
-        neighbours: the ranks that exchange heads in combined schemes, which alone are wanted then; 0 means as many as possible.
-        split: the rank's group of neighbours, and its group of ranks with the same place among theirs.
     """
-
-    exchange: Exchange
-    scheme: str
-    most_groups: int
-    sum_leaf_gradients: bool
-    with_lse: bool
-    compiled: bool = False
-    silent: bool = False
-    machines: cost.Machines = cost.ONE_MACHINE
-    neighbours: int = 0
-    split: Callable[[int], tuple[Exchange, Exchange]] | None = None
-
-
-class Agreed(NamedTuple):
-    """A call on which all ranks have agreed.
-
-    Attributes:
-        layouts: of the queries, and of the keys.
-        q, k, v: the rank's own rows.
-        extras, seed, spec: as the operator takes them.
-    """
-
-    layouts: tuple[Layout, Layout]
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    extras: list[Tensor]
-    seed: Tensor | None
-    spec: Spec
-
-    @property
-    def whole(self) -> list[Tensor]:
-        """Tensors for checks, with the facts of q, k and v, the lengths of the whole and no memory of their own."""
-        lengths = self.layouts[0].seqlen, self.layouts[1].seqlen, self.layouts[1].seqlen
-        return [
-            x.new_empty((1,) * x.ndim).expand(*x.shape[:-3], seqlen, *x.shape[-2:])
-            for x, seqlen in zip((self.q, self.k, self.v), lengths, strict=True)
-        ]
-
-
-def planned(wish: Wish, call: Agreed) -> heads.Heads | gathered.Gathered:
-    """Plan the rank's part after every input check of the whole call. All ranks see the same shapes here, and fail alike."""
-    exchange, (queries, keys), (q, k, v) = wish.exchange, call.layouts, call.whole
-    extras, seed, spec = call.extras, call.seed, call.spec
-    whole = check(q, k, v, extras, seed, spec)
+    (queries, keys), (q, k, v), machines = call.layouts, call.whole, parallel.machines
+    whole = check(q, k, v, call.extras, call.seed, call.spec)
     with unset_fake_temporarily():  # lengths must be numbers here, in a graph's trace too
-        scheme = chosen(wish.scheme, costs_of(wish, whole, queries, keys), refusals(whole, wish), wish.machines.memory)
-        groups = heads.groups_of(whole, exchange.size, wish.most_groups)
-        neighbours = neighbours_of(whole, wish)
+        costs, refused = costs_of(whole, queries, keys, machines), refusals(whole, machines)
+        scheme = chosen(parallel.scheme, costs, refused, machines.memory)
+        groups = cost.groups_of(whole, parallel.size, parallel.most_groups)
+        neighbours = neighbours_of(whole, machines)
+    silent = isinstance(call.q, FakeTensor)  # only the shapes of results are wanted, and no tensor may be read
+    exchange: Exchange = Silent(parallel.rank, parallel.size) if silent else parallel.exchange
+    if scheme == "gather":
+        return _gathered(exchange, call, parallel.sum_leaf_gradients, compiled)
     if scheme == "heads":
-        return _heads(wish, call, exchange, groups)
-    if scheme == cost.COMBINED:
-        return _combined(wish, call, neighbours)
-    return _gathered(wish, call, whole)
+        return _heads(exchange, call, groups, parallel.sum_leaf_gradients, with_lse)
+    # Neighbours exchange rows for heads, and neighbourhoods gather keys.
+    within, across = (exchange if silent else parallel).split(neighbours)
+    group = parallel.rank // neighbours
+    layouts = queries.within(neighbours, group), keys.within(neighbours, group)
+    found = _heads(within, call._replace(layouts=layouts), 1, parallel.sum_leaf_gradients, with_lse)
+    rows = [layouts[n].seqlen for n in (0, 1, 1)]
+    q, k, v = (
+        x.new_empty((1,) * x.ndim).expand(*x.shape[:-3], length, x.shape[-2] // neighbours, x.shape[-1])
+        for x, length in zip((call.q, call.k, call.v), rows, strict=True)
+    )
+    coarse = queries.across(neighbours), keys.across(neighbours)
+    local = Agreed(coarse, q, k, v, found.own(call.extras, 0), call.seed, call.text)
+    return replace(found, across=_gathered(across, local, False, compiled), everyone=exchange)
 
 
-def _heads(wish: Wish, call: Agreed, exchange: Exchange, groups: int) -> heads.Heads:
+def _heads(exchange: Exchange, call: Agreed, groups: int, sum_leaves: bool, with_lse: bool) -> heads.Heads:
     """Plan the rank's part if rows are exchanged for heads."""
     shapes = tuple(x.shape for x in (call.q, call.k, call.v))
     return heads.Heads(
-        exchange, *call.layouts, call.spec.text(), shapes, groups, heads.head_axes(call.spec), call.spec.grad_slots,
-        wish.sum_leaf_gradients, wish.with_lse,
+        exchange, *call.layouts, call.text, shapes, groups, heads.head_axes(call.spec), call.spec.grad_slots,
+        sum_leaves, with_lse, everyone=exchange,
     )  # fmt: skip
 
 
-def _combined(wish: Wish, call: Agreed, neighbours: int) -> heads.Heads:
-    """Plan the rank's part if neighbours exchange rows for heads, and neighbourhoods gather keys."""
-    assert wish.split is not None
-    exchange, across = wish.split(neighbours)
-    group, (queries, keys) = wish.exchange.rank // neighbours, call.layouts
-    layouts = queries.within(neighbours, group), keys.within(neighbours, group)
-    found = _heads(wish, call._replace(layouts=layouts), exchange, 1)
-    fewer = [x.shape[-2] // neighbours for x in (call.q, call.k, call.v)]
-    rows = [layouts[0].seqlen, layouts[1].seqlen, layouts[1].seqlen]
-    q, k, v = (
-        x.new_empty((1,) * x.ndim).expand(*x.shape[:-3], length, count, x.shape[-1])
-        for x, length, count in zip((call.q, call.k, call.v), rows, fewer, strict=True)
-    )
-    coarse = queries.across(neighbours), keys.across(neighbours)
-    local = Agreed(coarse, q, k, v, found.own(call.extras, 0), call.seed, call.spec)
-    q, k, v = local.whole
-    whole = check(q, k, v, local.extras, local.seed, local.spec)
-    wished = replace(wish, exchange=across, sum_leaf_gradients=False)
-    part = heads.Across(gathered.forward, gathered.backward, _gathered(wished, local, whole), wish.exchange)
-    return replace(found, across=part)
-
-
-def _gathered(wish: Wish, call: Agreed, whole: Problem) -> gathered.Gathered:
+def _gathered(exchange: Exchange, call: Agreed, sum_leaves: bool, compiled: bool) -> gathered.Gathered:
     """Plan the rank's part if keys are gathered."""
-    exchange, (queries, keys), (q, k, v) = wish.exchange, call.layouts, call.whole
-    extras, seed, spec = call.extras, call.seed, call.spec
-    if wish.silent:
-        nothing = Route(keys, ((),) * exchange.size)
+    (queries, keys), spec, q, k, v = call.layouts, call.spec, call.q, call.k, call.v
+    widths = k.shape[0] * k.shape[2] * k.shape[3], v.shape[0] * v.shape[2] * v.shape[3]
+    if isinstance(q, FakeTensor):
+        route = Route(keys, ((),) * exchange.size)
         return gathered.Gathered(
-            exchange, nothing, (), (), spec.grad_slots, wish.sum_leaf_gradients, spec.max_logit, 0, False
+            exchange, route, (), (), widths, spec.grad_slots, sum_leaves, spec.max_logit, 0, keeps=False
         )
-    shape = whole.batch, whole.heads_q, whole.seqlen_q, whole.seqlen_k
-    grid = Grid.whole(spec.region, extras, shape, q.device)
+    grid = Grid.whole(spec.region, call.extras, (q.shape[0], q.shape[2], queries.seqlen, keys.seqlen), q.device)
     low, high = key_ends(grid, queries.seqlen)
-    route = joined.route_of(low, high, queries, keys) if joined.suits(spec) else None
-    if route is not None:
-        mask = joined.mask_of(route, exchange.rank, low, high, queries, q.device)
-        count, rows = sum(b - a for a, b in route.wanted[exchange.rank]), queries.lengths[exchange.rank]
-        slots = tuple(range(len(extras), len(extras) + len(mask.leaves)))  # its tensors follow the extras
-        text = replace(spec, mask_text=mask.text, mask_slots=slots).text()
-        every = (gathered.LocalPiece(slice(0, rows), slice(0, count), text),) if rows else ()
-        return gathered.Gathered(
-            exchange, route, (), every, spec.grad_slots, wish.sum_leaf_gradients, spec.max_logit,
-            route.digest, not wish.compiled, mask.leaves,
-        )  # fmt: skip
-    route = Route.of(grid, queries, keys)
+    one_call = joined.route_of(low, high, queries, keys) if joined.suits(spec) else None
+    route = Route.of(low, high, queries, keys) if one_call is None else one_call
     near: list[gathered.LocalPiece] = []
     far: list[gathered.LocalPiece] = []
-    for part in route.parts[exchange.rank]:
-        piece = replace(spec, piece=Piece(part.start, part.low, queries.seqlen, keys.seqlen))
-        queried, seen = slice(part.start, part.stop), slice(part.low, part.high)
-        check(q[:, queried], k[:, seen], v[:, seen], extras, seed, piece)
-        own = route.near(exchange.rank, part)
-        at = route.place(exchange.rank, part) if own is None else own.rows
-        (far if own is None else near).append(gathered.LocalPiece(part.rows, at, piece.text()))
+    tables: tuple[Tensor, ...] = ()
+    if route.joined:
+        mask = joined.mask_of(route, exchange.rank, low, high, queries, q.device)
+        tables = mask.leaves
+        slots = tuple(range(len(call.extras), len(call.extras) + len(tables)))  # they follow the extras
+        text = replace(spec, mask_text=mask.text, mask_slots=slots).text()
+        rows, count = queries.lengths[exchange.rank], sum(b - a for a, b in route.wanted[exchange.rank])
+        far += [gathered.LocalPiece(slice(0, rows), slice(0, count), text)] if rows else []
+    else:
+        for part in route.parts[exchange.rank]:
+            text = replace(spec, piece=Piece(part.start, part.low, queries.seqlen, keys.seqlen)).text()
+            own = route.near(exchange.rank, part)
+            at = route.place(exchange.rank, part) if own is None else own.rows
+            (far if own is None else near).append(gathered.LocalPiece(part.rows, at, text))
     return gathered.Gathered(
-        exchange, route, tuple(near), tuple(far), spec.grad_slots, wish.sum_leaf_gradients, spec.max_logit,
-        route.digest if _reads_tensors(spec) else 0, not wish.compiled,
+        exchange, route, tuple(near), tuple(far), widths, spec.grad_slots, sum_leaves, spec.max_logit,
+        route.digest if _reads_tensors(spec) else 0,
+        keeps=not compiled and cost.kept(route.fetched, keys.lengths, q.shape[2], k.shape[2]), tables=tables,
     )  # fmt: skip
 
 
@@ -178,40 +122,39 @@ CAPTURED = (
 )
 
 
-def refusals(whole: Problem, wish: Wish) -> dict[str, list[str]]:
+def refusals(whole: Problem, machines: cost.Machines) -> dict[str, list[str]]:
     """Return why each scheme cannot compute a whole attention, or nothing if it can."""
-    ranks, pieces = wish.exchange.size, gathered.reasons(whole.spec)
+    ranks, pieces = machines.ranks, gathered.reasons(whole.spec)
     if is_captured() and whole.spec.mask_slots:
         pieces = [*pieces, CAPTURED]
     found = {"gather": pieces, "heads": heads.reasons(whole.spec, whole.heads_k, ranks)}
-    neighbours = neighbours_of(whole, wish)
-    both = heads.reasons(whole.spec, whole.heads_k, neighbours) if neighbours else []
-    both += (
-        [] if neighbours else [f"{ranks} ranks have no neighbourhoods that {whole.heads_k} key heads can be dealt in"]
-    )
-    if wish.neighbours:
+    if machines.neighbours:
         found = {name: ["the mesh has two dimensions"] for name in found}
+    if neighbours := neighbours_of(whole, machines):
+        both = heads.reasons(whole.spec, whole.heads_k, neighbours)
+    else:
+        both = [f"{ranks} ranks have no neighbourhoods that {whole.heads_k} key heads can be dealt in"]
     return found | {cost.COMBINED: [*both, *pieces]}
 
 
-def neighbours_of(whole: Problem, wish: Wish) -> int:
+def neighbours_of(whole: Problem, machines: cost.Machines) -> int:
     """Return how many neighbouring ranks exchange heads in combined schemes, or 0 if none can."""
-    ranks, nodes = wish.exchange.size, wish.machines.nodes
-    if wish.neighbours:
-        return wish.neighbours
+    ranks, nodes = machines.ranks, machines.nodes
+    if machines.neighbours:
+        return machines.neighbours
     each = ranks // nodes if ranks % nodes == 0 else 1
     able = [n for n in range(2, ranks) if ranks % n == 0 and each % n == 0 and whole.heads_k % n == 0]
     return max(able, default=0)
 
 
-def costs_of(wish: Wish, whole: Problem, queries: Layout, keys: Layout) -> dict[str, cost.Cost]:
+def costs_of(whole: Problem, queries: Layout, keys: Layout, machines: cost.Machines) -> dict[str, cost.Cost]:
     """Return the cost of each scheme."""
-    ranks, machines = wish.exchange.size, wish.machines
-    travel, neighbours = travelling(whole, queries, keys), neighbours_of(whole, wish)
+    ranks, neighbours = machines.ranks, neighbours_of(whole, machines)
+    travel = travelling(whole, queries, keys)
     found = {name: find(whole, ranks, travel, machines.per_second) for name, find in cost.COSTS.items()}
     if neighbours and whole.heads_k % neighbours == 0:
         travel = travelling(whole, queries.across(neighbours), keys.across(neighbours))
-        found[cost.COMBINED] = cost.combining(whole, ranks, neighbours, travel, machines)
+        found[cost.COMBINED] = cost.combining(whole, neighbours, travel, machines)
     return found
 
 
@@ -229,7 +172,7 @@ def travelling(whole: Problem, queries: Layout, keys: Layout) -> cost.Keys:
     if not _reads_tensors(whole.spec):
         shape = 1, 1, queries.seqlen, keys.seqlen  # a predicate moves no end, and its tensors are not at hand
         grid = Grid.whole(whole.spec.whole_region.interval, (), shape, torch.device("cpu"))
-        route = Route.of(grid, queries, keys)
+        route = Route.of(*key_ends(grid, queries.seqlen), queries, keys)
         return cost.Keys(route.fetched, route.lent, cost.kept(route.fetched, keys.lengths, *heads_of))
     one = joined.suits(whole.spec)
     if keys.fetched is None:
@@ -296,22 +239,21 @@ class Explanation(dispatch.Explanation):
         return super().as_dict() | more | {"carrier": self.carrier}
 
 
-def explained(wish: Wish, call: Agreed) -> Explanation:
+def explained(parallel: ContextParallel, call: Agreed) -> Explanation:
     """Explain how the ranks would share a call."""
-    ranks, extras, spec, (queries, keys) = wish.exchange.size, call.extras, call.spec, call.layouts
-    q, k, v = call.whole
-    whole, plan = check(q, k, v, extras, call.seed, spec), planned(wish, call)
-    every = refusals(whole, wish)
+    extras, spec, (queries, keys), (q, k, v) = call.extras, call.spec, call.layouts, call.whole
+    machines, whole, plan = parallel.machines, check(q, k, v, extras, call.seed, spec), planned(parallel, call, False)
+    every = refusals(whole, machines)
     refused = {name: said for name, said in every.items() if said}
-    costs = {name: found for name, found in costs_of(wish, whole, queries, keys).items() if name not in refused}
-    scheme = chosen(wish.scheme, costs, every, wish.machines.memory)
+    costs = {name: found for name, found in costs_of(whole, queries, keys, machines).items() if name not in refused}
+    scheme = chosen(parallel.scheme, costs, every, machines.memory)
     local = dispatch.explained(_first_call(plan, whole, extras))
     found = {x.name: getattr(local, x.name) for x in fields(local)}
     for what in ("tangents", "second"):
         found |= {what: None, f"{what}_refused": dict.fromkeys([row.name for row in dispatch.every()], NOT_OVER_RANKS)}
-    found |= {"scheme": scheme, "costs": costs, "refused_schemes": refused, "carrier": wish.exchange.carrier}
+    found |= {"scheme": scheme, "costs": costs, "refused_schemes": refused, "carrier": parallel.exchange.carrier}
     if scheme == "heads":
-        return Explanation(**found, shares=(1 / ranks,) * ranks)
+        return Explanation(**found, shares=(1 / parallel.size,) * parallel.size)
     mask = Mask(spec.mask_text, tuple(extras[n] for n in spec.mask_slots))
     return Explanation(**found, shares=tile_shares(mask, queries) if queries.seqlen == keys.seqlen else ())
 
@@ -319,13 +261,13 @@ def explained(wish: Wish, call: Agreed) -> Explanation:
 def _first_call(call: heads.Heads | gathered.Gathered, whole: Problem, extras: list[Tensor]) -> Problem:
     """Return a rank's first call of the operator: that of its first group of heads, or of its first piece."""
     if isinstance(call, heads.Heads) and call.across is not None:
-        return _first_call(call.across.call, cost.with_fewer_heads(whole, call.exchange.size), call.own(extras, 0))
+        return _first_call(call.across, cost.with_fewer_heads(whole, call.exchange.size), call.own(extras, 0))
     if isinstance(call, heads.Heads):
         parts = call.exchange.size * call.groups
         shapes = [(*x.shape[:-2], x.shape[-2] // parts, x.shape[-1]) for x in (whole.q, whole.k, whole.v)]
         text, extras = call.spec, call.own(extras, 0)
-    elif (piece := call.first_call) is not None:
-        extras = [*extras, *call.tables]
+    elif call.pieces:
+        piece, extras = call.pieces[0], [*extras, *call.tables]
         lengths = [part.stop - part.start for part in (piece.rows, piece.keys, piece.keys)]
         shapes = [(x.shape[0], n, *x.shape[2:]) for x, n in zip((whole.q, whole.k, whole.v), lengths, strict=True)]
         text = piece.spec

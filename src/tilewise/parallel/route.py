@@ -80,9 +80,9 @@ class Route:
     joined: bool = False
 
     @staticmethod
-    def of(grid: Grid, queries: Layout, keys: Layout) -> Route:
-        """Return the route of a whole attention. This reads the tensors of the mask's intervals, if there are any."""
-        return Route(keys, _parts(*key_ends(grid, queries.seqlen), queries, keys))
+    def of(low: Tensor, high: Tensor, queries: Layout, keys: Layout) -> Route:
+        """Return the route of a whole attention from its :func:`key_ends`."""
+        return Route(keys, _parts(low, high, queries, keys))
 
     def near(self, rank: int, part: Part) -> Segment | None:
         """Return the rank's own keys of a part if they all lie in one run of it, else None."""

@@ -83,6 +83,21 @@ def test_what_depends_on_positions_is_cut_into_pieces(mask, options):
     torch.testing.assert_close(found["o"], tw.attention(q, k, v, mask=mask, sink=normal(4, seed=9), **options))
 
 
+def test_ranks_of_which_one_alone_joins_its_queries_hear_that_their_documents_differ():
+    """They would send gradients in other dtypes, although they read the same keys: a row of the second rank's documents sees none."""
+
+    def one(exchange):
+        ids = torch.zeros(16, dtype=torch.int64)
+        ids[12:] = exchange.rank
+        parallel = tw.context_parallel(exchange, layout="contiguous", scheme="gather")
+        q, k, v = (parallel.shard(normal(1, 16, 2, 16, seed=n).bfloat16()).requires_grad_() for n in range(3))
+        with pytest.raises(ValueError, match="the mask's tensors hold other numbers on each rank"):
+            tw.attention(q, k, v, mask=tw.documents(ids) & tw.key_range(0, 11), parallel=parallel).sum().backward()
+        return True
+
+    assert simulate(2, one) == [True, True]
+
+
 def test_documents_dealt_by_balanced_have_few_keys_to_fetch():
     lengths = torch.randint(128, 4096, (12,), generator=torch.Generator().manual_seed(0)).tolist()
     ids = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)])

@@ -99,7 +99,7 @@ def agreed(
     layouts = checked_layout(parallel, queries, "queries"), checked_layout(parallel, keys, "keys")
     if seed is not None:
         # Every rank takes the first rank's, so that the same pairs are dropped as on one device.
-        seed = parallel.exchange.broadcast(seed)
+        seed = parallel.exchange.gather(seed)[0]
     mark = marks[0] if len(set(marks)) == 1 else 0
     return Agreed(layouts, q, k, v, extras, seed, text, digest, mark)
 

@@ -212,7 +212,8 @@ def compiled(
     """Run :meth:`ContextParallel.attention` in a graph, for the ranks with this name."""
     _refuse(options)
     q, k, v = _autocast(q, k, v)
-    return operators.compiled(q, k, v, *assemble(q, k, v, options), ranks, with_lse)
+    outputs, _ = operators.over_ranks(q, k, v, *assemble(q, k, v, options), ranks, with_lse)
+    return tuple(outputs) if len(outputs) > 1 else (outputs[0], None)
 
 
 def _refuse(options: Options) -> None:

@@ -57,10 +57,6 @@ class Exchange:
         """Return a tensor from every rank, by rank. All have one shape and dtype."""
         raise NotImplementedError
 
-    def broadcast(self, x: Tensor) -> Tensor:
-        """Return the first rank's tensor."""
-        return self.gather(x)[0]
-
     def swap(self, sent: Tensor, counts: Sequence[int], received: Sequence[int]) -> Callable[[], Tensor]:
         """Start to send ``counts[r]`` rows to each rank r, in order, and to receive ``received[r]`` rows from it.
 

@@ -90,13 +90,8 @@ class Layout:
 
     def across(self, within: int) -> Layout:
         """Return the layout in which so many neighbouring ranks count as one."""
-        groups = [self._in_order_of(range(first, first + within)) for first in range(0, self.ranks, within)]
-        held: list[list[tuple[int, int]]] = [[] for _ in groups]
-        for pieces, found in zip(groups, held, strict=True):
-            for start, stop in pieces:
-                first = found.pop()[0] if found and found[-1][1] == start else start
-                found.append((first, stop))
-        return Layout(tuple(map(tuple, held)), self.fetched, self.lent)
+        groups = (self._in_order_of(range(first, first + within)) for first in range(0, self.ranks, within))
+        return Layout(tuple(tuple(joined(pieces)) for pieces in groups), self.fetched, self.lent)
 
     def within(self, within: int, group: int) -> Layout:
         """Return the layout of such a group's positions among its ranks, counted without the other groups."""
@@ -131,14 +126,21 @@ def check(who: str, **sizes: int) -> None:
 def from_chunks(owners: Sequence[int], bounds: Sequence[int], ranks: int) -> Layout:
     """Return the layout that gives chunk n, positions ``bounds[n]`` to ``bounds[n + 1]``, to rank ``owners[n]``. Neighbours are joined."""
     held: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
-    for n, owner in enumerate(owners):
-        start, stop = bounds[n], bounds[n + 1]
-        if start == stop:
-            continue
-        if held[owner] and held[owner][-1][1] == start:
-            start = held[owner].pop()[0]
-        held[owner].append((start, stop))
-    return Layout(tuple(map(tuple, held)))
+    for owner, start, stop in zip(owners, bounds, bounds[1:], strict=False):
+        if start < stop:
+            held[owner].append((start, stop))
+    return Layout(tuple(tuple(joined(pieces)) for pieces in held))
+
+
+def joined(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the same positions as disjoint intervals, in order, with neighbours joined."""
+    found: list[tuple[int, int]] = []
+    for start, stop in sorted(intervals):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(stop, found[-1][1]))
+        else:
+            found.append((start, stop))
+    return found
 
 
 @lru_cache(maxsize=256)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -142,16 +142,8 @@ library.define(
     "SymInt[] shapes, bool with_lse) -> (Tensor dq, Tensor dk, Tensor dv, Tensor[] dextras)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-_over_ranks = torch.ops.tilewise.attention_over_ranks.default
+over_ranks = torch.ops.tilewise.attention_over_ranks.default
 _over_ranks_backward = torch.ops.tilewise.attention_over_ranks_backward.default
-
-
-def compiled(
-    q: Tensor, k: Tensor, v: Tensor, extras: list[Tensor], seed: Tensor | None, spec: str, ranks: str, with_lse: bool
-) -> tuple[Tensor | None, ...]:
-    """Return the results of :func:`attention` from one node of a graph."""
-    outputs, _ = _over_ranks(q, k, v, extras, seed, spec, ranks, with_lse)
-    return tuple(outputs) if len(outputs) > 1 else (outputs[0], None)
 
 
 def _kernel(q, k, v, extras, seed, spec, ranks, with_lse):
@@ -167,34 +159,14 @@ def _fake(q, k, v, extras, seed, spec, ranks, with_lse):
     return outputs, saved if seed is None else [torch.empty_like(seed), *saved]
 
 
-class _BackwardCall(NamedTuple):
-    """Return the arguments of ``attention_over_ranks_backward``."""
-
-    do: Tensor | None
-    dlse: Tensor | None
-    saved: Sequence[Tensor]
-    extras: list[Tensor]
-    seed: Tensor | None
-    spec: str
-    ranks: str
-    shapes: Sequence[int]
-    with_lse: bool
-
-    def whole(self) -> list[Tensor]:
-        """Return tensors with the shapes and dtype of the rank's q, k and v, but no memory of their own."""
-        like, dims = self.saved[0], len(self.shapes) // 3
-        return [like.new_empty((1,) * dims).expand(self.shapes[n : n + dims]) for n in range(0, 3 * dims, dims)]
-
-
-def _backward_kernel(*arguments):
-    c = _BackwardCall(*arguments)
-    c = c._replace(extras=c.extras or [])
-    call = calls.compiled_call(_group(c.ranks), *c.whole(), c.extras, c.seed, c.spec, c.with_lse)
-    of = c.do, c.dlse
-    if not isinstance(c.saved[0], FakeTensor):
-        q, _, v = c.whole()
-        of = given(Turn(_group(c.ranks).exchange, 0), of, q.shape, v.shape, q)
-    dq, dk, dv, dextras = scheme_of(call).backward(call, of, c.saved, c.extras, c.seed)
+def _backward_kernel(do, dlse, saved, extras, seed, spec, ranks, shapes, with_lse):
+    extras, dims = extras or [], len(shapes) // 3
+    # Tensors with the shapes and dtype of the rank's q, k and v, but no memory of their own.
+    q, k, v = (saved[0].new_empty((1,) * dims).expand(shapes[n : n + dims]) for n in range(0, 3 * dims, dims))
+    call = calls.compiled_call(_group(ranks), q, k, v, extras, seed, spec, with_lse)
+    if not isinstance(q, FakeTensor):
+        do, dlse = given(Turn(_group(ranks).exchange, 0), (do, dlse), q.shape, v.shape, q)
+    dq, dk, dv, dextras = scheme_of(call).backward(call, (do, dlse), saved, extras, seed)
     return dq, dk, dv, [dextras[slot] for slot in call.grad_slots]
 
 
@@ -203,7 +175,7 @@ class _Compiled(torch.autograd.Function):
     @staticmethod
     def forward(ctx, spec, ranks, with_lse, q, k, v, seed, *extras):
         with torch._C._AutoDispatchBelowAutograd():
-            outputs, saved = _over_ranks(q, k, v, extras, seed, spec, ranks, with_lse)
+            outputs, saved = over_ranks(q, k, v, extras, seed, spec, ranks, with_lse)
         if seed is not None:
             seed, *saved = saved
         # A scheme that saves nothing reads the rank's rows. Anything else that it kept would have shapes that only tensors tell.
@@ -233,7 +205,7 @@ def _autograd(q, k, v, extras, seed, spec, ranks, with_lse):
     if torch.is_grad_enabled() and parse_spec(spec).needs_grad:
         return list(_Compiled.apply(spec, ranks, with_lse, q, k, v, seed, *extras)), []
     with torch._C._AutoDispatchBelowAutograd():
-        return _over_ranks(q, k, v, extras, seed, spec, ranks, with_lse)
+        return over_ranks(q, k, v, extras, seed, spec, ranks, with_lse)
 
 
 for _name, _run, _shapes in (

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tilewise.caching import cached_property
-from tilewise.parallel.layout import Layout
+from tilewise.parallel.layout import Layout, joined
 from tilewise.planning.tiles import Grid
 
 Interval = tuple[int, int]
@@ -94,7 +94,7 @@ class Route:
     def wanted(self) -> tuple[tuple[Interval, ...], ...]:
         """The keys that a rank assembles from its own and others', by rank: disjoint intervals, in order."""
         far = ([x for x in parts if self.near(rank, x) is None] for rank, parts in enumerate(self.parts))
-        return tuple(tuple(_union([(x.low, x.high) for x in parts])) for parts in far)
+        return tuple(tuple(joined((x.low, x.high) for x in parts)) for parts in far)
 
     def place(self, rank: int, part: Part) -> slice:
         """Return the place of a far part's keys among the assembled ones."""
@@ -137,7 +137,7 @@ class Route:
     @cached_property
     def digest(self) -> int:
         """Return a number that differs if routes differ. Ranks with other tensors would wait forever for keys."""
-        return int.from_bytes(hashlib.sha256(repr(self.parts).encode()).digest()[:7])
+        return int.from_bytes(hashlib.sha256(repr((self.joined, self.parts)).encode()).digest()[:7])
 
 
 @lru_cache(maxsize=64)
@@ -205,14 +205,3 @@ def cut(x: Segment, start: int, stop: int) -> Segment:
     """Return the part of a segment within an interval."""
     first, last = max(x.start, start), min(x.stop, stop)
     return Segment(first, last, x.owner, x.row + first - x.start)
-
-
-def _union(intervals: Sequence[Interval]) -> list[Interval]:
-    """Return the same keys as disjoint intervals, in order."""
-    found: list[Interval] = []
-    for start, stop in sorted(intervals):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(stop, found[-1][1]))
-        else:
-            found.append((start, stop))
-    return found

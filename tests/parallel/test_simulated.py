@@ -533,3 +533,12 @@ def test_a_piece_of_an_attention_is_refused_by_name():
     q, k, v = qkv()
     with pytest.raises(NotImplementedError, match="does not support a piece of an attention"):
         tw.context_parallel(_Alone(2)).attention(q, k, v, Options(piece=Piece(0, 0, 70, 70)))
+
+
+@pytest.mark.parametrize("of", ["shard", "unshard"])
+def test_a_dimension_that_a_tensor_lacks_is_named(of):
+    def one(exchange):
+        with pytest.raises(IndexError, match=r"expected to be in range of \[-3, 2\], but got 5"):
+            getattr(tw.context_parallel(exchange), of)(torch.zeros(2, 8, 3), 5)
+
+    simulate(2, one)

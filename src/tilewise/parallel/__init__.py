@@ -1,22 +1,32 @@
 """One attention over several memories: q, k and v are sharded over ranks along the sequence.
 
-- :mod:`tilewise.parallel.layout`: who holds which positions.
-- :mod:`tilewise.parallel.balance`: layouts with equal work under any mask and few keys to send.
+The path of a call, forward; the backward takes the last three steps:
+
+- :mod:`tilewise.parallel.context`: the object that users hold. :mod:`tilewise.parallel.dtensors` makes it for DTensors.
+- :mod:`tilewise.parallel.calls`: the steps of a call, and the plans that a group keeps.
+- :mod:`tilewise.parallel.agreement`: ranks compare their calls before bytes move.
+- :mod:`tilewise.parallel.plan`, :mod:`tilewise.parallel.cost`: the scheme, by its cost, and the rank's part by that scheme.
+- :mod:`tilewise.parallel.operators`: the gradient of a call, and the operators of compiled graphs.
+- :mod:`tilewise.parallel.heads`, :mod:`tilewise.parallel.gathered`: the schemes. One exchanges rows for heads, the other gathers K and V;
+  together they are the third one.
 - :mod:`tilewise.parallel.exchange`: the collectives, over torch.distributed or simulated in one process.
+
+What the scheme that gathers K and V needs:
+
+- :mod:`tilewise.parallel.route`: the keys that are sent, and their receivers.
+- :mod:`tilewise.parallel.joined`: all queries of a rank in one call, for documents.
+- :mod:`tilewise.parallel.moves`: the places of keys in buffers that are sent, received and assembled.
+- :mod:`tilewise.parallel.messages`: how such buffers are filled, and gradients summed.
+
+Below the collectives:
+
 - :mod:`tilewise.parallel.board`: numbers that ranks of one machine compare in shared memory.
 - :mod:`tilewise.parallel.symmetric`: exchanges by copy engines, for GPUs that reach each other's memory.
-- :mod:`tilewise.parallel.route`: the keys that are sent, and their receivers.
-- :mod:`tilewise.parallel.moves`: their places in buffers that are sent, received and assembled.
-- :mod:`tilewise.parallel.messages`: K and V as messages, and the sum of their gradients.
-- :mod:`tilewise.parallel.gathered`: the scheme that gathers K and V.
-- :mod:`tilewise.parallel.joined`: all queries of a rank in one call of that scheme, for documents.
-- :mod:`tilewise.parallel.heads`: the scheme that computes all rows of some heads on each rank.
-- :mod:`tilewise.parallel.cost`, :mod:`tilewise.parallel.plan`: the cost of each scheme, and the choice.
-- :mod:`tilewise.parallel.calls`: a call, from the agreement to a rank's part.
-- :mod:`tilewise.parallel.operators`: its gradient, and the operators of compiled graphs.
-- :mod:`tilewise.parallel.context`: the object that users hold.
-- :mod:`tilewise.parallel.dtensors`: DTensors, which need no ``parallel=``.
-- :mod:`tilewise.parallel.agreement`: the comparison before bytes move.
+
+Who holds which positions:
+
+- :mod:`tilewise.parallel.layout`: layouts of a sequence.
+- :mod:`tilewise.parallel.balance`: layouts with equal work under any mask and few keys to send.
 """
 
 from tilewise.parallel.balance import balanced

@@ -121,11 +121,12 @@ def agreed_rows(exchange: Exchange, x: Tensor, dim: int) -> list[int]:
     Raises:
         ValueError: on every rank, if the tensors differ otherwise.
     """
+    rows = x.size(dim)
     shape = ", ".join("*" if n == dim % x.ndim else str(size) for n, size in enumerate(x.shape))
     digest, facts = _hashed({"the tensor, * for its rows": f"({shape}) {x.dtype}"})
-    answers = exchange.numbers([digest, x.shape[dim]])
+    answers = exchange.numbers([digest, rows])
     _compare(exchange, [found for found, _ in answers], facts)
-    return [rows for _, rows in answers]
+    return [theirs for _, theirs in answers]
 
 
 class Turn(NamedTuple):

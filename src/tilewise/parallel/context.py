@@ -160,7 +160,7 @@ class ContextParallel:
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
         """Return this rank's rows, along ``dim``, of a tensor that every rank holds whole."""
-        return self.layout_of(x.shape[dim]).shard(x, self.rank, dim)
+        return self.layout_of(x.size(dim)).shard(x, self.rank, dim)
 
     def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
         """Gather the rows of all ranks into the whole tensor, on every rank."""
@@ -210,7 +210,6 @@ def compiled(
     ranks: str, q: Tensor, k: Tensor, v: Tensor, options: Options, with_lse: bool
 ) -> tuple[Tensor | None, ...]:
     """Run :meth:`ContextParallel.attention` in a graph, for the ranks with this name."""
-    _refuse(options)
     q, k, v = _autocast(q, k, v)
     outputs, _ = operators.over_ranks(q, k, v, *assemble(q, k, v, options), ranks, with_lse)
     return tuple(outputs) if len(outputs) > 1 else (outputs[0], None)

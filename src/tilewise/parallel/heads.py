@@ -222,8 +222,8 @@ def forward(
         saved += [*arrived, o, statistics[0], *kept]
         going.append([call.to_rows("o", call.queries, _batched(call.packed, o), group)])
         if call.with_lse:
-            name = "lse" if len(statistics) == 1 else "statistics"
-            going[-1].append(call.to_rows(name, call.queries, _as_rows(_batched(call.packed, *statistics)), group))
+            rows = _as_rows(_batched(call.packed, *statistics))
+            going[-1].append(call.to_rows("statistics", call.queries, rows, group))
     out = [q.new_empty((*q.shape[:-1], v.shape[-1]))]
     if call.with_lse:
         out += [x.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3])) for x in statistics]

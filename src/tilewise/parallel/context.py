@@ -116,10 +116,6 @@ class ContextParallel:
         return self.exchange.size
 
     @property
-    def machines(self) -> cost.Machines:
-        return cost.Machines(self.size, self.exchange.nodes, self.memory, self.neighbours)
-
-    @property
     def received(self) -> int:
         """Bytes that this rank has received from others so far."""
         return self.exchange.received + sum(part.received for parts in self._parts.values() for part in parts)

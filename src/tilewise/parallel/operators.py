@@ -159,15 +159,16 @@ def _fake(q, k, v, extras, seed, spec, ranks, with_lse):
     return outputs, saved if seed is None else [torch.empty_like(seed), *saved]
 
 
-def _backward_kernel(do, dlse, saved, extras, seed, spec, ranks, shapes, with_lse):
+def _backward_kernel(do, dlse, saved, extras, seed, *call):
+    spec, ranks, shapes, with_lse = call
     extras, dims = extras or [], len(shapes) // 3
     # Tensors with the shapes and dtype of the rank's q, k and v, but no memory of their own.
     q, k, v = (saved[0].new_empty((1,) * dims).expand(shapes[n : n + dims]) for n in range(0, 3 * dims, dims))
-    call = calls.compiled_call(_group(ranks), q, k, v, extras, seed, spec, with_lse)
+    part = calls.compiled_call(_group(ranks), q, k, v, extras, seed, spec, with_lse)
     if not isinstance(q, FakeTensor):
         do, dlse = given(Turn(_group(ranks).exchange, 0), (do, dlse), q.shape, v.shape, q)
-    dq, dk, dv, dextras = scheme_of(call).backward(call, (do, dlse), saved, extras, seed)
-    return dq, dk, dv, [dextras[slot] for slot in call.grad_slots]
+    dq, dk, dv, dextras = scheme_of(part).backward(part, (do, dlse), saved, extras, seed)
+    return dq, dk, dv, [dextras[slot] for slot in part.grad_slots]
 
 
 @untraced

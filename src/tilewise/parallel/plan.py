@@ -42,7 +42,7 @@ def planned(
         with_lse: lse is wanted.
         compiled: the call is a node of a compiled graph, so shapes of saved tensors may not depend on values.
     """
-    (queries, keys), (q, k, v), machines = call.layouts, call.whole, parallel.machines
+    (queries, keys), (q, k, v), machines = call.layouts, call.whole, _machines_of(parallel)
     whole = check(q, k, v, call.extras, call.seed, call.spec)
     with unset_fake_temporarily():  # lengths must be numbers here, in a graph's trace too
         costs, refused = costs_of(whole, queries, keys, machines), refusals(whole, machines)
@@ -113,6 +113,10 @@ def _gathered(exchange: Exchange, call: Agreed, sum_leaves: bool, compiled: bool
         route.digest if _reads_tensors(spec) else 0,
         keeps=not compiled and cost.kept(route.fetched, keys.lengths, q.shape[2], k.shape[2]), tables=tables,
     )  # fmt: skip
+
+
+def _machines_of(parallel: ContextParallel) -> cost.Machines:
+    return cost.Machines(parallel.size, parallel.exchange.nodes, parallel.memory, parallel.neighbours)
 
 
 CAPTURED = (
@@ -242,7 +246,11 @@ class Explanation(dispatch.Explanation):
 def explained(parallel: ContextParallel, call: Agreed) -> Explanation:
     """Explain how the ranks would share a call."""
     extras, spec, (queries, keys), (q, k, v) = call.extras, call.spec, call.layouts, call.whole
-    machines, whole, plan = parallel.machines, check(q, k, v, extras, call.seed, spec), planned(parallel, call, False)
+    machines, whole, plan = (
+        _machines_of(parallel),
+        check(q, k, v, extras, call.seed, spec),
+        planned(parallel, call, False),
+    )
     every = refusals(whole, machines)
     refused = {name: said for name, said in every.items() if said}
     costs = {name: found for name, found in costs_of(whole, queries, keys, machines).items() if name not in refused}

@@ -775,11 +775,32 @@ def tf32(request):
         matmul.fp32_precision = "none"
 
 
+@pytest.mark.parametrize(
+    ("capability", "arch"),
+    [
+        ((8, 0), "sm80"),
+        ((8, 6), "sm120"),
+        ((8, 7), "sm80"),
+        ((8, 9), "sm120"),
+        ((9, 0), "sm90"),
+        ((10, 0), "sm100"),
+        ((12, 1), "sm120"),
+    ],
+)
+def test_graphics_cards_have_a_table_of_their_own(capability, arch, monkeypatch):
+    monkeypatch.setitem(devices.STAND_INS, "meta", replace(TARGETS["sm90"].device, capability=capability))
+    assert config.architecture(torch.device("meta")) == arch
+    wide = torch.empty(1, 70, 1, 320, device="meta")
+    p = check(wide, wide, wide, (), None, parse_spec(assemble(wide, wide, wide, Options())[2]))
+    assert any("above 256 in float32" in reason for reason in Triton().unsupported(p)) is (arch == "sm120")
+
+
 def test_products_of_fp32_follow_pytorchs_setting(tf32, monkeypatch):
     monkeypatch.setitem(devices.STAND_INS, "meta", TARGETS["sm90"].device)
     tf32(False)
     assert [config.float_products(n, "sm90") for n in (64, 256, 257, 512)] == ["bf16x6"] * 4
     assert [config.float_products(n, "sm80") for n in (256, 257)] == ["bf16x6", "ieee"]
+    assert [config.float_products(n, "sm120") for n in (128, 129)] == ["bf16x6", "ieee"]
     backend, q = Triton(), torch.empty(1, 70, 1, 64, device="meta")
     p = check(q, q, q, (), None, parse_spec(assemble(q, q, q, Options())[2]))
     assert backend._plan_of(p).config.products == "bf16x6"
@@ -881,12 +902,9 @@ def test_one_kernel_serves_every_length_and_number():
 
 
 def test_shared_memory_fits_the_smallest_device_of_each_table():
-    limits = {
-        "sm80": 99 << 10,
-        "sm90": 227 << 10,
-        "sm100": 227 << 10,
-    }  # AMD keeps Q in registers: compile_all checks it
-    for arch, limit in limits.items():
+    for arch, limit in config.SHARED_MEMORY.items():
+        if arch == "amd":  # which keeps Q in registers: compile_all checks it
+            continue
         for head_dim, row in TABLE[arch]["half"].items():
             for kernel, choice in row.passes.items():
                 # The forward's row of 192 is that of Dv 128, the common one.

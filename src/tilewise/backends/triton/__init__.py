@@ -1,6 +1,7 @@
 """Attention on GPUs by Triton; and, for tests, by its interpreter on CPU tensors.
 
-Kernels run on Hopper (sm_90). For NVIDIA's sm_80 and sm_100 and for AMD's gfx942 they are compiled, never run (``config.NEVER_RUN``).
+Kernels run on Hopper (sm_90). For NVIDIA's sm_80, sm_100 and sm_120 and for AMD's gfx942 they are compiled, never run
+(``config.NEVER_RUN``).
 
 Importing this module does not import Triton; the first question about a problem does. ``config`` chooses tiles, ``paging`` those over a
 paged cache, ``group_parts`` the programs that share the query heads of a key tile, and ``sheet`` the parts of dS to keep. ``tiles`` says
@@ -41,13 +42,14 @@ from tilewise.backends.piecewise import PieceCall
 from tilewise.backends.triton import listed
 from tilewise.backends.triton.config import (
     MAX_HEAD_DIM,
-    MAX_LATENT_DIM,
     ONE_ORDER,
     Config,
+    architecture,
     choose,
     may_round,
     pair_sum_tiles,
     row_for,
+    table,
 )
 from tilewise.backends.triton.host import launch, runtime, tangent, tuned
 from tilewise.backends.triton.host.append import AppendLaunch
@@ -249,8 +251,11 @@ def _order_reasons(problem: Problem) -> list[str]:
 
 
 def _width_reasons(problem: Problem) -> list[str]:
-    half = problem.dtype.itemsize == 2
-    most, where = (MAX_LATENT_DIM, "") if half else (MAX_HEAD_DIM, f" in {str(problem.dtype).removeprefix('torch.')}")
+    half, arch = problem.dtype.itemsize == 2, architecture(problem.device)
+    most, where = (
+        max(table(arch, problem.dtype.itemsize)),
+        "" if half else f" in {str(problem.dtype).removeprefix('torch.')}",
+    )
     if problem.head_dim > most:
         return [f"head_dim {problem.head_dim} is above {most}{where}"]
     if problem.head_dim_v > MAX_HEAD_DIM:

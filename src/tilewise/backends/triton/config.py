@@ -170,16 +170,18 @@ TABLE = {
     "sm80": {"half": _HALF_SM80, "ieee": _FLOAT},
     "sm90": {"half": _HALF_SM90, "ieee": _FLOAT, "bf16x6": _BF16X6_SM90, "tf32": _TF32_SM90},
     "sm100": {"half": _HALF_SM80, "ieee": _FLOAT},
+    # Tiles of fp32 above 256 columns need more than such a device has.
+    "sm120": {"half": _HALF_SM80, "ieee": {head_dim: row for head_dim, row in _FLOAT.items() if head_dim <= 256}},
     "amd": {"half": _HALF_AMD, "ieee": _FLOAT},
 }
-NEVER_RUN = {"sm80": "sm_80", "sm100": "sm_100", "amd": "AMD"}
+NEVER_RUN = {"sm80": "sm_80", "sm100": "sm_100", "sm120": "sm_86, sm_89 and sm_120", "amd": "AMD"}
 """Architectures whose kernels are compiled in tests and have never run, and what users call them; their tiles are not measured."""
-# The bytes of shared memory that one program may have, on the data-centre devices of each table.
-SHARED_MEMORY = {"sm80": 163 << 10, "sm90": 227 << 10, "sm100": 227 << 10, "amd": 64 << 10}
-MAX_HEAD_DIM = min(max(tables["ieee"]) for tables in TABLE.values())
+# The bytes of shared memory that one program may have on the devices of each table.
+SHARED_MEMORY = {"sm80": 163 << 10, "sm90": 227 << 10, "sm100": 227 << 10, "sm120": 99 << 10, "amd": 64 << 10}
+MAX_HEAD_DIM = max(_FLOAT)  # of v
 MAX_LATENT_DIM = min(max(tables["half"]) for tables in TABLE.values())  # of q and k in half precision
 # The largest head dim at which tiles of three terms fit; on other devices those of _FLOAT with terms.
-TERMS_HEAD_DIM = {"sm90": max(_BF16X6_SM90)}
+TERMS_HEAD_DIM = {"sm90": max(_BF16X6_SM90), "sm120": 128}
 OTHER_TERMS_HEAD_DIM = 256
 TF32_HEAD_DIM = {"sm90": 128}  # beyond it terms are faster than tf32, and exact
 # The interpreter takes about 5 ms a step with any tile. Small problems should still have several tiles.
@@ -345,10 +347,15 @@ def operand_bytes(itemsize: int, products: str) -> int:
 
 
 def architecture(device: torch.device) -> str:
-    """Return the key of a device in :data:`TABLE`."""
+    """Return the key of a device in :data:`TABLE`.
+
+    "sm120" is every graphics card from Ampere on (sm_86, sm_89, sm_120): they multiply as an A100 does, with less shared memory.
+    """
     if torch.version.hip or devices.of(device).type == "hip":
         return "amd"
-    major = devices.of(device).capability[0]
+    major, minor = devices.of(device).capability
+    if major >= 12 or (major, minor) in ((8, 6), (8, 9)):
+        return "sm120"
     return "sm90" if major == 9 else "sm100" if major >= 10 else "sm80"
 
 

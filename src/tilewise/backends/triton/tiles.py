@@ -134,8 +134,8 @@ def shared_memory(
     rows = {
         "forward": m * w + stages * n * (w + wv),
         "paged": m * w + stages * n * (w + wv),
-        # V is in K. P changes its layout, and so do a predicate's pairs.
-        "latent": m * w + stages * n * w + (m * n if streams.plain else 2 * m * n),
+        # V is in K. P changes its layout, and so do a predicate's pairs, and V where products do not read shared memory.
+        "latent": m * w + stages * n * w + (m * n if streams.plain else 2 * m * n) + (0 if arch == "sm90" else n * wv),
         "dkdv": n * (w + wv) + over_keys,
         "dk": n * (w + wv) + over_keys,
         "pairs": n * (w + wv) + over_keys,

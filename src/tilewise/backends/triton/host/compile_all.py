@@ -64,6 +64,7 @@ TARGETS = {
         ("sm80", "cuda", 80, 32, (8, 0)),
         ("sm90", "cuda", 90, 32, (9, 0)),
         ("sm100", "cuda", 100, 32, (10, 0)),
+        ("sm120", "cuda", 120, 32, (12, 0)),
         ("amd", "hip", "gfx942", 64, (9, 4)),
     )
 }
@@ -461,12 +462,13 @@ def items() -> list[Item]:
         found += [Item(arch, torch.float32, limit, "causal", "tf32") for limit in (64, 128) if arch == "sm90"]
         found.append(Item(arch, torch.bfloat16, config.MAX_LATENT_DIM, "latent"))
         found.append(Item(arch, torch.float32, 128, "paged"))
-        widths = (128, 256, config.MAX_LATENT_DIM)[: {"amd": 0, "sm80": 1, "sm90": 3, "sm100": 2}[arch]]
+        widths = (128, 256, config.MAX_LATENT_DIM)[: {"amd": 0, "sm80": 1, "sm90": 3, "sm100": 2, "sm120": 0}[arch]]
         found += [Item(arch, torch.bfloat16, head_dim, "listed") for head_dim in widths]
         found += [
             Item(arch, torch.bfloat16, 128, feature)
             for feature in ([x for x in PAGED if x not in LATENT] if arch == "sm90" else ("pages16",))
         ]
+        found += [Item(arch, torch.bfloat16, config.MAX_LATENT_DIM, "mla") for _ in range(arch == "sm120")]
         if arch == "sm90":
             found.append(Item(arch, torch.float32, 128, "row"))
             found += [Item(arch, torch.float16, 128, feature) for feature in ("fp8", "fp8-each")]

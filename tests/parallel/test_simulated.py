@@ -367,6 +367,7 @@ def run_with(options):
         (lambda rank: {"softmax_scale": 1.0 + rank}, "softmax_scale\n    rank 0: 1.0\n    rank 1: 2.0"),
         (lambda rank: {"score": [tw.softcap(9.0), None][rank]}, "score\n    rank 0: "),
         (lambda rank: {"score": tw.alibi(torch.ones(4 if rank else 1))}, "tensors of mask, score and sink"),
+        (lambda rank: {"causal": rank == 0}, "mask\n    rank 0: causal()\n    rank 1: none"),
         (lambda rank: {"backend": [None, "portable"][rank]}, "backend\n    rank 0: None\n    rank 1: portable"),
         (
             lambda rank: {"mask": 7} if rank else {},
@@ -505,8 +506,13 @@ def test_rows_that_are_not_those_of_the_layout_are_refused_on_every_rank():
         (lambda e: tw.context_parallel(e, layout=balanced(None, 16, 3)), "the layout is for 3 ranks, the group has 2"),
         (
             lambda e: tw.context_parallel(e, scheme="fast"),
-            "scheme must be auto, gather, heads, heads.gather, got 'fast'",
+            "scheme must be auto, gather, heads, heads.gather, got 'fast'; Ulysses is heads",
         ),
+        (
+            lambda e: tw.context_parallel(e).shard(torch.arange(16)),
+            r"dim=1 is to be the sequence, but the tensor is \(16,\); name it: dim=0",
+        ),
+        (lambda e: tw.context_parallel(e).roll(torch.arange(16), -1), r"the tensor is \(16,\); name it: dim=0"),
         (lambda e: tw.context_parallel(), "torch.distributed is not initialized"),
         (
             lambda e: tw.context_parallel("cp"),

@@ -5,8 +5,11 @@ import types
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from tilewise.parallel import symmetric
+import tilewise as tw
+from tilewise.parallel import exchange, symmetric
+from tilewise.parallel.layout import Layout
 
 
 class _Ranks:
@@ -55,6 +58,37 @@ def test_ranks_of_several_machines_are_said_to_be_apart(joined):
     assert found.carrier.endswith("on several machines or in several containers")
 
 
+@pytest.fixture
+def unnamed(tmp_path):
+    """The process group that a device mesh makes: of every backend that the build of torch has, without a name."""
+    dist.init_process_group(store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_group_without_a_name_says_its_backends(unnamed):
+    assert dist.get_backend() == "undefined"
+    assert "cpu:gloo" in tw.context_parallel().exchange.carrier
+
+
+def test_a_group_without_a_name_is_one_of_nccl_on_a_machine_with_gpus(unnamed, monkeypatch):
+    monkeypatch.setattr(exchange.dist, "get_backend_config", lambda group=None: "cpu:gloo,cuda:nccl")
+    assert exchange.Group().host is None  # nothing to separate: there is no GPU
+    monkeypatch.setattr(exchange.torch.cuda, "is_available", lambda: True)
+    group = exchange.Group()
+    assert group.carrier == "cpu:gloo,cuda:nccl"
+    assert dist.get_backend(group.host) == "gloo"  # so group_of tries the copy engines
+
+
+def test_ranks_with_copy_engines_send_tensors_of_the_cpu_by_the_group(unnamed, monkeypatch):
+    monkeypatch.setattr(symmetric.torch.cuda, "Stream", lambda: None)
+    ranks, layout = symmetric.SymmetricGroup(), Layout([[(0, 4)]])
+    sent = ranks.room("q", (1, 4, 2), torch.empty(0), 8).copy_(torch.arange(8.0).view(1, 4, 2))
+    whole = ranks.to_heads("q", sent, layout)()
+    assert torch.equal(whole, sent[0])
+    assert torch.equal(ranks.to_rows("o", whole, layout)(), sent)
+
+
 class _Alone(symmetric.SymmetricGroup):
     """A rank whose memory nobody maps: rooms of plain tensors."""
 
@@ -78,7 +112,7 @@ def rooms(monkeypatch):
 
     def room(nbytes, capturing=False):
         monkeypatch.setattr(symmetric, "is_captured", lambda: capturing)
-        return ranks.room("q", (nbytes,), torch.empty(0, dtype=torch.uint8), nbytes).data_ptr()
+        return ranks._mapped("q", nbytes, torch.device("cpu"))[0].data_ptr()
 
     room.ranks = ranks
     return room

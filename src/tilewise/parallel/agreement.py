@@ -207,5 +207,5 @@ def _compare(exchange: Exchange, digests: list[int], facts: dict[str, str], fail
     for name in dict.fromkeys(name for known in every for name in known):
         said = [known.get(name, "(not reached)") for known in every]
         if len(set(said)) > 1:
-            lines += [f"  {name}"] + [f"    rank {rank}: {value}" for rank, value in enumerate(said)]
+            lines += [f"  {name}"] + [f"    rank {rank}: {value or 'none'}" for rank, value in enumerate(said)]
     raise ValueError("\n".join(lines)) from failed

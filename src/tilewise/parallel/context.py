@@ -66,7 +66,9 @@ def context_parallel(
     if not isinstance(layout, Layout) and layout not in LAYOUTS:
         raise ValueError(f"layout must be {', '.join(LAYOUTS)} or a Layout, got {layout!r}")
     if scheme not in plan.SCHEMES:
-        raise ValueError(f"scheme must be {', '.join(plan.SCHEMES)}, got {scheme!r}")
+        raise ValueError(
+            f"scheme must be {', '.join(plan.SCHEMES)}, got {scheme!r}; Ulysses is heads, and instead of a ring there is gather"
+        )
     exchange = group_of(group) if group is None or isinstance(group, dist.ProcessGroup) else group
     if not hasattr(exchange, "received"):  # of an Exchange
         raise ValueError(
@@ -80,6 +82,11 @@ def context_parallel(
 _NOT_SAVED = (
     "a group of ranks belongs to its processes; save state_dict(), and call context_parallel where it is loaded"
 )
+
+
+def _check_dim(x: Tensor, dim: int) -> None:
+    if not -x.ndim <= dim < x.ndim:
+        raise ValueError(f"dim={dim} is to be the sequence, but the tensor is {tuple(x.shape)}; name it: dim=0, for example")
 
 
 class ContextParallel:
@@ -156,10 +163,12 @@ class ContextParallel:
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
         """Return this rank's rows, along ``dim``, of a tensor that every rank holds whole."""
-        return self.layout_of(x.size(dim)).shard(x, self.rank, dim)
+        _check_dim(x, dim)
+        return self.layout_of(x.shape[dim]).shard(x, self.rank, dim)
 
     def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
         """Gather the rows of all ranks into the whole tensor, on every rank."""
+        _check_dim(x, dim)
         return _Unshard.apply(self, x, dim)
 
     def roll(self, x: Tensor, shifts: int, dim: int = 1) -> Tensor:

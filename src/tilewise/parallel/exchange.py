@@ -118,6 +118,20 @@ def split_ranks(rank: int, size: int, within: int) -> tuple[range, range]:
     return range(first, first + within), range(place, size, within)
 
 
+def backend_of(group: dist.ProcessGroup | None) -> str:
+    """Return the name of a group's backend, or ``"cpu:gloo,cuda:nccl"`` of a group that was made without one.
+
+    ``init_device_mesh`` makes such groups, and ``init_process_group`` under torchrun.
+    """
+    name = dist.get_backend(group)
+    return dist.get_backend_config(group) if name == dist.Backend.UNDEFINED else name
+
+
+def _has_nccl(group: dist.ProcessGroup | None) -> bool:
+    # A build for GPUs names NCCL on machines without any, too.
+    return "nccl" in backend_of(group) and torch.cuda.is_available()
+
+
 class Group(Exchange):
     """The ranks of a :class:`torch.distributed.ProcessGroup`: NCCL on GPUs, gloo on CPUs.
 
@@ -128,11 +142,11 @@ class Group(Exchange):
     def __init__(self, group: dist.ProcessGroup | None = None):
         if not dist.is_available() or not dist.is_initialized():
             raise ValueError("torch.distributed is not initialized; call torch.distributed.init_process_group first")
-        self.group, self.received, self.carrier = group, 0, dist.get_backend(group)
+        self.group, self.received, self.carrier = group, 0, backend_of(group)
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         # Ranks' exchanges on the host must not wait for the GPUs.
         self.host = group
-        if "nccl" in dist.get_backend(group):
+        if _has_nccl(group):
             ranks = dist.get_process_group_ranks(group)
             self.host = self._new_group(ranks, "gloo")
 
@@ -144,7 +158,7 @@ class Group(Exchange):
     def _timeout(self) -> timedelta:
         """Return how long a rank waits for the others: the process group's timeout, which groups made from it keep."""
         group: Any = dist.group.WORLD if self.group is None else self.group
-        device = torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")
+        device = torch.device("cuda" if _has_nccl(group) else "cpu")
         try:
             return group._get_backend(device).options._timeout
         except (AttributeError, RuntimeError):  # private parts of torch
@@ -169,7 +183,7 @@ class Group(Exchange):
         return list(out.unbind(0))
 
     def split(self, within: int) -> tuple[Exchange, Exchange]:
-        ranks, backend = dist.get_process_group_ranks(self.group or dist.group.WORLD), dist.get_backend(self.group)
+        ranks, backend = dist.get_process_group_ranks(self.group or dist.group.WORLD), backend_of(self.group)
         neighbours, alike = ([ranks[n] for n in found] for found in split_ranks(self.rank, self.size, within))
         return self.joined_by(self._new_group(neighbours, backend)), self.joined_by(self._new_group(alike, backend))
 

@@ -92,6 +92,8 @@ class SymmetricGroup(Group):
         return group_of(group)
 
     def room(self, name: str, shape: Sequence[int], like: Tensor, most: int) -> Tensor:
+        if not like.is_cuda:  # a group of two backends also takes tensors of the CPU
+            return super().room(name, shape, like, most)
         memory, _ = self._mapped(name, most * like.element_size(), like.device)
         return memory.view(like.dtype)[: math.prod(shape)].view(shape)
 
@@ -121,6 +123,8 @@ class SymmetricGroup(Group):
         return found
 
     def to_heads(self, name: str, sent: Tensor, layout: Layout) -> Callable[[], Tensor]:
+        if not sent.is_cuda:
+            return super().to_heads(name, sent, layout)
         whole = sent.new_empty((layout.seqlen, *sent.shape[2:]))
         peers = self._peers(name, [(self.size, rows, *sent.shape[2:]) for rows in layout.lengths], sent)
         copies = [
@@ -132,6 +136,8 @@ class SymmetricGroup(Group):
         return self._copied(copies, whole)
 
     def to_rows(self, name: str, sent: Tensor, layout: Layout) -> Callable[[], Tensor]:
+        if not sent.is_cuda:
+            return super().to_rows(name, sent, layout)
         own = sent.new_empty((self.size, layout.lengths[self.rank], *sent.shape[1:]))
         peers = self._peers(name, [sent.shape] * self.size, sent)
         copies = [

@@ -95,7 +95,7 @@ def wrong(message, **changes):
     ("changes", "message"),
     [
         wrong(
-            r"seqlens_k\[0\] is 58, a row of the table holds 0 to 48 keys; give block_table more columns",
+            r"seqlens_k\[0\] is 58, a sequence has room for 0 to 48 keys; give block_table more columns, or a dense cache more rows",
             seqlens_k=lambda x: x + 38,
         ),
         wrong(r"seqlens_k\[2\] is -1", seqlens_k=lambda x: x - 1),
@@ -407,7 +407,7 @@ def test_the_append_operator_passes_opcheck():
 @pytest.mark.parametrize(
     ("k", "v", "message"),
     [
-        ((4, 16, 2, 16), (4, 16, 2, 8), r"seqlens_k\[3\] with the new keys is 49, a row of the table holds 0 to 48"),
+        ((4, 16, 2, 16), (4, 16, 2, 8), r"seqlens_k\[3\] with the new keys is 49, a sequence has room for 0 to 48"),
         ((4, 5, 2, 16), (4, 4, 2, 8), r"k has \(4, 5\) rows, v \(4, 4\)"),
         ((4, 5, 3, 16), (4, 5, 2, 8), r"k is \(4, 5, 3, 16\), the rows of its pages \(2, 16\)"),
         ((3, 5, 2, 16), (3, 5, 2, 8), "batch differs: k 3, block_table 4"),
@@ -464,3 +464,14 @@ def test_appending_what_wants_a_gradient_is_refused():
         tw.append(empty_cache(), k, v)
         with pytest.raises(ValueError, match="a cache has no gradient"):
             torch.func.jvp(lambda k: tw.append(empty_cache(), k, v).k_pages, (k,), (k,))
+
+
+def test_a_cache_is_printed_without_its_pages():
+    k, v = torch.zeros(2, 8, 2, 16), torch.zeros(2, 8, 2, 4)
+    assert str(tw.dense_cache(k, v, torch.zeros(2, dtype=torch.int32))) == (
+        "PagedCache(k_pages=(2, 8, 2, 16) float32, v_pages=(2, 8, 2, 4) float32, block_table=(2, 1) int32, seqlens_k=(2,) int32)"
+    )
+    small = (x.to(torch.float8_e4m3fn) for x in (k, v))
+    scales = {"k_scale": torch.ones(()), "v_scale": torch.ones(2)}
+    assert "k_scale=() float32, v_scale=(2,) float32" in str(tw.dense_cache(*small, torch.zeros(2).int(), **scales))
+    assert "seqlens_k=[1, 2]" in str(tw.dense_cache(k, v, [1, 2]))

@@ -124,7 +124,7 @@ def test_what_has_no_mass_says_so():
     with pytest.raises(ValueError, match=r'per must be "row".*\n.*stats must be a tuple of "max_logit" and "key_mass"'):
         tw.attention_with_stats(q, k, v, per="batch", stats=("mass",))
     for stats in ("key_mass", [["key_mass"]]):
-        with pytest.raises(ValueError, match=r"got .*'key_mass'"):
+        with pytest.raises(ValueError, match=r'such as \("key_mass",\); got .*key_mass'):
             tw.attention_with_stats(q, k, v, stats=stats)
     cache = tw.dense_cache(k, v, torch.tensor([70, 70], dtype=torch.int32))
     with pytest.raises(NotImplementedError, match="key_mass of a cache"):

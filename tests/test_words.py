@@ -15,6 +15,7 @@ import tilewise.parallel
 from bench.testing import qkv
 from tilewise import words
 from tilewise.compat.flash_attn import flash_attn_func
+from tilewise.compat.flex_attention import create_block_mask, flex_attention
 from tilewise.pictures import reading
 
 PUBLIC = (
@@ -139,6 +140,18 @@ WRONG = {
     "chunks-0": (lambda: tw.parallel.balanced(None, 8, 2, chunks=0), "balanced: chunks must be a whole number >= 1"),
     "simulate-nobody": (lambda: tw.parallel.simulate(0, print), "simulate: ranks must be a whole number >= 1, got 0"),
     "backward-in-forward-order": (lambda: _in_the_forwards_order(), "in the order do, q, k, v, o, lse"),
+    "mask-then-score": (lambda: tw.causal() >> tw.softcap(3.0), "two keywords: mask=..., score=..."),
+    "mask-and-score": (lambda: tw.causal() & tw.softcap(3.0), "a score goes to score="),
+    "score-then-mask": (lambda: tw.softcap(3.0) >> tw.causal(), "a mask goes to mask="),
+    "causal-is-a-mask": (lambda: tw.attention(*qkv(), causal=tw.causal()), "got Mask; other masks go to mask="),
+    "score-mod-is-a-mask": (
+        lambda: flex_attention(*qkv(), create_block_mask(lambda b, h, i, j: i >= j, None, None, 70, 70)),
+        "score_mod is a Mask; it goes to block_mask=",
+    ),
+    "append-to-shared": (
+        lambda: tw.append(tw.dense_cache(*qkv()[1:], torch.zeros(2)).share(1), *qkv()[1:]),
+        "got SharedCache; append to its .cache, and share what append returns",
+    ),
     "mask-misspelt": (lambda: reading.read_mask("casual()"), "did you mean 'causal'?"),
 }
 
@@ -154,6 +167,23 @@ def test_an_object_in_the_wrong_place_is_told_its_own(name):
     call, says = WRONG[name]
     with pytest.raises(ValueError, match=re.escape(says)):
         call()
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda q, k, v: tw.attention(q, k, v, torch.tensor([0, 70])), "call tw.attention_varlen(q, k, v, cu_seqlens)"),
+        (
+            lambda q, k, v: tw.attention_paged(q, k, v, torch.zeros(2, 1).int(), torch.zeros(2).int()),
+            "call tw.attention_paged(q, tw.paged(k_pages, v_pages, block_table, seqlens_k))",
+        ),
+        (lambda q, k, v: tw.attention(q, k, v, torch.ones(70, 70).bool()), "write mask= for a bool tensor"),
+    ],
+    ids=["cu_seqlens", "pages", "mask"],
+)
+def test_a_tensor_too_many_by_position_is_told_its_place(call, says):
+    with pytest.raises(TypeError, match=re.escape(says)):
+        call(*qkv())
 
 
 @pytest.mark.parametrize(

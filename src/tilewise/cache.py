@@ -30,6 +30,15 @@ _library.define(
 _append = torch.ops.tilewise.append.default
 
 
+def _shown(cache: PagedCache | QuantizedCache) -> str:
+    """Return a cache in one line: names, shapes and dtypes, because its pages are long to print."""
+    tensors = [
+        f"{name}={tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}" if isinstance(x, Tensor) else f"{name}={x!r}"
+        for name, x in zip(cache._fields, cache, strict=True)
+    ]
+    return f"{type(cache).__name__}({', '.join(tensors)})"
+
+
 class PagedCache(NamedTuple):
     """A cache of keys and values; made by :func:`paged` or :func:`dense_cache`, read by :func:`tilewise.attention_paged`.
 
@@ -47,6 +56,9 @@ class PagedCache(NamedTuple):
     v_pages: Tensor
     block_table: Tensor
     seqlens_k: Tensor
+
+    def __repr__(self) -> str:
+        return _shown(self)
 
     def share(self, prefix_pages: int) -> SharedCache:
         """Return this cache with the promise that all sequences begin with the same ``prefix_pages`` pages (:class:`SharedCache`)."""
@@ -68,6 +80,9 @@ class QuantizedCache(NamedTuple):
     seqlens_k: Tensor
     k_scale: Tensor
     v_scale: Tensor
+
+    def __repr__(self) -> str:
+        return _shown(self)
 
     def share(self, prefix_pages: int) -> SharedCache:
         """Return this cache with the promise that all sequences begin with the same ``prefix_pages`` pages (:class:`SharedCache`)."""
@@ -105,7 +120,8 @@ def cache_as_options(cache: PagedCache | QuantizedCache, o: Options) -> tuple[Te
 
 def not_a_cache(found: object) -> str:
     """Return the reason against a call whose cache is something else."""
-    return f"cache must be what tw.paged(...) or tw.dense_cache(...) returns, got {type(found).__name__}"
+    hint = "; append to its .cache, and share what append returns" * isinstance(found, SharedCache)
+    return f"cache must be what tw.paged(...) or tw.dense_cache(...) returns, got {type(found).__name__}{hint}"
 
 
 @overload

@@ -121,8 +121,8 @@ def value_reasons(table: Tensor, seqlens: Tensor, num_pages: int, page_size: int
     """
     capacity = table.shape[1] * page_size
     reasons = [
-        f"seqlens_k[{b}]{of} is {length}, a row of the table holds 0 to {capacity} keys"
-        + "; give block_table more columns" * (length > capacity)
+        f"seqlens_k[{b}]{of} is {length}, a sequence has room for 0 to {capacity} keys"
+        + "; give block_table more columns, or a dense cache more rows" * (length > capacity)
         for b, length in enumerate(seqlens.tolist())
         if not 0 <= length <= capacity
     ]

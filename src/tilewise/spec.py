@@ -516,7 +516,7 @@ def _type_reasons(q: Tensor, k: Tensor, v: Tensor, o: Options) -> list[str]:
         elif isinstance(x, Tensor) and x.layout != torch.strided:
             reasons.append(f"{name} is {x.layout}; make it dense: {name}.to_dense()")
     if not isinstance(o.causal, bool):
-        reasons.append(f"causal must be True or False, got {type(o.causal).__name__}")
+        reasons.append(f"causal must be True or False, got {type(o.causal).__name__}; other masks go to mask=")
     if not (o.deterministic is None or isinstance(o.deterministic, bool) or o.deterministic == EVERYWHERE):
         reasons.append(f'deterministic must be True, False or "everywhere", got {o.deterministic!r}')
     if o.cu_seqlens_k is not None and o.cu_seqlens_q is None:

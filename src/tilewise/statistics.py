@@ -28,7 +28,7 @@ def stats_reasons(per: object, stats: object) -> list[str]:
     """Return the reasons against the keywords of :func:`tilewise.attention_with_stats` that name statistics."""
     reasons = [] if per in ("row", "head") else [f'per must be "row" or "head", got {per!r}']
     if not isinstance(stats, (list, tuple)) or not all(x in ("max_logit", "key_mass") for x in stats):
-        reasons.append(f'stats must be a tuple of "max_logit" and "key_mass", got {stats!r}')
+        reasons.append(f'stats must be a tuple of "max_logit" and "key_mass", such as ("key_mass",); got {stats!r}')
     return reasons
 
 

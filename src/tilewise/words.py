@@ -116,7 +116,11 @@ def _by_keyword(value: object, function: str) -> str:
     dtype = getattr(value, "dtype", None)
     if dtype is None:
         return ""
-    return "write score= for a tensor that is added" if "float" in str(dtype) else "write mask= for a bool tensor"
+    if "float" in str(dtype):
+        return "write score= for a tensor that is added"
+    if "bool" in str(dtype):
+        return "write mask= for a bool tensor"
+    return _PAGED if "paged" in function else HERE["cu_seqlens"]
 
 
 def _instead(name: str) -> str:

@@ -77,6 +77,8 @@ def flex_attention(
     """
     need_tensors("flex_attention", query=query, key=key, value=value)
     _check(query, key, value, enable_gqa, return_lse, return_aux)
+    if isinstance(score_mod, BlockMask | tw.Mask):
+        raise_wrong("flex_attention", [f"score_mod is a {type(score_mod).__name__}; it goes to block_mask="])
     q, k, v = (x.expand(len(query), -1, -1, -1).transpose(1, 2) for x in (query, key, value))
     scored = score_wrapping(score_mod) if callable(score_mod) else score_mod
     options = {"mask": _mask(block_mask, query, key), "score": scored, "softmax_scale": scale}

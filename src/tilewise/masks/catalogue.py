@@ -121,6 +121,9 @@ class Mask:
         def __add__(self, other):
             raise ValueError("masks are combined with & (kept by both) and | (kept by either)")
 
+        def __rshift__(self, other):
+            raise ValueError("a mask and a score are two keywords: mask=..., score=...")
+
     def __repr__(self) -> str:
         return f"Mask({self.text})"
 
@@ -189,7 +192,9 @@ def _unprepared(mask: object) -> Mask:
         return mask
     if not isinstance(mask, Mask):
         expr.refuse_unread(mask)
-        raise ValueError(f"a mask is combined with masks, got {type(mask).__name__}; wrap it: tw.keep(fn), tw.dense(t)")
+        raise ValueError(
+            f"a mask is combined with masks, got {type(mask).__name__}; wrap it: tw.keep(fn), tw.dense(t); a score goes to score="
+        )
     return mask.of if isinstance(mask, _Prepared) else mask
 
 

@@ -86,7 +86,9 @@ _NOT_SAVED = (
 
 def _check_dim(x: Tensor, dim: int) -> None:
     if not -x.ndim <= dim < x.ndim:
-        raise ValueError(f"dim={dim} is to be the sequence, but the tensor is {tuple(x.shape)}; name it: dim=0, for example")
+        raise ValueError(
+            f"dim={dim} is to be the sequence, but the tensor is {tuple(x.shape)}; name it: dim=0, for example"
+        )
 
 
 class ContextParallel:

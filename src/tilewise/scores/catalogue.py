@@ -35,7 +35,7 @@ class Score:
     def __rshift__(self, other: Score) -> Score:
         if not isinstance(other, Score):
             raise ValueError(
-                f"a score is followed by a score, got {type(other).__name__}; wrap it: tw.score(fn), tw.bias(t)"
+                f"a score is followed by a score, got {type(other).__name__}; wrap it: tw.score(fn), tw.bias(t); a mask goes to mask="
             )
         if not (self.text and other.text):  # one that changes nothing
             return self if self.text else other

@@ -140,7 +140,7 @@ WRONG = {
     "chunks-0": (lambda: tw.parallel.balanced(None, 8, 2, chunks=0), "balanced: chunks must be a whole number >= 1"),
     "simulate-nobody": (lambda: tw.parallel.simulate(0, print), "simulate: ranks must be a whole number >= 1, got 0"),
     "backward-in-forward-order": (lambda: _in_the_forwards_order(), "in the order do, q, k, v, o, lse"),
-    "mask-then-score": (lambda: tw.causal() >> tw.softcap(3.0), "two keywords: mask=..., score=..."),
+    "mask-then-score": (lambda: tw.causal() >> tw.softcap(3.0), "got Mask; a mask is a keyword beside it: mask="),
     "mask-and-score": (lambda: tw.causal() & tw.softcap(3.0), "a score goes to score="),
     "score-then-mask": (lambda: tw.softcap(3.0) >> tw.causal(), "a mask goes to mask="),
     "causal-is-a-mask": (lambda: tw.attention(*qkv(), causal=tw.causal()), "got Mask; other masks go to mask="),

@@ -121,9 +121,6 @@ class Mask:
         def __add__(self, other):
             raise ValueError("masks are combined with & (kept by both) and | (kept by either)")
 
-        def __rshift__(self, other):
-            raise ValueError("a mask and a score are two keywords: mask=..., score=...")
-
     def __repr__(self) -> str:
         return f"Mask({self.text})"
 

@@ -84,11 +84,11 @@ _NOT_SAVED = (
 )
 
 
-def _check_dim(x: Tensor, dim: int) -> None:
+def _length(x: Tensor, dim: int) -> int:
+    """Return the rows of a tensor's sequence; ValueError if it has no such dimension."""
     if not -x.ndim <= dim < x.ndim:
-        raise ValueError(
-            f"dim={dim} is to be the sequence, but the tensor is {tuple(x.shape)}; name it: dim=0, for example"
-        )
+        raise ValueError(f"dim={dim} is to be the sequence, but the tensor is {tuple(x.shape)}; name it: dim=0, say")
+    return x.shape[dim]
 
 
 class ContextParallel:
@@ -165,12 +165,11 @@ class ContextParallel:
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
         """Return this rank's rows, along ``dim``, of a tensor that every rank holds whole."""
-        _check_dim(x, dim)
-        return self.layout_of(x.shape[dim]).shard(x, self.rank, dim)
+        return self.layout_of(_length(x, dim)).shard(x, self.rank, dim)
 
     def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
         """Gather the rows of all ranks into the whole tensor, on every rank."""
-        _check_dim(x, dim)
+        _length(x, dim)
         return _Unshard.apply(self, x, dim)
 
     def roll(self, x: Tensor, shifts: int, dim: int = 1) -> Tensor:

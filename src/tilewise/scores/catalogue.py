@@ -51,6 +51,11 @@ class Score:
 
         __add__ = __or__ = __and__
 
+        def __rrshift__(self, other):
+            raise ValueError(
+                f"a score follows a score, got {type(other).__name__}; a mask is a keyword beside it: mask="
+            )
+
     def __repr__(self) -> str:
         return f"Score({self.text})"
 

@@ -136,7 +136,7 @@ def _limit(options: BenchOptions, device: str) -> float | None:
 def _who_can_run(cases: list, device: str) -> list:
     """tilewise's backends by name, and every peer that does not refuse all of the cases."""
     elsewhere = {"tilewise"} if device.startswith("cuda") else {"tilewise", "hopper", "triton"}
-    by_name = [c for c in all_contestants().values() if c.name not in elsewhere]
+    by_name = [c for c in all_contestants().values() if c.name not in elsewhere and not c.asked]
     return [c for c in by_name if any(not c.unsupported(case, device) for case in cases)]
 
 

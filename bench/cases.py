@@ -4,7 +4,8 @@ A Case holds sizes and *names* of a mask and a score; MASKS and SCORES of bench/
 
 Tags: `contract` tiny shapes for tests · `cpu` / `cuda` where the case is meant to be timed · `demo` · `exact` · `h200` the 36 rows
 and `masks` the masks and scores whose peers are in docs/performance.md · `paper` what repeats a figure of a paper
-(docs/evidence.md) · `decode`, `window`, `packed`, `sparse`, `score`, `split`, `memory`, `feature` what they probe.
+(docs/evidence.md) · `decode`, `window`, `packed`, `sparse`, `shares`, `score`, `triangles`, `windows`, `split`, `memory`,
+`feature` what they probe.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.kinds import MASKS, SCORES, document_lengths, leaf_dtype
+from bench.kinds import MASKS, SCORES, SHARES, document_lengths, leaf_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -345,6 +346,31 @@ def _masks() -> Iterator[Case]:
         yield row(f"causal-{what}", score=score, **CAUSAL)
 
 
+def _blocks() -> Iterator[Case]:
+    """Shares of time beside shares of blocks: patterns of 128 × 128, their whole, and no mask."""
+    for d, (n, heads) in product((64, 128), ((8192, 16), (16384, 16), (32768, 8), (65536, 4))):
+        row = ("FlashAttention, figure 2, right", _square(1, n, heads, heads, d), "cuda shares")
+        yield _case(f"shares-d{d}-n{n}-whole", *row, **BF16)
+        for share in SHARES:
+            yield _case(f"shares-d{d}-n{n}-{share:g}", *row, mask=f"blocks-{share:g}", **BF16)
+
+
+def _trained_biases() -> Iterator[Case]:
+    """A bias that the whole batch shares and that is trained: triangle attention of N rows (Jumper et al. 2021, algorithms 13 and
+    14), and shifted windows of 32, 8 and 4 images (Liu et al. 2021)."""
+    sizes = [(n, d, "bfloat16") for n in (384, 768) for d in (16, 32, 64)] + [(768, d, "float32") for d in (32, 64)]
+    for n, d, dtype in sizes:
+        row = ("AlphaFold", _square(n, n, 4, 4, d), "cuda triangles")
+        yield _case(f"triangle-n{n}-d{d}-{dtype}", *row, dtype=dtype, score="bias-16")
+    for count, n, heads in ((2048, 49, 3), (512, 144, 6), (256, 256, 8)):
+        row = ("Swin", _square(count, n, heads, heads, 32), "cuda windows")
+        yield _case(f"windows-n{n}", *row, **BF16, mask="shifted-windows", score="bias-16")
+
+
+LARGE = ("window-512", "window-1024", "sparse-90", "shifted-windows", *(f"blocks-{share:g}" for share in SHARES))
+"""Masks that the contract leaves out: of large calls, and of kinds that it has in small."""
+
+
 def _demo() -> Iterator[Case]:
     """`tilewise demo`: causal self-attention at growing N, small enough that a laptop's CPU reaches 16,384."""
     for n in LENGTHS:
@@ -408,7 +434,7 @@ def _contract() -> Iterator[Case]:
         yield row(f"{size}-selected-sink", sizes[size], mask="selected", sink=True)
     plain, masked, cross = (2, 67, 67, 4, 2, 16, 16), (2, 67, 67, 2, 2, 16, 16), (1, 50, 83, 4, 2, 16, 16)
     for mask in MASKS:
-        if mask not in ("causal", "window-512", "window-1024", "sparse-90"):
+        if mask not in ("causal", *LARGE):
             yield row(mask, masked, mask=mask)
     crossed = ("window-8", "window-both", "window-right", "prefix", "key-range", "keep-odd", "window-or-first")
     for mask in (*crossed, "selected-causal", "selected-16"):
@@ -464,7 +490,18 @@ def _contract_packed() -> Iterator[Case]:
 
 
 CASES: dict[str, Case] = {}
-for _row in (*_h200(), *_cpu(), *_cuda(), *_features(), *_masks(), *_demo(), *_exact(), *_contract()):
+for _row in (
+    *_h200(),
+    *_cpu(),
+    *_cuda(),
+    *_features(),
+    *_masks(),
+    *_blocks(),
+    *_trained_biases(),
+    *_demo(),
+    *_exact(),
+    *_contract(),
+):
     if _row.name in CASES:
         raise ValueError(f"bench/cases.py: two cases are called {_row.name}")
     CASES[_row.name] = _row

@@ -6,6 +6,7 @@ The plain functions of (b, h, i, j) are shared by eager attention and FlexAttent
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -132,14 +133,28 @@ def _regions(case: Case, normal: Normal) -> dict[str, Tensor]:
     return {"regions": torch.stack([place * 0, place % 5 // 3 + 2 * (place >= len(place) // 2)]).int()}
 
 
+def _shifted(case: Case, normal: Normal) -> dict[str, Tensor]:
+    """The region that each pixel of the four kinds of shifted windows comes from (Liu et al. 2021, figure 4)."""
+    n = max(case.seqlen_q, case.seqlen_k)
+    side, place = math.isqrt(n), torch.arange(n)
+    right, below = place % side >= side // 2, place // side >= side // 2
+    return {"regions": torch.stack([0 * place, right, 2 * below, right + 2 * below]).int()}
+
+
+def _of_regions(leaves: Callable[[Case, Normal], dict[str, Tensor]]) -> MaskKind:
+    """A pixel sees those of its own region; each batch element has the next row of ``regions``."""
+
+    def same(x: Inputs, b: Any, h: Any, i: Any, j: Any) -> Any:
+        of = x.leaves["regions"]
+        return of[b % len(of), i] == of[b % len(of), j]
+
+    return MaskKind(lambda x: tw.keep(lambda b, h, i, j: same(x, b, h, i, j)), same, leaves)
+
+
 def _firsts(case: Case, normal: Normal) -> dict[str, Tensor]:
     """The keys that every query sees, by batch element and head."""
     count = case.batch * case.heads_q
     return {"first": (torch.arange(count) * case.seqlen_k // max(count, 1)).view(case.batch, case.heads_q)}
-
-
-def _same_region(x: Inputs, b: Any, i: Any, j: Any) -> Any:
-    return x.leaves["regions"][b % 2, i] == x.leaves["regions"][b % 2, j]
 
 
 def _same(x: Inputs, i: Any, j: Any) -> Any:
@@ -151,6 +166,9 @@ def _first(x: Inputs) -> int:
     """The keys that every query sees under "prefix"."""
     return x.case.seqlen_k // 3
 
+
+SHARES = (1.0, 0.5, 0.25, 0.125, 0.0625, 0.03125)
+"""Of the blocks that patterns keep beside their diagonal (FlashAttention, figure 2, right)."""
 
 MASKS: dict[str | None, MaskKind] = {
     "causal": MaskKind(lambda x: tw.causal(), lambda x, b, h, i, j: j <= i + x.off),
@@ -206,11 +224,8 @@ MASKS: dict[str | None, MaskKind] = {
     "keep-odd": MaskKind(
         lambda x: tw.keep(lambda b, h, i, j: (i + 2 * j + h) % 3 != 0), lambda x, b, h, i, j: (i + 2 * j + h) % 3 != 0
     ),
-    "regions": MaskKind(
-        lambda x: tw.keep(lambda b, h, i, j: _same_region(x, b, i, j)),
-        lambda x, b, h, i, j: _same_region(x, b, i, j),
-        _regions,
-    ),
+    "regions": _of_regions(_regions),
+    "shifted-windows": _of_regions(_shifted),
     "window-or-first": MaskKind(
         lambda x: tw.window(left=7, right=0) | tw.key_range(0, 4),
         lambda x, b, h, i, j: ((j >= i + x.off - 7) & (j <= i + x.off)) | (j < 4),
@@ -220,6 +235,7 @@ MASKS: dict[str | None, MaskKind] = {
     ),
     "sparse-16": _sparse(block=16, keep_share=0.4),
     "sparse-90": _sparse(block=128, keep_share=0.1),
+    **{f"blocks-{share:g}": _sparse(block=128, keep_share=share) for share in SHARES},
     "selected": _selected(block=1, block_q=1, count=9),
     "selected-causal": _selected(block=1, block_q=1, count=20, causal=True),
     "selected-16": _selected(block=16, block_q=8, count=2),

@@ -33,6 +33,7 @@ class Contestant:
     context: entered around a sample of calls, so that choosing a kernel costs nothing inside the sample.
     ours: whether it is tilewise, which the error rule binds strictly (bench/check.py).
     limit: whether it computes no attention but shows a limit of the machine; nothing of it is checked.
+    asked: whether it runs only where it is named.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Contestant:
     context: Callable[[], AbstractContextManager] = nullcontext
     ours: bool = False
     limit: bool = False
+    asked: bool = False
 
 
 # ---- eager: the formula, with its N × N matrix ----------------------------------------------------------------------
@@ -211,15 +213,26 @@ def _eager_unsupported(case: Case, device: str) -> list[str]:
 # ---- tilewise -------------------------------------------------------------------------------------------------------
 
 
-def tilewise(backend: str | None = None) -> Contestant:
-    """A backend of tilewise by its name, or with None the one that it chooses by itself."""
+def tilewise(backend: str | None = None, name: str = "", **options: object) -> Contestant:
+    """A backend of tilewise by its name, or with None the one that it chooses by itself; ``options`` of the public call."""
 
     def prepare(x: Inputs) -> Call:
         attention = tw.attention_varlen if x.case.lengths else tw.attention
-        return partial(attention, x.q, x.k, x.v, **x.options(), backend=backend)
+        return partial(attention, x.q, x.k, x.v, **x.options(), **options, backend=backend)
 
     number = measure.versions("tilewise").get("tilewise", "checkout")
-    return Contestant(backend or "tilewise", lambda case, device: [], prepare, f"tilewise {number}", ours=True)
+    return Contestant(
+        name or backend or "tilewise",
+        lambda case, device: [],
+        prepare,
+        f"tilewise {number}",
+        ours=True,
+        asked=bool(name),
+    )
+
+
+DETERMINISTIC = {"tilewise-deterministic": True, "tilewise-everywhere": "everywhere"}
+"""What an order of its sums costs tilewise, for who asks."""
 
 
 # ---- PyTorch's own --------------------------------------------------------------------------------------------------
@@ -230,11 +243,12 @@ class Takes:
     """What a peer runs. No peer has sinks, and every dropout draws other bits, so that it cannot be checked.
 
     masks: their names, every other way than as a stored N × N matrix. last: causal aligns the last query with the last key, as ours.
-    module: what has to be installed.
+    biases: a bias of pairs, to which any mask is added. module: what has to be installed.
     """
 
     masks: Collection[str | None] = (None, "causal")
     scores: bool = False
+    biases: bool = False
     packed: bool = False
     last: bool = True
     cuda: bool = True
@@ -243,14 +257,15 @@ class Takes:
 
     def unsupported(self, case: Case, device: str) -> list[str]:
         """Every reason that a case cannot be run."""
+        biased = self.biases and case.score in BIASES
         reasons = {
             f"runs on CUDA, this is {device}": self.cuda and not device.startswith("cuda"),
             f"dtype {case.dtype}: bfloat16 or float16 only": self.half and case.dtype not in ("bfloat16", "float16"),
-            f"mask {case.mask}": case.mask not in self.masks,
+            f"mask {case.mask}": case.mask not in self.masks and not biased,
             "its causal aligns the first query with the first key": not self.last
-            and (case.mask == "causal" and case.seqlen_q != case.seqlen_k),
+            and (case.mask == "causal" and case.seqlen_q != case.seqlen_k and not biased),
             "packed sequences": case.lengths and not self.packed,
-            "scores": case.score and not self.scores,
+            "scores": case.score and not self.scores and not biased,
             "sinks": case.sink,
             "dropout": case.dropout_p,
             f"{self.module} is not installed": self.module and not installed(self.module),
@@ -269,14 +284,29 @@ def installed(module: str) -> bool:
 EVERY_MASK = (None, *MASKS)
 
 
+BIASES = ("bias", "bias-16")
+
+
 def _sdpa_prepare(x: Inputs) -> Call:
-    options = {"is_causal": x.case.mask == "causal", "enable_gqa": x.case.heads_q != x.case.heads_k}
+    """SDPA, causal or whole; a bias, with -inf where a mask hides a pair, is its float mask, whose sum each call makes."""
+    biased = x.case.score in BIASES
+    options = {"is_causal": x.case.mask == "causal" and not biased, "enable_gqa": x.case.heads_q != x.case.heads_k}
+    hidden = _hidden(x) if biased and x.case.mask else None
 
     def call() -> Tensor:
         q, k, v = (t.transpose(1, 2) for t in (x.q, x.k, x.v))
+        if biased:
+            options["attn_mask"] = x.leaves["bias"].to(q.dtype) + (0 if hidden is None else hidden)
         return F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
 
     return call
+
+
+def _hidden(x: Inputs) -> Tensor:
+    """-inf for each pair that the mask hides and 0 for others, (B or 1, H or 1, Nq, Nk)."""
+    i, j = (torch.arange(n, device=x.q.device) for n in (x.case.seqlen_q, x.case.seqlen_k))
+    keep = MASKS[x.case.mask].keep(x)(*_indices(x, i, j))
+    return torch.zeros(keep.shape, device=keep.device, dtype=x.q.dtype).masked_fill(~keep, -math.inf)
 
 
 def _only(backend_name: str) -> Callable[[], AbstractContextManager]:
@@ -302,13 +332,49 @@ def _flash(name: str, module: str, what: str) -> Contestant:
     return Contestant(name, Takes(module=module).unsupported, prepare, what)
 
 
+# ---- cuEquivariance, where it is installed ------------------------------------------------------------------------------
+
+
+def _triangle_unsupported(case: Case, device: str) -> list[str]:
+    takes = Takes(biases=True, half=False, module="cuequivariance_torch")
+    return takes.unsupported(case, device) + ["a bias alone"] * (case.mask is not None or case.score not in BIASES)
+
+
+def _triangle_prepare(x: Inputs) -> Call:
+    """Triangle attention: the batch is the rows, and one bias is that of all."""
+    from cuequivariance_torch import triangle_attention
+
+    def call() -> Tensor:
+        q, k, v = (t.transpose(1, 2)[None] for t in (x.q, x.k, x.v))
+        return triangle_attention(q, k, v, x.leaves["bias"][None])[0].transpose(1, 2)
+
+    return call
+
+
 # ---- FlexAttention ----------------------------------------------------------------------------------------------------
 
 _FLEX_OPTIONS = {"bias": {"bwd_num_stages": 2}, "bias-16": {"bwd_num_stages": 2}}
 """By score, where FlexAttention's own tiles do not fit the chip (D 128 on an H200: 256 KB of 227 with three stages) and it raises."""
 
-_BY_HEAD = ("key-lengths", "keep-odd", "dense")
+_BY_HEAD = (
+    "key-lengths",
+    "keep-odd",
+    "dense",
+    "prefix-of-each",
+    "regions",
+    "shifted-windows",
+    "selected",
+    "selected-causal",
+)
 """Masks that read b or h: FlexAttention makes a block mask of them for every batch element and head, and of others one."""
+
+
+def flex_block_mask(x: Inputs) -> object:
+    """FlexAttention's plan of a case's mask."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    shape = (x.case.batch, x.case.heads_q) if x.case.mask in _BY_HEAD else (None, None)
+    return create_block_mask(MASKS[x.case.mask].keep(x), *shape, x.case.seqlen_q, x.case.seqlen_k, str(x.q.device))
 
 
 def _flex_prepare(x: Inputs) -> Call:
@@ -318,16 +384,14 @@ def _flex_prepare(x: Inputs) -> Call:
     made without compiling, which for every case took 24 s on an H200, and for blocks of 128 in 16k did not end within 110.
     """
     import torch._functorch.config
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    from torch.nn.attention.flex_attention import flex_attention
 
     torch._dynamo.reset()
     torch._functorch.config.donated_buffer = False  # the backward is timed again and again on one graph
     flex = torch.compile(flex_attention, fullgraph=True, dynamic=False)
     options = {"enable_gqa": x.case.heads_q != x.case.heads_k}
     if x.case.mask:
-        shape = (x.case.batch, x.case.heads_q) if x.case.mask in _BY_HEAD else (None, None)
-        sizes = {"Q_LEN": x.case.seqlen_q, "KV_LEN": x.case.seqlen_k, "device": str(x.q.device)}
-        options["block_mask"] = create_block_mask(MASKS[x.case.mask].keep(x), *shape, **sizes)
+        options["block_mask"] = flex_block_mask(x)
     if x.case.score:
         options["score_mod"] = SCORES[x.case.score].apply(x)
         options["kernel_options"] = _FLEX_OPTIONS.get(x.case.score)
@@ -400,20 +464,22 @@ def all_contestants() -> dict[str, Contestant]:
     """Everyone who can be asked to run, by name. Every backend of tilewise is one of them."""
     torch_version = f"torch {torch.__version__}"
     cudnn_version = f"cuDNN {torch.backends.cudnn.version()}, {torch_version}"
-    anywhere, on_cuda = Takes(last=False, cuda=False, half=False).unsupported, Takes(last=False).unsupported
+    anywhere, on_cuda = Takes(last=False, cuda=False, half=False, biases=True), Takes(last=False).unsupported
     flex = Takes(masks=EVERY_MASK, scores=True, half=False).unsupported  # compiled with its backward only on CUDA
     intervals = [mask for mask in EVERY_MASK if mask not in ("keep-odd", "dense")]  # which have too many a row
     cudnn_flex = Takes(masks=intervals, packed=True, module="cudnn.flex_attention").unsupported
     peers = (
         Contestant("eager", _eager_unsupported, eager_call, torch_version),
-        Contestant("sdpa", anywhere, _sdpa_prepare, torch_version),
+        Contestant("sdpa", anywhere.unsupported, _sdpa_prepare, torch_version),
         Contestant("fa2", on_cuda, _sdpa_prepare, f"SDPA flash, {torch_version}", _only("FLASH_ATTENTION")),
         _flash("fa3", "flash_attn_interface", "FlashAttention-3"),
         _flash("fa4", "flash_attn.cute.interface", "FlashAttention-4"),
         Contestant("cudnn", on_cuda, _sdpa_prepare, cudnn_version, _only("CUDNN_ATTENTION")),
         Contestant("flex", flex, _flex_prepare, torch_version),
         Contestant("cudnn-flex", cudnn_flex, _cudnn_flex_prepare, "cudnn.flex_attention"),
+        Contestant("cuequivariance", _triangle_unsupported, _triangle_prepare, "cuequivariance_torch"),
         Contestant("read", _read_unsupported, _read_prepare, torch_version, limit=True),
     )
     ours = [tilewise(), *(tilewise(backend.name) for backend in dispatch.BACKENDS)]  # without the oracle
+    ours += [tilewise(name=name, deterministic=how) for name, how in DETERMINISTIC.items()]
     return {c.name: c for c in (*ours, *peers)}

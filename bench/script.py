@@ -2,11 +2,12 @@
 
 options = parser(__doc__).parse_args()
 log = Log.begin("python -m bench.plans", options, PEERS)
+log.race("block", {("tilewise", "both"): step, ("sdpa", "both"): other}, "cuda")   # keeps the times of calls in turns
 log.add("plan-causal-n4096", "tilewise", "forward", "plan", 0.2, shape={"seqlen": 4096})
 """
 
 import argparse
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,19 @@ class Log:
         records.append([found], self.out)
         print(line(found), flush=True)
         return found
+
+    def race(
+        self, case: str, calls: Mapping[tuple[str, str], Callable[[], object]], device: str, metric: str = "time",
+        shape: dict | None = None, **turns: Any,
+    ) -> None:  # fmt: skip
+        """Keep milliseconds of the calls of contestants and passes, which take turns (:func:`measure.in_turns`)."""
+        more = {} if shape is None else {"shape": shape}
+        for (who, direction), ms in measure.in_turns(calls, device, **turns).items():
+            self.add(case, who, direction, metric, ms, **more)
+
+    def without(self, case: str, who: str, direction: str, metric: str, error: Exception | str, **more: Any) -> None:
+        """Keep why a contestant has no number, by the first line that says so."""
+        self.add(case, who, direction, metric, None, why=[str(error).strip().partition("\n")[0][:300]], **more)
 
 
 def line(found: dict) -> str:

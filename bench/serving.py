@@ -4,6 +4,7 @@ time    decoding and prefill of a chunk, over dense keys and over pages, in CUDA
 decode  decoding alone, in more shapes: over dense keys and over pages of 64, by each backend, beside cuDNN
 steps   decoding of other kinds: pages of 16, wider groups, a few queries, windows, head dim 256
 rates   decoding over sequences of ever more keys, which `python -m bench.plots decoding` draws
+order   what `deterministic="everywhere"` and `True` cost over pages, beside a free choice
 
 Keys come from slow memory: a graph holds calls over so many copies of K and V that the L2 keeps none. GB/s are the bytes of K and V
 over the time, of a cache in 8 bits those of its numbers and scales, of a latent one those of K, in which V lies. What is not right is
@@ -14,6 +15,7 @@ import re
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +42,8 @@ PEERS |= {
 }
 PEERS |= {f"pages-{size}": f"tw.attention_paged over pages of {size} keys" for size in PAGE_SIZES}
 PEERS |= {f"pages-{size}-triton": f"the same over pages of {size} keys, by the triton backend" for size in PAGE_SIZES}
+ORDERED = {"pages-64-deterministic": True, "pages-64-everywhere": "everywhere"}
+PEERS |= {name: f"pages of 64 keys with deterministic={how!r}" for name, how in ORDERED.items()}
 FP8 = re.compile(r"(fp8(-each)?)?$")  # what a contestant's name says of its numbers
 ROUNDS = 7
 ROTATED = 400 << 20  # bytes of K and V that one graph reads at least: an H200's L2 has 50 MiB
@@ -158,12 +162,29 @@ RATES = {
     "cpu": [Case(f"rate-b{batch}-{keys}", batch, keys, 4, 2, 16) for batch, keys in ((1, 128), (1, 256), (8, 64))],
 }
 
+ORDER = {
+    "cuda": [
+        *(
+            Case(f"order-b{batch}-{keys}", batch, keys)
+            for batch, keys in ((64, 1024), (8, 4096), (64, 4096), (1, 4096))
+        ),
+        *(Case(f"order-b1-{keys}", 1, keys) for keys in (16384, 65536)),
+        Case("order-q4-b8-4096", 8, 4096, queries=4),
+        *(Case(f"order-prefill-{queries}", 1, 8192, queries=queries) for queries in (2048, 8192)),
+        Case("order-window-prefill", 4, 8192, queries=2048, left=1023),
+        *(Case(f"order-window-b{b}-{keys}", b, keys, left=1023) for b, keys in ((64, 4096), (8, 16384), (1, 16384))),
+        *(Case(f"order-d256-b{b}-{keys}", b, keys, head_dim=256) for b, keys in ((64, 4096), (8, 4096), (1, 16384))),
+    ],
+    "cpu": [Case("order-b2-200", 2, 200, 4, 2, 16)],
+}
+
 BOTH = ("dense", "dense-triton", "pages-64", "pages-64-triton", "cudnn")
 PARTS = {
-    "time": (TIME, PEERS),
+    "time": (TIME, PEERS.keys() - ORDERED),
     "decode": (DECODE, BOTH),
     "steps": (STEPS, (*BOTH, "pages-16", "pages-16-triton")),
     "rates": (RATES, ("pages-64", "cudnn")),
+    "order": (ORDER, ("pages-64", *ORDERED)),
 }
 """The cases of each part by device, and its contestants."""
 
@@ -245,8 +266,10 @@ def contestants(keys: Keys) -> Iterator[tuple[str, Attend]]:
     def dense(backend: str | None) -> Attend:
         return lambda n: tw.attention(q, *keys.dense[n], **case.options, backend=backend)
 
-    def over(caches: list[tw.PagedCache] | list[tw.QuantizedCache], backend: str | None = backend) -> Attend:
-        return lambda n: tw.attention_paged(q, caches[n], **case.options, backend=backend)
+    def over(
+        caches: list[tw.PagedCache] | list[tw.QuantizedCache], backend: str | None = backend, **more: Any
+    ) -> Attend:
+        return lambda n: tw.attention_paged(q, caches[n], **case.options, **more, backend=backend)
 
     if not case.values:
         yield "dense", dense(backend)
@@ -254,9 +277,12 @@ def contestants(keys: Keys) -> Iterator[tuple[str, Attend]]:
         yield "dense-triton", dense("triton")
     yield "cache", over(keys.dense_caches())
     for page_size in case.pages:
-        yield f"pages-{page_size}", over(keys.paged(page_size))
+        caches = keys.paged(page_size)
+        yield f"pages-{page_size}", over(caches)
         if keys.device == "cuda":  # where Hopper has kernels, it takes the calls before
-            yield f"pages-{page_size}-triton", over(keys.paged(page_size), "triton")
+            yield f"pages-{page_size}-triton", over(caches, "triton")
+        for name, how in ORDERED.items() if page_size == 64 else ():
+            yield name, over(caches, deterministic=how)
     if case.fp8:
         yield "pages-64-fp8", over(keys.quantised(64, False))
         yield "pages-64-fp8-each", over(keys.quantised(64, True))

@@ -75,7 +75,7 @@ class Results:
             command = f"{first['command']}; `{today(first['again'])}` measures such rows again"
         else:
             command = today(first["command"]) if "`" in first["command"] else f"`{today(first['command'])}`"
-            command += "" if runs_today(command) else " of that commit"
+            command += "" if runs_today(command) else " of that commit" + again(command)
         return f"{machine(first)}, {' and '.join(dates)}, torch {first['versions']['torch']}{commit}; measured by {command}."
 
 
@@ -85,6 +85,14 @@ MOVED = {
     "bench.traffic": "tilewise_papers.traffic",
 }
 """Modules that measured under another name."""
+AGAIN = {"bench.windows": "tilewise bench --tag windows", "bench.shares": "tilewise bench --tag shares"}
+"""Commands that measure today what modules which are gone did."""
+
+
+def again(command: str) -> str:
+    """Return a clause on the command that measures what a recorded one did, if there is one."""
+    found = [new for old, new in AGAIN.items() if old in command]
+    return f"; `{found[0]}` measures it again" if found else ""
 
 
 def today(command: str) -> str:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bench.cases import CASES, MASKS, SCORES, draw, named, tagged
+from bench.cases import CASES, LARGE, MASKS, SCORES, draw, named, tagged
 
 
 def test_h200_grid_is_36_rows_of_16384_tokens_and_hidden_size_2048():
@@ -19,7 +19,7 @@ def test_h200_grid_is_36_rows_of_16384_tokens_and_hidden_size_2048():
 def test_contract_cases_use_every_mask_and_score_of_the_table_but_the_large_ones():
     contract = tagged("contract")
     assert {c.score for c in contract} >= set(SCORES)
-    assert {c.mask for c in contract} >= set(MASKS) - {"window-512", "window-1024", "sparse-90"}
+    assert {c.mask for c in contract} >= set(MASKS) - set(LARGE)
 
 
 def test_contract_cases_are_small_enough_for_an_interpreter():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench import peers
+from bench import check, peers
 from bench.cases import MASKS, draw, named
 
 N = 200
@@ -43,3 +43,13 @@ def test_the_intervals_that_cudnn_flex_is_given_hold_the_pairs_of_the_mask(mask)
     i, j = torch.arange(N)[:, None], torch.arange(N)
     want = [keep(torch.tensor(b), torch.tensor(0), i, j).expand(N, N) for b in range(2)]
     assert torch.equal(kept(ends), torch.cat(want))
+
+
+@pytest.mark.parametrize("name", ["windows-n49", "triangle-n384-d16-bfloat16"])
+def test_sdpa_is_given_a_bias_with_its_mask(name):
+    case = named(name)
+    x = draw(replace(case, batch=8, seqlen_q=49, seqlen_k=49, dtype="float32"))
+    want, sdpa = check.expected(x), peers.all_contestants()["sdpa"]
+    assert sdpa.unsupported(case, "cuda") == []
+    assert check.verdict(check.compare(check.results(sdpa.prepare(x), x, want.do), want), ours=False) == "green"
+    assert "mask documents" in sdpa.unsupported(replace(case, mask="documents", score=None), "cuda")

@@ -1,7 +1,7 @@
-"""docs/training.md's tables and plots, from bench/results/context-cpu.json and pathfinder-cpu.json.
+"""docs/training.md's tables and plot, from bench/results/context-cpu.json and pathfinder-cpu.json.
 
-python -m examples.report                                                       # the page from the committed results
-python -m examples.report --context out/context --pathfinder out/pathfinder     # take new results in first
+python -m examples.report                            # the page from the committed results
+python -m examples.report --context out/context      # take new results in first
 """
 
 import argparse
@@ -13,7 +13,6 @@ from pathlib import Path
 from bench.measure import machine
 from examples.gpt.context import CONTEXTS, POSITIONS, TOKENS
 from examples.gpt.model import ATTENTIONS
-from tilewise_papers.pathfinder.figure import draw_curve
 
 ROOT = Path(__file__).parents[1]
 COLOURS = {"tilewise": "#0b6e8f", "standard": "#c8553d", "sdpa": "#7a7a7a"}
@@ -34,12 +33,6 @@ def gather_context(folder: Path) -> dict:
         "runs": runs,
         "steps": sorted(read(folder / "steps.json"), key=lambda row: row["context"]),
     }
-
-
-def gather_pathfinder(folder: Path) -> dict:
-    record = {"machine": machine("cpu"), **read(folder / "pathfinder.json"), "costs": read(folder / "costs.json")}
-    record["curve"] = {name: [round(x, 5) for x in values] for name, values in record["curve"].items()}
-    return record
 
 
 def read(path: Path) -> dict:
@@ -174,19 +167,14 @@ def k(number: int) -> str:
 def main(arguments: list[str] | None = None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--context", type=Path, help="a folder of examples.gpt.context")
-    parser.add_argument("--pathfinder", type=Path, help="a folder of tilewise_papers.pathfinder.train")
     options = parser.parse_args(arguments)
     files = [ROOT / "bench" / "results" / f"{name}-cpu.json" for name in ("context", "pathfinder")]
-    for file, folder, gather in zip(
-        files, (options.context, options.pathfinder), (gather_context, gather_pathfinder), strict=True
-    ):
-        if folder:
-            file.write_text(json.dumps(gather(folder)) + "\n")
+    if options.context:
+        files[0].write_text(json.dumps(gather_context(options.context)) + "\n")
     context, pathfinder = map(read, files)
-    document, images = ROOT / "docs" / "training.md", ROOT / "docs" / "img"
+    document = ROOT / "docs" / "training.md"
     document.write_text(page(document.read_text(), context, pathfinder))
-    draw_context(context, images / "context.png")
-    draw_curve(pathfinder, images / "pathfinder.png")
+    draw_context(context, ROOT / "docs" / "img" / "context.png")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 machine     levels of memory, tiles, counts           devices   facts of real machines
 standard    Algorithms 0 and 3 (FlashAttention)       flash1    Algorithms 1, 2, 4 and 5
 flash2      Algorithms 1 and 2 of FlashAttention-2    warps     Figure 3 of FlashAttention-2
-split       split keys and merge                      bounds    the same counts as closed forms
+split       split keys and merge
 nested      tiles within tiles, any number of levels
 blocks      the paper's blocks, and the largest       head      one head, as every program takes it
 report      every algorithm at one setting, predicted times

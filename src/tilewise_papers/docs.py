@@ -176,7 +176,7 @@ N queries and keys, head dimension d, M numbers of SRAM, s the share of blocks t
 | FlashAttention-2, forward, T = ⌈N / Br⌉ query blocks | exactly N d + 2 T N d read, N d + N written | its Algorithm 1 |
 
 The rest of the exact counts, with masks, dropout, ragged tiles and different sizes of q, k and v, are in
-[`bounds.py`](../src/tilewise_papers/bounds.py).
+[`bounds.py`](../tests/papers/bounds.py).
 """
 
 

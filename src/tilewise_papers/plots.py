@@ -12,7 +12,6 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from tilewise_papers import bounds
 from tilewise_papers.flash1 import band_pattern
 from tilewise_papers.head import Blocks
 from tilewise_papers.machine import DoesNotFit
@@ -150,10 +149,9 @@ def sram_sweep(setting: Setting) -> Figure:
         axes.loglog(*zip(*points, strict=True), "o-", color=COLOURS[algorithm.name], label=label)
     scale = setting.device.word * setting.all_heads / 1e9
     n, d = setting.seqlen, setting.head_dim
-    law = [scale * bounds.flash_order(n, d, size // setting.device.word) for size in sizes]
+    law = [scale * n * n * d * d / (size // setting.device.word) for size in sizes]
     axes.loglog([s / 1024 for s in sizes], law, ":", color="black", label="N² d² / M, constant 1")
-    least = scale * bounds.least_traffic(n, d)
-    axes.axhline(least, ls="--", color=COLOURS["bound"], label="Q, K, V read and O written once")
+    axes.axhline(scale * 4 * n * d, ls="--", color=COLOURS["bound"], label="Q, K, V read and O written once")
     axes.set_xticks([s / 1024 for s in sizes], [f"{s // 1024}" for s in sizes], minor=False)
     slow = setting.device.levels[0].name
     axes.set(xlabel=f"{setting.device.levels[1].name}, KiB", ylabel=f"{slow} traffic, forward, GB")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests.papers import bounds
+from tests.papers.bounds import Exact, Sizes
 from tests.papers.cases import CASES, WORD, Case, machine
-from tilewise_papers import bounds, flash1, flash2, nested, split, standard, warps
-from tilewise_papers.bounds import Exact, Sizes
+from tilewise_papers import flash1, flash2, nested, split, standard, warps
 from tilewise_papers.head import Blocks, Head
 from tilewise_papers.machine import Counts, Level, Machine
 

@@ -8,7 +8,8 @@ import pytest
 
 from bench import records
 from bench.tables import load
-from tilewise_papers import bounds, evidence, evidence_training, gpt_speed
+from tests.papers import bounds
+from tilewise_papers import evidence, evidence_training, gpt_speed
 
 CLAIMS = evidence.claims()
 ROOT = Path(__file__).parents[2]

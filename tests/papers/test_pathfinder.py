@@ -103,3 +103,14 @@ def test_what_cannot_be_drawn_is_refused(monkeypatch):
         PathfinderConfig(margin=1)
     with pytest.raises(ValueError, match="two paths of 40 dashes do not fit 16 × 16 pixels"):
         draw(PathfinderConfig(side=16, dashes=40), 1, seed=0)
+
+
+def test_the_dots_distance_alone_is_worth_little_more_than_chance():
+    """The best answer for each whole distance, learnt from as many images as it is tested on."""
+    config, count = PathfinderConfig(), 400
+    learn, test = (draw(config, count, seed) for seed in (1, 2))
+    far = [(x.dots[:, 0] - x.dots[:, 1]).double().norm(dim=1).round().long() for x in (learn, test)]
+    positive = torch.bincount(far[0], learn.label.double(), 2 * config.side)
+    answer = 2 * positive > torch.bincount(far[0], minlength=2 * config.side)
+    right = (answer[far[1]] == test.label.bool()).double().mean().item()
+    assert right < 0.5 + 3 * (0.25 / count) ** 0.5  # three standard deviations of the share of guesses

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tilewise_papers import bounds, plots
+from tests.papers import bounds
+from tilewise_papers import plots
 from tilewise_papers.devices import device
 from tilewise_papers.report import Setting
 

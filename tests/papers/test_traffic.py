@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from tests.papers import bounds
 from tilewise.backends.triton import interpreting
-from tilewise_papers import bounds, traffic
+from tilewise_papers import traffic
 
 SIZES = bounds.Sizes(256, 256, 64, 64)
 

@@ -1,62 +1,10 @@
-"""The pictures of runs: images of the target, and the accuracy on each batch before it was learnt from."""
+"""The picture of a climb: images of each difficulty, and the accuracy on each batch before it was learnt from."""
 
 from pathlib import Path
 
 from tilewise_papers.pathfinder.paths import PathfinderConfig, draw
 
-SPAN = 50
-COLOURS = {0: "#c8553d", 1: "#0b6e8f"}
-
-
-def draw_curve(record: dict, path: Path):
-    """Writes a PNG: six images of the last stage above, the running mean of the accuracy below."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    plt.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
-    figure = plt.figure(figsize=(9, 6), layout="constrained")
-    above, below = figure.subfigures(2, 1, height_ratios=(1, 2.2))
-    _images(above.subplots(1, 6), PathfinderConfig(**record["curriculum"][-1]["images"]))
-    _accuracy(below.subplots(), record)
-    figure.savefig(path, dpi=160)
-    plt.close(figure)
-
-
-def _images(axes, config: PathfinderConfig):
-    images = draw(config, len(axes), seed=0)
-    for place, pixels, label in zip(axes, images.pixels, images.label.tolist(), strict=True):
-        place.imshow(pixels, cmap="gray")
-        place.set_title("one path" if label else "two paths", fontsize=9, color=COLOURS[label])
-        place.set_axis_off()
-
-
-def _accuracy(axes, record: dict):
-    """The running mean over SPAN steps, the stages, chance, and what the dots' distance alone would give."""
-    right = record["curve"]["accuracy"]
-    mean = [sum(right[max(0, n - SPAN) : n]) / min(n, SPAN) for n in range(1, len(right) + 1)]
-    axes.plot(mean, color=COLOURS[1], linewidth=1.8, label=f"accuracy on new images, mean of {SPAN} batches")
-    axes.axhline(0.5, color="#777777", linewidth=1, linestyle=":", label="chance")
-    begin = 0
-    for n, stage in enumerate(record["curriculum"]):
-        images, end = stage["images"], begin + stage["steps"]
-        axes.axvspan(begin, end, color="#000000", alpha=0.05 if n % 2 else 0, linewidth=0)
-        what = f"{images['side']} × {images['side']}\n{images['dashes']} dashes"
-        axes.text((begin + end) / 2, 1.02, what, ha="center", va="bottom", fontsize=8, color="#555555")
-        begin = end
-    axes.plot(len(right) - 1, record["test_accuracy"], marker="o", color=COLOURS[0], linestyle="none")
-    said = f"{record['test_accuracy']:.1%} on {record['test_images']:,} test images"
-    axes.annotate(said, (len(right) - 1, record["test_accuracy"] + 0.05), ha="center", fontsize=9, color=COLOURS[0])
-    axes.set(
-        xlabel="training step",
-        ylabel="accuracy",
-        ylim=(0.4, 1.0),
-        xlim=(0, sum(stage["steps"] for stage in record["curriculum"])),
-    )
-    axes.grid(True, axis="y", color="#e6e6e6", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.legend(frameon=False, loc="lower right")
+RED, BLUE = "#c8553d", "#0b6e8f"
 
 
 def draw_ladder(head: dict, rungs: list[dict], path: Path):
@@ -99,10 +47,10 @@ def _rung(axes, rung: dict, shade: float):
     began, ended, curve = rung["began_s"], rung["ended_s"], rung["curve"]
     axes.axvspan(began, ended, color="#000000", alpha=shade, linewidth=0)
     seconds = [began + (ended - began) * (n + 0.5) / len(curve) for n in range(len(curve))]
-    axes.plot(seconds, curve, color=COLOURS[1], linewidth=1.4)
+    axes.plot(seconds, curve, color=BLUE, linewidth=1.4)
     if rung["tested_images"]:
-        axes.plot(ended, rung["value"], marker="o", color=COLOURS[0], clip_on=False)
+        axes.plot(ended, rung["value"], marker="o", color=RED, clip_on=False)
         side, left = rung["shape"]["side"], ended < axes.get_xlim()[1] / 4
         said = f"{side} × {side}, all pixels read:\n{rung['value']:.1%} of {rung['tested_images']:,} test images"
-        axes.annotate(said, (ended, 0.42), ha="left" if left else "right", fontsize=9, color=COLOURS[0])
-        axes.vlines(ended, 0.4, rung["value"], color=COLOURS[0], linewidth=0.8, linestyle=":")
+        axes.annotate(said, (ended, 0.42), ha="left" if left else "right", fontsize=9, color=RED)
+        axes.vlines(ended, 0.4, rung["value"], color=RED, linewidth=0.8, linestyle=":")

@@ -43,9 +43,9 @@ from bench import records
 from examples.gpt.model import Block, rotate
 from tilewise_papers.pathfinder.model import BACKGROUND, SCALE, EncoderConfig, PathTransformer, angles_on
 from tilewise_papers.pathfinder.paths import SIZES, PathfinderConfig, draw
-from tilewise_papers.pathfinder.train import TEST_IMAGES, TEST_SEED
 
 COMMAND = "python -m tilewise_papers.pathfinder.ladder"
+TEST_IMAGES, TEST_SEED = 2048, 10**12  # batches take seeds below it
 TILE = (8, 16)  # rows and columns of pixels; 128 tokens
 
 

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import cProfile
-import pstats
 import random
 import statistics
 import tempfile
@@ -22,14 +20,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
 import tilewise as tw
@@ -38,9 +35,8 @@ from bench.check import verdict
 from bench.script import Log, parser
 from bench.testing import call
 from tilewise.masks import Mask
-from tilewise.parallel import ContextParallel, balanced, calls, cost
+from tilewise.parallel import ContextParallel, balanced
 from tilewise.parallel.exchange import Group
-from tilewise.spec import Options, assemble
 
 HEAD_DIM = 128
 SAMPLE_MS = 150
@@ -54,11 +50,10 @@ class Contestant:
     """A way to compute attention over all ranks.
 
     Attributes:
-        groups: of heads, at most. engines: copy engines carry the rows, not NCCL. graph: a step is captured once, and replayed.
+        engines: copy engines carry the rows, not NCCL. graph: a step is captured once, and replayed.
     """
 
     scheme: str
-    groups: int = cost.MOST_GROUPS
     engines: bool = False
     graph: bool = False
 
@@ -70,8 +65,6 @@ CONTESTANTS = {
     "nccl": Contestant("heads"),
     "engines": Contestant("heads", engines=True),
     "engines-graph": Contestant("heads", engines=True, graph=True),
-    "engines-1": Contestant("heads", 1, engines=True),
-    "engines-4": Contestant("heads", 4, engines=True),
     "heads+gather": Contestant("heads+gather"),
 }
 
@@ -129,18 +122,14 @@ def tensors(heads_q: int, heads_k: int, seqlen: int, device: str, seed: int | No
     return [torch.randn(shape, device=device, generator=generator, dtype=torch.bfloat16) for shape in shapes]
 
 
-def steps(q: Tensor, k: Tensor, v: Tensor, do: Tensor, **options: object) -> dict[str, Callable[[], object]]:
+def steps(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> dict[str, Callable]:
     """The forward alone, and the forward with its backward."""
     inputs = [x.detach().requires_grad_() for x in (q, k, v)]
 
-    def forward() -> None:
-        with torch.no_grad():
-            tw.attention(*inputs, **options)
-
     def both() -> None:
-        torch.autograd.grad(tw.attention(*inputs, **options), inputs, do)
+        torch.autograd.grad(attend(*inputs), inputs, do)
 
-    return {"forward": forward, "both": both}
+    return {"forward": torch.no_grad()(partial(attend, *inputs)), "both": both}
 
 
 def together() -> None:
@@ -158,7 +147,6 @@ def parallel_of(row: Row, way: Contestant, mask: Mask, groups: dict[bool, Group]
     group = groups[way.engines]
     layout = "zigzag" if row.mask == "causal" else balanced(mask, row.seqlen, group.size)
     parallel = tw.context_parallel(group, layout=layout, scheme=way.scheme)
-    parallel.most_groups = way.groups
     if way.graph:
         parallel.prepare(mask)
     return parallel
@@ -213,7 +201,7 @@ def contests(
         else:
             found[name], moved[name] = made
     share = tensors(row.heads_q // size, row.heads_k // size, row.seqlen, device)
-    return found | {"alone": steps(*share, mask=mask)}, moved
+    return found | {"alone": steps(partial(tw.attention, mask=mask), *share)}, moved
 
 
 def contest(
@@ -222,28 +210,25 @@ def contest(
     """The forward, and the forward with its backward, of one contestant; and the bytes that it exchanges."""
     parallel = parallel_of(row, way, mask, groups)
     local = tensors(row.heads_q, row.heads_k, parallel.layout_of(row.seqlen).lengths[dist.get_rank()], device)
-    found = steps(*local, mask=mask, parallel=parallel)
+    found = steps(partial(tw.attention, mask=mask, parallel=parallel), *local)
     moved = received(parallel, found, local[:3], mask)
     return {name: captured(run)[0] for name, run in found.items()} if way.graph else found, moved
 
 
-def torch_contests(
-    row: Row, peers: dict[str, bool], mesh: DeviceMesh, contestants: dict[str, dict[str, Callable]]
-) -> None:
+def torch_contests(row: Row, peers: dict[str, bool], size: int, contestants: dict[str, dict[str, Callable]]) -> None:
     """Adds those of PyTorch's contestants that run a row; ``peers``: whether shared key heads are repeated for each."""
-    local = tensors(row.heads_q, row.heads_k, row.seqlen // mesh.size(), "cuda")
-    ids = documents(row.seqlen, "cuda") if row.mask == "documents" else None
-    for name, repeat in peers.items():
-        if ranks_torch.runs(name, row.mask, row.seqlen):
-            _, attend = ranks_torch.attention_of(name, ids, row.seqlen, mesh, repeat)
-            contestants[name] = ranks_torch.steps(attend, *local)
+    if row.mask == "causal" and row.seqlen <= ranks_torch.LONGEST:
+        local = tensors(row.heads_q, row.heads_k, row.seqlen // size, "cuda")
+        local = [ranks_torch.heads_first(x) for x in local]
+        for name, repeat in peers.items():
+            contestants[name] = steps(partial(ranks_torch.attend, name, repeat), *local)
 
 
 def received(
     parallel: ContextParallel, ways: dict[str, Callable[[], object]], inputs: list[Tensor], mask: Mask
 ) -> dict[str, float | str | None]:
     """MiB that ranks receive in a step, counted, and by the cost model, the most of all ranks, in the forward and in the backward; and
-    the model's peak of memory and milliseconds of a step beside its products; what runs the rank's first call; and the agreement's time."""
+    the model's peak of memory and milliseconds of a step beside its products; and what runs the rank's first call."""
     inputs = [x.detach().requires_grad_() for x in inputs]
     plan, exchange = tw.explain(*inputs, mask=mask, parallel=parallel), parallel.exchange
     before = parallel.received
@@ -257,7 +242,6 @@ def received(
     return {name: round(count / 2**20, 3) for name, count in counts.items()} | {
         "predicted_ms": round(model.milliseconds, 3),
         "backend": plan.chosen,
-        "agreement_ms": agreement(parallel, inputs, mask),
     }
 
 
@@ -277,16 +261,6 @@ def told(*what: object) -> None:
     """Says on the first rank what begins, so that a run that stops says where."""
     if dist.get_rank() == 0:
         print(time.strftime("%T"), *what, flush=True)
-
-
-def agreement(parallel: ContextParallel, inputs: list[Tensor], mask: Mask) -> float:
-    """Milliseconds in which ranks agree on a call, the mean of AGREEMENTS, with what is computed of it before and after."""
-    inputs, options = [x.detach().requires_grad_() for x in inputs], Options(mask=mask)
-    dist.barrier()
-    began = time.perf_counter()
-    for _ in range(AGREEMENTS):
-        calls.agreed_call(parallel, *inputs, lambda: assemble(*inputs, options), False)
-    return round((time.perf_counter() - began) * 1e3 / AGREEMENTS, 4)
 
 
 def peak(run: Callable[[], object]) -> float:
@@ -326,19 +300,7 @@ def breakdown(run: Callable[[], object]) -> dict[str, float]:
     return {what: round(us / 1e3, 3) for what, us in found.items()} | {"host": round(min(host), 3)}
 
 
-def host_profile(run: Callable[[], object], path: Path) -> None:
-    """Writes where the host's time of PROFILED steps goes, by function; the backward runs on the same thread meanwhile."""
-    seen = cProfile.Profile()
-    with torch.autograd.set_multithreading_enabled(False):
-        seen.enable()
-        for _ in range(PROFILED):
-            run()
-        seen.disable()
-    with path.open("w") as file:
-        pstats.Stats(seen, stream=file).sort_stats("tottime").print_stats(60)
-
-
-STEPS, PROFILED, AGREEMENTS = 4, 20, 50
+STEPS = 4
 PARTS = ("attention", "exchange", "rest")
 
 
@@ -389,16 +351,16 @@ def checked(mask_name: str, names: list[str], groups: dict[bool, Group], device:
     return red
 
 
-def checked_peers(names: list[str], mesh: DeviceMesh) -> dict[str, bool]:
+def checked_peers(names: list[str], size: int) -> dict[str, bool]:
     """PyTorch's contestants that are right under a causal mask, and whether shared key heads are repeated for them."""
-    n, found = 256 * mesh.size(), {}
+    n, found = 256 * size, {}
     q, k, v, do = tensors(4, 2, n, "cpu", seed=0)
     expected = call(q, k, v, do, "cuda", mask=tw.causal()).expected()
     for name, repeat in [(name, repeat) for name in names for repeat in (False, True)]:
         if name in found:
             continue
         try:
-            parts = ranks_torch.found(*ranks_torch.attention_of(name, None, n, mesh, repeat), q, k, v, do)
+            parts = ranks_torch.found(name, repeat, q, k, v, do)
             said = verdict(expected.judge(parts), ours=False)
         except Exception as error:  # an experimental part of torch fails in many ways
             said = f"{type(error).__name__}: {error}"[:300]
@@ -432,10 +394,10 @@ def process(options: argparse.Namespace, device: str) -> None:
     """One rank: checks, then times; the first one writes the results."""
     rank, size = dist.get_rank(), dist.get_world_size()
     names, groups = ways(device, options.only)
-    asked = [name for name in ranks_torch.NAMES if device != "cpu" and name in (options.only or ranks_torch.NAMES)]
-    with ranks_torch.entered(init_device_mesh("cuda", (size,))) if asked else contextlib.nullcontext() as mesh:
-        peers = checked_peers(asked, mesh) if asked else {}
-        described = {name: str(CONTESTANTS[name]) for name in names} | {x: ranks_torch.described(x) for x in peers}
+    asked = [name for name in ranks_torch.KERNELS if device != "cpu" and name in (options.only or ranks_torch.KERNELS)]
+    with ranks_torch.entered(init_device_mesh("cuda", (size,))) if asked else contextlib.nullcontext():
+        peers = checked_peers(asked, size) if asked else {}
+        described = {name: str(CONTESTANTS[name]) for name in names} | {x: ranks_torch.DESCRIBED[x] for x in peers}
         described |= {"alone": "tilewise on a rank's share of the heads"}
         log = Log.begin(f"python -m bench.ranks --ranks {size}", options, described, gpus=size) if rank == 0 else None
         red = {}
@@ -449,21 +411,18 @@ def process(options: argparse.Namespace, device: str) -> None:
             whys = dict(red.get(row.mask, {}))
             contestants, parts = contests(row, names, groups, device, whys)
             if peers:
-                torch_contests(row, peers, mesh, contestants)
+                torch_contests(row, peers, size, contestants)
             ms = timed(contestants, device, options.rounds)
             for who, ways_of in contestants.items() if device != "cpu" else ():
                 parts[who] = parts.get(who, {}) | looked_at(who, ways_of["both"], ms[who, "both"])
             if log:
                 keep(log, row, ms, parts, whys)
-            for name in contestants if options.host_profiles else ():
-                if name in CONTESTANTS and ms[name, "both"] * PROFILED < LONG_MS and not CONTESTANTS[name].graph:
-                    host_profile(contestants[name]["both"], options.host_profiles / f"{row.name}-{name}-{rank}.txt")
 
 
 def looked_at(who: str, step: Callable[[], object], ms: float) -> dict[str, float]:
     """Where a step's time goes, if it is a short one of ours, and its peak of memory."""
     told("looks at", who)
-    parts = breakdown(step) if who not in ranks_torch.NAMES and ms < LONG_MS else {}
+    parts = breakdown(step) if who not in ranks_torch.KERNELS and ms < LONG_MS else {}
     return parts | {"peak_mib": round(peak(step))}
 
 
@@ -509,9 +468,8 @@ def entered(rank: int, process: Callable, options: argparse.Namespace, folder: s
 def main() -> None:
     """Starts the ranks."""
     found = parser_of(__doc__, 5)
-    found.add_argument("--only", nargs="*", choices=[*CONTESTANTS, *ranks_torch.NAMES], help="some contestants")
+    found.add_argument("--only", nargs="*", choices=[*CONTESTANTS, *ranks_torch.KERNELS], help="some contestants")
     found.add_argument("--rows", nargs="*", default=(), choices=[row.name for row in (*ROWS, *MANY)], help="some rows")
-    found.add_argument("--host-profiles", type=Path, help="a folder for the host's time of every rank, by function")
     start(process, found.parse_args())
 
 

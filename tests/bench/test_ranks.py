@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 def test_a_run_without_the_contestants_of_pytorch_checks_times_and_records(tmp_path):
     out = tmp_path / "ranks.jsonl"
     command = [sys.executable, "-m", "bench.ranks", "--ranks", "2", "--device", "cpu", "--rounds", "1"]
-    command += ["--only", "gather", "--host-profiles", str(tmp_path), "--out", str(out)]
+    command += ["--only", "gather", "--out", str(out)]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "red: nothing" in done.stdout
@@ -25,7 +25,6 @@ def test_a_run_without_the_contestants_of_pytorch_checks_times_and_records(tmp_p
         (w, p) for w in ("gather", "alone") for p in ("forward", "both")
     }
     assert all(r["value"] > 0 for r in found)
-    assert len(list(tmp_path.glob("*-gather-*.txt"))) == 4  # of two rows and two ranks
 
 
 class _Others:

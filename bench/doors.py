@@ -12,7 +12,6 @@ from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from operator import call
-from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +22,7 @@ from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.varlen import varlen_attn
 
 from bench import script
-from bench.measure import interleaved, seconds_per_call
+from bench.measure import interleaved, seconds_per_call, steadiest
 from tilewise.accuracy import judge
 from tilewise.compat import flex_attention as our_flex
 from tilewise.compat import torch_provider  # noqa: F401  registers the name
@@ -153,8 +152,9 @@ def measured(case: str, row: Row, log: script.Log, device: str = "cpu") -> None:
         clock = partial(milliseconds, device=device)
         samples = {who: partial(run, who == "door", clock, training) for who in PEERS}
         for who, found in interleaved(samples, ROUNDS).items():
-            ms = min(found) if device == "cpu" else median(found)
-            log.add(case, who, "both" if training else "forward", "time", ms, shape=SHAPES[device])
+            log.add(
+                case, who, "both" if training else "forward", "time", steadiest(found, device), shape=SHAPES[device]
+            )
 
 
 def main() -> None:

@@ -41,6 +41,11 @@ def summarize(seconds: list[float]) -> Timing:
     return Timing(low, median, high)
 
 
+def steadiest(samples: list[float], device: str) -> float:
+    """The figure that other work disturbs least: the least of a CPU's samples, since such work only adds, the median of a GPU's."""
+    return statistics.median(samples) if device.startswith("cuda") else min(samples)
+
+
 # ---- time ---------------------------------------------------------------------------------------------------------
 
 

@@ -8,14 +8,13 @@ own attention.
 
 from collections.abc import Callable
 from functools import partial
-from statistics import median
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from bench import script
-from bench.measure import interleaved, seconds_per_call
+from bench.measure import interleaved, seconds_per_call, steadiest
 
 LAYERS, HEAD_DIM, WORDS = 3, 64, 512
 WAYS = {"own": None, "tilewise": "tilewise"}
@@ -210,7 +209,7 @@ def measure(log: script.Log, name: str, x: Architecture, size: Size, device: str
         calls[way, "both"] = partial(step, model, given)
     timed = interleaved({key: partial(seconds_per_call, call, 1, device) for key, call in calls.items()}, ROUNDS)
     for (way, direction), seconds in timed.items():
-        value = median(seconds) if device == "cuda" else min(seconds)
+        value = steadiest(seconds, device)
         log.add(name, way, direction, "time", value * 1e3, shape=shape)
 
 

@@ -356,15 +356,9 @@ def _triangle_prepare(x: Inputs) -> Call:
 _FLEX_OPTIONS = {"bias": {"bwd_num_stages": 2}, "bias-16": {"bwd_num_stages": 2}}
 """By score, where FlexAttention's own tiles do not fit the chip (D 128 on an H200: 256 KB of 227 with three stages) and it raises."""
 
-_BY_HEAD = (
-    "key-lengths",
-    "keep-odd",
-    "dense",
-    "prefix-of-each",
-    "regions",
-    "shifted-windows",
-    "selected",
-    "selected-causal",
+BY_HEAD = (
+    *("key-lengths", "keep-odd", "dense", "prefix-of-each", "regions", "shifted-windows"),
+    *("selected", "selected-causal", "selected-16"),
 )
 """Masks that read b or h: FlexAttention makes a block mask of them for every batch element and head, and of others one."""
 
@@ -373,7 +367,7 @@ def flex_block_mask(x: Inputs) -> object:
     """FlexAttention's plan of a case's mask."""
     from torch.nn.attention.flex_attention import create_block_mask
 
-    shape = (x.case.batch, x.case.heads_q) if x.case.mask in _BY_HEAD else (None, None)
+    shape = (x.case.batch, x.case.heads_q) if x.case.mask in BY_HEAD else (None, None)
     return create_block_mask(MASKS[x.case.mask].keep(x), *shape, x.case.seqlen_q, x.case.seqlen_k, str(x.q.device))
 
 

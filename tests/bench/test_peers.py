@@ -53,3 +53,13 @@ def test_sdpa_is_given_a_bias_with_its_mask(name):
     assert sdpa.unsupported(case, "cuda") == []
     assert check.verdict(check.compare(check.results(sdpa.prepare(x), x, want.do), want), ours=False) == "green"
     assert "mask documents" in sdpa.unsupported(replace(case, mask="documents", score=None), "cuda")
+
+
+def test_flex_attention_is_told_of_every_mask_that_reads_the_batch_or_the_head():
+    sizes = {"batch": 2, "seqlen_q": 67, "seqlen_k": 67, "heads_q": 2, "heads_k": 2}
+    i, j, reading = torch.arange(67)[:, None], torch.arange(67), set()
+    for mask in MASKS:
+        keep = MASKS[mask].keep(draw(replace(named("contract-n129-causal"), mask=mask, **sizes)))
+        first, *others = (keep(torch.tensor(b), torch.tensor(h), i, j).expand(67, 67) for b in (0, 1) for h in (0, 1))
+        reading |= {mask for other in others if not torch.equal(first, other)}
+    assert reading == set(peers.BY_HEAD)

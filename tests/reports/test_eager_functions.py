@@ -22,7 +22,7 @@ def _leaves() -> SimpleNamespace:
         h=draw(H), j=draw(N_K), zero=torch.zeros(H), nan=torch.tensor([math.nan, 1.0]),
         words=torch.randint(-(2**63), 2**63 - 1, (N_K, 2), generator=G),
         counts=torch.tensor([-1, 0, 1, 5, 62, 63, 64, 99]), flags=torch.rand(N_K, generator=G) < 0.5,
-        far=torch.tensor([3.0, math.inf]),
+        far=torch.tensor([3.0, math.inf]), powers=torch.tensor([3, 31, 32, 33, 47]),
     )  # fmt: skip
 
 
@@ -35,6 +35,7 @@ SCORES = {
     "right shifts by any number": lambda t, s, b, h, i, j: s + ((t.words[j, 0] >> t.counts[j % 8]) & 3),
     "left shifts by any number": lambda t, s, b, h, i, j: s + ((t.words[j, 0] << t.counts[j % 8]) > 0),
     "powers of negative exponents": lambda t, s, b, h, i, j: s + (2 ** (i - j) + (-1) ** (i - j)) * 0.3,
+    "powers of 64 bits": lambda t, s, b, h, i, j: s + (3 ** t.counts[j % 6] + t.counts[j % 6] ** t.powers[j % 5]) % 7,
     "truth values in a sum of products": lambda t, s, b, h, i, j: s * (i > 3) + s * (i > 6),
     "flags in a sum of products": lambda t, s, b, h, i, j: s * t.flags[i] + s * t.flags[j],
     "one read times truth values": lambda t, s, b, h, i, j: s + (lambda x: x * (i > 3) + x * (i > 6))(t.h[h]),

@@ -463,10 +463,11 @@ def sign(x):
 @triton.jit
 def whole_power(x, c):
     """``x ** c`` of whole numbers, by squares of x: fp32 would round above 2**24."""
-    # Ones of x's shape and width.
-    found, square = x * 0 + 1, x
-    # Five bits of the exponent: with more of them every power fits 32 bits only where x is 0, 1 or -1.
-    for bit in tl.static_range(5):
+    # 64 bits if one of both has 64: torch's rule for whole numbers.
+    square = x + c * 0
+    found = square * 0 + 1
+    # Six bits of the exponent: with more of them a power fits 64 bits only where x is 0, 1 or -1.
+    for bit in tl.static_range(6):
         found = tl.where((c >> bit) & 1 == 1, found * square, found)
         square = square * square
     found = tl.where((x == 0) & (c > 0), 0, found)

@@ -114,6 +114,14 @@ def test_whole_powers_and_shifts_are_exact(name, pairs):
     assert np.array_equal(found, exact.numpy())
 
 
+def test_whole_powers_of_64_bits_are_exact():
+    left, right = np.array([(2, 40), (3, 33), (-2, 63), (-1, 61), (7, 0), (5, 47)], np.int64).T
+    with np.errstate(all="ignore"):
+        found = EXPRESSION.FUNCTIONS["int"]["pow"](left, right)
+    exact = torch.pow(torch.from_numpy(left.copy()), torch.from_numpy(right.copy()))
+    assert np.array_equal(found, exact.numpy())
+
+
 READS = {
     "float": Expr("lookup", (LEAVES[0], I - 2, J)),
     "bool": Expr("lookup", (LEAVES[1], J)),

@@ -295,8 +295,8 @@ def whole_remainder(left, right):
 def whole_power(left, right):
     """A whole number to a whole power, by its squares: floats would round above 2**24."""
     found, square = left * 0 + 1, left
-    # Five bits of the exponent: with more of them every power fits 32 bits only where the number is 0, 1 or -1.
-    for bit in range(5):
+    # Six bits of the exponent: with more of them a power fits 64 bits only where the number is 0, 1 or -1.
+    for bit in range(6):
         found = select((right >> bit) & 1 == 1, found * square, found, "int")
         square = square * square
     found = select((left == 0) & (right > 0), 0, found, "int")

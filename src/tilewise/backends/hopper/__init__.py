@@ -256,7 +256,7 @@ def _reasons_of_pairs(p: Problem) -> list[str]:
     if not p.spec.region.selections and all(x.with_bias(p) is not None for x in passes):
         return []
     wide, widest = max(p.head_dim, p.head_dim_v), max(max(dims) for dims, row in TABLE.items() if row.bits)
-    found = ["a score other than a bias by pair"] if p.spec.score is not None else []
+    found = ["this score"] if p.spec.score is not None else []
     found += ["dropout"] if p.spec.dropout_p else []
     found += ["deterministic=True"] if p.spec.deterministic and p.spec.needs_grad else []
     found += [f"head_dim {wide}, above {widest}"] if wide > widest else []

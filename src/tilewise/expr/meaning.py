@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
+from operator import and_
 
 import torch
 
@@ -183,13 +185,30 @@ def _chain(e: Expr, inner: list[Expr | None]) -> Expr | None:
     for partial, slope in zip(OPERATIONS[e.op].partials, inner, strict=False):
         if partial is None or slope is None:
             continue
-        outer = partial(*e.args, e)
-        if is_number(slope, 1) or is_number(outer, 1):
-            term = slope if is_number(outer, 1) else outer
-        else:
-            term = _real(outer, slope) * slope
+        term = _product(partial(*e.args, e), slope)
         total = term if total is None else _real(total, term) + term
     return total
+
+
+def _product(outer: Expr, slope: Expr) -> Expr:
+    """The product of two slopes, a selection if one of them is: behind one that selects nothing, the outer slope may be infinite, as that
+    of a root is at 0."""
+    (conditions, outer), (more, slope) = _selected(outer), _selected(slope)
+    if is_number(slope, 1) or is_number(outer, 1):
+        found = slope if is_number(outer, 1) else outer
+    else:
+        found = _real(outer, slope) * slope
+    return apply("where", reduce(and_, conditions + more), found, ZERO) if conditions + more else found
+
+
+def _selected(e: Expr) -> tuple[list[Expr], Expr]:
+    """``(conditions, value)`` of an expression that is the value where all of the conditions hold, else 0."""
+    conditions = []
+    while e.op == "where" and any(is_number(x, 0) for x in e.args[1:]):
+        condition, value, other = e.args
+        conditions.append(condition if is_number(other, 0) else ~condition)
+        e = value if is_number(other, 0) else other
+    return conditions, e
 
 
 def _real(x: Expr, other: Expr) -> Expr:

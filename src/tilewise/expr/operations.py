@@ -361,7 +361,7 @@ def _tie(chosen: str) -> tuple:
     def partial(mine: int):
         def rule(x, y, r):
             a, b = (x, y) if mine == 0 else (y, x)
-            return apply("where", apply("eq", a, b), number(0.5), apply("where", apply(chosen, a, b), ONE, ZERO))
+            return apply("where", apply(chosen, b, a), ZERO, apply("where", apply("eq", a, b), number(0.5), ONE))
 
         return rule
 
@@ -396,7 +396,7 @@ def _bounded(inside: str, inside_or_at: str, outside: str, outside_or_at: str) -
         share = _shares_at_bound(c.op not in ("number", "param"))[mine]
         if share in (0.0, 1.0):
             return _select(apply(too if share else alone, x, c), ONE)
-        return apply("where", apply("eq", x, c), number(share), _select(apply(alone, x, c), ONE))
+        return _select(apply(too, x, c), apply("where", apply("eq", x, c), number(share), ONE))
 
     return (
         lambda x, c, r: chosen(x, c, 0, inside, inside_or_at),

@@ -200,7 +200,7 @@ def test_no_whole_number_is_larger_than_it_was_said_to_be(data):
     """Expressions of whole numbers that are said to fit 32 bits do, at each of their nodes."""
 
     def grown(inner):
-        binary = ["add", "sub", "mul", "maximum", "minimum", "and", "or", "xor"]
+        binary = ["add", "sub", "mul", "maximum", "minimum", "and", "or", "xor", "lshift", "rshift"]
         numbers = st.integers(1, 9).map(number)
         return st.one_of(
             st.tuples(st.sampled_from(binary), inner, inner).map(lambda x: apply(*x)),

@@ -7,8 +7,8 @@ Results are not judged meanwhile: what is recorded stands beside the test that j
 The file: "TWCASES2", the interface's version (int32), then calls: the name (uint32 length, text), the function (int32), how many
 numbers it takes beside the struct (uint32) and each (int64), the number of blocks (uint32) and each block: the type of its
 elements, -1 for none that are compared (int32), its bytes (uint64), whether the call writes it (uint32), the bytes before, and,
-if written, after. Block 0 is the struct. Then the number of pointers (uint32) and each pointer: the block and the byte that it
-stands at, and the block that it points to (uint32 each).
+if written, after. Block 0 is the struct, and in forward mode block 1 that of the tangents. Then the number of pointers (uint32) and each
+pointer: the block and the byte that it stands at, and the block that it points to (uint32 each).
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ import pytest
 from tilewise import accuracy, expr
 from tilewise.backends.cpu import library
 
-FUNCTIONS = {"forward": 0, "backward": 1, "list": 2}
+FUNCTIONS = {"forward": 0, "backward": 1, "list": 2, "jvp": 3}
 WRITTEN = {
     "forward": {"o", "lse", "max_logit"},
     "backward": {"delta", "dq", "dk", "dv", "gradients"},
     "list": {"status", "seen"},
+    "jvp": {"moved_o", "moved_lse"},
 }
 BYTES = {0: 4, 1: 8, 2: 2, 3: 2, 4: 8, 5: 4, 6: 2, 7: 1, 8: 1}
 F32, F64, I64, I32, U8, NOTHING = 0, 1, 4, 5, 8, -1
@@ -62,13 +63,15 @@ class Recording:
 
     call: library.Call
     name: str
-    more: tuple[int, ...] = ()  # numbers that the function takes beside the call
+    more: tuple[int | library.Moved, ...] = ()  # what the function takes beside the call
     blocks: list[Block] = field(default_factory=list)
     pointers: list[tuple[int, int, int]] = field(default_factory=list)
     known: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.block(ctypes.addressof(self.call), ctypes.sizeof(self.call), NOTHING, "call")
+        for moved in (x for x in self.more if isinstance(x, library.Moved)):
+            self.tangents(self.call, moved, self.block(ctypes.addressof(moved), ctypes.sizeof(moved), NOTHING, "moved"))
         self.arrays(self.call)
         self.program(self.call.program)
 
@@ -123,6 +126,20 @@ class Recording:
             self.point(0, at(name), getattr(c, name), c.batch, I64, name)
         elements = length((c.batch, c.seen_batch), (c.heads_k, c.seen_head), last=keys)
         self.point(0, at("seen"), c.seen, elements, U8, "seen")
+
+    def tangents(self, c: library.Call, moved: library.Moved, block: int) -> None:
+        """The arrays of forward mode: each is of the size of what it is the tangent of, in strides of its own."""
+        statistics, batch = F64 if c.type == F64 else F32, self.lines(c)[2]
+        for name, heads, lines, last in (
+            ("q", c.heads_q, c.seqlen_q, c.head_dim), ("k", c.heads_k, c.seqlen_k, c.head_dim),
+            ("v", c.heads_k, c.seqlen_k, c.head_dim_v), ("o", c.heads_q, c.seqlen_q, c.head_dim_v),
+        ):  # fmt: skip
+            x, offset = getattr(moved, name), getattr(library.Moved, name).offset
+            elements = length((batch, x.batch), (lines, x.row), (heads, x.head), last=last)
+            self.point(block, offset, x.data, elements, c.type, f"moved_{name}")
+        elements = length((batch, c.lse_batch), (c.heads_q, c.lse_head), last=c.seqlen_q)
+        self.point(block, library.Moved.lse.offset, moved.lse, elements, statistics, "moved_lse")
+        self.point(block, library.Moved.sink.offset, moved.sink, c.heads_q, statistics, "moved_sink")
 
     def selects(self, c: library.Call) -> bool:
         """Whether the call is a backward of selected keys, whose table has a row for each line of ``hi``."""
@@ -204,8 +221,9 @@ class Recording:
     def written(self, label: str) -> bytes:
         """The call as it stands in the file, once it has run."""
         label = label.encode()
-        parts = [number(len(label), 4), label, number(FUNCTIONS[self.name], 4), number(len(self.more), 4)]
-        parts += [*(number(n, 8) for n in self.more), number(len(self.blocks), 4)]
+        numbers = [x for x in self.more if isinstance(x, int)]
+        parts = [number(len(label), 4), label, number(FUNCTIONS[self.name], 4), number(len(numbers), 4)]
+        parts += [*(number(n, 8) for n in numbers), number(len(self.blocks), 4)]
         for x, before in zip(self.blocks, self.befores(), strict=True):
             parts += [number(x.type, 4), number(len(before), 8), number(x.written, 4), before]
             parts += [x.now()] if x.written else []
@@ -243,7 +261,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def _record(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     run = library.Library.run
 
-    def recorded(self: library.Library, name: str, call: library.Call, *more: int) -> None:
+    def recorded(self: library.Library, name: str, call: library.Call, *more: int | library.Moved) -> None:
         if os.getpid() != request.config.recorder:  # a test's forked child
             return run(self, name, call, *more)
         recording = Recording(call, name, more)

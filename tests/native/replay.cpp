@@ -68,7 +68,7 @@ struct Case {
   std::string name;
   int32_t function;
   std::vector<int64_t> more;  // what the function takes beside the call
-  std::vector<Block> blocks;  // the first one is the TwCall
+  std::vector<Block> blocks;  // the first one is the TwCall; in forward mode the second is the TwMoved
   std::vector<Pointer> pointers;
 
   size_t bytes() const {
@@ -141,7 +141,9 @@ struct Arrays {
   TwCall &call() { return *(TwCall *)memory[0].get(); }
 };
 
-int run(const Case &c, const TwCall &call, char *error, int64_t size) {
+int run(const Case &c, Arrays &arrays, char *error, int64_t size) {
+  const TwCall &call = arrays.call();
+  if (c.function == 3) return tw_jvp(&call, (const TwMoved *)arrays.memory[1].get(), error, size);
   if (c.function == 2) return tw_list_blocks(&call, c.more.at(0), c.more.at(1), error, size);
   return (c.function ? tw_backward : tw_forward)(&call, error, size);
 }
@@ -234,7 +236,7 @@ void replay(Tally &tally, const Case &c, const std::string &isa, int threads) {
   const std::string recorded = arrays.call().isa;
   arrays.call().isa = isa.c_str(), arrays.call().threads = threads;
   char error[256] = "";
-  if (run(c, arrays.call(), error, sizeof error)) return complain(tally, c, isa, threads, error);
+  if (run(c, arrays, error, sizeof error)) return complain(tally, c, isa, threads, error);
   judge(tally, c, arrays, isa, threads, recorded);
 }
 
@@ -246,7 +248,7 @@ void starve(Tally &tally, const Case &c, const std::string &isa, int threads) {
     char error[256] = "";
     const tw::ScratchAside none;
     allocations_left = left;
-    const int status = run(c, arrays.call(), error, sizeof error);
+    const int status = run(c, arrays, error, sizeof error);
     const bool failed = allocations_left.exchange(INT64_MAX) < 0;
     if (status == TW_OK && !failed) return judge(tally, c, arrays, isa, threads, "another");
     if (status != TW_OK && (status != TW_NO_MEMORY || std::strcmp(error, "out of memory")))

@@ -1,5 +1,7 @@
 """What is recorded of a call of the cpu library is what it reads and writes, to the byte."""
 
+import ctypes
+
 import pytest
 import torch
 
@@ -60,3 +62,17 @@ def test_a_backward_of_selected_keys_is_recorded_with_every_part_of_its_sums(mon
     assert size[native.dk.data] == size[native.dv.data] == 4 * 8 * 16 * 16
     assert size[native.block_table] == 4 * 9 * 4
     assert size[native.hi.data] == 4 * 9
+
+
+def test_forward_mode_is_recorded_with_the_tangents_that_it_reads_and_writes(monkeypatch):
+    found, run = [], library.Library.run
+    monkeypatch.setattr(library.Library, "run", lambda *a: (found.append(Recording(a[2], a[1], a[3:])), run(*a)))
+    q, k, v = qkv()
+    _, tangent = torch.func.jvp(lambda q: tw.attention(q, k, v, causal=True, backend="cpu"), (q,), (normal(*q.shape),))
+    recording = found[-1]
+    (moved,), size = recording.more, sizes(recording)
+    assert recording.name == "jvp"
+    assert recording.blocks[1].address == ctypes.addressof(moved)
+    assert size[moved.q.data] == 4 * q.numel()
+    assert {x.address for x in recording.blocks if x.written} == {moved.o.data, moved.lse}
+    assert size[moved.o.data] == 4 * tangent.numel()

@@ -51,7 +51,7 @@ $(LIBRARY): CMakeLists.txt $(wildcard src/tilewise/backends/*/native/*) | $(VENV
 	    echo "setup: no native CPU kernels (see build/native.log); the portable backend runs instead"; }
 
 # The same with AMX in software beside the real instruction sets, and what judges that software: for tests alone.
-$(EMULATED): $(LIBRARY)
+$(EMULATED): $(LIBRARY) tests/native/tile_emulation.h
 	@$(CMAKE) --build build/native --parallel --target tilewise_cpu_emulated tiles > build/emulated.log 2>&1 && touch $@ || \
 	  echo "test: no emulated AMX (see build/emulated.log)"
 
@@ -147,9 +147,9 @@ COMMA := ,
 replay = $(CMAKE) -S . -B build/$(1) -DTILEWISE_SANITIZE=$(2) -DCMAKE_CXX_FLAGS=-g > build/$(1).log && \
          $(CMAKE) --build build/$(1) --parallel --target replay >> build/$(1).log
 
-$(CASES): $(LIBRARY) $(EMULATED) tests/native/record.py tests/backends/contract.py tests/backends/test_cpu.py bench/cases.py bench/kinds.py bench/testing.py
+$(CASES): $(LIBRARY) $(EMULATED) tests/native/record.py tests/backends/contract.py tests/backends/test_cpu.py tests/backends/test_cpu_tangents.py tests/backends/tangents.py bench/cases.py bench/kinds.py bench/testing.py
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:xdist -p tests.native.record --record $(CASES) \
-	  tests/backends/test_cpu.py -k "not Avx and not Portable and not billion"
+	  tests/backends/test_cpu.py tests/backends/test_cpu_tangents.py -k "(not Avx and not Portable and not billion) or test_cpu_tangents"
 
 asan: setup $(CASES)
 	@$(call replay,asan,address$(COMMA)undefined)

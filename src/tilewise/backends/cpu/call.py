@@ -294,7 +294,7 @@ def _stacked(parts: list[Region], batch: int, unlisted: Blocks | None) -> Region
     if parts[0].status is None:
         return Region(ends, seen=seen)
     maps = [part.status for part in parts]
-    at, per_head, flat, total = [], [], [], 0
+    at, per_head, total = [], [], 0
     for n in range(batch):
         status = maps[n if len(maps) > 1 else 0]
         tiles = status.shape[2] * status.shape[3]
@@ -303,7 +303,7 @@ def _stacked(parts: list[Region], batch: int, unlisted: Blocks | None) -> Region
         at.append(0 if shared else total)
         per_head.append(tiles if status.shape[1] > 1 else 0)
         total += rows
-    flat = torch.cat([m.reshape(-1) for m in maps]).contiguous()
+    flat = torch.cat([m.reshape(-1) for m in maps])
     return Region(ends, flat, torch.tensor(at), torch.tensor(per_head), seen, unlisted)
 
 

@@ -73,10 +73,6 @@ class Backward {
  private:
   static constexpr bool paired = !__is_same(X, T), held = !__is_same(E, T);
 
-  struct Range {
-    int64_t begin, end;
-  };
-
   const TwCall &c;
   const GradientUnit &unit;
   const Sequence s;
@@ -86,8 +82,6 @@ class Backward {
   T *dk, *dv, *p, *dp, *dq, *sums, *factor;  // sums: (head, query, d), where dQ is not summed where it is returned
   int32_t *first, *last;
   Machine machine;
-
-  bool scored() const { return c.program.score >= 0; }
 
   void key_tile(int64_t n0) {
     real = smaller(c.tile_n, unit.n1 - n0), width = smaller(c.tile_n, round_up(real, kDeep<X>));
@@ -127,7 +121,7 @@ class Backward {
     const Range all = visible(n0, head);
     if (all.begin < 0) return;
     const Place at{s.b, head, s.seqlen_q, s.seqlen_k, 0, n0};
-    if (scored() || c.program.keep >= 0) machine.enter_head(at), machine.enter_tile(at);
+    if (machine.scored() || c.program.keep >= 0) machine.enter_head(at), machine.enter_tile(at);
     for (int64_t m0 = (all.end - 1) / c.tile_m * c.tile_m; m0 + c.tile_m > all.begin; m0 -= c.tile_m) {
       const uint8_t state = tile_state(c, s, head, m0 / c.tile_m, n0 / c.tile_n);
       if (state == TW_EMPTY) continue;
@@ -267,7 +261,7 @@ class Backward {
   void gradient_row(const Place &at, const Range &columns, bool masked, bool predicate, T *x, T *y) {
     const T lse = statistic<T>(c, c.lse, s, at.h)[at.i], delta = statistic<T>(c, c.delta, s, at.h)[at.i];
     const T shift = lse == T(-INFINITY) ? T(INFINITY) : lse;  // e^(s - inf) = 0: rows that saw nothing
-    if (scored() || masked || predicate) hide(at, columns, masked, predicate, x);
+    if (machine.scored() || masked || predicate) hide(at, columns, masked, predicate, x);
     if (c.keep_below) Dropout{c}.row(at, columns.begin, columns.end, factor);
     constexpr int W = kLanes<T>;
     for (int64_t n = columns.begin; n < columns.end; n += W) {
@@ -277,24 +271,17 @@ class Backward {
       store(x + n, e * f);
       store(y + n, e == Vec<T>{} ? Vec<T>{} : ds);  // what is hidden gives nothing, whatever its dP
     }
-    if (scored()) through_score(at, columns, y);
+    if (machine.scored()) through_score(at, columns, y);
   }
 
   // The score program, and -inf where the mask hides.
   void hide(const Place &at, const Range &columns, bool masked, bool predicate, T *x) {
     const int64_t begin = columns.begin, end = columns.end;
-    if (scored()) {
-      if (c.program.raw >= 0) __builtin_memcpy(machine.at<T>(c.program.raw) + begin, x + begin, (end - begin) * sizeof(T));
-      machine.run_row(TW_SCORE, at, begin, end);
-      __builtin_memcpy(x + begin, machine.at<T>(c.program.score) + begin, (end - begin) * sizeof(T));
-    }
+    if (machine.scored()) machine.score_row(at, begin, end, x + begin);
     const int32_t i = int32_t(at.i);
     if (masked)
       for (int64_t n = begin; n < end; ++n) x[n] = first[n] <= i && i < last[n] ? x[n] : T(-INFINITY);
-    if (!predicate) return;
-    machine.run_row(TW_PREDICATE, at, begin, end);
-    const int64_t *kept = machine.at<int64_t>(c.program.keep);
-    for (int64_t n = begin; n < end; ++n) x[n] = kept[n] ? x[n] : T(-INFINITY);
+    if (predicate) machine.hide_row(at, begin, end, x + begin);
   }
 
   // dz becomes ds = dz · (dz / ds); before that the leaves take theirs.
@@ -302,9 +289,7 @@ class Backward {
     machine.run_row(TW_SLOPES, at, columns.begin, columns.end);
     for (int n = 0; n < c.program.leaf_gradients && unit.keys; ++n)
       add_leaf_gradient<T>(machine, c.program.gradients[n], unit.group, at, columns.begin, columns.end, y);
-    if (c.program.slope < 0) return;
-    const T *slope = machine.at<T>(c.program.slope);
-    for (int64_t n = columns.begin; n < columns.end; ++n) y[n] = y[n] == T(0) ? T(0) : y[n] * slope[n];
+    machine.slope_row(columns.begin, columns.end, y + columns.begin);
   }
 };
 

@@ -96,7 +96,7 @@ void check_tiles(const TwCall &c) {
     throw std::invalid_argument("split must be a multiple of tile_n, and 0 for packed sequences");
 }
 
-struct Forward {
+struct ForwardPlan {
   std::vector<QueryItem> items;
   std::vector<int64_t> cost;
   int64_t parts = 0;                               // of the keys, where they are split
@@ -127,7 +127,7 @@ int64_t visible(const TwCall &c, const Sequence &s, const QueryItem &item) {
 
 // The items of the keys [n0, n1) of a sequence. Where keys are split, all heads' items of one split come before those of the
 // next: what their rows share of a page, they read at one time.
-void add_items(const TwCall &c, const Sequence &s, int64_t n0, int64_t n1, int64_t part, int64_t rows, Forward &plan) {
+void add_items(const TwCall &c, const Sequence &s, int64_t n0, int64_t n1, int64_t part, int64_t rows, ForwardPlan &plan) {
   const int64_t group = c.heads_q / c.heads_k;
   for (int64_t head = 0, heads; head < c.heads_q; head += heads) {
     heads = std::min<int64_t>(c.heads_per_item, group - head % group);
@@ -139,8 +139,8 @@ void add_items(const TwCall &c, const Sequence &s, int64_t n0, int64_t n1, int64
   }
 }
 
-Forward plan_forward(const TwCall &c) {
-  Forward plan;
+ForwardPlan plan_forward(const TwCall &c) {
+  ForwardPlan plan;
   for (int64_t b = 0, rows = 0; b < c.batch; ++b) {
     const Sequence s = sequence_of(c, b);
     const int64_t split = split_of(c, s), step = split ? split : std::max<int64_t>(s.seqlen_k, 1);
@@ -164,7 +164,7 @@ std::vector<int64_t> longest_first(const std::vector<int64_t> &cost) {
 
 // The longest items first. Under a predicate heads come one after the other all the same, since their packed tiles then stay in caches:
 // docs/decisions.md#cpu-packed-once.
-std::vector<int64_t> order_of(const TwCall &c, const Forward &plan) {
+std::vector<int64_t> order_of(const TwCall &c, const ForwardPlan &plan) {
   std::vector<int64_t> order = longest_first(plan.cost);
   if (!c.status || c.split) return order;
   auto head = [&](int64_t n) { return plan.items[size_t(n)].b * c.heads_q + plan.items[size_t(n)].head; };
@@ -213,7 +213,7 @@ void run_forward(const TwCall &given) {
   const Complete whole(given, kernels, false);
   const TwCall &c = whole.call;
   check_tiles(c);
-  const Forward plan = plan_forward(c);
+  const ForwardPlan plan = plan_forward(c);
   const std::vector<int64_t> order = order_of(c, plan);
   const size_t size = c.type == TW_F64 ? 8 : 4;
   const size_t lines = size_t(plan.parts * lines_of(c));
@@ -238,7 +238,7 @@ void run_jvp(const TwCall &given, const TwMoved &moved) {
   whole.call.split = 0;
   const TwCall &c = whole.call;
   check_tiles(c);
-  const Forward plan = plan_forward(c);
+  const ForwardPlan plan = plan_forward(c);
   const std::vector<int64_t> order = order_of(c, plan);
   const int64_t bytes = kernels.tangent_bytes(c, moved);
   parallel(c.threads, int64_t(order.size()),
@@ -247,13 +247,13 @@ void run_jvp(const TwCall &given, const TwMoved &moved) {
 
 // Units by group: those of one group run one after the other, in order. Where the keys are parted, all first parts come
 // first, so that whoever waits its turn waits for work that has begun.
-struct Backward {
+struct BackwardPlan {
   std::vector<std::vector<GradientUnit>> groups;
   std::vector<int64_t> cost;
   std::vector<std::unique_ptr<Turns>> turns;
   std::vector<std::unique_ptr<float[]>> sums;  // of the dq that shares share
 
-  explicit Backward(const TwCall &c) {
+  explicit BackwardPlan(const TwCall &c) {
     if (c.block_table) {
       add_selected(c);
       return;
@@ -319,7 +319,7 @@ void run_backward(const TwCall &given) {
   const TwCall &c = whole.call;
   check_tiles(c);
   parallel(c.threads, c.batch * c.heads_q, [&](int64_t n) { kernels.delta(c, n / c.heads_q, n % c.heads_q); });
-  const Backward plan(c);
+  const BackwardPlan plan(c);
   const std::vector<int64_t> order = longest_first(plan.cost);
   const int64_t bytes = kernels.backward_bytes(c);
   parallel(c.threads, int64_t(order.size()), [&](int64_t n) {

@@ -73,7 +73,16 @@ class FewQueries {
     return plain && item.heads * (item.m1 - item.m0) <= W;
   }
 
-  FewQueries(const TwCall &c, const QueryItem &item, char *scratch) : FewQueries(c, item, Arena{scratch}) {}
+  FewQueries(const TwCall &c, const QueryItem &item, char *scratch)
+      : c(c), item(item), s(sequence_of(c, item.b)), rows(item.heads * (item.m1 - item.m0)), wide(round_up(c.head_dim_v, W)),
+        depth(round_up(elements<X>(c.head_dim), W)), ends(c, s, item, rows), arena{scratch},
+        at(c, s, item.head / (c.heads_q / c.heads_k), kBlock, arena) {
+    q = arena.take<X>(depth * W), k = arena.take<X>(kBlock * depth), v = arena.take<E>(kStep * wide);
+    p = arena.take<T>(kStep * W), acc = arena.take<T>(W * wide), m = arena.take<T>(W), l = arena.take<T>(W);
+    if constexpr (paired) rounded = arena.take<X>(kStep * W / 2), zeros = arena.take<E>(wide);
+    marks = arena.take<uint8_t>(kStep);
+    bytes = arena.used;
+  }
 
   int64_t bytes;
 
@@ -83,17 +92,6 @@ class FewQueries {
   }
 
  private:
-  FewQueries(const TwCall &c, const QueryItem &item, Arena arena)
-      : c(c), item(item), s(sequence_of(c, item.b)), rows(item.heads * (item.m1 - item.m0)), wide(round_up(c.head_dim_v, W)),
-        depth(round_up(elements<X>(c.head_dim), W)), ends(c, s, item, rows),
-        at(c, item.b, item.head / (c.heads_q / c.heads_k), kBlock, arena) {
-    q = arena.take<X>(depth * W), k = arena.take<X>(kBlock * depth), v = arena.take<E>(kStep * wide);
-    p = arena.take<T>(kStep * W), acc = arena.take<T>(W * wide), m = arena.take<T>(W), l = arena.take<T>(W);
-    if constexpr (paired) rounded = arena.take<X>(kStep * W / 2), zeros = arena.take<E>(wide);
-    marks = arena.take<uint8_t>(kStep);
-    bytes = arena.used;
-  }
-
   static constexpr int W = kLanes<T>;
   static constexpr int kBlock = W > 8 ? W : 8, kStep = StepKeys<E>::kMost;  // keys
   static constexpr int kLine = 64 / int(sizeof(E));
@@ -122,6 +120,7 @@ class FewQueries {
   const Sequence s;
   const int64_t rows, wide, depth;
   const RowEnds<W> ends;
+  Arena arena;
   StepKeys<E> at;
   X *q, *k, *rounded;
   E *v, *zeros;  // of a step's odd last key the other of its pair

@@ -35,16 +35,13 @@ class FewRows : Forward<E, T, X> {
   int64_t bytes;
 
   void run(const Partials &partials) {
-    rows = item.heads * (item.m1 - item.m0), Base::queries = item.m1 - item.m0;
-    int64_t begin, end;
-    Base::start(begin, end);
+    const Range keys = Base::start();
     for (int64_t n = rows * wide; n < kMost * wide; ++n) acc[n] = T(0);  // tile registers have 16 rows
     for (int64_t d = 0; d < wide; ++d) zeros[d] = E{};
     if constexpr (kTiled<X>)
       for (int64_t d = 0; d < depth; ++d)
         for (int64_t r = 0; r < W; ++r) turned[d * W + r] = r < rows ? q[r * depth + d] : X(0);
-    for (int64_t n0 = Base::next_tile(begin / c.tile_n * c.tile_n, end); n0 < end; n0 = Base::next_tile(n0 + c.tile_n, end))
-      heed_signals(), key_tile(n0);
+    Base::each_tile(keys, [&](int64_t n0, int64_t) { key_tile(n0); });
     finish_rows<E, T>(c, s, item, partials, acc, wide, Base::m, Base::l);
   }
 
@@ -57,17 +54,16 @@ class FewRows : Forward<E, T, X> {
   X *turned, *copy;  // Qᵀ; 16 rows of K, or 32 of V as pairs of keys
 
   void key_tile(int64_t n0) {
-    int64_t begin, end, first, last;
     const int64_t width = PackedKeys<E, T, X>::width_of(c, s, n0);
-    Base::reach(n0, width, 0, rows, begin, end);
+    const auto [begin, end] = Base::reach(n0, width, 0, rows);
     if (begin >= end) return;
     const Rows<E> keys = Base::rows_at(c.k, n0, places[0]), values = Base::rows_at(c.v, n0, places[1]);
     const TileRegisters<X> registers;
     Base::entered = -1;
     for (int64_t n = begin; n < end; n += W) scores(keys, n);
     for (int64_t r = 0; r < rows; ++r) Base::softmax_row(n0, begin, end, r, p + r * c.tile_n);
-    Base::template reach<kDeep<X>>(n0, width, 0, rows, first, last);
-    first = greater(first, begin), last = smaller(last, end);
+    const Range deep = Base::template reach<kDeep<X>>(n0, width, 0, rows);
+    const int64_t first = greater(deep.begin, begin), last = smaller(deep.end, end);
     const Operand<X> a = Base::weights(first, last, rows, p, rounded);
     int64_t d = 0;
     for (; d + 4 * W <= wide; d += 4 * W) add_values<4>(values, first, last, a, d);

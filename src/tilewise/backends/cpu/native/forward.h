@@ -85,7 +85,8 @@ template <class E, class T, class X>
 class Forward {
  public:
   Forward(const TwCall &c, const QueryItem &item, char *scratch, const KeyTiles &packed = {})
-      : c(c), item(item), packed(packed), s(sequence_of(c, item.b)), D(c.head_dim), Dv(c.head_dim_v), wide(round_up(Dv, kLanes<T>)) {
+      : c(c), item(item), packed(packed), s(sequence_of(c, item.b)), D(c.head_dim), Dv(c.head_dim_v), wide(round_up(Dv, kLanes<T>)),
+        queries(item.m1 - item.m0), rows(item.heads * queries), head_k(item.head / (c.heads_q / c.heads_k)) {
     const int64_t most = greater(c.tile_m * c.heads_per_item, 1);
     Arena arena{scratch};
     q = arena.take<X>(most * elements<X>(D));
@@ -110,13 +111,8 @@ class Forward {
   int64_t bytes;
 
   void run(const Partials &partials) {
-    queries = item.m1 - item.m0, rows = item.heads * queries;
-    int64_t begin, end;
-    start(begin, end);
-    for (int64_t n0 = next_tile(begin / c.tile_n * c.tile_n, end), after; n0 < end; n0 = after) {
-      after = next_tile(n0 + c.tile_n, end);
-      heed_signals(), key_tile(n0, after < end ? after : n0);
-    }
+    const Range keys = start();
+    each_tile(keys, [&](int64_t n0, int64_t after) { key_tile(n0, after); });
     finish_rows<E, T>(c, s, item, partials, acc, wide, m, l);
   }
 
@@ -127,8 +123,8 @@ class Forward {
   const QueryItem &item;
   const KeyTiles packed;
   const Sequence s;
-  const int64_t D, Dv, wide;
-  int64_t queries, rows, entered = -1, next_keys;
+  const int64_t D, Dv, wide, queries, rows, head_k;
+  int64_t entered = -1, next_keys;
   Rows<E> next_k, next_v;
   const char *next_tile_at = nullptr;  // where the next tile is packed already
   const E **places[4];  // of keys in pages: this tile's K and V, the next one's
@@ -140,28 +136,34 @@ class Forward {
 
   int64_t head_of(int64_t row) const { return item.head_of(row); }
   int64_t query_of(int64_t row) const { return item.query_of(row); }
-  bool scored() const { return c.program.score >= 0; }
   Place place(int64_t n0, int64_t row) const { return {s.b, head_of(row), s.seqlen_q, s.seqlen_k, query_of(row), n0}; }
 
-  // Packs Q, reads the ends of every row; [begin, end) holds all of them.
-  void start(int64_t &begin, int64_t &end) {
-    begin = item.n1, end = item.n0;
+  // Packs Q, reads the ends of every row. Returns the keys that hold all of them.
+  Range start() {
+    Range all{item.n1, item.n0};
     for (int64_t h = 0; h < item.heads; ++h) {
       const int64_t head = item.head + h, first = h * queries;
       Rows<E> from{row_of<E>(c.q, s, s.row_q, item.m0, head), c.q.row, queries, nullptr};
       from.cold = true;
       pack_rows<X, E>(from, queries, D, q + first * elements<X>(D));
-      const int32_t *low = ends_of(c.lo, s, head, s.row_q), *high = ends_of(c.hi, s, head, s.row_q);
       for (int64_t r = 0; r < queries; ++r) {
-        const int64_t i = item.m0 + r;
-        lo[first + r] = low ? greater(low[i], item.n0) : item.n0;
-        hi[first + r] = high ? smaller(high[i], item.n1) : item.n1;
-        if (lo[first + r] >= hi[first + r]) lo[first + r] = hi[first + r] = item.n0;
-        else begin = smaller(begin, lo[first + r]), end = greater(end, hi[first + r]);
+        const Range keys = seen_keys(c, s, item, head, item.m0 + r);
+        lo[first + r] = keys.begin, hi[first + r] = keys.end;
+        if (keys.begin < keys.end) all = {smaller(all.begin, keys.begin), greater(all.end, keys.end)};
       }
     }
     for (int64_t r = 0; r < rows; ++r) m[r] = T(-INFINITY), l[r] = T(0);
     for (int64_t n = 0; n < rows * wide; ++n) acc[n] = T(0);
+    return all;
+  }
+
+  // f(n0, after) for each tile of `keys` that the mask does not empty; the last one comes after itself.
+  template <class F>
+  void each_tile(const Range &keys, F f) const {
+    for (int64_t n0 = next_tile(keys.begin / c.tile_n * c.tile_n, keys.end), after; n0 < keys.end; n0 = after) {
+      after = next_tile(n0 + c.tile_n, keys.end);
+      heed_signals(), f(n0, after < keys.end ? after : n0);
+    }
   }
 
   // The first tile from n0 on that the mask does not empty.
@@ -174,7 +176,6 @@ class Forward {
   void key_tile(int64_t n0, int64_t after) {
     const int64_t width = PackedKeys<E, T, X>::width_of(c, s, n0);
     if (packed.memory) {
-      const int64_t head_k = item.head / (c.heads_q / c.heads_k);
       const PackedKeys<E, T, X> tile(c, packed.at(c, s, head_k, n0));
       k = tile.k, v = tile.v;
       next_tile_at = packed.at(c, s, head_k, after), next_keys = after == n0 ? 0 : packed.bytes / 64;
@@ -191,7 +192,6 @@ class Forward {
 
   // The keys from n0 on, of a tile.
   Rows<E> rows_at(const TwTensor &t, int64_t n0, const E **at) {
-    const int64_t head_k = item.head / (c.heads_q / c.heads_k);
     if (!c.block_table) return key_rows<E>(c, t, s, head_k, n0);
     const int64_t count = smaller(c.tile_n, s.seqlen_k - n0);
     place_keys<E>(c, t, s, head_k, n0, count, at);
@@ -207,17 +207,15 @@ class Forward {
 
   // The columns [begin, end) of the tile at n0 that some of the rows see, in multiples of `step`: whole panels for S.
   template <int64_t step = kPanelWidth<T>>
-  TW_INLINE void reach(int64_t n0, int64_t width, int64_t r0, int64_t count, int64_t &begin, int64_t &end) const {
-    begin = width, end = 0;
+  TW_INLINE Range reach(int64_t n0, int64_t width, int64_t r0, int64_t count) const {
+    int64_t begin = width, end = 0;
     for (int64_t r = r0; r < r0 + count; ++r)
       if (lo[r] < hi[r]) begin = smaller(begin, lo[r] - n0), end = greater(end, hi[r] - n0);
-    begin = greater(begin, 0) / step * step;
-    end = smaller(round_up(end, step), width);
+    return {greater(begin, 0) / step * step, smaller(round_up(end, step), width)};
   }
 
   void row_block(int64_t n0, int64_t width, int64_t r0, int64_t count) {
-    int64_t begin, end;
-    reach(n0, width, r0, count, begin, end);
+    const auto [begin, end] = reach(n0, width, r0, count);
     if (begin >= end) return;
     const int64_t vectors = (end - begin) / kLanes<T>, depth = elements<X>(D);
     multiply<X, Form::plain, false>(count, vectors, depth, {q + r0 * depth, depth}, k + begin * depth, p + begin,
@@ -229,9 +227,8 @@ class Forward {
       else prefetch_rows(next_k, from, to, D), prefetch_rows(next_v, from, to, Dv);
       softmax_row(n0, begin, end, r0 + n, p + n * c.tile_n);
     }
-    int64_t first, last;
-    reach<kDeep<X>>(n0, width, r0, count, first, last);
-    add_product(width, greater(first, begin), smaller(last, end), r0, count, p, rounded, v);
+    const Range deep = reach<kDeep<X>>(n0, width, r0, count);
+    add_product(width, greater(deep.begin, begin), smaller(deep.end, end), r0, count, p, rounded, v);
   }
 
   // The columns [begin, end) of x as a product reads them.
@@ -306,25 +303,17 @@ class Forward {
   void scores_row(int64_t n0, int64_t begin, int64_t end, int64_t row, T *x) {
     const int64_t head = head_of(row);
     const bool partial = c.program.keep >= 0 && tile_state(c, s, head, item.m0 / c.tile_m, n0 / c.tile_n) != TW_FULL;
-    if (!scored() && !partial) return;
+    if (!machine.scored() && !partial) return;
     const Place at = place(n0, row);
     if (entered != head) machine.enter_head(at), machine.enter_tile(at), entered = head;
-    if (scored()) {
-      if (c.program.raw >= 0) __builtin_memcpy(machine.at<T>(c.program.raw) + begin, x + begin, (end - begin) * sizeof(T));
-      machine.run_row(TW_SCORE, at, begin, end);
-      __builtin_memcpy(x + begin, machine.at<T>(c.program.score) + begin, (end - begin) * sizeof(T));
-    }
-    if (!partial) return;
-    machine.run_row(TW_PREDICATE, at, begin, end);
-    const int64_t *kept = machine.at<int64_t>(c.program.keep);
-    for (int64_t n = begin; n < end; ++n) x[n] = kept[n] ? x[n] : T(-INFINITY);
+    if (machine.scored()) machine.score_row(at, begin, end, x + begin);
+    if (partial) machine.hide_row(at, begin, end, x + begin);
   }
 
   void drop_row(int64_t n0, int64_t begin, int64_t end, int64_t row, T *x) {
     Dropout{c}.row(place(n0, row), begin, end, factor);
     for (int64_t n = begin; n < end; ++n) x[n] *= factor[n];
   }
-
 };
 
 // The states of all splits of an item's rows, merged in the order of the splits (docs/algorithm.md#5-merging):

@@ -41,7 +41,7 @@ TW_INLINE void prefetch_rows(const Rows<E> &in, int64_t begin, int64_t end, int6
 // How many elements X hold `numbers` numbers of a depth.
 template <class X>
 TW_INLINE int64_t elements(int64_t numbers) {
-  return sizeof(X) == sizeof(Sum<X>) && !__is_same(X, Sum<X>) ? (numbers + 1) / 2 : numbers;
+  return __is_same(X, Pair) ? (numbers + 1) / 2 : numbers;
 }
 
 // Element d of a row of `width` numbers: one number, or the pair (2d, 2d + 1).

@@ -151,6 +151,33 @@ struct Machine {
     run(part, TW_PER_PAIR, at, begin, end);
   }
 
+  bool scored() const { return program->score >= 0; }
+
+  // The products of the columns [begin, end) of a row become scores. `x` has column `begin`, as below.
+  template <class T>
+  void score_row(const Place &place, int64_t begin, int64_t end, T *x) const {
+    const size_t bytes = size_t(end - begin) * sizeof(T);
+    if (program->raw >= 0) __builtin_memcpy(at<T>(program->raw) + begin, x, bytes);
+    run_row(TW_SCORE, place, begin, end);
+    __builtin_memcpy(x, at<T>(program->score) + begin, bytes);
+  }
+
+  // -inf where the predicate is false.
+  template <class T>
+  void hide_row(const Place &place, int64_t begin, int64_t end, T *x) const {
+    run_row(TW_PREDICATE, place, begin, end);
+    const int64_t *kept = at<int64_t>(program->keep) + begin;
+    for (int64_t n = 0; n < end - begin; ++n) x[n] = kept[n] ? x[n] : T(-INFINITY);
+  }
+
+  // dz becomes ds = dz · (dz / ds), once TW_SLOPES has run. Where dz is 0 it stays so, whatever the slope.
+  template <class T>
+  void slope_row(int64_t begin, int64_t end, T *y) const {
+    if (program->slope < 0) return;
+    const T *slope = at<T>(program->slope) + begin;
+    for (int64_t n = 0; n < end - begin; ++n) y[n] = y[n] == T(0) ? T(0) : y[n] * slope[n];
+  }
+
   // The element that an index reads at column `begin`: the part of its offset that does not move along the row.
   template <class Access>
   int64_t fixed_offset(const Access &x, const int64_t *size, const int64_t *stride, int64_t column) const {

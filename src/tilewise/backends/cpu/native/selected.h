@@ -39,7 +39,7 @@ class SelectedBackward {
   int64_t bytes;
 
   void run() {
-    if (scored()) machine.enter_head(anywhere()), machine.enter_tile(anywhere());
+    if (machine.scored()) machine.enter_head(anywhere()), machine.enter_tile(anywhere());
     for (int64_t i = unit.m0; i < unit.m1; ++i) {
       heed_signals();
       query(i);
@@ -59,8 +59,6 @@ class SelectedBackward {
   X *k, *v, *k_rows, *qt, *dot, *q, *dout, *p_rows, *ds_rows, *ds_columns;
   T *p, *ds, *added, *dq, *lse, *delta;
   Machine machine;
-
-  bool scored() const { return c.program.score >= 0; }
 
   // A score that is a function of s alone does not ask where it is.
   Place anywhere() const { return {s.b, unit.head, s.seqlen_q, s.seqlen_k, 0, 0}; }
@@ -139,22 +137,14 @@ class SelectedBackward {
     const int64_t count = end - begin;
     const Vec<T> scale = splat(T(c.softmax_scale));
     for (int64_t n = begin; n < end; n += W) store(p + n, load(p + n) * scale);
-    if (scored()) {
-      if (c.program.raw >= 0) __builtin_memcpy(machine.at<T>(c.program.raw), p + begin, size_t(count) * sizeof(T));
-      machine.run_row(TW_SCORE, anywhere(), 0, count);
-      __builtin_memcpy(p + begin, machine.at<T>(c.program.score), size_t(count) * sizeof(T));
-    }
+    if (machine.scored()) machine.score_row(anywhere(), 0, count, p + begin);
     for (int64_t n = begin; n < end; n += W) {
       const Vec<T> e = softmax_exp<T>(load(p + n) - load(lse + n % wide_h));
       const Vec<T> gradient = e * (load(ds + n) - load(delta + n % wide_h)) * scale;
       store(p + n, e);
       store(ds + n, e == Vec<T>{} ? Vec<T>{} : gradient);
     }
-    if (!scored()) return;
-    machine.run_row(TW_SLOPES, anywhere(), 0, count);
-    if (c.program.slope < 0) return;
-    const T *slope = machine.at<T>(c.program.slope);
-    for (int64_t n = 0; n < count; ++n) ds[begin + n] = ds[begin + n] == T(0) ? T(0) : ds[begin + n] * slope[n];
+    if (machine.scored()) machine.run_row(TW_SLOPES, anywhere(), 0, count), machine.slope_row(0, count, ds + begin);
   }
 
   // The product of gathered rows, in panels `ld` wide of `padded` elements, with each head's: [key][head].

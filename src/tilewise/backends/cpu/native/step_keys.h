@@ -14,9 +14,8 @@ struct RowEnds {
     for (int64_t g = 0; g < W; ++g) {
       lo[g] = hi[g] = item.n0;
       if (g >= rows) continue;
-      const int64_t head = item.head_of(g), i = item.query_of(g);
-      const int32_t *low = ends_of(c.lo, s, head, s.row_q), *high = ends_of(c.hi, s, head, s.row_q);
-      lo[g] = low ? greater(low[i], item.n0) : item.n0, hi[g] = high ? smaller(high[i], item.n1) : item.n1;
+      const Range keys = seen_keys(c, s, item, item.head_of(g), item.query_of(g));
+      lo[g] = keys.begin, hi[g] = keys.end;
       all_from = greater(all_from, lo[g]), all_to = smaller(all_to, hi[g]);
       if (lo[g] < hi[g]) begin = smaller(begin, lo[g]), end = greater(end, hi[g]);
     }
@@ -28,13 +27,14 @@ struct StepKeys {
   static constexpr int64_t kMost = 128, kMostBytes = 16384, kRun = 16;
 
   const TwCall &c;
-  const int64_t b, head_k;
+  const Sequence s;
+  const int64_t head_k;
   int64_t keys;  // of a step
   const E **k, **v, **next_k, **next_v;
   const E **ahead_k, **ahead_v;  // the next step's, in the order in which they are fetched
 
   // K and V of a step, and what is fetched for the next, share L1. A step's keys are a multiple of `block`.
-  StepKeys(const TwCall &c, int64_t b, int64_t head_k, int64_t block, Arena &arena) : c(c), b(b), head_k(head_k) {
+  StepKeys(const TwCall &c, const Sequence &s, int64_t head_k, int64_t block, Arena &arena) : c(c), s(s), head_k(head_k) {
     const int64_t row = greater(greater(c.head_dim, c.head_dim_v), 1) * int64_t(sizeof(E));
     keys = greater(block, smaller(kMost, kMostBytes / row / block * block));
     for (const E ***at : {&k, &v, &next_k, &next_v, &ahead_k, &ahead_v}) *at = arena.take<const E *>(kMost);
@@ -44,7 +44,6 @@ struct StepKeys {
   void place(int64_t n0, int64_t end) {
     const int64_t count = smaller(keys, end - n0);
     if (count <= 0) return;
-    const Sequence s = sequence_of(c, b);
     place_keys<E>(c, c.k, s, head_k, n0, count, next_k), place_keys<E>(c, c.v, s, head_k, n0, count, next_v);
     for (int64_t n = count; n < keys; ++n) next_k[n] = next_k[count - 1], next_v[n] = next_v[count - 1];
   }

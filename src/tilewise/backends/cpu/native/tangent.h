@@ -14,7 +14,7 @@ namespace tw::TW_ISA {
 template <class E, class T, class X>
 class Tangent : Forward<E, T, X> {
   using Base = Forward<E, T, X>;
-  using Base::acc, Base::c, Base::D, Base::Dv, Base::entered, Base::factor, Base::hi, Base::item, Base::k, Base::lo, Base::machine;
+  using Base::acc, Base::c, Base::D, Base::Dv, Base::entered, Base::factor, Base::head_k, Base::hi, Base::item, Base::k, Base::lo, Base::machine;
   using Base::p, Base::paired, Base::q, Base::queries, Base::rows, Base::s, Base::v, Base::wide;
 
  public:
@@ -33,15 +33,13 @@ class Tangent : Forward<E, T, X> {
   int64_t bytes;
 
   void run() {
-    queries = item.m1 - item.m0, rows = item.heads * queries;
-    int64_t begin, end;
-    Base::start(begin, end);
+    const Range keys = Base::start();
     for (int64_t r = 0; r < rows; ++r) mean[r] = T(0);
     for (int64_t h = 0; moved.q.data && h < item.heads; ++h) {
       Rows<E> from{row_of<E>(moved.q, s, s.row_q, item.m0, item.head + h), moved.q.row, queries, nullptr};
       pack_rows<X, E>(from, queries, D, moved_q + h * queries * elements<X>(D));
     }
-    for (int64_t n0 = begin / c.tile_n * c.tile_n; (n0 = Base::next_tile(n0, end)) < end; n0 += c.tile_n) heed_signals(), key_tile(n0);
+    Base::each_tile(keys, [&](int64_t n0, int64_t) { key_tile(n0); });
     finish();
   }
 
@@ -51,7 +49,7 @@ class Tangent : Forward<E, T, X> {
   X *moved_q, *moved_k, *moved_v, *pairs;
 
   void key_tile(int64_t n0) {
-    const int64_t width = smaller(c.tile_n, round_up(s.seqlen_k - n0, kPanelWidth<T>)), head_k = item.head / (c.heads_q / c.heads_k);
+    const int64_t width = smaller(c.tile_n, round_up(s.seqlen_k - n0, kPanelWidth<T>));
     pack_transposed<X, E>(key_rows<E>(c, c.k, s, head_k, n0), width, D, k);
     pack_panels<X, E>(key_rows<E>(c, c.v, s, head_k, n0), width, Dv, v);
     if (moved.k.data) pack_transposed<X, E>(key_rows<E>(c, moved.k, s, head_k, n0), width, D, moved_k);
@@ -62,8 +60,7 @@ class Tangent : Forward<E, T, X> {
   }
 
   void row_block(int64_t n0, int64_t width, int64_t r0, int64_t count) {
-    int64_t begin, end;
-    Base::reach(n0, width, r0, count, begin, end);
+    const auto [begin, end] = Base::reach(n0, width, r0, count);
     if (begin >= end) return;
     const int64_t vectors = (end - begin) / kLanes<T>, depth = elements<X>(D);
     multiply<X, Form::plain, false>(count, vectors, depth, {q + r0 * depth, depth}, k + begin * depth, p + begin, c.tile_n,
@@ -82,9 +79,9 @@ class Tangent : Forward<E, T, X> {
   void tangent_row(int64_t n0, int64_t begin, int64_t end, int64_t row, T *x, T *y) {
     const T scale = T(c.softmax_scale);
     for (int64_t n = begin; n < end; ++n) y[n] *= scale;
-    if (Base::scored()) __builtin_memcpy(machine.template at<T>(moved.raw) + begin, y + begin, (end - begin) * sizeof(T));
+    if (machine.scored()) __builtin_memcpy(machine.template at<T>(moved.raw) + begin, y + begin, (end - begin) * sizeof(T));
     if (c.program.score >= 0 || c.program.keep >= 0) Base::scores_row(n0, begin, end, row, x);
-    if (Base::scored()) {
+    if (machine.scored()) {
       machine.run_row(TW_SLOPES, Base::place(n0, row), begin, end);
       __builtin_memcpy(y + begin, machine.template at<T>(c.program.slope) + begin, (end - begin) * sizeof(T));
     }

@@ -21,6 +21,17 @@ TW_INLINE const int32_t *ends_of(const TwEnds &e, const Sequence &s, int64_t hea
   return e.data ? e.data + s.b * e.batch + head * e.head + origin : nullptr;
 }
 
+struct Range {
+  int64_t begin, end;
+};
+
+// The keys of an item that one of its queries sees; none: at the item's first key.
+TW_INLINE Range seen_keys(const TwCall &c, const Sequence &s, const QueryItem &item, int64_t head, int64_t i) {
+  const int32_t *low = ends_of(c.lo, s, head, s.row_q), *high = ends_of(c.hi, s, head, s.row_q);
+  const int64_t begin = low && low[i] > item.n0 ? low[i] : item.n0, end = high && high[i] < item.n1 ? high[i] : item.n1;
+  return begin < end ? Range{begin, end} : Range{item.n0, item.n0};
+}
+
 // The keys of a tile are padded to a multiple of this: whole vectors, and of pairs what tile registers read at a time
 // (docs/decisions.md#cpu-tiles).
 template <class X>

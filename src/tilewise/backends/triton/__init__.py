@@ -251,7 +251,8 @@ def _order_reasons(problem: Problem) -> list[str]:
 
 
 def _width_reasons(problem: Problem) -> list[str]:
-    half, arch = problem.dtype.itemsize == 2, architecture(problem.device)
+    half, there = problem.dtype.itemsize == 2, problem.device.type != "cuda" or torch.cuda.is_available()
+    arch = architecture(problem.device) if there else "sm90"  # without a GPU: what one would run
     most, where = (
         max(table(arch, problem.dtype.itemsize)),
         "" if half else f" in {str(problem.dtype).removeprefix('torch.')}",

@@ -146,6 +146,43 @@ def test_gradients_have_derivatives():
     assert torch.autograd.gradcheck(of_all, small())
 
 
+def softcapped(q, k, v, sink, bias):
+    """The call of the next test by autograd and by attention_backward, which names neither the sink nor the bias."""
+    options = {"sink": sink, "score": tw.softcap(2.0) >> tw.bias(bias)}
+    o, lse = tw.attention_with_lse(q, k, v, **options)
+    do, dlse = cotangents(o, lse)
+    found = tw.attention_backward(do, q, k, v, o.detach(), lse.detach(), dlse=dlse, **options)
+    return torch.autograd.grad((o, lse), (q, k, v), (do, dlse), create_graph=True), found
+
+
+def test_gradients_have_derivatives_by_tensors_that_wrt_does_not_name():
+    inputs = [
+        x.requires_grad_()
+        for x in (*qkv(nq=5, nk=6, d=3, dtype=F64), *(normal(*shape, dtype=F64) for shape in ((4,), (4, 5, 6))))
+    ]
+    expected, found = (
+        torch.autograd.grad(sum(x.pow(2).sum() for x in grads), inputs, retain_graph=True)
+        for grads in softcapped(*inputs)
+    )
+    torch.testing.assert_close(found, expected)
+
+
+def test_tangents_of_gradients_have_derivatives_by_tangents_that_wrt_does_not_name():
+    q, k, v, bias = *qkv(nq=5, nk=6, d=3, dtype=F64), normal(4, 5, 6, dtype=F64)
+    o, lse = tw.attention_with_lse(q, k, v, score=tw.bias(bias))
+    do = normal(*o.shape, dtype=F64, seed=8)
+
+    def moved(along, wrt):
+        def dq(bias):
+            return tw.attention_backward(do, q, k, v, o, lse, score=tw.bias(bias), wrt=(bias,) if wrt else ())[0]
+
+        return torch.func.jvp(dq, (bias,), (along,))[1].pow(2).sum()
+
+    found, expected = (torch.func.grad(moved)(normal(4, 5, 6, dtype=F64, seed=9), wrt) for wrt in (False, True))
+    assert expected.abs().max() > 0
+    torch.testing.assert_close(found, expected)
+
+
 def test_transforms_of_torch_func_take_it_apart():
     tensors = [x.detach() for x in small()]
 

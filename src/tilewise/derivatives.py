@@ -140,6 +140,13 @@ def wanted(spec: str, q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor])
     return _wanting(spec, (*known.grad_slots, *slots))
 
 
+def _by_also(spec: str, wanted: Sequence[bool]) -> str:
+    """Return the spec with the gradients of the extras that are ``wanted`` too. A call names those that it returns; a derivative of these
+    may be wanted by others (docs/derivatives.md#gradients-without-autograd)."""
+    known, more = parse_spec(spec).grad_slots, [n for n, x in enumerate(wanted) if x]
+    return spec if {*more} <= {*known} else _wanting(spec, tuple(sorted({*known, *more})))
+
+
 def _by_slot(spec: str, dextras: Sequence[Tensor], extras: int) -> list[Tensor | None]:
     """Return a gradient for every extra; None if the spec wants none."""
     found = dict(zip(parse_spec(spec).grad_slots, dextras, strict=True))
@@ -216,8 +223,9 @@ class AttentionBackward(torch.autograd.Function):
         count = len(tensors) - INPUTS
         along = (dq, dk, dv, *_by_slot(ctx.spec, dextras, count))
         moved = AttentionJvp.apply(seed, ctx.spec, count, *tensors, *along)
-        grads = _backward_tangents(seed, ctx.spec, count, (do, dlse, None, None), moved, tensors, along)
-        return None, None, *moved, *grads[:3], None, None, *_by_slot(ctx.spec, grads[3:], count)
+        spec = _by_also(ctx.spec, ctx.needs_input_grad[4 + INPUTS :])
+        grads = _backward_tangents(seed, spec, count, (do, dlse, None, None), moved, tensors, along)
+        return None, None, *moved, *grads[:3], None, None, *_by_slot(spec, grads[3:], count)
 
     @staticmethod
     def jvp(ctx, _seed, _spec, do_tangent, dlse_tangent, *tangents):
@@ -298,8 +306,9 @@ class AttentionBackwardJvp(torch.autograd.Function):
         seed, do, dlse, *tensors = ctx.saved_tensors
         along = (dq, dk, dv, *_by_slot(ctx.spec, dextras, ctx.count))
         moved = AttentionJvp.apply(seed, ctx.spec, ctx.count, *tensors, *along)
-        grads = _backward_tangents(seed, ctx.spec, ctx.count, (do, dlse, None, None), moved, tensors, along)
-        of_tangents = *grads[:3], *_by_slot(ctx.spec, grads[3:], ctx.count)
+        spec = _by_also(ctx.spec, ctx.needs_input_grad[len(ctx.needs_input_grad) - ctx.count :])
+        grads = _backward_tangents(seed, spec, ctx.count, (do, dlse, None, None), moved, tensors, along)
+        of_tangents = *grads[:3], *_by_slot(spec, grads[3:], ctx.count)
         found = *(None,) * 5, *moved, None, None, *(None,) * len(tensors), *of_tangents
         return tuple(x if wanted else None for x, wanted in zip(found, ctx.needs_input_grad, strict=True))
 

@@ -172,7 +172,9 @@ class _Attention:
 
     @cached_property
     def _lse(self) -> Tensor:
-        return self.arithmetic.logsumexp(self._logits())
+        lse = self.arithmetic.logsumexp(self._logits())
+        # inf is no normaliser: o is NaN, and so is lse. A row without keys has a sink of inf as its lse.
+        return torch.where((lse == torch.inf) & (self.max_logit != -torch.inf), torch.nan, lse)
 
     @cached_property
     def max_logit(self) -> Tensor:
@@ -210,7 +212,7 @@ class _Attention:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[int, Tensor]]:
         """``(dq, dk, dv, delta, leaf gradients by slot)``; dk, dv per key head. o, lse: of :func:`backward`'s ``out``."""
         p, spec, probability = self.p, self.p.spec, self.recomputed(lse)
-        hit = probability > 0
+        hit = probability != 0  # NaN too: a gradient must not hide it
         dv = self._over_queries(self.dropped(probability), do)
         dp = self.matmul(do, self.v.mT)
         dp = dp if self.z is None else dp * self.z

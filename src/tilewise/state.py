@@ -47,13 +47,14 @@ def shares(lse: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def add_sink(o: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the merge with ``(0, sink)``: one more logit per row that has no value.
+    """Return the merge with ``(0, sink)``: one more logit per row that has no value. A sink of inf, as a score of inf, gives NaN.
 
     The bits of a row's exp and log1p are the same wherever it lies in a tensor; those of logaddexp and of sigmoid are not.
 
     Args:
         sink: broadcastable to ``lse``.
     """
+    sink = torch.where((sink == torch.inf) & (lse > -torch.inf), torch.nan, sink)
     most = torch.maximum(lse, sink)
     less = torch.where(most == -torch.inf, 0.0, torch.exp(-(lse - sink).abs()))
     share = torch.where(lse == -torch.inf, 0.0, torch.where(lse >= sink, 1.0, less) / (1 + less))

@@ -19,7 +19,8 @@ void write_row(const TwCall &c, const Sequence &s, int64_t head, int64_t i, cons
   if (c.sink) {
     const T sink = ((const T *)c.sink)[head];
     const T most = lse > sink ? lse : sink, least = lse > sink ? sink : lse;
-    const T total = most == T(-INFINITY) ? most : lse != lse ? lse : most + std::log1p(std::exp(least - most));
+    const bool undefined = lse != lse || (sink == T(INFINITY) && lse > T(-INFINITY));  // of a sink of inf as of a score of inf
+    const T total = most == T(-INFINITY) ? most : undefined ? T(NAN) : most + std::log1p(std::exp(least - most));
     factor *= lse == T(-INFINITY) ? T(0) : std::exp(lse - total);
     lse = total;
   }

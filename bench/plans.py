@@ -29,7 +29,7 @@ def plan_for_kernels(x: Inputs, c: testing.Call, plans: Sequence[Plan]) -> None:
         if isinstance(plan, PaddedPlan):
             plan.inputs(c.t)
         else:
-            plan.mask_tensors(c.t, plan.kept(c.t.leaves))
+            plan.kept(c.t.leaves)
 
 
 def main() -> None:

@@ -27,13 +27,14 @@ from tilewise.backends.hopper.backward.grids import TileParts
 from tilewise.backends.hopper.backward.tiles import KeyTiles, PlanRow, QueryTiles, SheetTiles
 from tilewise.backends.hopper.config import ROWS
 from tilewise.backends.hopper.host import backward_call, portions
-from tilewise.backends.hopper.host.backward_memory import SUMS
+from tilewise.backends.hopper.host.backward_call import SUMS
 from tilewise.backends.hopper.host.draft import Draft
 from tilewise.backends.hopper.host.masks import grid_of
 from tilewise.backends.hopper.host.plan import LOG2_E
 from tilewise.backends.hopper.host.portions import Portions
 from tilewise.backends.hopper.host.recipe import flat
 from tilewise.backends.hopper.kit.params import optional_params
+from tilewise.backends.hopper.pair_bias import pair_bias_of
 from tilewise.backends.hopper.parameters import names_of
 from tilewise.planning.tiles import seen_keys
 from tilewise.reference import Reference
@@ -96,7 +97,7 @@ def emulate_kernels(c: Call, x: backward_config.Backward, ctas: int, out: Output
     t = {name: (tensor[None] if c.p.packed else tensor).float().numpy() for name, tensor in given.items()}
     cu_q, cu_k, *queues = starts_of(plan, c) if c.p.packed else (None, None)
     draft = Draft()
-    room = {name: value_of(x, {}, draft) for name, x in plan.memory.drafted(draft, plan.holes).items()}
+    room = {name: value_of(x, {}, draft) for name, x in plan.drafted_memory(draft).items()}
     t["lse2"], t["delta"] = room["lse2"], room["delta"]
     rows, lines = [t[name] for name in ("o", "do", "lse", "dlse")], t["delta"].shape[2]
     if not x.queries_first:
@@ -146,26 +147,25 @@ def emulate_kernels(c: Call, x: backward_config.Backward, ctas: int, out: Output
         )
     if x.stores_bias:
         room = torch.from_numpy(extras[0]["dbias"]).to(c.p.dtype)
-        leaves = {plan.bias_of.slot: plan.bias_of.gradient(room, c.t.leaves[plan.bias_of.slot])}
+        leaves = {plan.score_slot: pair_bias_of(c.p).gradient(room, c.t.leaves[plan.score_slot])}
     return Grads(*grads, sink, leaves)
 
 
 def emulate_kept(plan: backward_call.BackwardPlan, c: Call, t: dict, ctas: int) -> tuple:
     """dk, dv and dq where dS is kept: of some keys at a time, as the plan deals them out; all heads at once."""
-    p, x, dealt = plan.problem, plan.config, plan.memory.portions
+    p, x, dealt = plan.problem, plan.config, plan.portions
     dk, dv, t["dq"] = (np.full_like(t[name], np.nan) for name in ("k", "v", "q"))
     tiles, (_, queries) = x.queries, dealt.blocks
     heads, parts = p.batch_dim * p.heads_q, tiles.parts * tiles.warpgroups
     t["sums"] = np.full((heads, queries // tiles.warpgroups, parts, ROWS, tiles.width), np.nan, np.float32)
     of_passes = [{}, {}] if x.continues else extras_of(plan, c)
-    spans = dict.fromkeys((portion.keys, dealt.neighbours(portion)) for portion in dealt.all)
-    for (start, stop), neighbours in spans:
+    for start, stop in dict.fromkeys(portion.keys for portion in dealt.all):
         t["sheet"] = np.full(
             (heads, *backward_config.sheet_blocks(tiles, p, stop - start), ROWS, ROWS), np.nan, np.float32
         )
         of_keys = t | {name: t[name][:, start:stop] for name in ("k", "v")}
         keys = slice(plan.keys.start + start, plan.keys.start + stop)
-        numbers = backward_call.numbers_of(plan, p.batch_dim * p.heads_k, keys, *neighbours)
+        numbers = plan.numbers_of(p.batch_dim * p.heads_k, keys)
         lo, hi, section_k, ctas_k, section_q, ctas_q, *scales = (numbers[name] for name in EVERY)
         continued = optional_of(x, numbers) if x.continues else {}
         sizes = p.seqlen_q, stop - start, p.heads_k, p.heads_q // p.heads_k, p.batch
@@ -183,14 +183,14 @@ def emulate_kept(plan: backward_call.BackwardPlan, c: Call, t: dict, ctas: int) 
 
 def emulate_packed(plan: backward_call.BackwardPlan, c: Call, t: dict, ctas: int) -> tuple:
     """dk, dv and dq of packed sequences where dS is kept, launch by launch: those of the last ones may have no heads."""
-    p, x, launches = plan.problem, plan.config, plan.memory.portions
+    p, x, launches = plan.problem, plan.config, plan.portions
     t["dq"], t["dk"], t["dv"] = (np.full_like(t[name], np.nan) for name in ("q", "k", "v"))
     t["sums"] = np.empty(0, np.float32)
     *starts, count_k, count_q = starts_of(plan, c)
     counts, table = (count_k, count_q), np.full((len(PlanRow), p.batch + 2), -1, np.int32)
     sizes = p.seqlen_q, p.seqlen_k, p.heads_k, p.heads_q // p.heads_k, p.batch
     for n in range(launches.count):
-        numbers = backward_call.numbers_of_portion(plan, n)
+        numbers = plan.numbers | {"portion": n}
         lo, hi, section_k, ctas_k, section_q, ctas_q, *scales = (numbers[name] for name in EVERY)
         extras, first, last = optional_of(x, numbers), numbers["first"], numbers["last"]
         of = lo, hi, *map(np.float32, scales), *([extras] if extras else [])
@@ -653,8 +653,8 @@ def test_each_launch_of_a_packed_call_reads_its_own_starts(monkeypatch):
         call(*(x[0] for x in qkv(130, 130)), cu_seqlens_q=cu, causal=True), monkeypatch
     )
     for starts in ([0, 40, 130], [0, 7, 129]):
-        cu = torch.tensor(starts)
-        grads = plan.backward(replace(t, cu_seqlens_q=cu, cu_seqlens_k=cu), *given)
+        cu = torch.tensor(starts, dtype=torch.int32)
+        grads = plan.backward(replace(t, leaves=[cu] * len(t.leaves)), *given)
         assert [x.tolist() for x, _ in launches[-1][7:11]] == [starts, starts, [0], [0]]
         assert [x.shape for x in (grads.dq, grads.dk, grads.dv)] == [x.shape for x in (t.q, t.k, t.v)]
         assert [at for _, at in launches[-1][11:14]] == [x.data_ptr() for x in (grads.dq, grads.dk, grads.dv)]

@@ -48,7 +48,7 @@ def emulate(c: Call, splits: int, least: int = 1) -> Output:
     numbers = [given[name] for name in (*names_of(plan.config.parameters[-1]), "num_pages")]
     q = c.t.q if c.p.packed else c.t.q.flatten(0, 1)
     sink = torch.full((c.p.heads_q,), torch.nan) if c.t.sink is None else c.t.sink.float()
-    extra = tuple(x.numpy() for x in (plan.starts(c.t), c.t.seqlens_k, c.t.block_table))
+    extra = tuple(plan.tensors(c.t)[name].numpy() for name in ("cu_q", "seqlens_k", "block_table"))
     arrays = (x.float().numpy() for x in (q[None], c.t.k, sink))
     o, lse = (
         torch.from_numpy(np.array(x[0])) for x in emulated_latent.run(plan.config, *arrays, extra, numbers, scales)
@@ -60,7 +60,7 @@ def emulate_selected(c: Call, splits: int, plan: SelectedPlan) -> Output:
     given = plan.numbers | {"splits": splits, "least": 1}
     q, k = (x if x.ndim == 3 else x.flatten(0, 1) for x in (c.t.q, c.t.k))
     tensors = plan.tensors(c.t)
-    extra = [tensors["entries"], tensors["tokens"].flatten(0, 1), tensors["block_table"]]
+    extra = [tensors["entries"].flatten(0, 2), tensors["tokens"].flatten(0, 1), tensors.get("block_table")]
     extra[-1] = extra[1] if extra[-1] is None else extra[-1]
     sink = torch.full((c.p.heads_q,), torch.nan) if c.t.sink is None else c.t.sink.float()
     numbers = [given[x] for x in (*names_of(plan.config.parameters[-1]), "num_pages", "block", "page_rows")]

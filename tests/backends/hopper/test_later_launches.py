@@ -187,7 +187,8 @@ def test_a_forward_by_its_memory_launches_the_same_or_leaves_it(name, monkeypatc
 
 DIRECT = [
     "alibi", "alibi-empty-rows", "alibi-wide", "bias", "bias-keys", "causal", "causal-empty-rows", "causal-wide", "curve", "decode",
-    "dropout", "dropout-bias", "dropout-softcap", "even", "fp16", "full", "large-scores", "narrow", "one", "scale", "score-hides", "sink",
+    "dropout", "dropout-bias", "dropout-documents", "dropout-keys", "dropout-softcap", "even", "fp16", "full", "keys-and-alibi",
+    "large-scores", "narrow", "one", "scale", "score-hides", "score-ignores-s", "sink",
     "sink-16-bits", "softcap", "two-passes", "window",
 ]  # fmt: skip
 DIRECT += [f"packed-{name}-32-bits" for name in PACKED if name != "no-keys-at-all"]
@@ -397,7 +398,9 @@ def test_only_calls_of_which_nothing_else_is_read_go_by_their_memory():
     two = [torch.cat([q, q], 1), k, v]
     ends = tw.prefix(torch.tensor([5, 600]))
     assert direct(*two, mask=ends) is not None
-    assert direct(*two, mask=ends, score=tw.softcap(9.0)) is None  # the kernel reads the ends of rows
+    assert direct(*two, mask=ends, score=tw.softcap(9.0)) is not None  # the ends of rows are kept
+    apart = normal(2, 600, 2, 65, dtype=torch.bfloat16)[..., :64]
+    assert direct(q, apart, v) is None  # a copy is made
     aligned = torch.zeros(2 * 600 * 2 * 64 + 8, dtype=torch.bfloat16)
     shifted = aligned[1 : 1 + k.numel()].view(k.shape)
     assert direct(q, k, v)(q, shifted, v, (), True) is None  # the copy engine cannot read it there

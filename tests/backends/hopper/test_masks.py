@@ -33,11 +33,18 @@ def kept(c):
     return grid.kept(torch.arange(shape[2]), torch.arange(shape[3])).expand(shape)
 
 
+def ends_of(c, of_lines):
+    """The ends of every line as a launch has them."""
+    made = masks.EndsOf(c.p, of_lines)
+    views, memory = made.views("ends"), made.making(c.t.leaves, torch.device("cpu"))
+    return [memory.as_strided(views[name].shape, views[name].strides, views[name].offset) for name in ("lo", "hi")]
+
+
 @pytest.mark.parametrize("name", [name for name in MASKS if name != "either"])
 def test_the_ends_of_rows_and_of_columns_hold_what_the_mask_keeps(name):
     c = a_call(MASKS[name]())
-    lo, hi = (x.unsqueeze(-1) for x in masks.row_ends(c.p, c.t))
-    first, last = (x.unsqueeze(-2) for x in masks.column_ends(c.p, c.t))
+    lo, hi = (x.unsqueeze(-1) for x in ends_of(c, masks.row_ends))
+    first, last = (x.unsqueeze(-2) for x in ends_of(c, masks.column_ends))
     assert all(x.dtype == torch.int32 for x in (lo, hi, first, last))
     i, j = torch.arange(70).unsqueeze(-1), torch.arange(70)
     assert torch.equal((lo <= j) & (j < hi), kept(c))
@@ -49,7 +56,7 @@ def test_the_ends_of_rows_and_of_columns_hold_what_the_mask_keeps(name):
 def test_no_block_of_ds_is_read_that_was_not_written(name, lengths):
     seqlen_q, seqlen_k = lengths
     c, size = a_call(MASKS[name](), *lengths), 8
-    of_rows, of_columns = (make(c.p, c.t) for make in (masks.row_ends, masks.column_ends_of_rows))
+    of_rows, of_columns = (ends_of(c, make) for make in (masks.row_ends, masks.column_ends_of_rows))
     for b, h in [(b, h) for b in range(2) for h in range(4)]:
         lo, hi, first, last = (x[b, h].tolist() for x in (*of_rows, *of_columns))
         # As kernels read them: past the last row or key, its own ends.

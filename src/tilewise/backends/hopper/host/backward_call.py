@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,14 +14,14 @@ from tilewise import state
 from tilewise.backends.base import Grads, Inputs, Output, Saved, gradients_of_no_pair
 from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.backward.grids import TileParts, grids, tile_parts
+from tilewise.backends.hopper.backward.tiles import KEY_GROUPS, LINE_SLOTS
 from tilewise.backends.hopper.config import MULTIPLE, Band, band_of, keys_of, strides_addressable
 from tilewise.backends.hopper.host import masks
-from tilewise.backends.hopper.host.backward_memory import SUMS, BackwardMemory
-from tilewise.backends.hopper.host.direct import PlacedPlan
-from tilewise.backends.hopper.host.draft import Draft, Late, Launches, View, given_views
-from tilewise.backends.hopper.host.plan import LOG2_E, ends_of
-from tilewise.backends.hopper.host.portions import OF_KEYS, PackedPortions, Portion, Portions
-from tilewise.backends.hopper.pair_bias import ALIGNED, aligned
+from tilewise.backends.hopper.host.draft import Draft, Late, Launches, View, facts_of, given_views
+from tilewise.backends.hopper.host.plan import LOG2_E, LaunchPlan, ends_of
+from tilewise.backends.hopper.host.portions import OF_KEYS, PackedPortions, Portions
+from tilewise.backends.hopper.pair_bias import ALIGNED, pair_bias_of
+from tilewise.backends.hopper.tables import line_of
 from tilewise.caching import cached_property
 
 KEYS, QUERIES = "keys_", "queries_"
@@ -35,14 +36,16 @@ PACKED = (
     "dk",
     "dv",
 )  # tensors that packed sequences have without a batch dimension
+SUMS = "keys_dbias"  # of the gradient of what is added to scores
+WARPS = 4  # of a warpgroup
 
 
 @dataclass(eq=False)
-class BackwardDraft(PlacedPlan):
-    """The decisions for one problem's backward that follow from its sizes."""
+class BackwardSpans(LaunchPlan):
+    """The part of a backward's plan that says which heads and keys each launch has, and its numbers."""
 
     config: Backward
-    DECIDED = (*PlacedPlan.DECIDED, "keys", "sections")
+    DECIDED = (*LaunchPlan.DECIDED, "keys", "sections")
     PRODUCTS = ("k", "v")
     BESIDE = ("o", "lse", "dlse", "do")
 
@@ -77,42 +80,83 @@ class BackwardDraft(PlacedPlan):
         return (self.keys.start, self.keys.stop) != (0, self.problem.seqlen_k)
 
     @property
-    def holes(self) -> bool:
-        """Whether a sink's gradient reads rows that nobody writes: those between packed sequences."""
-        return self.problem.packed and self.problem.spec.sink_slot is not None
-
-    @property
     def result_is_made(self) -> bool:
         return self.cut or bool(self.problem.spec.grad_slots)
 
     @property
-    def bits(self) -> dict[str, masks.BitsOf]:
-        passes = self.passes if self.config.form == "bits" else {}
-        return {f"{x}tiles": masks.BitsOf.of(self.problem, tiles, x == KEYS) for x, tiles in passes.items()}
+    def of_mask(self) -> dict[str, masks.BitsOf | masks.EndsOf]:
+        if self.config.form == "bits":
+            return {f"{x}tiles": masks.BitsOf.of(self.problem, tiles, x == KEYS) for x, tiles in self.passes.items()}
+        if not self.config.by_rows:
+            return {}
+        columns = masks.column_ends_of_rows if self.config.keys.keeps_ds else masks.column_ends
+        ends = {KEYS: columns, QUERIES: masks.row_ends}
+        return {f"{x}ends": masks.EndsOf(self.problem, ends[x]) for x in self.passes}
 
     @cached_property
     def portions(self) -> Portions | PackedPortions | None:
         """The heads and keys of each launch, where it keeps dS."""
-        return portions_of(self)
+        if not self.config.keys.keeps_ds:
+            return None
+        if self.problem.packed:
+            return PackedPortions(self.problem, self.config)
+        keys, cores = self.keys, devices.of(self.problem.device).cores
+        return Portions(self.problem, self.config, keys.stop - keys.start, ends_of(self.band, keys.start), cores)
+
+    @property
+    def whole(self) -> tuple[int, slice]:
+        """The key heads of all batch elements, and the keys."""
+        return self.problem.batch_dim * self.problem.heads_k, self.keys
 
     @cached_property
-    def memory(self) -> BackwardMemory:
-        return BackwardMemory(self.problem, self.config, self.portions, *self.room)
+    def spans(self) -> list[tuple[int, slice]]:
+        """The key heads of all batch elements that each launch has, and its keys. Of packed sequences the device knows the heads."""
+        if not isinstance(self.portions, Portions):
+            return [self.whole] * (self.portions.count if self.portions else 1)
+        first = self.keys.start
+        each = ((x.size("batch") * x.size("heads"), x.keys) for x in self.portions.all)
+        return [(heads, slice(first + start, first + stop)) for heads, (start, stop) in each]
 
     @cached_property
     def room(self) -> tuple[int, int]:
         """The most key tiles that a launch shares, and the most parts that these have."""
-        return parts_room(self, self.portions)
+        rooms = [self.shares(*span).room(self.config, self.problem, *span) for span in self.spans]
+        return max(shared for shared, _ in rooms), max(parts for _, parts in rooms)
+
+    def shares(self, heads: int, keys: slice) -> TileParts:
+        """The division of the key tiles of a launch that has so many key heads of all batch elements, and some keys."""
+        ends, cores = ends_of(self.band, keys.start), devices.of(self.problem.device).cores
+        return tile_parts(self.config, self.problem, heads, keys.stop - keys.start, ends, cores)
+
+    def numbers_of(self, heads: int, keys: slice) -> dict[str, int | float]:
+        """The numbers, by name, of such a launch, from the first key of which the band's ends count."""
+        problem = self.problem
+        shares, cores = self.shares(heads, keys), devices.of(problem.device).cores
+        (lo, hi), (scale2, cap2) = ends_of(self.band, keys.start), self.scales
+        sections = grids(self.config, problem, heads, keys.stop - keys.start, cores, shares)
+        found = {"band_lo": lo, "band_hi": hi, "scale": problem.softmax_scale, "scale2": scale2, "cap2": cap2}
+        found |= zip(("section_k", "ctas_k", "section_q", "ctas_q"), sections, strict=True)
+        # Whether earlier keys have left sums of dQ, and whether later ones follow.
+        found |= {"resumes": int(keys.start > self.keys.start), "suspends": int(keys.stop < self.keys.stop)}
+        found |= {"first": self.band.start, "last": self.band.stop}
+        found |= {"whole": shares.whole, "parts": shares.each, "block_bits": shares.block_bits}
+        found["part_heads"] = problem.heads_q // problem.heads_k // shares.by_heads
+        found["ordered"] = int(problem.spec.deterministic)
+        return found | self.numbers_beside
 
     @cached_property
     def numbers(self) -> dict[str, int | float]:
-        """The numbers of a launch, by name."""
-        return numbers_of(self, self.problem.batch_dim * self.problem.heads_k, self.keys)
+        """The numbers of a launch of all heads and keys, by name."""
+        return self.numbers_of(*self.whole)
 
     @cached_property
     def sections(self) -> tuple[tuple[int, int], tuple[int, int]]:
         """The heads of a section and the CTAs of the pass over keys, and of that over queries."""
         return tuple((self.numbers[f"section_{x}"], self.numbers[f"ctas_{x}"]) for x in "kq")
+
+
+class BackwardDraft(BackwardSpans):
+    """The part of a backward's plan that puts its launches together, and the memory that they write."""
 
     def drafted(self) -> Launches:
         draft, problem = Draft(), self.problem
@@ -121,9 +165,9 @@ class BackwardDraft(PlacedPlan):
         )
         rows = {name: self.view(name) for name in "qkv"}
         rows["o"] = View.contiguous("o", problem.dtype, *problem.output_shapes[0])
-        made = {"dq": dq, "dk": dk, "dv": dv} | self.memory.drafted(draft, self.holes)
+        made = {"dq": dq, "dk": dk, "dv": dv} | self.drafted_memory(draft)
         if problem.packed:
-            rows, made = ({name: whole(x, name) for name, x in found.items()} for found in (rows, made))
+            rows, made = ({name: of_packed(x, name) for name, x in found.items()} for found in (rows, made))
         if self.cut:
             span = self.keys.start, self.keys.stop - self.keys.start
             rows, made = (
@@ -131,10 +175,10 @@ class BackwardDraft(PlacedPlan):
                 for found in (rows, made)
             )
         given = self.beside(draft) | rows | made
-        if not self.portions:
-            draft.launch(self.config, given | self.numbers)
-        for n in range(self.portions.count if self.portions else 0):
-            draft.launch(self.config, self.portions.of(n, given) | numbers_of_portion(self, n))
+        for n, span in enumerate(self.spans):
+            own = self.portions.of(n, given) if self.portions else given
+            numbers = self.numbers if len(self.spans) == 1 else self.numbers_of(*span)
+            draft.launch(self.config, own | numbers | {"portion": n})
         return draft.done()
 
     def beside(self, draft: Draft) -> dict[str, View | Late]:
@@ -143,13 +187,62 @@ class BackwardDraft(PlacedPlan):
         problem = self.problem
         sizes = {"batch": problem.batch_dim, "heads_q": problem.heads_q, "seqlen_q": problem.seqlen_q}
         found = given_views(self.config, problem.dtype, sizes | {"starts": problem.batch + 1}) | self.drafted_leaves()
-        for name, x in self.bits.items():
-            found |= x.views(name, name.removesuffix("tiles"))
+        for name, x in self.of_mask.items():
+            found |= x.views(name, next(prefix for prefix in self.passes if name.startswith(prefix)))
         if problem.packed:
             each = (self.portions.count, 1) if self.portions else (1,)
             counts = draft.result("counts", torch.int32, 2, *each, fill=0)
             found |= {"counts_k": counts.select(0, 0), "counts_q": counts.select(0, 1)}
         return found
+
+    def drafted_memory(self, draft: Draft) -> dict[str, View]:
+        """All that a launch writes beside dq, dk and dv, by name: the statistics of rows, what accumulating dQ takes, and gradients."""
+        problem, found = self.problem, {}
+        # The gradients of a sink and of a table read the statistics of rows. Those of rows between packed sequences, which nobody writes,
+        # must add nothing to a sink's.
+        sink = problem.spec.sink_slot is not None
+        fills = {"lse2": math.inf, "delta": 0.0} if problem.packed and sink else {}
+        for x in self.config.parameters[1][3:]:
+            dtype, shape = facts_of(x, problem.dtype, self.sizes)
+            if x.name == SUMS:
+                found[x.name] = self.drafted_gradient(draft, dtype, shape)
+            elif x.name in ("lse2", "delta") and (sink or self.config.score == "table"):
+                found[x.name] = draft.result(x.name, dtype, *shape, fill=fills.get(x.name))
+            else:
+                found[x.name] = draft.scratch(x.name, dtype, *shape)
+        return found
+
+    def drafted_gradient(self, draft: Draft, dtype: torch.dtype, shape: tuple[int, ...]) -> View:
+        """The memory of the gradient of what is added to scores."""
+        if self.config.score != "bias":
+            return draft.result(SUMS, dtype, *shape, fill=0 if self.config.score == "table" else None)
+        # Zeros where kernels visit no block.
+        fill = None if self.config.form == "full" else 0
+        room = draft.result(SUMS, dtype, *pair_bias_of(self.problem).room(self.problem), fill=fill)
+        return room.narrow(-1, 0, self.problem.seqlen_k)
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """The sizes of these tensors, by the words of :func:`tilewise.backends.hopper.backward.parameters.made`."""
+        problem, config, blocks = self.problem, self.config, self.config.blocks(self.problem)
+        shared, parts = self.room
+        rows = config.statistics_rows(problem, KEY_GROUPS * shared)
+        found = {"batch": problem.batch_dim, "heads_q": problem.heads_q, "sequences": problem.batch + 2}
+        found |= {"statistics": rows, "words": rows * config.statistics.words, "shared_parts": parts}
+        found |= {"blocks": blocks, "block_parts": KEY_GROUPS * blocks}
+        found |= {"warps": self.slope_sums_of(problem.seqlen_k), "slots": LINE_SLOTS}
+        if config.score == "table":
+            found["distances"] = line_of(problem).count
+        if config.continues:
+            found |= zip(("sum_heads", "sum_tiles", "sum_parts"), self.portions.sums_shape[:3], strict=True)
+        if self.portions:
+            words = ("sheet_blocks",) if config.packed else ("sheet_heads", "sheet_keys", "sheet_queries")
+            found |= zip(words, self.portions.sheet_shape[:-1], strict=True)
+        return found
+
+    def slope_sums_of(self, keys: int) -> int:
+        """How many parts of the slopes' gradient so many keys have: each warp of each tile writes one."""
+        return WARPS * KEY_GROUPS * -(-keys // self.config.keys.tile_n)
 
 
 class BackwardPlan(BackwardDraft):
@@ -157,31 +250,16 @@ class BackwardPlan(BackwardDraft):
 
     def tensors(self, inputs: Inputs, out: Output, do: Tensor, dlse: Tensor) -> dict[str, Tensor]:
         """The tensors that launches read, by name."""
-        packed = self.problem.packed
         good = strides_addressable(do.shape, do.stride())
-        do = aligned(do if good else do.clone(memory_format=torch.contiguous_format))
-        kept = self.kept(inputs.leaves)
-        found = self.read(inputs, kept)
-        found |= {"o": aligned(out.o), "do": do[None] if packed else do}
-        found |= {"lse": out.lse, "dlse": dlse}
-        found |= self.mask_tensors(inputs, kept) | self.tensors_beside(inputs)
+        do = do if good else do.clone(memory_format=torch.contiguous_format)
+        found = self.read(inputs, out.o, out.lse, dlse, do[None] if self.problem.packed else do)
         return found | self.portions.late(found) if self.portions else found
-
-    def mask_tensors(self, inputs: Inputs, kept: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Those of them that are made of the mask, of which some are :meth:`kept`."""
-        if self.config.form == "bits":
-            return dict(zip(self.keeps, kept, strict=True))
-        found, fields = {}, self.config.mask_fields
-        for prefix in self.passes:
-            of_mask = self.of_mask_fields(inputs, prefix == KEYS)
-            found |= {prefix + name: x for name, x in zip(fields, of_mask, strict=True)}
-        return found
 
     def slope_gradient(self, parts: Tensor) -> dict[int, Tensor]:
         """The gradient of ALiBi's slopes, (heads_q,), by their slot, of its parts (batch, heads_q, warp); fp32."""
         # Kernels get the keys that are seen: nobody writes the parts of tiles past these.
-        written = self.memory.slope_sums_of(self.keys.stop - self.keys.start)
-        return {self.slopes_slot: parts[..., :written].sum((0, 2))}
+        written = self.slope_sums_of(self.keys.stop - self.keys.start)
+        return {self.score_slot: parts[..., :written].sum((0, 2))}
 
     def line_gradient(
         self, sums: Tensor, inputs: Inputs, lse: Tensor, dlse: Tensor, delta: Tensor
@@ -191,7 +269,7 @@ class BackwardPlan(BackwardDraft):
         A row's dS = P (dP - delta) add up to dlse where its P add up to 1; what a sink has of these is its own gradient. So the pairs that
         no sum has, those of the line's last bias, have what is left.
         """
-        line, found, rows = self.line_of, sums.sum(0), dlse.masked_fill(lse == -torch.inf, 0.0)
+        line, found, rows = line_of(self.problem), sums.sum(0), dlse.masked_fill(lse == -torch.inf, 0.0)
         if inputs.sink is not None:
             rows = rows - sink_gradients(inputs, lse, delta)
         found[:, -1] = rows.sum((0, 2)) - found[:, :-1].sum(1)
@@ -220,11 +298,10 @@ class BackwardPlan(BackwardDraft):
         if self.launches is None:
             return gradients_of_no_pair(self.problem, inputs, dlse)
         made = self.launches.run_named(self.tensors(inputs, out, do, dlse))
-        keys = self.keys
-        if keys.start or keys.stop != self.problem.seqlen_k:  # keys that kernels did not get
+        if self.cut:  # keys that kernels did not get
             for x in (made["dk"], made["dv"]):
-                x[:, : keys.start].zero_()
-                x[:, keys.stop :].zero_()
+                x[:, : self.keys.start].zero_()
+                x[:, self.keys.stop :].zero_()
         return self.gradients(inputs, out.lse, dlse, made)
 
     def gradients(self, inputs: Inputs, lse: Tensor, dlse: Tensor, made: Mapping[str, Tensor]) -> Grads:
@@ -236,7 +313,7 @@ class BackwardPlan(BackwardDraft):
         elif problem.spec.lookups and config.score == "table":
             leaves = self.line_gradient(made[SUMS], inputs, lse, dlse, made["delta"][..., : problem.seqlen_q])
         elif config.stores_bias:
-            bias, room = self.bias_of, made[SUMS][..., : problem.seqlen_k]
+            bias, room = pair_bias_of(problem), made[SUMS][..., : problem.seqlen_k]
             leaves = {bias.slot: bias.gradient(room, inputs.leaves[bias.slot])}
         if inputs.sink is not None and problem.packed:  # rows lie where the statistics have them
             sink = sink_gradient(inputs, lse_of(self, made["lse2"]), made["delta"])
@@ -245,66 +322,9 @@ class BackwardPlan(BackwardDraft):
         return Grads(*of_qkv, sink, leaves)
 
 
-def numbers_of(
-    plan: BackwardDraft, heads: int, keys: slice, resumes: bool = False, suspends: bool = False
-) -> dict[str, int | float]:
-    """The numbers, by name, of a launch that has so many key heads of all batch elements, and some keys, from the first of which the
-    band's ends count; whether earlier keys have left sums of dQ, and whether later ones follow."""
-    problem = plan.problem
-    shares, cores = shares_of(plan, heads, keys), devices.of(problem.device).cores
-    (lo, hi), (scale2, cap2) = ends_of(plan.band, keys.start), plan.scales
-    sections = grids(plan.config, problem, heads, keys.stop - keys.start, cores, shares)
-    found = {"band_lo": lo, "band_hi": hi, "scale": problem.softmax_scale, "scale2": scale2, "cap2": cap2}
-    found |= zip(("section_k", "ctas_k", "section_q", "ctas_q"), sections, strict=True)
-    found |= {"resumes": int(resumes), "suspends": int(suspends), "first": plan.band.start, "last": plan.band.stop}
-    found |= {"whole": shares.whole, "parts": shares.each, "block_bits": shares.block_bits}
-    found["part_heads"] = problem.heads_q // problem.heads_k // shares.by_heads
-    found["ordered"] = int(problem.spec.deterministic)
-    return found | plan.numbers_beside
-
-
-def whole(x: View | Late, name: str) -> View | Late:
+def of_packed(x: View | Late, name: str) -> View | Late:
     """A tensor of packed sequences as kernels take it, of one batch element."""
     return x.unsqueeze(0) if name in PACKED and isinstance(x, View) else x
-
-
-def portions_of(plan: BackwardDraft) -> Portions | PackedPortions | None:
-    """:attr:`BackwardPlan.portions`."""
-    if not plan.config.keys.keeps_ds:
-        return None
-    if plan.problem.packed:
-        return PackedPortions(plan.problem, plan.config)
-    keys, cores = plan.keys, devices.of(plan.problem.device).cores
-    return Portions(plan.problem, plan.config, keys.stop - keys.start, ends_of(plan.band, keys.start), cores)
-
-
-def numbers_of_portion(plan: BackwardDraft, n: int) -> dict[str, int | float]:
-    """The numbers of the n-th of a launch's portions."""
-    if plan.problem.packed:
-        return plan.numbers | {"portion": n}
-    portion = plan.portions.all[n]
-    return numbers_of(plan, *heads_and_keys(plan, portion), *plan.portions.neighbours(portion))
-
-
-def shares_of(plan: BackwardDraft, heads: int, keys: slice) -> TileParts:
-    """The division of the key tiles of a launch that has so many key heads of all batch elements, and some keys."""
-    ends, cores = ends_of(plan.band, keys.start), devices.of(plan.problem.device).cores
-    return tile_parts(plan.config, plan.problem, heads, keys.stop - keys.start, ends, cores)
-
-
-def parts_room(plan: BackwardDraft, portions: Portions | PackedPortions | None) -> tuple[int, int]:
-    """The most key tiles that a launch shares, and the most parts that these have."""
-    launches = [(plan.problem.batch_dim * plan.problem.heads_k, plan.keys)]
-    if portions and not plan.problem.packed:
-        launches = [heads_and_keys(plan, portion) for portion in portions.all]
-    rooms_of = [shares_of(plan, *launch).room(plan.config, plan.problem, *launch) for launch in launches]
-    return max(shared for shared, _ in rooms_of), max(parts for _, parts in rooms_of)
-
-
-def heads_and_keys(plan: BackwardDraft, portion: Portion) -> tuple[int, slice]:
-    """The key heads of all batch elements that a portion has, and its keys."""
-    keys = slice(*(plan.keys.start + key for key in portion.keys))
-    return portion.size("batch") * portion.size("heads"), keys
 
 
 def lse_of(plan: BackwardPlan, lse2: Tensor) -> Tensor:

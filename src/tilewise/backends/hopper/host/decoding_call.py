@@ -10,16 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from tilewise import sizes
-from tilewise.backends.base import Inputs
 from tilewise.backends.hopper.decoding.choice import ONE_SEGMENT, ends, reads_ends, segment_of, shares_of
 from tilewise.backends.hopper.forward.paged_config import page_rows
 from tilewise.backends.hopper.host import masks
-from tilewise.backends.hopper.host.direct import DirectPlan
 from tilewise.backends.hopper.host.draft import Draft, View
 from tilewise.backends.hopper.host.paged_call import PagedPlan
+from tilewise.backends.hopper.host.plan import LaunchPlan
 from tilewise.caching import cached_property
 from tilewise.planning.planner import Making
 
@@ -30,7 +28,7 @@ KEYS = "own_keys"  # of :func:`masks.own_keys`
 class DecodingPlan(PagedPlan):
     """The decisions for one problem with a few queries a sequence."""
 
-    DECIDED = DirectPlan.DECIDED
+    DECIDED = LaunchPlan.DECIDED
 
     @cached_property
     def segment(self) -> int:
@@ -86,6 +84,3 @@ class DecodingPlan(PagedPlan):
     @cached_property
     def makings(self) -> tuple[Making, ...]:
         return (masks.making(self.problem, "own_keys", page_rows(self.problem.k), masks.own_keys),)
-
-    def tensors(self, inputs: Inputs) -> dict[str, Tensor]:
-        return super().tensors(inputs) | dict(zip(self.keeps, self.kept(inputs.leaves), strict=True))

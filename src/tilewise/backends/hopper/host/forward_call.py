@@ -15,21 +15,20 @@ from tilewise.backends.hopper.config import Band, forward_keys_of
 from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.forward.grids import Grid, spread
 from tilewise.backends.hopper.host import masks
-from tilewise.backends.hopper.host.direct import DirectPlan
 from tilewise.backends.hopper.host.draft import Draft, Launches, View, facts_of, given_views
-from tilewise.backends.hopper.host.plan import ends_of
+from tilewise.backends.hopper.host.plan import LaunchPlan, ends_of
 from tilewise.backends.hopper.host.recipe import flat
+from tilewise.backends.hopper.pair_bias import ALIGNED
 from tilewise.caching import cached_property
 
-TILES = "tiles"  # of a mask (:class:`masks.BitsOf`)
+TILES, ENDS = "tiles", "ends"  # of a mask (:class:`masks.BitsOf`, :class:`masks.EndsOf`)
 
 
 @dataclass(eq=False)
-class ForwardPlan(DirectPlan):
+class ForwardPlan(LaunchPlan):
     """The decisions for one problem's forward."""
 
-    config: Config
-    DECIDED = (*DirectPlan.DECIDED, "grid")
+    DECIDED = (*LaunchPlan.DECIDED, "grid")
     PRODUCTS = ("v",)
 
     @property
@@ -51,8 +50,10 @@ class ForwardPlan(DirectPlan):
         return spread(self.problem, self.config, self.band.stop - self.band.start, cores)
 
     @property
-    def bits(self) -> dict[str, masks.BitsOf]:
-        return {TILES: masks.BitsOf.of(self.problem, self.config.tiles)} if self.config.form == "bits" else {}
+    def of_mask(self) -> dict[str, masks.BitsOf | masks.EndsOf]:
+        if self.config.form == "bits":
+            return {TILES: masks.BitsOf.of(self.problem, self.config.tiles)}
+        return {ENDS: masks.EndsOf(self.problem)} if self.config.by_rows else {}
 
     @property
     def sections(self) -> tuple[tuple[int, int], ...]:
@@ -103,29 +104,40 @@ class ForwardPlan(DirectPlan):
     def beside(self, draft: Draft) -> dict[str, Any]:
         """What a launch gets beside q, k, v, o, lse and sinks, by name: Views, Lates and numbers."""
         found = given_views(self.config, self.problem.dtype, self.sizes) | self.drafted_leaves() | self.numbers
-        for name, x in self.bits.items():
+        for name, x in self.of_mask.items():
             found |= x.views(name)
         return found | written(draft, self.config, self.problem.dtype, self.sizes)
 
     def tensors(self, inputs: Inputs) -> dict[str, Tensor]:
         """The tensors that the launch reads, by name."""
-        kept = self.kept(inputs.leaves)
-        found = self.read(inputs, kept)
-        if inputs.sink is not None:
-            found["sink"] = inputs.sink.detach().float()
-        return found | self.mask_tensors(inputs, kept) | self.tensors_beside(inputs)
-
-    def mask_tensors(self, inputs: Inputs, kept: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Those of them that are made of the mask, of which some are :meth:`kept`."""
-        if self.config.form == "bits":
-            return dict(zip(self.keeps, kept, strict=True))
-        return dict(zip(self.config.mask_fields, self.of_mask_fields(inputs), strict=True))
+        return self.read(inputs)
 
     def forward(self, inputs: Inputs) -> Output:
         if self.launches is None:
             return output_of_no_pair(self.problem, inputs)
-        made = self.launches.run_named(self.tensors(inputs))
+        return self.output(self.launches.run_named(self.read(inputs)))
+
+    def output(self, made: Mapping[str, Tensor]) -> Output:
+        """The output, of what the launches have written."""
         return Output(made["o"], made["lse"])
+
+    def of_memory(
+        self, q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], lse: bool, seed: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """The forward of a plan that is :attr:`direct`, which looks at nothing of a tensor but its address; None of tensors at addresses
+        that the copy engine does not take."""
+        kept = self.kept(extras)
+        at = [x.data_ptr() for x in (q, k, v, *extras)]
+        if (at[0] | at[1] | at[2]) % ALIGNED:
+            return None
+        at += [0 if seed is None else seed.data_ptr(), *[x.data_ptr() for x in kept]]
+        if self.zeroed:
+            of_problem = self.problem.v
+            v = v.as_strided(of_problem.shape, of_problem.stride)  # a call's may have its heads first
+            (v,) = self.of_seen_keys(kept[0], extras, v)
+            at[2] = v.data_ptr()
+        o, *more = self.launches.run_memory([at[n] for n in self.direct], q, () if lse else ("lse",))
+        return o, more[0] if lse else None
 
 
 def written(draft: Draft, config: Config, dtype: torch.dtype, sizes: Mapping[str, int]) -> dict[str, View]:

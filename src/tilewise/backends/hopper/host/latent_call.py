@@ -6,14 +6,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
-from tilewise.backends.base import Inputs
 from tilewise.backends.hopper.forward.grids import Grid
-from tilewise.backends.hopper.host.direct import DirectPlan
 from tilewise.backends.hopper.host.draft import Draft, View
 from tilewise.backends.hopper.host.paged_call import PagedPlan
-from tilewise.backends.hopper.host.plan import LOG2_E, ends_of
+from tilewise.backends.hopper.host.plan import LOG2_E, LaunchPlan, ends_of
 from tilewise.backends.hopper.latent import config as latent_config
 from tilewise.backends.hopper.latent.config import LEAST_TILES, PAIR
 from tilewise.caching import cached_property
@@ -23,7 +20,7 @@ from tilewise.caching import cached_property
 class LatentPlan(PagedPlan):
     """The decisions for one problem whose values are the first columns of its keys, in pages."""
 
-    DECIDED = DirectPlan.DECIDED
+    DECIDED = LaunchPlan.DECIDED
     CHOICE: ClassVar[Any] = latent_config  # the module that says how many tiles and splits there are
 
     @cached_property
@@ -68,6 +65,3 @@ class LatentPlan(PagedPlan):
         missing = len(shape) - len(x.shape)
         strides = [0] * missing + [0 if size == 1 else step for size, step in zip(x.shape, x.stride, strict=True)]
         return View(name, x.dtype, shape, tuple(strides))
-
-    def tensors(self, inputs: Inputs) -> dict[str, Tensor]:
-        return super().tensors(inputs) | {"k_scale": inputs.k_scale, "v_scale": inputs.v_scale}

@@ -3,6 +3,7 @@ sees. All are made on the device."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -10,14 +11,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tilewise.backends.base import Inputs
+from tilewise import expr
 from tilewise.backends.hopper.host.draft import View
 from tilewise.planning import planner
 from tilewise.planning.bit_tiles import BitTiles, Layout, Sections, seen_shape
 from tilewise.planning.planner import Kind, Making
 from tilewise.planning.tiles import Grid, seen_keys
 from tilewise.problem import Problem
-from tilewise.signature import contiguous_strides
 
 
 class Sized(Protocol):
@@ -33,12 +33,64 @@ def grid_of(problem: Problem, extras: Sequence[Tensor]) -> Grid:
     return Grid.whole(problem.spec.region, extras, shape, problem.device)
 
 
-def row_ends(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """``(lo, hi)`` of every row, within 0 and seqlen_k: int32 (batch, heads_q, seqlen_q), expanded where they are shared."""
-    rows = torch.arange(problem.seqlen_q, device=inputs.q.device)
-    return tuple(
-        x.int().expand(problem.batch, problem.heads_q, -1) for x in grid_of(problem, inputs.leaves).key_interval(rows)
-    )
+Ends = Callable[[Problem, Sequence[Tensor]], tuple[Tensor, Tensor]]
+"""The ends of every line of a problem, of its extras: (batch|1, heads_q|1, line) each."""
+
+
+def row_ends(problem: Problem, extras: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """``(lo, hi)`` of every row, within 0 and seqlen_k."""
+    return grid_of(problem, extras).key_interval(torch.arange(problem.seqlen_q, device=problem.device))
+
+
+def column_ends(problem: Problem, extras: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """``(first, last)``, the queries that see each key, within 0 and seqlen_q."""
+    return grid_of(problem, extras).query_interval(torch.arange(problem.seqlen_k, device=problem.device))
+
+
+def column_ends_of_rows(problem: Problem, extras: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """:func:`column_ends`, counted of the ends of rows, so that a backward that keeps dS reads no block that it has not written. A key's
+    queries begin with the first that ends past it, and end with the last that begins no later. Ends of rows never decrease."""
+    columns = torch.arange(problem.seqlen_k, device=problem.device, dtype=torch.int32)
+
+    def count(ends: Tensor) -> Tensor:
+        ends = ends.int().contiguous()
+        each = columns.expand(*ends.shape[:-1], -1).contiguous()
+        return torch.searchsorted(ends, each, right=True, out_int32=True)
+
+    lo, hi = row_ends(problem, extras)
+    return count(hi), count(lo)
+
+
+@dataclass(frozen=True)
+class EndsOf:
+    """The ends of a problem's rows as one pass reads them, or of its columns: int32 (2, batch|1, heads_q|1, line) in one memory."""
+
+    problem: Problem
+    ends: Ends = row_ends
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """The shape of either end."""
+        p = self.problem
+        needs = expr.depends_on(*p.spec.region.parts)
+        lines = p.seqlen_q if self.ends is row_ends else p.seqlen_k
+        return p.batch if "b" in needs else 1, p.heads_q if "h" in needs else 1, lines
+
+    def views(self, memory: str, prefix: str = "") -> dict[str, View]:
+        """The tensors by the names of a launch's parameters, expanded to every batch element and head."""
+        count = math.prod(self.shape)
+        views = (View.contiguous(memory, torch.int32, *self.shape)._replace(offset=n * count) for n in range(2))
+        return {prefix + name: each_head(x, self.problem) for name, x in zip(("lo", "hi"), views, strict=True)}
+
+    def making(self, extras: Sequence[Tensor], device: torch.device) -> Tensor:
+        """What makes them of a call's extras."""
+        return torch.stack([x.expand(self.shape) for x in self.ends(self.problem, extras)]).int()
+
+
+def each_head(x: View, problem: Problem) -> View:
+    """The view of a tensor (batch|1, heads_q|1, ..) that has every batch element and head."""
+    strides = [0 if size == 1 else step for size, step in zip(x.shape[:2], x.strides, strict=False)]
+    return x._replace(shape=(problem.batch, problem.heads_q, *x.shape[2:]), strides=(*strides, *x.strides[2:]))
 
 
 def _kernels_for(problem: Problem) -> planner.Planner | None:
@@ -60,30 +112,6 @@ def own_keys(problem: Problem, extras: Sequence[Tensor], page_rows: int) -> Tens
     lo, hi = (x[:, 0, 0] for x in grid_of(problem, extras).key_interval(row))  # (batch or 1,)
     first = torch.arange(0, problem.batch * page_rows, page_rows, device=lo.device) + lo
     return torch.stack([first, (hi - lo).clamp_(min=0).expand_as(first)]).int()
-
-
-def column_ends(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """``(first, last)``, the queries that see each key, within 0 and seqlen_q: int32 (batch, heads_q, seqlen_k), expanded."""
-    columns = torch.arange(problem.seqlen_k, device=inputs.q.device)
-    return tuple(
-        x.int().expand(problem.batch, problem.heads_q, -1)
-        for x in grid_of(problem, inputs.leaves).query_interval(columns)
-    )
-
-
-def column_ends_of_rows(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """:func:`column_ends`, counted of the ends of rows, so that a backward that keeps dS reads no block that it has not written. A key's
-    queries begin with the first that ends past it, and end with the last that begins no later. Ends of rows never decrease."""
-    lo, hi = grid_of(problem, inputs.leaves).key_interval(torch.arange(problem.seqlen_q, device=inputs.q.device))
-    columns = torch.arange(problem.seqlen_k, device=inputs.q.device, dtype=torch.int32)
-    shape = problem.batch, problem.heads_q, -1
-
-    def count(ends: Tensor) -> Tensor:
-        ends = ends.int().contiguous()
-        each = columns.expand(*ends.shape[:-1], -1).contiguous()
-        return torch.searchsorted(ends, each, right=True, out_int32=True).expand(shape)
-
-    return count(hi), count(lo)
 
 
 @dataclass(frozen=True)
@@ -115,16 +143,13 @@ class BitsOf:
 
     def views(self, memory: str, prefix: str = "") -> dict[str, View]:
         """The tensors by the names of a launch's parameters; lists are expanded to every batch element and head."""
-        layout, found = self.layout(), {}
+        layout = self.layout()
         places = layout.places
-        for name, shape in layout.shapes.items():
-            strides = contiguous_strides(shape)
-            if len(shape) == 4:
-                heads = self.problem.batch, self.problem.heads_q
-                strides = (*[0 if n == 1 else step for n, step in zip(shape[:2], strides, strict=False)], *strides[2:])
-                shape = (*heads, *shape[2:])
-            found[prefix + name] = View(memory, torch.int32, shape, strides, places[name])
-        return found
+        found = {
+            name: View.contiguous(memory, torch.int32, *shape)._replace(offset=places[name])
+            for name, shape in layout.shapes.items()
+        }
+        return {prefix + name: each_head(x, self.problem) if len(x.shape) == 4 else x for name, x in found.items()}
 
     def making(self, section: int, ctas: int, seen: bool) -> Making:
         """What makes them of a call's extras. ``section``: heads that a section has at least. ``ctas``: of the launch."""

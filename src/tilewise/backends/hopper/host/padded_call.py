@@ -31,7 +31,7 @@ class PaddedPlan(Plan):
 
     @property
     def direct(self) -> tuple[int, ...]:
-        """The places of :class:`tilewise.backends.hopper.host.direct.PlacedPlan`."""
+        """The places of :attr:`tilewise.backends.hopper.host.plan.LaunchPlan.direct`."""
         return self.packed.direct
 
     @cached_property
@@ -56,7 +56,7 @@ class PaddedForward(PaddedPlan):
     def of_memory(
         self, q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], lse: bool, seed: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None] | None:
-        """The forward by that of the packed problem (:class:`tilewise.backends.hopper.host.direct.DirectPlan`)."""
+        """The forward by that of the packed problem (:meth:`tilewise.backends.hopper.host.forward_call.ForwardPlan.of_memory`)."""
         found = self.packed.of_memory(q, k, v, (*extras, *self.starts(extras)), lse, seed)
         if found is None:
             return None

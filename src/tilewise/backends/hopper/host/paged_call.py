@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tilewise.backends.base import Inputs, Output, empty_output
+from tilewise.backends.base import Output
 from tilewise.backends.hopper.config import strides_addressable
 from tilewise.backends.hopper.forward.paged_config import page_rows
 from tilewise.backends.hopper.host.draft import Draft, View, flattens
 from tilewise.backends.hopper.host.forward_call import ForwardPlan
 from tilewise.caching import cached_property
 from tilewise.gather import statistic_in_layout_of
+from tilewise.planning.planner import Making
 
 
 @dataclass(eq=False)
@@ -64,36 +66,24 @@ class PagedPlan(ForwardPlan):
         """The table, or the lengths: the n-th of the tensors of a cache."""
         return View.of(name, self.problem.extras[self.problem.spec.page_slots[n]])
 
-    def tensors(self, inputs: Inputs) -> dict[str, Tensor]:
-        found = self.read(inputs)
-        if self.problem.paged:
-            found |= {"seqlens_k": inputs.seqlens_k, "block_table": inputs.block_table}
-        if "cu_q" in self.launches.given:
-            found["cu_q"] = self.starts(inputs)
-        if inputs.sink is not None:
-            found["sink"] = inputs.sink.detach().float()
-        return found
+    @cached_property
+    def keeps(self) -> tuple[str, ...]:
+        return () if self.problem.packed or "cu_q" not in self.reads else ("cu_q",)
+
+    @cached_property
+    def makings(self) -> tuple[Making, ...]:
+        return (self.starts,)
+
+    def starts(self, extras: Sequence[Tensor], device: torch.device) -> Tensor:
+        """The first row of each sequence, and behind the last, where all have as many."""
+        step, last = self.problem.seqlen_q, self.problem.batch * self.problem.seqlen_q
+        return torch.arange(0, last + 1, step, dtype=torch.int32, device=device)
 
     @property
     def result_is_made(self) -> bool:
         return any(name == "lse_by_rows" for name, _ in self.launches.made)
 
-    def forward(self, inputs: Inputs) -> Output:
-        if self.launches is None:
-            return empty_output(self.problem, inputs.q, inputs.v)
-        made = self.launches.run_named(self.tensors(inputs))
+    def output(self, made: Mapping[str, Tensor]) -> Output:
         if "lse_by_rows" in made:
             made["lse"].copy_(statistic_in_layout_of(self.problem, made["lse_by_rows"][0]))
-        return Output(made["o"], made["lse"])
-
-    def starts(self, inputs: Inputs) -> Tensor:
-        """The first row of each sequence, and behind the last; made once where all have as many."""
-        problem = self.problem
-        if problem.packed:
-            return inputs.cu_seqlens_q.int()
-
-        def even() -> Tensor:
-            last = problem.batch * problem.seqlen_q
-            return torch.arange(0, last + 1, problem.seqlen_q, dtype=torch.int32, device=inputs.q.device)
-
-        return self.made.of("starts", [], even)
+        return super().output(made)

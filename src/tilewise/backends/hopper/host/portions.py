@@ -30,7 +30,7 @@ from tilewise.backends.hopper.backward.config import (
 )
 from tilewise.backends.hopper.backward.tiles import SHEET_BLOCK, SHEET_KEYS, SHEET_MARGIN
 from tilewise.backends.hopper.config import ELEMENT_BYTES, ROWS
-from tilewise.backends.hopper.host.draft import Late, View
+from tilewise.backends.hopper.host.draft import View
 from tilewise.backends.hopper.kit import schedule
 from tilewise.caching import cached_property
 from tilewise.piece import Span, evenly
@@ -43,9 +43,8 @@ SHEET_COST, START_COST, SUMS_COST = 0.5, 6.0, 4.0
 LEAST_BLOCKS = 16  # of keys in a portion of several heads
 MANY_ROUNDS = 4  # of tiles of a portion: a larger sheet would save little
 WORTH_MORE = 0.9  # of the time that a smaller sheet costs
-# Tensors of which a portion has some heads' rows, the first of them late, and those of which it has some keys.
-LATE = ("do", "keys_lo", "keys_hi", "queries_lo", "queries_hi")
-OF_ROWS = ("q", "o", "lse", "dlse", "dq", "lse2", "delta")
+# Tensors of which a portion has some heads' rows, of a mask too, and those of which it has some keys.
+OF_ROWS = ("q", "o", "lse", "dlse", "dq", "lse2", "delta", "keys_lo", "keys_hi", "queries_lo", "queries_hi")
 OF_KEYS = ("k", "v", "dk", "dv")
 
 Moved = TypeVar("Moved", Tensor, View)
@@ -96,7 +95,8 @@ class SequenceTimes:
         return sheet_blocks(self.config.queries, self.problem, self.seqlen_k)
 
     def cost(self, heads: int, keys: int) -> float:
-        """The time that one sequence takes in portions of so many heads and blocks of keys at most, in blocks of 64 x 64 of a CTA."""
+        """The time that one sequence takes in portions of so many heads and blocks of keys at most, in blocks of 64 x 64 of a CTA, by a
+        model of clocks."""
         spans, tiles = evenly(self.blocks[0], keys), self.config.queries
         rows = [[max(0, min(stop, b) - max(start, a)) for start, stop in self.seen] for a, b in spans]
         sums, total = SUMS_COST * 2 * (len(spans) > 1), 0.0
@@ -205,27 +205,22 @@ class Portions(SequenceTimes):
         heads, rows = (heads, rows) if keys < self.seqlen_k else (1, 1)
         return heads, rows, tiles.parts * tiles.warpgroups, ROWS * tiles.width
 
-    def neighbours(self, portion: Portion) -> tuple[bool, bool]:
-        """Whether earlier keys have left sums of dQ, and whether later keys follow."""
-        return portion.keys[0] > 0, portion.keys[1] < self.seqlen_k
-
     def of(self, n: int, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of the n-th portion's launch, of those of the whole; late tensors have its number in their names."""
+        """The arguments of the n-th portion's launch, of those of the whole; dO, which is late, has its number in its name."""
         if self.count == 1:
             return dict(arguments)
         portion, heads_k = self.all[n], self.problem.heads_k
-        found = {name: portion.of(arguments[name], heads_k) for name in OF_ROWS}
-        found |= {name: portion.of(arguments[name], heads_k, keys=True) for name in OF_KEYS}
-        late = {name: x for name, x in arguments.items() if isinstance(x, Late)}
-        return {**arguments, **found} | {name: x._replace(memory=f"{x.memory}{n}") for name, x in late.items()}
+        found = dict(arguments) | {"do": arguments["do"]._replace(memory=f"do{n}")}
+        for name, x in arguments.items():
+            if name in (*OF_ROWS, *OF_KEYS) and isinstance(x, View):
+                found[name] = portion.of(x, heads_k, keys=name in OF_KEYS)
+        return found
 
     def late(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The late tensors of all portions, of those of the whole launch."""
         if self.count == 1:
             return {}
-        names = [name for name in LATE if name in tensors]
-        each = enumerate(self.all)
-        return {f"{name}{n}": portion.of(tensors[name], self.problem.heads_k) for n, portion in each for name in names}
+        return {f"do{n}": x.of(tensors["do"], self.problem.heads_k) for n, x in enumerate(self.all)}
 
 
 @dataclass(frozen=True)

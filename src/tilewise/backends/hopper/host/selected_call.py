@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,13 +12,12 @@ from torch import Tensor
 from tilewise import device as devices
 from tilewise import sizes
 from tilewise.backends import listed
-from tilewise.backends.base import Inputs, Output, has_no_pair, output_of_no_pair
+from tilewise.backends.base import Output, has_no_pair
 from tilewise.backends.hopper.config import strides_addressable
 from tilewise.backends.hopper.forward.grids import Grid
 from tilewise.backends.hopper.host.draft import Draft, View, flattens
 from tilewise.backends.hopper.host.forward_call import ForwardPlan
 from tilewise.backends.hopper.host.latent_call import LatentPlan
-from tilewise.backends.hopper.host.plan import is_plain
 from tilewise.backends.hopper.latent import selected
 from tilewise.backends.listed import places_of, rows_of
 from tilewise.caching import cached_property
@@ -62,10 +61,8 @@ class ListedPlan(ForwardPlan):
         return listed.read_slots(self.problem)
 
     @property
-    def places(self) -> dict[str, int]:
-        slot = listed.slot_of(self.problem)
-        plain = is_plain(self.problem.extras[slot], torch.int32)
-        return super().places | ({"entries": 3 + slot} if plain else {})
+    def slots(self) -> dict[str, int]:
+        return super().slots | {"entries": listed.slot_of(self.problem)}
 
     def beside(self, draft: Draft) -> dict[str, Any]:
         p = self.problem
@@ -97,22 +94,13 @@ class ListedPlan(ForwardPlan):
         # (query, query head as a row, 1, column), and of keys (1, key, 1, column).
         return q.unsqueeze(2), k.unsqueeze(0), v.unsqueeze(0), self.flat(o).unsqueeze(2), lse
 
-    def mask_tensors(self, inputs: Inputs, kept: Sequence[Tensor]) -> dict[str, Tensor]:
-        return {LINES: kept[0], "entries": listed.entries_of(self.problem, inputs), "block_table": inputs.block_table}
-
     @property
     def result_is_made(self) -> bool:
         return True
 
-    def forward(self, inputs: Inputs) -> Output:
-        if self.launches is None:
-            return output_of_no_pair(self.problem, inputs)
-        made = self.launches.run_named(self.tensors(inputs))
-        return self.result(made["o"], made["lse_by_heads"])
-
-    def result(self, o: Tensor, lse: Tensor) -> Output:
-        """The output, of an lse (query, 1, query head)."""
-        return Output(o, statistic_in_layout_of(self.problem, lse.squeeze(1).mT).contiguous())
+    def output(self, made: Mapping[str, Tensor]) -> Output:
+        lse = made["lse_by_heads"].squeeze(1).mT  # of (query, 1, query head)
+        return Output(made["o"], statistic_in_layout_of(self.problem, lse).contiguous())
 
 
 @dataclass(eq=False)
@@ -120,7 +108,7 @@ class SelectedPlan(ListedPlan, LatentPlan):
     """The decisions for one problem whose values lie in the memory of its keys."""
 
     CHOICE = selected
-    grid, result_is_made = LatentPlan.grid, LatentPlan.result_is_made
+    grid, output, result_is_made = LatentPlan.grid, LatentPlan.output, LatentPlan.result_is_made
 
     @cached_property
     def copied(self) -> tuple[str, ...]:
@@ -129,9 +117,3 @@ class SelectedPlan(ListedPlan, LatentPlan):
     def drafted_rows(self, draft: Draft) -> tuple[View, ...]:
         q, k, *rest = LatentPlan.drafted_rows(self, draft)
         return q, self.flat(k).unsqueeze(1), *rest  # pages of single rows
-
-    def tensors(self, inputs: Inputs) -> dict[str, Tensor]:
-        return LatentPlan.tensors(self, inputs) | self.mask_tensors(inputs, self.kept(inputs.leaves))
-
-    def forward(self, inputs: Inputs) -> Output:
-        return output_of_no_pair(self.problem, inputs) if self.launches is None else LatentPlan.forward(self, inputs)

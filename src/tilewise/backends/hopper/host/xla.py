@@ -18,13 +18,13 @@ from tilewise.backends.base import Backend
 from tilewise.backends.hopper import Hopper
 from tilewise.backends.hopper.host import driver, library
 from tilewise.backends.hopper.host.backward_call import BackwardPlan
-from tilewise.backends.hopper.host.direct import DirectPlan
 from tilewise.backends.hopper.host.draft import COUNTS, Launches, with_late
+from tilewise.backends.hopper.host.forward_call import ForwardPlan
 from tilewise.backends.hopper.host.plan import Plan
 from tilewise.problem import Problem
 
-BEFORE_EXTRAS = {DirectPlan: ("q", "k", "v"), BackwardPlan: ("do", "dlse", "q", "k", "v", "o", "lse")}  # the operands
-RESULTS = {DirectPlan: ("o", "lse"), BackwardPlan: ("dq", "dk", "dv")}
+BEFORE_EXTRAS = {ForwardPlan: ("q", "k", "v"), BackwardPlan: ("do", "dlse", "q", "k", "v", "o", "lse")}  # the operands
+RESULTS = {ForwardPlan: ("o", "lse"), BackwardPlan: ("dq", "dk", "dv")}
 
 
 class MemoryStruct(Structure):
@@ -72,11 +72,9 @@ def placed(plan: Plan) -> Placed | None:
     extras, and its results dq, dk and dv. All are contiguous.
     """
     kind = next((kind for kind in RESULTS if isinstance(plan, kind)), None)
-    if kind is None or plan.launches is None or plan.copied:
+    if kind is None or plan.launches is None or plan.copied or plan.conversions or plan.result_is_made:
         return None
     problem, names, results = plan.problem, BEFORE_EXTRAS[kind], RESULTS[kind]
-    if plan.result_is_made if kind is DirectPlan else problem.spec.grad_slots or plan.cut:
-        return None
     extras = len(problem.extras)
     places = {name: (len(names) + n - 3, 0) for name, n in plan.places.items() if 3 <= n < 3 + extras}
     places |= {name: (n, 0) for n, name in enumerate(names)}

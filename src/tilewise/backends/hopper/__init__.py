@@ -80,8 +80,8 @@ class Hopper(Backend):
 
     def __init__(self, override: Config | None = None, backward: Backward | None = None):
         self.override, self.override_backward = override, backward
-        self._plans = PerProblem(self._plan, lambda p: _decided(p, self._plans, self._plan, self.config(p)))
-        self._backward_plans = PerProblem(self._backward_plan, lambda p: _decided_backward(p, self))
+        self._plans = PerProblem(self._plan, self._decided)
+        self._backward_plans = PerProblem(self._backward_plan, self._decided_backward)
 
     def unsupported(self, p: Problem) -> list[str]:
         """Every reason why this problem cannot run, of the machine and of the problem; where there is none, what is not installed."""
@@ -175,17 +175,27 @@ class Hopper(Backend):
     def backward(self, p: Problem, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads:
         return self._backward_plans.of(p).backward(t, out, do, dlse)
 
-    def _plan(self, p: Problem):
-        config = self.config(p)
-        return _converted(p, config, self._plans) or _forward_plan(p, config)(p, config)
+    def _plan(self, p: Problem) -> Any:
+        make, values = self._decided(p)
+        return make(p, values)
 
-    def _backward_plan(self, p: Problem):
+    def _decided(self, p: Problem) -> tuple:
+        """The ``(make, values)`` of a forward's plan, as :class:`tilewise.backends.base.PerProblem` has them."""
+        config = self.config(p)
+        return _by_others(p, config, self._plans) or _forward_plan(p, config)(p, config).decided()
+
+    def _backward_plan(self, p: Problem) -> Any:
+        make, values = self._decided_backward(p)
+        return make(p, values)
+
+    def _decided_backward(self, p: Problem) -> tuple:
+        """The same of a backward."""
         from tilewise.backends.hopper.host.backward_call import BackwardPlan
 
         if _lists(p, self):
-            return _gradients_of_lists(p)
+            return _gradients_of_lists(p).decided()
         config = self.backward_config(p)
-        return _converted(p, config, self._backward_plans) or BackwardPlan(p, config)
+        return _by_others(p, config, self._backward_plans) or BackwardPlan(p, config).decided()
 
 
 def _alone(planned: Any) -> Any:
@@ -278,26 +288,9 @@ def _order_reasons(p: Problem) -> list[str]:
     return [f'deterministic="everywhere" with {dims}: its kernels do not ship']
 
 
-def _decided(p: Problem, plans: PerProblem, plan: Callable[[Problem], Any], config: AnyConfig) -> tuple:
-    """The ``(make, values)`` of :class:`tilewise.backends.base.PerProblem`."""
-    return _conversion(p, config, plans) or plan(p).decided()
-
-
-def _decided_backward(p: Problem, hopper: Hopper) -> tuple:
-    """The same of a backward."""
-    if _lists(p, hopper):
-        return hopper._backward_plan(p).decided()
-    return _decided(p, hopper._backward_plans, hopper._backward_plan, hopper.backward_config(p))
-
-
-def _converted(p: Problem, config: AnyConfig, plans: PerProblem):
-    """The plan of a problem that runs by those of other ones; None of any other."""
-    make, values = _conversion(p, config, plans) or (None, None)
-    return make and make(p, values)
-
-
-def _conversion(p: Problem, config: AnyConfig, plans: PerProblem) -> tuple | None:
-    """The same of a padded problem, by the plan of the packed one that it equals, and of one in pieces; None of any other."""
+def _by_others(p: Problem, config: AnyConfig, plans: PerProblem) -> tuple | None:
+    """The ``(make, values)`` of a problem that runs by the plans of other ones: a padded one by that of the packed one that it equals, and
+    one in pieces; None of any other."""
     if _runs_as_packed(p, config):
         from tilewise.backends.hopper.host.padded_call import PaddedBackward, PaddedForward
 

@@ -172,6 +172,8 @@ ENDS = {
     "left-and-right": lambda n: {"mask": tw.key_range(torch.tensor([0, 3, 200, 64, 9]), torch.tensor([n, n, 201, 63, 300]))},
     "a-window-of-lengths": lambda n: {"mask": tw.window(100, 0) & tw.key_range(torch.tensor([0, n - 5, n, 2, n - 300]), n)},
     "documents": lambda n: {"mask": tw.documents(torch.arange(n) // 100)},
+    "an-end-alone": lambda n: {"mask": tw.prefix(300)},
+    "two-ends": lambda n: {"mask": tw.prefix(torch.tensor([0, 3, 300, n, n + 5])) & tw.key_lengths(torch.tensor([9, n, 1, 30, 64]))},
     "past-the-end": lambda n: {"mask": tw.key_range(torch.tensor([-7, 0, n + 3, 5, 1]), torch.tensor([n + 9, -1, n + 5, 6, n]))},
 }  # fmt: skip
 

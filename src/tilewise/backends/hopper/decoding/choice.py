@@ -62,7 +62,7 @@ def reads_ends(problem: Problem) -> bool:
     # The kernel would count blocks and segments from the first key that the query sees.
     if problem.spec.everywhere and keys_before(problem) < math.inf:
         return False
-    return "h" not in expr.depends_on(region.lo, region.hi)
+    return "h" not in expr.depends_on(*[end for end in (region.lo, region.hi) if end is not None])
 
 
 def part_rows(problem: Problem) -> int | None:

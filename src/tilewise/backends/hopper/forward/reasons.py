@@ -11,7 +11,6 @@ from tilewise.backends.hopper.config import (
     MAX_COLUMNS,
     MULTIPLE,
     ROWS,
-    Expressions,
     band_of,
     is_traced,
     keys_before,
@@ -41,7 +40,6 @@ def reasons(problem: Problem, widest: int | None = None) -> list[str]:
         found.append(f"head dims {dims[0]} and {dims[1]} must be multiples of {MULTIPLE}")
     found += _reasons_of_packed(problem) if problem.packed and not problem.paged else []
     found += _reasons_of_wide(problem) if MAX_COLUMNS < wide <= MAX_HEAD_DIM and not problem.paged else []
-    found += ["a number beyond 32 bits in a mask or a score"] if _has_wide_number(problem) else []
     # A row's maximum is scaled after it is found, which is right for a positive scale alone.
     if problem.softmax_scale <= 0 and not is_traced(problem):
         found.append(f"softmax_scale {problem.softmax_scale} is not above 0")
@@ -126,7 +124,3 @@ def _reasons_of_packed_dropout(problem: Problem) -> list[str]:
     if wide > widest:
         found.append(f"packed sequences with dropout and head_dim {wide}, above {widest}")
     return found
-
-
-def _has_wide_number(problem: Problem) -> bool:
-    return any(isinstance(n, int) and not -(1 << 31) <= n < 1 << 31 for n in Expressions.of(problem).numbers)

@@ -455,10 +455,14 @@ _PADDED_BEFORE = re.compile(r"key_range\((?!0,)")
 def unknown_operations(problem: Problem, known: Container[str], of_mask: bool = True) -> list[str]:
     """The reason to refuse a problem whose mask, score or derivatives use operations other than the ``known`` ones; else empty.
     ``of_mask``: whether kernels compute the mask."""
-    spec = problem.spec
-    roots = [*(spec.region.parts if of_mask else ()), *(() if spec.score is None else (spec.score, *spec.score_slopes))]
-    unknown = sorted(name for name in expr.operations_of(*roots) if name not in known)
+    unknown = sorted(name for name in expr.operations_of(*_computed(problem, of_mask)) if name not in known)
     return [f"a mask or score uses {', '.join(unknown)}, which its kernels do not have"] if unknown else []
+
+
+def _computed(problem: Problem, of_mask: bool) -> list[Expr]:
+    """The expressions that kernels compute: a score, its derivatives, and with ``of_mask`` the mask."""
+    spec = problem.spec
+    return [*(spec.region.parts if of_mask else ()), *(() if spec.score is None else (spec.score, *spec.score_slopes))]
 
 
 def pair_lookups(problem: Problem) -> list[Expr]:
@@ -467,12 +471,11 @@ def pair_lookups(problem: Problem) -> list[Expr]:
     return [x for x in reads if [index.args for index in x.args[1:][-2:] if index.op == "symbol"] == [("i",), ("j",)]]
 
 
-def large_numbers(problem: Problem) -> list[str]:
-    """The reason to refuse a mask or score whose whole numbers may not fit the 32 bits that kernels compute them in; else empty."""
-    spec = problem.spec
-    roots = (*spec.region.parts, *(() if spec.score is None else (spec.score, *spec.score_slopes)))
+def large_numbers(problem: Problem, of_mask: bool = True) -> list[str]:
+    """The reason to refuse a mask or score whose whole numbers may not fit the 32 bits that kernels compute them in; else empty.
+    ``of_mask``: whether kernels compute the mask."""
     sizes = {"b": problem.batch, "h": problem.heads_q, "i": problem.seqlen_q, "j": problem.seqlen_k}
-    found = expr.beyond_32_bits(roots, sizes)
+    found = expr.beyond_32_bits(_computed(problem, of_mask), sizes)
     return [f"{found} in a mask or score may need more than 32 bits, in which its kernels compute"] if found else []
 
 
@@ -487,10 +490,11 @@ def argument_bytes(roots: Iterable[Expr]) -> int:
     return 4 * numbers + sum(16 + 16 * axes for axes in leaves.values())
 
 
-def long_expressions(problem: Problem) -> list[str]:
-    """The reason to refuse a mask and a score whose numbers and tensors are more than a launch's arguments hold; else empty."""
+def long_expressions(problem: Problem, of_mask: bool = True) -> list[str]:
+    """The reason to refuse a mask and a score whose numbers and tensors are more than a launch's arguments hold; else empty.
+    ``of_mask``: whether kernels compute the mask."""
     spec = problem.spec
-    found = argument_bytes([*spec.region.parts, *(() if spec.score is None else (spec.score,))])
+    found = argument_bytes([*(spec.region.parts if of_mask else ()), *(() if spec.score is None else (spec.score,))])
     if found <= MOST_BYTES:
         return []
     return [

@@ -55,6 +55,26 @@ def test_an_operation_that_its_kernels_do_not_have_is_refused_by_name_in_a_score
     assert "asinh" in reason
 
 
+def test_numbers_that_kernels_would_not_hold_are_refused_in_a_score_alone():
+    doubles, many = torch.zeros(70, dtype=torch.float64), range(4200)
+
+    def one_of_many(b, h, i, j):
+        found = j < 0
+        for n in many:
+            found = found | (j * 7 + i == n * 11)
+        return found
+
+    masks = (
+        tw.keep(lambda b, h, i, j: (i * 2**40 + j) % 3 == 0),
+        tw.keep(lambda b, h, i, j: doubles[j] > 0.5),
+        tw.keep(one_of_many),
+    )
+    for mask in masks:
+        assert Hopper().refused(call(*qkv(), mask=mask).p) == []
+    (reason,) = Hopper().refused(call(*qkv(), score=lambda s, b, h, i, j: s * (j < 2**40)).p)
+    assert "32 bits" in reason
+
+
 def without(monkeypatch, *packages):
     """As if these packages were not installed."""
     found = importlib.util.find_spec

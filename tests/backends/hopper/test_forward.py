@@ -78,6 +78,7 @@ def pair_bias(shape: tuple[int, ...], *places: tuple, value: float = -torch.inf,
 
 
 ODD, FEW, LATE, ALL = slice(None, None, 3), slice(5, 70), slice(90, None), slice(None)  # rows or keys
+WIDE = normal(333, dtype=torch.float64).round(decimals=1)
 CASES = {
     "full": (qkv(200, 333), {}),
     "one": (qkv(1, 1), {}),
@@ -100,6 +101,9 @@ CASES = {
     "keep": (qkv(200, 300), {"mask": tw.keep(lambda b, h, i, j: (i + 2 * j + h) % 5 < 2)}),
     "keep-causal": (qkv(300, 300), {"mask": tw.causal() & tw.keep(lambda b, h, i, j: (j // 70) % 2 == 0)}),
     "dense": (qkv(200, 333, batch=2), {"mask": normal(2, 1, 200, 333) > 0.5}),
+    # Kernels read bits, whatever the numbers are of which these were made.
+    "float64": (qkv(200, 333), {"mask": tw.keep(lambda b, h, i, j: WIDE[j] > 0.5 + 1e-12)}),
+    "large-numbers": (qkv(130, 200), {"mask": tw.keep(lambda b, h, i, j: (i * 3_000_000_000 + j) % 7 < 5)}),
     "dense-empty": (qkv(130, 200), {"mask": torch.zeros(4, 130, 200, dtype=torch.bool)}),
     "block-sparse": (qkv(300, 300), {"mask": tw.block_sparse(tw.butterfly(5), 64, 64)}),
     "block-sparse-odd": (qkv(300, 200), {"mask": tw.block_sparse(normal(4, 8, 9) > 0.6, 38, 23)}),

@@ -301,7 +301,6 @@ REFUSED = {
     "wide-and-dropout": ({"d": 512, "dropout_p": 0.1, "dropout_seed": 3, **MANY}, "with dropout"),
     "wide-and-pairs": ({"d": 512, "mask": tw.keep(lambda b, h, i, j: j % 3 < i), **MANY}, "a mask of pairs"),
     "odd": ({"d": 60}, "multiples of 8"),
-    "wide-number": ({"score": lambda s, b, h, i, j: s * (j < 2**40)}, "32 bits"),
     "scale": ({"softmax_scale": -1.0}, "softmax_scale"),
 }
 

@@ -43,7 +43,6 @@ from tilewise.backends.base import (
     pair_lookups,
     piece_reasons,
     unknown_operations,
-    wide_mask,
 )
 from tilewise.backends.hopper import operations
 from tilewise.backends.hopper.backward import config as backward_config
@@ -80,8 +79,8 @@ class Hopper(Backend):
 
     def __init__(self, override: Config | None = None, backward: Backward | None = None):
         self.override, self.override_backward = override, backward
-        self._plans = PerProblem(self._plan, self._decided)
-        self._backward_plans = PerProblem(self._backward_plan, self._decided_backward)
+        self._plans = PerProblem(self._plan, lambda p: _decided(p, self))
+        self._backward_plans = PerProblem(self._backward_plan, lambda p: _decided_backward(p, self))
 
     def unsupported(self, p: Problem) -> list[str]:
         """Every reason why this problem cannot run, of the machine and of the problem; where there is none, what is not installed."""
@@ -97,8 +96,9 @@ class Hopper(Backend):
         """Every reason why no machine runs this problem here."""
         latent, lists = selected.asked(p), listed.serves(p)
         reasons = selected.reasons(p) if latent else [] if lists else _forward_reasons(p)
-        reasons += unknown_operations(p, operations.traceable(), of_mask=False) + piece_reasons(p) + wide_mask(p)
-        reasons += large_numbers(p) + long_expressions(p)
+        # No kernel computes a mask: planning says which pairs it keeps, whatever its operations and numbers.
+        reasons += unknown_operations(p, operations.traceable(), of_mask=False) + piece_reasons(p)
+        reasons += large_numbers(p, of_mask=False) + long_expressions(p, of_mask=False)
         if p.spec.max_logit:
             reasons.append("the largest score of each row (attention_with_stats): its kernels do not keep it")
         if latent:  # its reasons speak of gradients too, and no tiles with bits are so wide
@@ -176,26 +176,28 @@ class Hopper(Backend):
         return self._backward_plans.of(p).backward(t, out, do, dlse)
 
     def _plan(self, p: Problem) -> Any:
-        make, values = self._decided(p)
+        make, values = _decided(p, self)
         return make(p, values)
-
-    def _decided(self, p: Problem) -> tuple:
-        """The ``(make, values)`` of a forward's plan, as :class:`tilewise.backends.base.PerProblem` has them."""
-        config = self.config(p)
-        return _by_others(p, config, self._plans) or _forward_plan(p, config)(p, config).decided()
 
     def _backward_plan(self, p: Problem) -> Any:
-        make, values = self._decided_backward(p)
+        make, values = _decided_backward(p, self)
         return make(p, values)
 
-    def _decided_backward(self, p: Problem) -> tuple:
-        """The same of a backward."""
-        from tilewise.backends.hopper.host.backward_call import BackwardPlan
 
-        if _lists(p, self):
-            return _gradients_of_lists(p).decided()
-        config = self.backward_config(p)
-        return _by_others(p, config, self._backward_plans) or BackwardPlan(p, config).decided()
+def _decided(p: Problem, hopper: Hopper) -> tuple:
+    """The ``(make, values)`` of a forward's plan, as :class:`tilewise.backends.base.PerProblem` has them."""
+    config = hopper.config(p)
+    return _by_others(p, config, hopper._plans) or _forward_plan(p, config)(p, config).decided()
+
+
+def _decided_backward(p: Problem, hopper: Hopper) -> tuple:
+    """The same of a backward."""
+    from tilewise.backends.hopper.host.backward_call import BackwardPlan
+
+    if _lists(p, hopper):
+        return _gradients_of_lists(p).decided()
+    config = hopper.backward_config(p)
+    return _by_others(p, config, hopper._backward_plans) or BackwardPlan(p, config).decided()
 
 
 def _alone(planned: Any) -> Any:

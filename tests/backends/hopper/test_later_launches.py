@@ -194,7 +194,7 @@ DIRECT = [
 DIRECT += [f"packed-{name}-32-bits" for name in PACKED if name != "no-keys-at-all"]
 DIRECT += [  # with tiles of a mask, and with copies of k and v
     "block-sparse", "block-sparse-odd", "dense", "dense-empty", "documents", "documents-empty-rows", "documents-whole", "documents-wide",
-    "keep", "keep-causal", "lengths", "prefix", "prefix-lengths", "ranges-per-head", "union",
+    "float64", "keep", "keep-causal", "large-numbers", "lengths", "prefix", "prefix-lengths", "ranges-per-head", "union",
 ]  # fmt: skip
 
 

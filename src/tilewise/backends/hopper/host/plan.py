@@ -300,12 +300,24 @@ class LaunchPlan(ScorePlan):
         """Whether a result is made of something that the launches write."""
         return False
 
+    @cached_property
+    def addressed(self) -> list[str]:
+        """The names of what the copy engine brings from where a call has it."""
+        return [
+            name
+            for name in ADDRESSED
+            if name in self.places and name not in self.zeroed and name not in self.conversions
+        ]
+
     def read(self, inputs: Inputs, *beside: Tensor) -> dict[str, Tensor]:
         """The tensors that launches read, by name; ``beside``: those of :attr:`BESIDE`."""
         call = inputs.q, inputs.k, inputs.v, *inputs.leaves, inputs.seed, *beside, *self.kept(inputs.leaves)
         found = {name: call[n] for name, n in self.places.items()}
-        found |= {name: make(found[name].detach()) for name, make in self.conversions.items()}
-        found |= {name: aligned(x) for name, x in found.items() if name in ADDRESSED and name not in self.zeroed}
+        for name, make in self.conversions.items():
+            found[name] = make(found[name].detach())
+        for name in self.addressed:
+            if found[name].data_ptr() % ALIGNED:
+                found[name] = aligned(found[name])
         if self.zeroed:
             tensors = self.of_seen_keys(found[self.keeps[0]], inputs.leaves, *[found[name] for name in self.zeroed])
             found |= zip(self.zeroed, tensors, strict=True)

@@ -174,7 +174,7 @@ TABLE = {
     "sm120": {"half": _HALF_SM80, "ieee": {head_dim: row for head_dim, row in _FLOAT.items() if head_dim <= 256}},
     "amd": {"half": _HALF_AMD, "ieee": _FLOAT},
 }
-NEVER_RUN = {"sm80": "sm_80", "sm100": "sm_100", "sm120": "sm_86, sm_89 and sm_120", "amd": "AMD"}
+NEVER_RUN = {"sm80": "sm_80", "sm100": "sm_100", "sm120": "sm_120, whose tiles sm_86 and sm_89 share,", "amd": "AMD"}
 """Architectures whose kernels are compiled in tests and have never run, and what users call them; their tiles are not measured."""
 # The bytes of shared memory that one program may have on the devices of each table.
 SHARED_MEMORY = {"sm80": 163 << 10, "sm90": 227 << 10, "sm100": 227 << 10, "sm120": 99 << 10, "amd": 64 << 10}

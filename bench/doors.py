@@ -2,7 +2,7 @@
 
 Each is judged against the package's own in float64 first. On a CPU a time is the processor's, which other processes disturb least, and the
 least of rounds in turns; on a GPU it is the GPU's, and the median. A package that is not installed has no row. JAX's door has
-`bench.jax_door` and `bench.jax_gpu`.
+`bench.jax_door`.
 """
 
 import time

@@ -289,7 +289,7 @@ class _Reaching(Simulated):
         self.objects(None)  # all have read
         return lambda: whole
 
-    to_heads, to_rows = SymmetricGroup.to_heads, SymmetricGroup.to_rows
+    to_heads, to_rows = SymmetricGroup.copied_to_heads, SymmetricGroup.copied_to_rows
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)

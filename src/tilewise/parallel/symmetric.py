@@ -123,8 +123,13 @@ class SymmetricGroup(Group):
         return found
 
     def to_heads(self, name: str, sent: Tensor, layout: Layout) -> Callable[[], Tensor]:
-        if not sent.is_cuda:
-            return super().to_heads(name, sent, layout)
+        return (self.copied_to_heads if sent.is_cuda else super().to_heads)(name, sent, layout)
+
+    def to_rows(self, name: str, sent: Tensor, layout: Layout) -> Callable[[], Tensor]:
+        return (self.copied_to_rows if sent.is_cuda else super().to_rows)(name, sent, layout)
+
+    def copied_to_heads(self, name: str, sent: Tensor, layout: Layout) -> Callable[[], Tensor]:
+        """Do :meth:`to_heads` by copy engines."""
         whole = sent.new_empty((layout.seqlen, *sent.shape[2:]))
         peers = self._peers(name, [(self.size, rows, *sent.shape[2:]) for rows in layout.lengths], sent)
         copies = [
@@ -135,9 +140,8 @@ class SymmetricGroup(Group):
         self.received += whole.nbytes - sent[self.rank].nbytes
         return self._copied(copies, whole)
 
-    def to_rows(self, name: str, sent: Tensor, layout: Layout) -> Callable[[], Tensor]:
-        if not sent.is_cuda:
-            return super().to_rows(name, sent, layout)
+    def copied_to_rows(self, name: str, sent: Tensor, layout: Layout) -> Callable[[], Tensor]:
+        """Do :meth:`to_rows` by copy engines."""
         own = sent.new_empty((self.size, layout.lengths[self.rank], *sent.shape[1:]))
         peers = self._peers(name, [sent.shape] * self.size, sent)
         copies = [

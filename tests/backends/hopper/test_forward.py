@@ -406,7 +406,7 @@ def test_selected_keys_are_told_by_bits(name):
 
 # What else a call has, and a word of the reason.
 UNSELECTED = {
-    "a softcap": ({"score": tw.softcap(2.0)}, "a score"),
+    "a softcap": ({"score": tw.softcap(2.0)}, "this score"),
     "dropout": ({"dropout_p": 0.1, "dropout_seed": 1}, "dropout"),
     "deterministic gradients": ({"deterministic": True}, "deterministic"),
     "wide heads": ({}, "head_dim 256"),
@@ -550,7 +550,7 @@ def test_each_launch_of_a_packed_call_reads_its_own_starts_and_a_new_zero(dtype,
     plan = hopper.ForwardPlan(c.p, config.choose(c.p))
     for starts in ([0, 40, 130], [0, 7, 129]):
         cu = torch.tensor(starts, dtype=dtype)
-        out = plan.forward(replace(c.t, cu_seqlens_q=cu, cu_seqlens_k=cu))
+        out = plan.forward(replace(c.t, leaves=(cu, cu), cu_seqlens_q=cu, cu_seqlens_k=cu))
         assert read[-1] == [starts, starts, [0]]
         assert (out.o.shape, out.lse.shape) == ((130, *c.t.q.shape[1:]), (c.p.heads_q, 130))
     assert len(read) == 2

@@ -350,7 +350,7 @@ def test_one_kernel_that_is_shipped_serves_every_mask_that_is_no_band(d):
 
 
 ELSE = {
-    "a-score": ({"score": tw.softcap(3.0)}, "a score"),
+    "a-score": ({"score": tw.softcap(3.0)}, "this score"),
     "dropout": ({"dropout_p": 0.5, "dropout_seed": 1}, "dropout"),
     "wide": ({"d": 136}, "head_dim 136"),
 }

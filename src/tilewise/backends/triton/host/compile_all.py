@@ -468,7 +468,8 @@ def items() -> list[Item]:
             Item(arch, torch.bfloat16, 128, feature)
             for feature in ([x for x in PAGED if x not in LATENT] if arch == "sm90" else ("pages16",))
         ]
-        found += [Item(arch, torch.bfloat16, config.MAX_LATENT_DIM, "mla") for _ in range(arch == "sm120")]
+        if arch == "sm120":
+            found.append(Item(arch, torch.bfloat16, config.MAX_LATENT_DIM, "mla"))
         if arch == "sm90":
             found.append(Item(arch, torch.float32, 128, "row"))
             found += [Item(arch, torch.float16, 128, feature) for feature in ("fp8", "fp8-each")]

@@ -331,8 +331,8 @@ def _reasons_of_leaves(p: Problem) -> list[str]:
     why = [] if lined else reasons_of_slopes(p)
     if why is None:
         return [
-            "a tensor that a score reads wants a gradient. Its kernels have one for causal ALiBi's slopes, a table that is read by "
-            "distance, and a bias by pair in q's dtype that no two heads or sequences share; detach the tensor if it needs none"
+            "the gradient of a tensor that the score reads, other than causal ALiBi's slopes, a table that is read by distance, and a "
+            "bias by pair in q's dtype that heads and sequences do not share; detach the tensor if it needs none"
         ]
     wide, widest = max(p.head_dim, p.head_dim_v), max(max(dims) for dims, row in TABLE.items() if row.alibi)
     # The kernels that sum slopes are of dense calls, which know a band that is cut by its rows' ends.

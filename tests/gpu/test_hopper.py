@@ -60,8 +60,10 @@ def test_kernels_of_a_kind_agree_with_the_oracle(kind):
         judged = check.Judged(c)
         for kernel in map(kernel_of, KINDS[kind]):
             row = check.checked(kernel, judged)
-            # A small call with ALiBi has its keys split, by a forward that is compiled at its first call where the DSL is installed.
-            if row["state"] == "refused" and kind.score == "alibi" and "is not built" in row["detail"]:
+            # A small call with ALiBi has its keys split, by a forward that is compiled at its first call where the DSL is installed; with a
+            # bias and a mask of pairs no kernel of Hopper splits them.
+            small = {"alibi": "is not built", "bias": "have none there"}.get(kind.score)
+            if row["state"] == "refused" and small and small in row["detail"]:
                 continue
             ran.add(kernel.name)
             wrong |= {} if row["state"] == "ok" else {f"{kernel.name} {label}": row["detail"]}

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from torch.nn.functional import pad
 
 from tilewise import expr, sizes
 from tilewise.expr import Expr, number
+from tilewise.masks import Region
 from tilewise.masks.facts import granularity
 
 Grid = Problem = Any  # of tiles and problem, which import this module
@@ -59,6 +62,35 @@ def assume(root: Expr, truths: Mapping[int, bool]) -> Expr:
         return Expr(e.op, (*head, *inner)) if inner else e
 
     return expr.fold(root, folded)
+
+
+@lru_cache(maxsize=1024)
+def by_marks(region: Region, leaves: int, keys: int) -> tuple[Region, tuple[tuple[int, int], ...]]:
+    """Return a mask that reads a mark for each row and block in place of selections of long blocks.
+
+    A mark says whether an entry of its row names the block. Marks take less memory than the bits of the tiles that they decide, and
+    reading one takes a fraction of a search in a row of entries.
+
+    Args:
+        leaves: how many tensors the mask has. keys: seqlen_k.
+
+    Returns:
+        The mask, which reads marks as tensors from number ``leaves`` on, bool (.., row, block); and for each of these the slot of the
+        entries and the number of blocks.
+    """
+    found: dict[tuple[int, int], int] = {}
+
+    def folded(e: Expr, inner: list[Expr]) -> Expr:
+        if e.op == "selected" and keys_of_entry(e)[0] >= _LEAST_UNIT:
+            block, start = keys_of_entry(e)
+            n = found.setdefault((e.args[0][1], -(-(keys + start) // block)), leaves + len(found))
+            return Expr("lookup", (("bool", n), *e.args[1:]))
+        head = e.args[: len(e.args) - len(inner)]
+        return Expr(e.op, (*head, *inner)) if inner else e
+
+    if not region.selections:
+        return region, ()
+    return replace(region, predicate=expr.fold(region.predicate, folded)), tuple(found)
 
 
 def tile_bounds(grid: Grid, selection: Expr, tile_m: int, tile_n: int) -> tuple[Tensor, Tensor]:

@@ -77,6 +77,7 @@ def _options(feature: str, q: torch.Tensor) -> dict[str, object]:
     capped = softcap(30.0) >> alibi(torch.empty(heads, device="meta", requires_grad=True))
     sink = torch.empty(heads, device="meta", requires_grad=True)
     pairs = lambda dtype: torch.empty(1, heads, *[q.shape[1]] * 2, dtype=dtype, device="meta", requires_grad=True)  # noqa: E731
+    entries = lambda n: torch.empty(1, n, q.shape[1], 64, dtype=torch.int32, device="meta")  # noqa: E731
     table = torch.empty(heads, 256, device="meta", requires_grad=True)
     relative = score(lambda s, b, h, i, j: s + table[h, (i - j).clamp(0, 255)])
     of_all = torch.empty(heads, q.shape[1], device="meta", requires_grad=True)
@@ -92,10 +93,8 @@ def _options(feature: str, q: torch.Tensor) -> dict[str, object]:
         "window": {"mask": window(100, 0)},
         "sparse": {"mask": block_sparse(torch.empty(32, 32, dtype=torch.bool, device="meta"), 128, 128)},
         "dense": {"mask": dense(torch.empty(*[q.shape[1]] * 2, dtype=torch.bool, device="meta"))},
-        "selected": {
-            "mask": causal() & selected(torch.empty(1, heads, q.shape[1], 64, dtype=torch.int32, device="meta"))
-        },
-        "listed": {"mask": causal() & selected(torch.empty(1, 1, q.shape[1], 64, dtype=torch.int32, device="meta"))},
+        "selected": {"mask": causal() & (selected(entries(heads)) | selected(entries(1), 64))},
+        "listed": {"mask": causal() & selected(entries(1))},
         "bias": {"causal": True, "score": bias(pairs(q.dtype))},
         "bias32": {"causal": True, "score": bias(pairs(torch.float32))},
         "of-keys": {"causal": True, "score": bias(torch.empty(heads, 1, q.shape[1], dtype=q.dtype, device="meta"))},
@@ -164,7 +163,7 @@ class Item:
 
 def shared_memory(problem: Problem, name: str, tiles: Tiles) -> int:
     """The bytes that a kernel may need, as it was promised."""
-    if name.startswith("tile_") or name in ("runs", "list_lines"):
+    if name.startswith("tile_") or name in ("runs", "list_lines", "marked_rows"):
         return tile_map.SHARED_MEMORY
     if name == "sorted_entries":  # which pass through it from warp to warp
         return tile_map.SORTED_MEMORY

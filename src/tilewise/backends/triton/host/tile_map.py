@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tilewise import device as devices
-from tilewise import expr
+from tilewise import expr, selections
 from tilewise.backends.base import MOST_BYTES, argument_bytes
 from tilewise.backends.triton import device_reasons
 from tilewise.backends.triton.host import runtime
@@ -162,16 +162,18 @@ class MaskLaunches:
 
     Attributes:
         result: the place of what is made, all of its memory. scratch: bytes of the second memory. numbers: how many there are.
-        steps: each launch with the tuple of its tensors, a :class:`Place` each; the last is of the given tensors, and empty.
-        zeros: whether launches count on zeros in the result. compiled: whether the kernels are known.
+        steps: each launch with the tuple of its tensors, a :class:`Place` each; the last is of those that it reads by slot, and empty.
+        zeros: the first byte of the result from which on launches count on zeros. compiled: whether the kernels are known.
+        own: tensors by slot that launches make for later ones; the others are given.
     """
 
     result: Place
     steps: tuple[tuple[MaskLaunch, Any], ...]
     scratch: int = 0
     numbers: int = 0
-    zeros: bool = False
+    zeros: int | None = None
     compiled: bool = False
+    own: dict[int, Place] = field(default_factory=dict)
 
     @cached_property
     def reads(self) -> tuple[int, ...]:
@@ -179,8 +181,9 @@ class MaskLaunches:
         return tuple({x[0] - LEAVES for x in self.placed[0] if x is not None and x[0] >= LEAVES})
 
     def __call__(self, leaves: Sequence[Tensor], device: torch.device) -> Tensor:
-        allocate = torch.zeros if self.zeros else torch.empty
-        result = allocate(self.result.shape, dtype=self.result.dtype, device=device)
+        result = torch.empty(self.result.shape, dtype=self.result.dtype, device=device)
+        if self.zeros is not None:
+            result[self.zeros // result.itemsize :].zero_()
         space = devices.workspace(device, self.scratch) if self.scratch else result
         numbers = devices.indices(device, self.numbers) if self.numbers else result
         at, places = [x.data_ptr() for x in (result, space, numbers, *leaves)], 0
@@ -206,7 +209,7 @@ class MaskLaunches:
         places, order = [], []
         for launch, (*tensors, _) in self.steps:
             first, leaf = len(places), len(places) + len(tensors)
-            places += [*tensors, *[(LEAVES + n, 0) for n in launch.slots]]
+            places += [*tensors, *[self.own.get(n, (LEAVES + n, 0)) for n in launch.slots]]
             order.append((launch, first, leaf, len(places)))
         return places, order
 
@@ -215,7 +218,8 @@ class MaskLaunches:
         for launch, places in self.steps:
             *found, _ = places
             found = [None if x is None else x.of(memories) for x in found]
-            yield launch, type(places)(*found, tuple([memories[LEAVES + n] for n in launch.slots]))
+            read = [self.own[n].of(memories) if n in self.own else memories[LEAVES + n] for n in launch.slots]
+            yield launch, type(places)(*found, tuple(read))
 
 
 def starts(kind: Kind, parts: int) -> MaskLaunches:
@@ -304,7 +308,8 @@ def all_of_bits(
     """The launches that make the tiles of a whole mask as they lie in their memory, in tiles of so many crossing lines, by columns or not;
     None: the states of tiles are not told apart as the layout does. ``sharing``: the query heads of a key head, where the keys that are
     seen are asked for too."""
-    kernels = runtime.kernels()
+    kernels, given = runtime.kernels(), len(kind.tensors)
+    kind, marking = _marking(kind)
     tile = (crossing, LINES) if by_columns else (LINES, crossing)
     judge = _judging(kind, tile, sharing or None, PROGRAMS, layout.alike)
     told = layout.batch, layout.heads // layout.alike
@@ -314,8 +319,14 @@ def all_of_bits(
     made = {name: Place(MADE, 4 * places[name], torch.int32, shape) for name, shape in shapes.items()}
     ragged = kind.lengths[1] % tile[1] > 0
     of_lists = _listing(layout, ragged, by_columns, sections, kind.device)
-    status = Place(SCRATCH, 0, torch.uint8, judge.made[0])
-    counts = Place(SCRATCH, -(-status.size // 16) * 16, torch.int32, of_lists[0].made[0])
+    scratch: list[Place] = []
+    for dtype, shape in (
+        (torch.uint8, judge.made[0]),
+        (torch.int32, of_lists[0].made[0]),
+        *[(torch.bool, x.made[0]) for x in marking],
+    ):
+        scratch.append(Place(SCRATCH, -(-_bytes_of(scratch) // 16) * 16, dtype, shape))
+    status, counts, *marks = scratch
     index, seen = Place(INDEX, 0, torch.int64, (max(kind.batch, kind.heads),)), None
     if sharing:
         seen = Place(MADE, 4 * places["seen"], torch.uint8, layout.seen)
@@ -323,10 +334,33 @@ def all_of_bits(
         status, counts, **{x: made[x] for x in ("blocks", "work", "bits", "section")}, b=status, leaves=()
     )
     bits = kernels.BitTensors(made["bits"], made["blocks"], made["work"], index, index, ())
-    steps = ((judge, kernels.MapTensors(status, seen, index, index, ())), *[(x, lists) for x in of_lists])
-    steps += ((_writing_bits(kind, layout, crossing, by_columns, PROGRAMS), bits),)
-    result = Place(MADE, 0, torch.int32, (places[""],))
-    return MaskLaunches(result, steps, counts.first + counts.size, index.shape[0], zeros=seen is not None)
+    steps = [(x, kernels.KeysTensors(at, ())) for x, at in zip(marking, marks, strict=True)]
+    steps += [(judge, kernels.MapTensors(status, seen, index, index, ())), *[(x, lists) for x in of_lists]]
+    steps += [(_writing_bits(kind, layout, crossing, by_columns, PROGRAMS), bits)]
+    result, own = Place(MADE, 0, torch.int32, (places[""],)), dict(enumerate(marks, given))
+    return MaskLaunches(result, tuple(steps), _bytes_of(scratch), index.shape[0], seen and seen.first, own=own)
+
+
+def _bytes_of(places: Sequence[Place]) -> int:
+    """The bytes of a memory with these places, one behind the other."""
+    return places[-1].first + places[-1].size if places else 0
+
+
+@lru_cache(maxsize=1024)
+def _marking(kind: Kind) -> tuple[Kind, tuple[MaskLaunch, ...]]:
+    """A mask that reads marks in place of long blocks of selected keys, and the launches that make these
+    (:func:`tilewise.selections.by_marks`)."""
+    region, marks = selections.by_marks(kind.region, len(kind.tensors), kind.lengths[1])
+    kernels, tensors, launches = runtime.kernels(), list(kind.tensors), []
+    for slot, blocks in marks:
+        (batch, heads, rows, entries), strides, _ = kind.tensors[slot]
+        made = batch, heads, rows, blocks
+        tensors.append((made, torch.empty(made, device="meta").stride(), torch.bool))
+        sizes = kernels.MarkedSizes(heads, rows, entries, tuple(strides), blocks)
+        launches.append(
+            MaskLaunch.of(kernels.marked_rows, (batch * heads * rows,), sizes, Facts(), made=(made,), slots=(slot,))
+        )
+    return kind._replace(region=region, tensors=tuple(tensors)), tuple(launches)
 
 
 def _leaves(kind: Kind) -> tuple[TensorFacts, ...]:
@@ -409,9 +443,10 @@ def _listing_alone(shape: tuple[int, int, int, int], by_columns: bool, device: t
 
 @lru_cache(maxsize=1024)
 def _writing_bits(kind: Kind, layout: Layout, crossing: int, by_columns: bool, most: int) -> MaskLaunch:
-    region = kind.region
-    emitted = emit_mask(Region(lo=region.lo, hi=region.hi, predicate=region.predicate), _leaves(kind), kind.lengths)
-    functions = {name: emitted.functions.get(name) for name in ("lo", "hi", "keep")}
+    region, names = kind.region, ("first", "last") if by_columns else ("lo", "hi")
+    ends = {name: getattr(region, name) for name in names}
+    emitted = emit_mask(Region(**ends, predicate=region.predicate), _leaves(kind), kind.lengths)
+    functions = {name: emitted.functions.get(name) for name in (*names, "keep")}
     same = _alike(region.predicate, "i" if by_columns else "j", crossing)
     same = same // 4 if same % 8 == 0 else 1  # two bits of a word are of eight crossing lines (:mod:`bit_tiles`)
     lines = _alike(region.predicate, "j" if by_columns else "i", LINES)

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
-from tilewise.backends.triton.kernels.mask import key_interval
+from tilewise.backends.triton.kernels.mask import key_interval, query_interval
 from tilewise.backends.triton.kernels.maths import plain
 from tilewise.backends.triton.kernels.tile_map import whole_sequence
 
@@ -80,18 +80,20 @@ def tile_bits_kernel(tensors, sizes, numbers, FACTS: tl.constexpr):
 @triton.jit
 def bits_of_words(line0, crossing0, n, b, head, tensors, sizes, numbers, FACTS: tl.constexpr):
     """The words from number n on of the tile at (line0, crossing0): int32 (WORDS,)."""
-    work = whole_sequence(b, tensors, sizes, numbers)
-    bit = tl.arange(0, 32)[None, :]
-    i, j = pairs_of_bits(line0, crossing0, n + tl.arange(0, WORDS), bit, FACTS)
-    inside = (i < work.seqlen_q) & (j < work.seqlen_k)
-    lo, hi = key_interval(tl.minimum(i, work.seqlen_q - 1), head, work, FACTS)
-    # Each bit once, so that the sum is the word; bit 31 is its sign.
-    found = tl.sum((inside & (j >= lo) & (j < hi)).to(tl.int32) << bit, 1)
+    work, word = whole_sequence(b, tensors, sizes, numbers), n + tl.arange(0, WORDS)
+    line, crossing = pairs_of_bits(line0, crossing0, word, word * 0, FACTS)
+    # Bits of a thread's line 0 come first: with 128 crossing lines they fill its first word.
+    if FACTS.crossing == 128:
+        found = bits_of_line(line, crossing, head, work, 32, FACTS)
+    else:
+        found = bits_of_line(line, crossing, head, work, 16, FACTS)
+        found |= bits_of_line(line + 8, crossing, head, work, 16, FACTS) << 16
     if FACTS.keep is not None:
         # Where the predicate is the same for 64 lines, the words of four threads, who hold a line together, are those of all lines.
         each: tl.constexpr = 4 * (FACTS.crossing // 64) if FACTS.alike % 64 == 0 else WORDS
         first = tl.arange(0, 32 // FACTS.same)[None, :] * FACTS.same
-        i, j = pairs_of_bits(line0, crossing0, n + tl.arange(0, each), first, FACTS)
+        line, crossing = pairs_of_bits(line0, crossing0, (n + tl.arange(0, each))[:, None], first, FACTS)
+        i, j = (crossing, line) if FACTS.by_columns else (line, crossing)
         i, j = tl.minimum(i, work.seqlen_q - 1), tl.minimum(j, work.seqlen_k - 1)
         kept = tl.where(
             FACTS.keep(work.b, head, i, j, work) & (first >= 0), -1 if FACTS.same == 32 else (1 << FACTS.same) - 1, 0
@@ -104,19 +106,36 @@ def bits_of_words(line0, crossing0, n, b, head, tensors, sizes, numbers, FACTS: 
 
 
 @triton.jit
+def bits_of_line(line, crossing, head, work, COUNT: tl.constexpr, FACTS: tl.constexpr):
+    """COUNT bits of a thread's line from its first crossing line on: those within the line's interval, and within the sequence."""
+    if FACTS.by_columns:
+        start, stop = query_interval(tl.minimum(line, work.seqlen_k - 1), head, work, FACTS)
+        lines, stop = work.seqlen_k, tl.minimum(stop, work.seqlen_q)
+    else:
+        start, stop = key_interval(tl.minimum(line, work.seqlen_q - 1), head, work, FACTS)
+        lines, stop = work.seqlen_q, tl.minimum(stop, work.seqlen_k)
+    stop = tl.where(line < lines, stop, 0)
+    return bits_before(stop - crossing, COUNT) & ~bits_before(start - crossing, COUNT)
+
+
+@triton.jit
+def bits_before(distance, COUNT: tl.constexpr):
+    """COUNT bits, set where a thread's crossing line is less than ``distance`` behind its first: two of every eight are the thread's."""
+    distance = tl.maximum(distance, 0)
+    count = tl.minimum(distance // 8 * 2 + tl.minimum(distance % 8, 2), COUNT)
+    return tl.where(count < 32, (1 << tl.minimum(count, 31)) - 1, -1)
+
+
+@triton.jit
 def pairs_of_bits(line0, crossing0, word, bit, FACTS: tl.constexpr):
-    """The query and the key of each bit of these words, (WORDS, bits); they may lie past the last ones."""
+    """The line and the crossing line of bits of words, by their numbers; they may lie past the last ones."""
     of_thread: tl.constexpr = FACTS.crossing // 64
     quarter: tl.constexpr = FACTS.crossing // 4  # crossing lines of a thread
-    thread = (word // of_thread)[:, None]
-    # Bits of a thread's line 0 come first: with 128 crossing lines they fill its first word.
+    thread = word // of_thread
     if of_thread == 2:
-        row, column = (word % 2)[:, None], bit
+        row, column = word % 2, bit
     else:
         row, column = bit // quarter, bit % quarter
     # Where the numbers of a wgmma accumulator lie (tilewise.planning.bit_tiles.line_of, crossing_of).
     line = line0 + thread // 128 * 64 + thread % 128 // 32 * 16 + thread % 32 // 4 + 8 * row + bit * 0
-    crossing = crossing0 + thread % 4 * 2 + column // 2 * 8 + column % 2
-    if FACTS.by_columns:
-        return crossing, line
-    return line, crossing
+    return line, crossing0 + thread % 4 * 2 + column // 2 * 8 + column % 2

@@ -391,16 +391,46 @@ class SortedSizes(NamedTuple):
 @triton.jit
 def sorted_entries_kernel(tensors, sizes, numbers, FACTS: tl.constexpr):
     """Writes one row of entries in order, as :func:`tilewise.masks.catalogue.selected` keeps them. Grid: (batch · heads · rows)."""
-    row, rows, heads, entries = tl.program_id(0), plain(sizes.rows), plain(sizes.heads), plain(sizes.entries)
-    start = (row // rows // heads).to(tl.int64) * plain(sizes.strides[0])
-    start += (row // rows % heads).to(tl.int64) * plain(sizes.strides[1]) + (row % rows).to(tl.int64) * plain(
-        sizes.strides[2]
-    )
+    row, entries = tl.program_id(0), plain(sizes.entries)
     at = tl.arange(0, FACTS.width)
-    x = tl.load(tensors.leaves[0] + start + at.to(tl.int64) * plain(sizes.strides[3]), mask=at < entries, other=-1)
+    x = tl.load(entry_of_row(row, at, tensors, sizes), mask=at < entries, other=-1)
     # Without their sign -1 and -2, which stands for all below it, are the largest numbers.
     x = tl.minimum(tl.maximum(x, -2), LAST_ENTRY).to(tl.int32) & NO_ENTRY
     tl.store(tensors.made + row.to(tl.int64) * entries + at, tl.sort(x), mask=at < entries)
+
+
+@triton.jit
+def entry_of_row(row, at, tensors, sizes):
+    """Where entries of a row lie."""
+    rows, heads, strides = plain(sizes.rows), plain(sizes.heads), sizes.strides
+    start = (row // rows // heads).to(tl.int64) * plain(strides[0])
+    start += (row // rows % heads).to(tl.int64) * plain(strides[1]) + (row % rows).to(tl.int64) * plain(strides[2])
+    return tensors.leaves[0] + start + at.to(tl.int64) * plain(strides[3])
+
+
+class MarkedSizes(NamedTuple):
+    """As :class:`SortedSizes`, and how many blocks of keys there are."""
+
+    heads: int
+    rows: int
+    entries: int
+    strides: tuple
+    blocks: int
+
+
+@triton.jit
+def marked_rows_kernel(tensors, sizes, numbers, FACTS: tl.constexpr):
+    """Writes which blocks the entries of one row name (:func:`tilewise.selections.by_marks`). Grid: (batch · heads · rows)."""
+    row, blocks, entries = tl.program_id(0), plain(sizes.blocks), plain(sizes.entries)
+    marks = tensors.made + row.to(tl.int64) * blocks
+    for first in range(0, blocks, BLOCK_N):
+        at = first + tl.arange(0, BLOCK_N)
+        tl.store(marks + at, 0, mask=at < blocks)
+    tl.debug_barrier()  # another thread may mark a block
+    for first in range(0, entries, BLOCK_N):
+        at = first + tl.arange(0, BLOCK_N)
+        block = tl.load(entry_of_row(row, at, tensors, sizes), mask=at < entries, other=-1)
+        tl.store(marks + block, 1, mask=(block >= 0) & (block < blocks))
 
 
 class LinesTensors(NamedTuple):

@@ -76,8 +76,9 @@ def test_selected_keys_are_judged_as_their_pairs_say(name):
 
 def test_tiles_that_entries_fill_or_leave_out_are_told_without_their_pairs(monkeypatch):
     asked = []
-    pairs = tile_map_kernels.kept_pairs
-    monkeypatch.setattr(tile_map_kernels, "kept_pairs", lambda *given: asked.append(1) or pairs.fn(*given))
+    for name in ("kept_pairs", "kept_groups"):
+        pairs = getattr(tile_map_kernels, name)
+        monkeypatch.setattr(tile_map_kernels, name, lambda *given, pairs=pairs: asked.append(1) or pairs.fn(*given))
     rows = torch.tensor([[0, 3, -1], [3, 3, 1], [2, -1, -1]]).view(1, 1, 3, 3)
     # Blocks of 16, two of a tile; the second row has one of the first tile's, and one twice.
     assert check(tw.selected(rows, 32, 16), 48, 128, (16, 32)) == {EMPTY, FULL}

@@ -377,9 +377,10 @@ def _judging(kind: Kind, tile: tuple[int, int], group: int | None, most: int, al
     emitted, predicate = emit_mask(kind.region, _leaves(kind), kind.lengths), kind.region.predicate
     same = None if predicate is None else granularity(predicate, "i")
     step = math.gcd(tile[0], same or tile[0])  # the rows on which the predicate is the same
-    rows = min(MOST_ROWS, 1 << (tile[0] // step - 1).bit_length())
+    rows, alike_j = 1 << (tile[0] // step - 1).bit_length(), _alike(predicate, "j", math.gcd(_LINES, tile[1]))
+    many, rows = min(MOST_ROWS * alike_j, rows), min(MOST_ROWS, rows)
     functions = {name: emitted.functions.get(name) for name in ("first", "last", "keep", "some", "every")}
-    facts = Facts(**functions, block_m=rows, alike=_alike(predicate, "j", math.gcd(_LINES, tile[1])))
+    facts = Facts(**functions, block_m=rows, many=many, alike=alike_j)
     batch, heads = _heads_of(kind, (kind.region.first, kind.region.last, predicate))
     blocks = [-(-n // size) for n, size in zip(kind.lengths, tile, strict=True)]
     heads = heads // alike
@@ -400,7 +401,10 @@ def _judging(kind: Kind, tile: tuple[int, int], group: int | None, most: int, al
     )
     programs = batch * heads * -(-blocks[0] // sizes.span) * blocks[1]
     seen = None if group is None else (batch, heads // group, kind.lengths[1])
-    return MaskLaunch.of(kernels.tile_map, (programs,), sizes, facts, emitted, ((batch, heads, *blocks), seen))
+    # A warp for every 4 rows: what crosses warps takes longer than the pairs of a few.
+    tiles = replace(PROGRAM, num_warps=max(1, rows // 4))
+    made = (batch, heads, *blocks), seen
+    return MaskLaunch.of(kernels.tile_map, (programs,), sizes, facts, emitted, made, tiles=tiles)
 
 
 @lru_cache(maxsize=1024)

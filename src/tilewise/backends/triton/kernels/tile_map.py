@@ -159,8 +159,11 @@ def judged_block(m0, m_end, n0, n_end, head, work, step, FACTS: tl.constexpr):
     if FACTS.keep is None:
         whole = whole * tl.max(seen.to(tl.int32), 0)
     elif open_:
-        seen, kept = kept_pairs(m0, m_end, n0, first, last, head, work, step, FACTS)
-        seen = seen & (j < n_end)
+        if whole > 0:  # no interval hides a pair, and columns for which the predicate is the same are one
+            some, kept = kept_groups(m0, m_end, n0, head, work, step, FACTS)
+        else:
+            some, kept = kept_pairs(m0, m_end, n0, first, last, head, work, step, FACTS)
+        seen = some & (j < n_end)
         whole = whole * tl.min((kept | (j >= n_end)).to(tl.int32), 0)
     else:
         # No pair is reached, or all that intervals leave are kept.
@@ -183,7 +186,9 @@ def kept_pairs(m0, m_end, n0, first, last, head, work, step, FACTS: tl.constexpr
     every = tl.full([FACTS.block_m, BLOCK_N], 1, tl.int1)
     for row in range(m0, m_end, FACTS.block_m * step):
         i = row + tl.arange(0, FACTS.block_m)[:, None] * step
-        kept = kept_columns(i, n0, head, work, FACTS) & (i < m_end)
+        kept = kept_of_groups(i, n0, head, work, FACTS)
+        kept = tl.broadcast_to(kept[:, :, None], [FACTS.block_m, BLOCK_N // FACTS.alike, FACTS.alike])
+        kept = tl.reshape(kept, [FACTS.block_m, BLOCK_N]) & (i < m_end)
         # The rows [i, i + step) for which this pair stands meet the column's interval.
         reached = (first[None, :] < i + step) & (last[None, :] > i) & (first < last)[None, :]
         some |= kept & reached
@@ -192,16 +197,32 @@ def kept_pairs(m0, m_end, n0, first, last, head, work, step, FACTS: tl.constexpr
 
 
 @triton.jit
-def kept_columns(i, n0, head, work, FACTS: tl.constexpr):
-    """Whether the predicate keeps the pairs of queries ``i``, (block_m, 1), and the BLOCK_N keys from n0 on. Keys side by side for which
-    it is the same are asked once: a search in a row of entries takes longer than all else."""
+def kept_groups(m0, m_end, n0, head, work, step, FACTS: tl.constexpr):
+    """:func:`kept_pairs` where all queries reach all keys."""
+    columns: tl.constexpr = BLOCK_N // FACTS.alike
+    some = tl.full([FACTS.many, columns], 0, tl.int1)
+    every = tl.full([FACTS.many, columns], 1, tl.int1)
+    for row in range(m0, m_end, FACTS.many * step):
+        i = row + tl.arange(0, FACTS.many)[:, None] * step
+        kept = kept_of_groups(i, n0, head, work, FACTS)
+        some |= kept & (i < m_end)
+        every &= kept | (i >= m_end)
+    some, every = tl.max(some.to(tl.int32), 0), tl.min(every.to(tl.int32), 0)
+    return of_keys(some, FACTS.alike) > 0, of_keys(every, FACTS.alike) > 0
+
+
+@triton.jit
+def kept_of_groups(i, n0, head, work, FACTS: tl.constexpr):
+    """Whether the predicate keeps the pairs of queries ``i``, (rows, 1), and each group of keys side by side, from n0 on, for which it is
+    the same: (rows, columns), whichever of i and j the predicate knows."""
     j = n0 + tl.arange(0, BLOCK_N // FACTS.alike)[None, :] * FACTS.alike
-    # (block_m, columns), whichever of i and j the predicate knows
-    kept = FACTS.keep(work.b, head, i, j, work) & (i >= 0) & (j >= 0)
-    if FACTS.alike > 1:
-        kept = tl.broadcast_to(kept[:, :, None], [FACTS.block_m, BLOCK_N // FACTS.alike, FACTS.alike])
-        kept = tl.reshape(kept, [FACTS.block_m, BLOCK_N])
-    return kept
+    return FACTS.keep(work.b, head, i, j, work) & (i >= 0) & (j >= 0)
+
+
+@triton.jit
+def of_keys(groups, ALIKE: tl.constexpr):
+    """The value of each key, (BLOCK_N,), of those of groups of ALIKE keys."""
+    return tl.reshape(tl.broadcast_to(groups[:, None], [BLOCK_N // ALIKE, ALIKE]), [BLOCK_N])
 
 
 # -- Ends of intervals ---------------------------------------------------------------------------------------------

@@ -19,10 +19,9 @@ from torch.nn.functional import pad
 
 from tilewise import expr, sizes
 from tilewise.expr import Expr, number
-from tilewise.masks import Region
 from tilewise.masks.facts import granularity
 
-Grid = Problem = Any  # of tiles and problem, which import this module
+Grid = Problem = Region = Any  # of tiles, problem and masks, which import this module
 _CHUNK_ENTRIES = 1 << 20  # entries, or pairs, that are looked at at once
 _LEAST_UNIT = 16  # keys; with smaller blocks no tile is called full
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 import tilewise as tw
-from bench import peers, records, script
+from bench import peers, records
 from bench.cases import Case, Inputs, draw
 from bench.measure import PeakMemory, in_turns
 from tilewise import accuracy
@@ -148,7 +148,7 @@ def derivatives(attend: Attend, at: Place) -> dict[str, Tensor]:
 class Run:
     """A run's log, the backend that is asked for (None: the first that can), who has the tangents then, and the device."""
 
-    log: script.Log
+    log: records.Log
     backend: str | None
     who: str
     device: str
@@ -226,7 +226,7 @@ def time(run: Run, n: int, head_dim: int, mask: str | None = None) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Exit code 1: a derivative is wrong."""
-    parser = script.parser(__doc__)
+    parser = records.parser(__doc__)
     parser.add_argument("--backend", help="default: triton on CUDA, else the first that can")
     parser.add_argument("--sizes", type=int, nargs="*", default=SIZES)
     parser.add_argument("--head-dims", type=int, nargs="*", default=(64, 128), choices=(64, 128))
@@ -238,7 +238,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     who = tw.explain(q, q, q, backend=backend).tangents
     command = f"python -m bench.derivatives --parts {' '.join(options.parts)} --sizes {' '.join(map(str, sizes))}"
-    log = script.Log.begin(command, options, {name: PEERS[name] for name in (who, EAGER, PACKAGE)})
+    log = records.Log.begin(command, options, {name: PEERS[name] for name in (who, EAGER, PACKAGE)})
     run = Run(log, backend, who, options.device)
     if "check" in options.parts and not check(run):
         return 1

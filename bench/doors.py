@@ -1,9 +1,4 @@
-"""Calls of other packages by themselves and through tilewise's doors: `OMP_NUM_THREADS=1 python -m bench.doors --out FILE`.
-
-Each is judged against the package's own in float64 first. On a CPU a time is the processor's, which other processes disturb least, and the
-least of rounds in turns; on a GPU it is the GPU's, and the median. A package that is not installed has no row. JAX's door has
-`bench.jax_door`.
-"""
+"""Calls of other packages by themselves and through tilewise's doors: the parts `doors` and `jax` of `bench.calls`."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +6,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from operator import call
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -21,8 +16,8 @@ from torch.nn import attention
 from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.varlen import varlen_attn
 
-from bench import script
-from bench.measure import interleaved, seconds_per_call, steadiest
+from bench.measure import PeakMemory, in_turns
+from bench.records import MIB, Log
 from tilewise.accuracy import judge
 from tilewise.compat import flex_attention as our_flex
 from tilewise.compat import torch_provider  # noqa: F401  registers the name
@@ -32,7 +27,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "cpu": {"batch": 2, "heads_q": 8, "heads_k": 8, "seqlen": 1024, "head_dim": 64, "dtype": "float32"},
     "cuda": {"batch": 2, "heads_q": 16, "heads_k": 16, "seqlen": 4096, "head_dim": 128, "dtype": "bfloat16"},
 }
-PEERS, ROUNDS, CALLS = {"own": "the package's own attention", "door": "the same call through tilewise"}, 15, 5
+PEERS, ROUNDS = {"own": "the package's own attention", "door": "the same call through tilewise"}, 15
 
 
 class Row(NamedTuple):
@@ -122,50 +117,133 @@ def results(attend: Callable[..., Tensor], inputs: list[Tensor], gradients: bool
         return [o, *torch.autograd.grad(o, inputs, o.detach())] if gradients else [o]
 
 
-def milliseconds(work: Callable[[], object], device: str) -> float:
-    if device != "cpu":
-        return 1e3 * seconds_per_call(work, CALLS, device)
-    start = time.process_time()
-    work()
-    return 1e3 * (time.process_time() - start)
-
-
-def measured(case: str, row: Row, log: script.Log, device: str = "cpu") -> None:
-    """Judge a row, and keep its times."""
-    *sizes, dtype = (SHAPES[device][name] for name in ("batch", "seqlen", "heads_q", "head_dim", "dtype"))
-    made = (torch.randn(sizes, device=device, dtype=getattr(torch, dtype)).transpose(1, 2) for _ in "qkv")
+def measured(case: str, row: Row, log: Log) -> None:
+    """Judge a row beside the package's own attention, which the error rule takes for eager, and keep its times."""
+    shape, calls = SHAPES[log.device], {}
+    *sizes, dtype = (shape[name] for name in ("batch", "seqlen", "heads_q", "head_dim", "dtype"))
+    made = (torch.randn(sizes, device=log.device, dtype=getattr(torch, dtype)).transpose(1, 2) for _ in "qkv")
     inputs = [(x.contiguous() if row.heads_first else x).requires_grad_(row.trains) for x in made]
-
-    def run(door: bool, use: Callable[[Callable[[], Any]], Any], gradients: bool) -> Any:
-        with row.around() if door else nullcontext():
-            return use(partial(results, row.door if door else row.own, inputs, gradients))
-
+    doubles = [x.detach().double().requires_grad_(row.trains) for x in inputs]
     for training in (False, True)[: 1 + row.trains]:
-        with torch.compiler.set_stance("force_eager"):  # the error rule is beside eager
-            doubles = [x.detach().double().requires_grad_(row.trains) for x in inputs]
+        with torch.compiler.set_stance("force_eager"):
             exact = results(row.exact or row.own, doubles, training)
-            own = run(False, call, training)
-        ours = run(True, call, training)
+            own = results(row.own, inputs, training)
+        with row.around():
+            ours = results(row.door, inputs, training)
         wrong = [str(e) for e in (judge(case, x, y, [z]) for x, y, z in zip(ours, exact, own, strict=True)) if not e.ok]
         if wrong:
             raise SystemExit("\n".join(wrong))
-        clock = partial(milliseconds, device=device)
-        samples = {who: partial(run, who == "door", clock, training) for who in PEERS}
-        for who, found in interleaved(samples, ROUNDS).items():
-            log.add(
-                case, who, "both" if training else "forward", "time", steadiest(found, device), shape=SHAPES[device]
-            )
+        for who, attend in (("own", row.own), ("door", row.door)):
+            calls[who, "both" if training else "forward"] = partial(results, attend, inputs, training)
+    around = lambda of: row.around() if of[0] == "door" else nullcontext()  # noqa: E731
+    log.race(case, calls, shape=shape, rounds=ROUNDS, around=around, clock=time.process_time)
 
 
-def main() -> None:
-    """Measure all rows."""
-    options = script.parser(__doc__).parse_args()
-    torch.manual_seed(0)
-    said = f"{'Least' if options.device == 'cpu' else 'Median'} of {ROUNDS} rounds in turns."
-    log = script.Log.begin("python -m bench.doors", options, PEERS, ("transformers", "diffusers"), statistic=said)
-    for case, row in (*of_torch(options.device), *of_others()):
-        measured(case, row, log, options.device)
+def rows(device: str) -> Iterator[tuple[str, Callable[[Log], None]]]:
+    """A row for each call of a package that is installed."""
+    for case, row in (*of_torch(device), *of_others()):
+        yield case, partial(measured, case, row)
 
 
-if __name__ == "__main__":
-    main()
+# ---- JAX: `tilewise.jax` beside `jax.nn.dot_product_attention`, on a GPU beside XLA's cuDNN -------------------------------
+#
+# On one core: XLA_FLAGS="--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1". A GPU's program calls attention several
+# times, each on the result of the one before: its time over their number is the GPU's of a large call, the host's of one of 128 rows.
+# Memory is the largest that a call adds to a CPU's process while it runs, without its results.
+
+JAX_PEERS = {"tilewise": "tilewise.jax.attention", "jax": "jax.nn.dot_product_attention"}
+
+
+class JaxRow(NamedTuple):
+    """A causal or full call, and how many of them a program has."""
+
+    batch: int
+    seqlen: int
+    heads: int
+    head_dim: int
+    causal: bool = True
+    calls: int = 1
+
+
+JAX_ROWS = {
+    "cpu": [JaxRow(1, n, 8, 64, causal) for n, causal in product((2048, 4096), (False, True))],
+    "cuda": [JaxRow(16_384 // n, n, 16, d, calls=16) for d, n in product((128, 64), (1024, 4096, 16_384))]
+    + [JaxRow(1, 128, 1, 64, calls=64)],
+}
+
+
+def program(attend: Callable, gradients: bool, calls: int = 1) -> Callable:
+    """So many calls, forward or with their gradients."""
+    import jax
+
+    def forward(q: Any, k: Any, v: Any) -> Any:
+        for _ in range(calls):
+            q = attend(q, k, v)
+        return q
+
+    def both(q: Any, k: Any, v: Any) -> Any:
+        for _ in range(calls):
+            o, pull = jax.vjp(attend, q, k, v)
+            q, k, v = pull(o)
+        return q, k, v
+
+    return jax.jit(both if gradients else forward)
+
+
+def jax_pair(row: JaxRow, device: str) -> tuple[dict[str, Callable], list]:
+    """Attention of both contestants, and their operands."""
+    import jax
+    import jax.numpy as jnp
+
+    import tilewise.jax as ours
+
+    implementation = "cudnn" if device == "cuda" else None
+    theirs = partial(jax.nn.dot_product_attention, is_causal=row.causal, implementation=implementation)
+    dtype, keys = jnp.bfloat16 if device == "cuda" else jnp.float32, jax.random.split(jax.random.key(0), 3)
+    contestants = {"tilewise": partial(ours.attention, causal=row.causal), "jax": theirs}
+    return contestants, [jax.random.normal(key, row[:4], dtype) for key in keys]
+
+
+def jax_judged(row: JaxRow, gradients: bool, device: str) -> None:
+    """Raise if the largest error of ours in a short call is more than twice JAX's."""
+    import jax
+    import jax.numpy as jnp
+
+    contestants, given = jax_pair(row._replace(batch=1, seqlen=min(row.seqlen, 512)), device)
+    found = {who: jax.tree.leaves(program(attend, gradients)(*given)) for who, attend in contestants.items()}
+    with jax.enable_x64(True):
+        plain = program(partial(jax.nn.dot_product_attention, is_causal=row.causal), gradients)
+        exact = jax.tree.leaves(plain(*[x.astype(jnp.float64) for x in given]))
+        errors = {
+            who: max(float(jnp.abs(x - y).max()) for x, y in zip(o, exact, strict=True)) for who, o in found.items()
+        }
+    if not errors["tilewise"] <= 2 * errors["jax"]:
+        raise SystemExit(f"{row}: largest errors {errors}")
+
+
+def jax_measured(case: str, row: JaxRow, gradients: bool, log: Log) -> None:
+    """Judge a row, and keep its times, and on a CPU its memory."""
+    import jax
+
+    jax_judged(row, gradients, log.device)
+    contestants, given = jax_pair(row, log.device)
+    keep = partial(log.add, case, direction="both" if gradients else "forward", shape=row._asdict())
+    programs = {who: program(attend, gradients, row.calls) for who, attend in contestants.items()}
+    calls = {who: lambda f=f: jax.block_until_ready(f(*given)) for who, f in programs.items()}
+    for who, call in calls.items() if log.device == "cpu" else ():
+        call()
+        with PeakMemory("cpu") as peak:
+            made = call()
+        keep(who, metric="memory", value=(peak.bytes - sum(x.nbytes for x in jax.tree.leaves(made))) / MIB)
+    rounds, clock = (
+        (5, time.perf_counter) if log.device == "cuda" else (max(3, 40 * 2048**2 // row.seqlen**2), time.process_time)
+    )
+    for who, ms in in_turns(calls, "cpu", rounds, budget_ms=0.0, clock=clock).items():  # it waits for a GPU itself
+        keep(who, metric="time", value=ms / row.calls)
+
+
+def jax_rows(device: str) -> Iterator[tuple[str, Callable[[Log], None]]]:
+    """The rows forward and with their gradients."""
+    for row, gradients in product(JAX_ROWS[device], (False, True)):
+        case = f"jax-n{row.seqlen}-d{row.head_dim}-{'causal' if row.causal else 'full'}"
+        yield case, partial(jax_measured, case, row, gradients)

@@ -52,7 +52,7 @@ def generating() -> str:
     rows = {title.format(""): cache for title, cache in CACHES.items()}
     table = grid(rows, columns, lambda cache, shown: shown(cache), 2, "sequences × tokens, cache")
     found = load("hopper-calls")
-    return "\n".join([*table, "", *wrapped(found.source(found.run_of("python -m bench.generate")))])
+    return "\n".join([*table, "", *wrapped(found.source(found.run_of("python -m bench.calls generate")))])
 
 
 def beside_sdpa() -> dict[str, dict[str, float]]:
@@ -64,7 +64,7 @@ def beside_sdpa() -> dict[str, dict[str, float]]:
         return times[0] / times[1]
 
     return {
-        f"A step of generate, Llama of 12 layers, bf16, {steps.runs[steps.run_of('python -m bench.generate')]['device']}": {
+        f"A step of generate, Llama of 12 layers, bf16, {steps.runs[steps.run_of('python -m bench.calls generate')]['device']}": {
             f"{title.format(' tokens')} cache": paces(cache)[-1] for title, cache in CACHES.items()
         },
         f"A training step, GPT of 6 layers, bf16, {steps.runs[STEPS]['device']}": {
@@ -118,7 +118,7 @@ def architectures() -> str:
     rows, columns, sources = {}, {}, []
     for name in ("hopper-calls", "cpu-calls"):
         found = load(name)
-        run = found.run_of("python -m bench.models")
+        run = found.run_of("python -m bench.calls models")
         if run is None:
             continue
         rows |= {case: case for case in found.cases(run)}

@@ -11,10 +11,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -53,18 +54,24 @@ GPU_HERTZ = 2e9
 """No GPU that is timed here has a faster clock, so a wait of so many cycles a second is not shorter than it should be."""
 
 
-def seconds_per_call(call: Callable[[], object], calls: int, device: str, queued: bool = True) -> float:
-    """Runs `call` several times and returns the mean: CUDA events around them on a GPU, perf_counter on a CPU.
+def seconds_per_call(
+    call: Callable[[], object],
+    calls: int,
+    device: str,
+    queued: bool = True,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
+    """Runs `call` several times and returns the mean: CUDA events around them on a GPU, a `clock` on a CPU.
 
     On a GPU a call goes ahead of those that are timed, so that the host is ahead of the GPU. Where they are to be `queued`, the GPU then
     waits for as long as the host will take to launch them all: what is timed are their kernels alone. Otherwise a call whose way
     through Python takes longer than its kernels, 0.02 to 0.5 ms, is timed by its host.
     """
     if not device.startswith("cuda"):
-        began = time.perf_counter()
+        began = clock()
         for _ in range(calls):
             call()
-        return (time.perf_counter() - began) / calls
+        return (clock() - began) / calls
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     began = time.perf_counter()
@@ -103,21 +110,26 @@ def in_turns(
     device: str,
     rounds: int = 5,
     budget_ms: float = 12.0,
-    queued: bool = True,
+    around: Callable[[Name], AbstractContextManager] = lambda name: nullcontext(),
+    **how: Any,
 ) -> dict[Name, float]:
-    """Milliseconds a call, the median over :func:`interleaved` rounds of at most 50 calls in that budget.
+    """Milliseconds a call, the :func:`steadiest` of :func:`interleaved` rounds of at most 50 calls in that budget.
 
-    `queued`: as in :func:`seconds_per_call`.
+    Args:
+        around: the context that is entered around a sample of a call.
+        how: as of :func:`seconds_per_call`.
     """
 
-    def sample(call: Callable[[], object]) -> Callable[[], float]:
-        call()
-        once = seconds_per_call(call, 2, device, queued)
-        count = max(1, min(50, int(budget_ms * 1e-3 / max(once, 1e-6))))
-        return lambda: seconds_per_call(call, count, device, queued)
+    def timed(name: Name, count: int) -> float:
+        with around(name):
+            return seconds_per_call(calls[name], count, device, **how)
 
-    found = interleaved({name: sample(call) for name, call in calls.items()}, rounds)
-    return {name: statistics.median(values) * 1e3 for name, values in found.items()}
+    def sample(name: Name) -> Callable[[], float]:
+        timed(name, 1)
+        return partial(timed, name, max(1, min(50, int(budget_ms * 1e-3 / max(timed(name, 2), 1e-6)))))
+
+    found = interleaved({name: sample(name) for name in calls}, rounds)
+    return {name: steadiest(values, device) * 1e3 for name, values in found.items()}
 
 
 def captured(

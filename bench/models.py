@@ -1,28 +1,29 @@
-"""Hugging Face models with tilewise beside their own attention: `OMP_NUM_THREADS=1 python -m bench.models --out FILE`.
+"""Whole models and blocks beside their own attention: the parts `models`, `generate` and `triangles` of `bench.calls`."""
 
-Three layers of each with heads of 64 (Swin: four of 32) and random weights, which change no time. A forward, and a forward with its
-backward, are timed in turns; on a CPU a time is the least of the rounds, on a GPU the median. A model has no times if its output and
-gradients, of a batch of two sequences or of as many pixels, are further from the same model in float64 than twice what they are with its
-own attention.
-"""
-
-from collections.abc import Callable
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.util import find_spec
+from itertools import pairwise, product
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bench import script
-from bench.measure import interleaved, seconds_per_call, steadiest
+from bench.measure import PeakMemory, interleaved
+from bench.records import MIB, Log
+
+Rows = Iterator[tuple[str, Callable[[Log], None]]]
+
+
+# ---- models of transformers: three layers of each with heads of 64 (Swin: four of 32) and random weights, which change no time ----
 
 LAYERS, HEAD_DIM, WORDS = 3, 64, 512
 WAYS = {"own": None, "tilewise": "tilewise"}
-PEERS = {
-    "own": "what transformers chooses: SDPA or eager attention",
-    "tilewise": 'attn_implementation="tilewise"',
-}
-ROUNDS = 5
+PEERS = {"own": "what transformers chooses: SDPA or eager attention", "tilewise": 'attn_implementation="tilewise"'}
 
 
 class Size(NamedTuple):
@@ -185,46 +186,194 @@ def error(found: list[Tensor | None], exact: list[Tensor | None]) -> float:
     return (sum(float((x - y).norm() / y.norm().clamp(min=1e-30)) ** 2 for x, y in pairs) / len(pairs)) ** 0.5
 
 
-def measure(log: script.Log, name: str, x: Architecture, size: Size, device: str) -> None:
+def measure(name: str, x: Architecture, size: Size, log: Log) -> None:
+    """Keep the times of a model, unless its output and gradients, of a batch of two sequences or of as many pixels, are further from
+    float64 than twice what they are with its own attention."""
+    import tilewise.compat.transformers
+
+    tilewise.compat.transformers.register()
     given, few = (
-        {key: t.to(device) for key, t in x.inputs(size._replace(batch=batch), device).items()}
+        {key: t.to(log.device) for key, t in x.inputs(size._replace(batch=batch), log.device).items()}
         for batch in (size.batch, 2)
     )
-    shape = {"model": x.model, "inputs": list(next(iter(given.values())).shape)}
-    models = {way: made(x, size, asked).to(device, size.dtype) for way, asked in WAYS.items()}
+    shape, calls = {"model": x.model, "inputs": list(next(iter(given.values())).shape)}, {}
+    models = {way: made(x, size, asked).to(log.device, size.dtype) for way, asked in WAYS.items()}
     exactly = {key: t.double() if t.is_floating_point() else t for key, t in few.items()}
-    exact = step(made(x, size, None).to(device, torch.float64), exactly)
+    exact = step(made(x, size, None).to(log.device, torch.float64), exactly)
     errors = {way: error(step(model, few), exact) for way, model in models.items()}
     if not errors["tilewise"] <= 2 * errors["own"]:
-        log.add(name, "tilewise", "both", "time", None, why=[f"relative errors {errors}"], shape=shape)
+        log.without(name, "tilewise", "both", "time", f"relative errors {errors}", shape=shape)
         return
-    calls = {}
     for way, model in models.items():
         try:
             step(model, given)
         except torch.OutOfMemoryError:
-            log.add(name, way, "both", "time", None, why=["out of memory"], shape=shape)
+            log.without(name, way, "both", "time", "out of memory", shape=shape)
             continue
         calls[way, "forward"] = torch.no_grad()(partial(forward, model, given))
         calls[way, "both"] = partial(step, model, given)
-    timed = interleaved({key: partial(seconds_per_call, call, 1, device) for key, call in calls.items()}, ROUNDS)
-    for (way, direction), seconds in timed.items():
-        value = steadiest(seconds, device)
-        log.add(name, way, direction, "time", value * 1e3, shape=shape)
+    log.race(name, calls, shape=shape, budget_ms=0.0)
 
 
-def main() -> None:
-    """Measure all models."""
+def rows(device: str) -> Rows:
+    """The models by name."""
+    return ((name, partial(measure, name, x, SIZES[device])) for name, x in MODELS.items())
+
+
+# ---- generate: a Llama of 12 layers, its steps from the same prompts in turns ---------------------------------------------
+#
+# The time of the steps after the prompt is the median over all rounds but the first. In that one transformers compiles the steps over a
+# static cache; its whole time is kept too.
+
+LLAMA = {
+    "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12, "num_attention_heads": 16, "num_key_value_heads": 4,
+    "vocab_size": 32000, "max_position_embeddings": 8192,
+}  # fmt: skip
+SMALL = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 512}
+GENERATE_PEERS = {way: f'attn_implementation="{way}"' for way in ("sdpa", "tilewise")}
+PROMPTS = {"cuda": ((1, 1024), (16, 2048)), "cpu": ((1, 32),)}  # sequences and tokens of each
+CACHES = {"dynamic": 10, "static": 3}
+"""Rounds that count; static ones repeat better."""
+NEW = {"cuda": 64, "cpu": 3}  # tokens
+
+
+def llama(way: str, device: str) -> nn.Module:
+    """A Llama with that attention; all ways have the same weights."""
+    import transformers
+
     import tilewise.compat.transformers
 
     tilewise.compat.transformers.register()
-    options = script.parser(__doc__, tuple(SIZES)).parse_args()
-    log = script.Log.begin("python -m bench.models", options, PEERS, ("transformers",))
-    for name, x in MODELS.items():
-        measure(log, name, x, SIZES[options.device], options.device)
-        if options.device == "cuda":
-            torch.cuda.empty_cache()
+    torch.manual_seed(0)
+    sizes = LLAMA | (SMALL if device == "cpu" else {})
+    config = transformers.LlamaConfig(**sizes, bos_token_id=None, eos_token_id=None, pad_token_id=0)
+    model = transformers.LlamaForCausalLM(config).to(device, torch.bfloat16).eval()
+    model.set_attn_implementation(way)
+    return model
 
 
-if __name__ == "__main__":
-    main()
+def steps(model: nn.Module, ids: Tensor, cache: str, new: int) -> tuple[float, list[float], float]:
+    """Seconds of the prompt, of each step after it, and of all."""
+    stamps: list[float] = []
+
+    def stamp(ids: Tensor, scores: Tensor) -> Tensor:
+        if scores.is_cuda:
+            torch.cuda.synchronize()
+        stamps.append(time.perf_counter())
+        return scores
+
+    options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "logits_processor": [stamp]}
+    if cache == "static":
+        options["cache_implementation"] = "static"
+    began = time.perf_counter()
+    with torch.no_grad():
+        model.generate(ids, **options, max_new_tokens=new)
+    return stamps[0] - began, [b - a for a, b in pairwise(stamps)], time.perf_counter() - began
+
+
+def generated(cache: str, batch: int, length: int, log: Log) -> None:
+    """Keep the medians of the prompt, and of a step after it."""
+    made = {way: llama(way, log.device) for way in GENERATE_PEERS}
+    ids = torch.randint(1, SMALL["vocab_size"], (batch, length), device=log.device)
+    calls = {way: partial(steps, model, ids, cache, NEW[log.device]) for way, model in made.items()}
+    for way, (first, *counted) in interleaved(calls, CACHES[cache] + 1).items():
+        parts = {"prompt": [prompt for prompt, *_ in counted], "step": [t for _, each, _ in counted for t in each]}
+        for part, seconds in (parts | {"first": [first[-1]]}).items():
+            case, shape = f"generate-{cache}-{batch}x{length}-{part}", {"batch": batch, "seqlen": length}
+            log.add(case, way, "forward", "host", 1e6 * statistics.median(seconds), shape=shape)
+
+
+def generate_rows(device: str) -> Rows:
+    """Each cache with each prompt."""
+    for cache, (batch, length) in product(CACHES, PROMPTS[device]):
+        yield f"generate-{cache}-{batch}x{length}", partial(generated, cache, batch, length)
+
+
+# ---- triangles: both nodes of a block of AlphaFold 3, with projections, gates and a mask, forward and backward ------------
+#
+# `tilewise bench --tag triangles` times the attention alone.
+
+HEADS, CHANNELS = 4, 128
+HIDDEN = -1e9  # AlphaFold's score of a masked pair: a row without keys is no NaN
+BLOCKS = {"cuda": (384, 768), "cpu": (16,)}
+BLOCK_PEERS = {
+    "tilewise": "tilewise.compat.cuequivariance.triangle_attention",
+    "cuequivariance": "cuequivariance_torch.triangle_attention",
+    "sdpa": "F.scaled_dot_product_attention with the bias as its float mask",
+    "eager": "PyTorch's operators",
+}
+Attend = Callable[..., Tensor]
+
+
+def eager_block(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor) -> Tensor:
+    s = q @ k.mT / math.sqrt(q.shape[-1]) + bias
+    return s.masked_fill(~mask, HIDDEN).softmax(-1) @ v
+
+
+def sdpa_block(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor) -> Tensor:
+    added = bias.masked_fill(~mask, HIDDEN).expand(*q.shape[:4], k.shape[3])
+    return F.scaled_dot_product_attention(*[x[0] for x in (q, k, v)], attn_mask=added[0])[None]
+
+
+def contestants() -> Iterator[tuple[str, Attend]]:
+    """Contestants by name."""
+    from tilewise.compat import cuequivariance as ours
+
+    yield "tilewise", ours.triangle_attention
+    if find_spec("cuequivariance_torch"):
+        from cuequivariance_torch import triangle_attention
+
+        yield "cuequivariance", triangle_attention
+    yield "sdpa", sdpa_block
+    yield "eager", eager_block
+
+
+class Node(nn.Module):
+    """Triangle attention around one node (AlphaFold 3, algorithms 14 and 15)."""
+
+    def __init__(self, attend: Attend, ending: bool):
+        super().__init__()
+        self.attend, self.ending = attend, ending
+        self.norm, self.bias = nn.LayerNorm(CHANNELS), nn.Linear(CHANNELS, HEADS, bias=False)
+        self.qkvg, self.out = nn.Linear(CHANNELS, 4 * CHANNELS, bias=False), nn.Linear(CHANNELS, CHANNELS, bias=False)
+
+    def forward(self, pair: Tensor, mask: Tensor) -> Tensor:
+        """pair `(n, n, channels)`, mask `(n, n)`: True keeps."""
+        z = self.norm(pair.transpose(0, 1) if self.ending else pair)
+        mask = (mask.T if self.ending else mask)[None, :, None, None]
+        q, k, v, gate = (x.unflatten(-1, (HEADS, -1)).transpose(1, 2)[None] for x in self.qkvg(z).chunk(4, -1))
+        o = self.attend(q, k, v, self.bias(z).permute(2, 0, 1)[None, None], mask=mask) * gate.sigmoid()
+        o = self.out(o[0].transpose(1, 2).flatten(2))
+        return pair + (o.transpose(0, 1) if self.ending else o)
+
+
+def trained(nodes: nn.Sequential, pair: Tensor, mask: Tensor) -> None:
+    found = pair
+    for node in nodes:
+        found = node(found, mask)
+    found.sum().backward()
+
+
+def block(n: int, log: Log) -> None:
+    """Keep milliseconds and memory of a block of both nodes."""
+    case, shape, calls = f"triangle-block-n{n}", {"seqlen": n, "channels": CHANNELS, "heads": HEADS}, {}
+    there = torch.arange(n, device=log.device) < n - n // 10
+    pair = torch.randn(n, n, CHANNELS, device=log.device, dtype=torch.bfloat16, requires_grad=True)
+    for who, attend in contestants():
+        nodes = nn.Sequential(Node(attend, ending=False), Node(attend, ending=True)).to(log.device, torch.bfloat16)
+        call = partial(trained, nodes, pair, there[:, None] & there)
+        try:
+            call()
+            with PeakMemory(log.device) as peak:
+                call()
+        except (RuntimeError, ValueError) as error:
+            log.without(case, who, "both", "memory", error, shape=shape)
+            continue
+        calls[who, "both"] = call
+        log.add(case, who, "both", "memory", peak.bytes / MIB, shape=shape)
+    log.race(case, calls, shape=shape)
+
+
+def block_rows(device: str) -> Rows:
+    """The blocks by their size."""
+    return ((f"triangle-block-n{n}", partial(block, n)) for n in BLOCKS[device])

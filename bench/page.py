@@ -29,6 +29,7 @@ from bench.tables import (
     section,
     spread,
     titled,
+    today,
     wrapped,
 )
 
@@ -215,7 +216,7 @@ def masks() -> list[str]:
         f"TFLOP/s of kept pairs. Another library is faster than tilewise in {behind('forward')} of {len(plans)} forwards and "
         f"{behind('backward')} backwards. A dash means that it cannot run the call. FlexAttention's softcap calls torch.tanh, which is "
         f"exact. FlexAttention's backward with ALiBi makes no gradient of the slopes. {found.source(MASKED[0])} An earlier run "
-        f"timed this backward, FlexAttention's table and the peers' plans. tilewise's plans: `{found.runs[PLANS]['command']}`."
+        f"timed this backward, FlexAttention's table and the peers' plans. tilewise's plans: `{today(found.runs[PLANS]['command'])}`."
     )
     planners = {title: who for title, who in columns.items() if who != "triton"}
     made = titled("Planning a new mask, ms", grid(plans, planners, plan, 2))
@@ -508,7 +509,7 @@ def doors() -> str:
 def doors_of(name: str, digits: int | None) -> list[str]:
     """The newest run of a file of results, as a table."""
     found = load(name)
-    run = found.run_of("python -m bench.doors")
+    run = found.run_of("python -m bench.calls doors")
     titles = {"forward": "forward", "both": "forward and backward"}
     contestants = {"{}, by itself": "own", "tilewise": "door"}
     columns = [(title.format(way), (who, d)) for (d, way), (title, who) in product(titles.items(), contestants.items())]

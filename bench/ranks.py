@@ -32,7 +32,7 @@ from torch.profiler import ProfilerActivity, profile
 import tilewise as tw
 from bench import measure, ranks_torch
 from bench.check import verdict
-from bench.script import Log, parser
+from bench.records import Log, parser
 from bench.testing import call
 from tilewise.masks import Mask
 from tilewise.parallel import ContextParallel, balanced

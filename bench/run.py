@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from bench import check, measure, records, script
+from bench import check, measure, records
 from bench.cases import Case, Inputs, draw, named
 from bench.peers import Call, Contestant, all_contestants
 
@@ -331,7 +331,7 @@ def pick(names: list[str]) -> list[Contestant]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Measures named cases into a file; `tilewise bench` is the same with tables."""
-    parser = script.parser(__doc__, devices=None)
+    parser = records.parser(__doc__)
     parser.add_argument("--case", action="append", required=True, help="a name of bench/cases.py; repeatable")
     parser.add_argument("--contestant", action="append", required=True, help="a name of bench/peers.py; repeatable")
     parser.add_argument("--budget", type=float, default=Plan.budget, help="seconds of timing a case")

@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 import tilewise as tw
-from bench import measure, script
+from bench import measure, records
 from bench.testing import paged_call
 from tilewise import pages
 
@@ -332,7 +332,7 @@ def timed(keys: Keys, who: Iterator[tuple[str, Attend]]) -> tuple[dict[str, floa
     return {name: each / keys.copies for name, each in ms.items()}, wrong
 
 
-def keep_times(case: Case, device: str, chosen: Collection[str], log: script.Log) -> None:
+def keep_times(case: Case, device: str, chosen: Collection[str], log: records.Log) -> None:
     """Keep the times of a case's contestants."""
     with torch.no_grad():
         keys = Keys(case, device)
@@ -348,10 +348,10 @@ def keep_times(case: Case, device: str, chosen: Collection[str], log: script.Log
 
 def main() -> None:
     """Time the parts."""
-    parser = script.parser(__doc__)
+    parser = records.parser(__doc__)
     parser.add_argument("--parts", nargs="+", default=["time"], choices=PARTS)
     options = parser.parse_args()
-    log = script.Log.begin(f"python -m bench.serving --parts {' '.join(options.parts)}", options, PEERS)
+    log = records.Log.begin(f"python -m bench.serving --parts {' '.join(options.parts)}", options, PEERS)
     for part in options.parts:
         cases, chosen = PARTS[part]
         for case in cases[options.device]:

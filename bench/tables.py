@@ -54,8 +54,8 @@ class Results:
         return max(runs, key=lambda run: self.runs[run]["when"], default=None)
 
     def run_of(self, command: str) -> str | None:
-        """The last run of a command, or None."""
-        return next((run for run in reversed(self.runs) if self.runs[run]["command"] == command), None)
+        """The last run of a command as it is today, or None."""
+        return next((run for run in reversed(self.runs) if today(self.runs[run]["command"]) == command), None)
 
     def newest(self, case: str, contestants: tuple[str, ...], direction: str) -> list[float]:
         """The times of contestants in the newest run that timed all of them on the case; none where no run did."""
@@ -83,8 +83,10 @@ MOVED = {
     "bench.gpu_training": "examples.gpt.gpu_training",
     "bench.gpt_speed": "tilewise_papers.gpt_speed",
     "bench.traffic": "tilewise_papers.traffic",
+    "bench.plans --cases masks": "bench.calls plans",
+    **{f"bench.{part}": f"bench.calls {part}" for part in ("doors", "generate", "models", "new_lengths", "triangles")},
 }
-"""Modules that measured under another name."""
+"""Commands of modules that measured under another name."""
 AGAIN = {"bench.windows": "tilewise bench --tag windows", "bench.shares": "tilewise bench --tag shares"}
 """Commands that measure today what modules which are gone did."""
 
@@ -97,7 +99,9 @@ def again(command: str) -> str:
 
 def today(command: str) -> str:
     """Return a recorded command with the names that its modules have now."""
-    return re.sub(r"(?<=python -m )[\w.]+", lambda name: MOVED.get(name[0], name[0]), command)
+    for old, new in MOVED.items():
+        command = command.replace(f"python -m {old}", f"python -m {new}")
+    return command
 
 
 def runs_today(command: str) -> bool:

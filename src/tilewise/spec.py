@@ -405,7 +405,7 @@ def texts_of(words: Words) -> tuple | None:
 def brief(q: Tensor, k: Tensor, v: Tensor, words: Words) -> tuple[list[Tensor], str] | None:
     """Return the extras and the spec of a call of q, k, v, a Mask, a Score and a few words, or None if one is not as expected.
 
-    Such a call skips :func:`assemble` (`python -m bench.new_lengths` shows what a known call costs).
+    Such a call skips :func:`assemble` (`python -m bench.calls new_lengths` shows what a known call costs).
     """
     _, mask, score, *_ = words
     if isinstance(mask, Mask) and type(mask) is not Mask:

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 import tilewise as tw
 from bench.measure import interleaved
 from bench.ranks import milliseconds, parser_of, start
-from bench.script import Log
+from bench.records import Log
 from examples.gpt.model import GPT, GPTConfig, tilewise_attention
 from tilewise_papers.gpt_speed import RECIPES, step_flops
 

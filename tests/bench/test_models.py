@@ -5,7 +5,7 @@ from argparse import Namespace
 import pytest
 import torch
 
-from bench import models, records, script
+from bench import models, records
 
 pytest.importorskip("transformers")
 TINY = models.Size(2, 64, 2, torch.float32)
@@ -13,15 +13,14 @@ TINY = models.Size(2, 64, 2, torch.float32)
 
 @pytest.fixture
 def log(tmp_path):
-    import tilewise.compat.transformers
-
-    tilewise.compat.transformers.register()
-    return script.Log.begin("python -m bench.models", Namespace(device="cpu", out=tmp_path / "out.jsonl"), models.PEERS)
+    return records.Log.begin(
+        "python -m bench.calls models", Namespace(device="cpu", out=tmp_path / "out.jsonl"), models.PEERS
+    )
 
 
 @pytest.mark.parametrize("name", ["Llama, padded", "T5, encoder, padded", "DeepSeek-V3", "Falcon"])
 def test_a_model_is_timed_in_both_ways(name, log):
-    models.measure(log, name, models.MODELS[name], TINY, "cpu")
+    models.measure(name, models.MODELS[name], TINY, log)
     found = records.read(log.out)[1:]
     assert sorted((r["contestant"], r["pass"]) for r in found) == [
         (who, direction) for who in ("own", "tilewise") for direction in ("both", "forward")
@@ -39,7 +38,7 @@ def test_a_model_whose_results_are_wrong_has_no_times(log, monkeypatch):
         return model
 
     monkeypatch.setattr(models, "made", made)
-    models.measure(log, "Llama", models.MODELS["Llama"], TINY, "cpu")
+    models.measure("Llama", models.MODELS["Llama"], TINY, log)
     (found,) = records.read(log.out)[1:]
     assert found["value"] is None
     assert "relative errors" in found["why"][0]

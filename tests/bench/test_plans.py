@@ -1,4 +1,4 @@
-"""What `bench.plans` times."""
+"""What the part `plans` of `bench.calls` times."""
 
 from types import SimpleNamespace
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tilewise as tw
-from bench import plans, testing
+from bench import calls, testing
 from tests.backends.hopper.test_structures import H200
 from tilewise import device as devices
 from tilewise.backends.hopper import Hopper
@@ -27,8 +27,8 @@ def test_all_that_kernels_read_of_a_mask_is_made_anew(name, monkeypatch):
     c, backend = testing.call(*tensors, mask=MASKS[name]), Hopper()
     of_both = backend._plan(c.p), backend._backward_plan(c.p)
     drawn = SimpleNamespace(options=dict)
-    plans.plan_for_kernels(drawn, c, of_both)
+    calls.plan_for_kernels(drawn, c, of_both)
     made = [plan.made for plan in of_both]
-    plans.plan_for_kernels(drawn, c, of_both)
+    calls.plan_for_kernels(drawn, c, of_both)
     assert all(plan.made is not before for plan, before in zip(of_both, made, strict=True))
     assert all(bool(x._found) == (name != "numbers") for x in made)

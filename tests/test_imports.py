@@ -45,7 +45,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "masks.regions": ("expr", "caching"),
     "masks.facts": ("masks.regions", "expr", "sizes"),
     "scores": ("scores.catalogue", "scores.reading"),
-    "scores.catalogue": ("masks", "expr"),
+    "scores.catalogue": ("masks", "expr", "caching"),
     "scores.reading": ("scores.catalogue", "expr"),
     "piece": ("masks", "expr"),
     "mapped": ("masks", "expr"),

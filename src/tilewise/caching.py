@@ -1,12 +1,13 @@
-"""Properties that an object computes once, and a test whether a tensor is unchanged since something was computed from it."""
+"""Properties that an object computes once, and tests whether a tensor is unchanged since something was made of it."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from threading import RLock
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
@@ -44,6 +45,33 @@ def edition(t: Tensor) -> tuple[int, int] | None:
         return None
 
 
+Form = tuple[torch.Size, torch.dtype]
+"""What of a tensor an expression that reads it is written for."""
+
+
+def form(t: Tensor) -> Form | None:
+    """Return the form of a tensor; None in a trace, which may have no numbers for it."""
+    return None if torch.compiler.is_compiling() else (t.shape, t.dtype)
+
+
+def check_forms(text: str, tensors: Sequence[Tensor], forms: Sequence[Form | None]) -> None:
+    """Refuse a tensor of another form than ``text`` was made of, as after ``t.resize_(n)`` or ``t.data = x``. One floating dtype may become
+    another, as by ``module.half()``.
+
+    Raises:
+        ValueError: with what to do.
+    """
+    for t, known in zip(tensors, forms, strict=True):
+        if known is None:
+            continue
+        shape, dtype = known
+        same = t.dtype == dtype or (t.dtype.is_floating_point and dtype.is_floating_point)
+        if not same or t.shape != shape:
+            raise ValueError(
+                f"{text} was made of a tensor {tuple(shape)} {dtype}, which is {tuple(t.shape)} {t.dtype} now; make the mask or score anew"
+            )
+
+
 _tracked: dict[int, StorageWeakRef] = {}  # a storage's address is no other's while a reference to it lies here
 _few = 1024
 _sweeping = RLock()
@@ -75,4 +103,4 @@ def is_tracked(t: Tensor) -> bool:
         return False
 
 
-__all__ = ["cached_property", "edition", "is_tracked", "keep_track"]
+__all__ = ["cached_property", "check_forms", "edition", "form", "is_tracked", "keep_track"]

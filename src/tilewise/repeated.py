@@ -40,13 +40,13 @@ def attend(
         return None
     said, extras = texts_of(words), tuple([x for x in beside if x is not None])
     _, mask, score, *_ = words
-    if said is None or (score is not None and score.leaves):
+    if said is None or (score is not None and score.parts):
         return None
-    of_mask = ()
+    of_mask, forms = (), ()
     if mask is not None and mask.parts:
         if type(mask) is not Mask:  # a prepared one
             return None
-        of_mask = mask.leaves if mask.derives else mask.parts
+        of_mask, forms = (mask.leaves, ()) if mask.derives else (mask.parts, mask.forms)
         extras += of_mask
     if not (autograd.nobody_asks() and autograd.nobody_watches(q, k, v, *extras)):
         return None
@@ -60,7 +60,7 @@ def attend(
     if extras:
         # Tensors of one shape may hold v in the memory of k, or not (:func:`tilewise.pages.is_latent`).
         given = *[x is None for x in beside], k.data_ptr() == v.data_ptr()
-        key = (*key, *given, *[(x.shape, x.stride(), x.dtype, x.device) for x in extras])
+        key = (*key, *given, *forms, *[(x.shape, x.stride(), x.dtype, x.device) for x in extras])
         checked = settings.checks_values(q.device)
     plan = dispatch.of_calls.get(key)
     if plan is None or (checked and type(plan) is _Sized):

@@ -416,7 +416,7 @@ def brief(q: Tensor, k: Tensor, v: Tensor, words: Words) -> tuple[list[Tensor], 
     said = (said[0], masks.grouped(said[1], q, k), *said[2:])
     grads = torch.is_grad_enabled()
     needs_grad = grads and (q.requires_grad or k.requires_grad or v.requires_grad)
-    if not ((mask is not None and mask.parts) or (score is not None and score.leaves)):
+    if not ((mask is not None and mask.parts) or (score is not None and score.parts)):
         return [], _brief_text(said, needs_grad)
     extras = Extras()
     mask_slots = extras.slots(mask.leaves) if mask is not None else ()

@@ -163,6 +163,61 @@ def test_changed_tensor_a_mask_is_what_it_holds_now(name, change):
         tw.attention(Q, Q, Q, mask=prepared)
 
 
+def table() -> torch.Tensor:
+    return torch.randn(1, LENGTH)
+
+
+# What is made of a tensor, the tensor, and what it becomes: each was read on as the old one, and other numbers with it.
+OTHER_FORMS = {
+    "lengths of more": (lambda t: {"mask": tw.key_lengths(t)}, few(30), torch.tensor([30, 110])),
+    "lengths with causal": (lambda t: {"mask": tw.key_lengths(t) & tw.causal()}, few(30), torch.tensor([30, 110])),
+    "one row of pairs": (lambda t: {"mask": tw.dense(t)}, table() > 0, torch.ones(LENGTH, LENGTH).tril() > 0),
+    "selected": (lambda t: {"mask": tw.selected(t)}, torch.zeros(1, 1, 1, 2).long(), torch.ones(1, 2, 1, 2).long()),
+    "floats for whole numbers": (lambda t: {"mask": tw.keep(lambda b, h, i, j: t[i] >= j)}, torch.arange(LENGTH), torch.rand(LENGTH)),
+    "an element from the end": (lambda t: {"mask": tw.keep(lambda b, h, i, j: tw.lookup(t, -1) > j)}, torch.arange(9), torch.arange(99)),
+    "bias": (lambda t: {"score": tw.bias(t)}, table(), torch.randn(LENGTH, LENGTH)),
+    "alibi": (lambda t: {"score": tw.softcap(9.0) >> tw.alibi(t)}, torch.ones(1), torch.ones(2) / 2),
+}  # fmt: skip
+two_sequences = torch.cat([Q, Q.flip(1)])
+
+
+@pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(("make", "before", "later"), OTHER_FORMS.values(), ids=OTHER_FORMS)
+def test_changed_tensor_one_of_another_shape_or_kind_is_refused(make, before, later, compiles):
+    held = before.clone()
+    options = make(held)
+
+    def attend(q):
+        return tw.attention(q, q, q, **options)
+
+    run = torch.compile(attend, backend="eager") if compiles else attend
+    q = two_sequences[:, : before.shape[2]] if before.ndim == 4 else two_sequences
+    expected = run(q)
+    held.data = later
+    with pytest.raises(ValueError, match="now; make the mask or score anew"):
+        run(q)
+    held.data = before
+    torch.testing.assert_close(run(q), expected)
+
+
+def test_changed_tensor_combined_masks_know_what_their_parts_were_made_of():
+    held = few(30)
+    part = tw.key_lengths(held)
+    held.resize_(2).fill_(110)
+    for mask in (part & tw.causal(), part | tw.causal()):
+        with pytest.raises(ValueError, match=r"was made of a tensor \(1,\) torch.int64, which is \(2,\)"):
+            tw.attention(two_sequences, two_sequences, two_sequences, mask=mask)
+
+
+def test_changed_tensor_a_module_made_half_keeps_the_score_of_its_parameter():
+    module = torch.nn.ParameterDict({"slopes": torch.tensor([0.5, 0.25])})
+    score = tw.alibi(module["slopes"])
+    q = Q.half()
+    module.half()
+    assert module["slopes"].dtype == torch.float16
+    assert torch.equal(tw.attention(q, q, q, score=score), tw.attention(q, q, q, score=tw.alibi(module["slopes"])))
+
+
 def test_changed_tensor_a_parameter_that_was_given_other_memory_is_another_one():
     bound = torch.nn.Parameter(torch.full((1,), 30.0), requires_grad=False)
     prepared = tw.keep(lambda b, h, i, j: j < bound[b]).prepare(Q, Q)

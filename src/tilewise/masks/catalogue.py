@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from tilewise import expr
-from tilewise.caching import edition, keep_track
+from tilewise.caching import check_forms, edition, form, keep_track
 from tilewise.device import Ready
 from tilewise.expr import Expr, fitted_lookup, number, symbol, trace
 from tilewise.masks.derived import Derived, is_recorded, outside_inference, snapshot
@@ -33,12 +33,13 @@ class Mask:
     A call reads the values that the mask's tensors have at that time. Lists of tiles made from them are cached until PyTorch counts a
     write. PyTorch does not count writes by ``t.data``, a NumPy view, your own kernels, or ``torch.distributed`` (``broadcast``,
     ``scatter``, ``recv``, ``all_reduce`` and ``all_to_all_single`` into a tensor that a mask reads), nor the replay of a CUDA graph. Call
-    ``torch.autograd.graph.increment_version(t)`` after these.
+    ``torch.autograd.graph.increment_version(t)`` after these. A tensor keeps the shape and the kind of number that the mask was made for.
     """
 
     def __init__(self, text: str, parts: tuple[torch.Tensor | Derived, ...] = (), traced: bool | None = None):
         compiling = torch.compiler.is_compiling()
         self.text, self.parts, self.derives, self.taken = text, parts, False, False
+        self.forms = tuple([form(t) for t in self.sources])
         # Whether a trace made some of the parts; taken: they are what its calls read already.
         self.traced = len(parts) > 0 and compiling if traced is None else traced
         for part in parts:
@@ -78,7 +79,8 @@ class Mask:
         return self
 
     def _ask(self) -> None:
-        """Raise ValueError if the sources were written since the parts were made."""
+        """Raise ValueError if the sources are other ones than the text was written for, or the parts were made of."""
+        check_forms(self.text, self.sources, self.forms)
 
     @property
     def sources(self) -> tuple[torch.Tensor, ...]:
@@ -95,15 +97,11 @@ class Mask:
         a, b = _unprepared(self), _unprepared(other)
         if not (a.text and b.text):  # one that hides nothing
             return a if a.text else b
-        found = Mask(f"{a.text} & {b.text}", (*a.parts, *b.parts), a.traced or b.traced)
-        found.taken = (a.taken or len(a.parts) == 0) and (b.taken or len(b.parts) == 0)
-        return found
+        return _joined(f"{a.text} & {b.text}", a, b)
 
     def __or__(self, other: Mask) -> Mask:
         a, b = _unprepared(self), _unprepared(other)
-        if not (a.text and b.text):
-            return Mask("")
-        return Mask(f"({a.text} | {b.text})", (*a.parts, *b.parts), a.traced or b.traced)
+        return _joined(f"({a.text} | {b.text})", a, b) if a.text and b.text else Mask("")
 
     def __rand__(self, other: object) -> Mask:
         return _unprepared(other)  # it refuses: another Mask would have arrived through __and__
@@ -193,6 +191,13 @@ def _unprepared(mask: object) -> Mask:
             f"a mask is combined with masks, got {type(mask).__name__}; wrap it: tw.keep(fn), tw.dense(t); a score goes to score="
         )
     return mask.of if isinstance(mask, _Prepared) else mask
+
+
+def _joined(text: str, a: Mask, b: Mask) -> Mask:
+    found = Mask(text, (*a.parts, *b.parts), a.traced or b.traced)
+    found.forms = (*a.forms, *b.forms)
+    found.taken = (a.taken or len(a.parts) == 0) and (b.taken or len(b.parts) == 0)
+    return found
 
 
 # -- The catalogue -------------------------------------------------------------------------------------------------

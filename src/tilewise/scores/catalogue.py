@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tilewise import expr
+from tilewise.caching import check_forms, form
 from tilewise.expr import Expr, apply, number, symbol, trace
 from tilewise.masks import Mask, broadcast_lookup
 
@@ -29,8 +30,14 @@ class Score:
     """
 
     def __init__(self, text: str, leaves: tuple[torch.Tensor, ...] = ()):
-        self.text = text
-        self.leaves = leaves
+        self.text, self.parts = text, leaves
+        self.forms = tuple([form(t) for t in leaves])
+
+    @property
+    def leaves(self) -> tuple[torch.Tensor, ...]:
+        """The tensors that the text reads, in the order of the text."""
+        check_forms(self.text, self.parts, self.forms)
+        return self.parts
 
     def __rshift__(self, other: Score) -> Score:
         if not isinstance(other, Score):
@@ -39,7 +46,9 @@ class Score:
             )
         if not (self.text and other.text):  # one that changes nothing
             return self if self.text else other
-        return Score(f"{self.text}{THEN}{other.text}", (*self.leaves, *other.leaves))
+        found = Score(f"{self.text}{THEN}{other.text}", (*self.parts, *other.parts))
+        found.forms = (*self.forms, *other.forms)
+        return found
 
     def __bool__(self) -> bool:
         raise ValueError("a score has no truth value; `and`, `or` and `not` would drop one: compose scores with >>")

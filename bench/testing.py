@@ -135,6 +135,7 @@ HIDING = {
     "block-sparse": lambda: tw.block_sparse(
         torch.eye(5, dtype=torch.bool)[:, [0, 1, 1, 2, 4]] & torch.tensor([True, True, False, True, True]), 16, 16
     ),
+    "one-block-of-keys": lambda: tw.keep(lambda b, h, i, j: (j // 64 == 0) & (i % 3 > 0)),
     "selected": lambda: tw.selected(torch.randint(0, 30, (2, 1, 70, 3), generator=torch.Generator().manual_seed(0)), 2),
     "selected-causal": lambda: (
         tw.causal() & tw.selected(torch.randint(-1, 5, (2, 1, 9, 1), generator=torch.Generator().manual_seed(1)), 16, 8)

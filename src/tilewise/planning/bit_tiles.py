@@ -106,20 +106,22 @@ def _staircases(region: Region, tile: tuple[int, int]) -> int | None:
     return None if terms is None else ends + len({str(x.holds) for term in terms for x in term})
 
 
-def may_hide_keys(region: Region, lengths: tuple[int, int], tile: tuple[int, int] | None = None) -> bool:
+def may_hide_keys(region: Region, lengths: tuple[int, int], tile_n: int | None = None) -> bool:
     """Return whether there may be keys that no query sees.
 
     Args:
         lengths: of queries and keys.
-        tile: the queries and keys of a tile, if only tiles that are not empty are visited: only keys of these count.
+        tile_n: the keys of a tile, if only tiles that are not empty are visited: only keys of these count.
     """
-    return not (every_key_seen(region, *lengths) or (tile is not None and only_seen_keys(region, tile)))
+    return not (every_key_seen(region, *lengths) or (tile_n is not None and only_seen_keys(region, tile_n)))
 
 
-def only_seen_keys(region: Region, tile: tuple[int, int]) -> bool:
-    """Return whether some query sees each key of each tile of ``tile`` (queries, keys) that is not empty: a pattern of whole tiles."""
-    bounded = any(end is not None for end in region.ends)
-    return not bounded and region.predicate is not None and _same_on_tiles(region, tile)
+def only_seen_keys(region: Region, tile_n: int) -> bool:
+    """Return whether a query that sees a key of a tile of ``tile_n`` sees all: blocks of a pattern hold whole tiles' keys."""
+    if any(end is not None for end in region.ends) or region.predicate is None:
+        return False
+    step = granularity(region.predicate, "j")
+    return step is None or step % tile_n == 0
 
 
 def _same_on_tiles(region: Region, tile: tuple[int, int]) -> bool:

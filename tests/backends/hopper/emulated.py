@@ -34,6 +34,12 @@ role = threading.local()
 Traced.trees = cache(Traced.trees)  # a kernel asks for them at each pair
 
 
+def product_of(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """A product in fp32 whose bits do not depend on the place of a row or column, as a BLAS's do on some processors."""
+    with np.errstate(over="ignore"):
+        return (left.astype(np.float64) @ right).astype(np.float32)
+
+
 def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
     return torch.from_numpy(np.ascontiguousarray(x, dtype=np.float32)).to(ELEMENTS[dtype]).float().numpy()
 
@@ -499,8 +505,7 @@ def _stand_in(forward, tiles, instructions, softmax, packed, states) -> None:
             if left is None or right is None or left.shape[1] != depth:
                 acc.values[:] = np.nan  # of what was there last: nobody uses it
                 return
-            full = left @ (right.T if mma == "qk" else right)
-            values = places.registers(full)
+            values = places.registers(product_of(left, right.T if mma == "qk" else right))
             acc.values[:] = values if overwrite else acc.values + values
 
         role.products.append(product)

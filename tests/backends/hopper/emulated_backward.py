@@ -28,6 +28,7 @@ from tests.backends.hopper.emulated import (
     _together,
     cut,
     imported,
+    product_of,
     role,
     rounded,
     stand_in,
@@ -107,7 +108,7 @@ def stand_in_for_fragments(fragments: ModuleType, tiles: ModuleType, places: Pla
                         np.nan
                     )  # a tile's first part of dQ, of the dK that lies where dS will: it is dropped
                     return
-                values = places.registers(left @ right.T)
+                values = places.registers(product_of(left, right.T))
                 acc.values[:] = values if overwrite and n == 0 and not first else acc.values + values
 
         role.products.append(product)

@@ -349,6 +349,16 @@ def test_one_kernel_that_is_shipped_serves_every_mask_that_is_no_band(d):
     assert found in shipped()
 
 
+@pytest.mark.parametrize(("keys", "queries"), [(64, 64), (64, 128), (192, 64), (64, 1), (128, 64), (32, 64)])
+def test_patterns_of_blocks_of_64_keys_get_tiles_that_hold_one(keys, queries):
+    blocks, narrow = normal(9, 9) > 0, keys % 128 == 64 and queries > 1
+    pattern = tw.keep(lambda b, h, i, j: blocks[i // queries % 9, j // keys % 9])
+    for mask in (pattern, tw.causal() & pattern):
+        found = config.choose(problem(d=128, mask=mask))
+        assert found.tiles.tile_n == (64 if narrow else 128)
+        assert found in shipped()
+
+
 ELSE = {
     "a-score": ({"score": tw.softcap(3.0)}, "this score"),
     "dropout": ({"dropout_p": 0.5, "dropout_seed": 1}, "dropout"),

@@ -97,3 +97,9 @@ def test_masks_that_are_known_to_show_every_key_list_no_seen_keys():
 
     assert not any(hides(c.p) for c in map(a_call, known))
     assert hides(a_call(tw.key_lengths(torch.tensor([70, 70]))).p)
+
+
+def test_tiles_within_the_blocks_of_a_pattern_hide_no_key_of_which_a_pair_is_seen():
+    pattern = tw.keep(lambda b, h, i, j: (j // 64 + i) % 3 == 0)
+    for mask, tile_n, hides in ((pattern, 64, False), (pattern, 128, True), (tw.key_range(0, 30) & pattern, 64, True)):
+        assert may_hide_keys(a_call(mask).p.spec.region, (70, 70), tile_n) == hides

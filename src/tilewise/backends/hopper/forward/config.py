@@ -42,6 +42,8 @@ from tilewise.backends.hopper.forward.tiles import (
 )
 from tilewise.backends.hopper.pair_bias import score_of
 from tilewise.backends.hopper.parameters import SCORES, Parameters
+from tilewise.masks import Region
+from tilewise.masks.facts import granularity
 from tilewise.problem import Problem
 
 
@@ -179,7 +181,9 @@ def shipped() -> list[Config]:
     # Where queries are few enough to split keys, nobody wants tiles of three warpgroups.
     split = [c for c in ends if row_of(c.tiles).softcap and not c.score and c.tiles.warpgroups < 3]
     split = [replace(c, split=True) for c in (*split, *few) if c.form == "upper"]
-    bits = [Config(row.bits, dtype, "bits") for row in TABLE.values() if row.bits for dtype in DTYPES.values()]
+    bits = [
+        Config(tiles, dtype, "bits") for row in TABLE.values() for tiles in row.of_bits for dtype in DTYPES.values()
+    ]
     trained = [(row, *kind) for row in TABLE.values() if row.dropout for kind in kinds if kind[1] in DROPPED]
     dropped = [Config(row.dropout, dtype, form, dropout=True) for row, dtype, form in trained]
     packed += [replace(c, packed=True) for c in dropped if c.form == "upper"]
@@ -305,8 +309,21 @@ def choose(problem: Problem) -> Config:
 
 
 def bit_tiles_of(problem: Problem) -> Tiles | None:
-    """The tiles whose pairs have bits; None where there are none."""
-    return next((row.bits for row in rows_for(problem.head_dim, problem.head_dim_v) if row.bits), None)
+    """The tiles whose pairs have bits; None where there are none. Of narrow ones most are full or not visited, if a pattern's blocks are of
+    64 keys (docs/decisions.md#hopper-narrow-tiles)."""
+    row = next((row for row in rows_for(problem.head_dim, problem.head_dim_v) if row.bits), None)
+    if row is None or row.narrow_bits is None or not blocks_of(problem.spec.region, row.narrow_bits.tile_n):
+        return row and row.bits
+    return row.narrow_bits
+
+
+@lru_cache(maxsize=1024)
+def blocks_of(region: Region, size: int) -> bool:
+    """Whether a mask is a pattern whose blocks are an odd multiple of ``size`` keys, and as many queries at least."""
+    if region.predicate is None:
+        return False
+    queries, keys = (granularity(region.predicate, name) or 0 for name in ("i", "j"))
+    return keys % (2 * size) == size and queries % size == 0
 
 
 def with_bias(problem: Problem) -> Config | None:

@@ -172,6 +172,7 @@ class TileRow:
         fewer: tiles beside ``full`` that short sequences may get.
         fewer_ends: tiles beside ``ends`` that short sequences may get.
         bits: for bits of tiles of 128 x 128; None: the tiles of the next row that has some.
+        narrow_bits: beside ``bits``, for patterns of blocks of 64 keys, of which tiles of 128 would hold several.
         dropout: with dropout and no score; None: the tiles of a next row that has some, else ``traced``.
         alibi: with ALiBi whose bias is linear, or a line of biases; None: the tiles of a next row that has some, else none does.
         bias: with a bias by pair; None: the tiles of a next row that has some, else none does.
@@ -187,6 +188,7 @@ class TileRow:
     fewer: tuple[Tiles, ...] = ()
     fewer_ends: tuple[Tiles, ...] = ()
     bits: Tiles | None = None
+    narrow_bits: Tiles | None = None
     dropout: Tiles | None = None
     alibi: Tiles | None = None
     bias: Tiles | None = None
@@ -196,8 +198,14 @@ class TileRow:
     @property
     def columns(self) -> tuple[Tiles, ...]:
         """Every tile of the row that a call may get."""
-        more = (tiles for tiles in (self.bits, self.dropout, self.alibi, self.bias, self.short) if tiles is not None)
-        return (self.full, self.ends, self.traced, self.reading, *more, *self.fewer, *self.fewer_ends)
+        more = (*self.of_bits, self.dropout, self.alibi, self.bias, self.short)
+        given = (tiles for tiles in more if tiles is not None)
+        return (self.full, self.ends, self.traced, self.reading, *given, *self.fewer, *self.fewer_ends)
+
+    @property
+    def of_bits(self) -> tuple[Tiles, ...]:
+        """The tiles whose pairs have bits."""
+        return tuple(tiles for tiles in (self.bits, self.narrow_bits) if tiles is not None)
 
     def biased(self, score: str) -> Tiles | None:
         """The tiles with a score of SCORES that reads a bias."""
@@ -274,6 +282,7 @@ TABLE = {
         reading=Tiles(128, 128, warpgroups=2, tile_n=64, stages=9, q_stages=2, registers=240),
         short=Tiles(128, 128, warpgroups=1, tile_n=128, stages=5, q_stages=2, registers=256),
         bits=_D128,
+        narrow_bits=replace(_D128, tile_n=64, stages=10),
         dropout=_D128,
         alibi=_D128,
         # With a second Q there would be room for one bias in flight.

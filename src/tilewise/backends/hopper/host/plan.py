@@ -103,8 +103,7 @@ class MaskPlan(Plan):
     def zeroed(self) -> tuple[str, ...]:
         """Those of k and v that have zeros for keys that no query sees. They may be NaN, and in a product even a P or dS of zero would let
         them through."""
-        tiles = self.tiles
-        visited = (tiles.tile_m, tiles.tile_n) if self.config.form == "bits" else None
+        visited = self.tiles.tile_n if self.config.form == "bits" else None
         lengths = self.problem.seqlen_q, self.problem.seqlen_k
         unseen = not self.config.of_numbers and may_hide_keys(self.problem.spec.region, lengths, visited)
         return self.PRODUCTS if unseen else ()

@@ -190,8 +190,7 @@ class TileDecisions(Decisions):
             return False
         if isinstance(self.config, PagedConfig) or is_short(self.problem) or self._may_keep:
             return True
-        sides = (max(getattr(x, side) for x in self.config.passes.values()) for side in ("tile_m", "tile_n"))
-        return may_hide_keys(region, lengths, tuple(sides))
+        return may_hide_keys(region, lengths, max(x.tile_n for x in self.config.passes.values()))
 
     @property
     def _may_keep(self) -> bool:

@@ -128,17 +128,16 @@ docs: $(VENV)/ready-docs-$(TORCH)
 
 # The pages that commands write: what runs where, what the algorithms move, how fast it is (docs/README.md).
 pages: setup
-	@$(BIN)/python -m tests.support --write && $(BIN)/python -m tilewise_papers.docs docs && $(BIN)/python -m bench.catalogue docs && \
+	@$(BIN)/python -m tests.support --write && $(BIN)/python -m tilewise_papers.docs docs && \
 	  $(BIN)/python -m bench.page --write && $(BIN)/python -m tilewise_papers.evidence --write
 
 bench: setup
 	@$(BIN)/tilewise bench
 
-# The CPU's goals beside SDPA and eager attention, measured, judged and drawn; on a machine that does nothing else.
+# The CPU's goals beside SDPA and eager attention, measured and judged; on a machine that does nothing else.
 bench-cpu: setup
 	@rm -f out/cpu-goals.jsonl
-	@$(BIN)/tilewise bench --device cpu --budget 3 --out out/cpu-goals.jsonl; judged=$$?; \
-	  $(BIN)/python -m bench.plots cpu out/cpu-goals.jsonl out/cpu-goals.png && exit $$judged
+	@$(BIN)/tilewise bench --device cpu --budget 3 --out out/cpu-goals.jsonl
 
 # The contract's calls, recorded once and replayed without Python (tests/native): under AddressSanitizer and UBSan, with
 # every allocation failing in turn; under ThreadSanitizer, several callers at once too; and small ones under valgrind.

@@ -1,13 +1,12 @@
 """docs/catalogue.md: every mask and score of the catalogue as a picture with its code, and docs/explorer.html's cases.
 
-``python -m bench.catalogue docs`` writes them; tests hold them equal to what it would write.
+``python -m bench.page --write`` writes them; tests hold them equal to what it would write.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -179,14 +178,3 @@ def files(docs: Path) -> dict[Path, str]:
     explorer = docs / "explorer.html"
     found = {docs / "catalogue.md": page(), explorer: with_cases(explorer.read_text(encoding="utf-8"))}
     return found | {docs / FOLDER / name: text for name, text in pictures().items()}
-
-
-def main(folder: str) -> None:
-    """Write them into a folder."""
-    (Path(folder) / FOLDER).mkdir(parents=True, exist_ok=True)
-    for path, text in files(Path(folder)).items():
-        path.write_text(text, encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

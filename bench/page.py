@@ -1,7 +1,7 @@
-"""Writes what bench/results say into the pages: ``python -m bench.page --write``.
+"""Writes what bench/results say into the pages, and draws it: ``python -m bench.page --write``.
 
-The pages are docs/performance.md, its quotations, and the tables of docs/derivatives.md and docs/huggingface.md. tests/bench/test_page.py
-holds them equal to the results.
+The pages are docs/performance.md, its quotations, the tables of docs/derivatives.md and docs/huggingface.md, and the catalogue, which
+needs no results. tests/bench holds them equal to what would be written; pictures are drawn as matplotlib has them today.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from itertools import product
 
 import torch
 
-from bench import derivative_tables, huggingface, kinds
+from bench import kinds, quotations
 from bench.cases import named, tagged
 from bench.measure import ROOT
 from bench.tables import (
@@ -455,7 +455,7 @@ def sparse_on_cpu() -> str:
 
 def training() -> list[str]:
     """A training step of a small GPT, on an H200 and on a CPU."""
-    gpu, on_cpu, steps = load("hopper-calls"), load("cpu-calls"), huggingface.STEPS
+    gpu, on_cpu, steps = load("hopper-calls"), load("cpu-calls"), quotations.STEPS
     rows = {}
     for case, shape in gpu.cases(steps).items():
         if case.startswith("gpt-step"):
@@ -520,7 +520,7 @@ def doors_of(name: str, digits: int | None) -> list[str]:
     return [*lines, "", *wrapped(said + found.source(run))]
 
 
-QUOTED = {"speed": summary, "times": doors} | derivative_tables.QUOTED | huggingface.QUOTED
+QUOTED = {"speed": summary, "times": doors} | quotations.QUOTED
 """What stands between the marks of a name, as the results have it now."""
 QUOTING = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("switching", "derivatives", "huggingface"))]
 """Pages with such marks."""
@@ -539,9 +539,13 @@ def main(arguments: list[str] | None = None) -> int:
     if not parser.parse_args(arguments).write:
         sys.stdout.write(page())
         return 0
-    PAGE.write_text(page(), encoding="utf-8")
-    for path in QUOTING:
-        path.write_text(quoted(path.read_text(encoding="utf-8")), encoding="utf-8")
+    from bench import catalogue, plots  # which need what a page of text does not
+
+    written = {PAGE: page()} | {path: quoted(path.read_text(encoding="utf-8")) for path in QUOTING}
+    for path, text in (written | catalogue.files(PAGE.parent)).items():
+        path.write_text(text, encoding="utf-8")
+    for name, draw in plots.PICTURES.items():
+        draw().savefig(PAGE.parent / "img" / f"{name}.png", dpi=200)
     return 0
 
 

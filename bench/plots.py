@@ -1,25 +1,18 @@
-"""Draws results: ``python -m bench.plots WHAT RESULTS PICTURE``.
+"""Draws results: the pictures of the pages, which ``python -m bench.page --write`` writes, and that of ``tilewise demo``."""
 
-squares bench/results/h200-peers.jsonl docs/img/h200-hopper.png --run NAME   # bench.page.H200 names the run of the page
-cpu bench/results/cpu-goals.jsonl docs/img/cpu-goals.png                     # what `tilewise bench --device cpu` wrote
-ranks bench/results/h200-peers.jsonl docs/img/ranks.png                      # the share of one GPU's pace over ranks
-decoding FILE.jsonl PICTURE                                                  # what `bench.serving --parts rates` wrote
-derivatives FILE.jsonl PICTURE                                               # what `bench.derivatives` wrote
-models bench/results/hopper-calls.jsonl docs/img/models.png                  # whole models, by bench.huggingface
-"""
-
-import argparse
 import re
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 
 import torch
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from bench import cases, huggingface, records
+from bench import cases, quotations, records
 from bench.compare import Verdict, judge, load_goals
+from bench.page import H200
 from bench.ranks import HEAD_DIM, kept_pairs
+from bench.tables import Results, load
 from tilewise.parallel import cost
 from tilewise.problem import check
 from tilewise.spec import Options, assemble, parse_spec
@@ -309,9 +302,9 @@ def _losses(axes, training: dict) -> None:
 # ---- whole models ----------------------------------------------------------------------------------------------------
 
 
-def models(_: list[dict]) -> Figure:
+def models() -> Figure:
     """A panel for each machine: how many times as fast as with SDPA a model is."""
-    panels = huggingface.beside_sdpa()
+    panels = quotations.beside_sdpa()
     figure = Figure(figsize=(8, 5), layout="constrained")
     grid = figure.subplots(len(panels), 1, sharex=True, height_ratios=[len(bars) + 0.7 for bars in panels.values()])
     for axes, (title, bars) in zip(grid, panels.items(), strict=True):
@@ -327,19 +320,22 @@ def models(_: list[dict]) -> Figure:
     return figure
 
 
-PLOTS = {draw.__name__: draw for draw in (squares, cpu, ranks, decoding, derivatives, models)}
+# ---- the pages' pictures ---------------------------------------------------------------------------------------------
 
 
-def main(words: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("what", choices=PLOTS)
-    parser.add_argument("results", type=Path)
-    parser.add_argument("picture", type=Path)
-    parser.add_argument("--run", help="contestants of one run alone, which were timed in the same rounds")
-    options = parser.parse_args(words)
-    rows = [r for r in records.read(options.results) if options.run in (None, r["run"])]
-    PLOTS[options.what](rows).savefig(options.picture, dpi=200)
+def of(draw: Callable[[list[dict]], Figure], name: str, run: Callable[[Results], str] | None = None) -> Figure:
+    """The picture of a file of results, or of one run, whose contestants were timed in the same rounds."""
+    found = load(name)
+    return draw([r for r in found.records if run is None or r["run"] == run(found)])
 
 
-if __name__ == "__main__":
-    main()
+PICTURES = {
+    "h200-hopper": partial(of, squares, "h200-peers", lambda found: H200.run),
+    "cpu-goals": partial(of, cpu, "cpu-goals"),
+    "ranks": partial(of, ranks, "h200-peers"),
+    "h200-serving": partial(of, decoding, "hopper-calls", lambda found: "h200-decoding-rates"),
+    "derivatives-h200": partial(of, derivatives, "triton-calls", quotations.newest),
+    "derivatives-cpu": partial(of, derivatives, "cpu-calls", quotations.newest),
+    "models": models,
+}
+"""How each picture of docs/img that shows bench/results is drawn, by the name of its file."""

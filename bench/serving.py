@@ -3,7 +3,7 @@
 time    decoding and prefill of a chunk, over dense keys and over pages, in CUDA graphs, beside PyTorch's SDPA
 decode  decoding alone, in more shapes: over dense keys and over pages of 64, by each backend, beside cuDNN
 steps   decoding of other kinds: pages of 16, wider groups, a few queries, windows, head dim 256
-rates   decoding over sequences of ever more keys, which `python -m bench.plots decoding` draws
+rates   decoding over sequences of ever more keys, which docs/serving.md has a plot of
 order   what `deterministic="everywhere"` and `True` cost over pages, beside a free choice
 
 Keys come from slow memory: a graph holds calls over so many copies of K and V that the L2 keeps none. GB/s are the bytes of K and V

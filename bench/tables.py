@@ -8,7 +8,7 @@ from functools import cache, partial
 from typing import TypeVar
 
 from bench.measure import ROOT
-from bench.records import rate, read
+from bench.records import rate, read, runs, select
 
 RESULTS = ROOT / "bench" / "results"
 WIDTH = 160
@@ -23,14 +23,14 @@ class Results:
     """The results of one file of bench/results.
 
     Attributes:
-        runs: the record of each run by its name. found: the records of results by run, case, contestant, pass and metric.
+        records: all of them. runs: the record of each run by its name. found: results by run, case, contestant, pass and metric.
     """
 
     def __init__(self, name: str):
-        records = read(RESULTS / f"{name}.jsonl")
-        self.runs = {r["run"]: r for r in records if r["record"] == "run"}
+        self.records = read(RESULTS / f"{name}.jsonl")
+        self.runs = runs(self.records)
         names = ("run", "case", "contestant", "pass", "metric")
-        self.found = {tuple(r[name] for name in names): r for r in records if r["record"] == "result"}
+        self.found = {tuple(r[name] for name in names): r for r in select(self.records)}
 
     def value(self, run: str, case: str, who: str, direction: str, metric: str) -> float | None:
         """The number that was measured, or None."""

@@ -23,7 +23,7 @@ CATALOGUE = (DOCS / "catalogue.md").read_text(encoding="utf-8")
 def test_the_pages_are_what_the_sources_say():
     found = files(DOCS)
     stale = [path.name for path, text in found.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
-    assert stale == [], "python -m bench.catalogue docs"
+    assert stale == [], "python -m bench.page --write"
     assert set((DOCS / "img" / "catalogue").iterdir()) <= set(found)
 
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from bench import huggingface, page, plots, tables
+from bench import page, plots, quotations, tables
 
 WRITE = "python -m bench.page --write"
 
@@ -57,16 +57,16 @@ def test_a_peer_is_behind_or_ahead_by_its_own_row():
 
 
 def test_the_plot_of_models_shows_a_bar_for_each_row_of_the_tables():
-    found = huggingface.beside_sdpa()
-    drawn = plots.models([])
+    found = quotations.beside_sdpa()
+    drawn = plots.models()
     for (title, bars), axes in zip(found.items(), drawn.axes, strict=True):
         assert axes.get_title(loc="left") == title
         widths = [bar.get_width() for bar in axes.patches]
         assert widths == [*bars.values()]
     generate, steps, cpu = found.values()
-    assert len(generate) == len(huggingface.CACHES)
-    assert list(cpu) == [title for title, _ in huggingface.TASKS.values()]
-    assert len(steps) == len(huggingface.CONTEXTS)
+    assert len(generate) == len(quotations.CACHES)
+    assert list(cpu) == [title for title, _ in quotations.TASKS.values()]
+    assert len(steps) == len(quotations.CONTEXTS)
     assert tables.spread([0.876, None, 1.001], 2) == "0.88 to 1.00"
 
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tilewise as tw
-from bench import doors, models, testing
+from bench import derivatives, doors, models, serving, testing
 from bench.cases import Case, Inputs, draw, tagged
 from bench.peers import flex_block_mask
 from bench.records import Log, parser
@@ -168,7 +168,7 @@ class Part(NamedTuple):
     """Rows of a device, who takes part, and the packages whose versions a reader needs beside torch's."""
 
     rows: Callable[[str], Rows]
-    peers: dict[str, str]
+    peers: dict[str, str] | Callable[[str], dict[str, str]]
     packages: tuple[str, ...] = ()
 
 
@@ -185,6 +185,8 @@ PARTS = {
     "models": Part(models.rows, models.PEERS, ("transformers",)),
     "generate": Part(models.generate_rows, models.GENERATE_PEERS, ("transformers",)),
     "triangles": Part(models.block_rows, models.BLOCK_PEERS, ("cuequivariance-torch",)),
+    "derivatives": Part(derivatives.rows, derivatives.contestants),
+    **{part: Part(partial(serving.rows, part), serving.PEERS) for part in serving.PARTS},
 }
 
 
@@ -196,7 +198,8 @@ def main(arguments: list[str] | None = None) -> None:
     options = found.parse_args(arguments)
     torch.manual_seed(0)
     part = PARTS[options.part]
-    log = Log.begin(f"python -m bench.calls {options.part}", options, part.peers, part.packages)
+    peers = part.peers(options.device) if callable(part.peers) else part.peers
+    log = Log.begin(f"python -m bench.calls {options.part}", options, peers, part.packages)
     for name, measure in part.rows(options.device):
         if not options.only or name in options.only:
             measure(log)

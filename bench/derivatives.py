@@ -1,37 +1,29 @@
-"""Forward mode and second derivatives: are they right on this device, how fast, and what memory they take.
+"""Forward mode and second derivatives: are they right on this device, how fast, what memory they take. A part of `bench.calls`.
 
-    python -m bench.derivatives --out FILE.jsonl     # the check, then times and memory from N 512 to 16,384
-
-The check comes first, and nothing is timed where it fails. Times are medians over rounds in which forward, backward, forward mode and
-second derivative take turns, beside eager attention where that fits. The results are records of the one form (bench/records.py).
+The check comes first, and a run ends where it fails. Forward, backward, forward mode and second derivative take turns, beside eager
+attention where that fits, at N of 512 to 16,384.
 """
 
 import importlib.util
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 import tilewise as tw
-from bench import peers, records
+from bench import peers
 from bench.cases import Case, Inputs, draw
 from bench.measure import PeakMemory, in_turns
+from bench.records import MIB, Log
 from tilewise import accuracy
 
 CAUSAL = (4096, 16384)  # the sizes at which a causal mask is timed too
 SIZES = (512, 1024, 2048, 4096, 8192, 16384)
 EAGER, PACKAGE = "eager", "jvp-flash-attention"
-PEERS = {
-    EAGER: "standard attention in PyTorch, differentiated by it",
-    PACKAGE: "JVPAttn.fwd_dual of the package jvp_flash_attention, where it is installed, on (batch, heads, seqlen, head_dim)",
-    "cpu": "the cpu backend",
-    "portable": "the portable backend",
-    "triton": "the triton backend",
-}
 WRONG = 0.05  # of a row's norm: a peer's tangent that is farther from tilewise's is not timed
 HALF, SINGLE = "bfloat16", "float32"
 # Few, since each compiles kernels of its own: options of the checked cases.
@@ -144,36 +136,47 @@ def derivatives(attend: Attend, at: Place) -> dict[str, Tensor]:
 # ---- the parts of a run ----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Run:
-    """A run's log, the backend that is asked for (None: the first that can), who has the tangents then, and the device."""
-
-    log: records.Log
-    backend: str | None
-    who: str
-    device: str
-
-    def add(self, what: str, who: str, metric: str, value: float | None, **more: object) -> dict:
-        """Keep a result; ``what`` begins with what is differentiated how."""
-        direction = "backward" if what.startswith(("backward", "second")) else "forward"
-        return self.log.add(f"derivatives-{what.replace(' ', '-')}", who, direction, metric, value, **more)
+def backend(device: str) -> str | None:
+    """The backend that is asked for; None: the first that can."""
+    return "triton" if device == "cuda" else None
 
 
-def check(run: Run) -> bool:
-    """Keep the errors of each case as parts of what is allowed, beside eager's, against float64. Returns whether all are right."""
+def ours(device: str) -> str:
+    """The backend that has the tangents then."""
+    q = torch.empty(1, 16, 8, 64, device=device, dtype=getattr(torch, SINGLE if device == "cpu" else HALF))
+    return tw.explain(q, q, q, backend=backend(device)).tangents
+
+
+def contestants(device: str) -> dict[str, str]:
+    """Who takes part, tilewise's backend first."""
+    return {
+        ours(device): "tilewise, by this backend",
+        EAGER: "standard attention in PyTorch, differentiated by it",
+        PACKAGE: "JVPAttn.fwd_dual of jvp_flash_attention, where it is installed, on (batch, heads, seqlen, head_dim)",
+    }
+
+
+def add(log: Log, what: str, who: str, metric: str, value: float | None, **more: object) -> None:
+    """Keep a result; ``what`` begins with what is differentiated how."""
+    direction = "backward" if what.startswith(("backward", "second")) else "forward"
+    log.add(f"derivatives-{what.replace(' ', '-')}", who, direction, metric, value, **more)
+
+
+def check(name: str, log: Log) -> None:
+    """Keep the errors of a case as parts of what is allowed, beside eager's, against float64. Raises SystemExit if one is wrong."""
     right = True
-    for name, options in CHECKED.items():
-        at = Place.drawn(case_of(name, 24 if run.device == "cpu" else 300, 4, 2, 64, **options), run.device)
-        exact = derivatives(at.to(torch.float64).eager(), at.to(torch.float64))
-        orders = [derivatives(at.eager(), at), second_derivatives(at.eager(order=1), at)]
-        for tensor, value in derivatives(at.tilewise(run.backend), at).items():
-            error = accuracy.judge(tensor, value, exact[tensor], [e[tensor] for e in orders if tensor in e])
-            share = max(error.rms / error.rms_allowed, error.max / error.max_allowed)
-            numbers = {"rms": error.rms, "rms_eager": error.rms_eager, "status": "green" if error.ok else "red"}
-            shape = at.shape | {"case": name, "tensor": tensor}
-            run.add(f"{tensor}-{name}-{shape['dtype']}", run.who, "error", share, shape=shape, **numbers)
-            right &= error.ok
-    return right
+    at = Place.drawn(case_of(name, 24 if log.device == "cpu" else 300, 4, 2, 64, **CHECKED[name]), log.device)
+    exact = derivatives(at.to(torch.float64).eager(), at.to(torch.float64))
+    orders = [derivatives(at.eager(), at), second_derivatives(at.eager(order=1), at)]
+    for tensor, value in derivatives(at.tilewise(backend(log.device)), at).items():
+        error = accuracy.judge(tensor, value, exact[tensor], [e[tensor] for e in orders if tensor in e])
+        share = max(error.rms / error.rms_allowed, error.max / error.max_allowed)
+        numbers = {"rms": error.rms, "rms_eager": error.rms_eager, "status": "green" if error.ok else "red"}
+        shape = at.shape | {"case": name, "tensor": tensor}
+        add(log, f"{tensor}-{name}-{shape['dtype']}", ours(log.device), "error", share, shape=shape, **numbers)
+        right &= error.ok
+    if not right:
+        raise SystemExit(f"{name}: a derivative is wrong")
 
 
 WHAT = ("forward", "jvp", "jvp of q", "backward", "second")
@@ -185,21 +188,19 @@ def calls(attend: Attend, at: Place) -> dict[str, Callable[[], object]]:
     return dict(zip(WHAT, (forward, along, partial(along, moving=1), *gradient_graph(attend, at)), strict=True))
 
 
-def time(run: Run, n: int, head_dim: int, mask: str | None = None) -> None:
+def time(n: int, head_dim: int, mask: str | None, log: Log) -> None:
     """Keep milliseconds, and peak MiB beyond the inputs and beyond inputs and outputs, of each derivative at one size."""
-    dtype = SINGLE if run.device == "cpu" else HALF
-    at = Place.drawn(
-        case_of(f"n{n}-d{head_dim}" + (f"-{mask}" if mask else ""), n, 8, 8, head_dim, mask=mask, dtype=dtype),
-        run.device,
-    )
+    cpu, who = log.device == "cpu", ours(log.device)
+    name = f"n{n}-d{head_dim}" + (f"-{mask}" if mask else "")
+    at = Place.drawn(case_of(name, n, 8, 8, head_dim, mask=mask, dtype=SINGLE if cpu else HALF), log.device)
 
     def keep(what: str, who: str, metric: str, value: float | None, **more: object) -> None:
-        run.add(f"{what}-{at.x.case.name}", who, metric, value, shape=at.shape | {"what": what}, **more)
+        add(log, f"{what}-{name}", who, metric, value, shape=at.shape | {"what": what}, **more)
 
-    found = {run.who: calls(at.tilewise(run.backend), at)}
+    found = {who: calls(at.tilewise(backend(log.device)), at)}
     if package := by_package(at):
         try:
-            error = accuracy.error_norms(package()[1].transpose(1, 2), found[run.who]["jvp"]()[1])[0]
+            error = accuracy.error_norms(package()[1].transpose(1, 2), found[who]["jvp"]()[1])[0]
             if not error < WRONG:
                 raise ArithmeticError(f"its tangent differs from tilewise's by {error:.2g} of a row's norm")
             found[PACKAGE] = {"jvp": package}
@@ -212,42 +213,21 @@ def time(run: Run, n: int, head_dim: int, mask: str | None = None) -> None:
         found.pop(EAGER, None)
         for what in WHAT:
             keep(what, EAGER, "time", None, why=[str(error).partition("\n")[0]])
-    rounds = 3 if run.device == "cpu" else 5
-    ms = in_turns({(who, what): call for who, each in found.items() for what, call in each.items()}, run.device, rounds)
-    for (who, what), value in ms.items():
-        with PeakMemory(run.device) as peak:
+    every = {(who, what): call for who, each in found.items() for what, call in each.items()}
+    for (who, what), value in in_turns(every, log.device, 3 if cpu else 5).items():
+        with PeakMemory(log.device) as peak:
             result = found[who][what]()
         outputs = {x.data_ptr(): x.nbytes for x in (result if isinstance(result, tuple) else (result,))}
         keep(what, who, "time", value)
         beyond = max(0, peak.bytes - sum(outputs.values()))
-        keep(what, who, "memory", round(beyond / records.MIB, 2), peak=round(peak.bytes / records.MIB, 2))
+        keep(what, who, "memory", round(beyond / MIB, 2), peak=round(peak.bytes / MIB, 2))
         del result
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Exit code 1: a derivative is wrong."""
-    parser = records.parser(__doc__)
-    parser.add_argument("--backend", help="default: triton on CUDA, else the first that can")
-    parser.add_argument("--sizes", type=int, nargs="*", default=SIZES)
-    parser.add_argument("--head-dims", type=int, nargs="*", default=(64, 128), choices=(64, 128))
-    parser.add_argument("--parts", nargs="*", default=["check", "time"], choices=("check", "time"))
-    options = parser.parse_args(arguments)
-    backend, sizes = options.backend or ("triton" if options.device == "cuda" else None), options.sizes
-    q = torch.empty(
-        1, 16, 8, 64, device=options.device, dtype=getattr(torch, SINGLE if options.device == "cpu" else HALF)
-    )
-    who = tw.explain(q, q, q, backend=backend).tangents
-    command = f"python -m bench.derivatives --parts {' '.join(options.parts)} --sizes {' '.join(map(str, sizes))}"
-    log = records.Log.begin(command, options, {name: PEERS[name] for name in (who, EAGER, PACKAGE)})
-    run = Run(log, backend, who, options.device)
-    if "check" in options.parts and not check(run):
-        return 1
-    for n in sizes if "time" in options.parts else ():
-        for head_dim in options.head_dims:
-            for mask in (None, "causal") if n in CAUSAL and run.device != "cpu" else (None,):
-                time(run, n, head_dim, mask)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def rows(device: str) -> Iterator[tuple[str, Callable[[Log], None]]]:
+    """The checks, then every size."""
+    for name in CHECKED:
+        yield f"check-{name}", partial(check, name)
+    for n, head_dim in product(SIZES, (64, 128)):
+        for mask in (None, "causal") if n in CAUSAL and device != "cpu" else (None,):
+            yield f"n{n}-d{head_dim}" + (f"-{mask}" if mask else ""), partial(time, n, head_dim, mask)

@@ -8,7 +8,6 @@ from bench.tables import Results, grid, load, number, spread, wrapped
 
 # ---- forward mode and second derivatives -----------------------------------------------------------------------------
 
-COMMAND = "python -m bench.derivatives --parts check time"
 EAGER = "eager"
 SIZES = {f"{n:,}, D {dim}": f"n{n}-d{dim}" for dim, n in product((64, 128), (512, 1024, 2048, 4096, 8192, 16384))}
 TENSORS = ("o tangent", "second dq", "second dk", "second dv", "second dsink", "second ddo")
@@ -26,8 +25,7 @@ TITLES = {"jvp": "`jvp`", "jvp-of-q": "`jvp` of q", "second MiB": "second, MiB"}
 
 def newest(found: Results) -> str:
     """The newest run that checked derivatives and timed them."""
-    runs = [name for name, run in found.runs.items() if run["command"].startswith(COMMAND)]
-    return max(runs, key=lambda name: found.runs[name]["when"])
+    return found.run_of("python -m bench.calls derivatives")
 
 
 def derivative_times(found: Results, run: str) -> list[str]:

@@ -3,7 +3,7 @@
 A result is one number. :func:`entries` puts together all that one contestant did on one case. A script keeps them as they come:
 
 options = parser(__doc__).parse_args()
-log = Log.begin("python -m bench.serving", options, PEERS)
+log = Log.begin("python -m bench.calls serving", options, PEERS)
 log.race("block", {("tilewise", "both"): step, ("sdpa", "both"): other})   # the times of calls in turns
 log.add("plan-causal-n4096", "tilewise", "forward", "plan", 0.2, shape={"seqlen": 4096})
 """

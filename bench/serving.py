@@ -1,10 +1,10 @@
-"""Decoding and chunks of a prompt over a cache, on a GPU: `python -m bench.serving --out FILE [--parts time,decode,...]`.
+"""Decoding and chunks of a prompt over a cache, on a GPU: parts of `bench.calls`.
 
-time    decoding and prefill of a chunk, over dense keys and over pages, in CUDA graphs, beside PyTorch's SDPA
-decode  decoding alone, in more shapes: over dense keys and over pages of 64, by each backend, beside cuDNN
-steps   decoding of other kinds: pages of 16, wider groups, a few queries, windows, head dim 256
-rates   decoding over sequences of ever more keys, which docs/serving.md has a plot of
-order   what `deterministic="everywhere"` and `True` cost over pages, beside a free choice
+serving  decoding and prefill of a chunk, over dense keys and over pages, in CUDA graphs, beside PyTorch's SDPA
+decode   decoding alone, in more shapes: over dense keys and over pages of 64, by each backend, beside cuDNN
+steps    decoding of other kinds: pages of 16, wider groups, a few queries, windows, head dim 256
+rates    decoding over sequences of ever more keys, which docs/serving.md has a plot of
+order    what `deterministic="everywhere"` and `True` cost over pages, beside a free choice
 
 Keys come from slow memory: a graph holds calls over so many copies of K and V that the L2 keeps none. GB/s are the bytes of K and V
 over the time, of a cache in 8 bits those of its numbers and scales, of a latent one those of K, in which V lies. What is not right is
@@ -24,7 +24,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 import tilewise as tw
-from bench import measure, records
+from bench import measure
+from bench.records import Log
 from bench.testing import paged_call
 from tilewise import pages
 
@@ -145,14 +146,8 @@ STEPS = {
     "cpu": [Case("q2-b2-70", 2, 70, 4, 2, 16, queries=2, left=15)],
 }  # decoding steps of other kinds
 
-MORE = (
-    (8, 1024),
-    (4, 4096),
-    (8, 4096),
-    (12, 4096),
-    (20, 2048),
-    (32, 8192),
-)  # sequences, which even shares cut anywhere, and keys
+MORE = ((8, 1024), (4, 4096), (8, 4096), (12, 4096), (20, 2048), (32, 8192))
+"""Sequences, which even shares cut anywhere, and keys."""
 DECODE = {device: [c for c in cases if c.queries == 1 and not c.values] for device, cases in TIME.items()}
 DECODE["cuda"] += [Case(f"b{batch}-{keys // 1024}k", batch, keys) for batch, keys in MORE]
 
@@ -180,7 +175,7 @@ ORDER = {
 
 BOTH = ("dense", "dense-triton", "pages-64", "pages-64-triton", "cudnn")
 PARTS = {
-    "time": (TIME, PEERS.keys() - ORDERED),
+    "serving": (TIME, PEERS.keys() - ORDERED),
     "decode": (DECODE, BOTH),
     "steps": (STEPS, (*BOTH, "pages-16", "pages-16-triton")),
     "rates": (RATES, ("pages-64", "cudnn")),
@@ -332,10 +327,10 @@ def timed(keys: Keys, who: Iterator[tuple[str, Attend]]) -> tuple[dict[str, floa
     return {name: each / keys.copies for name, each in ms.items()}, wrong
 
 
-def keep_times(case: Case, device: str, chosen: Collection[str], log: records.Log) -> None:
+def keep_times(case: Case, chosen: Collection[str], log: Log) -> None:
     """Keep the times of a case's contestants."""
     with torch.no_grad():
-        keys = Keys(case, device)
+        keys = Keys(case, log.device)
         found, wrong = timed(keys, ((name, attend) for name, attend in contestants(keys) if name in chosen))
     keep = partial(log.add, f"serving-{case.name}", direction="forward", metric="time", shape=case.shape)
     for name, ms in found.items():
@@ -346,17 +341,7 @@ def keep_times(case: Case, device: str, chosen: Collection[str], log: records.Lo
         keep(who=name, value=None, why=[why])
 
 
-def main() -> None:
-    """Time the parts."""
-    parser = records.parser(__doc__)
-    parser.add_argument("--parts", nargs="+", default=["time"], choices=PARTS)
-    options = parser.parse_args()
-    log = records.Log.begin(f"python -m bench.serving --parts {' '.join(options.parts)}", options, PEERS)
-    for part in options.parts:
-        cases, chosen = PARTS[part]
-        for case in cases[options.device]:
-            keep_times(case, options.device, chosen, log)
-
-
-if __name__ == "__main__":
-    main()
+def rows(part: str, device: str) -> Iterator[tuple[str, Callable[[Log], None]]]:
+    """The cases of a part."""
+    cases, chosen = PARTS[part]
+    return ((case.name, partial(keep_times, case, chosen)) for case in cases[device])

@@ -83,6 +83,8 @@ MOVED = {
     "bench.gpu_training": "examples.gpt.gpu_training",
     "bench.gpt_speed": "tilewise_papers.gpt_speed",
     "bench.traffic": "tilewise_papers.traffic",
+    "bench.derivatives --parts check time --sizes 512 1024 2048 4096 8192 16384": "bench.calls derivatives",
+    "bench.derivatives --parts check time --sizes 512 1024 2048": "bench.calls derivatives",
     "bench.plans --cases masks": "bench.calls plans",
     **{f"bench.{part}": f"bench.calls {part}" for part in ("doors", "generate", "models", "new_lengths", "triangles")},
 }

@@ -1,11 +1,12 @@
 """bench/derivatives.py on a CPU, at sizes that take no time."""
 
-from bench import derivatives, records
+from bench import calls, derivatives, records
 
 
-def test_every_derivative_is_checked_and_timed_beside_eagers(tmp_path):
+def test_every_derivative_is_checked_and_timed_beside_eagers(tmp_path, monkeypatch):
     file = tmp_path / "found.jsonl"
-    assert derivatives.main(["--device", "cpu", "--sizes", "32", "--out", str(file)]) == 0
+    monkeypatch.setattr(derivatives, "SIZES", (32,))
+    calls.main(["derivatives", "--device", "cpu", "--out", str(file)])
     found = records.read(file)
     errors = list(records.select(found, metric="error"))
     assert {r["shape"]["tensor"] for r in errors} >= {"o tangent", "second dq", "second dsink", "second ddo"}

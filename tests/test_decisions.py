@@ -17,7 +17,7 @@ NAMED = re.compile(r"docs/decisions\.md(#[a-z0-9-]+(?:,\s#[a-z0-9-]+)*)")  # doc
 ANCHOR = re.compile(r'<a id="([a-z0-9-]+)"></a>')
 CODE = re.compile(r"\]\(\.\./([^)]+)\)")
 MACHINES = ("H200", "H100", "Zen 5", "Xeon", "sm_90a", "counted", "model")
-DATE = re.compile(r"\b11-\d\d\b")
+DATE = re.compile(r"\b1[12]-\d\d\b")
 
 
 def entries() -> dict[str, str]:

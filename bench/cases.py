@@ -379,26 +379,23 @@ def _demo() -> Iterator[Case]:
 
 
 def _exact() -> Iterator[Case]:
-    """The demo's table of errors: a feature each, at a size where the largest of many errors is no accident."""
+    """The demo's table of errors, whose labels are the sources: a feature each, where the largest of many errors is no accident."""
     square, cross, tall = (1, 384, 384, 8, 2, 64, 64), (1, 300, 412, 8, 2, 64, 64), (1, 412, 300, 8, 2, 64, 64)
-    features = {
-        "causal": (square, {"mask": "causal"}),
-        "more-keys": (cross, {"mask": "causal"}),
-        "more-queries": (tall, {"mask": "causal"}),
-        "window": (square, {"mask": "window-8"}),
-        "prefix": (square, {"mask": "prefix"}),
-        "documents": (square, {"mask": "documents"}),
-        "sparse": (square, {"mask": "sparse-16"}),
-        "softcap-alibi": (square, {"mask": "causal", "score": "softcap-alibi"}),
-        "bias": (square, {"score": "bias"}),
-        "sink": (square, {"mask": "causal", "sink": True}),
-        "dropout": (square, {"mask": "causal", "dropout_p": 0.2}),
-        "bf16": (square, {"mask": "causal", "dtype": "bfloat16"}),
-    }
-    for name, (shape, options) in features.items():
-        yield _case(f"exact-{name}", "tilewise demo", shape, "exact", **options)
+    row = lambda name, label, shape, **options: _case(f"exact-{name}", label, shape, "exact", **options)  # noqa: E731
+    yield row("causal", "causal, grouped heads", square, **CAUSAL)
+    yield row("more-keys", "more keys than queries", cross, **CAUSAL)
+    yield row("more-queries", "queries without keys", tall, **CAUSAL)
+    yield row("window", "sliding window", square, mask="window-8")
+    yield row("prefix", "prefix", square, mask="prefix")
+    yield row("documents", "documents", square, mask="documents")
+    yield row("sparse", "block-sparse", square, mask="sparse-16")
+    yield row("softcap-alibi", "softcap, then ALiBi", square, score="softcap-alibi", **CAUSAL)
+    yield row("bias", "learned pair bias", square, score="bias")
+    yield row("sink", "attention sink", square, sink=True, **CAUSAL)
+    yield row("dropout", "dropout", square, dropout_p=0.2, **CAUSAL)
     lengths = _equal(100, 37, 1, 180, 66)
-    yield _packed("exact-packed", "tilewise demo", (8, 2, 64, 64), "exact", lengths=lengths, **CAUSAL)
+    yield _packed("exact-packed", "packed sequences", (8, 2, 64, 64), "exact", lengths=lengths, **CAUSAL)
+    yield row("bf16", "causal", square, dtype="bfloat16", **CAUSAL)
 
 
 def _contract() -> Iterator[Case]:

@@ -34,22 +34,6 @@ NAMES = {"tilewise": "tilewise", "eager": "standard", "sdpa": "PyTorch SDPA"}
 TIGHT = 1e-3
 """The two training runs' losses may differ by this much at any step."""
 
-EXACT = {
-    "exact-causal": "causal, grouped heads",
-    "exact-more-keys": "more keys than queries",
-    "exact-more-queries": "queries without keys",
-    "exact-window": "sliding window",
-    "exact-prefix": "prefix",
-    "exact-documents": "documents",
-    "exact-sparse": "block-sparse",
-    "exact-softcap-alibi": "softcap, then ALiBi",
-    "exact-bias": "learned pair bias",
-    "exact-sink": "attention sink",
-    "exact-dropout": "dropout",
-    "exact-packed": "packed sequences",
-    "exact-bf16": "causal",
-}
-
 
 @dataclass(frozen=True)
 class DemoOptions:
@@ -136,16 +120,16 @@ def problems(device: str, longest: int) -> list:
 def exactness(device: str) -> list[dict]:
     """tilewise and eager attention against float64 on small cases: the forward and the worst gradient."""
     rows = []
-    for name, label in EXACT.items():
-        x = draw(named(name), device)
+    for case in tagged("exact"):
+        x = draw(case, device)
         want = check.expected(x)
         errors = check.compare(check.results(peers.tilewise().prepare(x), x, want.do), want)
         gradient = max(errors[1:], key=check.share)
         rows.append(
             {
-                "what": label,
-                "case": name,
-                "dtype": x.case.dtype,
+                "what": case.source,
+                "case": case.name,
+                "dtype": case.dtype,
                 "o": {"tilewise": errors[0].rms, "standard": errors[0].rms_eager},
                 "gradient": {"name": gradient.tensor, "tilewise": gradient.rms, "standard": gradient.rms_eager},
                 "green": check.verdict(errors, ours=True) == "green",

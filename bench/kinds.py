@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import and_, or_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,6 +44,19 @@ class MaskKind:
         """The set as a predicate of (b, h, i, j)."""
         return lambda b, h, i, j: self.kept(x, b, h, i, j)
 
+    def __and__(self, other: MaskKind) -> MaskKind:
+        return self._joined(other, and_)
+
+    def __or__(self, other: MaskKind) -> MaskKind:
+        return self._joined(other, or_)
+
+    def _joined(self, other: MaskKind, join: Callable[[Any, Any], Any]) -> MaskKind:
+        return MaskKind(
+            lambda x: join(self.build(x), other.build(x)),
+            lambda *at: join(self.kept(*at), other.kept(*at)),
+            lambda case, normal: self.leaves(case, normal) | other.leaves(case, normal),
+        )
+
 
 @dataclass(frozen=True)
 class ScoreKind:
@@ -72,7 +86,7 @@ def _sparse(block: int, keep_share: float) -> MaskKind:
     )
 
 
-def _selected(block: int, block_q: int, count: int, causal: bool = False) -> MaskKind:
+def _selected(block: int, block_q: int, count: int) -> MaskKind:
     """``count`` random blocks for each key head and row, some of them twice and some none."""
 
     def leaves(case: Case, normal: Normal) -> dict[str, Tensor]:
@@ -82,16 +96,11 @@ def _selected(block: int, block_q: int, count: int, causal: bool = False) -> Mas
         given = [torch.randint(-1, -(-nk // block), shape, generator=generator) for nk in keys]
         return {"entries": torch.stack(given) if given else torch.zeros(0, *shape, dtype=torch.int64)}
 
-    def build(x: Inputs) -> Any:
-        mask = tw.selected(x.leaves["entries"], block, block_q)
-        return mask & tw.causal() if causal else mask
-
     def kept(x: Inputs, b: Any, h: Any, i: Any, j: Any) -> Any:
         group = x.case.heads_q // x.case.heads_k
-        given = (x.leaves["entries"][b, h // group, i // block_q] == (j // block)[..., None]).any(-1)
-        return given & (j <= i + x.off) if causal else given
+        return (x.leaves["entries"][b, h // group, i // block_q] == (j // block)[..., None]).any(-1)
 
-    return MaskKind(build, kept, leaves)
+    return MaskKind(lambda x: tw.selected(x.leaves["entries"], block, block_q), kept, leaves)
 
 
 def _document_ids(case: Case, normal: Normal) -> dict[str, Tensor]:
@@ -157,9 +166,22 @@ def _firsts(case: Case, normal: Normal) -> dict[str, Tensor]:
     return {"first": (torch.arange(count) * case.seqlen_k // max(count, 1)).view(case.batch, case.heads_q)}
 
 
-def _same(x: Inputs, i: Any, j: Any) -> Any:
-    """Whether two positions are of one document."""
-    return x.leaves["ids"][i] == x.leaves["ids"][j]
+def _documents(ids: Callable[[Case, Normal], dict[str, Tensor]]) -> MaskKind:
+    """A position sees those of its own document."""
+    same = lambda x, b, h, i, j: x.leaves["ids"][i + x.off] == x.leaves["ids"][j]  # noqa: E731
+    return MaskKind(lambda x: tw.documents(x.leaves["ids"]), same, ids)
+
+
+def _window(left: int | None, right: int = 0) -> MaskKind:
+    def kept(x: Inputs, b: Any, h: Any, i: Any, j: Any) -> Any:
+        before = j <= i + x.off + right
+        return before if left is None else before & (j >= i + x.off - left)
+
+    return MaskKind(lambda x: tw.window(left=left, right=right), kept)
+
+
+def _predicate(keep: Callable[..., Any]) -> MaskKind:
+    return MaskKind(lambda x: tw.keep(keep), lambda x, *at: keep(*at))
 
 
 def _first(x: Inputs) -> int:
@@ -170,25 +192,15 @@ def _first(x: Inputs) -> int:
 SHARES = (1.0, 0.5, 0.25, 0.125, 0.0625, 0.03125)
 """Of the blocks that patterns keep beside their diagonal (FlashAttention, figure 2, right)."""
 
+CAUSAL, TEXTS = MaskKind(lambda x: tw.causal(), lambda x, b, h, i, j: j <= i + x.off), _documents(_text_ids)
 MASKS: dict[str | None, MaskKind] = {
-    "causal": MaskKind(lambda x: tw.causal(), lambda x, b, h, i, j: j <= i + x.off),
-    "window-8": MaskKind(
-        lambda x: tw.window(left=7, right=0), lambda x, b, h, i, j: (j >= i + x.off - 7) & (j <= i + x.off)
-    ),
-    "window-both": MaskKind(
-        lambda x: tw.window(left=5, right=9), lambda x, b, h, i, j: (j >= i + x.off - 5) & (j <= i + x.off + 9)
-    ),
-    "window-right": MaskKind(lambda x: tw.window(left=None, right=3), lambda x, b, h, i, j: j <= i + x.off + 3),
-    "window-512": MaskKind(
-        lambda x: tw.window(left=511, right=0), lambda x, b, h, i, j: (j > i + x.off - 512) & (j <= i + x.off)
-    ),
-    "window-1024": MaskKind(
-        lambda x: tw.window(left=1023, right=0), lambda x, b, h, i, j: (j > i + x.off - 1024) & (j <= i + x.off)
-    ),
-    "causal-window-16": MaskKind(
-        lambda x: tw.causal() & tw.window(left=15, right=4),
-        lambda x, b, h, i, j: (j <= i + x.off) & (j >= i + x.off - 15),
-    ),
+    "causal": CAUSAL,
+    "window-8": _window(7),
+    "window-both": _window(5, 9),
+    "window-right": _window(None, 3),
+    "window-512": _window(511),
+    "window-1024": _window(1023),
+    "causal-window-16": CAUSAL & _window(15, 4),
     "prefix": MaskKind(lambda x: tw.prefix(_first(x)), lambda x, b, h, i, j: (j <= i + x.off) | (j < _first(x))),
     "prefix-of-each": MaskKind(
         lambda x: tw.prefix(x.leaves["first"]),
@@ -202,34 +214,15 @@ MASKS: dict[str | None, MaskKind] = {
     "key-lengths": MaskKind(
         lambda x: tw.key_lengths(x.leaves["n"]), lambda x, b, h, i, j: (j < x.leaves["n"][b]) & (i >= 0), _lengths
     ),
-    "documents": MaskKind(
-        lambda x: tw.causal() & tw.documents(x.leaves["ids"]),
-        lambda x, b, h, i, j: (j <= i + x.off) & _same(x, i + x.off, j),
-        _document_ids,
-    ),
-    "texts": MaskKind(
-        lambda x: tw.causal() & tw.documents(x.leaves["ids"]),
-        lambda x, b, h, i, j: (j <= i) & _same(x, i, j),
-        _text_ids,
-    ),
-    "texts-window-512": MaskKind(
-        lambda x: tw.window(left=511, right=0) & tw.documents(x.leaves["ids"]),
-        lambda x, b, h, i, j: (j <= i) & (j > i - 512) & _same(x, i, j),
-        _text_ids,
-    ),
-    "block-causal-1024": MaskKind(
-        lambda x: tw.keep(lambda b, h, i, j: j // 1024 <= i // 1024), lambda x, b, h, i, j: j // 1024 <= i // 1024
-    ),
+    "documents": CAUSAL & _documents(_document_ids),
+    "texts": CAUSAL & TEXTS,
+    "texts-window-512": _window(511) & TEXTS,
+    "block-causal-1024": _predicate(lambda b, h, i, j: j // 1024 <= i // 1024),
     "prefix-4096": MaskKind(lambda x: tw.prefix(4096), lambda x, b, h, i, j: (j <= i + x.off) | (j < 4096)),
-    "keep-odd": MaskKind(
-        lambda x: tw.keep(lambda b, h, i, j: (i + 2 * j + h) % 3 != 0), lambda x, b, h, i, j: (i + 2 * j + h) % 3 != 0
-    ),
+    "keep-odd": _predicate(lambda b, h, i, j: (i + 2 * j + h) % 3 != 0),
     "regions": _of_regions(_regions),
     "shifted-windows": _of_regions(_shifted),
-    "window-or-first": MaskKind(
-        lambda x: tw.window(left=7, right=0) | tw.key_range(0, 4),
-        lambda x, b, h, i, j: ((j >= i + x.off - 7) & (j <= i + x.off)) | (j < 4),
-    ),
+    "window-or-first": _window(7) | MaskKind(lambda x: tw.key_range(0, 4), lambda x, b, h, i, j: (j < 4) & (i >= 0)),
     "dense": MaskKind(
         lambda x: tw.dense(x.leaves["dense"]), lambda x, b, h, i, j: x.leaves["dense"][b, 0, i, j], _dense_mask
     ),
@@ -237,7 +230,7 @@ MASKS: dict[str | None, MaskKind] = {
     "sparse-90": _sparse(block=128, keep_share=0.1),
     **{f"blocks-{share:g}": _sparse(block=128, keep_share=share) for share in SHARES},
     "selected": _selected(block=1, block_q=1, count=9),
-    "selected-causal": _selected(block=1, block_q=1, count=20, causal=True),
+    "selected-causal": _selected(block=1, block_q=1, count=20) & CAUSAL,
     "selected-16": _selected(block=16, block_q=8, count=2),
     "nothing": MaskKind(lambda x: tw.key_range(0, 0), lambda x, b, h, i, j: (j < 0) & (i < 0)),
 }

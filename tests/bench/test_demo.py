@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from bench import demo, plots
+from bench.cases import named
 from tilewise import cli
 from tilewise import device as devices
 from tilewise.backends.hopper import Hopper
@@ -23,7 +24,7 @@ SCALING = {"shape": "batch 1, 4 heads", "points": [point(512), point(1024), poin
 
 
 def test_exactness_compares_with_float64_on_named_cases(monkeypatch, capsys):
-    monkeypatch.setattr(demo, "EXACT", {"exact-causal": "causal", "exact-packed": "packed"})
+    monkeypatch.setattr(demo, "tagged", lambda *tags: [named("exact-causal"), named("exact-packed")])
     rows = demo.exactness("cpu")
     assert all(row["green"] for row in rows)
     assert 0 < rows[0]["o"]["tilewise"] < 1e-6

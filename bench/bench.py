@@ -22,14 +22,10 @@ from tilewise.cli.page import console, heading, note, progress, status_text, tab
 class BenchOptions:
     """The options of `tilewise bench`: the cases and contestants to measure, or the file to judge."""
 
-    tag: Annotated[list[str] | None, typer.Option(help="Measure the cases that carry this tag; repeat to narrow.")] = (
-        None
-    )
+    tag: Annotated[list[str] | None, typer.Option(help="Measure the cases with this tag; repeat to narrow.")] = None
     case: Annotated[list[str] | None, typer.Option(help="Measure this case; repeat for more.")] = None
     contestant: Annotated[list[str] | None, typer.Option(help="Backends and peers to run; default: all.")] = None
-    check: Annotated[Path | None, typer.Option(metavar="FILE", help="Measure nothing: judge FILE by goals.toml.")] = (
-        None
-    )
+    check: Annotated[Path | None, typer.Option(metavar="FILE", help="Only judge FILE by goals.toml.")] = None
     out: Annotated[Path | None, typer.Option(help="Append results here; default: a new file under ./out.")] = None
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto"
     budget: Annotated[

@@ -6,8 +6,7 @@ parts that are meant for a GPU.
 """
 
 import statistics
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import repeat
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ from torch import Tensor
 import tilewise as tw
 from bench import derivatives, doors, models, serving, testing
 from bench.cases import Case, Inputs, draw, tagged
+from bench.measure import host_microseconds
 from bench.peers import flex_block_mask
 from bench.records import Log, parser
 from tilewise.backends.base import PerTensors
@@ -136,18 +136,6 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, **words: object) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **words).transpose(1, 2)
 
 
-def microseconds(call: Callable[..., Any], given: Iterator[tuple], device: str) -> list[float]:
-    """The host's time of each call alone; its tensors are there, and the device has done all that went before."""
-    found = []
-    for arguments in given:
-        if device == "cuda":
-            torch.cuda.synchronize()
-        began = time.perf_counter_ns()
-        call(*arguments)
-        found.append((time.perf_counter_ns() - began) / 1e3)
-    return found[WARM:]
-
-
 def host_time(name: str, row: Row, log: Log) -> None:
     """Keep the median and the ninth decile by contestant, where all is new and where one set of tensors is repeated."""
     direction = "both" if name.startswith("training") else "forward"
@@ -156,7 +144,7 @@ def host_time(name: str, row: Row, log: Log) -> None:
         for what, given in (
             (("new", map(row.make, range(CALLS))), ("known", repeat(row.make(7), CALLS))) if call else ()
         ):
-            us = microseconds(call, given, log.device)
+            us = host_microseconds(call, given, log.device)[WARM:]
             case, high = f"{what}-lengths-{name.replace(' ', '-')}", statistics.quantiles(us, n=10)[-1]
             log.add(case, who, direction, "host", statistics.median(us), high=round(high, 1), shape=shape)
 

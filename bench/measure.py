@@ -10,7 +10,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -162,17 +162,16 @@ def captured(
     return replay, result
 
 
-def host_microseconds(call: Callable[[], object], device: str = "cuda", calls: int = 100, repeats: int = 9) -> float:
-    """The host's time for a call whose work on a GPU may go on behind it: the median of means, after one that warms up."""
-    cuda, means = device.startswith("cuda"), []
-    for _ in range(repeats + 1):
-        if cuda:
+def host_microseconds(call: Callable[..., object], given: Iterable[tuple], device: str) -> list[float]:
+    """The host's time for a call of each arguments, which are there; the device has done all that went before."""
+    found = []
+    for arguments in given:
+        if device.startswith("cuda"):
             torch.cuda.synchronize()
-        began = time.perf_counter()
-        for _ in range(calls):
-            call()
-        means.append((time.perf_counter() - began) / calls * 1e6)
-    return statistics.median(means[1:])
+        began = time.perf_counter_ns()
+        call(*arguments)
+        found.append((time.perf_counter_ns() - began) / 1e3)
+    return found
 
 
 # ---- memory -------------------------------------------------------------------------------------------------------

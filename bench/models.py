@@ -123,22 +123,15 @@ def short(inputs: Callable) -> Inputs:
     return partial(inputs, parts=4)
 
 
+WINDOW = {"head_dim": HEAD_DIM, "sliding_window": 256}
 MODELS = {
     "Llama": _of("Llama", decoder, words),
     "Llama, padded": _of("Llama", decoder, padded),
     "Llama, packed": _of("Llama", decoder, packed, use_cache=False),
     "Qwen3": _of("Qwen3", decoder, words, head_dim=HEAD_DIM),
     "Mistral, window 256": _of("Mistral", decoder, words, sliding_window=256),
-    "Gemma 2": _of("Gemma2", decoder, words, head_dim=HEAD_DIM, sliding_window=256),
-    "GPT-OSS": _of(
-        "GptOss",
-        decoder,
-        words,
-        head_dim=HEAD_DIM,
-        sliding_window=256,
-        num_local_experts=4,
-        experts_implementation="eager",
-    ),
+    "Gemma 2": _of("Gemma2", decoder, words, **WINDOW),
+    "GPT-OSS": _of("GptOss", decoder, words, **WINDOW, num_local_experts=4, experts_implementation="eager"),
     "DeepSeek-V3": _of("DeepseekV3", latent, words),
     "GPT-2": _of("GPT2", old, words, n_positions=8192),
     "BLOOM": _of("Bloom", old, words),

@@ -49,17 +49,11 @@ class Contestant:
 # ---- eager: the formula, with its N × N matrix ----------------------------------------------------------------------
 
 
-def eager(x: Inputs, rows: Tensor | None = None) -> Tensor:
-    """softmax(score(scale · q kᵀ)) v in x's dtype, every matrix stored; in float64 this is the oracle of the checks.
-
-    rows: compute only these queries (not for packed inputs). Returns o, (B, rows, Hq, Dv) or packed (total, Hq, Dv).
-    """
-    return eager_call(x, rows)()
-
-
 def eager_call(x: Inputs, rows: Tensor | None = None, order: int = 0) -> Call:
-    """`eager` with what does not depend on q, k, v (its matrix of kept pairs) made beforehand.
+    """softmax(score(scale · q kᵀ)) v in x's dtype, every matrix stored; in float64 this is the oracle of the checks. What does not
+    depend on q, k, v (its matrix of kept pairs) is made beforehand.
 
+    rows: compute only these queries (not for packed inputs). The call returns o, (B, rows, Hq, Dv) or packed (total, Hq, Dv).
     order: 0 is the textbook's, differentiated by torch. Any other number shuffles queries, keys and channels, and with them
     every sum, and differentiates as every memory-saving backward must: from the o and lse that its forward kept.
     """
@@ -193,7 +187,7 @@ def split_packed(x: Inputs) -> list[Inputs]:
 
 
 EAGER_MATRICES = 3
-"""N × N matrices that `eager` holds at once in forward and backward: p, dp and ds (measured on a CPU: 3.1)."""
+"""N × N matrices that `eager_call` holds at once in forward and backward: p, dp and ds (measured on a CPU: 3.1)."""
 
 
 def eager_bytes(case: Case) -> int:

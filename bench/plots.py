@@ -53,13 +53,9 @@ PEER = {"linewidth": 1.6, "markersize": 4, "zorder": 2}
 OURS = {"linewidth": 3, "markersize": 6, "zorder": 3, "marker": "o"}
 STYLES = {
     "tilewise": OURS | {"color": BLUE, "label": "tilewise"},
-    "hopper": OURS | {"color": BLUE, "label": "tilewise, hopper"},
-    "triton": OURS | {"color": "#4fa3bf", "label": "tilewise, triton"},
     "fa4": PEER | {"color": "#9a9a9a", "marker": "s", "label": "FlashAttention-4"},
-    "fa3": PEER | {"color": "#b3a3bd", "marker": "D", "label": "FlashAttention-3"},
     "cudnn": PEER | {"color": "#c9a27e", "marker": "^", "label": "cuDNN (torch)"},
     "fa2": PEER | {"color": "#b5b5b5", "marker": "v", "linestyle": ":", "label": "FlashAttention-2 (torch)"},
-    "flex": PEER | {"color": "#d8c48f", "marker": "P", "label": "FlexAttention"},
 }
 """How a contestant is drawn; tilewise comes first and stands out."""
 

@@ -41,7 +41,6 @@ class Plan:
     min_rounds: int = 3
     max_rounds: int = 30
     again: bool = True
-    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -117,7 +116,7 @@ class Heat:
 
 
 def heat(lineup: Lineup, plan: Plan, say: Report) -> Heat:
-    x = draw(lineup.case, plan.device, plan.seed)
+    x = draw(lineup.case, plan.device)
     want = check.expected(x)
     entries = []
     for contestant in lineup.contestants:
@@ -160,7 +159,7 @@ def warm_up(contestant: Contestant, case: Case, plan: Plan) -> None:
     if case.lengths or plan.device.startswith("cuda"):
         return
     small = replace(case, batch=1, seqlen_q=min(case.seqlen_q, 128), seqlen_k=min(case.seqlen_k, 128))
-    x = draw(small, plan.device, plan.seed)
+    x = draw(small, plan.device)
     check.results(contestant.prepare(x), x, x.do)
 
 
@@ -335,10 +334,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--case", action="append", required=True, help="a name of bench/cases.py; repeatable")
     parser.add_argument("--contestant", action="append", required=True, help="a name of bench/peers.py; repeatable")
     parser.add_argument("--budget", type=float, default=Plan.budget, help="seconds of timing a case")
-    parser.add_argument("--min-rounds", type=int, default=Plan.min_rounds)
     parser.add_argument("--no-again", action="store_true", help="do not run the first contestant twice")
     options = parser.parse_args(arguments)
-    plan = Plan(options.device, options.budget, options.min_rounds, again=not options.no_again)
+    plan = Plan(options.device, options.budget, again=not options.no_again)
     try:
         cases, contestants = [named(name) for name in options.case], pick(options.contestant)
     except ValueError as error:

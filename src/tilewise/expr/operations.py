@@ -116,8 +116,8 @@ class Expr:
     def __rfloordiv__(self, x): return apply("floordiv", x, self)
     def __mod__(self, x): return apply("mod", self, x)
     def __rmod__(self, x): return apply("mod", x, self)
-    def __pow__(self, x): return apply("pow", self, x)
-    def __rpow__(self, x): return apply("pow", x, self)
+    def __pow__(self, x): return power(self, x)
+    def __rpow__(self, x): return power(x, self)
     def __and__(self, x): return apply("and", self, x)
     def __rand__(self, x): return apply("and", x, self)
     def __or__(self, x): return apply("or", self, x)
@@ -521,3 +521,22 @@ def shift(op: str, x: Any, n: Any) -> Expr:
     if bits.op != "number" or not 0 <= bits.args[0] < _SHORT or kind(e.args[0]) == "bool":
         return e
     return apply("mul" if op == "lshift" else "floordiv", x, number(2 ** bits.args[0]))
+
+
+_POWERS: dict[float, Callable[[Expr], Expr]] = {
+    -2.0: lambda x: ONE / (x * x),
+    -1.0: lambda x: ONE / x,
+    -0.5: lambda x: apply("rsqrt", x),
+    0.5: lambda x: apply("sqrt", x),
+    2.0: lambda x: x * x,
+    3.0: lambda x: x * x * x,
+}
+
+
+def power(x: Any, c: Any) -> Expr:
+    """Return ``x ** c``; of a float to a number that torch has a shorter way to, that way, as its values at 0 and infinity differ."""
+    e = apply("pow", x, c)
+    base, exponent = e.args
+    if kind(e) != "float" or exponent.op != "number" or exponent.args[0] not in _POWERS:
+        return e
+    return _POWERS[exponent.args[0]](apply("float", base) if kind(base) != "float" else base)

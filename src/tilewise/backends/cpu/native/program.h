@@ -31,6 +31,7 @@ TW_INLINE T floor_divide(T a, T b) {
   const T r = T(std::fmod(a, b));
   T quotient = (a - r) / b;
   if (r != T(0) && (b < T(0)) != (r < T(0))) quotient -= T(1);
+  if (quotient == T(0)) return std::copysign(T(0), a / b);
   const T down = T(std::floor(quotient));
   return quotient - down > T(0.5) ? down + T(1) : down;
 }

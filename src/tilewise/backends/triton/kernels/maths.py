@@ -10,6 +10,7 @@ import struct
 
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
 from triton.language.extra.cuda import num_threads
 
 # tanh(x) / x as a quotient of polynomials in x²: its relative error is at most 2e-8 up to x = 9, where tanh is 1.
@@ -20,6 +21,9 @@ NEAR = {
     0.1: (0.99999998428, -0.33332828916, 0.13307916205, -0.049828685986),
     0.5: (0.9999999847, -0.33333111247, 0.13328055876, -0.053502928255, 0.019964745232, -5.0348893575e-3),
 }
+
+# Added and taken away again, they leave of a number what is a multiple of 2**60, 2**40, 2**20 and 1.
+ROUNDERS = tl.constexpr(tuple(1.5 * 2.0 ** (23 + n) for n in (60, 40, 20, 0)))
 
 PARTIAL = tl.constexpr(8)  # sums of a row that are added up at last: the columns after which a product's layout repeats
 
@@ -83,27 +87,53 @@ def rshift(x, n):
 
 
 @triton.jit
-def _divided(x, y):
-    """The quotient of floats rounded down, and the rest with the sign of y, exact while the quotient is below 2**24.
-
-    The hardware's quotient errs by 2 ulp, so that of a multiple of y may fall short of a whole number; the rest tells.
-    """
+def _scaled(x, y):
+    """x and y in fp32, times a power of two, or minus one, that makes y positive and 1 / y finite; that inverse, and 1 over the power."""
     x, y = x.to(tl.float32), y.to(tl.float32)
-    quotient = tl.floor(x / y)
-    # Of an infinite y the product would be NaN.
-    rest = tl.where(quotient == 0, x, tl.fma(-quotient, y, x))
-    below, beyond = (rest != 0) & ((rest < 0) != (y < 0)), tl.abs(rest) >= tl.abs(y)
-    # Of an infinite x both are NaN, by 0 the rest alone.
-    quotient = tl.where((rest == rest) | (y == 0), quotient, rest)
-    quotient = tl.where(below, quotient - 1, tl.where(beyond, quotient + 1, quotient))
-    return quotient, tl.where(below, rest + y, tl.where(beyond, rest - y, rest))
+    sign, tiny = tl.where(y < 0, -1.0, 1.0), tl.abs(y) < 2.0**-100
+    scale = tl.where(tiny, sign * 2.0**100, sign)
+    return x * scale, y * scale, 1.0 / (y * scale), tl.where(tiny, sign * 2.0**-100, sign)
+
+
+@triton.jit
+def divide(x, y):
+    """``x / y`` as IEEE rounds it, 1 ulp off where x is tiny. Triton's errs by 2, so that 41 / 41 may be less than 1."""
+    x, y, inverse, _ = _scaled(x, y)
+    first = x * inverse
+    better = tl.fma(tl.fma(first, y, x * -1.0), inverse * -1.0, first)
+    # Of infinities, and by 0, the correction is no number.
+    return tl.where(better == better, better, first)
+
+
+@triton.jit
+def _divided(x, y, FIRST: tl.constexpr):
+    """The quotient of floats rounded down, and the rest as torch has it; exact up to quotients of 2**20 times ``ROUNDERS[FIRST]``'s unit.
+
+    A quotient by the inverse has some 22 right bits, so 20 at a time are taken, the highest first. Each product is a multiple of y so
+    near to what is left that the difference is exact. The inverse is a little too small: else what is just below half of a multiple
+    could be rounded up, and the difference would need one bit more than there are.
+    """
+    finite, by_zero = tl.abs(x.to(tl.float32)) < float("inf"), y == 0
+    x, y, inverse, unit = _scaled(x, y)
+    rest, ratio, quotient = x, x * inverse, 0.0
+    for n in tl.static_range(FIRST, 4):
+        digits = tl.fma(rest, inverse * (1 - 2.0**-22), ROUNDERS[n]) - ROUNDERS[n]
+        rest = tl.fma(digits, y * -1.0, rest)
+        quotient += digits
+    # An x below y is its own rest, also where y is infinite. Zeros have the signs of x and of x / y.
+    small = tl.abs(x) < y
+    rest = tl.where(small, x, tl.where(rest == 0, x * 0.0, rest))
+    quotient = tl.where(small | (quotient == 0), ratio * 0.0, quotient)
+    quotient = tl.where((tl.abs(ratio) > 2.0**30) & (finite | by_zero), ratio, quotient)
+    below = rest < 0
+    return tl.where(below, quotient - 1, quotient), tl.where(below, rest + y, rest) * unit
 
 
 @triton.jit
 def floordiv(x, y):
     """``x // y`` rounded down for integers too, as Python and torch do; Triton rounds towards zero."""
     if x.dtype.is_floating() or y.dtype.is_floating():
-        return _divided(x, y)[0]
+        return _divided(x, y, 2)[0]  # above 2**30 no fp32 number has all digits of a quotient
     else:
         quotient = x // y
         rest = x - quotient * y
@@ -115,7 +145,7 @@ def floordiv(x, y):
 def mod(x, y):
     """``x % y`` with the sign of y, as Python and torch do."""
     if x.dtype.is_floating() or y.dtype.is_floating():
-        return _divided(x, y)[1]
+        return _divided(x, y, 0)[1]
     else:
         return x - floordiv(x, y) * y
 
@@ -445,6 +475,7 @@ def round_even(x):
     r = tl.floor(x + 0.5)
     # x + 0.5 went up at a half: back to the even neighbour where r is odd.
     r = tl.where((r - x == 0.5) & (r - 2.0 * tl.floor(r * 0.5) != 0), r - 1.0, r)
+    r = tl.where(r == 0, x * 0.0, r)  # with the sign of x
     return tl.where(tl.abs(x) < 8388608.0, r, x)  # from 2**23 on every fp32 number is whole
 
 
@@ -474,19 +505,43 @@ def whole_power(x, c):
     return tl.where(c >= 0, found, tl.where(x == 1, 1, tl.where(x == -1, 1 - 2 * (c & 1), 0)))
 
 
+if triton.knobs.runtime.interpret:
+
+    def _pow(x, c):
+        """``x ** c`` of the arrays that the interpreter computes with."""
+        x, c = tl.broadcast(x, c)
+        return tl.tensor(type(x.handle)(x.handle.data**c.handle.data, x.handle.dtype), x.type)
+
+else:
+    _pow = libdevice.pow
+
+
 @triton.jit
 def power(x, c):
-    """``x ** c`` in fp32: small whole exponents by products, others by exp2 and log2."""
-    x, c = x.to(tl.float32), c.to(tl.float32)
-    whole = tl.floor(c) == c
-    odd = whole & (c - 2.0 * tl.floor(c * 0.5) != 0)
-    size = tl.abs(x)
-    # size = 2^k · rest, rest near 1, so that the logarithm's rounding is not multiplied by a large one
-    k = tl.floor(tl.log2(tl.where(size == 0, 1.0, size)) + 0.5)
-    rest = tl.where(size == 0, 1.0, size) * tl.exp2(-k)
-    general = tl.exp2(c * k) * tl.exp2(c * tl.log2(rest))
-    general = tl.where(size == 0, tl.where(c > 0, 0.0, tl.where(c < 0, float("inf"), 1.0)), general)
-    # A negative base keeps its sign for odd exponents, loses it for even ones, and has no power else.
-    signed = tl.where(x < 0, tl.where(odd, -general, tl.where(whole, general, float("nan"))), general)
-    signed = tl.where(c == 0.5, tl.sqrt(x), signed)
-    return tl.where(c == 2.0, x * x, tl.where(c == 1.0, x, tl.where(c == 3.0, x * x * x, signed)))
+    """``x ** c`` in fp32, as the chip's maker computes it."""
+    return _pow(x.to(tl.float32), c.to(tl.float32))
+
+
+@triton.jit
+def _scaled_root(x):
+    """x times a power of four that makes it no subnormal number, the inverse of that's root, and whether the power is not 1."""
+    tiny = x < 2.0**-100
+    scaled = tl.where(tiny, x * 2.0**100, x)
+    return scaled, tl.rsqrt(scaled), tiny
+
+
+@triton.jit
+def rsqrt(x):
+    """``1 / sqrt(x)`` to 2 ulp, of subnormal numbers too, which the instruction takes for 0."""
+    _, inverse, tiny = _scaled_root(x)
+    return tl.where(tiny, inverse * 2.0**50, inverse)
+
+
+@triton.jit
+def sqrt(x):
+    """The root of x as IEEE rounds it, so that a square's is exact; Triton's errs by an ulp, and takes subnormal numbers for 0."""
+    scaled, inverse, tiny = _scaled_root(x)
+    root = scaled * inverse
+    root = tl.fma(tl.fma(root, root * -1.0, scaled), 0.5 * inverse, root)
+    root = tl.where((scaled == 0) | (scaled == float("inf")), scaled, root)
+    return tl.where(tiny, root * 2.0**-50, root)

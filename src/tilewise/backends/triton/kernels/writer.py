@@ -9,13 +9,15 @@ from tilewise.backends.triton.kernels.leaf_reads import LeafLayout
 from tilewise.distances import by_distance
 from tilewise.expr import Expr
 
-_FLOAT_CALLS = {name: f"tl.{name}" for name in ("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "erf", "sin", "cos")}
+_FLOAT_CALLS = {name: f"tl.{name}" for name in ("exp", "exp2", "log", "log2", "erf", "sin", "cos")}
 _CALLS = {
     **_FLOAT_CALLS,
     "tanh": "maths.tanh",
     "expm1": "maths.expm1",
     "log1p": "maths.log1p",
     "sigmoid": "tl.sigmoid",
+    "sqrt": "maths.sqrt",
+    "rsqrt": "maths.rsqrt",
     "floordiv": "maths.floordiv",
     "mod": "maths.mod",
     "pow": "maths.power",
@@ -33,6 +35,9 @@ _INFIX = {name: expr.OPERATIONS[name].infix for name in _INFIXES}
 _ROUNDING = {"floor": "tl.floor", "ceil": "tl.ceil", "round": "maths.round_even", "trunc": "maths.trunc"}
 # The operations that are exact on few positions in fp32, and how those of one operand are written.
 _OF_POSITIONS = {"symbol": "", "add": "", "sub": "", "mul": "", "neg": "-", "abs": "tl.abs"}
+_STEPS = frozenset(
+    {*_ROUNDING, "int", "floordiv", "mod", "sign", "lt", "le", "gt", "ge", "eq", "ne"}
+)  # an ulp may be one
 _OF_BOOLS = {"add": "|", "mul": "&"}  # torch's sums and products of truth values
 _TYPES = {"float": "tl.float32", "int": "tl.int32", "bool": "tl.int1"}
 OPERATIONS = frozenset({*_CALLS, *_INFIX, *_ROUNDING, *_TYPES, "where", "relu", "neg", "not", "selected"})
@@ -87,11 +92,14 @@ class Writer:
         self.roots: list[Expr] = []  # kept, as names go by identity
         self.names: dict[int, str] = {}
         self.floats: dict[int, str] = {}
+        self.exact: set[int] = set()  # the nodes that a step depends on
 
     def value(self, root: Expr) -> str:
         """The name of an expression's value, after the lines that compute it."""
         self.roots.append(root)
-        for node in expr.nodes(root):
+        every = expr.nodes(root)
+        self.exact.update(map(id, expr.nodes(*[x for x in every if x.op in _STEPS])))
+        for node in every:
             if id(node) not in self.names:
                 self.names[id(node)] = self._name(node)
         return self.names[id(root)]
@@ -282,7 +290,7 @@ def _operation(writer: Writer, node: Expr, args: list[str], kinds: list[str]) ->
     if node.op == "relu":
         return f"maths.maximum({args[0]}, 0)"
     if node.op == "neg":
-        return f"-{args[0]}"
+        return f"{args[0]} * -1.0" if result == "float" else f"-{args[0]}"  # Triton's is 0 - x, and -0.0 another number
     if node.op == "not":
         # torch's `~`: the opposite of a truth value, the complement of a whole number.
         return f"{args[0]} == 0" if result == "bool" else f"{args[0]} ^ -1"
@@ -293,6 +301,8 @@ def _operation(writer: Writer, node: Expr, args: list[str], kinds: list[str]) ->
         return f"maths.whole_power({', '.join(args)})" if node.op == "pow" and result != "float" else call
     if is_scaled_tanh(node) and not writer.ways.rough:
         return f"maths.scaled_tanh({writer.floating(node.args[0].args[0])}, {args[1]})"
+    if node.op == "div" and id(node) in writer.exact:
+        return f"maths.divide({', '.join(args)})"
     # A comparison's result is a truth value too, and keeps its operator.
     infix = _OF_BOOLS.get(node.op, _INFIX[node.op]) if result == "bool" else _INFIX[node.op]
     return f"{args[0]} {infix} {args[1]}"

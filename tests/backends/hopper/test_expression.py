@@ -10,6 +10,7 @@ import torch
 
 from tests.backends.contract import IN_NO_KERNEL
 from tests.backends.hopper import emulated
+from tests.reports import test_divisions as divisions
 from tilewise import expr
 from tilewise.backends.hopper import capped, operations
 from tilewise.expr import OPERATIONS, Expr, apply, symbol
@@ -99,6 +100,16 @@ def test_a_float_operation_is_torch_s_at_infinities_multiples_and_nan(name):
         found = EXPRESSION.FUNCTIONS["float"][name](*args)
     expected = OPERATIONS[name].torch(*map(torch.from_numpy, args))
     torch.testing.assert_close(torch.from_numpy(found.astype(np.float32)), expected, rtol=1e-6, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(("name", "case"), [("mod", "rest"), ("floordiv", "quotient rounded down"), ("pow", "power")])
+def test_rests_quotients_and_powers_are_torch_s_at_the_ends_of_fp32(name, case):
+    x, y = divisions.pairs(case)
+    with np.errstate(all="ignore"):
+        found = torch.from_numpy(EXPRESSION.FUNCTIONS["float"][name](x.numpy(), y.numpy()))
+    wanted = OPERATIONS[name].torch(x, y)
+    wrong = ~divisions.is_worth(found, wanted)
+    assert not wrong.any(), torch.stack([x, y, found, wanted], -1)[wrong].tolist()
 
 
 POWERS = [*product(range(-9, 10), range(10)), (3, 19), (-1, 33), (46340, 2), (-1, -3), (1, -2), (5, -1)]

@@ -223,28 +223,48 @@ def select(condition, left, right, kind: str):
     return (cutlass.Int64 if wide(left) else I32)(cutlass.select_(condition, left, right))
 
 
-def quotient_and_rest(left, right) -> tuple:
-    """The quotient of two floats, rounded down, and the rest, with the sign of ``right``; exact while the quotient is below 2**24."""
-    quotient = cute.math.floor(divide(left, right))
-    # Of an infinite divisor the product would be NaN.
-    rest = choose(quotient == 0.0, left, cute.math.fma(-quotient, right, left))
-    # A multiple's quotient may fall short of its whole number by an ulp: the rest tells.
-    below = (rest != 0.0) & ((rest < 0.0) != (right < 0.0))
-    beyond = float_abs(rest) >= float_abs(right)
-    # Of an infinite number both are NaN, by 0 the rest alone.
-    quotient = choose((rest == rest) | (right == 0.0), quotient, rest)
-    quotient = choose(below, quotient - 1.0, choose(beyond, quotient + 1.0, quotient))
-    return quotient, choose(below, rest + right, choose(beyond, rest - right, rest))
+def scaled(left, right) -> tuple:
+    """Two floats times a power of two, or minus one, that makes ``right`` positive, its inverse finite; that inverse, 1 over the power."""
+    size, sign = float_abs(right), choose(right < 0.0, -1.0, 1.0)
+    tiny, quarter = size < 2.0**-100, choose(size > 2.0**100, 0.25, 1.0)
+    scale, unit = sign * choose(tiny, 2.0**100, 1.0), sign * choose(tiny, 2.0**-100, 1.0)
+    left, right = left * scale, right * scale
+    # The instruction takes an inverse below 2**-126 for 0.
+    return left, right, cute.arch.rcp_approx(right * quarter) * quarter, unit
+
+
+def quotient_and_rest(left, right, units: tuple[int, ...]) -> tuple:
+    """The quotient of two floats, rounded down, and the rest as torch has it; exact while the quotient is below 2**20 of the first unit.
+
+    A quotient by the inverse has some 22 right bits, so 20 at a time are taken: those above 2**n for each n of ``units``. Each product is a
+    multiple of ``right`` so near to the rest that the difference is exact. The inverse is a little too small: else what is just
+    below half of a multiple could be rounded up, and the difference would need one bit more than there are.
+    """
+    finite, by_zero = float_abs(left) < INF, right == 0.0
+    left, right, inverse, unit = scaled(left, right)
+    rest, ratio, quotient = left, left * inverse, F32(0.0)
+    for n in units:
+        rounder = F32(1.5 * 2.0 ** (23 + n))
+        digits = cute.math.fma(rest, inverse * F32(1 - 2.0**-22), rounder) - rounder
+        rest = cute.math.fma(-digits, right, rest)
+        quotient = quotient + digits
+    # A number below ``right`` is its own rest, also where that is infinite. Zeros have the signs of ``left`` and of the quotient.
+    small = float_abs(left) < right
+    rest = choose(small, left, choose(rest == 0.0, left * 0.0, rest))
+    quotient = choose(small | (quotient == 0.0), ratio * 0.0, quotient)
+    quotient = choose((float_abs(ratio) > 2.0**30) & (finite | by_zero), ratio, quotient)
+    below = rest < 0.0
+    return choose(below, quotient - 1.0, quotient), choose(below, rest + right, rest) * unit
 
 
 def floor_quotient(left, right):
-    """The floats' ``left / right``, rounded down."""
-    return quotient_and_rest(left, right)[0]
+    """The floats' ``left / right``, rounded down; above 2**30 no fp32 number has all of its digits."""
+    return quotient_and_rest(left, right, (20, 0))[0]
 
 
 def remainder(left, right):
-    """The floats' ``left - right · floor(left / right)``."""
-    return quotient_and_rest(left, right)[1]
+    """The floats' ``left - right · floor(left / right)``, exact while that quotient is below 2**80."""
+    return quotient_and_rest(left, right, (60, 40, 20, 0))[1]
 
 
 def float_abs(value):

@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 import tilewise as tw
 from bench import peers
 from bench.cases import Case, Inputs, draw
+from bench.check import share
 from bench.measure import PeakMemory, in_turns
 from bench.records import MIB, Log
 from tilewise import accuracy
@@ -170,10 +171,9 @@ def check(name: str, log: Log) -> None:
     orders = [derivatives(at.eager(), at), second_derivatives(at.eager(order=1), at)]
     for tensor, value in derivatives(at.tilewise(backend(log.device)), at).items():
         error = accuracy.judge(tensor, value, exact[tensor], [e[tensor] for e in orders if tensor in e])
-        share = max(error.rms / error.rms_allowed, error.max / error.max_allowed)
         numbers = {"rms": error.rms, "rms_eager": error.rms_eager, "status": "green" if error.ok else "red"}
         shape = at.shape | {"case": name, "tensor": tensor}
-        add(log, f"{tensor}-{name}-{shape['dtype']}", ours(log.device), "error", share, shape=shape, **numbers)
+        add(log, f"{tensor}-{name}-{shape['dtype']}", ours(log.device), "error", share(error), shape=shape, **numbers)
         right &= error.ok
     if not right:
         raise SystemExit(f"{name}: a derivative is wrong")

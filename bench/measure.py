@@ -371,6 +371,7 @@ def limits(device: str, dtype: torch.dtype) -> dict[str, float]:
 
 
 def best_of(call: Callable[[], object], device: str) -> float:
-    """The shortest of a few samples after a warm-up: for a limit, not for a comparison."""
+    """The shortest of a few samples after a warm-up: for a limit or a choice, not for a comparison."""
     call()
-    return min(seconds_per_call(call, 3, device) for _ in range(5))
+    calls = calls_for(seconds_per_call(call, 1, device), device)
+    return min(seconds_per_call(call, calls, device) for _ in range(5))

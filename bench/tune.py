@@ -125,9 +125,7 @@ def _try(trial: Trial, backend, small, full, expected) -> Trial:
         if trial.name == "forward":
             run = partial(backend.forward, full.p, full.t)
         device = str(full.t.q.device)
-        run()
-        calls = clock.calls_for(clock.seconds_per_call(run, 1, device), device)
-        return replace(trial, ms=1e3 * min(clock.seconds_per_call(run, calls, device) for _ in range(5)))
+        return replace(trial, ms=1e3 * clock.best_of(run, device))
     except Exception as error:  # a candidate that does not fit the device is no failure of the command
         return replace(
             trial, wrong="" if "OutOfResources" in type(error).__name__ else f"{type(error).__name__}: {error}"[:200]

@@ -253,14 +253,19 @@ def _refuse_transforms(name: str) -> None:
         )
 
 
-def has_tangent(tensors: Sequence[Tensor]) -> bool:
-    """Return whether a tensor is dual. Below autograd its tangent would be dropped, and the derivative would be zero."""
-    return forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
+def has_tangent(tensors: Sequence[Tensor], dual: bool = False) -> bool:
+    """Return whether a tensor is dual. Below autograd its tangent would be dropped, and the derivative would be zero.
+
+    Args:
+        dual: as of a Spec.
+    """
+    opened = dual or forward_ad._current_level >= 0
+    return opened and any(forward_ad.unpack_dual(x, level=0).tangent is not None for x in tensors)
 
 
 def _differentiable(q, k, v, extras, seed, spec, plan):
     """Compute the forward by a plan, or below autograd without one, and make a node of the graph if gradients are wanted."""
-    if has_tangent((q, k, v, *extras)):
+    if has_tangent((q, k, v, *extras), parse_spec(spec).dual):
         return derivatives.Attention.apply(q, k, v, seed, spec, *extras)
     if torch.is_grad_enabled() and parse_spec(spec).needs_grad:
         return recorded(q, k, v, seed, spec, plan, *extras)
@@ -283,7 +288,7 @@ def _backward_autograd(name: str) -> Callable[..., tuple]:
         c = _BackwardCall(*arguments)
         c = c._replace(extras=c.extras or ())
         recording = torch.is_grad_enabled() and any(t.requires_grad for t in c.tensors)
-        if recording or has_tangent(c.tensors):
+        if recording or has_tangent(c.tensors, parse_spec(c.spec).dual):
             found = derivatives.AttentionBackward.apply(c.seed, c.spec, *c.tensors)
             return (*found[:3], list(found[3:])) if overload == "default" else found
         with torch._C._AutoDispatchBelowAutograd():

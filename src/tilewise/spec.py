@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from tilewise import expr, masks
 from tilewise.caching import cached_property
@@ -30,6 +31,9 @@ Deterministic = bool | Literal["everywhere"] | None
 """What the keyword ``deterministic`` takes; None follows PyTorch's setting."""
 
 
+_FLAGS = {"deterministic": "d", "everywhere": "e", "needs_grad": "g", "max_logit": "m", "traced": "t", "dual": "f"}
+
+
 @dataclass
 class Spec:
     """The arguments of a call other than tensors. ``slots`` are positions among the operator's ``extras``.
@@ -44,10 +48,10 @@ class Spec:
         max_logit: the largest score of each row is an output too.
         traced: the mask's tensors are copies that a compiled graph made (``Mask.copied``). Other tensors get their memory later, so
             nothing that is made of them is kept.
+        dual: a dual level is open in a trace, whose graph opens it without PyTorch's count of levels (:func:`autograd.has_tangent`).
         grad_slots: the extras that want a gradient.
         sink_slot, cu_slots, mask_slots, score_slots: the slots of sink, of cu_seqlens (q and k; q alone over pages) and of the leaves.
-        page_slots: the slots of block_table and seqlens_k of a paged cache, or empty.
-        scale_slots: the slots of k_scale and v_scale of a quantised cache, or empty.
+        page_slots, scale_slots: the slots of block_table and seqlens_k of a paged cache, k_scale and v_scale of a quantised one, or empty.
         backend: the one that the user asked for, or ``None``.
         piece: the place of the call in a larger attention, or ``None``. Mask and score use the larger one's indices.
         mapped: the dimensions of ``torch.vmap`` that were folded into the batch, the innermost first.
@@ -62,6 +66,7 @@ class Spec:
     needs_grad: bool = False
     max_logit: bool = False
     traced: bool = False
+    dual: bool = False
     grad_slots: tuple[int, ...] = ()
     sink_slot: int | None = None
     cu_slots: tuple[int, ...] = ()
@@ -77,8 +82,7 @@ class Spec:
         """Return the canonical text, which :func:`parse_spec` reads. It has no newline, because generated code carries it in a literal."""
         scale = "" if self.softmax_scale is None else float(self.softmax_scale)
         sink = "" if self.sink_slot is None else self.sink_slot
-        told = self.deterministic, self.everywhere, self.needs_grad, self.max_logit, self.traced
-        flags = "".join([letter for letter, said in zip("degmt", told, strict=True) if said])
+        flags = "".join([letter for name, letter in _FLAGS.items() if getattr(self, name)])
         backend = "" if self.backend is None else f"={self.backend}"
         at = self.piece
         piece = "" if at is None else _ints([at.q_start, at.k_start, at.total_q, at.total_k])
@@ -171,11 +175,7 @@ def parse_spec(text: str) -> Spec:
         score_text=s,
         softmax_scale=float(scale) if scale else None,
         dropout_p=float(p),
-        deterministic="d" in flags,
-        everywhere="e" in flags,
-        needs_grad="g" in flags,
-        max_logit="m" in flags,
-        traced="t" in flags,
+        **{name: letter in flags for name, letter in _FLAGS.items()},
         grad_slots=_numbers(grad),
         sink_slot=int(sink) if sink else None,
         cu_slots=_numbers(cu),
@@ -274,6 +274,7 @@ def assemble(q: Tensor, k: Tensor, v: Tensor, o: Options) -> tuple[list[Tensor],
         needs_grad=needs_grad,
         max_logit=o.max_logit,
         traced=kept.copied,
+        dual=torch.compiler.is_compiling() and forward_ad._current_level >= 0,
         grad_slots=grad_slots,
         sink_slot=sink_slot,
         cu_slots=cu_slots,

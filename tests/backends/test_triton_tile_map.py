@@ -80,11 +80,25 @@ def test_tiles_that_entries_fill_or_leave_out_are_told_without_their_pairs(monke
         pairs = getattr(tile_map_kernels, name)
         monkeypatch.setattr(tile_map_kernels, name, lambda *given, pairs=pairs: asked.append(1) or pairs.fn(*given))
     rows = torch.tensor([[0, 3, -1], [3, 3, 1], [2, -1, -1]]).view(1, 1, 3, 3)
+    all_keys = tw.window(left=200)
     # Blocks of 16, two of a tile; the second row has one of the first tile's, and one twice.
-    assert check(tw.selected(rows, 32, 16), 48, 128, (16, 32)) == {EMPTY, FULL}
+    assert check(all_keys & tw.selected(rows, 32, 16), 48, 128, (16, 32)) == {EMPTY, FULL}
     assert not asked
-    assert check(tw.selected(rows, 16, 16), 48, 128, (16, 32)) == {EMPTY, PARTIAL}
+    assert check(all_keys & tw.selected(rows, 16, 16), 48, 128, (16, 32)) == {EMPTY, PARTIAL}
     assert asked
+
+
+@pytest.mark.parametrize("blocks", [(16, 64), (1, 64), (48, 32), (7, 128)], ids=str)
+def test_groups_of_keys_that_a_pattern_cannot_tell_apart_are_judged_side_by_side(blocks, monkeypatch):
+    """More tiles than a program takes, ragged ends, and batch elements and heads with patterns of their own."""
+    monkeypatch.setattr(tile_map_kernels, "judged_block", None)
+    queries, keys = blocks
+    pattern = (
+        torch.rand(2, HEADS, -(-70 // queries), -(-4500 // keys), generator=torch.Generator().manual_seed(1)) < 0.4
+    )
+    pattern[:, :, :48, :2], pattern[:, :2, :, 4] = True, False
+    mask = tw.keep(lambda b, h, i, j: pattern[b, h, i // queries, j // keys])
+    assert check(mask, 70, 4500, (48, 64)) == {EMPTY, PARTIAL, FULL}
 
 
 @settings(max_examples=12, deadline=None, derandomize=True)

@@ -88,6 +88,7 @@ MEANINGS = {
     "width": "entries of a row that are put in order, up to a power of two",
     "block_m": "rows of a block of pairs that are judged at once",
     "many": "the same where keys for which the predicate is the same are one",
+    "groups": "groups of ``alike`` keys in a tile",
     "crossing": "keys, or queries, of a tile of 128 lines",
     "by_columns": "lines are keys, not queries",
     "same": "bits of a word, side by side, for which the predicate is the same",

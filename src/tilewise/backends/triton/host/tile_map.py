@@ -379,8 +379,6 @@ def _judging(kind: Kind, tile: tuple[int, int], group: int | None, most: int, al
     step = math.gcd(tile[0], same or tile[0])  # the rows on which the predicate is the same
     rows, alike_j = 1 << (tile[0] // step - 1).bit_length(), _alike(predicate, "j", math.gcd(_LINES, tile[1]))
     many, rows = min(MOST_ROWS * alike_j, rows), min(MOST_ROWS, rows)
-    functions = {name: emitted.functions.get(name) for name in ("first", "last", "keep", "some", "every")}
-    facts = Facts(**functions, block_m=rows, many=many, alike=alike_j)
     batch, heads = _heads_of(kind, (kind.region.first, kind.region.last, predicate))
     blocks = [-(-n // size) for n, size in zip(kind.lengths, tile, strict=True)]
     heads = heads // alike
@@ -399,12 +397,28 @@ def _judging(kind: Kind, tile: tuple[int, int], group: int | None, most: int, al
         span=-(-batch * heads * blocks[0] * blocks[1] // most),
         extents=_extents(kind, emitted),
     )
-    programs = batch * heads * -(-blocks[0] // sizes.span) * blocks[1]
     seen = None if group is None else (batch, heads // group, kind.lengths[1])
+    made, groups = ((batch, heads, *blocks), seen), _groups_of(kind.region, tile[1])
+    if groups is None:
+        functions = {name: emitted.functions.get(name) for name in ("first", "last", "keep", "some", "every")}
+        kernel, facts = kernels.tile_map, Facts(**functions, block_m=rows, many=many, alike=alike_j)
+        programs = batch * heads * -(-blocks[0] // sizes.span) * blocks[1]
+    else:
+        facts = Facts(keep=emitted.functions["keep"], alike=tile[1] // groups, groups=groups, many=rows)
+        kernel = kernels.tile_pattern
+        programs = batch * heads * blocks[0] * -(-blocks[1] * groups // kernels.GROUPS.value)
     # A warp for every 4 rows: what crosses warps takes longer than the pairs of a few.
     tiles = replace(PROGRAM, num_warps=max(1, rows // 4))
-    made = (batch, heads, *blocks), seen
-    return MaskLaunch.of(kernels.tile_map, (programs,), sizes, facts, emitted, made, tiles=tiles)
+    return MaskLaunch.of(kernel, (programs,), sizes, facts, emitted, made, tiles=tiles)
+
+
+def _groups_of(region: Region, tile_n: int) -> int | None:
+    """How many groups of keys side by side a tile has, none of which a pattern tells apart; None where an interval hides pairs, or groups
+    are of few keys."""
+    alike = _alike(region.predicate, "j", tile_n)
+    found = tile_n // alike
+    even = found.bit_count() == alike.bit_count() == 1 and found <= alike
+    return found if even and len(region.parts) == 1 and region.predicate is not None else None
 
 
 @lru_cache(maxsize=1024)

@@ -21,6 +21,7 @@ from tilewise.backends.triton.kernels.mask import key_interval, query_interval
 from tilewise.backends.triton.kernels.maths import plain
 
 BLOCK_N = tl.constexpr(128)
+GROUPS = tl.constexpr(64)  # of keys, that a program judges side by side where a pattern's blocks hold many keys
 NO_ENTRY, LAST_ENTRY = tl.constexpr(expr.NO_ENTRY), tl.constexpr(expr.WRONG_ENTRY - 1)
 
 
@@ -160,7 +161,9 @@ def judged_block(m0, m_end, n0, n_end, head, work, step, FACTS: tl.constexpr):
         whole = whole * tl.max(seen.to(tl.int32), 0)
     elif open_:
         if whole > 0:  # no interval hides a pair, and columns for which the predicate is the same are one
-            some, kept = kept_groups(m0, m_end, n0, head, work, step, FACTS)
+            groups = n0 + tl.arange(0, BLOCK_N // FACTS.alike) * FACTS.alike
+            some, kept = kept_groups(m0, m_end, groups, head, work, step, FACTS)
+            some, kept = of_keys(some, FACTS.alike), of_keys(kept, FACTS.alike)
         else:
             some, kept = kept_pairs(m0, m_end, n0, first, last, head, work, step, FACTS)
         seen = some & (j < n_end)
@@ -186,7 +189,8 @@ def kept_pairs(m0, m_end, n0, first, last, head, work, step, FACTS: tl.constexpr
     every = tl.full([FACTS.block_m, BLOCK_N], 1, tl.int1)
     for row in range(m0, m_end, FACTS.block_m * step):
         i = row + tl.arange(0, FACTS.block_m)[:, None] * step
-        kept = kept_of_groups(i, n0, head, work, FACTS)
+        groups = n0 + tl.arange(0, BLOCK_N // FACTS.alike) * FACTS.alike
+        kept = kept_of_groups(i, groups, head, work, FACTS)
         kept = tl.broadcast_to(kept[:, :, None], [FACTS.block_m, BLOCK_N // FACTS.alike, FACTS.alike])
         kept = tl.reshape(kept, [FACTS.block_m, BLOCK_N]) & (i < m_end)
         # The rows [i, i + step) for which this pair stands meet the column's interval.
@@ -197,25 +201,23 @@ def kept_pairs(m0, m_end, n0, first, last, head, work, step, FACTS: tl.constexpr
 
 
 @triton.jit
-def kept_groups(m0, m_end, n0, head, work, step, FACTS: tl.constexpr):
-    """:func:`kept_pairs` where all queries reach all keys."""
-    columns: tl.constexpr = BLOCK_N // FACTS.alike
-    some = tl.full([FACTS.many, columns], 0, tl.int1)
-    every = tl.full([FACTS.many, columns], 1, tl.int1)
+def kept_groups(m0, m_end, groups, head, work, step, FACTS: tl.constexpr):
+    """:func:`kept_pairs` where all queries reach all keys, of groups of keys that begin with ``groups``: bool (groups,) each."""
+    some = tl.full([FACTS.many, groups.shape[0]], 0, tl.int1)
+    every = tl.full([FACTS.many, groups.shape[0]], 1, tl.int1)
     for row in range(m0, m_end, FACTS.many * step):
         i = row + tl.arange(0, FACTS.many)[:, None] * step
-        kept = kept_of_groups(i, n0, head, work, FACTS)
+        kept = kept_of_groups(i, groups, head, work, FACTS)
         some |= kept & (i < m_end)
         every &= kept | (i >= m_end)
-    some, every = tl.max(some.to(tl.int32), 0), tl.min(every.to(tl.int32), 0)
-    return of_keys(some, FACTS.alike) > 0, of_keys(every, FACTS.alike) > 0
+    return tl.max(some.to(tl.int32), 0) > 0, tl.min(every.to(tl.int32), 0) > 0
 
 
 @triton.jit
-def kept_of_groups(i, n0, head, work, FACTS: tl.constexpr):
-    """Whether the predicate keeps the pairs of queries ``i``, (rows, 1), and each group of keys side by side, from n0 on, for which it is
-    the same: (rows, columns), whichever of i and j the predicate knows."""
-    j = n0 + tl.arange(0, BLOCK_N // FACTS.alike)[None, :] * FACTS.alike
+def kept_of_groups(i, groups, head, work, FACTS: tl.constexpr):
+    """Whether the predicate keeps the pairs of queries ``i``, (rows, 1), and each group of keys, for which it is the same: (rows, groups),
+    whichever of i and j the predicate knows."""
+    j = groups[None, :]
     return FACTS.keep(work.b, head, i, j, work) & (i >= 0) & (j >= 0)
 
 
@@ -223,6 +225,37 @@ def kept_of_groups(i, n0, head, work, FACTS: tl.constexpr):
 def of_keys(groups, ALIKE: tl.constexpr):
     """The value of each key, (BLOCK_N,), of those of groups of ALIKE keys."""
     return tl.reshape(tl.broadcast_to(groups[:, None], [BLOCK_N // ALIKE, ALIKE]), [BLOCK_N])
+
+
+@triton.jit
+def tile_pattern_kernel(tensors, sizes, numbers, FACTS: tl.constexpr):
+    """:func:`tile_map_kernel` for one query tile and GROUPS groups of keys, of FACTS.groups each key tile consists. Intervals hide no pair.
+
+    Grid: (batch * heads * query tiles * spans of key tiles); the span changes first.
+    """
+    seqlen_q, seqlen_k = plain(sizes.seqlen_q), plain(sizes.seqlen_k)
+    tile_m, tile_n, heads = plain(sizes.tile_m), plain(sizes.tile_n), plain(sizes.heads)
+    span: tl.constexpr = GROUPS // FACTS.groups
+    tiles_m, tiles_n = tl.cdiv(seqlen_q, tile_m), tl.cdiv(seqlen_k, tile_n)
+    spans, row = tl.cdiv(tiles_n, span), tl.program_id(0) // tl.cdiv(tiles_n, span)
+    n, m, outer = tl.program_id(0) % spans * span, row % tiles_m, row // tiles_m
+    b, head = (
+        tl.load(tensors.b + outer // heads).to(tl.int32),
+        tl.load(tensors.h + outer % heads * plain(sizes.alike)).to(tl.int32),
+    )
+    work = whole_sequence(b, tensors, sizes, numbers)
+    j = n * tile_n + tl.arange(0, GROUPS) * FACTS.alike
+    m_end = tl.minimum((m + 1) * tile_m, seqlen_q)
+    some, every = kept_groups(m * tile_m, m_end, j, head, work, plain(sizes.step), FACTS)
+    some, every = some & (j < seqlen_k), every | (j >= seqlen_k)
+    if tensors.seen is not None:
+        of_head = outer // heads * plain(sizes.seen_heads) + outer % heads // plain(sizes.group)
+        keys = j[:, None] + tl.arange(0, FACTS.alike)[None, :]
+        tl.store(tensors.seen + of_head.to(tl.int64) * seqlen_k + keys, 1, mask=some[:, None] & (keys < seqlen_k))
+    some = tl.max(tl.reshape(some.to(tl.int32), [span, FACTS.groups]), 1)
+    every = tl.min(tl.reshape(every.to(tl.int32), [span, FACTS.groups]), 1)
+    at = n + tl.arange(0, span)
+    tl.store(tensors.status + row.to(tl.int64) * tiles_n + at, some + tl.minimum(some, every), mask=at < tiles_n)
 
 
 # -- Ends of intervals ---------------------------------------------------------------------------------------------

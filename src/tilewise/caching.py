@@ -40,10 +40,9 @@ def edition(t: Tensor) -> tuple[int, int] | None:
     """
     plain = type(t) is Tensor or type(t) is Parameter  # another subclass may have no memory, and warn when it is asked
     try:
-        version, address = t._version, t.data_ptr() if plain else 0
+        return t._version, t.data_ptr() if plain else 0
     except RuntimeError:
         return None
-    return None if not address and torch._is_functional_tensor(t) else (version, address)
 
 
 Form = tuple[torch.Size, torch.dtype]

@@ -23,9 +23,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import TransformType
-from torch._functorch.autograd_function import custom_function_call
-from torch._functorch.eager_transforms import _unwrap_all_tensors_from_functional, _wrap_all_tensors_to_functional
 
 from tilewise import dispatch
 from tilewise.backends.base import Directions, Output, OutputGrads, empty_gradients, empty_output
@@ -356,35 +353,9 @@ def _backward_tangents(
     return AttentionBackwardJvp.apply(seed, spec, count, do, dlse, *grads[2:], *moved, *tensors, *along)
 
 
-_FUNCTIONS = (Attention, AttentionBackward, AttentionJvp, AttentionBackwardJvp, _Fixed)
-for _function in _FUNCTIONS:
+for _function in (Attention, AttentionBackward, AttentionJvp, AttentionBackwardJvp, _Fixed):
     # PyTorch asks for this signature at every call; inspect would compute it anew each time.
     _function.forward.__signature__ = inspect.signature(_function.forward)  # type: ignore[attr-defined]
-
-
-_rules = custom_function_call.functorch_table
-_refuse_functionalize = _rules[TransformType.Functionalize]
-
-
-def _is_ours(function: type) -> bool:
-    """Return whether a function is one of these, or one that ``torch.vmap`` made of one."""
-    held = [x.cell_contents for x in function.forward.__closure__ or ()]  # type: ignore[attr-defined]
-    return function in _FUNCTIONS or any(_is_ours(x) for x in held if hasattr(x, "forward"))
-
-
-def _functionalized(interpreter: Any, function: type, *operands: Any) -> Any:
-    """Run a function at a level of ``torch.func.functionalize``, where PyTorch refuses all. Ours write to none of their arguments, so they
-    run on what the level holds."""
-    if not _is_ours(function):
-        return _refuse_functionalize(interpreter, function, *operands)
-    views = interpreter.functionalize_add_back_views()
-    given = _unwrap_all_tensors_from_functional(operands, reapply_views=views)
-    with interpreter.lower():
-        found = custom_function_call(function, *given)
-    return _wrap_all_tensors_to_functional(found, interpreter.level())
-
-
-_rules[TransformType.Functionalize] = _functionalized
 
 
 def _parted(tensors: Sequence[Tensor | None], count: int) -> tuple[Sequence[Tensor | None], ...]:

@@ -22,7 +22,7 @@ from tilewise.backends.hopper.parameters import (
     Parameter,
 )
 from tilewise.expr import Expr
-from tilewise.masks.facts import Band, as_band
+from tilewise.masks.facts import Band, as_band, granularity
 from tilewise.planning.bit_tiles import BUDGET, bits_bytes
 from tilewise.problem import Problem
 
@@ -193,6 +193,15 @@ def mean_keys_per_query(problem: Problem) -> float:
         return sizes.larger(0.0, (stop if band.hi is None else sizes.smaller(stop, i + off + band.hi)) - first)
 
     return sum(seen((n + 0.5) / 16 * (seqlen_q - 1)) for n in range(16)) / 16
+
+
+def has_blocks(problem: Problem, size: int) -> bool:
+    """Whether a mask is a pattern whose blocks are an odd multiple of ``size`` keys, and as many queries at least."""
+    predicate = problem.spec.region.predicate
+    if predicate is None:
+        return False
+    queries, keys = (granularity(predicate, name) or 0 for name in ("i", "j"))
+    return keys % (2 * size) == size and queries % size == 0
 
 
 def bits_serve(problem: Problem, crossing: int, by_columns: bool = False, scored: bool = False) -> bool:

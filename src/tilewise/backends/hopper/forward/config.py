@@ -23,6 +23,7 @@ from tilewise.backends.hopper.config import (
     dtypes_of,
     ends_at_least,
     forward_keys_of,
+    has_blocks,
     keys_of,
 )
 from tilewise.backends.hopper.expected import Expected
@@ -42,8 +43,6 @@ from tilewise.backends.hopper.forward.tiles import (
 )
 from tilewise.backends.hopper.pair_bias import score_of
 from tilewise.backends.hopper.parameters import SCORES, Parameters
-from tilewise.masks import Region
-from tilewise.masks.facts import granularity
 from tilewise.problem import Problem
 
 
@@ -312,18 +311,9 @@ def bit_tiles_of(problem: Problem) -> Tiles | None:
     """The tiles whose pairs have bits; None where there are none. Of narrow ones most are full or not visited, if a pattern's blocks are of
     64 keys (docs/decisions.md#hopper-narrow-tiles)."""
     row = next((row for row in rows_for(problem.head_dim, problem.head_dim_v) if row.bits), None)
-    if row is None or row.narrow_bits is None or not blocks_of(problem.spec.region, row.narrow_bits.tile_n):
+    if row is None or row.narrow_bits is None or not has_blocks(problem, row.narrow_bits.tile_n):
         return row and row.bits
     return row.narrow_bits
-
-
-@lru_cache(maxsize=1024)
-def blocks_of(region: Region, size: int) -> bool:
-    """Whether a mask is a pattern whose blocks are an odd multiple of ``size`` keys, and as many queries at least."""
-    if region.predicate is None:
-        return False
-    queries, keys = (granularity(region.predicate, name) or 0 for name in ("i", "j"))
-    return keys % (2 * size) == size and queries % size == 0
 
 
 def with_bias(problem: Problem) -> Config | None:

@@ -357,6 +357,7 @@ def test_patterns_of_blocks_of_64_keys_get_tiles_that_hold_one(keys, queries):
         found = config.choose(problem(d=128, mask=mask))
         assert found.tiles.tile_n == (64 if narrow else 128)
         assert found in shipped()
+        assert bool(Hopper().slow(problem(d=128, mask=mask))) == (keys % 128 == queries % 128 == 64)
 
 
 ELSE = {

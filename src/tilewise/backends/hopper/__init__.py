@@ -229,6 +229,8 @@ def _slow(p: Problem) -> str:
     """What makes the kernels slower at a problem than at most others (:meth:`Backend.slow`)."""
     if p.paged and decoding.choose(p) is None and paged_config.idles(p, devices.of(p.device).cores):
         return "neither splits the keys of few queries nor shares a tile among heads"
+    if forward_config.splits_tiles(p):
+        return "has tiles of 128 queries for blocks of 64"
     if not pair_lookups(p) or decoding.choose(p) is not None:
         return ""
     biased = forward_config.with_bias(p)

@@ -195,13 +195,13 @@ def mean_keys_per_query(problem: Problem) -> float:
     return sum(seen((n + 0.5) / 16 * (seqlen_q - 1)) for n in range(16)) / 16
 
 
-def has_blocks(problem: Problem, size: int) -> bool:
-    """Whether a mask is a pattern whose blocks are an odd multiple of ``size`` keys, and as many queries at least."""
+def blocks_of(problem: Problem) -> tuple[int, int]:
+    """The queries and keys of a pattern's blocks, 0 where it does not tell them apart; (1, 1) of another mask."""
     predicate = problem.spec.region.predicate
     if predicate is None:
-        return False
+        return 1, 1
     queries, keys = (granularity(predicate, name) or 0 for name in ("i", "j"))
-    return keys % (2 * size) == size and queries % size == 0
+    return queries, keys
 
 
 def bits_serve(problem: Problem, crossing: int, by_columns: bool = False, scored: bool = False) -> bool:

@@ -20,10 +20,10 @@ from tilewise.backends.hopper.config import (
     Formed,
     Traced,
     bits_serve,
+    blocks_of,
     dtypes_of,
     ends_at_least,
     forward_keys_of,
-    has_blocks,
     keys_of,
 )
 from tilewise.backends.hopper.expected import Expected
@@ -308,12 +308,21 @@ def choose(problem: Problem) -> Config:
 
 
 def bit_tiles_of(problem: Problem) -> Tiles | None:
-    """The tiles whose pairs have bits; None where there are none. Of narrow ones most are full or not visited, if a pattern's blocks are of
-    64 keys (docs/decisions.md#hopper-narrow-tiles)."""
+    """The tiles whose pairs have bits; None where there are none. Narrow ones hold the keys of one block, where a pattern's have 64 keys
+    and 64 queries at least (docs/decisions.md#hopper-narrow-tiles)."""
     row = next((row for row in rows_for(problem.head_dim, problem.head_dim_v) if row.bits), None)
-    if row is None or row.narrow_bits is None or not has_blocks(problem, row.narrow_bits.tile_n):
+    if row is None or row.narrow_bits is None:
         return row and row.bits
-    return row.narrow_bits
+    (queries, keys), size = blocks_of(problem), row.narrow_bits.tile_n
+    return row.narrow_bits if queries % size == 0 and keys % row.bits.tile_n == size else row.bits
+
+
+def splits_tiles(problem: Problem) -> bool:
+    """Whether blocks of a pattern have 64 queries by 64 keys: Triton's tiles hold one, those with bits two
+    (docs/decisions.md#hopper-narrow-tiles)."""
+    tiles = bit_tiles_of(problem)
+    narrow = tiles is not None and tiles.tile_n < tiles.tile_m
+    return narrow and blocks_of(problem)[0] % tiles.tile_m == tiles.tile_n
 
 
 def with_bias(problem: Problem) -> Config | None:

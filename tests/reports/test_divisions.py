@@ -17,42 +17,11 @@ ZEROS, LARGEST, SMALLEST = (0.0, -0.0), 3.4028235e38, 1e-45
 NUMBERS = (1.0, -1.0, 3.0, -3.0, 0.7, -0.7, 41.0, 1e-20, 1e10, -1e10, 5e15, 2e17, LARGEST, -2e38, 1.1754944e-38)
 ENDS = (*ZEROS, *NUMBERS, 1e-40, -SMALLEST, math.inf, -math.inf, math.nan)
 POWERS = (
-    *ZEROS,
-    1.0,
-    -1.0,
-    2.0,
-    3.0,
-    -3.0,
-    5.0,
-    -7.0,
-    126.0,
-    0.5,
-    -0.5,
-    2.5,
-    -1.7,
-    1e10,
-    math.inf,
-    -math.inf,
-    math.nan,
-)
+    *ZEROS, 1.0, -1.0, 2.0, 3.0, -3.0, 5.0, -7.0, 126.0, 0.5, -0.5, 2.5, -1.7, 1e10, math.inf, -math.inf, math.nan,
+)  # fmt: skip
 BASES = (
-    *ZEROS,
-    1.0,
-    -1.0,
-    2.0,
-    -2.0,
-    0.3,
-    -1.3,
-    1.0000001,
-    1e-20,
-    -1e-20,
-    1e30,
-    1e-40,
-    LARGEST,
-    math.inf,
-    -math.inf,
-    math.nan,
-)
+    *ZEROS, 1.0, -1.0, 2.0, -2.0, 0.3, -1.3, 1.0000001, 1e-20, -1e-20, 1e30, 1e-40, LARGEST, math.inf, -math.inf, math.nan,
+)  # fmt: skip
 EXACT = 2.0**80  # rests and quotients are exact below it
 OF_PAIRS = {
     "rest": (lambda x, y: x % y, ENDS, ENDS),

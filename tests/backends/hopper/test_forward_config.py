@@ -360,6 +360,14 @@ def test_patterns_of_blocks_of_64_keys_get_tiles_that_hold_one(keys, queries):
         assert bool(Hopper().slow(problem(d=128, mask=mask))) == (keys % 128 == queries % 128 == 64)
 
 
+def test_patterns_whose_lists_would_take_much_memory_are_left_to_nobody(monkeypatch):
+    blocks = normal(9, 9) > 0
+    p = problem(d=128, mask=tw.keep(lambda b, h, i, j: blocks[i // 64 % 9, j // 64 % 9]))
+    assert Hopper().slow(p)
+    monkeypatch.setattr(shared, "BUDGET", 4 * 2 * 4 * 2 * 2 - 1)  # bytes of 2 x 2 tiles of 4 heads and 2 batch elements
+    assert not Hopper().slow(p)
+
+
 ELSE = {
     "a-score": ({"score": tw.softcap(3.0)}, "this score"),
     "dropout": ({"dropout_p": 0.5, "dropout_seed": 1}, "dropout"),

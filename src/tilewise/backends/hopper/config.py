@@ -204,6 +204,12 @@ def blocks_of(problem: Problem) -> tuple[int, int]:
     return queries, keys
 
 
+def lists_fit(problem: Problem, size: int) -> bool:
+    """Whether lists of tiles of ``size`` queries and keys take no more memory than the bits of a call may."""
+    tiles = -(-problem.seqlen_q // size) * -(-problem.seqlen_k // size)
+    return 4 * problem.batch * problem.heads_q * tiles <= BUDGET
+
+
 def bits_serve(problem: Problem, crossing: int, by_columns: bool = False, scored: bool = False) -> bool:
     """Whether a bit for each pair of a partial tile can say what a mask keeps.
 

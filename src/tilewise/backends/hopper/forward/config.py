@@ -25,6 +25,7 @@ from tilewise.backends.hopper.config import (
     ends_at_least,
     forward_keys_of,
     keys_of,
+    lists_fit,
 )
 from tilewise.backends.hopper.expected import Expected
 from tilewise.backends.hopper.forward.parameters import parameters
@@ -319,10 +320,10 @@ def bit_tiles_of(problem: Problem) -> Tiles | None:
 
 def splits_tiles(problem: Problem) -> bool:
     """Whether blocks of a pattern have 64 queries by 64 keys: Triton's tiles hold one, those with bits two
-    (docs/decisions.md#hopper-narrow-tiles)."""
+    (docs/decisions.md#hopper-narrow-tiles). Not where its lists, which are never made in pieces, take much memory."""
     tiles = bit_tiles_of(problem)
     narrow = tiles is not None and tiles.tile_n < tiles.tile_m
-    return narrow and blocks_of(problem)[0] % tiles.tile_m == tiles.tile_n
+    return narrow and blocks_of(problem)[0] % tiles.tile_m == tiles.tile_n and lists_fit(problem, tiles.tile_n)
 
 
 def with_bias(problem: Problem) -> Config | None:

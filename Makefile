@@ -96,7 +96,7 @@ $(VENV)/ready-kernels-$(TORCH): $(VENV)/ready-$(TORCH)
 	@$(INSTALL) $(CONSTRAINTS) --editable '.[test,kernels]' apache-tvm-ffi
 	@touch $@
 
-# Hopper's kernels, compiled for sm_90a on any Linux machine with x86-64 and g++, checked, and their figures written down: some 4 s of CPU for each of 433, and half a second where the compiler would get the program that it
+# Hopper's kernels, compiled for sm_90a on any Linux machine with x86-64 and g++, checked, and their figures written down: some 4 s of CPU for each, and half a second where the compiler would get the program that it
 # got before. `python -m tests.backends.hopper.sweep` runs them all on an emulated machine: what to do before they meet a GPU.
 COMPILE_HOPPER = $(BIN)/python -m tilewise.backends.hopper.kit.layout && \
   OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto tests/backends/hopper/test_hostcode.py && \

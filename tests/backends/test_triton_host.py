@@ -424,7 +424,7 @@ def test_a_capture_makes_its_lists_anew(launches, monkeypatch):
     assert all(x is not y and torch.equal(x, y) for x, y in zip(first, captured, strict=True))
 
 
-BITS = [f"tile_{x}" for x in ("map", "lists", "order", "bits")]
+BITS = [f"tile_{x}" for x in ("pattern", "lists", "order", "bits")]
 OF_MASK = [*BITS, "runs"]
 
 

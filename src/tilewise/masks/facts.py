@@ -214,9 +214,14 @@ def heads_alike(region: Region) -> int:
     return math.gcd(*[n for n in found if n is not None]) or 1
 
 
+def blocks_of(e: Expr) -> tuple[int, int]:
+    """Return the queries and keys of the blocks on which ``e`` is constant; 0 where it does not depend on that index."""
+    return granularity(e, "i") or 0, granularity(e, "j") or 0
+
+
 def constant_on_blocks(e: Expr) -> bool:
     """Return whether ``e`` is constant on blocks of several queries by several keys, as a pattern of blocks is."""
-    return granularity(e, "i") != 1 and granularity(e, "j") != 1
+    return 1 not in blocks_of(e)
 
 
 # -- Predicates that rise or fall ----------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tilewise import expr, selections, sizes
 from tilewise.masks import Region
-from tilewise.masks.facts import every_key_seen, granularity, heads_alike, monotone_terms
+from tilewise.masks.facts import blocks_of, every_key_seen, heads_alike, monotone_terms
 from tilewise.planning.tiles import PARTIAL, Grid, TileMap, chunk_elements, each_head, seen_keys
 
 LINES = 128  # of a tile
@@ -120,14 +120,12 @@ def only_seen_keys(region: Region, tile_n: int) -> bool:
     """Return whether a query that sees a key of a tile of ``tile_n`` sees all: blocks of a pattern hold whole tiles' keys."""
     if any(end is not None for end in region.ends) or region.predicate is None:
         return False
-    step = granularity(region.predicate, "j")
-    return step is None or step % tile_n == 0
+    return blocks_of(region.predicate)[1] % tile_n == 0
 
 
 def _same_on_tiles(region: Region, tile: tuple[int, int]) -> bool:
     """Return whether the predicate has one value in each tile of ``tile`` (queries, keys)."""
-    steps = zip((granularity(region.predicate, name) for name in ("i", "j")), tile, strict=True)
-    return all(step is None or step % size == 0 for step, size in steps)
+    return all(step % size == 0 for step, size in zip(blocks_of(region.predicate), tile, strict=True))
 
 
 def bits_bytes(

@@ -20,7 +20,7 @@ from tilewise import expr, selections
 from tilewise.caching import cached_property
 from tilewise.expr import Expr
 from tilewise.masks import Mask, Region, grouped, region, with_lists
-from tilewise.masks.facts import Condition, conditions, granularity, heads_alike, joined, monotone_terms
+from tilewise.masks.facts import Condition, blocks_of, conditions, heads_alike, joined, monotone_terms
 from tilewise.planning import planner
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
@@ -264,8 +264,8 @@ def _predicate_status(grid: Grid, tile_m: int, tile_n: int) -> tuple[Tensor, Ten
 
 def _steps(grid: Grid, e: Expr, tile_m: int, tile_n: int) -> tuple[int, int]:
     """Return the size, in queries and keys, of the largest blocks that divide the tiles and have one value of ``e`` each."""
-    step_n = (granularity(e, "j") or tile_n) if grid.key_origin is None else 1
-    return math.gcd(tile_m, granularity(e, "i") or tile_m), math.gcd(tile_n, step_n)
+    queries, keys = blocks_of(e)
+    return math.gcd(tile_m, queries), math.gcd(tile_n, keys if grid.key_origin is None else 1)
 
 
 def known_status(grid: Grid, tile_m: int, tile_n: int) -> Tensor:

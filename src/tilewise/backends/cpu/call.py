@@ -22,7 +22,7 @@ from tilewise.backends.base import Inputs, PerTensors, unit_last
 from tilewise.backends.cpu import library, program
 from tilewise.backends.cpu.config import Config
 from tilewise.leaf_gradients import classify
-from tilewise.masks.facts import as_band, every_key_seen, granularity, monotone_terms
+from tilewise.masks.facts import as_band, blocks_of, every_key_seen, monotone_terms
 from tilewise.masks.regions import Region as MaskRegion
 from tilewise.planning.tiles import PARTIAL, Grid, TileMap, known_status, seen_keys
 from tilewise.problem import Problem
@@ -245,7 +245,7 @@ def _blocks_to_list(kept: MaskRegion) -> Blocks | None:
     """
     if kept.predicate is None or kept.prepared is not None or monotone_terms(kept) is not None:
         return None
-    queries, keys = (granularity(kept.predicate, symbol) or _WHOLE for symbol in "ij")
+    queries, keys = (size or _WHOLE for size in blocks_of(kept.predicate))
     return (1, 1) if 1 in (queries, keys) else (queries, keys)
 
 

@@ -22,7 +22,8 @@ from tilewise.backends.hopper.parameters import (
     Parameter,
 )
 from tilewise.expr import Expr
-from tilewise.masks.facts import Band, as_band, granularity
+from tilewise.masks import facts
+from tilewise.masks.facts import Band, as_band
 from tilewise.planning.bit_tiles import BUDGET, bits_bytes
 from tilewise.problem import Problem
 
@@ -196,12 +197,9 @@ def mean_keys_per_query(problem: Problem) -> float:
 
 
 def blocks_of(problem: Problem) -> tuple[int, int]:
-    """The queries and keys of a pattern's blocks, 0 where it does not tell them apart; (1, 1) of another mask."""
+    """The queries and keys of the blocks on which a mask's predicate is constant (:func:`facts.blocks_of`); (1, 1) where there is none."""
     predicate = problem.spec.region.predicate
-    if predicate is None:
-        return 1, 1
-    queries, keys = (granularity(predicate, name) or 0 for name in ("i", "j"))
-    return queries, keys
+    return (1, 1) if predicate is None else facts.blocks_of(predicate)
 
 
 def lists_fit(problem: Problem, size: int) -> bool:

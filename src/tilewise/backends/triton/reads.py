@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tilewise import expr
 from tilewise.distances import by_distance, near
-from tilewise.masks.facts import constant_on_blocks, granularity
+from tilewise.masks.facts import blocks_of, constant_on_blocks
 from tilewise.problem import Problem
 
 
@@ -46,7 +46,7 @@ def predicate_blocks(problem: Problem) -> tuple[int, int]:
     predicate = problem.spec.region.predicate
     if predicate is None or problem.packed:
         return 0, 0
-    return tuple(granularity(predicate, index) or 0 for index in ("i", "j"))
+    return blocks_of(predicate)
 
 
 def near_of_all(problem: Problem) -> tuple[int, int] | None:

@@ -375,8 +375,7 @@ def _extents(kind: Kind, emitted: Emitted) -> tuple[tuple[int, ...], ...]:
 @lru_cache(maxsize=1024)
 def _judging(kind: Kind, tile: tuple[int, int], group: int | None, most: int, alike: int = 1) -> MaskLaunch:
     emitted, predicate = emit_mask(kind.region, _leaves(kind), kind.lengths), kind.region.predicate
-    same = None if predicate is None else granularity(predicate, "i")
-    step = math.gcd(tile[0], same or tile[0])  # the rows on which the predicate is the same
+    step = _alike(predicate, "i", tile[0])  # the rows on which the predicate is the same
     rows, alike_j = 1 << (tile[0] // step - 1).bit_length(), _alike(predicate, "j", math.gcd(_LINES, tile[1]))
     many, rows = min(MOST_ROWS * alike_j, rows), min(MOST_ROWS, rows)
     batch, heads = _heads_of(kind, (kind.region.first, kind.region.last, predicate))

@@ -187,9 +187,9 @@ def kept_pairs(m0, m_end, n0, first, last, head, work, step, FACTS: tl.constexpr
     # By elements, (block_m, BLOCK_N): what crosses threads and warps is asked once, after the last rows.
     some = tl.full([FACTS.block_m, BLOCK_N], 0, tl.int1)
     every = tl.full([FACTS.block_m, BLOCK_N], 1, tl.int1)
+    groups = n0 + tl.arange(0, BLOCK_N // FACTS.alike) * FACTS.alike
     for row in range(m0, m_end, FACTS.block_m * step):
         i = row + tl.arange(0, FACTS.block_m)[:, None] * step
-        groups = n0 + tl.arange(0, BLOCK_N // FACTS.alike) * FACTS.alike
         kept = kept_of_groups(i, groups, head, work, FACTS)
         kept = tl.broadcast_to(kept[:, :, None], [FACTS.block_m, BLOCK_N // FACTS.alike, FACTS.alike])
         kept = tl.reshape(kept, [FACTS.block_m, BLOCK_N]) & (i < m_end)
